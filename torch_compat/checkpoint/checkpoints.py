@@ -17,7 +17,7 @@ from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
-from torch_compat.checkpoint import dcp_state, hf_state, mup, orbax_store, train_state
+from torch_compat.checkpoint import dcp_state, hf_config, hf_state, mup, orbax_store, train_state
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats import safetensors
@@ -69,8 +69,25 @@ class CheckpointRef:
             values, source = config.model_dump(mode="json"), str(self.directory)
             return make_config(values, overrides, source, trusts) if overrides else config
         if self.format == "hf":
-            return _config_of_hf(self.directory, overrides)
+            table, _ = hf_state.read_config(self.directory)
+            train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
+            source = f"{self.directory}/{hf_config.CONFIG}"
+            return make_config({"model": table, "train": train}, overrides, source)
         return None
+
+    def required_config(self, path: Path | None, overrides: Sequence[str]) -> JobConfig:
+        """Return the config that it is of.
+
+        Raises:
+            UserError: neither the checkpoint nor the user says, or the config is wrong.
+        """
+        config = self.config(path, overrides)
+        if config is None:
+            raise UserError(
+                f"{self.directory}: a DCP checkpoint does not say which model it is of: "
+                "give the run's config, --config FILE"
+            )
+        return config
 
     def read(self, config: JobConfig, options: Options) -> CheckpointState:
         """What it holds, by our names.
@@ -124,7 +141,7 @@ class CheckpointRef:
     @property
     def run(self) -> Path:
         """The run directory of jaxforge's own checkpoint."""
-        return orbax_store.run_of(self._path)
+        return find_step(self._path)[0]
 
     @property
     def title(self) -> str:
@@ -195,9 +212,3 @@ def _latest(directory: Directory) -> list[Directory]:
         steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
         found += [place / name for _, name in sorted(steps, reverse=True)]
     return found
-
-
-def _config_of_hf(directory: Directory, overrides: Sequence[str]) -> JobConfig:
-    table, _ = hf_state.read_config(directory)
-    train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
-    return make_config({"model": table, "train": train}, overrides, f"{directory}/config.json")

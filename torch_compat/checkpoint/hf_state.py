@@ -19,7 +19,6 @@ from torch_compat.checkpoint.hf_config import (
     DEQUANTIZED,
     config_json,
     eos_token_id,
-    family_of,
     further_layers,
     model_table,
 )
@@ -123,7 +122,8 @@ class Imported(NamedTuple):
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids at which transformers ends a text."""
-        return _ids((self.generation or self.config).get("eos_token_id"))
+        ids = (self.generation or self.config).get("eos_token_id")
+        return tuple(n for n in (ids if isinstance(ids, list) else [ids]) if type(n) is int)
 
 
 def keep_documents(directory: Directory, target: Path) -> None:
@@ -165,12 +165,6 @@ def documents(directory: Directory) -> Imported:
     return Imported(_config(directory), generation)
 
 
-def _ids(given: object) -> tuple[int, ...]:
-    """The ids that an `eos_token_id` names."""
-    listed = given if isinstance(given, list) else [given]
-    return tuple(one for one in listed if type(one) is int)
-
-
 def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
     """What the user of an export should know.
 
@@ -196,7 +190,7 @@ def units(
     config: JobConfig,
     directory: Path,
     *,
-    dialect: str | None,
+    family: str,
     largest: int,
     block: int,
     tokenizer: Path | None,
@@ -208,16 +202,12 @@ def units(
         checkpoint: the weights.
         config: the run's config.
         directory: where the files go.
-        dialect: a family by its dialect's name; None takes the one that the model is of.
+        family: a key of `FAMILIES`, which has all that the model has.
         largest: bytes of a file at most, if one tensor does not have more.
         block: bytes that may be in memory at a time.
         tokenizer: the run's tokenizer.
         before: what the run was imported with.
-
-    Raises:
-        UserError: no family has what the model has.
     """
-    family = family_of(config.model, dialect, before and before.config)
     of_family = FAMILIES[family].dialect
     tensors = of_family.to_theirs(checkpoint.variables, config.model)
     weights = of_family.to_theirs(checkpoint.params, config.model)

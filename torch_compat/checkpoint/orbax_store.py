@@ -40,11 +40,6 @@ _FORM = 2  # of what is staged: an import that another form was begun in begins 
 _STORE = "ocdbt.process_0"  # Orbax makes one database of all that are named so
 
 
-def run_of(path: Path) -> Path:
-    """The run directory of a checkpoint."""
-    return find(path)[0]
-
-
 def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, JobConfig]:
     """The newest checkpoint of a run, or the one that is named, and the config stored in it.
 

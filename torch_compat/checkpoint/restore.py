@@ -22,7 +22,7 @@ from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.eight_bit import check_wide
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState, Tensors
-from torch_compat.formats.lazy import Index, LazyTensor
+from torch_compat.formats.lazy import LazyTensor
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +79,10 @@ class Foreign:
     def restore_model(self, like: PyTree) -> PyTree:
         """What it has of the model's part of the state (`layout.model_tree`)."""
         parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
-        wanted = layout.common(like, {name: self._joined(part) for name, part in parts.items()})
+        joined = {name: self.stacking.join(part) for name, part in parts.items()}
+        there = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}
+        wanted = layout.common(like, there)
         return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
-
-    def _joined(self, entries: Tensors) -> PyTree:
-        return unflatten_dict(self.stacking.join(entries), sep=".")
 
     def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
         leaves = self.stacking.join(entries)
@@ -125,14 +124,11 @@ def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
 
     def share(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        return cast.read(_bounded(index, cast.shape))
+        bounds = zip(index, cast.shape, strict=True)
+        return cast.read(tuple(slice(*s.indices(n)[:2]) for s, n in bounds))
 
     return jax.make_array_from_callback(cast.shape, like.sharding, share)
 
 
 def _scalar(value: float | np.ndarray, like: jax.Array) -> jax.Array:
     return jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
-
-
-def _bounded(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))

@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,20 +45,12 @@ def read_logged(run: Path, step: int) -> Logged:
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as lines:
-        for line in _objects(lines):
-            if line.get("step", step + 1) > step:
+        for line, problem in map(parse_metrics, lines):
+            if problem or line.get("step", step + 1) > step:
                 continue
             train = line if "train/loss" in line else train
             evaluation = line if "eval/loss" in line else evaluation
     return Logged(train, evaluation, evaluation.get("step", 0))
-
-
-def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Those that are whole."""
-    for line in lines:
-        values, problem = parse_metrics(line)
-        if not problem:
-            yield values
 
 
 def model_card(
@@ -87,7 +79,7 @@ def model_card(
     size = human(parameters)
     trained = f", trained for {progress.step:,} steps" if progress and progress.step else ""
     sections = {
-        "Use": _use(has_tokenizer),
+        "Use": _WITH_TOKENIZER if has_tokenizer else _ALONE,
         "Model": _table({
             "parameters": f"{parameters:,}",
             "architecture": model_type,
@@ -128,10 +120,6 @@ def _hub_names(config: JobConfig) -> Iterator[str]:
     if not data.datasets and not data.dataset_path and data.hf_dataset_name:
         yield data.hf_dataset_name
     yield from (one.hf_name for one in data.datasets if one.hf_name and not one.path)
-
-
-def _use(has_tokenizer: bool) -> str:
-    return _WITH_TOKENIZER if has_tokenizer else _ALONE
 
 
 _ALONE = """\

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.config.job import JobConfig
@@ -12,15 +12,10 @@ from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import hf_state, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef, Format
 from torch_compat.checkpoint.dcp_state import Options
-from torch_compat.checkpoint.state import (
-    AbstractTarget,
-    CheckpointState,
-    Tensors,
-    abstract_target,
-)
+from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
 from torch_compat.checkpoint.untrained import check_present
 from torch_compat.checkpoint.validation import check_fits, unseen
-from torch_compat.formats.lazy import DTYPES, LazyTensor
+from torch_compat.formats.lazy import DTYPES
 
 _DEFAULTS = Options()
 
@@ -141,12 +136,7 @@ def open_source(request: Request) -> Source:
         UserError: it is damaged, not of the config, or has no counterpart in the format asked for.
     """
     ref, to = request.source, request.to
-    config = ref.config(request.config, request.overrides)
-    if config is None:
-        raise UserError(
-            f"{ref.directory}: a DCP checkpoint does not say which model it is of: "
-            "give the run's config, --config FILE"
-        )
+    config = ref.required_config(request.config, request.overrides)
     has_moments = to != "hf" and not request.options.weights_only
     files = ref.stamps()
     options = dataclasses.replace(
@@ -157,8 +147,12 @@ def open_source(request: Request) -> Source:
     if to != "jaxforge":
         mup.check_export(config.model, weights_only=not has_moments)
     if ref.format == "jaxforge":
-        trained = _stored_config(request, config)
-        notes += _check_run(checkpoint, config, trained, str(ref.directory))
+        if request.config or request.overrides:
+            trained = ref.required_config(None, ())
+        declared, where = abstract_target(config), str(ref.directory)
+        check_fits(checkpoint, declared, trained.model, where)
+        absent = check_present(checkpoint, declared, where)
+        notes += [*unseen(trained.model, config.model), *absent]
     elif checkpoint.counts_experts:
         config = config.skipping_idle_experts()
     if to == "jaxforge":
@@ -168,27 +162,10 @@ def open_source(request: Request) -> Source:
             checkpoint, params=mup.folded(checkpoint.params, config.model)
         )
         config = config.model_copy(update={"model": mup.as_standard(config.model)})
-    checkpoint = dataclasses.replace(checkpoint, params=cast(checkpoint.params, request.dtype))
+    if request.dtype:
+        params = {n: t.cast(DTYPES[request.dtype]) for n, t in checkpoint.params.items()}
+        checkpoint = dataclasses.replace(checkpoint, params=params)
     return Source(ref, files, trained, checkpoint, abstract_target(config), tuple(notes))
-
-
-def _stored_config(request: Request, config: JobConfig) -> JobConfig:
-    """Return the config in a checkpoint of jaxforge."""
-    if not (request.config or request.overrides):
-        return config
-    stored = request.source.config(None)
-    assert stored is not None
-    return stored
-
-
-def _check_run(
-    checkpoint: CheckpointState, config: JobConfig, trained: JobConfig, where: str
-) -> list[str]:
-    """Check that a run's state is that of the config; return what the user should know."""
-    target = abstract_target(config)
-    check_fits(checkpoint, target, trained.model, where)
-    absent = check_present(checkpoint, target, where)
-    return [*unseen(trained.model, config.model), *absent]
 
 
 def _of_new_run(checkpoint: CheckpointState, *, goes_on: bool) -> CheckpointState:
@@ -204,10 +181,3 @@ def _of_new_run(checkpoint: CheckpointState, *, goes_on: bool) -> CheckpointStat
     return dataclasses.replace(
         checkpoint, progress=dataclasses.replace(progress, run_id=Progress().run_id)
     )
-
-
-def cast(tensors: Tensors, dtype: str | None) -> Mapping[str, LazyTensor]:
-    """Return tensors in another dtype, by torch's name of it."""
-    if dtype is None:
-        return tensors
-    return {name: tensor.cast(DTYPES[dtype]) for name, tensor in tensors.items()}

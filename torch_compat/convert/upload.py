@@ -100,7 +100,9 @@ class _Copy:
         last = [path for pattern in _LAST for path in sorted(self._made.glob(pattern))]
         tokenizer = (self._here / hf_state.TOKENIZER).rglob("*")
         self._put({*_files(self._made), *filter(Path.is_file, tokenizer)} - {*last})
-        self._remove_what_is_not_ours()
+        ours = {path.relative_to(self._made).as_posix() for path in _files(self._made)}
+        for key in _keys(self._target) - ours - {UNFINISHED}:  # of another that was not finished
+            (self._target / key).unlink()
         lock.check()
         for path in last:
             self._put([path])
@@ -129,12 +131,6 @@ class _Copy:
             buckets.write(place, path.read_bytes())
 
         for_each(put, files, at_once)
-
-    def _remove_what_is_not_ours(self) -> None:
-        """What another conversion left that was not finished."""
-        ours = {path.relative_to(self._made).as_posix() for path in _files(self._made)}
-        for key in _keys(self._target) - ours - {UNFINISHED}:
-            (self._target / key).unlink()
 
 
 def _gathering(destination: Path) -> Path:

@@ -50,6 +50,7 @@ class Writer(abc.ABC):
     Attributes:
         staging: where files gather.
         label: the result in words, such as its dialect.
+        within: the directory in the destination that is made; "" is the destination itself.
 
     Raises:
         UserError: the source has no counterpart in the format.
@@ -57,15 +58,11 @@ class Writer(abc.ABC):
 
     staging: Staging
     label: str
+    within = ""
 
     def __init__(self, request: Request, source: Source) -> None:
         self.request, self.source = request, source
         self.block = request.max_memory // _FRACTION
-
-    @property
-    def within(self) -> str:
-        """The directory in the destination that is made; "" is the destination itself."""
-        return ""
 
     @property
     def path(self) -> Path:
@@ -119,11 +116,7 @@ class RunWriter(Writer):
         super().__init__(request, source)
         step = source.progress.step
         self.label = f"step {step}" if source.checkpoint.moments else "weights alone, step 0"
-
-    @property
-    def within(self) -> str:
-        """The directory of the step."""
-        return f"{SUBDIRECTORY}/{PREFIX}_{self.source.progress.step}"
+        self.within = f"{SUBDIRECTORY}/{PREFIX}_{step}"
 
     def stage(self, plan: dict[str, Any], share: Share) -> Staging:
         """Begin a checkpoint of the run."""
@@ -174,13 +167,10 @@ class DcpWriter(Writer):
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None
+        self._has_place = self._has_moments and not self._is_titan
         many = f", {request.stages} stages" if request.stages > 1 else ""
         self.label = f"{self._dialect}{many}"
-
-    @property
-    def within(self) -> str:
-        """The directory of the step: `step_<n>`, or `step-<n>` for torchtitan."""
-        return f"step{'-' if self._is_titan else '_'}{self.source.progress.step}"
+        self.within = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
 
     def notes(self) -> list[str]:
         """Return what the user should know.
@@ -212,7 +202,11 @@ class DcpWriter(Writer):
         """Write the metadata, and where the run stands."""
         directory = self.staging.path
         if self._has_place:
-            self._write_place(directory)
+            with (directory / train_state.TRAIN_STATE).open("wb") as file:
+                file.writelines(torch_zip.archive(self._train_state()))
+            progress = self.source.progress
+            about = {"step": progress.step, "tokens_seen": progress.tokens}
+            (directory / "metadata.json").write_text(json.dumps(about, indent=2))
         for stage, entries in self._stages.items():
             places = {unit.name: results[unit.name] for unit in self._units[stage]}
             dcp_writer.write_metadata(entries, places, directory / stage, self.block)
@@ -241,23 +235,11 @@ class DcpWriter(Writer):
             parts[""] |= dcp_state.place_within(checkpoint, target)
         return parts
 
-    @property
-    def _has_place(self) -> bool:
-        return self._has_moments and not self._is_titan
-
     def _train_state(self) -> dict[str, Any]:
         updates = int(self.source.checkpoint.scalars["updates"])
         return train_state.to_torch(
             self.source.progress, updates, self.source.target.config, self.request.ranks
         )
-
-    def _write_place(self, directory: Path) -> None:
-        progress = self.source.progress
-        with (directory / train_state.TRAIN_STATE).open("wb") as file:
-            for piece in torch_zip.archive(self._train_state()):
-                file.write(piece)
-        about = {"step": progress.step, "tokens_seen": progress.tokens}
-        (directory / "metadata.json").write_text(json.dumps(about, indent=2))
 
 
 class HfWriter(Writer):
@@ -266,10 +248,10 @@ class HfWriter(Writer):
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
         before = source.imported
-        family = hf_config.family_of(
+        self._family = hf_config.family_of(
             source.target.config.model, request.dialect, before and before.config
         )
-        self.label = FAMILIES[family].dialect.name
+        self.label = FAMILIES[self._family].dialect.name
         self._check_names(self.label)
 
     def notes(self) -> list[str]:
@@ -281,7 +263,7 @@ class HfWriter(Writer):
         """Parts of safetensors files, and the documents."""
         return hf_state.units(
             self.source.checkpoint, self.source.target.config, self.staging.path,
-            dialect=self.request.dialect, largest=self.request.largest_file, block=self.block,
+            family=self._family, largest=self.request.largest_file, block=self.block,
             tokenizer=self.source.tokenizer, before=self.source.imported,
         )  # fmt: skip
 
@@ -293,7 +275,6 @@ class HfWriter(Writer):
         (directory / model_card.FILE).write_text(self._card(directory), "utf-8")
 
     def _card(self, directory: Path) -> str:
-        """Return the card that goes with the `config.json` in a directory."""
         source, ref = self.source, self.source.ref
         name, logged = ref.title, model_card.Logged({}, {}, 0)
         if ref.format == "jaxforge":
@@ -302,7 +283,7 @@ class HfWriter(Writer):
         card = model_card.model_card(
             name, source.trained, source.checkpoint.progress,
             parameters=sum(math.prod(t.shape) for t in source.checkpoint.params.values()),
-            model_type=json.loads((directory / hf_config.CONFIG).read_text())["model_type"],
+            model_type=self._family,
             logged=None if ref.format == "hf" else logged,
             has_tokenizer=(directory / "tokenizer.json").exists(),
         )  # fmt: skip
