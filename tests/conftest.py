@@ -70,19 +70,20 @@ TINY = {
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
     "processes/test_supervised.py", "storage/test_runs.py", "data/test_huggingface_runs.py",
-    "parallel/test_gpu_meshes.py", "torch_compat/test_families.py", "pipeline/test_spmd.py",
-    "step/test_grad_sync.py", "step/test_context.py", "replay/test_replay.py",
+    "parallel/test_gpu_meshes.py", "torch_compat/test_families.py",
+    "parallel/pipeline/test_spmd.py",
+    "step/test_grad_sync.py", "step/test_context.py", "tools/replay/test_replay.py",
     "processes/test_exits.py", "checkpoint/test_manager.py", "processes/test_generate.py",
     "step/test_uneven_meshes.py", "step/test_aux_outputs.py", "step/test_experts.py",
     "step/test_train_step.py", "torch_compat/test_huggingface_models.py",
     "torch_compat/test_commands.py", "model/test_moe.py", "processes/test_evaluate.py",
     "step/test_meshes.py", "model/test_attention.py", "torch_compat/test_expert_checkpoints.py",
-    "processes/test_two_processes.py", "test_examples.py", "capsule/test_capsule.py",
+    "processes/test_two_processes.py", "test_examples.py", "tools/replay/test_capsule.py",
     "step/test_kept_state.py", "training/test_stopped_runs.py", "model/test_decoding.py",
     "model/test_plan.py", "storage/test_conversions.py", "torch_compat/test_fsdp2.py",
-    "plan/test_wrong_configs.py", "torch_compat/test_untrained.py", "processes/test_kill.py",
+    "tools/plan/test_wrong_configs.py", "torch_compat/test_untrained.py", "processes/test_kill.py",
     "step/test_fp8_steps.py", "test_configs.py", "golden/test_trajectories.py",
-    "model/test_attention_sinks.py", "replay/test_against.py", "data/test_fine_tuning.py",
+    "model/test_attention_sinks.py", "tools/replay/test_against.py", "data/test_fine_tuning.py",
 )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ META = {
 PLACES = {"/data/": "data/", "/tmp/": "tmp/"}
 """Where such directories are here."""
 MADE = re.compile(r"--(?:output|checkpoint\.dir)[= ](\S+)")
-DESTINATION = re.compile(r"(?:import|export) \S+ (\S+)")
+DESTINATION = re.compile(r"(?:convert|import|export) \S+ (\S+)")
 
 
 def is_elsewhere(line):

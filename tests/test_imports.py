@@ -17,7 +17,7 @@ ROOMS = ["errors", "exit_codes", "aux_outputs", "cli", "registry", "storage", "c
          "kernels", "model", "state", "optim", "data", "step", "program", "checkpoint", "telemetry",
          "runs", "training", "inference", "tools", "commands", "__main__"]  # fmt: skip
 """Files and directories of jaxforge; each imports only those before it."""
-TORCH_ROOMS = ["formats", "names", "families", "checkpoint", "convert", "lockstep", "running",
+TORCH_ROOMS = ["formats", "names", "families", "checkpoint", "convert", "lockstep",
                "__main__"]  # fmt: skip
 TOP_FILES = 8
 SUBCLASSES = {"jaxforge.tools.lm_eval.adapter"}  # of classes that an extra brings

@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": Command("jaxforge.commands.generate", "continue prompts, or converse"),
     "lm_eval": Command("jaxforge.commands.lm_eval", "tasks of EleutherAI's lm_eval"),
     "capsule": Command("jaxforge.commands.capsule", "what a run is made of, in one file"),
+    "convert": Command(_TORCH, "a checkpoint of any format in any other", True),
     "import": Command(_TORCH, "a PyTorch or Hugging Face checkpoint becomes a run", True),
     "export": Command(_TORCH, "a run becomes a PyTorch or Hugging Face checkpoint", True),
     "inspect": Command(_TORCH, "what a checkpoint of any format holds", True),

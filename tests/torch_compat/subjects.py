@@ -10,10 +10,10 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.state.progress import Progress
 from tests.torch_compat.tensors import random_array, to_torch
 from torch_compat.checkpoint import checkpoints, dcp_state, train_state
-from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
-from torch_compat.convert.commands import Export, Import
+from torch_compat.convert import conversion
+from torch_compat.convert.source import Request
 from torch_compat.formats import torch_zip
 from torch_compat.formats.lazy import LazyTensor, of_array
 from torch_compat.formats.workers import Share, Workers
@@ -81,12 +81,15 @@ def write_subjects(directory: Path) -> dict[str, Path]:
     toml.write_text(config().to_toml())
     made = {"torch": write_torch(directory / "torch")}
     run = directory / "jaxforge"
-    job = Import(checkpoints.find(made["torch"]), run, toml, (), Options(), None, 1 << 20)
-    job.run(job.plan(), Share(), lambda nbytes: None, Workers())
+
+    def convert(request):
+        plan = conversion.plan(request)
+        return conversion.run(request, plan, Share(), lambda nbytes: None, Workers())
+
+    convert(Request(checkpoints.find(made["torch"]), run, "jaxforge", toml, max_memory=1 << 20))
 
     def export(name, **how):
-        job = Export(checkpoints.find(run), directory / name, **how)
-        made[name] = job.run(job.plan(), Share(), lambda nbytes: None, Workers())
+        made[name] = convert(Request(checkpoints.find(run), directory / name, **how))
 
     export("ours", to="dcp")
     export("stages", to="dcp", stages=2)

@@ -135,6 +135,11 @@ def test_moments_in_eight_bits_leave_as_float32_and_do_not_come_back(tmp_path):
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), f"--config={config}"]) == 0
     with pytest.raises(UserError, match=r"train.opt_state_dtype = .8bit.*--weights-only"):
         main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+    again = ["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to=jaxforge"]
+    with pytest.raises(UserError, match=r"train.opt_state_dtype = .8bit"):
+        main(again)
+    assert main([*again, "--train.opt_state_dtype=float32"]) == 0
+    assert_same(values(tmp_path / "b"), values(tmp_path / "a"))
 
 
 @pytest.mark.parametrize("dialect", ["kempnerforge", "torchtitan", "torchtitan-2025", "hf-llama"])

@@ -32,7 +32,8 @@ from tests.helpers import setup
 from torch_compat.checkpoint import checkpoints, hf_config, hf_state, restore
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.restore import open_foreign
-from torch_compat.convert import commands
+from torch_compat.convert import conversion
+from torch_compat.convert.source import Request
 from torch_compat.formats.files import Directory
 from torch_compat.formats.workers import Share, Workers
 
@@ -102,22 +103,25 @@ def save_run(path, config, params=None):
 
 
 def export(run, directory, **options):
-    job = commands.Export(checkpoints.find(run), directory, "hf", **options)
-    assert job.run(job.plan(), Share(), lambda _: None, Workers()) == directory
+    convert(Request(checkpoints.find(run), directory, "hf", **options), directory)
     return directory
 
 
 def export_notes(run, **options):
-    return commands.Export(checkpoints.find(run), run / "never", "hf", **options).plan().notes
+    return conversion.plan(Request(checkpoints.find(run), run / "never", "hf", **options)).notes
 
 
 def load(source, run, *overrides, dtype=None):
     """Imports; the plan's notes."""
-    found = checkpoints.find(source)
-    job = commands.Import(found, run, None, overrides, Options(), dtype, 1 << 28)
-    plan = job.plan()
-    assert job.run(plan, Share(), lambda _: None, Workers()) == run / "checkpoints" / "step_0"
-    return plan.notes
+    request = Request(checkpoints.find(source), run, "jaxforge", overrides=overrides, dtype=dtype)
+    return convert(request, run / "checkpoints" / "step_0").notes
+
+
+def convert(request, expected):
+    """Convert to an expected path; the plan."""
+    plan = conversion.plan(request)
+    assert conversion.run(request, plan, Share(), lambda _: None, Workers()) == expected
+    return plan
 
 
 def params_of(run):

@@ -10,7 +10,8 @@ from tests.conftest import tiny_config
 from torch_compat.checkpoint import checkpoints, hf_config, mup
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.state import abstract_target
-from torch_compat.convert import commands
+from torch_compat.convert import conversion
+from torch_compat.convert.source import Request
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -69,11 +70,12 @@ def test_a_torch_job_gets_weights_alone(tmp_path):
     params = random_params(of.model)
     run = save_run(tmp_path / "run", of, params)
     with pytest.raises(UserError, match=r"another learning rate for each matrix.*--weights-only"):
-        commands.Export(checkpoints.find(run), tmp_path / "out", "dcp").plan()
-    plan = commands.Export(checkpoints.find(run), tmp_path / "out", "dcp", weights_only=True).plan()
-    head = plan.checkpoint.params["output_head.proj.weight"].all()
+        conversion.plan(Request(checkpoints.find(run), tmp_path / "out", "dcp"))
+    alone = Options(weights_only=True)
+    plan = conversion.plan(Request(checkpoints.find(run), tmp_path / "out", "dcp", options=alone))
+    head = plan.source.checkpoint.params["output_head.proj.weight"].all()
     np.testing.assert_array_equal(head, params["output_head"]["proj"]["weight"] / 4)
-    assert plan.target.config.model.mup_base_width is None
+    assert plan.source.target.config.model.mup_base_width is None
 
 
 def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):

@@ -9,7 +9,7 @@ from tests.torch_compat.test_commands import assert_same, values
 from tests.torch_compat.test_stages import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_commit
-from torch_compat.convert import commands
+from torch_compat.convert import writers
 from torch_compat.formats import dcp_writer, ocdbt
 
 
@@ -76,9 +76,9 @@ def test_an_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypat
 def test_an_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypatch, form):
     with monkeypatch.context() as patched:
         if form == "hf":
-            opened = commands.safetensors.open_directory
+            opened = writers.safetensors.open_directory
             patched.setattr(
-                commands.safetensors, "open_directory", lambda d: dict(list(opened(d).items())[1:])
+                writers.safetensors, "open_directory", lambda d: dict(list(opened(d).items())[1:])
             )
         else:
             write = dcp_writer.write_metadata

@@ -39,10 +39,12 @@ IN_A_LAYER = [
 FIRST, LAST = ["token_embedding.embedding.weight"], ["norm.weight", "output_head.proj.weight"]
 
 
-def write_run(directory, optimizer="adamw", seed=0):
+def write_run(directory, optimizer="adamw", seed=0, model=None):
     """A run directory at step 3 in which no two values are alike."""
     scheduler = {"name": "none"} if optimizer.startswith("schedule_free") else {}
-    config = tiny_config(model=MODEL, optimizer={"name": optimizer}, scheduler=scheduler)
+    config = tiny_config(
+        model=MODEL | (model or {}), optimizer={"name": optimizer}, scheduler=scheduler
+    )
     declared = abstract_target(config)
     seeds = iter(range(1000 * seed, 1000 * seed + 1000))
 

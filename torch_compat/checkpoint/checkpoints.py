@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,17 +17,18 @@ from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
-from torch_compat.checkpoint import dcp_state, hf_state, mup, orbax_store
+from torch_compat.checkpoint import dcp_state, hf_config, hf_state, mup, orbax_store, train_state
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats import safetensors
-from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp
+from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, parts
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
 Format = Literal["jaxforge", "dcp", "hf"]
 
 _STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed's are global
+_ROOMS = ("checkpoints", "checkpoint")  # directories of steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class CheckpointRef:
         Raises:
             UserError: the config is wrong, or is needed and cannot be read.
         """
-        place = orbax_store.run_of(self._path) if self.format == "jaxforge" else self.directory.path
+        place = self.run if self.format == "jaxforge" else self.directory.path
         trusts = trust.if_told(place) if is_compared else trust.of_run(place)
         if path is not None:
             config = load_config(path, overrides, trusts)
@@ -67,8 +69,25 @@ class CheckpointRef:
             values, source = config.model_dump(mode="json"), str(self.directory)
             return make_config(values, overrides, source, trusts) if overrides else config
         if self.format == "hf":
-            return _config_of_hf(self.directory, overrides)
+            table, _ = hf_state.read_config(self.directory)
+            train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
+            source = f"{self.directory}/{hf_config.CONFIG}"
+            return make_config({"model": table, "train": train}, overrides, source)
         return None
+
+    def required_config(self, path: Path | None, overrides: Sequence[str]) -> JobConfig:
+        """Return the config that it is of.
+
+        Raises:
+            UserError: neither the checkpoint nor the user says, or the config is wrong.
+        """
+        config = self.config(path, overrides)
+        if config is None:
+            raise UserError(
+                f"{self.directory}: a DCP checkpoint does not say which model it is of: "
+                "give the run's config, --config FILE"
+            )
+        return config
 
     def read(self, config: JobConfig, options: Options) -> CheckpointState:
         """What it holds, by our names.
@@ -95,6 +114,40 @@ class CheckpointRef:
         if self.format == "hf":
             return safetensors.open_directory(self.directory)
         return dict(orbax_store.open_orbax(self._path)[0].tensors())
+
+    def stamps(self) -> dict[str, dict[str, str]]:
+        """Return directory -> file -> what changes with the file, of all files that are read."""
+        try:
+            return self._stamps()
+        except FileNotFoundError:
+            return {}  # it is just being removed
+
+    def _stamps(self) -> dict[str, dict[str, str]]:
+        if self.format == "jaxforge" and urls.in_bucket(self.directory.path):
+            from jaxforge.storage import buckets  # here, as its clients take a second to import
+
+            return {self.directory.path: buckets.stamps(self.directory.path)}
+        if self.format == "hf":
+            stamps = self.directory.stamps().items()
+            return {str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+        if self.format == "dcp":
+            beside = self.directory / posixpath.dirname(train_state.EXTRA_STATE)
+            every = [self.directory, *parts(self.directory), beside]
+        else:
+            roots = [self._path / "state", self._path / "config", self.run / hf_state.TOKENIZER]
+            every = [Directory(d) for root in roots for d, _, _ in os.walk(root)]
+        return {str(directory): directory.stamps() for directory in every}
+
+    @property
+    def run(self) -> Path:
+        """The run directory of jaxforge's own checkpoint."""
+        return find_step(self._path)[0]
+
+    @property
+    def title(self) -> str:
+        """The last part of the path that is no step and no directory of steps."""
+        names = reversed(self.directory.path.split("/"))
+        return next((n for n in names if n and n not in _ROOMS and not _STEP.fullmatch(n)), "model")
 
     @property
     def _path(self) -> Path:
@@ -152,16 +205,10 @@ def _usual_settings(config: JobConfig) -> list[str]:
 def _latest(directory: Directory) -> list[Directory]:
     """What `latest` points to, and the steps, newest first, here or in `checkpoints/`."""
     found = []
-    for place in (directory, directory / "checkpoints", directory / "checkpoint"):
+    for place in (directory, *(directory / room for room in _ROOMS)):
         names = place.names()
         if "latest" in names:
             found.append(place / "latest")
         steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
         found += [place / name for _, name in sorted(steps, reverse=True)]
     return found
-
-
-def _config_of_hf(directory: Directory, overrides: Sequence[str]) -> JobConfig:
-    table, _ = hf_state.read_config(directory)
-    train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
-    return make_config({"model": table, "train": train}, overrides, f"{directory}/config.json")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.errors import UserError
+from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import (
     expert_counts,
     numbered_state,
@@ -42,6 +43,7 @@ class Options:
         dialect: name of the dialect; None finds it.
         weights_only: leave the optimizer and the place in the run.
         keep_place: but keep the place.
+        keep_step: but keep the step and the count of tokens, without the position in the data.
         fill_optimizer: zeros for optimizer state that is not there.
         resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
     """
@@ -49,6 +51,7 @@ class Options:
     dialect: str | None = None
     weights_only: bool = False
     keep_place: bool = False
+    keep_step: bool = False
     fill_optimizer: bool = False
     resize_vocab: bool = False
 
@@ -137,6 +140,8 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
             made = where.step if where.updates is None else where.updates
             progress, more = train_state.progress_of(where, made, target.config)
             notes += more
+        elif options.keep_step and where.step is not None:
+            progress = Progress(step=where.step, tokens=where.tokens or 0)
         return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
     if numbered_state.is_numbered(keys.state):
         trained = {keys.dialect.their_name(name) for name in target.params}

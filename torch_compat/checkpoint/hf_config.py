@@ -144,7 +144,7 @@ def config_json(
         "eos_token_id": eos_token_id(eos_ids),
         "pad_token_id": None,  # some families have a default beyond small vocabularies
         "use_cache": True,
-        **_generic(before),
+        **{key: value for key, value in before.items() if _says_nothing(key)},
         **keys,
         "architectures": [FAMILIES[family].dialect.about],
         "model_type": family,
@@ -158,11 +158,6 @@ def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
-def _generic(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that mean the same in all families, and nothing of the model."""
-    return {key: value for key, value in config.items() if _says_nothing(key)}
-
-
 def _says_nothing(key: str) -> bool:
     """Whether a key says nothing of the model in any family."""
     is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
@@ -174,16 +169,11 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
     keys = family.keys(model)
     if before.get("model_type") != family.model_type:
         return keys
-    read = ModelConfig(**model_table(before, CONFIG))
-    if not _same_model(read, model):
+    read, wanted = computes(ModelConfig(**model_table(before, CONFIG))), computes(model)
+    if not all(_same(read[key], wanted[key]) for key in wanted):
         return keys
     further = {key: 0 for key in before if family.usual_name(key) == family.further}
     return {**before, **further}
-
-
-def _same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    ones, others = computes(one), computes(other)
-    return all(_same(ones[key], others[key]) for key in ones)
 
 
 def _dialect(family: str) -> str:
@@ -228,7 +218,9 @@ def computes(model: ModelConfig) -> dict[str, Any]:
         "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
         "sliding_window and attention_pattern": _reaches(model.windows, model),
         "attention_chunk_size and attention_pattern": _reaches(model.chunks, model),
-        "rotary positions": _rotary(model),
+        "rotary positions": tuple(
+            rope and (rope[0], model.rotary_size, scaling_keys(rope[1])) for rope in model.ropes
+        ),
     }
     return {key if " " in key else f"model.{key}": value for key, value in keys.items()}
 
@@ -254,13 +246,6 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
 def _reaches(of_layers: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
     """Windows or chunks of all layers; one of everything is none."""
     return tuple(None if n is None or n >= model.max_seq_len else n for n in of_layers)
-
-
-def _rotary(model: ModelConfig) -> tuple[Any, ...]:
-    return tuple(
-        None if rope is None else (rope[0], model.rotary_size, scaling_keys(rope[1]))
-        for rope in model.ropes
-    )
 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
@@ -295,8 +280,9 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
     if missing:
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
     for key, value in usual.items():
-        is_fine = _RANGES.get(key, _anything)
-        if not (is_fine(value) if value is not None else key not in _NEVER_NULL):
+        is_fine = _RANGES.get(key)
+        is_wrong = key in _NEVER_NULL if value is None else is_fine and not is_fine(value)
+        if is_wrong:
             name = family.their_name(key)
             raise UserError(f"{where}: {name} = {reprlib.repr(value)} is of no model")
     problems = list(_unknown(usual, family))
@@ -353,28 +339,12 @@ def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
             yield f"{name} = {reprlib.repr(value)}"
 
 
-def _anything(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
-    return True
-
-
 def _whole(most: int, least: int = 1) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and least <= value <= most
 
 
-def _is_flag(value: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, bool)
-
-
-def _are_kinds(value: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, list) and all(map(is_name, value))
-
-
-def _are_flags(value: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, list) and all(x in (0, 1) for x in value)
-
-
-def _are_layers(value: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, list) and all(map(_whole(limits.LAYERS, 0), value))
+def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_fine, value))
 
 
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
@@ -405,11 +375,11 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
         ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
          "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "norm_topk_prob",
          "use_qk_norm", "qkv_bias"),
-        _is_flag,
+        lambda value: isinstance(value, bool),
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
-    "layer_types": _are_kinds,
-    "no_rope_layers": _are_flags,
-    "mlp_only_layers": _are_layers,
+    "layer_types": _list_of(is_name),
+    "no_rope_layers": _list_of(lambda value: value in (0, 1)),
+    "mlp_only_layers": _list_of(_whole(limits.LAYERS, 0)),
 }  # fmt: skip
 """Key -> whether a value of it can be a model's: the product of a few would take all memory."""

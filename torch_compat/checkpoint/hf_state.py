@@ -14,18 +14,17 @@ from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
 from torch_compat.checkpoint import untrained
 from torch_compat.checkpoint.dcp_state import Options
-from torch_compat.checkpoint.fits import UNSEEN, matters
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
     DEQUANTIZED,
     config_json,
     eos_token_id,
-    family_of,
     further_layers,
     model_table,
 )
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.checkpoint.validation import UNSEEN, matters
 from torch_compat.families import FAMILIES
 from torch_compat.formats import safetensors
 from torch_compat.formats.files import Directory, sync
@@ -38,6 +37,8 @@ _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer"
+"""Directory of a run that holds its tokenizer."""
 IMPORTED = "huggingface"
 """Directory of a run that holds the JSON files of the Hugging Face model that it began with."""
 _MXFP4 = ("_blocks", "_scales")
@@ -121,7 +122,8 @@ class Imported(NamedTuple):
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids at which transformers ends a text."""
-        return _ids((self.generation or self.config).get("eos_token_id"))
+        ids = (self.generation or self.config).get("eos_token_id")
+        return tuple(n for n in (ids if isinstance(ids, list) else [ids]) if type(n) is int)
 
 
 def keep_documents(directory: Directory, target: Path) -> None:
@@ -151,10 +153,16 @@ def imported(run: Path) -> Imported | None:
     return Imported(load_object(config.read_bytes(), str(config)), found)
 
 
-def _ids(given: object) -> tuple[int, ...]:
-    """The ids that an `eos_token_id` names."""
-    listed = given if isinstance(given, list) else [given]
-    return tuple(one for one in listed if type(one) is int)
+def documents(directory: Directory) -> Imported:
+    """Return the JSON files of a checkpoint.
+
+    Raises:
+        UserError: a file is not a JSON object.
+    """
+    where = f"{directory}/{_GENERATION}"
+    has_generation = directory.has(_GENERATION)
+    generation = load_object(directory.read(_GENERATION), where) if has_generation else None
+    return Imported(_config(directory), generation)
 
 
 def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
@@ -182,7 +190,7 @@ def units(
     config: JobConfig,
     directory: Path,
     *,
-    dialect: str | None,
+    family: str,
     largest: int,
     block: int,
     tokenizer: Path | None,
@@ -194,16 +202,12 @@ def units(
         checkpoint: the weights.
         config: the run's config.
         directory: where the files go.
-        dialect: a family by its dialect's name; None takes the one that the model is of.
+        family: a key of `FAMILIES`, which has all that the model has.
         largest: bytes of a file at most, if one tensor does not have more.
         block: bytes that may be in memory at a time.
         tokenizer: the run's tokenizer.
         before: what the run was imported with.
-
-    Raises:
-        UserError: no family has what the model has.
     """
-    family = family_of(config.model, dialect, before and before.config)
     of_family = FAMILIES[family].dialect
     tensors = of_family.to_theirs(checkpoint.variables, config.model)
     weights = of_family.to_theirs(checkpoint.params, config.model)

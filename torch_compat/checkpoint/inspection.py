@@ -25,7 +25,10 @@ def inspect(found: CheckpointRef) -> dict[str, Any]:
         "format": found.format,
         **details,
         "bytes": sum(tensor.nbytes for tensor in raw.values()),
-        "tensors": {name: _described(tensor) for name, tensor in raw.items()},
+        "tensors": {
+            name: {"dtype": t.dtype.name, "shape": list(t.shape), "chunks": t.chunks}
+            for name, t in raw.items()
+        },
     }
 
 
@@ -98,7 +101,3 @@ def _jaxforge(found: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
 
 def _count(tensors: Any) -> int:  # noqa: ANN401 (any iterable of tensors)
     return sum(math.prod(tensor.shape) for tensor in tensors)
-
-
-def _described(tensor: LazyTensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "chunks": tensor.chunks}

@@ -53,7 +53,10 @@ def folded(params: Tensors, model: ModelConfig) -> Tensors:
         model: that they are of.
     """
     factors = _factors(model)
-    return {name: _times(tensor, _factor(factors, name)) for name, tensor in params.items()}
+    return {
+        name: _times(tensor, next((f for of, f in factors.items() if re.fullmatch(of, name)), 1.0))
+        for name, tensor in params.items()
+    }
 
 
 def check_export(model: ModelConfig, *, weights_only: bool) -> None:
@@ -94,10 +97,6 @@ def _factors(model: ModelConfig) -> Mapping[str, float]:
     if model.qk_norm:
         del found[_QUERIES]
     return {names: factor for names, factor in found.items() if factor != 1.0}
-
-
-def _factor(factors: Mapping[str, float], name: str) -> float:
-    return next((f for names, f in factors.items() if re.fullmatch(names, name)), 1.0)
 
 
 def _times(tensor: LazyTensor, factor: float) -> LazyTensor:

@@ -15,10 +15,10 @@ from jaxforge.checkpoint.checksums import Checksums
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint.state import CheckpointState
+from torch_compat.checkpoint.training_state import program_of
 from torch_compat.formats.files import link, sync
 from torch_compat.formats.lazy import LazyTensor
 
@@ -60,7 +60,7 @@ def commit(
     """
     tree = {name: _Staged(store, a.shape, a.dtype) for name, a in arrays.items()}
     nested = {"optimizer": {}, **unflatten_dict(tree, sep=".")}
-    program = Program.without_devices(config)
+    program = program_of(config)
     like = program.shapes
     if not nested["optimizer"]:
         like = dataclasses.replace(like, opt_state=())

@@ -25,10 +25,10 @@ from jaxforge.state.block_checksum import block_checksum
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import partial_of
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
-from torch_compat.checkpoint.compare import check_written
 from torch_compat.checkpoint.eight_bit import check_wide, unpacked
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.checkpoint.validation import check_written
 from torch_compat.formats import limits, ocdbt, ocdbt_writer
 from torch_compat.formats.files import writing
 from torch_compat.formats.lazy import (
@@ -48,11 +48,6 @@ _CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
 _CHUNKS = 6  # as large as can be, in a file: they are made durable together
 _FORM = 3  # of what is staged: an import that another form was begun in begins anew
 _STORE = "ocdbt.process_0"  # Orbax makes one database of all that are named so
-
-
-def run_of(path: Path) -> Path:
-    """The run directory of a checkpoint."""
-    return find(path)[0]
 
 
 def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, JobConfig]:

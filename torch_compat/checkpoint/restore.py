@@ -13,21 +13,21 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint import layout
+from jaxforge.checkpoint import layout, paths
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import urls
-from torch_compat.checkpoint import checkpoints, hf_state, orbax_store
+from torch_compat.checkpoint import checkpoints, hf_state
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.eight_bit import check_wide
 from torch_compat.checkpoint.hf_config import CONFIG
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState, Tensors
 from torch_compat.formats.files import Directory
-from torch_compat.formats.lazy import Index, LazyTensor
+from torch_compat.formats.lazy import LazyTensor
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +84,10 @@ class Foreign:
     def restore_model(self, like: PyTree) -> PyTree:
         """What it has of the model's part of the state (`layout.model_tree`)."""
         parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
-        wanted = layout.common(like, {name: self._joined(part) for name, part in parts.items()})
+        joined = {name: self.stacking.join(part) for name, part in parts.items()}
+        there = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}
+        wanted = layout.common(like, there)
         return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
-
-    def _joined(self, entries: Tensors) -> PyTree:
-        return unflatten_dict(self.stacking.join(entries), sep=".")
 
     def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
         leaves = self.stacking.join(entries)
@@ -129,7 +128,7 @@ def keep_documents(path: str, run: Path) -> None:
     found = checkpoints.find(path)
     source = found.directory
     if found.format == "jaxforge":
-        source = Directory(orbax_store.run_of(urls.path(path)) / hf_state.IMPORTED)
+        source = Directory(paths.find(urls.path(path))[0] / hf_state.IMPORTED)
     if source.has(CONFIG) and found.format != "dcp":
         try:
             hf_state.keep_documents(source, run)
@@ -152,14 +151,11 @@ def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
 
     def share(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        return cast.read(_bounded(index, cast.shape))
+        bounds = zip(index, cast.shape, strict=True)
+        return cast.read(tuple(slice(*s.indices(n)[:2]) for s, n in bounds))
 
     return jax.make_array_from_callback(cast.shape, like.sharding, share)
 
 
 def _scalar(value: float | np.ndarray, like: jax.Array) -> jax.Array:
     return jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
-
-
-def _bounded(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
-    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))

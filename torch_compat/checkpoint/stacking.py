@@ -6,6 +6,7 @@
 An entry has its layer's number in the model, whatever stack (`ModelConfig.stacks`) holds the layer.
 """
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 
@@ -79,7 +80,10 @@ class Stacking:
         Raises:
             UserError: it has not as many layers or experts as the model.
         """
-        return {entry: _part(tensor, place) for entry, place in self.entries(name, tensor.shape)}
+        return {
+            entry: functools.reduce(LazyTensor.part, place, tensor)
+            for entry, place in self.entries(name, tensor.shape)
+        }
 
     def join(self, entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """The arrays of entries, which must be all.
@@ -109,12 +113,6 @@ class Stacking:
         if expert:
             return f"{name}.{EXPERTS}{expert[2]}", (row, int(expert[1]))
         return f"{name}.{rest}", (row,)
-
-
-def _part(tensor: LazyTensor, place: Place) -> LazyTensor:
-    for i in place:
-        tensor = tensor.part(i)
-    return tensor
 
 
 def _joined(parts: Mapping[Place, LazyTensor]) -> LazyTensor:

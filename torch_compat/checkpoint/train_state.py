@@ -201,8 +201,10 @@ def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 
             epoch=count(data.get("epoch", 0)),
             batches=_optional(data.get("batches_yielded")),
             ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
-            skips_idle_experts=_flag(state.get(SKIPS_IDLE_EXPERTS)),
+            skips_idle_experts=state.get(SKIPS_IDLE_EXPERTS),
         )
+        if not isinstance(place.skips_idle_experts, bool | None):
+            raise ValueError(f"{SKIPS_IDLE_EXPERTS} is no flag")
         if place.ranks is not None and not 1 <= place.ranks <= limits.WIDTH:
             raise ValueError(f"{place.ranks} ranks")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -240,12 +242,6 @@ def _number(dcp: Dcp, key: str) -> int | None:
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401
     return None if value is None else count(value)
-
-
-def _flag(value: Any) -> bool | None:  # noqa: ANN401
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{SKIPS_IDLE_EXPERTS} is no flag")
-    return value
 
 
 def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:

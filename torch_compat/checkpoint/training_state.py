@@ -13,6 +13,15 @@ from torch_compat.checkpoint.shapes import Shape
 from torch_compat.checkpoint.stacking import Stacking
 
 
+def program_of(config: JobConfig) -> Program:
+    """Return the program of a config, for the shapes and dtypes of its state.
+
+    Compensations of rounding are left out: no other framework has them, and runs begin with zeros.
+    """
+    train = config.train.model_copy(update={"param_rounding": "nearest"})
+    return Program.without_devices(config.model_copy(update={"train": train}))
+
+
 def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Our name -> shape of parameters, and of what no gradient moves."""
     model = Program.without_devices(config).model
@@ -26,9 +35,7 @@ def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, .
 
     Without what only jaxforge has: scales of moments in eight bits, and compensations.
     """
-    tree = layout.of_any_precision(
-        layout.to_tree(Program.without_devices(config).shapes)["optimizer"]
-    )
+    tree = layout.of_any_precision(layout.to_tree(program_of(config).shapes)["optimizer"])
     tree = {name: part for name, part in tree.items() if not name.endswith("_scales")}
     moments = {
         name: dict(shapes(part, config.model))

@@ -9,7 +9,7 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,20 +45,12 @@ def read_logged(run: Path, step: int) -> Logged:
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as lines:
-        for line in _objects(lines):
-            if line.get("step", step + 1) > step:
+        for line, problem in map(parse_metrics, lines):
+            if problem or line.get("step", step + 1) > step:
                 continue
             train = line if "train/loss" in line else train
             evaluation = line if "eval/loss" in line else evaluation
     return Logged(train, evaluation, evaluation.get("step", 0))
-
-
-def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Those that are whole."""
-    for line in lines:
-        values, problem = parse_metrics(line)
-        if not problem:
-            yield values
 
 
 def model_card(
@@ -67,7 +59,7 @@ def model_card(
     progress: Progress | None,
     parameters: int,
     model_type: str,
-    logged: Logged,
+    logged: Logged | None,
     *,
     has_tokenizer: bool,
 ) -> str:
@@ -79,14 +71,15 @@ def model_card(
         progress: where it stands; None where it does not say.
         parameters: how many there are.
         model_type: Hugging Face's word for the family.
-        logged: what the run has logged.
+        logged: what the run has logged; None where the config does not say how the model was
+            trained.
         has_tokenizer: whether a tokenizer lies beside the card.
     """
     m = config.model
     size = human(parameters)
     trained = f", trained for {progress.step:,} steps" if progress and progress.step else ""
     sections = {
-        "Use": _use(has_tokenizer),
+        "Use": _WITH_TOKENIZER if has_tokenizer else _ALONE,
         "Model": _table({
             "parameters": f"{parameters:,}",
             "architecture": model_type,
@@ -98,9 +91,9 @@ def model_card(
             "vocabulary": m.vocab_size,
             "context": m.max_seq_len,
         }),
-        "Data": "\n".join(_data(config)),
-        "Training": _table(_training(config, progress, logged.train)),
-        "Evaluation": _evaluation(logged),
+        "Data": "\n".join(_data(config)) if logged else "",
+        "Training": _table(_training(config, progress, logged.train)) if logged else "",
+        "Evaluation": _evaluation(logged) if logged else "",
         "Versions": _table({
             "jaxforge": version("jaxforge"),
             "jax": version("jax"),
@@ -108,7 +101,8 @@ def model_card(
         }) + "\n\nThese are of the export.",
     }  # fmt: skip
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    about = f"A decoder language model with {size} parameters{trained}, made with jaxforge."
+    how = "made" if logged else "converted"
+    about = f"A decoder language model with {size} parameters{trained}, {how} with jaxforge."
     return f"{_front_matter(config, model_type)}\n# {_plain(name)}\n\n{about}\n\n{body}\n"
 
 
@@ -126,10 +120,6 @@ def _hub_names(config: JobConfig) -> Iterator[str]:
     if not data.datasets and not data.dataset_path and data.hf_dataset_name:
         yield data.hf_dataset_name
     yield from (one.hf_name for one in data.datasets if one.hf_name and not one.path)
-
-
-def _use(has_tokenizer: bool) -> str:
-    return _WITH_TOKENIZER if has_tokenizer else _ALONE
 
 
 _ALONE = """\

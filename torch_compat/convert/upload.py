@@ -24,8 +24,10 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.storage import COMMITTED, buckets, mirror, run_lock
 from torch_compat.checkpoint import hf_config, hf_state, orbax_store
-from torch_compat.convert.commands import Advance, Export, Import, Plan, of_run
-from torch_compat.convert.identity import identity
+from torch_compat.convert import conversion
+from torch_compat.convert.conversion import Advance, Plan, identity
+from torch_compat.convert.source import Request
+from torch_compat.convert.writers import of_run
 from torch_compat.formats import safetensors
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.staging import for_each
@@ -38,21 +40,21 @@ _AT_ONCE = 8  # files, of so many bytes together: each passes through memory who
 _MEMORY = 1 << 30
 
 
-def notes(job: Import | Export) -> list[str]:
+def notes(request: Request) -> list[str]:
     """What the user should know of a conversion into a bucket."""
     found = [
-        f"it gathers in {_gathering(job.destination)} before it is copied: that disk must hold it "
-        "once (TMPDIR names another)"
+        f"it gathers in {_gathering(request.destination)} before it is copied: that disk must hold "
+        "it once (TMPDIR names another)"
     ]
-    if isinstance(job, Export) and job.to == "dcp":
+    if request.to == "dcp":
         found.append("a bucket has no links, so there will be no `latest`: name the step itself")
     return found
 
 
 def run(
-    job: Import | Export, plan: Plan, share: Share, advance: Advance, workers: Workers
+    request: Request, plan: Plan, share: Share, advance: Advance, workers: Workers
 ) -> Path | None:
-    """What `job.run` does, for a destination in a bucket.
+    """Do what `conversion.run` does, for a destination in a bucket.
 
     Returns:
         What was made, from process 0.
@@ -61,22 +63,22 @@ def run(
         UserError: something is there already, or another process writes there.
         StorageError: the disk or the bucket does not take it; the same command goes on.
     """
-    gathering = _gathering(job.destination)
-    here = dataclasses.replace(job, destination=gathering / job.destination.name)
+    destination, gathering = request.destination, _gathering(request.destination)
+    here = dataclasses.replace(request, destination=gathering / destination.name)
     if share.process:
-        return here.run(plan, share, advance, workers)
-    with run_lock.RunLock(job.destination) as lock:
+        return conversion.run(here, plan, share, advance, workers)
+    with run_lock.RunLock(destination) as lock:
         lock.take()
         name = _name(here, plan)
-        _check_free(job.destination / plan.within, name, gathering)
+        _check_free(destination / plan.within, name, gathering)
         _begin(gathering, name)
         made = here.destination / plan.within
         if not made.exists():
-            here.run(plan, share, advance, workers)
+            conversion.run(here, plan, share, advance, workers)
         orbax_store.settle(here.destination, made)  # what a kill just after its commit left
-        _Copy(here.destination, job.destination, plan.within, name).run(lock)
+        _Copy(here.destination, destination, plan.within, name).run(lock)
         shutil.rmtree(gathering, ignore_errors=True)  # workers take their locks away meanwhile
-    return job.destination / plan.within
+    return destination / plan.within
 
 
 class _Copy:
@@ -97,9 +99,11 @@ class _Copy:
         """Copies all, the lock willing."""
         self._begin()
         last = [path for pattern in _LAST for path in sorted(self._made.glob(pattern))]
-        beside = (_files(self._here / name) for name in ("tokenizer", hf_state.IMPORTED))
+        beside = (_files(self._here / name) for name in (hf_state.TOKENIZER, hf_state.IMPORTED))
         self._put({*_files(self._made), *itertools.chain(*beside)} - {*last})
-        self._remove_what_is_not_ours()
+        ours = {path.relative_to(self._made).as_posix() for path in _files(self._made)}
+        for key in _keys(self._target) - ours - {UNFINISHED}:  # of another that was not finished
+            (self._target / key).unlink()
         lock.check()
         for path in last:
             self._put([path])
@@ -112,8 +116,8 @@ class _Copy:
     def _begin(self) -> None:
         """From now on what lies there is unfinished; a run that is there keeps its tokenizer."""
         mark = self._target / UNFINISHED
-        if not mark.exists() and (self._there / "tokenizer").is_dir():
-            shutil.rmtree(self._here / "tokenizer", ignore_errors=True)
+        if not mark.exists() and (self._there / hf_state.TOKENIZER).is_dir():
+            shutil.rmtree(self._here / hf_state.TOKENIZER, ignore_errors=True)
         mark.write_text(self._name)
         for key in _visible(_keys(self._target)):
             (self._target / key).unlink()
@@ -129,20 +133,14 @@ class _Copy:
 
         for_each(put, files, at_once)
 
-    def _remove_what_is_not_ours(self) -> None:
-        """What another conversion left that was not finished."""
-        ours = {path.relative_to(self._made).as_posix() for path in _files(self._made)}
-        for key in _keys(self._target) - ours - {UNFINISHED}:
-            (self._target / key).unlink()
-
 
 def _gathering(destination: Path) -> Path:
     return mirror.directory(destination, "conversion")
 
 
-def _name(job: Import | Export, plan: Plan) -> str:
-    told = json.dumps(identity(job, plan.files, plan.checkpoint, plan.target), sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+def _name(request: Request, plan: Plan) -> str:
+    about = json.dumps(identity(request, plan.source), sort_keys=True)
+    return hashlib.sha256(about.encode()).hexdigest()
 
 
 def _check_free(target: Path, name: str, gathering: Path) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from torch_compat.checkpoint import dcp_state, fits, train_state
+from torch_compat.checkpoint import dcp_state, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
-from torch_compat.checkpoint.compare import Difference, compare
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.optimizer_state import KINDS, groups, settings_of
 from torch_compat.checkpoint.state import CheckpointState
-from torch_compat.formats.lazy import LazyTensor
+from torch_compat.checkpoint.validation import UNSEEN
+from torch_compat.formats.lazy import LazyTensor, blocks
 
 _FRACTION = 24  # of the memory allowed, for one block of either checkpoint
 _NEAR = 1e-6  # of one number to another: PyTorch's settings are float64, JAX's schedule is float32
@@ -24,6 +24,23 @@ _IN_GROUPS = {"lr", "betas", "eps", "weight_decay", "muon_momentum", "fused"}
 
 Facts = Mapping[str, Any]
 """What a checkpoint says beside its tensors: name -> number, text, or a few of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How one tensor of two checkpoints differs.
+
+    Attributes:
+        name: its name.
+        what: "missing" (only in the first), "unexpected" (only in the second), "shape", "values".
+        largest: the largest absolute difference; inf where one is not finite and the other is.
+        note: shapes or dtypes, where they differ.
+    """
+
+    name: str
+    what: str
+    largest: float = 0.0
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +107,57 @@ def verify(
     scalars = one.scalars.keys() | other.scalars.keys()
     count = len(one.tensors.keys() | other.tensors.keys()) + len(scalars)
     return Verified(count, len(both), differences, notes + _told_by_one(one.facts, other.facts))
+
+
+def compare(
+    a: Mapping[str, LazyTensor],
+    b: Mapping[str, LazyTensor],
+    block: int,
+) -> list[Difference]:
+    """Return every tensor that is not the same in both, in the order of the names.
+
+    Values count, not dtypes: a bfloat16 tensor equals its float32 copy, and a note says so where
+    the values differ.
+
+    Args:
+        a: one checkpoint.
+        b: the other.
+        block: bytes of each to hold at a time.
+    """
+    found = []
+    for name in sorted(a.keys() | b.keys()):
+        if name not in b:
+            found.append(Difference(name, "missing", note="only in A"))
+        elif name not in a:
+            found.append(Difference(name, "unexpected", note="only in B"))
+        elif a[name].shape != b[name].shape:
+            shapes = f"{list(a[name].shape)} and {list(b[name].shape)}"
+            found.append(Difference(name, "shape", float("inf"), shapes))
+        else:
+            largest = _largest_difference(a[name], b[name], block)
+            if largest:
+                kinds = {a[name].dtype.name, b[name].dtype.name}
+                note = " and ".join(sorted(kinds)) if len(kinds) > 1 else ""
+                found.append(Difference(name, "values", largest, note))
+    return found
+
+
+def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
+    largest = 0.0
+    itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
+    for index in blocks(a.shape, itemsize, block):
+        x, y = a.read(index), b.read(index)
+        if x.dtype == y.dtype and x.dtype.kind in "biu":
+            largest = max(largest, float(np.count_nonzero(x != y) > 0))
+            continue
+        wide = np.float64 if np.float64 in (x.dtype, y.dtype) else np.float32
+        x, y = np.asarray(x, wide), np.asarray(y, wide)
+        same = (x == y) | (np.isnan(x) & np.isnan(y))
+        if not same.all():
+            with np.errstate(invalid="ignore"):
+                distance = np.abs(x - y)[~same]
+            largest = max(largest, float(np.where(np.isfinite(distance), distance, np.inf).max()))
+    return largest
 
 
 def _by_own_keys(found: CheckpointRef, weights_only: bool) -> _Side:
@@ -159,7 +227,7 @@ def _of_run(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
     of_optimizer = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
     facts |= {f"optimizer.{key}": value for key, value in of_optimizer.items()}
     facts |= {f"schedule.{key}": value for key, value in config.scheduler}
-    facts |= {f"model.{key}": getattr(config.model, key) for key in fits.UNSEEN}
+    facts |= {f"model.{key}": getattr(config.model, key) for key in UNSEEN}
     return {**facts, "schedule.max_steps": config.train.max_steps}
 
 

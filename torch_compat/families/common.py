@@ -87,10 +87,6 @@ def feed_forward(c: Config, where: str, key: str = "hidden_act", *, gated: bool 
             f"{where}: jaxforge's model has no counterpart of {key} = {reprlib.repr(c[key])}; here "
             f"are {', '.join(_ACTIVATIONS)}"
         )
-    return _gated(activation, gated)
-
-
-def _gated(activation: str, gated: bool) -> Table:
     table: Table = {"activation": activation}
     return table if gated == (activation == "silu") else {**table, "gated_mlp": gated}
 

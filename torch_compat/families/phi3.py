@@ -30,10 +30,6 @@ def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
     return in_order(model.n_heads * model.head_size, keys, keys)
 
 
-def _gate_and_up(model: ModelConfig) -> list[np.ndarray]:
-    return in_order(model.ffn_dim, model.ffn_dim)
-
-
 _QKV = tuple(f"{OURS}attention.{m}_proj.weight" for m in "qkv")
 _GATE_UP = tuple(f"{OURS}mlp.{m}_proj.weight" for m in ("gate", "up"))
 _RULES = (
@@ -41,7 +37,7 @@ _RULES = (
     *PRE_NORMS,
     *fused(_QKV, f"{THEIRS}self_attn.qkv_proj.weight", queries_keys_values),
     Rule(f"{OURS}attention.o_proj.weight", f"{THEIRS}self_attn.o_proj.weight"),
-    *fused(_GATE_UP, f"{THEIRS}mlp.gate_up_proj.weight", _gate_and_up),
+    *fused(_GATE_UP, f"{THEIRS}mlp.gate_up_proj.weight", lambda m: in_order(m.ffn_dim, m.ffn_dim)),
     Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}mlp.down_proj.weight"),
 )
 

@@ -314,11 +314,10 @@ def _tensor(
     if not is_shape(shape, dtype.itemsize):
         raise UserError(f"{where}: its metadata are damaged")
     _check_cover(where, shape, indices)
-    stored = [
-        _Stored(index, places[_key(offset)], dtype)
-        for index, (offset, _) in zip(indices, chunks, strict=True)
-        if math.prod(extent(index)) and _named(where, offset, places)
-    ]
+    full = [(i, at) for i, (at, _) in zip(indices, chunks, strict=True) if math.prod(extent(i))]
+    if missing := [offset for _, offset in full if _key(offset) not in places]:
+        raise UserError(f"{where}: no file is named for the chunk at {missing[0]}")
+    stored = [_Stored(index, places[_key(offset)], dtype) for index, offset in full]
 
     def read(index: Index) -> np.ndarray:
         if len(stored) == 1:
@@ -333,12 +332,6 @@ def _tensor(
         return out
 
     return LazyTensor(shape, dtype, read, where, len(chunks))
-
-
-def _named(where: str, offset: tuple[int, ...], places: Mapping[str, _Place]) -> bool:
-    if _key(offset) not in places:
-        raise UserError(f"{where}: no file is named for the chunk at {offset}")
-    return True
 
 
 @dataclasses.dataclass

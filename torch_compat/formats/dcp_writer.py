@@ -3,6 +3,7 @@
 Tensors are cut into blocks of rows. `.metadata` is written last: without it, torch sees nothing.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ def _items(entries: Mapping[str, Entry], block: int) -> Iterator[_Item]:
             yield _Item(key, None, 0)
             continue
         for index in _chunks(tensor, block):
-            yield _Item(key, index, _size(index) * tensor.dtype.itemsize)
+            yield _Item(key, index, math.prod(extent(index)) * tensor.dtype.itemsize)
 
 
 def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
@@ -129,13 +130,6 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
             offset = None if index is None else [s.start for s in index]
             places.append([key, offset, path.name, start, end - start])
     return places
-
-
-def _size(index: Index) -> int:
-    size = 1
-    for n in extent(index):
-        size *= n
-    return size
 
 
 def _index(key: str, offset: list[int] | None) -> New:

@@ -156,7 +156,8 @@ class _About:
         if len(places) != cells + 1:  # with its description
             return False
         keys = (chunk_key(cell) for cell in self.cells(whole(self.shape)))
-        return all(key in places and _length(places[key]) == length for key in keys)
+        sizes = {k: len(p) if isinstance(p, bytes) else p[2] for k, p in places.items()}
+        return all(sizes.get(key) == length for key in keys)
 
     def cells(self, index: Index) -> Iterator[tuple[int, ...]]:
         """Numbers of the chunks that an index reaches."""
@@ -205,10 +206,6 @@ class _Mapped:
             raise UserError(f"{self.where}: {name} is truncated: it ends at byte {file.size}")
         strides = [math.prod(chunk[i + 1 :]) for i in range(len(chunk))]
         return in_file(file, offset, chunk, strides, self.about.dtype, self.where).read(within)
-
-
-def _length(place: Place) -> int:
-    return len(place) if isinstance(place, bytes) else place[2]
 
 
 def _dtype(name: Any) -> np.dtype | None:  # noqa: ANN401 (whatever the file held)

@@ -128,11 +128,6 @@ def crc32c(data: bytes) -> int:
     return remainder ^ 0xFFFFFFFF
 
 
-def _table() -> list[int]:
-    table = list(range(256))
-    for _ in range(8):
-        table = [entry >> 1 ^ (0x82F63B78 if entry & 1 else 0) for entry in table]
-    return table
-
-
-_TABLE = _table()
+_TABLE = list(range(256))
+for _ in range(8):
+    _TABLE = [entry >> 1 ^ (0x82F63B78 if entry & 1 else 0) for entry in _TABLE]

@@ -33,9 +33,10 @@ def batch(
     """
     rows, tokens = size
     tokens = min(tokens, config.train.seq_len, config.model.max_seq_len)
+    has_data = config.data.datasets or config.data.dataset_path or config.data.hf_dataset_name
     if path is not None:
         found, where = _of_file(path), str(path)
-    elif _has_data(config):
+    elif has_data or config.data.dataset_type != "auto":
         found, where = _of_data(config, rows, tokens), "the first of the config's data"
     else:
         found, where = (
@@ -56,12 +57,6 @@ def _of_file(path: Path) -> Named:
             f"--batch {path}: {error}; it must be an .npz of input_ids and labels, both [b, s], as "
             "numpy.savez writes it"
         ) from error
-
-
-def _has_data(config: JobConfig) -> bool:
-    data = config.data
-    named = data.datasets or data.dataset_path or data.hf_dataset_name
-    return bool(named) or data.dataset_type != "auto"
 
 
 def _of_data(config: JobConfig, rows: int, tokens: int) -> Named:

@@ -29,6 +29,10 @@ from torch_compat.names.translation import some
 
 Named = dict[str, np.ndarray]
 
+_IN_BFLOAT16 = (
+    "in bfloat16 small faults hide behind rounding: --train.mixed_precision=fp32 sees them"
+)
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ONE_DEVICE = (
     *(f"--distributed.{axis}=1"
       for axis in ("dp_shard", "dp_replicate", "tp", "pp", "cp", "ep")),
@@ -90,7 +94,9 @@ def lockstep(job: Job) -> Report:
     config = config_of(found, job)
     standard = config.model_copy(update={"model": mup.as_standard(config.model)})
     built = theirs.build(job.spec, standard)
-    checkpoint = found.read(config, Options(weights_only=True, dialect=_own_dialect(found, job)))
+    # The dialect that the user names is the module's; a checkpoint of other names has its own.
+    dialect_of_keys = job.dialect if found.format == "dcp" else None
+    checkpoint = found.read(config, Options(weights_only=True, dialect=dialect_of_keys))
     params = mup.folded(checkpoint.params, config.model)
     checkpoint, notes = dataclasses.replace(checkpoint, params=params), _parametrisation(config)
     config = standard
@@ -105,8 +111,10 @@ def lockstep(job: Job) -> Report:
     else:
         load(built, weights_for(built, found, checkpoint, dialect, config), dialect, config)
     report = compared(our_side, built, dialect, config, batch)
-    notes += [*checkpoint.notes, of_batch, *_precision(config), *report.notes]
-    return Report(report.rows, notes)
+    notes += [*checkpoint.notes, of_batch]
+    if ours.dtype_of(config) != "float32":
+        notes.append(_IN_BFLOAT16)
+    return Report(report.rows, [*notes, *report.notes])
 
 
 def compared(
@@ -130,12 +138,7 @@ def config_of(found: CheckpointRef, job: Job) -> JobConfig:
     Raises:
         UserError: there is none, or it is of a precision that is not compared.
     """
-    config = found.config(job.config, (*_ONE_DEVICE, *job.overrides))
-    if config is None:
-        raise UserError(
-            f"{found.directory}: a DCP checkpoint does not say of which model it is: name the "
-            "run's TOML file with --config"
-        )
+    config = found.required_config(job.config, (*_ONE_DEVICE, *job.overrides))
     if config.train.mixed_precision not in ("fp32", "bf16"):
         raise UserError(
             f'train.mixed_precision = "{config.train.mixed_precision}": lockstep compares in fp32 '
@@ -186,7 +189,8 @@ def weights_for(
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
     """The checkpoint's tensors by the module's names: by their own where those are the module's."""
     own, names = _raw(found, built.current), set(built.trained)
-    if own.keys() >= names - _heads(dialect, config):
+    tied = {dialect.their_key(HEAD)} if config.model.tie_embeddings else set()
+    if own.keys() >= names - tied:
         return own
     made = dialect.to_theirs(checkpoint.variables, config.model)
     return max(own, made, key=lambda tensors: len(tensors.keys() & names))
@@ -197,7 +201,7 @@ def load(
 ) -> None:
     """Fills the module; a head that the checkpoint leaves to the embedding gets its values."""
     kind = ours.dtype_of(config)
-    arrays = {name: t.cast(DTYPES[kind]).all() for name, t in tensors.items() if _is_float(t)}
+    arrays = {n: t.cast(DTYPES[kind]).all() for n, t in tensors.items() if t.dtype.name in _FLOATS}
     keys, allowed = set(built.state), set[str]()
     if config.model.tie_embeddings:
         head, table = dialect.their_key(HEAD), dialect.their_key(EMBEDDING)
@@ -246,20 +250,6 @@ def _raw(found: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, La
     return {}
 
 
-def _own_dialect(found: CheckpointRef, job: Job) -> str | None:
-    """The dialect that the user names is the module's; of a checkpoint of other names, not its."""
-    return job.dialect if found.format == "dcp" else None
-
-
-def _heads(dialect: NameMap, config: JobConfig) -> set[str]:
-    head = dialect.their_key(HEAD)
-    return {head} if head and config.model.tie_embeddings else set()
-
-
-def _is_float(tensor: LazyTensor) -> bool:
-    return tensor.dtype.name in ("float64", "float32", "float16", "bfloat16")
-
-
 def _parametrisation(config: JobConfig) -> list[str]:
     if mup.is_standard(config.model):
         return []
@@ -267,9 +257,3 @@ def _parametrisation(config: JobConfig) -> list[str]:
         "the multipliers of muP are in the weights of both, as an export has them; updates are "
         "those of the standard parametrisation"
     ]
-
-
-def _precision(config: JobConfig) -> list[str]:
-    if ours.dtype_of(config) == "float32":
-        return []
-    return ["in bfloat16 small faults hide behind rounding: --train.mixed_precision=fp32 sees them"]

@@ -79,17 +79,13 @@ def rows_of(sides: Sides) -> tuple[list[Row], list[str]]:
 
 
 def _rows(sides: Sides) -> Iterator[Hinted]:
-    yield from _weights(sides)
+    for name, theirs in sides.by_our_names(sides.held).items():
+        made = row("weights", sides.names(name), sides.ours.params[name], theirs, 0.0)
+        yield made, lambda: hints.WEIGHTS
     yield from _forward(sides)
     yield from _loss(sides)
     yield from _gradients(sides)
     yield from _updates(sides)
-
-
-def _weights(sides: Sides) -> Iterator[Hinted]:
-    for name, theirs in sides.by_our_names(sides.held).items():
-        made = row("weights", sides.names(name), sides.ours.params[name], theirs, 0.0)
-        yield made, lambda: hints.WEIGHTS
 
 
 def _forward(sides: Sides) -> Iterator[Hinted]:
@@ -124,7 +120,8 @@ def _gradients(sides: Sides) -> Iterator[Hinted]:
     ours, layers = sides.ours.grads, sides.config.model.n_layers
     theirs, beside = sides.by_our_names(sides.theirs.grads), gradients_beside(ours)
     allowed = _allowed(sides, 3 * (2 * layers + 2))  # there, and back by two products for each
-    is_untied = sides.config.model.tie_embeddings and _has_head(sides)
+    has_head = sides.dialect.their_key(HEAD) in sides.theirs.grads
+    is_untied = sides.config.model.tie_embeddings and has_head
     for name in from_the_loss(theirs, layers):
         pair = Pair(ours[name], theirs[name])
         least = SMALL * beside[name]
@@ -175,10 +172,6 @@ def _parts(sides: Sides, point: str) -> int:
     if layer is None:
         return 2 * sides.config.model.n_layers + 2
     return 2 * layer + (2 if "attention" in point else 3)
-
-
-def _has_head(sides: Sides) -> bool:
-    return sides.dialect.their_key(HEAD) in sides.theirs.grads
 
 
 def _notes(sides: Sides) -> Iterator[str]:

@@ -79,8 +79,9 @@ def build(spec: str, config: JobConfig) -> Built:
     parts = made if isinstance(made, tuple) else (made,)
     is_right = isinstance(parts[0], torch.nn.Module) and len(parts) <= 3
     if not is_right or not all(one is None or callable(one) for one in parts[1:]):
+        kinds = ", ".join(type(part).__name__ for part in parts)
         raise UserError(
-            f"--torch {spec} returned {_kinds(parts)}: return the torch.nn.Module, or (module, "
+            f"--torch {spec} returned {kinds}: return the torch.nn.Module, or (module, "
             "parameters -> optimizer), or (module, that or None, (logits, labels) -> loss)"
         )
     return Built(*parts)
@@ -147,7 +148,11 @@ def run(built: Built, batch: Named, places: Sequence[Place]) -> Theirs:
     module.zero_grad(set_to_none=True)
     with _saying("the torch module"):
         logits = _logits(module(tokens))
-        loss = (built.loss or _cross_entropy)(logits, labels)
+        if built.loss:
+            loss = built.loss(logits, labels)
+        else:
+            flat = logits.flatten(0, 1).float(), labels.flatten()
+            loss = torch.nn.functional.cross_entropy(*flat, ignore_index=_IGNORED)
         loss.backward()
     for handle in handles:
         handle.remove()
@@ -230,10 +235,6 @@ def _called(factory: Callable[..., Any], spec: str, config: JobConfig) -> Any:  
     return factory(config) if wanted else factory()
 
 
-def _kinds(parts: tuple) -> str:
-    return ", ".join(type(one).__name__ for one in parts)
-
-
 def _hook(module: Any, place: Place, seen: dict[str, Any]) -> Any:  # noqa: ANN401 (torch's)
     def note(value: Any) -> None:  # noqa: ANN401
         if (tensor := _first(value)) is not None and place.point not in seen:
@@ -267,13 +268,6 @@ def _logits(output: Any) -> Any:  # noqa: ANN401
             "one that does, under the same names"
         )
     return logits
-
-
-def _cross_entropy(logits: Any, labels: Any) -> Any:  # noqa: ANN401
-    import torch
-
-    flat = logits.flatten(0, 1).float()
-    return torch.nn.functional.cross_entropy(flat, labels.flatten(), ignore_index=_IGNORED)
 
 
 def _array(tensor: Any) -> np.ndarray:  # noqa: ANN401

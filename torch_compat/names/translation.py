@@ -97,9 +97,10 @@ def shortened(problems: list[str]) -> list[str]:
 
 
 def _advice(found: Mapping[str, LazyTensor], model: ModelConfig) -> list[str]:
+    router = next((name for name in found if name.endswith(".router.gate.weight")), "")
     counts = {
         EMBEDDING: ("the vocabulary has", "vocab_size", _RESIZE),
-        _router(found): ("the router has", "num_experts", "that is how many experts there are"),
+        router: ("the router has", "num_experts", "that is how many experts there are"),
     }
     advice = []
     for name, (what, key, how) in counts.items():
@@ -107,7 +108,3 @@ def _advice(found: Mapping[str, LazyTensor], model: ModelConfig) -> list[str]:
         if rows not in ((), (wanted,)):
             advice.append(f"{what} {rows[0]} rows there and model.{key} is {wanted}: {how}")
     return advice
-
-
-def _router(names: Iterable[str]) -> str:
-    return next((name for name in names if name.endswith(".router.gate.weight")), "")

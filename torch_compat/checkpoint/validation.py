@@ -1,10 +1,11 @@
-"""Whether what a run has stored is what a config says of it."""
+"""Checks that a checkpoint matches a model config, and that it reads as it was written."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.formats.lazy import LazyTensor
 from torch_compat.names.table import differences
 from torch_compat.names.translation import shortened
 
@@ -17,13 +18,13 @@ _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_
               "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
               "bias_update", "swiglu_limit", "mup_base_width", "mup_base_head_dim")  # fmt: skip
 UNSEEN = (*_STRUCTURE, *_CONSTANTS)
-"""Keys of `[model]` that the shapes of the weights do not tell."""
+"""Keys of `[model]` that do not show in the shapes of the weights."""
 
 
 def check_fits(
     checkpoint: CheckpointState, target: AbstractTarget, trained: ModelConfig, where: str
 ) -> None:
-    """Compares a run's state with a config, which settings of the user's may have changed.
+    """Check that the state of a run is that of a config, which the user may have changed.
 
     Args:
         checkpoint: the state.
@@ -32,7 +33,7 @@ def check_fits(
         where: the checkpoint, for the message.
 
     Raises:
-        UserError: the config is of another model or optimizer; what differs is listed.
+        UserError: the config is of another model or optimizer; the differences are listed.
     """
     wanted = {**target.params, **(target.model_state if checkpoint.model_state else {})}
     problems = list(
@@ -53,12 +54,12 @@ def check_fits(
 def unseen(
     trained: ModelConfig, model: ModelConfig, keys: tuple[str, ...] = _CONSTANTS
 ) -> Iterator[str]:
-    """What two models differ in that the shapes of their weights do not tell.
+    """Yield the differences of two models that do not show in the shapes of their weights.
 
     Args:
-        trained: the model that the weights are of.
-        model: what it is taken for.
-        keys: of `[model]`; by default constants that one may well change.
+        trained: the model that the weights were trained in.
+        model: the model that is to have them.
+        keys: of `[model]`; by default constants that a user may change.
     """
     for key in keys:
         was, now = getattr(trained, key), getattr(model, key)
@@ -67,7 +68,25 @@ def unseen(
 
 
 def matters(key: str, model: ModelConfig) -> bool:
-    """Whether a model looks at a key of `UNSEEN`."""
+    """Return whether a key of `UNSEEN` has an effect in a model."""
     if key == "qk_norm_eps":
         return model.qk_norm
     return model.is_moe or not key.startswith("moe_")
+
+
+def check_written(
+    opened: Mapping[str, LazyTensor], written: Mapping[str, LazyTensor], where: str
+) -> None:
+    """Check that an opened checkpoint has every name that was written, with its shape and dtype.
+
+    Args:
+        opened: tensors of the checkpoint.
+        written: tensors that it should have.
+        where: the checkpoint, for the message.
+
+    Raises:
+        StorageError: it has not.
+    """
+    forms = [{n: (t.shape, t.dtype) for n, t in each.items()} for each in (opened, written)]
+    if wrong := sorted(name for name, _ in forms[0].items() ^ forms[1].items()):
+        raise StorageError(f"{where}: {wrong[0]} does not read as it was written")
