@@ -269,7 +269,7 @@ def test_models_that_kempnerforge_does_not_cut_are_refused(key, value, message):
 
 _KILLED = """
 import os, signal, sys
-from torch_compat import dcp_writer
+from torch_compat.formats import dcp_writer
 from torch_compat.__main__ import main
 
 write = dcp_writer.write_metadata
