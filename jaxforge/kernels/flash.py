@@ -186,22 +186,16 @@ def backward(
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
     given = _Given.of("dq", *arrays, window, scoring)
-    dq = _gradient_of_queries(given, *given.filled(*of_rows), dtype)
+    at, (d_filled, lse_filled, delta_filled) = _by_queries(given), given.filled(*of_rows)
+    (dq,) = _run(
+        flash_kernels.flash_dq, given.kind, at.grid,
+        [*at.arguments, (at.heads, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
+        [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
+    )  # fmt: skip
     given = _Given.of("dkv", *arrays, window, scoring)
     dk, dv = _gradients_of_keys(given, *given.filled(*of_rows), dtype)
     t = k_BTKh.shape[1]
     return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t]
-
-
-def _gradient_of_queries(
-    given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
-) -> Array:
-    at = _by_queries(given)
-    return _run(
-        flash_kernels.flash_dq, given.kind, at.grid,
-        [*at.arguments, (at.heads, d_output), (at.rows, lse), (at.rows, delta)],
-        [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
-    )[0]  # fmt: skip
 
 
 def _gradients_of_keys(

@@ -114,7 +114,13 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
     def of_queries(tile: Queries) -> Part:
         def of_keys(part: Part, keys: Keys) -> tuple[Part, None]:
             def merged() -> Part:
-                return part.merged(_part_of_tile(tile, keys, scoring, window))
+                scores, _ = _scores(tile, keys, scoring, window)
+                lse = jax.nn.logsumexp(scores, axis=-1)
+                weights = jnp.exp(scores - _finite(lse)[..., None])
+                o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
+                o = o.reshape(tile.q.shape)
+                lse = lse.reshape(lse.shape[0], -1, lse.shape[-1]).swapaxes(1, 2)
+                return part.merged(Part(o, lse))
 
             return jax.lax.cond(_may_see(tile, keys, window), merged, lambda: part), None
 
@@ -263,15 +269,6 @@ def _scores(
     if queries.at.documents is not None and keys.at.documents is not None:
         seen &= queries.at.documents[:, :, None] == keys.at.documents[:, None]
     return jnp.where(seen[:, None, None], capped, -jnp.inf), q
-
-
-def _part_of_tile(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
-    scores, _ = _scores(queries, keys, scoring, window)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.exp(scores - _finite(lse)[..., None])
-    o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
-    lse = lse.reshape(lse.shape[0], -1, lse.shape[-1]).swapaxes(1, 2)
-    return Part(o.reshape(queries.q.shape), lse)
 
 
 def _gradients_of_tile(

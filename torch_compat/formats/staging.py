@@ -72,7 +72,12 @@ class Staging:
         self._fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
         self._check_free()
         with contextlib.ExitStack() as self._locks, naming_failure(destination):
-            (self._prepare if share.process == 0 else self._join)()
+            if share.process == 0:
+                self._prepare()
+            else:
+                seconds = _JOIN if share.parent is None else _LEAVE
+                what = f"for process 0 to begin this at {self.path}"
+                locks.wait_until(self._has_joined, seconds, what)
             self._locks = self._locks.pop_all()
 
     def __enter__(self) -> "Staging":
@@ -154,11 +159,6 @@ class Staging:
     def _check_free(self) -> None:
         if self.destination.exists():
             raise UserError(f"{self.destination} is there already; remove it or name another place")
-
-    def _join(self) -> None:
-        """Become part of the conversion that process 0 has begun."""
-        seconds = _JOIN if self.share.parent is None else _LEAVE
-        locks.wait_until(self._has_joined, seconds, f"for process 0 to begin this at {self.path}")
 
     def _has_joined(self) -> bool:
         with contextlib.ExitStack() as own:

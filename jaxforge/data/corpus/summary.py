@@ -1,6 +1,6 @@
 """What `prepare` prints of the shards that it wrote."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Int
@@ -12,10 +12,22 @@ from jaxforge.data.corpus.tokenizer import Tokenizer
 def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """What was written: a row for each thing to know, a column for each split."""
     parts, train = corpus.splits.values(), corpus.splits["train"].writer
+    cells: dict[str, Callable[[Split], str]] = {
+        "documents": lambda part: f"{part.writer.documents:,}",
+        "… not UTF-8": lambda part: f"{part.broken:,}",
+        "tokens": lambda part: f"{part.writer.tokens:,}",
+        "bytes per token": lambda part: f"{part.size / part.writer.tokens:.3f}",
+    }
+    if train.conversations:
+        cells = {
+            "conversations": cells["documents"],
+            "tokens": cells["tokens"],
+            "… learned": lambda part: f"{part.writer.counts.sum():,}",
+        }
     bos = "".join(f", BOS {i}" for i in tokenizer.prefix)
     rows = [
         ("", *corpus.splits),
-        *(_conversations(parts) if train.conversations else _documents(parts)),
+        *((name, *map(cell, parts)) for name, cell in cells.items()),
         ("unigram entropy", f"{entropy(train.counts):.4f} nats per training token: loss to beat"),
         (
             "vocabulary",
@@ -26,24 +38,6 @@ def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
         rows.append(("left out as bad", f"{corpus.skipped:,} records"))
     lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _documents(parts: Iterable[Split]) -> list[tuple[str, ...]]:
-    return [
-        ("documents", *(f"{part.writer.documents:,}" for part in parts)),
-        ("… not UTF-8", *(f"{part.broken:,}" for part in parts)),
-        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
-        ("bytes per token", *(f"{part.size / part.writer.tokens:.3f}" for part in parts)),
-    ]
-
-
-def _conversations(parts: Iterable[Split]) -> list[tuple[str, ...]]:
-    learned = [int(part.writer.counts.sum()) for part in parts]
-    return [
-        ("conversations", *(f"{part.writer.documents:,}" for part in parts)),
-        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
-        ("… learned", *(f"{tokens:,}" for tokens in learned)),
-    ]
 
 
 def entropy(counts: Int[np.ndarray, "V"]) -> float:
