@@ -14,6 +14,10 @@ PACKAGE = Path(jaxforge.__file__).parent
 MOST = 10
 FULL, SELECTIVE = ({"activation_checkpointing": save} for save in ("full", "selective"))
 MICROBATCHES = {"grad_sync": "microbatch", "grad_accum_steps": 2, "mixed_precision": "bf16"}
+FP8 = {
+    "mixed_precision": "fp8", "fp8_scaling": "delayed",
+    "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 1,
+}  # fmt: skip
 KINDS = {"n_layers": 3, "sliding_window": 5, "attention_pattern": ("full", "sliding", "full")}
 
 
@@ -47,9 +51,9 @@ def stacks_of_query_products(config, monkeypatch):
         {},
         {"train": {**MICROBATCHES, **FULL}, "model": KINDS, "distributed": {"dp_shard": 2}},
         {"train": SELECTIVE, "distributed": {"dp_shard": 2, "tp": 2}},
-        {"train": {**FULL, "mixed_precision": "fp8", "fp8_scaling": "delayed"}},
+        {"train": {**FULL, **FP8}},
         {"distributed": {"pp": 2, "dp_shard": 2}},
-        {"train": {**FULL, "mixed_precision": "fp8"}, "distributed": {"pp": 2}},
+        {"train": {**FULL, **FP8}, "distributed": {"pp": 2}},
     ],
     ids=["one device", "kinds of layers, full", "dp x tp, selective", "fp8", "pp x dp", "pp, fp8"],
 )

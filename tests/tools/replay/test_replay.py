@@ -11,9 +11,10 @@ import pytest
 from jaxforge.commands import activations, train
 from jaxforge.commands import replay as command
 from jaxforge.config import rules
+from jaxforge.config.points import STREAM
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.model import capture
+from jaxforge.model.attention import Capture
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.runs import run_directory
 from jaxforge.tools.replay import past as the_past
@@ -133,7 +134,7 @@ def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, mon
     assert first.document.loss == max(one.document.loss for one in found.suspects)
     layers = {f"layers.{i}" for i in range(2)}
     assert layers < set(found.norms[step].parts)
-    assert {name for _, name, _ in found.odd} == {*NORMS.values(), *capture.POINTS}
+    assert {name for _, name, _ in found.odd} == {*NORMS.values(), *STREAM}
     monkeypatch.setattr("jaxforge.tools.replay.replay_steps.account", lambda *_, **__: found)
     arguments = ["--step", str(step), "--check", "--json", str(run / "o.json")]
     arguments += ["--html", str(run / "<o>.html")]
@@ -145,7 +146,7 @@ def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, mon
     assert f"sequence {POISON}, row {row}" in drawn.all("p", class_="sample")[0]["text"]
     assert drawn.facts()["what was logged"] == "the same, bit for bit"
     assert len(drawn.rows()) == 2 + min(12, len(found.odd)) + len(found.suspects)
-    titles = {name.capitalize() for name in (*NORMS.values(), *capture.POINTS)}
+    titles = {name.capitalize() for name in (*NORMS.values(), *STREAM)}
     assert {chart["title"] for chart in drawn.json()["charts"]} == titles
     curves = drawn.json()["charts"][0]["curves"]
     assert curves[-1]["label"] == f"step {step}"
@@ -289,10 +290,10 @@ def test_norms_are_of_the_values_at_their_points(run):
         @jax.jit
         def seen(params, tokens):
             names = ("residual", "attention", "mlp")
-            with capture.watching(lambda point, x: x if point in names else None):
-                hidden, out = past.model.forward(params, {"input_ids": tokens})
-            last = past.model.final_norm(params, out.seen["residual"][-1])
-            return hidden, last, *(out.seen[name] for name in names)
+            batch = {"input_ids": tokens}
+            hidden, out = past.model.forward(params, batch, capture=Capture(names))
+            last = past.model.final_norm(params, out.activations["residual"][-1])
+            return hidden, last, *(out.activations[name] for name in names)
 
         found = map(np.asarray, seen(walk.state.variables, tokens))
         hidden, last, residual, attention, mlp = found
