@@ -27,7 +27,8 @@ from jaxforge.step.lowering import lower_train_steps
 from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.hlo import Program, arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
-from jaxforge.training.hooks import HookRunner, named_hook
+from jaxforge.training.callbacks.assembly import named_callbacks
+from jaxforge.training.callbacks.runner import Callbacks
 
 
 class Memory(NamedTuple):
@@ -119,7 +120,7 @@ def compile_step(
     parts = _Parts(config, model, abstract_state(model, optimizer, mesh), mesh, capacity)
     flags = config.train.xla_flags
     options = xla_flags.compiler_options(device, flags, has=xla_flags.traits(config))
-    hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
+    hooks = Callbacks(named_callbacks(config))
     largest = config.train.grad_accum_steps
     sizes = {stage.accum for stage in config.train.stages()} if every_size else {largest}
     lowered = lower_train_steps(config, mesh, sizes, collect=hooks.collect)

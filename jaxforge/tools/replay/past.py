@@ -35,8 +35,8 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, state_shardings
 from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.train_step import Controls, Metrics, TrainStep, make_train_step
-from jaxforge.training.build import open_foreign
 from jaxforge.training.phases import Phases
+from jaxforge.training.start import open_foreign
 from jaxforge.training.training_data import TrainingData, batches_from
 
 log = logging.getLogger(__name__)
