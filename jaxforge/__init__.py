@@ -6,6 +6,7 @@ import sys  # no more than these two, which Python has loaded: see `_leave_worki
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from jaxforge.inference.run import Run as Run
+    from jaxforge.training.callbacks.callback import Callback as Callback
 
     __version__: str
 
@@ -50,6 +51,10 @@ def __getattr__(name: str) -> object:
         from jaxforge.inference.run import Run
 
         return Run
+    if name == "Callback":
+        from jaxforge.training.callbacks.callback import Callback
+
+        return Callback
     if name == "__version__":
         from importlib.metadata import version
 

@@ -2,9 +2,9 @@
 
 import collections
 from collections.abc import Callable
-from typing import Any
 
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
@@ -40,7 +40,7 @@ class BadSteps:
         self._limit, self.rollback, self.attribution = limit, rollback, attribution
         self.fault: Exit | None = None
         # After the latest two steps, on the device.
-        self._consecutive: collections.deque[Any] = collections.deque(maxlen=2)
+        self._consecutive: collections.deque[Int[Array, ""]] = collections.deque(maxlen=2)
 
     @classmethod
     def of(
@@ -77,7 +77,7 @@ class BadSteps:
             attribution = Attribution(make_row_losses(model, train, mesh), name_of)
         return cls(train.nan_consecutive_max, rollback, attribution)
 
-    def note(self, consecutive: Any) -> None:
+    def note(self, consecutive: Int[Array, ""]) -> None:
         """Take the number of bad steps in a row after the latest step, still on the device."""
         self._consecutive.append(consecutive)
 

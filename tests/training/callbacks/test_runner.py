@@ -6,11 +6,13 @@ import types
 import jax
 import pytest
 
+import jaxforge
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training.callbacks import runner
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.hooks import Hook
 from tests.training.callbacks.contexts import after
 
 
@@ -102,3 +104,7 @@ def test_processes_follow_the_clock_of_the_first_one_now_and_then(clock, monkeyp
 def test_a_text_that_is_no_duration_is_refused(text):
     with pytest.raises(UserError, match=r'Acts.every = ".*" is not a duration. Write a number and'):
         Callbacks([Acts("a", text, [])])
+
+
+def test_the_public_name_and_that_of_older_hooks_are_one_class():
+    assert jaxforge.Callback is Callback is Hook
