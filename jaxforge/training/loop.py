@@ -62,7 +62,8 @@ class Trainer:
         """
         exits = Exits(self.config.train, signals, since)
         tracker, profiler = self.instruments.tracker, self.instruments.profiler
-        self.callbacks.on_train_begin(self.config)
+        for callback in self.callbacks:
+            callback.on_train_begin(self.config)
         try:
             reason = self._begin(signals, exits)
             while reason is None:
@@ -98,7 +99,9 @@ class Trainer:
                 with signals.interrupting():
                     compile_step = self.updates.lower(self.state, batch)
                 self.updates.step = signals.wait_for(compile_step)
-            self.callbacks.on_compiled(self.updates.step)
+            for callback in self.callbacks:
+                callback.on_compiled(self.updates.step)
+            self.callbacks.start_clock()
         elif reason is None:
             log_already_complete(self.config.train, progress)
             reason = Exit.COMPLETED
@@ -168,7 +171,9 @@ class Trainer:
         if not self.callbacks.watches_steps:
             return
         self.instruments.tracker.flush()  # metrics first, then callbacks
-        self.callbacks.on_step_end(StepContext(self.progress.step, self.state, metrics))
+        context = StepContext(self.progress.step, self.state, metrics)
+        for callback in self.callbacks:
+            callback.on_step_end(context)
 
     def _save_if_due(self, evaluation: dict[str, float]) -> None:
         """Saves on the schedule, after the last step, and a new best that is to be kept."""
@@ -188,7 +193,8 @@ class Trainer:
         if path is not None:
             self.instruments.tracker.log(self.progress.step, metrics)
             if lasting:
-                self.callbacks.on_checkpoint_save(self.progress.step, path)
+                for callback in self.callbacks:
+                    callback.on_checkpoint_save(self.progress.step, path)
 
     def _note_durable(self) -> None:
         durable = list(self.saver.newly_durable())
@@ -257,7 +263,7 @@ class Trainer:
         return reason
 
     def close(self, reason: Exit | None) -> Exit | None:
-        """Ends the run, however it went: waits for saves, tells the hooks, closes the sinks.
+        """Ends the run, however it went: waits for saves, tells the callbacks, closes the sinks.
 
         Args:
             reason: what `train` returned; None if it failed.
@@ -283,8 +289,11 @@ class Trainer:
         with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
             last_to_first.callback(noting_losses, self.saver.close_mirror)
             last_to_first.push(close_tracker)
-            last_to_first.callback(self.callbacks.close)
-            last_to_first.callback(noting_losses, self.callbacks.on_train_end, step, tokens, reason)
+            callbacks = [*self.callbacks][::-1]
+            for callback in callbacks:
+                last_to_first.callback(callback.close)
+            for callback in callbacks:
+                last_to_first.callback(noting_losses, callback.on_train_end, step, tokens, reason)
             last_to_first.callback(self.saver.close, together=reason in AGREED)
             last_to_first.callback(self.instruments.profiler.close)
         return Exit.STORAGE if losses else reason

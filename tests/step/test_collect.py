@@ -118,6 +118,7 @@ def test_hooks_collect_together_and_are_told_of_evaluations():
 
     runner = Callbacks([One(), Other()])
     assert check_collect(runner.collect) == ("grads", "params_norm")
-    runner.on_eval_begin(3)
-    runner.on_eval_end({}, 3)
+    for hook in runner:
+        hook.on_eval_begin(3)
+        hook.on_eval_end({}, 3)
     assert events == [("begin", 3), ("end", 3)]

@@ -374,6 +374,17 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
     assert events == [f"sink closed, code {code}"]
 
 
+def test_every_callback_learns_of_the_end_though_one_lost_files():
+    class Loses(Hook):
+        def on_train_end(self, step, tokens_seen, reason):
+            raise StorageError("a line is lost")
+
+    events, (_, reason, trainer) = [], run(steps=1)
+    callbacks = Callbacks([Loses(), Recorder(events)])
+    assert dataclasses.replace(trainer, callbacks=callbacks).close(reason) is Exit.STORAGE
+    assert events == ["end 1 256 Exit.COMPLETED"]
+
+
 def test_lost_metrics_end_a_finished_run_with_the_code_of_storage(caplog):
     class Lossy(Sink):
         def close(self, exit_code):

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class IntervalContext:
     state: TrainState
     tracker: Tracker
     watchdog: Watchdog
-    callbacks: "Callback"
+    callbacks: Iterable["Callback"]
     stop_requested: Callable[[], Exit | None]
     amend_checkpoint: Callable[[Progress], None]
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -73,7 +73,8 @@ class Evaluation(Callback):
         """Evaluate, and log the metrics; nothing where the evaluation was stopped."""
         step, is_resumed = context.step, context.progress.validation is not None
         if not is_resumed:
-            context.callbacks.on_eval_begin(step)
+            for callback in context.callbacks:
+                callback.on_eval_begin(step)
 
         def stop_requested() -> Exit | None:
             context.watchdog.tick()
@@ -84,7 +85,8 @@ class Evaluation(Callback):
         if metrics is None:
             return
         context.tracker.log(step, metrics)
-        context.callbacks.on_eval_end(metrics, step)
+        for callback in context.callbacks:
+            callback.on_eval_end(metrics, step)
         if is_resumed:
             context.amend_checkpoint(context.progress)
         context.evaluation.update(metrics)

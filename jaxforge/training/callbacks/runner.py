@@ -3,19 +3,16 @@
 import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.step.train_step import CompiledSteps
-from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
+from jaxforge.training.callbacks.callback import Callback, IntervalContext
 from jaxforge.training.callbacks.order import position
 
 CHECK_INTERVAL = 10
@@ -24,8 +21,8 @@ CHECK_INTERVAL = 10
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Callbacks(Callback):
-    """Calls each callback in order.
+class Callbacks:
+    """The callbacks of a run in order, and which of them are due.
 
     Args:
         callbacks: those of the run; callbacks of users keep their order among themselves.
@@ -95,46 +92,13 @@ class Callbacks(Callback):
         self._previous.update(dict.fromkeys(elapsed, now))
         return elapsed
 
-    def on_train_begin(self, config: JobConfig) -> None:
-        """Call each callback."""
-        for callback in self._callbacks:
-            callback.on_train_begin(config)
-
-    def on_compiled(self, steps: CompiledSteps) -> None:
-        """Call each callback; durations begin here."""
-        for callback in self._callbacks:
-            callback.on_compiled(steps)
+    def start_clock(self) -> None:
+        """Begin durations here: what was compiled before takes no part in them."""
         self._previous = dict.fromkeys(self._durations, time.monotonic())
 
-    def on_step_end(self, context: StepContext) -> None:
-        """Call each callback."""
-        for callback in self._callbacks:
-            callback.on_step_end(context)
-
-    def on_eval_begin(self, step: int) -> None:
-        """Call each callback."""
-        for callback in self._callbacks:
-            callback.on_eval_begin(step)
-
-    def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """Call each callback."""
-        for callback in self._callbacks:
-            callback.on_eval_end(metrics, step)
-
-    def on_checkpoint_save(self, step: int, path: Path) -> None:
-        """Call each callback."""
-        for callback in self._callbacks:
-            callback.on_checkpoint_save(step, path)
-
-    def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Call each callback."""
-        for callback in self._callbacks:
-            callback.on_train_end(step, tokens_seen, reason)
-
-    def close(self) -> None:
-        """Call each callback."""
-        for callback in self._callbacks:
-            callback.close()
+    def __iter__(self) -> Iterator[Callback]:
+        """Iterate over the callbacks in order."""
+        return iter(self._callbacks)
 
 
 def seconds_of(callback: Callback) -> float:

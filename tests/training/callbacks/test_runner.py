@@ -76,7 +76,7 @@ def test_durations_are_intervals_from_the_first_step_on(clock, text, seconds):
     events = []
     callbacks = Callbacks([Acts("a", text, events, waits=False)])
     clock.seconds += 5 * seconds  # of compilation
-    callbacks.on_compiled(None)
+    callbacks.start_clock()
     for step, later in enumerate([0.5, 0.4, 0.2, 0.8, 0.2, 3.0, 0.9, 0.2], 1):
         clock.seconds += later * seconds  # since the last time: .5, .9, 1.1; .8, 1.; 3.; .9, 1.1
         act(callbacks, step, events)
