@@ -79,6 +79,13 @@ def test_nothing_follows_the_step_that_ends_a_run(log, due):
         assert [e for e in effects if e.startswith("hook")] == [f"hook {n}" for n in range(1, 6)]
 
 
+def test_callbacks_that_wait_ignore_steps_that_did_not_take_place():
+    """Step 5 ends the run; step 6, whose interval it is, is launched before that is known."""
+    events, *_ = run(steps=20, log=100, hooks=False, bad={3, 4, 5}, callbacks=[Looking])
+    assert "launch 6" in events
+    assert [event for event in events if "look" in event] == ["look 2", "look 4"]
+
+
 def test_a_run_that_has_ended_is_noticed_however_seldom_it_logs(monkeypatch):
     monkeypatch.setattr(tracker, "_MOST", 8)
     events, reason, _ = run(steps=100, log=10**6, hooks=False, bad={3, 4, 5})
