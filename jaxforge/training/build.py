@@ -1,4 +1,4 @@
-"""Makes of a config what a run needs: `build_trainer`."""
+"""Assembly of a run from its config: `build_trainer`."""
 
 import functools
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
-    """Everything a run needs, in the order in which a user's mistakes should surface.
+    """Make everything a run needs, in the order in which a user's mistakes should surface.
 
     Nothing is written before the data has been checked and the run directory is ours; what the
     directory says of its run is written once nothing can refuse the start any more.

@@ -82,7 +82,7 @@ class Trainer:
         return reason if reason is Exit.UNHEALTHY else self._finish(reason)
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
-        """Gets ready for the first step; a run may resume in an evaluation, or at its end."""
+        """Get ready for the first step; a run may resume in an evaluation, or at its end."""
         progress, watchdog = self.progress, self.instruments.watchdog
         wanted = self.bad_steps.rollback or (progress.step == 0 and self.saver.is_due(0))
         if wanted and self.saver.latest() is None:
@@ -137,7 +137,7 @@ class Trainer:
                 raise
 
     def _step(self, signals: Signals) -> Metrics:
-        """Launches one step; the metrics of the one before it are logged where they are due."""
+        """Launch one step; the metrics of the one before it are logged where they are due."""
         progress, data, tracker = self.progress, self.updates.data, self.instruments.tracker
         with tracker.waiting_for_data(), signals.interrupting():
             batch = next(data)
@@ -176,7 +176,7 @@ class Trainer:
             callback.on_step_end(context)
 
     def _save_if_due(self, evaluation: dict[str, float]) -> None:
-        """Saves on the schedule, after the last step, and a new best that is to be kept."""
+        """Save on the schedule, after the last step, and a new best that is to be kept."""
         metric, step = self.config.checkpoint.best_metric, self.progress.step
         new_best = bool(evaluation) and self.progress.note_metric(evaluation[metric])
         if self._at_end or self.saver.is_due(step, new_best=new_best):
@@ -229,7 +229,7 @@ class Trainer:
         return self.bad_steps.have_halted(self.progress)
 
     def _go_back(self) -> Exit | None:
-        """Back to the last good checkpoint, where that is asked for and helps."""
+        """Go back to the last good checkpoint, where that is asked for and helps."""
         self._follow_device()
         rollback = self.bad_steps.rollback
         target = rollback.target(self.progress) if rollback else None
@@ -263,7 +263,7 @@ class Trainer:
         return reason
 
     def close(self, reason: Exit | None) -> Exit | None:
-        """Ends the run, however it went: waits for saves, tells the callbacks, closes the sinks.
+        """End the run, however it went: waits for saves, tells the callbacks, closes the sinks.
 
         Args:
             reason: what `train` returned; None if it failed.
@@ -299,7 +299,7 @@ class Trainer:
         return Exit.STORAGE if losses else reason
 
     def _follow_device(self) -> None:
-        """Takes the device's word on which steps were attempted and which were bad."""
+        """Synchronize the step counters from the device state."""
         self.instruments.tracker.flush()
         state = self.state
         self.progress.follow(*jax.device_get((state.step, state.guard, state.counts)))
