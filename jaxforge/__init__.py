@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxforge.optim.schedule import register_scheduler as register_scheduler
     from jaxforge.program import Program as Program
     from jaxforge.step.losses import register_loss as register_loss
+    from jaxforge.training.callbacks.callback import Callback as Callback
     from jaxforge.training.launch import train as train
 
     __version__: str
@@ -55,6 +56,7 @@ if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforg
 
 _PUBLIC = {
     "AuxOutputs": "jaxforge.aux_outputs",
+    "Callback": "jaxforge.training.callbacks.callback",
     "Program": "jaxforge.program",
     "Run": "jaxforge.inference.run",
     "load_config": "jaxforge.config.reading.load",

@@ -23,13 +23,14 @@ from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.training.build import build_trainer
+from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.hooks import Hook
+from jaxforge.training.instruments import Session
 from jaxforge.training.preemption import Signals
 
 
-def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Hook] = ()) -> Exit:
+def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = ()) -> Exit:
     """Train from the newest checkpoint of the run directory, or from the start.
 
     Args:
@@ -70,7 +71,7 @@ def _live_line(
 
 def _run(
     config: JobConfig | UnresolvedConfig,
-    hooks: Sequence[Hook],
+    hooks: Sequence[Callback],
     console: Console,
     watchdog: Watchdog,
     live: LiveLine | None,
@@ -90,11 +91,10 @@ def _run(
         matmul_precision(config),
         out_of_memory.explained(config, mesh),
     ):
-        trainer = build_trainer(config, mesh, hooks, console, watchdog, lock, live)
-        trainer.since = since
+        trainer = build_trainer(config, mesh, Session(hooks, console, watchdog, lock, live))
         reason: Exit | None = None
         try:
-            reason = trainer.train(signals)
+            reason = trainer.train(signals, since)
         finally:
             if reason is not Exit.UNHEALTHY:  # whatever waits for the devices may wait for ever
                 with watchdog.section("end"):

@@ -9,7 +9,8 @@ from jaxforge.errors import UserError
 from jaxforge.parallel.stages import Stack
 from jaxforge.step.collect import COLLECTED, Step, check_collect, collected
 from jaxforge.step.train_step import Controls
-from jaxforge.training.hooks import Hook, HookRunner
+from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -115,8 +116,9 @@ def test_hooks_collect_together_and_are_told_of_evaluations():
         def on_eval_end(self, metrics, step):
             events.append(("end", step))
 
-    runner = HookRunner([One(), Other()])
+    runner = Callbacks([One(), Other()])
     assert check_collect(runner.collect) == ("grads", "params_norm")
-    runner.on_eval_begin(3)
-    runner.on_eval_end({}, 3)
+    for hook in runner:
+        hook.on_eval_begin(3)
+        hook.on_eval_end({}, 3)
     assert events == [("begin", 3), ("end", 3)]

@@ -11,7 +11,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.telemetry import progress_log
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import ProgressLog, start_time_and_flops
-from jaxforge.training.progress_txt import ProgressTxt
+from jaxforge.training.callbacks.progress_txt import ProgressTxt
 from tests.conftest import tiny_config
 
 NOON = datetime.datetime(2026, 8, 22, 12, 0, 0)

@@ -16,7 +16,7 @@ from jaxforge.commands import train
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.training.build import skipping_experts_as_started
+from jaxforge.training.start import skipping_experts_as_started
 from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import drawn, random_batches, setup, underway

@@ -8,8 +8,8 @@ import pytest
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry import tracker
-from jaxforge.training.health.periodic_action import PeriodicAction
-from jaxforge.training.hooks import Hook, HookRunner
+from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.hooks import Hook
 from tests.training.test_loop import Capture, Sampler, Signals, run
 
 
@@ -18,20 +18,20 @@ def saves(events):
             "hook" not in event]  # fmt: skip
 
 
-class Looking(PeriodicAction):
+class Looking(Hook):
+    every = 2
+
     def __init__(self, events, reason=None):
-        super().__init__(interval=2)
         self.events, self.reason = events, reason
 
-    def run(self, step, state):
-        self.events.append(f"look {step}")
+    def on_interval(self, context):
+        self.events.append(f"look {context.step}")
         return self.reason
 
 
 def test_the_order_of_what_is_due():
     events, *_ = run(
-        steps=3, log=2, evaluate=2, save=2, actions=lambda e: [Looking(e)], sampler=Sampler,
-        capture=Capture,
+        steps=3, log=2, evaluate=2, save=2, callbacks=[Looking, Sampler, Capture],
     )  # fmt: skip
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [event for event in second if not event.startswith("read")] == [
@@ -43,7 +43,7 @@ def test_the_order_of_what_is_due():
 
 def test_a_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
     """A resumed run would write its samples again, and capture its activations."""
-    events, reason, _ = run(steps=9, evaluate=2, stop_at=2, sampler=Sampler, capture=Capture)
+    events, reason, _ = run(steps=9, evaluate=2, stop_at=2, callbacks=[Sampler, Capture])
     assert reason is Exit.SIGNAL
     assert "evaluate from 0" in events
     assert not {"sample 2", "capture 2"} & set(events)
@@ -51,7 +51,7 @@ def test_a_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
 
 @pytest.mark.parametrize(("reason", "saved"), [(Exit.UNHEALTHY, []), (Exit.STRAGGLER, [2])])
 def test_a_state_that_is_not_to_be_trusted_is_not_saved(reason, saved):
-    events, ended, _ = run(steps=9, save=2, actions=lambda e: [Looking(e, reason)])
+    events, ended, _ = run(steps=9, save=2, callbacks=[lambda e: Looking(e, reason)])
     assert ended is reason
     assert saves(events) == saved
 
@@ -68,7 +68,7 @@ def test_a_bad_step_is_evaluated_and_saved_where_that_is_due():
 def test_nothing_follows_the_step_that_ends_a_run(log, due):
     """Step 5 is the third bad one in a row; later steps are launched, and do not take place."""
     due = {"hooks": False, **due}
-    events, reason, trainer = run(steps=20, log=log, bad={3, 4, 5}, sampler=Sampler, **due)
+    events, reason, trainer = run(steps=20, log=log, bad={3, 4, 5}, callbacks=[Sampler], **due)
     effects = [e for e in events if not e.startswith(("read", "launch", "sink", "evaluate from"))]
     numbered = [int(part) for e in effects for part in e.split() if part.isdigit()]
     assert max(n for n in numbered if n != trainer.progress.tokens) <= 5
@@ -77,6 +77,13 @@ def test_nothing_follows_the_step_that_ends_a_run(log, due):
     assert effects.count("log 5 train") == 1
     if due["hooks"]:
         assert [e for e in effects if e.startswith("hook")] == [f"hook {n}" for n in range(1, 6)]
+
+
+def test_callbacks_that_wait_ignore_steps_that_did_not_take_place():
+    """Step 5 ends the run; step 6, whose interval it is, is launched before that is known."""
+    events, *_ = run(steps=20, log=100, hooks=False, bad={3, 4, 5}, callbacks=[Looking])
+    assert "launch 6" in events
+    assert [event for event in events if "look" in event] == ["look 2", "look 4"]
 
 
 def test_a_run_that_has_ended_is_noticed_however_seldom_it_logs(monkeypatch):
@@ -131,7 +138,7 @@ def test_saves_are_waited_for_when_a_run_fails():
 
     events, _, trainer = run(steps=1)
     events.clear()
-    failing = dataclasses.replace(trainer, hooks=HookRunner([Fails()]), progress=Progress())
+    failing = dataclasses.replace(trainer, callbacks=Callbacks([Fails()]), progress=Progress())
     with pytest.raises(ZeroDivisionError):
         failing.train(Signals())
     failing.close(None)

@@ -7,8 +7,8 @@ import pytest
 
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
-from jaxforge.training import exporting
-from jaxforge.training.exporting import Exporter
+from jaxforge.training.callbacks import exports
+from jaxforge.training.callbacks.exports import Exporter
 from tests.torch_compat.test_commands import trained
 from torch_compat.checkpoint import checkpoints
 
@@ -51,7 +51,7 @@ def test_a_run_with_nothing_left_to_do_exports_its_newest(tmp_path, monkeypatch,
     commands = []
     done = types.SimpleNamespace(returncode=0)
     monkeypatch.setattr(
-        exporting.subprocess, "run", lambda command, **_: commands.append(command) or done
+        exports.subprocess, "run", lambda command, **_: commands.append(command) or done
     )
     for step in steps:
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)

@@ -214,7 +214,7 @@ def test_whatever_ends_a_run_it_is_closed_with_the_reason(monkeypatch, end):
     """`Trainer.close` is what tells the hooks. Megatron-Bridge leaves without a word."""
     closed = []
 
-    def run_loop(signals):
+    def run_loop(signals, since):
         if isinstance(end, Exit):
             return end
         raise end

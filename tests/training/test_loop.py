@@ -19,13 +19,17 @@ from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.health.actions import PeriodicActions
+from jaxforge.training.bad_steps import BadSteps
+from jaxforge.training.callbacks import activations, evaluation, samples
+from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.hooks import Hook, HookRunner
+from jaxforge.training.hooks import Hook
+from jaxforge.training.instruments import Instruments
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
 from jaxforge.training.saving import Saver
 from jaxforge.training.training_data import TrainingData
+from jaxforge.training.updates import Updates
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -131,7 +135,7 @@ class Signals:
         return work()
 
 
-class Sampler:
+class Sampler(samples.Sampler):
     """Writes after every second step."""
 
     def __init__(self, events):
@@ -145,15 +149,17 @@ class Sampler:
         return "samples"
 
 
-class Capture(Sampler):
+class Capture(activations.ActivationCapture):
     """Captures activations, when samples are written."""
+
+    __init__, is_due = Sampler.__init__, Sampler.is_due
 
     def __call__(self, params, step, moved):
         self.events.append(f"capture {step}")
         moved()
 
 
-class Evaluation:
+class TwoBatches:
     """Two batches, and a question between them."""
 
     def __init__(self, events):
@@ -177,16 +183,22 @@ def saver(config, events):
     return Saver(config.checkpoint, SavePolicy(config), Checkpoints(events))
 
 
+def instruments(config, tracker):
+    return Instruments(tracker, Watchdog(Limits(0, 0, 0)), Profiler(config.profiling, Path()))
+
+
 def batch():
     return {"labels": np.zeros((1, 8, 32))}
 
 
 def run(
     steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
-    actions=lambda events: [], sections=None, sampler=lambda events: None,
-    capture=lambda events: None, **train,
+    callbacks=(), sections=None, **train,
 ):  # fmt: skip
-    """Events of a run of `steps` steps; those in `bad` are not finite."""
+    """Events of a run of `steps` steps; those in `bad` are not finite.
+
+    Callbacks are made of the list of events.
+    """
     sections = sections or {}
     events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
     launches = itertools.count(1)
@@ -234,15 +246,17 @@ def run(
     progress, writers = Progress(), [MetricWriter("it", Sink(events), log)]
     trainer = Trainer(
         config=config, state=device_state(), progress=progress,
-        lower_step=lambda state, batch: lambda: train_step,
-        data=data(config, lambda: itertools.repeat(batch(), steps)), evaluation=Evaluation(events),
-        saver=saver(config, events),
-        watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
-        open_actions=lambda step: PeriodicActions(actions(events)),
-        tracker=Tracker(writers, StepCost(256, 8), progress, 10**9),
-        profiler=Profiler(config.profiling, Path()),
-        hooks=HookRunner([Recorder(events)] if hooks else []), sampler=sampler(events),
-        activations=capture(events),
+        updates=Updates(
+            lambda batch: lambda: train_step,
+            data(config, lambda: itertools.repeat(batch(), steps)),
+        ),
+        saver=saver(config, events), bad_steps=BadSteps(config.train.nan_consecutive_max),
+        callbacks=Callbacks([
+            *[make(events) for make in callbacks],
+            *([Recorder(events)] if hooks else []),
+            evaluation.Evaluation(config, TwoBatches(events), progress),
+        ]),
+        instruments=instruments(config, Tracker(writers, StepCost(256, 8), progress, 10**9)),
     )  # fmt: skip
     reason = trainer.train(Signals(stop_at))
     trainer.close(reason)
@@ -320,7 +334,7 @@ def test_hooks_are_told_of_the_end_when_a_step_fails():
     events = []
     trainer = run(steps=1)[2]
     trainer = dataclasses.replace(
-        trainer, hooks=HookRunner([Fails(), Recorder(events)]), progress=Progress()
+        trainer, callbacks=Callbacks([Fails(), Recorder(events)]), progress=Progress()
     )
     with pytest.raises(ZeroDivisionError):
         trainer.train(Signals())
@@ -343,7 +357,9 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
 
     events, (_, reason, trainer) = [], run(steps=1)
     tracker = Tracker([MetricWriter("it", Sink(events), 100)], StepCost(256, 8), Progress(), 10**9)
-    trainer = dataclasses.replace(trainer, tracker=tracker, hooks=HookRunner([Fails()]))
+    trainer = dataclasses.replace(
+        trainer, instruments=instruments(trainer.config, tracker), callbacks=Callbacks([Fails()])
+    )
     try:
         if not at_the_end:
             reason = None
@@ -358,6 +374,17 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
     assert events == [f"sink closed, code {code}"]
 
 
+def test_every_callback_learns_of_the_end_though_one_lost_files():
+    class Loses(Hook):
+        def on_train_end(self, step, tokens_seen, reason):
+            raise StorageError("a line is lost")
+
+    events, (_, reason, trainer) = [], run(steps=1)
+    callbacks = Callbacks([Loses(), Recorder(events)])
+    assert dataclasses.replace(trainer, callbacks=callbacks).close(reason) is Exit.STORAGE
+    assert events == ["end 1 256 Exit.COMPLETED"]
+
+
 def test_lost_metrics_end_a_finished_run_with_the_code_of_storage(caplog):
     class Lossy(Sink):
         def close(self, exit_code):
@@ -370,7 +397,8 @@ def test_lost_metrics_end_a_finished_run_with_the_code_of_storage(caplog):
     ]
     tracker = Tracker(writers, StepCost(256, 8), Progress(), 10**9)
     assert reason is Exit.COMPLETED
-    assert dataclasses.replace(trainer, tracker=tracker).close(reason) is Exit.STORAGE
+    lossy = instruments(trainer.config, tracker)
+    assert dataclasses.replace(trainer, instruments=lossy).close(reason) is Exit.STORAGE
     assert events[-2:] == ["sink closed, code 0", "sink closed, code 74"]
 
 
@@ -384,18 +412,17 @@ def test_a_hook_reads_scalars_state_and_gradients():
             norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(context.gradients)))
             seen.append((context.loss, context.grad_norm, norm, context.lr, context.state))
 
-    runner = HookRunner([Reads()])
-    assert runner.collect == ("grads",)
-    ours = setup(tiny_config(train={"max_steps": 2}), collect=runner.collect)
+    callbacks = Callbacks([Reads()])
+    assert callbacks.collect == ("grads",)
+    ours = setup(tiny_config(train={"max_steps": 2}), collect=callbacks.collect)
     trainer = Trainer(
         config=ours.config, state=ours.state(), progress=Progress(),
-        lower_step=lambda state, batch: lambda: ours.step,
-        data=data(ours.config, lambda: map(ours.put, random_batches(ours.config, 2))),
-        evaluation=None, saver=saver(ours.config, []),
-        watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
-        open_actions=lambda step: PeriodicActions(),
-        tracker=Tracker([], StepCost(256, 8), Progress(), 2),
-        profiler=Profiler(ours.config.profiling, Path()), hooks=runner,
+        updates=Updates(
+            lambda batch: lambda: ours.step,
+            data(ours.config, lambda: map(ours.put, random_batches(ours.config, 2))),
+        ),
+        saver=saver(ours.config, []), bad_steps=BadSteps(3), callbacks=callbacks,
+        instruments=instruments(ours.config, Tracker([], StepCost(256, 8), Progress(), 2)),
     )  # fmt: skip
     assert trainer.train(Signals()) is Exit.COMPLETED
     loss, grad_norm, norm, lr, _ = seen[0]

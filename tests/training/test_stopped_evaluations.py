@@ -9,8 +9,8 @@ import pytest
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.training import evaluation
+from jaxforge.training.callbacks.evaluation import ResumableEvaluation
 from jaxforge.training.evaluation import BatchSums, Evaluator
-from jaxforge.training.resumable_evaluation import ResumableEvaluation
 
 SETS = {"a": 4, "b": 2, "c": 3}  # batches
 STEPS = 3  # at most

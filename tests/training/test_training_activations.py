@@ -13,8 +13,8 @@ from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training import activation_files
-from jaxforge.training import activations as capturing
-from jaxforge.training.activations import ActivationCapture
+from jaxforge.training.callbacks import activations as capturing
+from jaxforge.training.callbacks.activations import ActivationCapture
 from jaxforge.training.summary import schedule_summary
 from tests.conftest import tiny_config
 

@@ -13,7 +13,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS
 from jaxforge.telemetry.sinks import JsonlSink, Sample, format_sample
 from jaxforge.telemetry.tensorboard import TensorBoardSink
-from jaxforge.training.sampling import Sampler
+from jaxforge.training.callbacks.samples import Sampler
 from jaxforge.training.summary import schedule_summary
 from tests.conftest import tiny_config
 from tests.telemetry.readers import events

@@ -1,6 +1,5 @@
 """Traps that other loops fell into: what a run does after a bad step, a resume, an evaluation."""
 
-import dataclasses
 import functools
 import types
 
@@ -14,6 +13,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, starting_state
 from jaxforge.config import load_unresolved
 from jaxforge.optim.optimizer import learning_rate
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.training import build, training_data
@@ -106,7 +106,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_not_from_its_best(
 ):
     """Nor from `load_path`, which is for a run that has none yet."""
     keys = {"keep_last_n": 1, "keep_best_n": 1, "load_path": "nowhere"}
-    ours = dataclasses.replace(run.ours, config=tiny_config(model=MODEL, checkpoint=keys))
+    ours = setup(tiny_config(model=MODEL, checkpoint=keys))
     saved = checkpoints(tmp_path, ours)
     for step, loss in ((1, 1.0), (2, 3.0), (3, 2.0)):
         saved.save(Progress(step=step), restored[0], {"eval/loss": loss})
@@ -140,15 +140,11 @@ def test_a_ramp_goes_on_where_it_stands(monkeypatch):
 
 def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
     shapes = []
-
-    def lower(state, batch, controls):
-        shapes.append(batch["labels"].shape)
-        return lambda *_: shapes[-1]
-
+    monkeypatch.setattr(Program, "lower", lambda _, batch: shapes.append(batch["labels"].shape))
     monkeypatch.setattr(build.compilation, "compile_step", lambda lowered, flags: lowered)
     batch = {"labels": jnp.zeros((2, 4, 16), jnp.int32)}
     ready = functools.partial(build._ready, {}, None, None)
-    build._lower(types.SimpleNamespace(lower=lower), {1, 2, 4}, ready, None, batch)()
+    build._lower(Program(tiny_config()), {1, 2, 4}, ready, batch)()
     assert sorted(shapes) == [(1, 4, 16), (2, 4, 16), (4, 4, 16)]
     steps = CompiledSteps({n: lambda *_, n=n: n for n in (1, 2, 4)})
     batches = [{"labels": np.zeros((n, 4, 16))} for n in (2, 4, 1)]

@@ -24,7 +24,8 @@ from jaxforge.step.executable import CompiledStep
 from jaxforge.step.grad_sync import GradSync
 from jaxforge.tools.plan.hlo import HloProgram, arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
-from jaxforge.training.hooks import HookRunner, named_hook
+from jaxforge.training.callbacks.assembly import named_callbacks
+from jaxforge.training.callbacks.runner import Callbacks
 
 
 class Memory(NamedTuple):
@@ -107,7 +108,7 @@ def compile_step(
             does not know a flag.
     """
     device, chip = devices[0], CHIPS.get(topology.chip)
-    hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
+    hooks = Callbacks(named_callbacks(config))
     capacity = chip.memory if chip else capacity_of_each()
     mesh = make_mesh(config, devices)
     train = Program(config, mesh, collect=hooks.collect, capacity=capacity)

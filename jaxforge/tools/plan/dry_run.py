@@ -48,8 +48,8 @@ from jaxforge.telemetry.metric_writers import check_libraries
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.topology import CPU, Topology
-from jaxforge.training.build import skipping_experts_as_started
 from jaxforge.training.hooks import named_hook
+from jaxforge.training.start import skipping_experts_as_started
 from jaxforge.training.summary import schedule_summary
 
 AnyMesh = Mesh | AbstractMesh

@@ -25,7 +25,7 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.tools.replay.past import open_past
 from jaxforge.training import activation_files
-from jaxforge.training.activations import of_sequences
+from jaxforge.training.callbacks.activations import of_sequences
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
-from jaxforge.training.build import open_foreign
 from jaxforge.training.phases import Phases
+from jaxforge.training.start import open_foreign
 from jaxforge.training.training_data import TrainingData, batches_from
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.checksum import checksum
-from jaxforge.training.health.weight_hash import WeightHashes, make_hasher
+from jaxforge.training.callbacks.weight_hash import WeightHashes, make_hasher
+from tests.training.callbacks.contexts import after
 
 SPECS = {
     "embedding": {"weight": PartitionSpec(None, "tp")},  # four copies of each half
@@ -68,7 +69,7 @@ def swap_first_two(data):
 def test_equal_copies_match(check, params, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     with caplog.at_level(logging.INFO, "jaxforge"):
-        assert check.run(20, State(params)) is None
+        assert check.on_interval(after(20, State(params))) is None
     assert ">>> Weight hashes match after 20 iterations..." in caplog.messages
 
 
@@ -80,7 +81,7 @@ def test_a_copy_that_differs_is_named_with_its_device(
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     device = mesh.devices[2, 1]
     params[name]["weight"] = with_copy_changed(params[name]["weight"], device, change)
-    assert check.run(30, State(params)) is Exit.UNHEALTHY
+    assert check.on_interval(after(30, State(params))) is Exit.UNHEALTHY
     [message] = {m for m in caplog.messages if "not matching" in m}
     assert message == (
         f"Parameter hashes not matching across DP replicas: at step 30, {device} (process 0) "
@@ -91,7 +92,7 @@ def test_a_copy_that_differs_is_named_with_its_device(
 def test_shards_without_a_copy_are_compared_with_nothing(check, mesh, params):
     head = params["head"]["weight"]
     params["head"]["weight"] = with_copy_changed(head, mesh.devices[0, 1], flip_lowest_bit)
-    assert check.run(40, State(params)) is None
+    assert check.on_interval(after(40, State(params))) is None
 
 
 def test_each_device_hashes_what_it_holds(mesh, params):

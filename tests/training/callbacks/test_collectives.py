@@ -9,7 +9,8 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.training.health.collectives import CollectiveHealth
+from jaxforge.training.callbacks.collectives import CollectiveHealth
+from tests.training.callbacks.contexts import after
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,9 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def compiled(mesh):
-    return CollectiveHealth(TrainConfig(nccl_health_check_interval=5), mesh)
+    check = CollectiveHealth(TrainConfig(nccl_health_check_interval=5), mesh)
+    check.on_compiled(None)
+    return check
 
 
 @pytest.fixture
@@ -36,8 +39,8 @@ def messages(caplog, monkeypatch):
 
 
 def test_devices_that_answer_pass_again_and_again(check, messages):
-    assert check.interval == 5
-    assert [check.run(step, None) for step in (5, 10)] == [None, None]
+    assert check.every == 5
+    assert [check.on_interval(after(step)) for step in (5, 10)] == [None, None]
     assert not messages.messages
 
 
@@ -48,7 +51,7 @@ def test_a_device_that_is_not_heard_is_named(check, mesh, messages):
         return jax.device_put(answer, counts.sharding)
 
     check._sum = deaf_to_the_sixth
-    assert check.run(15, None) is Exit.UNHEALTHY
+    assert check.on_interval(after(15)) is Exit.UNHEALTHY
     assert messages.messages == [
         "collective health check of process 0 failed at step 15: wrong contribution from "
         f"{mesh.devices.flat[5]} (process 0)"
@@ -60,7 +63,7 @@ def test_no_answer_in_time_is_a_failure(check, monkeypatch, messages):
     monkeypatch.setattr(check, "_sum", lambda counts: released.wait())
     monkeypatch.setattr(check, "_seconds", 0.01)
     try:
-        assert check.run(20, None) is Exit.UNHEALTHY
+        assert check.on_interval(after(20)) is Exit.UNHEALTHY
     finally:
         released.set()
     [message] = messages.messages
@@ -73,5 +76,5 @@ def test_a_collective_that_fails_is_a_failure(check, monkeypatch, messages):
         raise jax.errors.JaxRuntimeError("connection reset by peer")
 
     monkeypatch.setattr(check, "_sum", fail)
-    assert check.run(25, None) is Exit.UNHEALTHY
+    assert check.on_interval(after(25)) is Exit.UNHEALTHY
     assert "connection reset by peer" in messages.messages[0]

@@ -1,4 +1,4 @@
-"""Activations on the way: `eval.activations_interval`.
+"""Capture of activations while a run trains: `eval.activations_interval`.
 
 After the updates where it is due, the first sequences of an evaluation set go through the model,
 always the same ones, and the run directory gets `activations/step_<n>/` (`activation_files`). The
@@ -19,11 +19,12 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.step.forward_values import Activations, Values
 from jaxforge.storage import mirror
 from jaxforge.training import activation_files
+from jaxforge.training.callbacks.callback import Callback, IntervalContext
 
 log = logging.getLogger(__name__)
 
 
-class ActivationCapture:
+class ActivationCapture(Callback):
     """Captures what `[eval]` names, on the mesh of the run.
 
     Args:
@@ -41,9 +42,18 @@ class ActivationCapture:
         )
         self._numbers = range(min(wanted.activations_sequences, len(dataset)))
 
+    follows_evaluation = True
+
     def is_due(self, step: int) -> bool:
-        """Whether there are activations of a step."""
+        """Return whether activations are due after a step."""
         return self._config.eval.is_capture_due(step)
+
+    def on_interval(self, context: IntervalContext) -> None:
+        """Capture once a step: not where an evaluation was stopped, which will resume."""
+        if context.progress.validation:
+            return
+        with context.examining_model("capturing activations"):
+            self(context.state.variables, context.step, context.watchdog.tick)
 
     def __call__(self, params: Params, step: int, moved: Callable[[], object]) -> None:
         """Captures those of a step; all processes take part, and the first writes.

@@ -1,6 +1,7 @@
 """Slow hosts are told from fast ones, and noise from both."""
 
 import logging
+import types
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.tracker import HostTimes
-from jaxforge.training.health import stragglers
-from jaxforge.training.health.stragglers import Report, Stragglers, describe
+from jaxforge.training.callbacks import stragglers
+from jaxforge.training.callbacks.stragglers import Report, Stragglers, describe
+from tests.training.callbacks.contexts import after
 
 
 def report(data_wait, launch=0.0, step=1.0):
@@ -63,10 +65,12 @@ def test_a_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
     config = MetricsConfig(
         log_straggler=True, straggler_report_interval=10, stop_if_detected_straggler=stop
     )
-    check = Stragglers(config, lambda: next(clock))
-    assert check.run(10, None) is None  # set-up is in these
-    assert check.run(20, None) is None
+    check = Stragglers(config)
+    check.on_compiled(None)
+    tracker = types.SimpleNamespace(host_times=lambda: next(clock))
+    assert check.on_interval(after(10, tracker=tracker)) is None  # set-up is in these
+    assert check.on_interval(after(20, tracker=tracker)) is None
     assert not caplog.messages
-    assert check.run(30, None) is (Exit.STRAGGLER if stop else None)
+    assert check.on_interval(after(30, tracker=tracker)) is (Exit.STRAGGLER if stop else None)
     assert caplog.messages[0].startswith("step 30: host 0 (node17) is slow: per step it waits 0.5")
     assert ("Exiting program due to straggler detection." in caplog.messages) == stop

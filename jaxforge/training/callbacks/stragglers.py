@@ -1,4 +1,4 @@
-"""Which hosts hold the others up.
+"""Detection of hosts that hold the others up.
 
 All devices step together, so step times are the same everywhere. What differs is the time that a
 host spends on its own before its step can run: waiting for data, and launching. A slow device does
@@ -7,7 +7,7 @@ not show here, but in a profile (`[profiling]`, `profiling.hosts`).
 
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float
 
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.state.train_state import TrainState
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.tracker import HostTimes
-from jaxforge.training.health.periodic_action import PeriodicAction
+from jaxforge.training.callbacks.callback import Callback, IntervalContext
 
 log = logging.getLogger(__name__)
 
@@ -61,23 +61,25 @@ class Report(NamedTuple):
         return (self.scores < threshold) & (self.own > _NOTICEABLE * self.step)
 
 
-class Stragglers(PeriodicAction):
+class Stragglers(Callback):
     """Reports what hosts spend on their own, and names the slow ones.
 
     Args:
         config: the section.
-        host_times: what this host has spent so far.
     """
 
-    def __init__(self, config: MetricsConfig, host_times: Callable[[], HostTimes]) -> None:
-        super().__init__(config.straggler_report_interval)
-        self._config, self._host_times = config, host_times
-        self._hosts = _host_names()
+    def __init__(self, config: MetricsConfig) -> None:
+        self.every, self._config = config.straggler_report_interval, config
+        self._hosts: list[str] = []
         self._since: tuple[int, HostTimes] | None = None
 
-    def run(self, step: int, state: TrainState) -> Exit | None:
-        """Every process comes to the same verdict."""
-        since, now = self._since, self._host_times()
+    def on_compiled(self, steps: CompiledSteps) -> None:
+        """Gather the names of all hosts."""
+        self._hosts = _host_names()
+
+    def on_interval(self, context: IntervalContext) -> Exit | None:
+        """Report the times; every process comes to the same verdict."""
+        step, since, now = context.step, self._since, context.tracker.host_times()
         self._since = step, now
         if since is None:
             return None  # set-up is in these steps

@@ -18,7 +18,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import urls
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ SUBDIRECTORY = "exports"
 _POLL = 0.2  # seconds
 
 
-class Exporter(Hook):
+class Exporter(Callback):
     """Exports every n-th checkpoint, and the last one where asked.
 
     Args:

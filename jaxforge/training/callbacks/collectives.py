@@ -1,4 +1,4 @@
-"""Whether the devices still talk to one another."""
+"""A check that all devices still exchange data."""
 
 import concurrent.futures
 import logging
@@ -13,15 +13,15 @@ from jaxtyping import Array, Int
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.state.train_state import TrainState
-from jaxforge.training.health.periodic_action import PeriodicAction
+from jaxforge.step.train_step import CompiledSteps
+from jaxforge.training.callbacks.callback import Callback, IntervalContext
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class CollectiveHealth(PeriodicAction):
+class CollectiveHealth(Callback):
     """Every device adds one to a count of its own; every device must see every count at one.
 
     Each process judges what its own devices see, so one may end while others still wait for it:
@@ -34,16 +34,19 @@ class CollectiveHealth(PeriodicAction):
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
-        super().__init__(config.nccl_health_check_interval)
+        self.every, self._mesh = config.nccl_health_check_interval, mesh
         self._seconds, self._devices = config.health_check_timeout_sec, list(mesh.devices.flat)
-        self._counts = _one_each(mesh)
-        self._sum = _compile_sum(mesh, self._counts)
-        jax.block_until_ready(self._sum(self._counts))  # devices connect, which may take minutes
         self._answer: Array | None = None
 
-    def run(self, step: int, state: TrainState) -> Exit | None:
-        """Logs what is wrong, if anything is."""
-        self._answer = None
+    def on_compiled(self, steps: CompiledSteps) -> None:
+        """Compile the check, and connect the devices, which may take minutes."""
+        self._counts = _one_each(self._mesh)
+        self._sum = _compile_sum(self._mesh, self._counts)
+        jax.block_until_ready(self._sum(self._counts))
+
+    def on_interval(self, context: IntervalContext) -> Exit | None:
+        """Log what is wrong, if anything is."""
+        self._answer, step = None, context.step
         answer = _in_background(self._missing)
         try:
             missing = answer.result(self._seconds)

@@ -11,10 +11,10 @@ from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
-from jaxforge.training.hooks import Hook
+from jaxforge.training.callbacks.callback import Callback
 
 
-class ProgressTxt(Hook):
+class ProgressTxt(Callback):
     """Tells the progress log of checkpoints: of asynchronous ones again when they are durable.
 
     That is noticed at the next evaluation, checkpoint or at the end. Only for process 0.

@@ -1,4 +1,4 @@
-"""What the model writes while it is trained: continuations of `eval.sample_prompts`.
+"""Samples of the model while it is trained: continuations of `eval.sample_prompts`.
 
 A sample follows from the parameters, `train.seed` and the step, so that a run which is gone on with
 writes what the undisturbed one would have written. The state is only read.
@@ -14,11 +14,12 @@ from jaxforge.model.decoding import Decoder
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, Params
 from jaxforge.telemetry.sinks import Sample
+from jaxforge.training.callbacks.callback import Callback, IntervalContext
 
 _NUMBERS = 2**31  # that draws may be told apart by
 
 
-class Sampler:
+class Sampler(Callback):
     """Continues the prompts on the mesh of the run.
 
     Args:
@@ -50,12 +51,22 @@ class Sampler:
             for one in self._prompts
         ]
 
+    follows_evaluation = True
+
     def is_due(self, step: int) -> bool:
-        """Whether there are samples of a step."""
+        """Return whether samples are due after a step."""
         return self._config.eval.is_sample_due(step)
 
+    def on_interval(self, context: IntervalContext) -> None:
+        """Log samples once a step: not where an evaluation was stopped, which will resume."""
+        if context.progress.validation:
+            return
+        with context.examining_model("sampling"):
+            samples = self(context.state.variables, context.step)
+        context.tracker.log_samples(context.step, samples)
+
     def __call__(self, params: Params, step: int) -> list[Sample]:
-        """The samples of a step; all processes take part.
+        """Return the samples of a step; all processes take part.
 
         Args:
             params: of that step, as functions of the model take them.

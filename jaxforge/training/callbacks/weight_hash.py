@@ -1,4 +1,4 @@
-"""Whether the copies of each parameter are still the same, bit for bit.
+"""Comparison of the copies of each parameter, bit for bit.
 
 What is replicated is equal by assumption: the partitioner takes any copy for all of them, so a bit
 that flips in one is never noticed, and spreads. Here each device hashes what it really holds.
@@ -18,8 +18,7 @@ from jaxtyping import Array, UInt32
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Params
 from jaxforge.state.checksum import checksum
-from jaxforge.state.train_state import TrainState
-from jaxforge.training.health.periodic_action import PeriodicAction
+from jaxforge.training.callbacks.callback import Callback, IntervalContext
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ Odd = dict[jax.Device, list[str]]
 """Device -> parameters of which its copy differs from the others'."""
 
 
-class WeightHashes(PeriodicAction):
+class WeightHashes(Callback):
     """Compares the copies of every shard of every parameter, over all devices of all processes.
 
     Args:
@@ -37,16 +36,16 @@ class WeightHashes(PeriodicAction):
     """
 
     def __init__(self, interval: int, mesh: Mesh) -> None:
-        super().__init__(interval)
-        self._mesh = mesh
+        self.every, self._mesh = interval, mesh
         self._hash: Hasher | None = None
 
-    def run(self, step: int, state: TrainState) -> Exit | None:
-        """Logs that all match, or which devices differ in which parameters."""
+    def on_interval(self, context: IntervalContext) -> Exit | None:
+        """Log that all copies match, or which devices differ in which parameters."""
+        step, params = context.step, context.state.params
         if self._hash is None:
-            self._hash = make_hasher(state.params, self._mesh)
-        table = multihost_utils.process_allgather(self._hash(state.params), tiled=True)
-        odd = find_odd(table, state.params, self._mesh)
+            self._hash = make_hasher(params, self._mesh)
+        table = multihost_utils.process_allgather(self._hash(params), tiled=True)
+        odd = find_odd(table, params, self._mesh)
         for device, names in odd.items():
             log.error(
                 "Parameter hashes not matching across DP replicas: at step %d, %s (process %d) "

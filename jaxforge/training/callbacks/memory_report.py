@@ -1,0 +1,33 @@
+"""The memory of the devices, logged once."""
+
+import logging
+
+import jax
+
+from jaxforge.step.train_step import CompiledSteps
+from jaxforge.telemetry.measures import describe_memory
+from jaxforge.training.callbacks.callback import Callback, IntervalContext
+
+log = logging.getLogger(__name__)
+
+
+class MemoryReport(Callback):
+    """Logs, after this process's first step, what takes the memory of its devices."""
+
+    every = 1
+    waits = False
+    _compiled: jax.stages.Compiled | None = None
+    _is_logged = False
+
+    def on_compiled(self, steps: CompiledSteps) -> None:
+        """Keep the step of the largest batch for the report."""
+        self._compiled = steps.largest
+
+    def on_interval(self, context: IntervalContext) -> None:
+        """Wait for the first step, and log the report."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        jax.block_until_ready(context.state)
+        if text := describe_memory(jax.local_devices(), self._compiled):
+            log.info("[Rank %d] (after %d iterations) %s", jax.process_index(), context.step, text)

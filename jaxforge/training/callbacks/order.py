@@ -1,0 +1,96 @@
+"""The order of a step: what happens from the launch of one step to the launch of the next."""
+
+from typing import NamedTuple
+
+from jaxforge.training.callbacks.activations import ActivationCapture
+from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.collectives import CollectiveHealth
+from jaxforge.training.callbacks.directory_lock import DirectoryLock
+from jaxforge.training.callbacks.evaluation import Evaluation
+from jaxforge.training.callbacks.exports import Exporter
+from jaxforge.training.callbacks.garbage import CollectGarbage
+from jaxforge.training.callbacks.memory_report import MemoryReport
+from jaxforge.training.callbacks.progress_txt import ProgressTxt
+from jaxforge.training.callbacks.samples import Sampler
+from jaxforge.training.callbacks.stragglers import Stragglers
+from jaxforge.training.callbacks.synchronize import Synchronize
+from jaxforge.training.callbacks.weight_hash import WeightHashes
+
+
+class Event(NamedTuple):
+    """An event of a step, as docs/loop.md prints it.
+
+    Attributes:
+        name: of the event.
+        what: its description.
+        where: the file that has it, and the page that explains it.
+        callback: the class that acts; None for events of the loop itself.
+    """
+
+    name: str
+    what: str
+    where: str
+    callback: type[Callback] | None = None
+
+
+CALLBACKS = "training/callbacks"
+WATCHING = "[metrics.md](metrics.md#watching-a-run)"
+
+ORDER = (
+    Event("launch", "the next batch, already on the devices, and the step on it; the host does "
+          "not wait", "`Trainer._step`"),
+    Event("metrics", "those of the step *before* are read and logged, where some sink is due",
+          "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
+    Event("`on_step_end`", "of your own callbacks, after the metrics of this step",
+          f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
+    Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set",
+          f"`{CALLBACKS}/evaluation.py`", Evaluation),
+    Event("samples", "every `eval.sample_interval` steps, once a step",
+          f"`{CALLBACKS}/samples.py`, "
+          "[evaluate_and_generate.md](evaluate_and_generate.md#samples)", Sampler),
+    Event("activations", "every `eval.activations_interval` steps, once a step",
+          f"`{CALLBACKS}/activations.py`, [replay.md](replay.md#while-a-run-trains)",
+          ActivationCapture),
+    Event("memory", "after the first step, the memory of the devices is logged",
+          f"`{CALLBACKS}/memory_report.py`", MemoryReport),
+    Event("directory", "each step, whether the run directory is still that of this job",
+          f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
+    Event("garbage", "every `train.manual_gc_interval` steps, Python's garbage is collected",
+          f"`{CALLBACKS}/garbage.py`", CollectGarbage),
+    Event("synchronization", "every `train.train_sync_interval` steps, the host waits for the "
+          "devices", f"`{CALLBACKS}/synchronize.py`", Synchronize),
+    Event("collectives", "every `train.nccl_health_check_interval` steps, all devices exchange a "
+          "number", f"`{CALLBACKS}/collectives.py`, {WATCHING}", CollectiveHealth),
+    Event("weights", "every `train.check_weight_hash_across_dp_replicas_interval` steps, copies "
+          "of the weights are compared", f"`{CALLBACKS}/weight_hash.py`, {WATCHING}",
+          WeightHashes),
+    Event("stragglers", "every `metrics.straggler_report_interval` steps, slow hosts are named",
+          f"`{CALLBACKS}/stragglers.py`, {WATCHING}", Stragglers),
+    Event("`on_interval`", "of your own callbacks, every `every`",
+          f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
+    Event("save", "on the schedule, a new best, the last step",
+          "`checkpoint/save_policy.py`, `checkpoint/manager.py`"),
+    Event("exports", "each `checkpoint.export_interval`-th checkpoint, in a process of its own",
+          f"`{CALLBACKS}/exports.py`", Exporter),
+    Event("`progress.txt`", "a line for each checkpoint", f"`{CALLBACKS}/progress_txt.py`",
+          ProgressTxt),
+    Event("exits", "early stop, then signal, duration, step interval, bad steps, the last step",
+          "`training/preemption.py`, [launching.md](launching.md)"),
+)  # fmt: skip
+"""All events of a step, in order. Callbacks that are due run in the order of their rows.
+
+Callbacks of users take the row of `Callback`: in events that several callbacks share, such as
+`on_eval_end`, they come before exports and `progress.txt`.
+"""
+
+
+def position(callback: Callback) -> int:
+    """Return the row of `ORDER` that a callback belongs to."""
+    rows = {event.callback: i for i, event in enumerate(ORDER)}
+    return next(rows[base] for base in type(callback).__mro__ if base in rows)
+
+
+def order_table() -> str:
+    """Return `ORDER` as the table of docs/loop.md."""
+    rows = (f"| {event.name} | {event.what} | {event.where} |\n" for event in ORDER)
+    return "| | what | where |\n|---|---|---|\n" + "".join(rows)

@@ -1,0 +1,87 @@
+"""The instruments of a run: metrics, watchdog and profiler."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from jaxforge.config.job import JobConfig
+from jaxforge.state.progress import Progress
+from jaxforge.storage import mirror
+from jaxforge.storage.run_lock import RunLock
+from jaxforge.telemetry.console import banner
+from jaxforge.telemetry.live_line import LiveLine
+from jaxforge.telemetry.measures import StepCost
+from jaxforge.telemetry.metric_writers import check_libraries, open_writers
+from jaxforge.telemetry.profiler import Profiler
+from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.health.watchdog import Watchdog
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What a run gets from whoever starts it.
+
+    Attributes:
+        callbacks: of the user.
+        console: for the banner and lines of metrics.
+        watchdog: ends the process where it hangs.
+        lock: of the run directory.
+        live: the line of a terminal; None without one.
+    """
+
+    callbacks: Sequence[Callback]
+    console: Console
+    watchdog: Watchdog
+    lock: RunLock
+    live: LiveLine | None = None
+
+    def show_banner(self, rows: Mapping[str, str]) -> None:
+        """Print the table of what is about to run."""
+        banner(self.console, rows)
+
+
+@dataclasses.dataclass
+class Instruments:
+    """What observes a run.
+
+    Attributes:
+        tracker: where metrics are logged.
+        watchdog: ends the process where it hangs.
+        profiler: traces some of the steps.
+    """
+
+    tracker: Tracker
+    watchdog: Watchdog
+    profiler: Profiler
+
+
+def open_profiler(config: JobConfig) -> Profiler:
+    """Make the profiler.
+
+    Raises:
+        UserError: `[profiling]` names a process that does not exist, or a library of `[metrics]` is
+            not installed.
+    """
+    check_libraries(config.metrics)
+    return Profiler(config.profiling, mirror.files(config.checkpoint.dir))
+
+
+def open_tracker(session: Session, config: JobConfig, progress: Progress, samples: int) -> Tracker:
+    """Open the writers of metrics.
+
+    Args:
+        session: for console and live line.
+        config: a resolved config.
+        progress: the counters of the run.
+        samples: sequences of an update.
+    """
+    cost, examples = StepCost.of(config, samples), progress.sequences_per_epoch
+    writers = open_writers(
+        session.console, config, progress.run_id, progress.step, cost, examples, session.live
+    )
+    names = [dataset.label for dataset in config.data.datasets]
+    extras = config.metrics.collect
+    left_out = config.train.iterations_to_skip
+    return Tracker(writers, cost, progress, config.train.max_steps, names, extras, left_out)

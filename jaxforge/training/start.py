@@ -1,0 +1,174 @@
+"""The start of a run: its directory and checkpoints, and the config as the run began."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxforge.checkpoint import paths
+from jaxforge.checkpoint.local import open_local
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import Source
+from jaxforge.checkpoint.save_policy import SavePolicy
+from jaxforge.config import trust
+from jaxforge.config.job import JobConfig
+from jaxforge.config.useless import answers, useless
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model, parameter_count
+from jaxforge.parallel import agreement
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.runs import run_directory, starts
+from jaxforge.state.progress import Progress
+from jaxforge.storage import mirror
+from jaxforge.telemetry.console import add_log_file
+from jaxforge.training.health.watchdog import Watchdog
+from jaxforge.training.saving import Saver
+from jaxforge.training.summary import schedule_summary, write_summary
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+    """The directory of a run.
+
+    Attributes:
+        checkpoints: lasting checkpoints.
+        local: checkpoints that need not last; None without them.
+        saver: saves to both.
+        begins: whether the run has no checkpoint yet.
+    """
+
+    checkpoints: Checkpoints
+    local: Checkpoints | None
+    saver: Saver
+    begins: bool
+
+    @classmethod
+    def open(cls, config: JobConfig, model: Model, watchdog: Watchdog) -> "RunFiles":
+        """Open the run directory, which is ours; nothing is written but logs.
+
+        Raises:
+            UserError: the run directory had checkpoints, and they are gone.
+        """
+        copier = run_directory.open_mirror(config)
+        files = mirror.files(config.checkpoint.dir)
+        add_log_file(files)
+        run_directory.tell_changes(files, config)
+        for answer in answers(config):
+            log.info("%s", answer)
+        if jax.process_index() == 0:
+            for warning in useless(config, jax.default_backend()):
+                log.warning("%s", warning)
+        section, resolved = config.checkpoint, config.model_dump(mode="json")
+        run = run_directory.root(config)
+        lasting = Checkpoints(run, section, model.axes, resolved, stack=model.stack)
+        watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
+        local = open_local(section, model.axes, resolved, model.stack)
+        begins = lasting.latest() is None and not (local and local.latest() is not None)
+        if begins:
+            _check_not_lost(config)
+        saver = Saver(section, SavePolicy(config), lasting, local, copier)
+        return cls(lasting, local, saver, begins)
+
+    def put_metrics_aside(self, config: JobConfig) -> None:
+        """Rename metrics of an earlier run that left no checkpoint, where this run begins."""
+        if self.begins:
+            run_directory.put_metrics_aside(mirror.files(config.checkpoint.dir))
+
+    def note_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
+        """Write what the directory says of its run.
+
+        Args:
+            config: a resolved config.
+            model: the model.
+            progress: where the run begins.
+            mesh: of the run.
+        """
+        run = mirror.files(config.checkpoint.dir)
+        run_directory.prepare(run, config)
+        run_directory.note_start(run, config, progress.step)
+        if jax.process_index() == 0:
+            if self.begins and config.checkpoint.load_path:
+                _keep_documents(config.checkpoint.load_path, run)
+            _note_trust(config)
+            devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+            parameters = parameter_count(model.abstract)
+            starts.note(run, progress.step, parameters=parameters, devices=devices)
+        dp = data_parallel_size(mesh)
+        write_summary(run, schedule_summary(config, dp, progress.sequences_per_epoch))
+
+
+def _note_trust(config: JobConfig) -> None:
+    """Let commands that open this run import its plugins without being told to trust them."""
+    try:
+        trust.note(run_directory.root(config), config.plugins.names)
+    except OSError as error:
+        log.warning(
+            "commands that open this run will need --trust-plugins: %s: %s",
+            error.filename, error.strerror,
+        )  # fmt: skip
+
+
+def _check_not_lost(config: JobConfig) -> None:
+    """Refuse, on all processes, to begin anew where the checkpoints of a run were lost.
+
+    Raises:
+        UserError: the run directory says that there were some.
+    """
+    failure = None
+    try:
+        if jax.process_index() == 0:  # of a run in a bucket, it alone has the files here
+            run_directory.check_not_lost(mirror.files(config.checkpoint.dir))
+    except UserError as error:
+        failure = error
+    agreement.raise_on_all(failure)
+
+
+def skipping_experts_as_started(config: JobConfig) -> JobConfig:
+    """Return the config with `optimizer.skip_idle_experts` as the run began, unless it is set.
+
+    That is as its checkpoints have it, or else what it starts from: a run of KempnerForge may have
+    skipped experts without tokens, and so its continuation does.
+
+    Raises:
+        UserError: what the run starts from is damaged, or of another model.
+    """
+    section = config.checkpoint
+    if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
+        return config
+    own = (section.dir, section.non_persistent_dir)
+    start = next((place for place in own if place and paths.has_run(place)), None)
+    if start is None and "optimizer" not in section.exclude_from_loading:
+        start = section.load_path
+    if start is None:
+        return config
+    if paths.has_run(start):
+        skips = (paths.stored_config(start).get("optimizer") or {}).get("skip_idle_experts")
+    else:
+        from torch_compat.checkpoint import restore  # only for runs that start from PyTorch
+
+        skips = restore.counts_experts(start, config)
+    if not skips:
+        return config
+    log.info(
+        "optimizer.skip_idle_experts is set to true, as in %s: an update skips experts without "
+        "tokens", start,
+    )  # fmt: skip
+    return config.skipping_idle_experts()
+
+
+def open_foreign(path: str, config: JobConfig) -> Source:
+    """A checkpoint of PyTorch's that a run is to start from."""
+    from torch_compat.checkpoint import restore  # only for runs that start from PyTorch
+
+    return restore.open_foreign(path, config)
+
+
+def _keep_documents(load_path: str, run: Path) -> None:
+    """Keep what exports of a run need of the Hugging Face model that it starts from."""
+    from torch_compat.checkpoint import restore  # only for runs that start from a checkpoint
+
+    restore.keep_documents(load_path, run)

@@ -1,0 +1,122 @@
+"""The table of a step's events is what a run does, and what the docs print."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxforge.training.callbacks import (
+    collectives,
+    directory_lock,
+    exports,
+    garbage,
+    memory_report,
+    progress_txt,
+    stragglers,
+    synchronize,
+    weight_hash,
+)
+from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.order import ORDER, order_table
+from jaxforge.training.loop import Trainer
+from tests.training.test_between_steps import Looking
+from tests.training.test_loop import Capture, Sampler, run
+
+ROOT = Path(__file__).parents[3]
+
+
+def acting(kind, name):
+    """Return a maker of a callback of a class that does nothing but write down that it acts."""
+
+    class Acts(kind):
+        every = 2
+
+        def __init__(self, events):
+            self.events = events
+
+        def on_compiled(self, steps):
+            pass
+
+        def on_interval(self, context):
+            self.events.append(name)
+
+        def on_train_end(self, step, tokens_seen, reason):
+            pass
+
+        def close(self):
+            pass
+
+    return Acts
+
+
+def saving(kind, name):
+    """Return a maker of a callback of a class that writes down which saves it sees."""
+
+    class Acts(acting(kind, name)):
+        every = None
+
+        def on_checkpoint_save(self, step, path):
+            self.events.append(name)
+
+        def on_eval_end(self, metrics, step):
+            pass
+
+    return Acts
+
+
+HEALTH = {
+    "memory": memory_report.MemoryReport, "directory": directory_lock.DirectoryLock,
+    "garbage": garbage.CollectGarbage, "synchronization": synchronize.Synchronize,
+    "collectives": collectives.CollectiveHealth, "weights": weight_hash.WeightHashes,
+    "stragglers": stragglers.Stragglers,
+}  # fmt: skip
+FILES = {"exports": exports.Exporter, "`progress.txt`": progress_txt.ProgressTxt}
+SEEN = {
+    "launch 2": "launch", "log 2 train": "metrics", "hook 2": "`on_step_end`",
+    "evaluate from 0": "evaluation", "sample 2": "samples", "capture 2": "activations",
+    "look 2": "`on_interval`", "save 2": "save",
+}  # fmt: skip
+
+
+def test_a_step_follows_the_table():
+    """The callbacks are given in the wrong order; a run puts them into that of the table."""
+    makers = [
+        *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking,
+        *(acting(kind, name) for name, kind in reversed(HEALTH.items())), Capture, Sampler,
+    ]  # fmt: skip
+    events, *_ = run(steps=2, log=2, evaluate=2, save=2, callbacks=makers)
+    second = events[events.index("launch 2") : events.index("wait")]
+    named = [SEEN.get(event, event) for event in second]
+    table = [event.name for event in ORDER]
+    assert [name for name in named if name in table] == table[:-1]  # the last: why it ends here
+    assert table[-1] == "exits"
+
+
+def test_every_callback_class_has_one_row():
+    classes = [event.callback for event in ORDER if event.callback]
+    assert len(set(classes)) == len(classes)
+    files = {path.stem for path in (ROOT / "jaxforge/training/callbacks").glob("*.py")}
+    homes = {kind.__module__.rpartition(".")[2] for kind in classes}
+    assert files - homes == {"__init__", "assembly", "order", "runner"}
+    assert Callback in classes
+
+
+def test_the_docs_print_the_table():
+    text = (ROOT / "docs/loop.md").read_text()
+    assert order_table() in text
+
+
+@pytest.mark.parametrize("event", ORDER, ids=lambda event: event.name)
+def test_the_files_of_the_table_exist(event):
+    for path in re.findall(r"`([a-z_/]+\.py)`", event.where):
+        assert (ROOT / "jaxforge" / path).is_file()
+
+
+def test_a_trainer_has_few_parts():
+    assert len(dataclasses.fields(Trainer)) <= 8
+
+
+def test_building_a_trainer_imports_few_modules():
+    text = (ROOT / "jaxforge/training/build.py").read_text()
+    assert len(re.findall(r"^\s*(?:from|import) jaxforge", text, re.MULTILINE)) <= 20
