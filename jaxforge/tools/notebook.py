@@ -1,7 +1,7 @@
 """A run in a notebook: a bar and the curve of its loss, drawn anew while it goes on.
 
     from jaxforge.tools.notebook import LivePlot
-    from jaxforge.train import run
+    import jaxforge as jf
 
     run(load_config("my_run.toml"), hooks=[LivePlot()])
 
