@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxforge.cli.running import run_main
-from jaxforge.config.reading.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, count
 from jaxforge.errors import UserError
 from torch_compat.formats.workers import Share, Workers
 

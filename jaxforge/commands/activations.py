@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.cli.running import run_main
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.config.points import POINTS
-from jaxforge.config.reading.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import run_main
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
 
 _VERIFY = "verify"

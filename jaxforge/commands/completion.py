@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxforge.cli.running import run_main
 from jaxforge.commands import Command
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

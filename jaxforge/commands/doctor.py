@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.cli.running import run_main, wide_console
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.runs.starts import PACKAGES
 
 _EXTRAS = {

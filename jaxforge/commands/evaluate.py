@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import STDOUT, check_place, run_main
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 

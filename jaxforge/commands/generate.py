@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxforge.cli.running import run_main
 from jaxforge.cli.sampling_options import check
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

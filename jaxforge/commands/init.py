@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import STDOUT, run_main
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.tools.starting.config import of_preset
 from jaxforge.tools.starting.prepared import Prepared

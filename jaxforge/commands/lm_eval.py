@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxforge.cli.running import run_main
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
 
 _OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")

@@ -4,9 +4,9 @@ import os
 from collections.abc import Sequence
 
 from jaxforge.cli.running import run_main
-from jaxforge.config import trust
-from jaxforge.config.reading.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, count
 from jaxforge.errors import UserError
+from jaxforge.storage import trust
 from jaxforge.tools.plan.topology import FORMS, Topology
 
 DESCRIPTION = """Compiles the real step of a configuration for a machine that is not here, and says

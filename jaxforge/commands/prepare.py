@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import raise_interrupts, run_main
-from jaxforge.config.reading.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, count
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
 from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE

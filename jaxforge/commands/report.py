@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import run_main
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError, printable
 from jaxforge.storage import safe_files, urls
 from jaxforge.tools.report.names import AXES

@@ -35,11 +35,10 @@ from jaxforge import exit_codes
 from jaxforge.checkpoint.paths import is_whole
 from jaxforge.cli.process import began_env, listening, new_command_env, stop_with_parent
 from jaxforge.cli.running import run_main
-from jaxforge.config import trust
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
-from jaxforge.storage import safe_files, urls
+from jaxforge.storage import safe_files, trust, urls
 
 log = logging.getLogger("jaxforge.supervise")
 

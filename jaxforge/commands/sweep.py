@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import run_main
-from jaxforge.config import trust
-from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.commands.command_line import CommandParser
+from jaxforge.storage import trust
 
 
 def main(argv: Sequence[str] | None = None) -> int:

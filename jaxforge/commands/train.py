@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from jaxforge.cli.process import began_env
 from jaxforge.cli.running import leave, run_main
-from jaxforge.config import trust
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import help, load
-from jaxforge.config.reading.command_line import CommandParser
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.storage import trust
 
 if TYPE_CHECKING:
     from jaxforge.training.hooks import Hook

@@ -8,9 +8,9 @@ from typing import Self
 
 from pydantic import ValidationInfo, model_validator
 
-from jaxforge.config import trust
 from jaxforge.config.section import Section
 from jaxforge.errors import UserError
+from jaxforge.storage import trust
 
 
 class PluginsConfig(Section):

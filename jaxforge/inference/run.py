@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxforge.checkpoint.paths import SUBDIRECTORY, find
 from jaxforge.cli.sampling_options import check
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.data.corpus.prompts import Prompt, encode
 from jaxforge.errors import UserError
@@ -25,7 +24,7 @@ from jaxforge.model.transformer import Params
 from jaxforge.parallel import multihost
 from jaxforge.runs import run_directory
 from jaxforge.runs.reading import read_metrics
-from jaxforge.storage import urls
+from jaxforge.storage import trust, urls
 from jaxforge.training import activation_files
 
 

@@ -127,7 +127,9 @@ def open_run(
     train = config.train.model_copy(update={"grad_accum_steps": config.distributed.pp})
     config = config.model_copy(update={"train": train})
     rules.check(config, len(devices))
-    return TrainedModel(run, step, Program(config, make_mesh(config, devices)))
+    trained = TrainedModel(run, step, Program(config, make_mesh(config, devices)))
+    _ = trained.model  # refuses an unregistered name before anything else is looked at
+    return trained
 
 
 def _does_not_fit(error: BaseException, params: Params) -> str:

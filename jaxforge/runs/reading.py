@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxforge.cli.suggestions import path_hint
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError, printable
 from jaxforge.runs import lines, starts
 from jaxforge.runs.loads import LoadReader, Loads
+from jaxforge.storage import trust
 from jaxforge.storage.untrusted_json import (
     LINE,
     Field,

@@ -26,14 +26,13 @@ from pathlib import Path
 import jax
 
 from jaxforge.cli.suggestions import path_hint
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, load_config_of_run
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
 from jaxforge.runs import starts
-from jaxforge.storage import mirror, safe_files, urls
+from jaxforge.storage import mirror, safe_files, trust, urls
 from jaxforge.storage.untrusted_json import Field, is_step, read_lines
 
 log = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
 """A run in a notebook: a bar and the curve of its loss, drawn anew while it goes on.
 
-    from jaxforge.tools.notebook import LivePlot
     import jaxforge as jf
+    from jaxforge.tools.notebook import LivePlot
 
-    run(load_config("my_run.toml"), hooks=[LivePlot()])
+    jf.train(jf.load_config("my_run.toml"), callbacks=[LivePlot()])
 
-The notebook's Stop (or "Interrupt kernel") is Ctrl-C to the run: it saves, `run` returns, and the
-kernel stays. The same cell goes on from there.
+The notebook's Stop (or "Interrupt kernel") is Ctrl-C to the run: it saves, `jf.train` returns, and
+the kernel stays. The same cell resumes the run.
 """
 
 import importlib.util

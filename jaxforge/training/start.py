@@ -12,7 +12,6 @@ from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Source
 from jaxforge.checkpoint.save_policy import SavePolicy
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.useless import answers, useless
 from jaxforge.errors import UserError
@@ -21,7 +20,7 @@ from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs import run_directory, starts
 from jaxforge.state.progress import Progress
-from jaxforge.storage import mirror
+from jaxforge.storage import mirror, trust
 from jaxforge.telemetry.console import add_log_file
 from jaxforge.training.health.watchdog import Watchdog
 from jaxforge.training.saving import Saver

@@ -1,6 +1,5 @@
 """Damage of the JSON beside the arrays is found before anything is trained on it."""
 
-import dataclasses
 import json
 import shutil
 
@@ -112,9 +111,9 @@ def test_damaged_config_of_a_checkpoint_is_not_converted(saved, tmp_path):
 
 
 def test_amended_progress_is_sealed_with_the_config_saved(saved, tmp_path):
-    ours, run = saved
+    run = saved[1]
     shutil.copytree(run, tmp_path / "run")
-    other = dataclasses.replace(ours, config=tiny_config(train={"max_steps": 99}))
+    other = setup(tiny_config(train={"max_steps": 99}))
     amending = open_run(other, tmp_path / "run")
     amending.amend(Progress(samples=8, run_id="abc", best_metric=1.5))
     assert amending.progress(0).best_metric == 1.5

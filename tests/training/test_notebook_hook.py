@@ -105,20 +105,18 @@ def test_the_curve_is_of_all_steps_and_knows_no_nan():
 STOPPED = """
 import os, signal, sys
 sys.ps1 = "In : "  # as IPython's kernels have it
-from jaxforge import train
-from jaxforge.config.reading.load import load_config
+import jaxforge as jf
 from jaxforge.tools.notebook import LivePlot
-from jaxforge.training.hooks import Hook
 
-class Stop(Hook):
+class Stop(jf.Callback):
     def on_step_end(self, context):
         if context.step == 3:
             os.kill(os.getpid(), signal.SIGINT)  # what a notebook's Stop is to its kernel
 
-config = load_config(None, sys.argv[1:])
-print(train.run(config, hooks=[Stop(), LivePlot()]))
+config = jf.load_config(None, sys.argv[1:])
+print(jf.train(config, callbacks=[Stop(), LivePlot()]))
 print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-print(train.run(config, hooks=[LivePlot()]))
+print(jf.train(config, callbacks=[LivePlot()]))
 """
 
 

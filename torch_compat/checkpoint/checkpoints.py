@@ -11,12 +11,11 @@ from typing import Literal
 from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run
 from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.cli.suggestions import path_hint
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
-from jaxforge.storage import urls
+from jaxforge.storage import trust, urls
 from torch_compat.checkpoint import dcp_state, hf_config, hf_state, mup, orbax_store, train_state
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.state import CheckpointState, abstract_target

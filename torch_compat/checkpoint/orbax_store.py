@@ -19,11 +19,11 @@ from jaxforge.checkpoint.paths import find, is_of_precision
 from jaxforge.checkpoint.sealed_progress import check_config, unsealed
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
-from jaxforge.config.trust import Decision, never
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.block_checksum import block_checksum
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import partial_of
+from jaxforge.storage.trust import Decision, never
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
 from torch_compat.checkpoint.eight_bit import check_wide, unpacked
 from torch_compat.checkpoint.stacking import Stacking

@@ -19,10 +19,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxforge.config import trust
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.storage import COMMITTED, buckets, mirror, run_lock
+from jaxforge.storage import COMMITTED, buckets, mirror, run_lock, trust
 from torch_compat.checkpoint import hf_config, hf_state, orbax_store
 from torch_compat.convert import conversion
 from torch_compat.convert.conversion import Advance, Plan, identity

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.storage import trust
 from torch_compat.lockstep.places import Place, by_path
 from torch_compat.names.table import strip_wrappers
 from torch_compat.names.translation import some

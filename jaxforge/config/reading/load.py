@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.cli.suggestions import path_hint
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import toml
 from jaxforge.config.reading.explain import Sources
@@ -16,9 +15,9 @@ from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.config.reading.unresolved import UnresolvedConfig
-from jaxforge.config.trust import Decision
 from jaxforge.errors import UserError
-from jaxforge.storage import urls
+from jaxforge.storage import trust, urls
+from jaxforge.storage.trust import Decision
 
 
 def load_unresolved(

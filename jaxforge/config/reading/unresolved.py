@@ -21,7 +21,6 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from jaxforge.config import trust
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Duration, parse_duration
@@ -30,8 +29,9 @@ from jaxforge.config.reading.explain import Sources, explain, explain_value
 from jaxforge.config.reading.lines import Path
 from jaxforge.config.reading.schema import node_at
 from jaxforge.config.rules import mesh_shape
-from jaxforge.config.trust import Decision
 from jaxforge.errors import UserError
+from jaxforge.storage import trust
+from jaxforge.storage.trust import Decision
 
 EpochLength = Callable[[JobConfig, int], int | None]
 """(configuration, sequences per microbatch) -> sequences of an epoch; None where there are none.

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, start_from, starting_state
-from jaxforge.config import axes, rules, trust
+from jaxforge.config import axes, rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.data import loader, sources
@@ -32,6 +32,7 @@ from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
+from jaxforge.storage import trust
 from jaxforge.training.phases import Phases
 from jaxforge.training.start import open_foreign
 from jaxforge.training.training_data import TrainingData, batches_from

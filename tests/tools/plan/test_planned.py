@@ -8,6 +8,7 @@ import pytest
 
 from jaxforge.commands import plan as plan_main
 from jaxforge.commands import train
+from jaxforge.model.transformer import build_model
 from jaxforge.tools.plan import plan_report
 from jaxforge.tools.plan.checks import checkpoint_bytes, kept_checkpoints
 from jaxforge.tools.plan.plan import as_json, plan
@@ -136,9 +137,6 @@ def test_the_checkpoints_that_are_kept_are_counted():
     assert (
         checkpoint_bytes(config)
         == 3
-        * sum(
-            4 * math.prod(leaf.shape)
-            for leaf in jax.tree.leaves(build.build_model(config).abstract)
-        )
+        * sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(build_model(config).abstract))
         + 4
     )  # and the count of updates

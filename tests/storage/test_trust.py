@@ -8,11 +8,11 @@ import pytest
 
 from jaxforge.commands import evaluate, generate, train
 from jaxforge.commands import report as report_command
-from jaxforge.config import trust
 from jaxforge.config.train import LOSSES
 from jaxforge.errors import UserError
 from jaxforge.inference.run import Run
 from jaxforge.runs import run_directory
+from jaxforge.storage import trust
 from tests.helpers import change_stored_config
 from tests.processes.conftest import environment
 from torch_compat import __main__ as torch_compat

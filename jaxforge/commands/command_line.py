@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from jaxforge.cli import suggestions, typing_slips
 from jaxforge.cli.running import program, wide_console
-from jaxforge.config import trust
 from jaxforge.errors import UserError
+from jaxforge.storage import trust
 
 _SETTING = re.compile(r"--[a-zA-Z_]\w*(\.[^=.\s]+)+")
 _CHOICE = re.compile(r"invalid choice: '(?P<said>.*)' \(choose from (?P<names>.*)\)")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxforge.commands import completion
+from jaxforge.commands.command_line import CommandParser
 from jaxforge.commands.train import parse_command_line
-from jaxforge.config.reading.command_line import CommandParser
 from jaxforge.errors import UserError
 
 PROGRAM = Path(sys.executable).with_name("jaxforge")
