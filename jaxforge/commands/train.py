@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.trust_plugins and not args.dry_run:
         raise UserError("--trust-plugins is for --dry-run: to train imports the plugins anyway")
     config = (_config_of_dry_run if args.dry_run else _config)(args, overrides)
-    return _dry_run(config, args.devices or "") if args.dry_run else run(config).code
+    if args.dry_run:
+        return _dry_run(config, args.devices or "")
+    from jaxforge.training import launch  # here, since JAX and its users take two seconds
+
+    return launch.train(config).code
 
 
 def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:

@@ -56,7 +56,43 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
             _live_line(console, known, watchdog) as live,
         ):
             agreement.check(job_facts.of_start(config) if jax.process_count() > 1 else {})
-            return _run(config, callbacks, console, watchdog, live, since)
+            config = _resolved(config, watchdog)
+            mesh = make_mesh(config)
+            with (
+                Signals(config.train.shutdown_timeout_sec) as signals,
+                RunLock(run_directory.root(config)) as lock,
+                jax.set_mesh(mesh),
+                matmul_precision(config),
+                out_of_memory.explained(config, mesh),
+            ):
+                session = Session(callbacks, console, watchdog, lock, live)
+                trainer = build_trainer(config, mesh, session)
+                reason: Exit | None = None
+                try:
+                    reason = trainer.train(signals, since)
+                finally:
+                    if reason is not Exit.UNHEALTHY:  # closing may wait for the devices for ever
+                        with watchdog.section("end"):
+                            reason = trainer.close(reason)
+            assert reason is not None  # as nothing was raised
+            if reason is Exit.UNHEALTHY or signals.left_work:
+                end_now(reason.code)  # nor must the compiler find the process half gone
+            return reason
+
+
+def _resolved(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> JobConfig:
+    """Return the config with lengths in updates, once it is known to fit the devices.
+
+    Raises:
+        UserError: the run was moved, or the config breaks a rule.
+    """
+    if isinstance(config, UnresolvedConfig):
+        run_directory.check_not_moved(config)
+        with watchdog.section("data"):  # for lengths in epochs
+            config = config.resolve(jax.device_count(), sequences_per_epoch)
+    rules.check(config, jax.device_count())
+    compilation.use_cache(config.train)
+    return config
 
 
 def _live_line(
@@ -67,39 +103,3 @@ def _live_line(
     if is_watched and config.metrics.log_format == "kempnerforge" and jax.process_index() == 0:
         return LiveLine(console, watchdog.moment)
     return contextlib.nullcontext()
-
-
-def _run(
-    config: JobConfig | UnresolvedConfig,
-    hooks: Sequence[Callback],
-    console: Console,
-    watchdog: Watchdog,
-    live: LiveLine | None,
-    since: float | None,
-) -> Exit:
-    if isinstance(config, UnresolvedConfig):
-        run_directory.check_not_moved(config)
-        with watchdog.section("data"):  # for lengths in epochs
-            config = config.resolve(jax.device_count(), sequences_per_epoch)
-    rules.check(config, jax.device_count())
-    compilation.use_cache(config.train)
-    mesh = make_mesh(config)
-    with (
-        Signals(config.train.shutdown_timeout_sec) as signals,
-        RunLock(run_directory.root(config)) as lock,
-        jax.set_mesh(mesh),
-        matmul_precision(config),
-        out_of_memory.explained(config, mesh),
-    ):
-        trainer = build_trainer(config, mesh, Session(hooks, console, watchdog, lock, live))
-        reason: Exit | None = None
-        try:
-            reason = trainer.train(signals, since)
-        finally:
-            if reason is not Exit.UNHEALTHY:  # whatever waits for the devices may wait for ever
-                with watchdog.section("end"):
-                    reason = trainer.close(reason)
-    assert reason is not None  # as nothing was raised
-    if reason is Exit.UNHEALTHY or signals.left_work:
-        end_now(reason.code)  # nor must the compiler find the process half gone
-    return reason
