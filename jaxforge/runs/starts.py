@@ -28,7 +28,7 @@ _GIT_SEC = 60
 
 
 def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
-    """Adds this start to those of a run. Damaged lines are put aside, with a warning.
+    """Add this start to those of a run. Damaged lines are put aside, with a warning.
 
     Args:
         run: the directory, on this machine.
@@ -50,7 +50,7 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The starts of a run, the latest last; none of a run of an older version.
+    """Return the starts of a run, the latest last; none of a run of an older version.
 
     Each has `step`, `time` (Unix seconds), `command`, `versions`, `git` (`commit`, `changed`; empty
     where the code is not under git) and `parameters`.
@@ -68,7 +68,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that compute."""
+    """Return the versions of Python and of the packages that compute."""
     return {"python": platform.python_version()} | {
         name: found for name in PACKAGES if (found := _version(name))
     }
@@ -104,7 +104,7 @@ def git_state(file: Path) -> dict[str, Any]:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """What was typed, without secrets."""
+    """Return the command line without secrets."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else None
     return redacted_command([*(module or [Path(arguments[0]).name]), *arguments[1:]])

@@ -4,7 +4,7 @@ import math
 
 
 def human(number: float) -> str:
-    """5,300,000 -> 5.3M."""
+    """Return a large number with its unit: 5,300,000 -> 5.3M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -12,14 +12,14 @@ def human(number: float) -> str:
 
 
 def short(value: float) -> str:
-    """As few digits as tell a round number: 0.05, 3e-4, 20,000."""
+    """Return a round number in few digits: 0.05, 3e-4, 20,000."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return _exponent(f"{value:.2e}")
     return f"{value:,.6g}"
 
 
 def exact(value: float) -> str:
-    """Five digits, and all of a whole number; `page.js` writes numbers the same way."""
+    """Return five digits, and all of a whole number; `page.js` writes numbers the same way."""
     if not math.isfinite(value):
         return "not finite"
     if value == round(value) or abs(value) >= 1e4:
@@ -28,7 +28,7 @@ def exact(value: float) -> str:
 
 
 def _exponent(text: str) -> str:
-    """Python's 3.00e-04 as 3e-4."""
+    """Shorten Python's 3.00e-04 to 3e-4."""
     mantissa, _, exponent = text.partition("e")
     if "." in mantissa:
         mantissa = mantissa.rstrip("0").rstrip(".")
@@ -36,7 +36,7 @@ def _exponent(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two greatest units: 3,725 -> "1 h 2 min"."""
+    """Return a duration in its two greatest units: 3,725 -> "1 h 2 min"."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60 or seconds >= 1e11:  # more than 3,000 years

@@ -38,8 +38,7 @@ _RECOMPUTED = {
     "full": 0.22,
     "nothing_saveable": 0.22,
 }
-"""Of the FLOPs of forward and backward, what is computed again: a block need not end with its last
-product to be differentiated, and the head is not computed again."""
+"""Recomputed part of the FLOPs of forward and backward; heads are not recomputed."""
 
 
 class Reached(NamedTuple):
@@ -78,7 +77,7 @@ REACHED = {
 
 
 class Roofline:
-    """Rates of a device whose compiler says nothing of times.
+    """Rates of a device whose compiler writes no times into its programs.
 
     Args:
         work: of the program.
@@ -89,7 +88,7 @@ class Roofline:
         self._work, self._chip, self._reached = work, chip, REACHED[chip.platform]
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
-        """Kind of the work, and seconds."""
+        """Return the kind of the work, and seconds."""
         work = self._work.of(operation, within)
         if work.kind == "nothing":
             return work.kind, 0
@@ -102,7 +101,7 @@ class Roofline:
 
 
 class Cycles:
-    """Rates of a TPU: the compiler's, which it does not write to Pallas kernels.
+    """Rates of a TPU, by the compiler's cycles; Pallas kernels have none.
 
     Of what has no products, the shorter of its estimate and the roofline's: it charges memory-bound
     operations two to ten times what the memory needs.
@@ -118,7 +117,7 @@ class Cycles:
         self._roofline = Roofline(work, chip)
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
-        """Kind of the work, and seconds."""
+        """Return the kind of the work, and seconds."""
         if operation.kind == "custom-call":
             return self._roofline.seconds(operation, within)
         if not operation.cycles:
@@ -130,15 +129,15 @@ class Cycles:
 
 
 class Unknown:
-    """Rates of a device of which nothing is known."""
+    """Rates of an unknown device."""
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
-        """None at all."""
+        """Return no work and no time."""
         return "nothing", 0
 
 
 def rates_of(program: HloProgram, chip: Chip | None, visible: float) -> Unknown | Cycles | Roofline:
-    """The rates for a program on a chip; `visible` as in `Workload`."""
+    """Return the rates for a program on a chip; `visible` as in `Workload`."""
     if chip is None:
         return Unknown()
     work = Workload(program, visible)
@@ -146,7 +145,7 @@ def rates_of(program: HloProgram, chip: Chip | None, visible: float) -> Unknown 
 
 
 class Collective(NamedTuple):
-    """One execution.
+    """One execution of a collective.
 
     Attributes:
         kind: as XLA names it.
@@ -162,10 +161,10 @@ class Collective(NamedTuple):
 
 
 class Network:
-    """Of the devices of a mesh.
+    """Links between the devices of a mesh.
 
     Args:
-        mesh: of devices that need not be here.
+        mesh: of devices, which may be described ones.
         chip: what they are; None where links are not known, as between CPU devices.
     """
 
@@ -174,7 +173,7 @@ class Network:
         self._devices = list(mesh.devices.flat)
 
     def collective(self, operation: Operation, within: Computation) -> Collective:
-        """What a collective, or the first half of one, will take."""
+        """Return what a collective, or the first half of one, will take."""
         kind = operation.collective or operation.kind
         group = first_group(operation.line, len(self._devices))
         size = sum(within[name].bytes for name in operation.operands)
@@ -182,7 +181,7 @@ class Network:
         return Collective(kind, self._axes(group), sent, self._seconds(kind, group, sent))
 
     def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
-        """The axes along which the members differ."""
+        """Return the axes along which the members of a group differ."""
         places = np.unravel_index(group, self._mesh.devices.shape)
         pairs = zip(self._mesh.axis_names, places, strict=True)
         return tuple(str(name) for name, place in pairs if len(set(place.tolist())) > 1)
@@ -196,7 +195,7 @@ class Network:
 
 @functools.cache
 def rate_along(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
-    """Bytes/s that a device sends to the others along some axes of a mesh."""
+    """Return bytes/s that a device sends to the others along some axes of a mesh."""
     along = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     members = np.atleast_1d(mesh.devices[along]).flat
     return _rate(chip, "all-gather", list(members), list(mesh.devices.flat))
@@ -205,7 +204,7 @@ def rate_along(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
 def _rate(
     chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
 ) -> float:
-    """Bytes/s that each of the members sends."""
+    """Return bytes/s that each member sends."""
     is_gpu, links = chip.platform == "gpu", REACHED[chip.platform].links
     return links * (
         _between_gpus(chip, members) if is_gpu else _between_tpus(chip, kind, members, everyone)
@@ -213,7 +212,7 @@ def _rate(
 
 
 def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
-    """Bytes/s of a device: all adapters of a node serve a ring that goes through all its GPUs."""
+    """Return bytes/s of a GPU: all adapters of a node serve a ring through all its GPUs."""
     nodes = {_node(device) for device in members}
     if len(nodes) == 1:
         return chip.link
@@ -223,7 +222,7 @@ def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
 def _between_tpus(
     chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
 ) -> float:
-    """Bytes/s of a device: links in each direction of the torus that the group extends in."""
+    """Return bytes/s of a TPU, over the links of each direction that the group extends in."""
     slices = {getattr(device, "slice_index", 0) or 0 for device in members}
     if len(slices) > 1:
         return chip.network * len(members) / len(slices)
@@ -239,10 +238,10 @@ def _between_tpus(
 
 
 def _share(kind: str, side: int, closed: bool) -> float:
-    """Of both links of a direction: a line has one neighbour at its ends, and all-to-all goes far.
+    """Return the part of both links of a direction that a collective can use.
 
-    The busiest link of a ring of n carries n / 8 of what each device sends to all others, that of a
-    line n / 4; rings that pass on pieces keep every link as busy as any other.
+    A line has one neighbour at its ends. In an all-to-all, the busiest link of a ring of n carries
+    n / 8 of what each device sends to all others, that of a line n / 4.
     """
     if kind == "all-to-all" and side > 2:
         return min(1.0, (4 if closed else 2) / side)
@@ -296,13 +295,13 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> f
 
 
 def _exchange(sent: float, mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
-    """Seconds in which the devices along some axes have each other's bytes."""
+    """Return the seconds in which devices along some axes exchange their bytes."""
     n = math.prod(mesh.shape[axis] for axis in axes)
     return sent * (n - 1) / n / rate_along(mesh, axes, chip)
 
 
 def _used_by_one(model: Model, mesh: Mapping[str, int]) -> float:
-    """Parameters that a device multiplies with, its experts alone among experts."""
+    """Return how many parameters a device multiplies with; of experts, its own."""
     every, active = parameter_count(model.abstract), active_parameter_count(model)
     experts = every - active if model.config.is_moe else 0
     return (every - experts + experts / mesh["ep"]) / (mesh["tp"] * mesh["pp"])

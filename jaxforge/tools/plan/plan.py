@@ -1,4 +1,4 @@
-"""All that is known of a run before it starts."""
+"""Plans: checks, compiled step and estimated speed of a run before it starts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class Estimate(NamedTuple):
 
 @dataclass
 class Plan:
-    """Of one configuration on one machine.
+    """Plan of one configuration on one machine.
 
     Attributes:
         topology: the machine.
@@ -87,14 +87,14 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it would run."""
+        """Whether the run would start and fit."""
         return self.step is not None and self.step.program is not None and self.step.memory.fits
 
 
 def plan(
     config: JobConfig | UnresolvedConfig, topology: Topology, *, every_size: bool = False
 ) -> Plan:
-    """Checks, compiles and estimates; mistakes of the configuration are in the plan.
+    """Check, compile and estimate a configuration, whose mistakes are in the plan.
 
     Args:
         config: as read.
@@ -127,7 +127,7 @@ def plan(
 
 
 def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
-    """The step in time; of devices that are not known, its collectives alone.
+    """Return the step in time; of unknown devices, its collectives alone.
 
     Args:
         config: of the step.
@@ -145,7 +145,7 @@ def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
 
 
 def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) -> Estimate | None:
-    """The speed of a step; None for devices of which too little is known.
+    """Return the speed of a step; None for unknown devices.
 
     Args:
         config: of the step.
@@ -194,7 +194,7 @@ def _advice(config: JobConfig, step: Step) -> Iterator[str]:
 
 
 def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
-    """For machines; bytes, seconds, and numbers without a unit.
+    """Return a plan as plain values: bytes, seconds, and numbers without a unit.
 
     Args:
         made: a plan.
@@ -228,14 +228,14 @@ def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
 
 
 def bubble(made: Plan) -> float:
-    """The part of the stages' time in which they have no work; 0 without stages."""
+    """Return the part of the time in which stages have no work; 0 without stages."""
     assert made.config is not None
     d, accum = made.config.distributed, made.config.train.grad_accum_steps
     return SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks).bubble() if d.pp > 1 else 0.0
 
 
 def by_time(timeline: Timeline) -> Sequence[tuple[Key, Traffic]]:
-    """Collectives, what is waited for longest first, then what takes longest."""
+    """Return collectives, longest waits first, then the slowest."""
     return sorted(
         timeline.traffic.items(), key=lambda item: (-item[1].waited, -item[1].seconds, item[0])
     )

@@ -1,4 +1,4 @@
-"""The file of a capsule: a zip archive.
+"""Capsule files: zip archives.
 
 capsule.json        the ingredients, and a hash of each other entry
 config.toml         the run's resolved config, as of its latest start
@@ -37,7 +37,7 @@ _TABLES = ("data", "machine", "mesh", "environment", "code", "packages", "progra
 
 @dataclasses.dataclass(frozen=True)
 class Capsule:
-    """What is in the file.
+    """Contents of a capsule file.
 
     Attributes:
         about: the ingredients, by name: plain values.
@@ -49,7 +49,7 @@ class Capsule:
 
 
 def write(path: Path, capsule: Capsule) -> None:
-    """Makes a new file; all of it or nothing.
+    """Write a new capsule file, whole or not at all.
 
     Raises:
         UserError: there is one, or it cannot be written.
@@ -71,7 +71,7 @@ def write(path: Path, capsule: Capsule) -> None:
 
 
 def read(path: Path) -> Capsule:
-    """Reads a file that `write` made.
+    """Read a file that `write` made.
 
     Raises:
         UserError: it is not there, torn, or of another version.
@@ -142,7 +142,7 @@ def _problem_of(about: Mapping[str, Any], files: Mapping[str, str]) -> str:
 
 
 def unpack(capsule: Capsule, run: Path, mesh: Mapping[str, int]) -> None:
-    """Lays out a run directory as `replay` reads it: configs and curve, no checkpoints.
+    """Write a run directory as `replay` reads it: configs and curve, no checkpoints.
 
     Args:
         capsule: what to lay out.
