@@ -1,7 +1,10 @@
 """Pre-training of decoder language models in JAX, with the loop semantics of PyTorch's loops."""
 
 import os
-import sys  # no more than these two, which Python has loaded: see `_leave_working_directory`
+import sys
+from types import ModuleType
+
+# No more imports than these, which `python -m` has loaded: see `_leave_working_directory`.
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,6 +72,21 @@ _PUBLIC = {
 }
 """The module of each public name. Modules are imported on first use, since JAX takes seconds."""
 __all__ = list(_PUBLIC)
+
+
+class _Package(ModuleType):
+    """This package, in which the modules of commands do not hide public names.
+
+    Python makes every imported submodule an attribute of its package, so `import jaxforge.train`
+    (the command's module) would replace the function `jaxforge.train`.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,16 @@ def test_imports_point_downwards(package, rooms):
         if rooms.index(name.split(".")[1]) > rooms.index(module.split(".")[1])
     ]
     assert not upward
+
+
+def test_architecture_page_has_the_rooms_in_their_order():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = page.partition("directory of `torch_compat/`")[0]
+    rows = re.findall(r"^\| `(\w+)(?:/|\.py)` \|", page, re.MULTILINE)
+    listed = [room for room in rows if room in ROOMS]
+    assert listed == [room for room in ROOMS if room in listed]
+    directories = {path.parent.name for path in (ROOT / "jaxforge").glob("*/__init__.py")}
+    assert directories <= set(listed)
 
 
 def test_no_import_cycle():

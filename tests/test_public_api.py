@@ -1,11 +1,13 @@
 """The names of `import jaxforge`, and the page that describes them."""
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jaxforge as jf
+from jaxforge.training import launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +21,12 @@ def test_library_page_lists_the_public_names():
 def test_every_public_name_can_be_imported():
     assert all(callable(getattr(jf, name)) for name in jf.__all__)
     assert set(dir(jf)) == {*jf.__all__, "__version__"}
+
+
+def test_module_of_a_command_does_not_hide_a_public_name():
+    command = importlib.import_module("jaxforge.train")
+    assert command.run
+    assert jf.train is launch.train
 
 
 def test_import_loads_no_library():
