@@ -10,26 +10,59 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxforge", "torch_compat")
 CHAPTERS = {
-    "Train": [
-        "getting_started",
+    "Tutorials": ["index", "getting_started", "from_kempnerforge"],
+    "How-to guides": [
         "configs",
         "data",
-        "optimizers",
-        "mup",
-        "sweeps",
-        "metrics",
+        "launching",
+        "plan",
+        "scaling",
+        "torch_compat",
+        "evaluate_and_generate",
         "report",
+        "replay",
+        "sweeps",
+        "library",
+    ],
+    "Troubleshooting": [
+        "loss_is_nan",
+        "out_of_memory",
+        "loss_changes_with_tp",
+        "resume_on_other_devices",
+        "gibberish_after_export",
+        "training_hangs",
+        "which_batch_caused_the_spike",
+    ],
+    "Explanation": [
+        "mesh_and_sharding",
+        "life_of_a_batch",
+        "life_of_a_checkpoint",
+        "bad_steps",
+        "pipeline",
+        "experts",
+        "context",
+        "remat",
+        "precision",
+        "kernels",
+        "mup",
         "reliability",
         "security",
-        "launching",
+        "architecture",
     ],
-    "Use": ["evaluate_and_generate", "replay", "library"],
-    "PyTorch": ["torch_compat", "from_kempnerforge"],
-    "Many devices": ["plan", "pipeline", "experts", "context", "remat", "scaling", "gpu"],
-    "Numbers": ["precision", "kernels", "xla_flags", "benchmarks"],
-    "Inside": ["architecture", "loop", "upstream"],
+    "Reference": [
+        "config_reference",
+        "metrics",
+        "loop",
+        "behaviours",
+        "optimizers",
+        "xla_flags",
+        "gpu",
+        "benchmarks",
+        "upstream",
+        "glossary",
+    ],
 }
-"""The pages of docs/, in the order of the menu."""
+"""Pages of docs/ by kind, in the order of the menu."""
 
 sys.path.insert(0, str(ROOT))
 
@@ -42,7 +75,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**", "build/api/**"]
+include_patterns = ["*.md", "docs/**", "build/api/**"]
 exclude_patterns = ["**/modules.rst"]
 html_theme = "furo"
 highlight_language = "text"
@@ -79,8 +112,8 @@ def setup(app: Sphinx) -> None:
 def _add_menu(app: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         chapters = {name: [f"docs/{page}" for page in pages] for name, pages in CHAPTERS.items()}
-        chapters["Reference"] = [f"build/api/{package}/{package}" for package in PACKAGES]
-        chapters["Inside"].append("CONTRIBUTING")
+        chapters["Reference"] += [f"build/api/{package}/{package}" for package in PACKAGES]
+        chapters["Project"] = ["CONTRIBUTING", "CHANGELOG", "SECURITY", "CODE_OF_CONDUCT"]
         source[0] += "".join(
             f"\n```{{toctree}}\n:hidden:\n:caption: {name}\n\n" + "\n".join(pages) + "\n```\n"
             for name, pages in chapters.items()

@@ -4,6 +4,7 @@ import argparse
 import ast
 import importlib
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxforge.__main__ import COMMANDS
 from jaxforge.config.reading.schema import all_keys
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OVERRIDE = re.compile(r"--(?P<key>[a-z_]+(\.[A-Za-z0-9_]+)+)(=.*)?$")
@@ -55,6 +56,18 @@ def test_every_page_is_in_the_menu_of_the_site():
     )  # fmt: skip
     listed = [page for pages in ast.literal_eval(chapters).values() for page in pages]
     assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_config_reference_is_generated_from_the_schema():
+    script = ROOT / "docs" / "config_reference.py"
+    page = runpy.run_path(str(script))["reference"]()
+    assert page == script.with_suffix(".md").read_text(), "run `python docs/config_reference.py`"
+
+
+def test_index_links_to_every_page():
+    links = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= {link.partition("#")[0] for link in links}
 
 
 def commands():

@@ -1,4 +1,4 @@
-"""docs/loop.md answers each behaviour once, and what it names is there."""
+"""docs/behaviours.md answers each behaviour once, and what it names is there."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from jaxforge.config import JobConfig
 from jaxforge.config.reading.schema import all_keys
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "loop.md").read_text()
+PAGE = (ROOT / "docs" / "behaviours.md").read_text()
 ROWS = re.findall(r"^\| ([KBTLM])-(\d\d)( !)? \| (.*) \|$", PAGE, re.MULTILINE)
 TESTS = sorted(set(re.findall(r"([\w/]+\.py)::(\w+)", PAGE)))
 BEHAVIOURS = {"K": 53, "B": 45, "T": 33, "L": 27, "M": 44}
