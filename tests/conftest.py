@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 
-from tests.machine import give_back_memory, memory_in_use, xla_flags
+from tests.machine import compilation_cache, give_back_memory, memory_in_use, xla_flags
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in the background;
     signal.signal(signal.SIGINT, signal.default_int_handler)  # its processes would ignore it, too
@@ -19,10 +19,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would 
 # Threads of PyTorch and BLAS would wait for each other, and for the workers beside them, at every
 # product of small matrices: that took longer than the products.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have it from who began
-    COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
-    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands inherit the first one's
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compilation_cache())
 # Which runs are trusted to import their plugins: tests leave nothing of this in the user's home.
 if not os.environ.get("XDG_STATE_HOME", "").startswith(tempfile.gettempdir()):
     STATE = tempfile.mkdtemp(prefix="jaxforge-tests-state-")

@@ -1,15 +1,20 @@
 """What tests ask of the machine: how it compiles, and how long it may take."""
 
 import ctypes
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import psutil
 
 PATIENCE = 1800
 """Seconds to wait for what is to happen however busy the machine is; only a hang takes longer."""
+
+LARGEST_CACHE = 3e9
+"""Bytes of compiled programs to keep: about ten times those of one run of the suite."""
 
 # Tests judge what is computed, not how fast: code that LLVM hardly optimizes is compiled in half
 # the time, and in another eighth less where a program is not cut into 32 for as many processors.
@@ -28,6 +33,20 @@ if version("jaxlib").startswith("0.10."):  # gone since; it halves the time once
 def xla_flags(devices: int) -> str:
     """`XLA_FLAGS` for that many virtual devices, in every worker and every process of a test."""
     return " ".join([f"--xla_force_host_platform_device_count={devices}", *_QUICKLY])
+
+
+def compilation_cache() -> Path:
+    """Return the directory of compiled programs, kept between runs: `.cache/jax/<jaxlib version>`.
+
+    Directories of other versions are removed, and so is one that has grown beyond `LARGEST_CACHE`.
+    """
+    directory = Path(__file__).parents[1] / ".cache" / "jax" / version("jaxlib")
+    for other in directory.parent.glob("*"):
+        size = sum(file.stat().st_size for file in other.iterdir()) if other == directory else 0
+        if other != directory or size > LARGEST_CACHE:
+            shutil.rmtree(other, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def give_back_memory() -> None:

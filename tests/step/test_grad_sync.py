@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxforge import program
@@ -256,9 +257,12 @@ SIZES = {"64", "16"}  # width of the model, and what each device keeps of it
 
 @pytest.fixture
 def no_cache():
+    """Compile anew: XLA dumps nothing of a program that comes from the cache."""
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.mark.usefixtures("no_cache")
