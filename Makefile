@@ -27,9 +27,9 @@ train: $(VENV)/.run data/quickstart
 	  'prepare my_texts/ --output data/mine --tokenizer bpe   # your own text: it says how to go on'
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not dear" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-# What takes longest as well.
+# The slow tests as well.
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 

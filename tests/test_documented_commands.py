@@ -132,7 +132,7 @@ def code_of(words, monkeypatch):
         return end.code
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), [one for one in DOCUMENTED if not is_elsewhere(one[1])])
 def test_a_documented_command_does_what_it_says(page, line, here, monkeypatch, capsys):
     found = re.search(r"--topology ([vh])", line)

@@ -215,7 +215,7 @@ def steps_of(run):
     return [row for row in rows if "train/loss" in row]
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 @pytest.mark.usefixtures("examples")
 def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
     import multi_token_prediction as example
@@ -261,7 +261,7 @@ def test_answers_are_judged_by_capped_logits():
     assert np.abs(uncapped.reshape(2, 2, 6).sum(-1) - expected).max() > 1e-3
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 @pytest.mark.usefixtures("examples")
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tmp_path, monkeypatch):
     import distillation as example

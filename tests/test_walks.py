@@ -43,7 +43,7 @@ def texts(tmp_path_factory):
     return here
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_own_text_becomes_a_model_that_writes(texts):
     said = [jaxforge(*words, cwd=texts) for words in commands("From an empty machine")]
     assert "jaxforge train --config" in said[0]
@@ -51,7 +51,7 @@ def test_own_text_becomes_a_model_that_writes(texts):
     assert (texts / "runs" / "mine" / "report.html").is_file()
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_run_of_kempnerforge_goes_on_and_back(texts):
     ours, old = texts / "runs" / "mine", texts / "old"
     jaxforge("export", str(ours), str(old / "checkpoints"), "--to", "dcp", cwd=texts)

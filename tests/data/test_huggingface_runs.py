@@ -11,7 +11,7 @@ from tests.processes.test_two_processes import finish_both, start_both
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_stream_begun_by_two_processes_is_ended_by_one(tmp_path):
     """Each of the two reads half of the files."""
     (tmp_path / "set").mkdir()

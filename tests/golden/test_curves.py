@@ -52,7 +52,7 @@ def taken_over(ours, saved):
             "curve_dense_fsdp2",
             ["--distributed.dp_shard=2"],
             ("grad_norm", "lr"),
-            marks=pytest.mark.dear,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -48,9 +48,9 @@ LION = {"name": "lion", "lr": 1e-3}
         ("traj_dense_adamw", {}, {}),
         ("traj_dense_packed_docids", {}, SPLIT),
         ("traj_dense_lion", LION, {}),
-        pytest.param("traj_dense_adamw", {}, SPLIT, marks=pytest.mark.dear),
-        pytest.param("traj_dense_packed_docids", {}, {}, marks=pytest.mark.dear),
-        pytest.param("traj_dense_lion", LION, SPLIT, marks=pytest.mark.dear),
+        pytest.param("traj_dense_adamw", {}, SPLIT, marks=pytest.mark.slow),
+        pytest.param("traj_dense_packed_docids", {}, {}, marks=pytest.mark.slow),
+        pytest.param("traj_dense_lion", LION, SPLIT, marks=pytest.mark.slow),
     ],
 )
 def test_follows_the_reference(golden, name, optimizer, distributed):
@@ -85,9 +85,9 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
 @pytest.mark.parametrize(
     ("grad_sync", "distributed"),
     [
-        pytest.param("update", {}, marks=pytest.mark.dear),
-        pytest.param("update", {"dp_replicate": 2, "ep": 2, "tp": 2}, marks=pytest.mark.dear),
-        pytest.param("microbatch", {"ep": 4}, marks=pytest.mark.dear),
+        pytest.param("update", {}, marks=pytest.mark.slow),
+        pytest.param("update", {"dp_replicate": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("microbatch", {"ep": 4}, marks=pytest.mark.slow),
         ("microbatch", {"dp_shard": 2, "ep": 2, "tp": 2}),
     ],
 )

@@ -212,7 +212,7 @@ def test_a_batch_ends_where_all_have_enough(monkeypatch):
     assert made == [Completion(found[0][:1], "stop")]
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_stages_take_turns():
     """Each keeps its part of the cache; chunks of two stages, and rows over two devices.
 

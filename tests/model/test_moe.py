@@ -143,11 +143,11 @@ MESHES = {  # of the others: devices share load and capacity, and heads with sin
 }
 
 
-DEAR = {"gpt-oss", "kempnerforge"}  # the latter's terms are in the other of its kind
+SLOW = {"gpt-oss", "kempnerforge"}  # the latter's terms are in the other of its kind
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.dear if n in DEAR else ()) for n in CASES]
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES]
 )
 def test_updates_follow_the_formulas(name):
     follow(config_of(CASES[name], **MESHES.get(name, {})))

@@ -136,7 +136,7 @@ def benchmark():
         sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_the_coordinate_check():
     """Values are as large at any width after some steps; without muP they grow."""
     grown = {

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_unless_it_is_switched_off(new_run, tmp_path):
     """The first start is told the directory by the environment, the second by the config."""
     run, compiled = new_run(), tmp_path / "compiled"

@@ -12,7 +12,7 @@ from tests.processes.conftest import BASE, ROOT, environment
 STEPS = 300  # far more than pass while the sweep is being killed
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on(tmp_path):
     config, runs = tmp_path / "base.toml", tmp_path / "runs"
     config.write_text(BASE)

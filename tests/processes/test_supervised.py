@@ -17,7 +17,7 @@ from tests.processes.test_two_processes import finish_both, free_port, start_bot
 OVERRIDES = ["--train.max_steps=40", "--checkpoint.interval=10", "--distributed.dp_shard=2"]
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
     others = start_both(undisturbed, *OVERRIDES)
@@ -79,7 +79,7 @@ def start_job(error):
     ]  # fmt: skip
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_who_fails_leaves_at_once_and_the_others_notice():
     """Process 0, which neither computes nor looks, is ended by its runtime."""
     codes = {"UserError": Exit.USER_ERROR, "ValueError": Exit.ERROR}

@@ -45,10 +45,10 @@ MESHES = [
     (2, ["--distributed.dp_shard=2"], "dp_shard 2"),
     pytest.param(  # two processes have a sequence
         4, ["--distributed.dp_shard=2", "--distributed.cp=2", "--distributed.cp_strategy=ring"],
-        "dp_shard 2 x cp 2", marks=pytest.mark.dear,
+        "dp_shard 2 x cp 2", marks=pytest.mark.slow,
     ),
     pytest.param(
-        2, ["--distributed.pp=2", "--train.grad_accum_steps=2"], "pp 2", marks=pytest.mark.dear
+        2, ["--distributed.pp=2", "--train.grad_accum_steps=2"], "pp 2", marks=pytest.mark.slow
     ),
 ]  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_a_full_disk_of_one_process_ends_both_with_its_host_and_path(new_run):
     assert run.steps() == []
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
     """Each has experts of its own; what they saved, one process goes on from."""
     alone, run = new_run("alone"), new_run("stopped")

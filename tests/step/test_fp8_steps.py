@@ -33,7 +33,7 @@ def single_device():
 
 
 MESHES = [
-    pytest.param({"tp": 2, "dp_shard": 2}, "update", marks=pytest.mark.dear),  # as in bf16
+    pytest.param({"tp": 2, "dp_shard": 2}, "update", marks=pytest.mark.slow),  # as in bf16
     ({"tp": 2, "dp_shard": 2}, "microbatch"),
     ({"pp": 2, "tp": 2}, "microbatch"),
 ]
@@ -64,7 +64,7 @@ def with_experts(distributed=None, **train):
     )  # fmt: skip
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_experts_in_8_bits_learn_the_same_on_a_mesh():
     """But for scales, as each device goes by its own rows."""
     alone = setup(with_experts())

@@ -175,7 +175,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, "update" if i % 2 else "microbatch") for i, name in enumerate(CASES)]
-    + [("accumulated", "update"), pytest.param("1f1b", "microbatch", marks=pytest.mark.dear)],
+    + [("accumulated", "update"), pytest.param("1f1b", "microbatch", marks=pytest.mark.slow)],
 )
 def test_the_estimate_is_near_what_the_compiler_says(name, mode):
     """Of a model whose weights and activations are of like size; in float32, as CPUs compute."""

@@ -92,7 +92,7 @@ def test_a_restart_finds_them_there(three_updates, tmp_path):
     assert_same(again.opt_state, state.opt_state)
 
 
-@pytest.mark.dear  # where moments lie is the same code for every optimizer
+@pytest.mark.slow  # where moments lie is the same code for every optimizer
 def test_muon_works_with_them_too():
     batches = random_batches(config_of("muon"), 2)
     states = []

@@ -84,7 +84,7 @@ def undisturbed(tmp_path_factory):
 
 
 # One kind of bucket each: what of it a run needs is tested for both kinds in the other files.
-@pytest.mark.dear
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_a_killed_and_throttled_run_is_the_run_undisturbed(
     undisturbed, server, bucket, toml, tmp_path
@@ -133,7 +133,7 @@ def check_what_reads(bucket, tmp_path, steps):
     assert b"</html>" in urls.path(f"{bucket}/run/report.html").read_bytes()
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path):
     """It keeps two checkpoints there, is exported, and another begins from it."""

@@ -34,7 +34,7 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 @pytest.mark.processes
 def test_they_do_what_they_say(tmp_path):
     done = subprocess.run(

@@ -299,7 +299,7 @@ def test_an_export_is_the_same_again(imported, tmp_path):
 # tests/model/test_moe.py.
 TRAINED = [
     "olmo3, window 8", "gemma2, window 8", "gemma3, window 8", "granite", "gpt_neox", "gpt2",
-    "gpt_oss", *(pytest.param(name, marks=pytest.mark.dear) for name in ("qwen2_moe", "dots1")),
+    "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "dots1")),
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0

@@ -132,7 +132,7 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
     np.testing.assert_allclose(continued[:, 1:], expected[:, 1:], rtol=TOLERANCE)
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
     compat("import", nested, tmp_path / "run", f"--config={config}")
@@ -159,7 +159,7 @@ MIXTURE = {
 QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entropy moves the bias
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_mixture_of_experts_changes_hands_too(data, tmp_path):
     config = config_of({**MIXTURE, **QUIET}, data, tmp_path / "run.toml")
     job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)

@@ -100,7 +100,7 @@ CASES = [  # each schedule, reduction, recomputation and axis with several of th
         {"pp": 4, "dp_shard": 2, **INTERLEAVED},
         {**UPDATE, **FULL},
         TIED,
-        marks=pytest.mark.dear,
+        marks=pytest.mark.slow,
     ),
     # Stages of which no two have the same kinds of layers, and one program.
     (6, 8, {"pp": 4, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, KINDS),
@@ -124,7 +124,7 @@ def test_every_kind_of_layer_does_the_same_on_a_mesh():
 
 
 @pytest.mark.parametrize(
-    "name", ["muon", pytest.param("schedule_free_adamw", marks=pytest.mark.dear)]
+    "name", ["muon", pytest.param("schedule_free_adamw", marks=pytest.mark.slow)]
 )
 def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
     optimizer = {"name": name, "weight_decay": 0.1}
@@ -138,7 +138,7 @@ def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
     assert_same(actual, expected)
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_bfloat16_compute_runs_on_every_kind_of_axis():
     """Of stages alone, both ways to reduce: see the gradients in tests/step/test_grad_sync.py."""
     expected = without_stages(3, 5, tuple(TIED.items()), True)[0]

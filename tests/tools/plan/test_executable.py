@@ -56,7 +56,7 @@ def saved(tmp_path_factory):
     return place / "step.zip"
 
 
-@pytest.mark.dear
+@pytest.mark.slow
 def test_a_run_that_starts_with_it_compiles_no_step_and_is_the_same(tmp_path, monkeypatch):
     done = subprocess.run(
         [sys.executable, "-m", "jaxforge.plan", *arguments(tmp_path)],
