@@ -95,6 +95,8 @@ def offences(path: Path) -> Iterator[Offence]:
 def main(arguments: list[str]) -> int:
     """Check the given files and folders, or the whole project; return the exit status."""
     roots = [Path(argument) for argument in arguments or FOLDERS]
+    if missing := [str(root) for root in roots if not root.exists()]:
+        raise SystemExit(f"{', '.join(missing)}: does not exist. Name a file or folder.")
     files = [
         file
         for root in roots
