@@ -1,4 +1,4 @@
-"""The check of plain English (.ci/english.py) reports planted offences, and nothing in good code."""
+"""The check of plain English (.ci/english.py) reports planted offences and passes good code."""
 
 import runpy
 from pathlib import Path
