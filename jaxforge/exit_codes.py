@@ -1,4 +1,4 @@
-"""How a process ends: the exit codes, what they mean, and which of them mean "run it again".
+"""Exit codes of a process, their meanings, and whether a restart may help.
 
 Imports nothing of ours and no JAX, so that `jaxforge.supervise` starts at once.
 """
@@ -102,7 +102,7 @@ def exit_code(returncode: int) -> int:
 
 
 def meaning(code: int) -> str:
-    """What an exit code says, in one sentence."""
+    """Return the meaning of an exit code in one sentence."""
     if code in _BY_CODE:
         return _BY_CODE[code].meaning
     killer = _killer(code)
@@ -110,7 +110,7 @@ def meaning(code: int) -> str:
 
 
 def again(code: int) -> bool:
-    """Whether another start may go better: a known code says so, or something killed the process.
+    """Return whether a restart may help: a known code says so, or a signal killed the process.
 
     A process that died of SIGTERM and the like, before it could handle them, was told to stop.
     """

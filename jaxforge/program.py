@@ -159,7 +159,7 @@ class Program:
 
     @functools.cached_property
     def grad_sync(self) -> GradSync:
-        """How gradients are reduced. All processes must ask."""
+        """Return how gradients are reduced. Collective: all processes must call it."""
         return resolve_grad_sync(
             self.config, self.model, self.abstract_state(), self.mesh, self.capacity
         )

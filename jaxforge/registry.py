@@ -57,7 +57,7 @@ class Registry:
         return add
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        """What builds `name`.
+        """Return the builder registered as `name`.
 
         Raises:
             UserError: nothing of this name is registered.

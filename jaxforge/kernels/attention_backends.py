@@ -102,7 +102,7 @@ def masked_attention(
 def softmax_weights(
     q: Queries, k: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring, sinks: Sinks
 ) -> Float[Array, "b kv group s t"]:
-    """What each query gives to each key, float32: with sinks, less than 1 in all."""
+    """Return the float32 weights of keys for each query; with sinks they sum to less than 1."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
     capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
@@ -265,7 +265,7 @@ def _attend_by(
 
 
 class KernelRequirements(NamedTuple):
-    """What a kernel is to serve.
+    """Requirements for an attention kernel.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
@@ -297,7 +297,7 @@ _ROOMY = ("8.0", "9.0", "10.0", "10.3")
 
 
 def _no_gpu_kernel(at: KernelRequirements) -> str | None:
-    """What speaks against any kernel for GPUs."""
+    """Return the reason why no GPU kernel can be used, or None."""
     if at.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
@@ -402,7 +402,7 @@ class Choice(NamedTuple):
 
 
 def choose(config: ModelConfig, at: KernelRequirements) -> Choice:
-    """What `model.sdpa_backend` stands for here.
+    """Resolve `model.sdpa_backend` for this platform and model.
 
     Raises:
         UserError: the backend asked for cannot serve.

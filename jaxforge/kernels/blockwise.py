@@ -46,7 +46,7 @@ class _Inputs(NamedTuple):
 
 
 class _Static(NamedTuple):
-    """What is known when this is compiled."""
+    """Compile-time constants of the kernel."""
 
     window: int | None
     chunk: int | None
@@ -73,7 +73,7 @@ def blockwise_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Float[Array, "b s heads h"]:
-    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
+    """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
     `reach` is a window that only the device knows: no key is left out for it, but masked. `sinks`
     are logits beside the scores of each query, and take weight from them.
@@ -148,7 +148,7 @@ def _differentiate(
 def _sink_gradients(
     sinks: Sinks, folded: _Folded, lses: list[Array], delta: Array, length: int
 ) -> Sinks:
-    """What a sink takes of each row's δ, summed over the rows of its head."""
+    """Return the gradient of the sinks: each row's δ times the sink's weight, summed over rows."""
     if sinks is None or folded.sinks is None:
         return None
     taken = jnp.exp(folded.sinks - jnp.concatenate(lses, axis=2)) * delta

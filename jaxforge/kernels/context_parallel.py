@@ -1,4 +1,4 @@
-"""Attention where devices share a sequence (`distributed.cp`), in one of two ways.
+"""Context parallelism: attention over sequences that devices share (`distributed.cp`), in two ways.
 
     ulysses   heads instead of tokens: an all-to-all gives each device all tokens for its share of
               the heads, which the platform's own kernel attends over, and another brings the result
@@ -47,7 +47,7 @@ _AXIS = "context"
 
 
 def context_size() -> int:
-    """Over how many devices of the mesh at hand a sequence is spread."""
+    """Return the number of devices of the current mesh that share a sequence."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else axes_size(mesh_axes(_AXIS))
 
@@ -177,7 +177,7 @@ def _ring(
 def _go_round(
     way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Part:
-    """What this device's queries get from the keys of all; and from sinks, which have no value."""
+    """Attend with this device's queries to the keys of all devices, and to sinks."""
     queries, own = Queries(q, at), Keys(k, v, at)
     name, scoring = way
 

@@ -64,7 +64,7 @@ def flash_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
+    """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
     `sinks` are logits beside the scores of each query, and take weight from them. Heads are up to
     `MAX_HEAD` wide.
@@ -223,7 +223,7 @@ def _gradients_of_keys(
 
 
 class _Given(NamedTuple):
-    """What all kernels are given, rows filled up to whole blocks."""
+    """Inputs of all kernels, padded to whole blocks."""
 
     kind: Kind
     q: Array
@@ -255,7 +255,7 @@ class _Given(NamedTuple):
         return cls(kind, filled(q, tiles.queries), k, v, queries, keys, reach)
 
     def filled(self, d_output: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array]:
-        """What there is for each query, filled up too."""
+        """Pad the per-query inputs of the backward kernels."""
         n = self.kind.tiles.queries
         return filled(d_output, n), filled(lse, n, axis=2), filled(delta, n, axis=2)
 
@@ -273,7 +273,7 @@ def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
 
 
 class _Layout(NamedTuple):
-    """Of a kernel: its grid, what it is given with where, and where else there is more."""
+    """Grid, inputs and outputs of a kernel."""
 
     grid: tuple[int, int, int]
     arguments: list[tuple[Any, Any]]

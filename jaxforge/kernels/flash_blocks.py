@@ -1,4 +1,4 @@
-"""Which blocks of queries and keys meet: what a kernel skips, what it masks, and what neither.
+"""Pairs of query and key blocks: skipped, masked, or visible as a whole.
 
 By the least and greatest position and document of each block, so that any order of tokens is right,
 and one in which documents follow each other is fast.
@@ -14,7 +14,7 @@ AFTER = 2**31 - 1  # position of such keys
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of one side are.
+    """Positions and documents of the tokens of queries or keys.
 
     Attributes:
         positions: int32 [b, s], from 0, in any order.
@@ -57,7 +57,7 @@ class _Extent(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Tokens, block: int, axis: int) -> "_Extent":
-        """Of whole blocks, with an axis more for pairs of them."""
+        """Return the extents of whole blocks, with an extra axis for pairing them."""
 
         def ends(x: Array) -> tuple[Array, Array]:
             blocks = x.reshape(x.shape[0], -1, block)
@@ -70,7 +70,7 @@ class _Extent(NamedTuple):
 def meetings(
     queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: Int[Array, ""] | int | None
 ) -> tuple[Bool[Array, "b n m"], Bool[Array, "b n m"]]:
-    """Of two blocks, whether any pair may see each other, and whether all do.
+    """Return for each pair of blocks whether any token pair is visible, and whether all are.
 
     Args:
         queries: whole blocks of them.
@@ -91,7 +91,7 @@ def meetings(
 
 
 def spans(some: Bool[Array, "b n m"], every: Bool[Array, "b n m"]) -> Int[Array, "b n 4"]:
-    """Which others each block visits: from `first` to `end`, none masked of `whole` to its end.
+    """Return for each block the range of blocks to visit and the range that needs no mask.
 
     Args:
         some: where there may be anything to see.

@@ -1,4 +1,4 @@
-"""What `flash.py` runs on a GPU: the kernels, in Pallas as Triton lowers it.
+"""Attention kernels of `flash.py` for GPUs, in Pallas with Triton lowering.
 
 Each program has one block of queries or of keys, and visits blocks of the other side: those that
 its queries see wholly, then those that it must mask. Scores are powers of two, not of e.
@@ -27,7 +27,7 @@ Where = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and document
 
 
 class Tiles(NamedTuple):
-    """Of a kernel: queries and keys of a block, and what the compiler makes of them."""
+    """Block sizes and compiler options of a kernel."""
 
     queries: int
     keys: int
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is known when a kernel is compiled.
+    """Compile-time constants of a kernel.
 
     Attributes:
         tiles: of its blocks.
@@ -59,11 +59,11 @@ class Kind(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What makes powers of two of `scores`."""
+        """Return the factor that turns `scores` into exponents of two."""
         return LOG2E * (self.scale if self.softcap is None else 1)
 
     def scores(self, products: Array) -> Array:
-        """Of products of queries and keys; where nothing is capped, `factor` scales them."""
+        """Return the capped scores of products; without a cap, `factor` includes the scale."""
         if self.softcap is None:
             return products
         x = products * (self.scale / self.softcap)
@@ -240,7 +240,7 @@ def _visit(spans: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
 
 
 def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """What sums begin with."""
+    """Return the initial value of accumulators."""
     return jnp.zeros(shape, jnp.float32)
 
 

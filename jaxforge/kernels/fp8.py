@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits: what is rounded to fp8, by which scale, and what is multiplied.
+"""Matrix products in 8 bits: roundings to fp8, their scales, and the products.
 
     y   = x Wᵀ      x, W in e4m3: 4 exponent bits, 3 of mantissa, up to 448
     dx  = dy W      dy in e5m2: 5 and 2, up to 57344; W as in the forward pass
@@ -43,7 +43,7 @@ _LEAST_AMAX = 2.0**-64  # of zeros, and what is next to nothing
 
 
 class Fp8(NamedTuple):
-    """How one linear layer multiplies.
+    """Precision settings of the products of a linear layer.
 
     Attributes:
         name: of the layer in its block, such as "attention.q_proj".
@@ -61,7 +61,7 @@ class Fp8(NamedTuple):
 
 
 class Amaxes(NamedTuple):
-    """What delayed scales go by; 0: nothing was seen yet, and the scale is 1."""
+    """Amax values for delayed scaling; 0 means none was seen, and the scale is 1."""
 
     x: Float[Array, ""]
     weight: Float[Array, ""]
@@ -149,7 +149,7 @@ def rounded(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
 
 
 def by_tensor(x: Array, dtype: jnp.dtype, seen: Float[Array, ""] | None = None) -> Scaled:
-    """With one scale: by the amax that was seen before, if that is given, or by that at hand."""
+    """Quantize with one scale, from the earlier amax `seen` if given, else the current one."""
     if seen is None:
         scale = power_of_two_scale(amax(x), dtype)
     else:

@@ -82,7 +82,7 @@ _matmul.defvjp(_forward, _backward)
 
 
 class ProductRequirements(NamedTuple):
-    """What products are to serve.
+    """Requirements for grouped products.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".

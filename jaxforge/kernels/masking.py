@@ -1,4 +1,4 @@
-"""Which keys a query sees, of those at or before it: windows, chunks, packed documents.
+"""Visibility of keys to a query: windows, chunks and packed documents.
 
 Chunks are counted from the first token of a document, so that a packed document is what it is
 alone, and what it is when it is generated. transformers counts them from the first real token of a
@@ -17,7 +17,7 @@ _ALL = 2**31 - 1  # tokens, more than any sequence has
 
 
 class Mask(NamedTuple):
-    """How far a token sees.
+    """Limits of attention: window and chunk.
 
     Attributes:
         window: tokens that it sees, itself included; None: all up to itself.
@@ -28,7 +28,7 @@ class Mask(NamedTuple):
     chunk: int | None = None
 
     def within(self, length: int) -> "Mask":
-        """The same of sequences of so many tokens: one that sees everything is none."""
+        """Return the mask for sequences of a length; without effect, the empty mask."""
         return Mask(*(None if n is not None and n >= length else n for n in self))
 
 
@@ -57,7 +57,7 @@ def visible(
     window: int | Int[Array, ""] | None = None,
     chunk: int | Int[Array, ""] | None = None,
 ) -> Bool[Array, "..."]:
-    """Whether a query sees a key, by the positions of both in their document."""
+    """Return whether a query sees a key, from their positions in the document."""
     seen = keys <= queries
     if window is not None:
         seen &= queries - keys < window
@@ -110,5 +110,5 @@ def positions_in_documents(
 
 
 def _begins(ids: Int[Array, "b s"]) -> Bool[Array, "b s"]:
-    """Where an id is not that of the token before; of the first token, either."""
+    """Return where an id differs from the id of the token before."""
     return ids != jnp.roll(ids, 1, axis=1)

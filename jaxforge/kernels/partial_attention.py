@@ -53,7 +53,7 @@ class Keys(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What queries get from some keys, float32.
+    """Partial attention result over some of the keys, float32.
 
     Attributes:
         o: the mean of values, by their weights among these keys; 0 where none is visible.
@@ -64,7 +64,7 @@ class Part(NamedTuple):
     lse: Float[Array, "b s heads"]
 
     def merged(self, other: "Part") -> "Part":
-        """What they get from the keys of both."""
+        """Merge two partial results into the result over the keys of both."""
         lse = jnp.logaddexp(self.lse, other.lse)
         return Part(self.scaled_to(lse) + other.scaled_to(lse), lse)
 
@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a part, float32."""
+    """Gradients of a partial result, float32."""
 
     q: Float[Array, "b s heads h"]
     k: Float[Array, "b t kv h"]
@@ -82,7 +82,7 @@ class Gradients(NamedTuple):
 
 
 class OfQueries(NamedTuple):
-    """What the backward pass knows of queries, all keys taken together; float32.
+    """Per-query inputs of the backward pass over all keys, float32.
 
     Attributes:
         d_o: the gradient of what they got.
@@ -100,7 +100,7 @@ Window = Int[Array, ""] | None
 
 
 def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
-    """What queries get from some keys: from those at or before them, in their document.
+    """Attend to a part of the keys: those at or before each query, in its document.
 
     Args:
         queries: who looks.
@@ -169,7 +169,7 @@ def gradients_of_part(
 
 
 def _in_place(queries: Queries) -> Queries:
-    """The same, whose positions come with them.
+    """Return queries that carry their positions.
 
     `lax.scan` moves what depends on no layer out of its loop over layers when that is
     differentiated: here, what is visible in all tiles at a time.
@@ -241,7 +241,7 @@ def _joined(tiles: T, length: int) -> T:
 
 
 def _may_see(queries: Queries, keys: Keys, window: Window) -> Bool[Array, ""]:
-    """Whether any of these may see any of those, going by the least and largest of each row."""
+    """Return whether any query may see any key, from the extreme positions of each row."""
     looking, seen = queries.at, keys.at
     (first_q, last_q), (first_k, last_k) = _range(looking.positions), _range(seen.positions)
     found = first_k <= last_q

@@ -1,4 +1,4 @@
-"""What becomes of the products of queries and keys before the softmax; soft caps of any logits.
+"""Transformation of query-key products before the softmax, and soft caps of logits.
 
 The gradient of sinks, logits that join the scores.
 """
@@ -21,7 +21,7 @@ class Scoring(NamedTuple):
     softcap: float | None = None
 
     def scale_of(self, head_size: int) -> float:
-        """What multiplies products of heads so wide."""
+        """Return the factor of query-key products for heads of this width."""
         return head_size**-0.5 if self.scale is None else self.scale
 
     def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -49,7 +49,7 @@ def splash_attention(
     scoring: Scoring = PLAIN,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "b s heads h"]:
-    """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document.
+    """Compute softmax(q kᵀ / √h) v over the keys at or before each query, in its document.
 
     Of a window of tokens, its own included, it sees those, and of a row in chunks its own chunk;
     tiles outside of it are not computed, nor those of which no query is in a document of a key.
@@ -70,7 +70,7 @@ def splash_attention(
 
 
 def _within_documents(kernel: SplashAttentionKernel, ids: Int[Array, "s"]) -> SplashAttentionKernel:
-    """The same without tiles whose queries and keys have no document in common."""
+    """Return the kernel without tiles whose queries and keys share no document."""
     tiles = ids.reshape(-1, _block(len(ids)))
     first, last = jnp.min(tiles, axis=1), jnp.max(tiles, axis=1)
     meet = (first[:, None] <= last) & (first <= last[:, None])
@@ -120,7 +120,7 @@ def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
 
 
 class _ByTile(Mask):
-    """A mask of which tiles that see all or nothing are not computed.
+    """Mask that computes only those of its tiles that are partially visible.
 
     The kernel asks for every tile while the step is traced: of 131,072 tokens, that took a minute.
     """

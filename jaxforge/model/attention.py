@@ -28,7 +28,7 @@ from jaxforge.parallel.sharding import constrain
 
 
 class Context(NamedTuple):
-    """What all layers are told of the tokens at hand.
+    """Properties of the tokens of a batch, shared by all layers.
 
     Attributes:
         positions: position of each token in its sequence; None: token i stands at i.
@@ -45,7 +45,7 @@ class Context(NamedTuple):
     is_padding: Bool[Array, "b s"] | None = None
 
     def rotation(self, kind: LayerKind) -> Rotation:
-        """That of a kind of layer."""
+        """Return the rotation of a kind of layer."""
         if isinstance(kind.rope, int):
             return self.rotations[kind.rope]
         if len(self.rotations) == 1:
@@ -144,7 +144,7 @@ class AttentionOut(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Queries, keys and values of `n_heads` / `kv_heads` heads; optional RMSNorm on q and k.
+    """Attention of `n_heads` query and `kv_heads` key/value heads; optional RMSNorm on q and k.
 
     Optional sinks: a logit of each head beside its scores, of no value (gpt-oss, arXiv:2508.10925).
     The heads together may be wider or narrower than the residual stream.

@@ -1,4 +1,4 @@
-"""Attention weights, for those who look at them: a softmax of their own, beside any kernel's."""
+"""Attention weights for inspection, by an explicit softmax next to the attention kernel."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def attention_weights(
     scoring: Scoring,
     sinks: Sinks,
 ) -> Float[Array, "b heads s s"]:
-    """What each query gives to each key of its own sequence; 0 where it does not see it.
+    """Return the weight of every key for every query of its sequence, 0 for invisible keys.
 
     Args:
         masks: as of `LayerPlan`.

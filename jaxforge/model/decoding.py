@@ -30,7 +30,7 @@ _NO_EOS = -1
 
 
 class Completion(NamedTuple):
-    """What a prompt was continued with.
+    """Continuation of a prompt.
 
     Attributes:
         tokens: ids, without the end-of-text.
@@ -222,7 +222,7 @@ def _draw(
 
 
 def _readable(batch: Decoding) -> Decoding:
-    """What the host reads is whole on every device, so that every process can read it."""
+    """Replicate what the host reads, so that every process can read it."""
     tokens, ended = constrain(batch.tokens, None, None), constrain(batch.ended, None)
     return batch._replace(tokens=tokens, ended=ended)
 
@@ -235,7 +235,7 @@ def _split(cache: KVCache) -> KVCache:
 
 
 def padded_rows(rows: int, mesh: Mesh | None) -> int:
-    """As many that all data-parallel groups have as many."""
+    """Return the number of rows rounded up to a multiple of the data-parallel groups."""
     return _round_up(rows, data_parallel_size(mesh) if mesh else 1)
 
 

@@ -25,12 +25,12 @@ class Order(NamedTuple):
 
     @property
     def back(self) -> "Order":
-        """What undoes it."""
+        """Return the inverse order."""
         return Order(self.place, self.row)
 
 
 class Places(NamedTuple):
-    """Which row has which assignment.
+    """Assignment of every row of the grouped products.
 
     Attributes:
         row: of each assignment; N where it has none.

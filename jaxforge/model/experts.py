@@ -194,7 +194,7 @@ def _run(
     choice: tuple[Int[Array, "b s k"], Float[Array, "b s k"]],
     linears: Linears,
 ) -> tuple[Float[Array, "b s d"], Float[Array, "1"]]:
-    """What one device does: of a token's experts and their weights, with its share of experts."""
+    """Run the experts of one device on the tokens routed to them."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     expert_TK, weight_TK = (of_row.reshape(len(x_TD), -1) for of_row in choice)
     is_padding_TK = expert_TK == config.num_experts
@@ -260,7 +260,7 @@ def _bias_of_rows(
 def _within_capacity(
     expert_TK: Int[Array, "t k"], config: ModelConfig, has_padding: bool
 ) -> Int[Array, "t k"]:
-    """The experts, and `num_experts` in the place of those that were full.
+    """Replace experts whose capacity is used up by `num_experts`.
 
     As in KempnerForge: an expert takes so many tokens as their first choice, as many as their
     second and so on, in the order of the microbatch, which devices share. Padding takes no place,
@@ -295,7 +295,7 @@ def _by_all_to_all(
     linears: Linears,
     n_experts: int,
 ) -> Float[Array, "t d"]:
-    """The same with experts on several devices, in as many rounds as the fullest of them needs."""
+    """Run experts that are spread over devices, in as many rounds as the fullest device needs."""
     devices, (tokens, k) = collectives.axis_size(EXPERTS), expert_TK.shape
     most = tokens * min(k, n_experts // devices)  # a token's experts differ
     room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
@@ -326,7 +326,7 @@ def _by_all_to_all(
 
 
 class _Load(NamedTuple):
-    """What a device sends to each of the devices that have experts.
+    """Number of rows that a device sends to each device with experts.
 
     Attributes:
         places: assignments in the order of their experts.

@@ -1,4 +1,4 @@
-"""Which linear layers of a model multiply in 8 bits, and the amax that their scales remember.
+"""Linear layers that multiply in 8 bits, and the amax history of their scales.
 
 Never: embedding, output head (its product is in the loss), norms, routers. By default not experts
 either, as in KempnerForge, nor the first and the last layer, as in Megatron-LM's
@@ -29,7 +29,7 @@ _ADA = (8, 9)  # the first compute capability with products in 8 bits
 
 
 class Recipe(NamedTuple):
-    """What `[train]` says of 8-bit products; attributes are its keys without "fp8_"."""
+    """Settings of 8-bit products from `[train]`; attributes are the keys without "fp8_"."""
 
     scaling: str
     amax_history_len: int
@@ -91,7 +91,7 @@ def _is_excluded(name: str, recipe: Recipe) -> bool:
 
 
 def how_multiplied(recipe: Recipe, platform: str, capability: str | None, kind: str) -> str:
-    """What a platform makes of products in 8 bits, for the log.
+    """Return a description of how a platform computes products in 8 bits, for the log.
 
     Args:
         recipe: of the run.

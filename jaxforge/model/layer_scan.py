@@ -16,7 +16,7 @@ Layer = Callable[[Array, PyTree], tuple[Array, PyTree]]
 
 
 class Rows(NamedTuple):
-    """What layers have of their own.
+    """Per-layer inputs of a layer scan.
 
     Attributes:
         stacks: parameters by stack, one row for each of its layers.
@@ -89,7 +89,7 @@ def flattened(outs: PyTree) -> PyTree:
 
 
 def _rows_of(rows: Rows, plan: LayerPlan, layers: slice) -> Rows:
-    """Those of some consecutive layers; a stack that has none of them is left out."""
+    """Return the rows of consecutive layers; stacks without any of these layers are left out."""
     ours = {stack: plan.rows_in(stack, layers) for stack in rows.stacks}
     stacks = {
         stack: jax.tree.map(lambda leaf, at=at: leaf[at], rows.stacks[stack])

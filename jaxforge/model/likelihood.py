@@ -1,4 +1,4 @@
-"""How likely continuations are, many at once, on any mesh.
+"""Likelihood of continuations, batched, on any mesh.
 
 A batch is [rows, length] as in `decoding`, padded to a length out of a few. Logits are made where
 something is scored, and nowhere else. Continuations that differ in their last token alone, such as
@@ -34,7 +34,7 @@ class Continuation(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """What a model says of a continuation.
+    """Likelihood that a model assigns to a continuation.
 
     Attributes:
         log_probability: of all its tokens, in nats.
@@ -46,7 +46,7 @@ class Likelihood(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What the model reads, how many tokens before the last are scored, and where those are from.
+    """Input sequence, number of scored tokens at its end, and the indices of their continuations.
 
     Attributes:
         inputs: all but the last token.
@@ -108,7 +108,7 @@ class Scorer:
 
 
 def _rows(continuations: Sequence[Continuation], max_length: int) -> list[_Row]:
-    """What to read, each sequence once for all the tokens that may end it."""
+    """Return the sequences to read; continuations with the same context share one."""
     ends: dict[tuple[tuple[int, ...], int], dict[int, list[int]]]
     ends = defaultdict(lambda: defaultdict(list))
     for number, (context, tokens) in enumerate(continuations):

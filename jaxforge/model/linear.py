@@ -33,7 +33,7 @@ class Untrained(nnx.Variable):
 
 
 class Backward(NamedTuple):
-    """How the backward pass goes through a matrix that is split over devices.
+    """Backward pass of a product with a matrix that is split over devices.
 
     Attributes:
         dtype: in which devices add up their gradients of it.
@@ -78,7 +78,7 @@ class Declare(NamedTuple):
         return nnx.Param(values if factor == 1.0 else values * factor, axes=axes)
 
     def untrained(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> Untrained:
-        """What the model keeps besides its parameters, float32; arguments as of those."""
+        """Declare non-trainable float32 state; arguments as for parameters."""
         shape, axes = self._stacked(shape, axes)
         return Untrained(init(self.rngs.params(), shape, jnp.float32), axes=axes)
 
@@ -89,7 +89,7 @@ class Declare(NamedTuple):
 
 
 def is_matrix(axes: Axes) -> bool:
-    """Whether a parameter is more than a vector in each layer and expert."""
+    """Return whether a parameter has a matrix in each layer and expert."""
     return len([axis for axis in axes if axis not in (LAYERS, EXPERTS)]) > 1
 
 
@@ -310,7 +310,7 @@ def _rows_of_share(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Flo
 
 @jax.custom_vjp
 def _look_up(share: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-    """Rows of a table of which each device has a share. The gradient is that of its share."""
+    """Return rows of a table split over devices; the gradient is that of the local share."""
     rows, is_here = _own_rows(share, tokens)
     found = jnp.where(is_here[..., None], share[rows], 0)
     return collectives.psum(found, "vocab")

@@ -80,7 +80,7 @@ class MoE(nnx.Module):
 
 
 def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
-    """What a layer without experts tells where others have some."""
+    """Return the auxiliary outputs of a dense layer in a model with experts elsewhere."""
     zero, load = jnp.zeros(()), jnp.zeros((config.num_experts,))
     means = ["router_entropy", "aux_loss", "router_z", "dropped"]
     if config.bias_update != "none":
@@ -106,7 +106,7 @@ def expert_counts(config: ModelConfig, stats: dict[str, Array]) -> Float[Array, 
 def next_state(
     config: ModelConfig, state: Params, stats: dict[str, Array], progress: Float[Array, ""]
 ) -> Params:
-    """What routers keep, after an update.
+    """Return the state of the routers after an update.
 
     Args:
         config: the model.

@@ -1,4 +1,4 @@
-"""Maximal update parametrisation (muP): how a model changes with its width, all in one table.
+"""Maximal update parametrisation (muP): multipliers, initial values and rates by width.
 
 Tensor Programs V (arXiv:2203.03466), table 8, relative to a base width, where it is the standard
 parametrisation. With m = `model.dim` / `model.mup_base_width`:
@@ -33,7 +33,7 @@ def width_ratio(config: ModelConfig) -> float:
 
 
 def is_hidden(axes: Axes) -> bool:
-    """Whether a parameter is a matrix from width to width, in each layer and expert.
+    """Return whether a parameter is a width-to-width matrix in each layer and expert.
 
     Args:
         axes: its logical axes; what a model of one's own declares is told apart by them as well.
@@ -73,7 +73,7 @@ def output_multiplier(config: ModelConfig) -> float:
 
 
 def score_scale(config: ModelConfig) -> float | None:
-    """What multiplies attention scores; None: 1/√(head width).
+    """Return the factor of attention scores; None stands for 1/√(head width).
 
     √base / head width, where `mup_base_head_dim` says the base's: that is 1/√base there.
     """

@@ -176,5 +176,5 @@ def split_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
 
 
 def gather_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """As attention and feed-forward take it: all tokens that the devices of `tp` share, on each."""
+    """Gather the sequence over `tp`: attention and feed-forward need all tokens on each device."""
     return constrain(x_BSD, "batch", "context", None)

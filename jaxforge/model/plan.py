@@ -1,4 +1,4 @@
-"""Of which kind each layer is, and how kinds repeat.
+"""Kinds of layers, and the period in which kinds repeat.
 
 Layers with the same parameters are stacked, and differ in what they do with them: how far they look
 back, how they turn positions. Where some have experts and others have none, there are two stacks.
@@ -31,7 +31,7 @@ class Rope(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What a layer is besides its parameters.
+    """Structure of a layer, apart from its parameters.
 
     Known when it is compiled; or, where the stages of a pipeline run one program, by each device.
 
@@ -64,12 +64,12 @@ class LayerPlan(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers are of one kind, with one stack of parameters."""
+        """Return whether all layers are of one kind, with one stack of parameters."""
         return len(set(self.layers)) == 1 and len(set(self.stacks)) == 1
 
     @property
     def period(self) -> "Period":
-        """What of it a scan runs over."""
+        """Period of layers that a scan iterates over."""
         return period_of(tuple(zip(self.layers, self.stacks, strict=True)))
 
     def rows_in(self, stack: str, layers: slice) -> slice:
@@ -78,7 +78,7 @@ class LayerPlan(NamedTuple):
         return slice(self.stacks[:first].count(stack), self.stacks[:end].count(stack))
 
     def turns(self, kind: LayerKind) -> bool:
-        """Whether layers of a kind have rotary positions, or may have them."""
+        """Return whether layers of a kind may have rotary positions."""
         ropes = self.ropes[kind.rope : kind.rope + 1] if isinstance(kind.rope, int) else self.ropes
         return ropes != (None,)
 
@@ -122,7 +122,7 @@ def plan_of(config: ModelConfig) -> LayerPlan:
 
 @functools.cache
 def period_of(kinds: Sequence[Hashable]) -> Period:
-    """What repeats in the kinds of layers, such that the fewest of them have to be compiled.
+    """Return the shortest period of the kinds of layers, so that the fewest layers are compiled.
 
     Args:
         kinds: of each layer, a tuple.

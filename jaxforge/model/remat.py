@@ -1,4 +1,4 @@
-"""What the backward pass recomputes: `train.activation_checkpointing`.
+"""Rematerialisation of the backward pass (`train.activation_checkpointing`).
 
 none        everything is saved
 full        only the input of each block is saved
@@ -42,7 +42,7 @@ _OFFLOADING = {
 
 
 def computes_again(save: str) -> bool:
-    """Whether the backward pass computes blocks again, all or a part."""
+    """Return whether the backward pass recomputes all or a part of each block."""
     return save not in ("none", "selective", "everything_saveable")
 
 
@@ -70,7 +70,7 @@ def attention(save: str, attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class InPipeline(NamedTuple):
-    """What a pipeline stage saves.
+    """Values that a pipeline stage saves.
 
     Attributes:
         save: for `block`, inside the stage.
@@ -82,7 +82,7 @@ class InPipeline(NamedTuple):
 
 
 def in_pipeline(save: str) -> InPipeline:
-    """What `train.activation_checkpointing` stands for between forward and backward of a stage."""
+    """Return what a stage saves for its backward under `train.activation_checkpointing`."""
     if save == "full":
         return InPipeline(_PRODUCTS_BUT_ATTENTION, saves_residuals=False)
     names = {"none": _PRODUCTS, "selective": _PRODUCTS_BUT_ATTENTION}

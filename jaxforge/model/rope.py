@@ -80,7 +80,7 @@ def inverse_frequencies(rope: Rope, size: int) -> np.ndarray:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """What multiplies rotated queries and keys: 1 but for YaRN and LongRoPE."""
+    """Return the factor of rotated queries and keys: 1 except for YaRN and LongRoPE."""
     if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -151,7 +151,7 @@ def _yarn_scaled(frequencies: np.ndarray, theta: float, scaling: RopeScaling) ->
 def _by_length(
     rope: Rope, scaling: RopeScaling, size: int, tokens: Int[Array, "*b 1 1"]
 ) -> Float[Array, "*b 1 half"]:
-    """Frequencies for sequences of so many tokens.
+    """Return the rotary frequencies for sequences of the given number of tokens.
 
     LongRoPE (arXiv:2402.13753) has others beyond the original length. Dynamic scaling (NTK-aware)
     then raises the base by (factor · tokens / original - factor + 1)^(size / (size - 2)).

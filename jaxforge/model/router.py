@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what that adds to the loss.
+"""Routers of experts: the choice of experts for each token, and its terms of the loss.
 
     softmax_topk    p = softmax(x Wᵀ); the k experts of the largest p (Mixtral, arXiv:2401.04088)
     sigmoid_topk    s = sigmoid(x Wᵀ), each expert on its own; the k largest (arXiv:2412.19437)
@@ -33,7 +33,7 @@ _EMA_DECAY = 0.99  # KempnerForge's
 
 
 class Routing(NamedTuple):
-    """Where tokens go.
+    """Routing decision for a batch of tokens.
 
     Attributes:
         experts: the k experts of each token; `num_experts` for padding, which goes to none.
@@ -135,7 +135,7 @@ class Router(nnx.Module):
         loss_weights: LossWeights,
         is_real: Bool[Array, "b s"] | None,
     ) -> AuxOutputs:
-        """What is told of some tokens; experts' assignments are those here, and of all devices."""
+        """Return auxiliary outputs of routed tokens; assignments are counted locally and globally."""
         local, counts = assigned
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
         if is_real is not None:

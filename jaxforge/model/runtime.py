@@ -1,4 +1,4 @@
-"""How a model is run on each platform: what changes speed and memory, and no result."""
+"""Execution of a model on each platform: choices that change speed and memory, but no result."""
 
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class Runtime(NamedTuple):
     wholly_manual: bool = True
 
     def attention_of(self, devices: int) -> str:
-        """Which attention runs where so many devices share a sequence, and why, for a reader."""
+        """Describe the attention kernel for sequences shared by this many devices, and the reason."""
         if devices > 1 and self.context == "ring":
             return f"{self.ring}, ring of {devices}"
         name = self.attention + (f" ({self.why_attention})" if self.why_attention else "")
@@ -74,7 +74,7 @@ def gpu_capability(device: jax.Device) -> str | None:
 def runtime_for(
     config: JobConfig, dtype: jnp.dtype, platform: str, capability: str | None = None
 ) -> Runtime:
-    """What suits a platform.
+    """Return the runtime for a platform.
 
     Args:
         config: a validated config.

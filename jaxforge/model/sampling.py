@@ -12,7 +12,7 @@ another token than the likeliest would need logits that differ by less than 1e-3
 
 
 class Sampling(NamedTuple):
-    """How the next token is drawn.
+    """Settings of drawing the next token.
 
     Attributes:
         temperature: divides the logits; 0, or less than `LEAST_TEMPERATURE`, takes the likeliest

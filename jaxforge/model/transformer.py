@@ -66,7 +66,7 @@ class Declared(NamedTuple):
 
 
 class Model:
-    """The decoder as pure functions over a plain pytree of parameters.
+    """Decoder as pure functions of a plain pytree of parameters.
 
     Args:
         config: the `[model]` section.
@@ -145,7 +145,7 @@ class Model:
         return self._stacked(nnx.to_pure_dict(nnx.state(self._declare(key), nnx.Param)))
 
     def initial_state(self) -> Params:
-        """What is not trained, before the first step."""
+        """Return the initial non-trainable state."""
         if not self.state.abstract:
             return {}
         found = nnx.state(self._declare(jax.random.key(0)), Untrained)
@@ -153,11 +153,11 @@ class Model:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients would vanish in the range of the dtype, if the loss were not scaled."""
+        """Return whether gradients would underflow in the compute dtype without loss scaling."""
         return self.dtype == jnp.float16
 
     def next_state(self, state: Params, stats: Params, progress: Float[Array, ""]) -> Params:
-        """What is not trained, after an update.
+        """Return the non-trainable state after an update.
 
         Args:
             state: before it.
@@ -172,7 +172,7 @@ class Model:
 
     @property
     def remembers_amax(self) -> bool:
-        """Whether 8-bit products are scaled by what earlier updates saw."""
+        """Return whether 8-bit products are scaled by the amax of earlier updates."""
         return self.recipe is not None and self.recipe.scaling == "delayed"
 
     def next_params(self, params: Params, state: Params, progress: Float[Array, ""]) -> Params:
@@ -207,7 +207,7 @@ class Model:
         lengths: Int[Array, "b 1"] | None = None,
         capture: Capture = NO_CAPTURE,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """Final hidden states of a microbatch, and what comes of its layers besides, stacked.
+        """Return final hidden states of a microbatch, and the stacked outputs of its layers.
 
         Args:
             params: the parameters, and what is not trained among them (`join`).
@@ -263,7 +263,7 @@ class Model:
         return self.logits(params, hidden_BSD), out.cache
 
     def embed(self, params: Params, batch: Batch) -> Float[Array, "b s d"]:
-        """What enters the first block, of a microbatch.
+        """Return the input of the first block for a microbatch.
 
         Where positions are learned, those of "positions", or else of each packed document from 0
         on, are added to the embeddings.
@@ -294,7 +294,7 @@ class Model:
         lengths: Int[Array, "b 1"] | None = None,
         loss_weights: LossWeights | None = None,
     ) -> Context:
-        """What all blocks are told of the tokens that `x` stands for.
+        """Return the properties of the tokens `x` that all blocks share.
 
         `lengths` are those of whole sequences, by which some rotary positions go; by default, as
         many tokens as there are in `x`.
@@ -348,7 +348,7 @@ class Model:
         return x, cache, tuple(outputs)
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
+        """Return the scaled final norm of the last block's output, the input of `head`."""
         hidden_BSD = self.module("norm", params["norm"])(x_BSD)
         scale = mup.output_multiplier(self.config) / self.config.logits_scaling
         return gather_sequence(times(hidden_BSD, scale))

@@ -1,4 +1,4 @@
-"""Numbers in eight bits, for moments: a block of them shares a scale.
+"""Eight-bit storage of moments: blocks of numbers share a scale.
 
 32 numbers along the last dimension but one are a block. Its scale is the smallest power of two that
 none of them exceeds, stored as its exponent: size and scale of a block are those of the OCP MX
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
 
 
 def packs(shape: tuple[int, ...], axes: Axes) -> bool:
-    """Whether moments of such a parameter can be packed: it is a matrix, of whole blocks.
+    """Return whether moments of a parameter can be packed: a matrix of whole blocks.
 
     What cannot is small (norms, biases), or of a shape that no model of ours has.
     """
@@ -53,7 +53,7 @@ def packs(shape: tuple[int, ...], axes: Axes) -> bool:
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of the scales of so many numbers; what splits these splits those."""
+    """Return the shape of the scales; it is sharded like the numbers."""
     return (*shape[:-2], shape[-2] // BLOCK, shape[-1])
 
 
@@ -86,7 +86,7 @@ def unpack(packed: Packed) -> Float[Array, "r c"]:
 
 
 def _exponents(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Of the smallest powers of two that are no less than x, with float32's bias; 0 for 0."""
+    """Return biased float32 exponents of the smallest powers of two not below x; 0 for 0."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     above = (bits & 0x7FFFFF) != 0
     return jnp.minimum((bits >> 23) + above.astype(jnp.uint32), _LARGEST)

@@ -14,7 +14,7 @@ from jaxforge.optim.trees import state_type
 def from_optax(
     transform: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """What `register_optimizer` wants, of an optax optimizer that has its learning rate already.
+    """Adapt an optax optimizer that includes its learning rate for `register_optimizer`.
 
     Its state becomes a named tuple of arrays and of trees shaped like the parameters, by the names
     that optax gives them (`mu`, `nu`, `trace`, `count` ...), and so is sharded and saved as ours

@@ -1,4 +1,4 @@
-"""What moments are kept in, and how they advance in it.
+"""Storage formats of optimizer moments, and their updates.
 
 In a floating-point type a leaf advances as a whole, and XLA makes one pass over it of everything.
 In eight bits (`optim.eight_bit`) wide copies of all moments at once would cost more than is saved:
@@ -112,7 +112,7 @@ def joined(values: PyTree, scales: PyTree | None) -> PyTree:
 
 
 def parted(moments: PyTree) -> tuple[PyTree, PyTree | None]:
-    """What `joined` made one."""
+    """Split what `joined` has joined."""
     flat = flatten_dict(moments)
     packed = {k: leaf for k, leaf in flat.items() if isinstance(leaf, Packed)}
     values = {k: leaf.values if k in packed else leaf for k, leaf in flat.items()}
@@ -120,7 +120,7 @@ def parted(moments: PyTree) -> tuple[PyTree, PyTree | None]:
 
 
 def advances_in_place(leaf: Array) -> bool:
-    """Whether an array of an optimizer's state is of moments in eight bits, or on the host."""
+    """Return whether an optimizer state array holds 8-bit or host-offloaded moments."""
     return leaf.dtype in (SIGNED, ROOT) or _is_on_host(leaf)
 
 

@@ -143,7 +143,7 @@ def muon(
 
 
 def muon_takes(shape: tuple[float, ...], axes: tuple[str, ...]) -> bool:
-    """Whether a parameter is a matrix in each layer, and at most ten times as long as wide.
+    """Return whether a parameter has a matrix in each layer, at most ten times as long as wide.
 
     Nothing else counts: an embedding or output head of such a shape is Muon's.
     """

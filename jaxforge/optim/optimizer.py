@@ -96,7 +96,7 @@ _register("schedule_free_adamw", schedule_free_adamw)
 
 
 def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
-    """What all of ours take."""
+    """Return the arguments that all built-in rules share."""
     return {
         "betas": config.optimizer.betas,
         # Adam's, as much smaller as gradients are (`model.mup`).
@@ -116,7 +116,7 @@ def _factors(
 
 
 def _kept(train: TrainConfig, axes: PyTree) -> Kept:
-    """What moments are stored in."""
+    """Return the storage format of moments."""
     if train.opt_state_dtype == EIGHT_BIT:
         return EightBit(axes, train.seed)
     dtype = jnp.dtype(train.opt_state_dtype)

@@ -15,7 +15,7 @@ from jaxforge.state.checksum import fmix32, places
 
 
 def key_of(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
-    """What the bits of an array are drawn by, the nth time.
+    """Return the key of an array's random bits for its nth draw.
 
     Args:
         seed: of the run.
@@ -39,7 +39,7 @@ def words(
     first: Int[Array, ""] | int,
     rows: int,
 ) -> UInt32[Array, "r c"]:
-    """The same bits, for some rows of the part of an array that a device has.
+    """Return the random words of some rows of this device's part of an array.
 
     Args:
         key: as of `key_of`.

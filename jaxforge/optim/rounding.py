@@ -1,4 +1,4 @@
-"""How parameters in bfloat16 take updates that are smaller than their last digit.
+"""Parameters in bfloat16: rounding of updates smaller than their last digit.
 
     nearest      p ← bf16(p + u): what is below half of the last digit of p is lost
     stochastic   up or down at random, so that E[p] = p + u: with r of 16 random bits, the bits of
@@ -25,7 +25,7 @@ Apply = Callable[[PyTree, PyTree, PyTree, Int[Array, ""]], tuple[PyTree, PyTree]
 
 
 class CompensationState(NamedTuple):
-    """What is still to be added to each parameter."""
+    """Compensation of rounding errors for each parameter."""
 
     compensation: PyTree
 
@@ -40,7 +40,7 @@ def compensation() -> optax.GradientTransformation:
 
 
 def applying(train: TrainConfig) -> Apply:
-    """What adds updates to parameters, as `train.param_rounding` says."""
+    """Return the function that adds updates to parameters, as `train.param_rounding` selects."""
     if train.param_rounding == "stochastic":
         return lambda params, updates, state, step: (
             stochastic(params, updates, train.seed, step), state

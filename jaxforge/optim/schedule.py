@@ -90,7 +90,7 @@ def learning_rate(config: JobConfig) -> Rate:
 
 
 def learning_rate_after(config: JobConfig, updates: int) -> float:
-    """Learning rate of the next update when so many are made, without compiling anything.
+    """Return the learning rate of the next update without compiling anything.
 
     Args:
         config: the run's config.

@@ -31,7 +31,7 @@ def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def join(one: PyTree, other: PyTree) -> dict[str, Any]:
-    """What `split` took apart."""
+    """Join what `split` has split."""
     return unflatten_dict({**flatten_dict(one), **flatten_dict(other)})
 
 

@@ -35,7 +35,7 @@ def varying_axes(arrays: PyTree) -> frozenset[str]:
 
 
 def varying(array: Array, axes: frozenset[str]) -> Array:
-    """The same array, as one that varies over at least these manual mesh axes."""
+    """Return the array marked as varying over at least these manual mesh axes."""
     return jax.lax.pcast(array, tuple(sorted(axes - varying_axes(array))), to="varying")
 
 
@@ -45,7 +45,7 @@ def _manual_axes(axis: str) -> tuple[str, ...]:
 
 
 def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
-    """Whether the partitioner adds up gradients over devices, and in another dtype than products.
+    """Return whether gradients are reduced over devices in another dtype than that of the products.
 
     It does where it splits the batch; else devices have gradients of their own, or are alone.
 
@@ -60,7 +60,7 @@ def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
 
 
 def first_index(axis: str, size: int) -> Array | int:
-    """Where the `size` entries begin that a device holds of a dimension."""
+    """Return the first index of this device's share of a dimension."""
     names = split_over(axis)
     return jax.lax.axis_index(names) * size if names else 0
 
@@ -106,13 +106,13 @@ def all_to_all(x: Array, axis: str, split: int = 0, join: int = 0) -> Array:
 
 
 def all_gather(x: Array, axis: str, join: int) -> Array:
-    """What the devices that hold the parts of a logical axis have, joined along a dimension."""
+    """Gather the shares of a logical axis and join them along a dimension."""
     names = split_over(axis)
     return jax.lax.all_gather(x, names, axis=join, tiled=True) if names else x
 
 
 def passed_on(x: Array, axis: str) -> Array:
-    """What the device before has, of those that hold the parts of a logical axis, in a ring."""
+    """Shift arrays along a ring of devices: return what the previous device holds."""
     names = split_over(axis)
     if not names:
         return x
@@ -121,7 +121,7 @@ def passed_on(x: Array, axis: str) -> Array:
 
 
 def sum_before(x: Array, axis: str) -> Array:
-    """What the devices that hold earlier parts of a dimension have together."""
+    """Return the exclusive cumulative sum over the devices of a dimension."""
     names = split_over(axis)
     if not names:
         return jnp.zeros_like(x)

@@ -1,4 +1,4 @@
-"""What a device can hold, and how one says that it cannot."""
+"""Memory of a device, and out-of-memory errors."""
 
 import math
 import os
@@ -16,7 +16,7 @@ _WORDS = ("resource_exhausted", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of JAX or Python says so; XLA has no class for it."""
+    """Return whether an error means that memory ran out; XLA has no class for it."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(word in text for word in _WORDS)
 

@@ -37,7 +37,7 @@ class GpuTarget(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """One JAX device: a chip, on TPU7x half a chip.
+    """Published figures of a JAX device: a chip, or half a chip on TPU7x.
 
     Attributes:
         name: as people call it, and as a topology begins.

@@ -1,4 +1,4 @@
-"""What glibc's malloc does with memory that is freed: kept for a step, given up by a conversion.
+"""Settings of glibc's malloc: freed memory is retained for steps and released for conversions.
 
 Each run of an executable of XLA:CPU allocates its temporary buffers anew. glibc gives large blocks
 back to the system when they are freed, and the system clears every page before it hands it out
@@ -32,7 +32,7 @@ def keep_freed_memory() -> bool:
 
 
 def share_heaps() -> bool:
-    """Two heaps for all threads, not eight for each core, of which each keeps what it once held.
+    """Let all threads share two heaps instead of eight per core.
 
     To be called before threads start; a user's own settings are left alone.
 
@@ -54,7 +54,7 @@ def _set(settings: dict[int, int]) -> bool:
 
 
 def _computes_on_cpu() -> bool:
-    """What can be told without starting JAX's backends."""
+    """Return whether computation runs on the CPU, without starting JAX's backends."""
     import jax  # here, for a conversion may not need it
 
     if platforms := jax.config.values["jax_platforms"]:

@@ -61,7 +61,7 @@ def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) ->
 
 
 def abstract_mesh(config: JobConfig, n_devices: int) -> AbstractMesh:
-    """The same axes without devices: shapes and shardings of a machine of which nothing is known.
+    """Return a mesh without devices, for shapes and shardings on hypothetical hardware.
 
     Args:
         config: a config that `rules.check` has passed.
@@ -88,7 +88,7 @@ def token_parallel_size(mesh: Mesh | AbstractMesh) -> int:
 
 
 def arrange(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Which device is where in a mesh.
+    """Return the arrangement of devices in a mesh.
 
     Args:
         shape: size of each axis, in the order of `AXES`.
@@ -195,7 +195,7 @@ def _tell_what_leaves_nodes(arranged: np.ndarray) -> None:
 
 
 def _copies(dim: int, asked: Mapping[str, int], shape: Mapping[str, int]) -> str:
-    """What a dp_shard that does not divide costs, and which would."""
+    """Describe the cost of a dp_shard that does not divide, and sizes that would."""
     copies, width = shape["dp_replicate"] // asked["dp_replicate"], dim // asked["ep"]
     whole = [size for size in range(1, width + 1) if width % size == 0]
     better = {

@@ -46,7 +46,7 @@ should it die meanwhile, its heartbeat tells."""
 
 
 def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.environ) -> None:
-    """Calls `jax.distributed.initialize` when the environment describes several processes.
+    """Call `jax.distributed.initialize` if the environment describes several processes.
 
     Must run before the first JAX computation. Does nothing for a process on its own. From here on
     JAX ends this process (`Exit.ABORTED`) when another one of the job is gone.

@@ -140,7 +140,7 @@ def parts_of_sequences(x_BS: Array) -> Array:
 
 
 def whole_sequences(x_PS: Array, batch: int) -> Array:
-    """What `parts_of_sequences` has cut of so many sequences, [b, s, ...]."""
+    """Undo `parts_of_sequences`: return whole sequences [b, s, ...]."""
     parts, length = x_PS.shape[0] // batch, x_PS.shape[1]
     if parts == 1:
         return x_PS
@@ -167,7 +167,7 @@ def automatic_spec(*axes: str | None) -> P:
 
 
 def automatic_axes() -> frozenset[str]:
-    """Axes of the mesh at hand that are left to the partitioner; none where there is no mesh."""
+    """Return the axes of the current mesh that the partitioner handles; none without a mesh."""
     return frozenset(axes_of_type(AxisType.Auto))
 
 
@@ -191,13 +191,13 @@ def group_axes(axes: Axes) -> tuple[str, ...]:
 
 
 def axes_size(names: Iterable[str]) -> int:
-    """Over how many devices some axes of the mesh at hand go."""
+    """Return the number of devices along some axes of the current mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in names)
 
 
 def size_per_device(size: int, axis: str) -> int:
-    """What one device holds of a dimension that `constrain` lays out as `axis`, rounded up."""
+    """Return a device's share, rounded up, of a dimension that `constrain` lays out as `axis`."""
     return -(-size // automatic_size(axis))
 
 
@@ -214,7 +214,7 @@ def _automatic(axis: str | None) -> tuple[str, ...]:
 
 
 def axes_of_type(kind: AxisType) -> tuple[str, ...]:
-    """Axes of the mesh at hand that are automatic, or manual: taken over by a `shard_map`."""
+    """Return the current mesh's axes of one type: automatic, or manual in a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, of_axis in kinds if of_axis == kind)

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds which layer, and how stages run one after another."""
+"""Assignment of layers to pipeline stages, and a forward pass through the stages."""
 
 import functools
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Stack(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether row i holds layer i, and there is no other row."""
+        """Return whether row i holds layer i and no other rows exist."""
         return self.layers == len(self.rows()) and (self.stages == 1 or self.chunks == 1)
 
     def rows(self) -> np.ndarray:
@@ -73,7 +73,7 @@ def split_layers(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
 
 
 def only_rows(kept: Bool[Array, "rows"] | np.ndarray, by_row: Array) -> Array:
-    """What some rows have, and zeros in the place of the others."""
+    """Return the values of some rows, and zeros for the others."""
     return jnp.where(kept.reshape(-1, *(1,) * (by_row.ndim - 1)), by_row, 0)
 
 
@@ -84,7 +84,7 @@ Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
 def forward_pipeline(
     run: Run, stack: Stack, layers: PyTree, x: Array, place: PyTree, cache: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
-    """Runs layers whose rows are split over `pp`: each stage waits for the one before.
+    """Run layers that are split over `pp`: each stage waits for the one before it.
 
     For one batch that goes forward only. All stages compute at a time, most of them in vain: a
     stage's result counts from the turn on in which its input has come. It keeps that input, so that

@@ -46,7 +46,7 @@ def _target_config(chip: hardware.Chip) -> str:
 
 
 def gpu_compiler_is_here() -> bool:
-    """Whether XLA's compiler for NVIDIA GPUs is installed."""
+    """Return whether XLA's compiler for NVIDIA GPUs is installed."""
     return _is_installed("jax_plugins.xla_cuda13")
 
 
@@ -73,7 +73,7 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
 
 
 def tpu_compiler_is_here() -> bool:
-    """Whether XLA's compiler for TPUs is installed."""
+    """Return whether XLA's compiler for TPUs is installed."""
     return _is_installed("libtpu")
 
 

@@ -28,7 +28,7 @@ EXPERTS, CONTEXT = "experts", "context parallelism"
 
 
 def traits(config: JobConfig) -> tuple[str, ...]:
-    """What of a step some flags are for."""
+    """Return the traits of a step that flags apply to."""
     has = {EXPERTS: config.model.is_moe, CONTEXT: config.distributed.cp > 1}
     return tuple(name for name, is_so in has.items() if is_so)
 
@@ -55,7 +55,7 @@ class Flag(NamedTuple):
     only_with: tuple[str, ...] = ()
 
     def fits(self, platform: str, kind: str, has: Collection[str]) -> bool:
-        """Whether it is for devices of this platform and `device_kind`, and such a step."""
+        """Return whether the flag applies to this platform, device kind and step."""
         is_for_step = not self.only_with or any(trait in has for trait in self.only_with)
         is_for_device = not self.devices or kind in self.devices
         return platform == self.platform and is_for_device and is_for_step
@@ -132,7 +132,7 @@ def compiler_options(
     *,
     has: Collection[str] = (),
 ) -> dict[str, Option]:
-    """What to compile the step with.
+    """Return the compiler options of the step.
 
     Args:
         device: any device of the mesh.

@@ -1,1 +1,1 @@
-"""What a step changes, and what a checkpoint holds."""
+"""State of training: arrays that a step changes and a checkpoint holds."""

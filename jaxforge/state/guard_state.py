@@ -1,4 +1,4 @@
-"""What the guard of the step (`step.guard`) knows of the steps before."""
+"""State of the step's guard (`step.guard`) from earlier steps."""
 
 from typing import Any, NamedTuple
 
@@ -44,5 +44,5 @@ class GuardState(NamedTuple):
         return cls(consecutive, total, nonfinite, spikes, good, losses, *scale)
 
     def arrays(self) -> dict[str, Any]:
-        """What there is of it, by name: without a scale, where the loss has none."""
+        """Return the arrays by name, without the loss scale if there is none."""
         return {name: leaf for name, leaf in self._asdict().items() if leaf is not None}

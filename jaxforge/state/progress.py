@@ -1,4 +1,4 @@
-"""Where a run stands, as readable JSON beside the arrays of each checkpoint."""
+"""Progress of a run, stored as readable JSON in each checkpoint."""
 
 import dataclasses
 import math
@@ -109,7 +109,7 @@ class Progress:
         self.nonfinite, self.spikes = int(guard.nonfinite), int(guard.spikes)
 
     def note_metric(self, value: float) -> bool:
-        """Whether `value` is the best so far; if so it is kept."""
+        """Record the value if it is the best so far; return whether it is."""
         if math.isnan(value) or (self.best_metric is not None and value >= self.best_metric):
             return False
         self.best_metric, self.best_step = value, self.step

@@ -1,4 +1,4 @@
-"""What a step changes: parameters, optimizer state, counters."""
+"""Train state: parameters, optimizer state and counters."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from jaxforge.state.wide_count import WideCount
 
 
 class Counts(NamedTuple):
-    """What `Progress` counts too: the device alone knows which steps were attempted and applied.
+    """Device counters that `Progress` follows: only the device knows which steps were applied.
 
     Attributes:
         samples: sequences drawn from the data by attempted steps.
@@ -36,14 +36,14 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, progress: Progress) -> "Counts":
-        """As of `progress`, which is what a checkpoint holds of them."""
+        """Return the counts of `progress`, as a checkpoint holds them."""
         return cls(*(WideCount.of(getattr(progress, name)) for name in cls._fields))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """One pytree: donated to the step, written to checkpoints.
+    """Train state as one pytree: donated to the step, written to checkpoints.
 
     Attributes:
         step: steps attempted, bad ones included; each consumed one batch.
@@ -146,7 +146,7 @@ def _check_blocks(
 
 
 def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """What `whole` holds in the places that `part` has: not every parameter need have a moment."""
+    """Return the entries of `whole` at the paths of `part`; not every parameter has a moment."""
     return {
         name: part_like(node, whole[name]) if isinstance(node, dict) else whole[name]
         for name, node in part.items()

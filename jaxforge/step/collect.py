@@ -1,4 +1,4 @@
-"""What a step computes besides its loss, for those who ask: see `COLLECTED`.
+"""Optional outputs of a step next to its loss: `COLLECTED`.
 
 Everything here stays on the device until it is read.
 """
@@ -68,7 +68,7 @@ def check_collect(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
-    """What `names` ask for, traced as a part of the step."""
+    """Return the values that `names` request, traced as a part of the step."""
     return {name: _COLLECTORS[name](step) for name in names}
 
 

@@ -68,7 +68,7 @@ class LossSum(NamedTuple):
 
 
 class WeightedLoss(NamedTuple):
-    """Of a microbatch.
+    """Weighted loss of a microbatch.
 
     Attributes:
         cross_entropy: loss_weights.token · Σ -log p(label).
@@ -87,14 +87,14 @@ class WeightedLoss(NamedTuple):
 
 
 def valid_tokens(labels: Int[Array, "... b s"]) -> Int[Array, "..."]:
-    """How many labels of each batch count."""
+    """Return the number of labels of each batch that count."""
     return jnp.sum(labels != IGNORE, axis=(-2, -1), dtype=jnp.int32)
 
 
 def valid_tokens_by_dataset(
     labels: Int[Array, "m b s"], dataset_mask: Bool[Array, "m b n"]
 ) -> Int[Array, "n"]:
-    """How many labels of each dataset count."""
+    """Return the number of labels of each dataset that count."""
     of_row = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.int32)
     return jnp.sum(jnp.where(dataset_mask, of_row[..., None], 0), axis=(0, 1))
 
@@ -113,7 +113,7 @@ def token_weights(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
 
 
 class Tiling(NamedTuple):
-    """How logits are made: how many of them exist at a time, and what bounds them.
+    """Layout of logits: the number that exists at a time, and the limit on it.
 
     Attributes:
         tokens: of each sequence.
@@ -127,7 +127,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int | None) -> Tiling:
-    """What `train.loss_fn` stands for, for a microbatch [batch, length].
+    """Resolve `train.loss_fn` for a microbatch [batch, length].
 
     Args:
         config: the `[train]` section.
@@ -185,7 +185,7 @@ class _Masks(NamedTuple):
 
 
 def _by_part(hidden_BSD: Array, labels_BS: Array, masks: _Masks) -> tuple[Array, Array, _Masks]:
-    """The same of parts of sequences that no device axis splits, as sequences."""
+    """Compute the loss of parts of sequences that no device axis splits, as sequences."""
     parts, (dataset, padding) = automatic_size("context"), masks
     if dataset is not None and parts > 1:
         dataset = jnp.tile(dataset, (parts, 1))

@@ -146,7 +146,7 @@ class Executable:
 
 
 def _surroundings(mesh: Mesh) -> dict[str, Any]:
-    """What a step can only run in: versions of packages, and devices in the order of the mesh."""
+    """Return the requirements of a compiled step: package versions, and devices in mesh order."""
     devices: list[jax.Device] = list(mesh.devices.flat)
     packages = PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
     return {
@@ -157,7 +157,7 @@ def _surroundings(mesh: Mesh) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """As installed; empty where it is not."""
+    """Return the installed version of a package, or an empty string."""
     try:
         return version(package)
     except PackageNotFoundError:

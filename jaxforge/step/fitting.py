@@ -1,4 +1,4 @@
-"""Whether a step fits a device, and how large a batch would, from shapes in milliseconds.
+"""Fit of a step on a device, and the largest batch that fits, estimated from shapes.
 
 `step.memory` has the estimate, which is exact for the state and a rule of thumb for the rest;
 `jaxforge plan` compiles the step, and knows.
@@ -24,7 +24,7 @@ _MOST_ROWS = 1 << 16
 
 
 class Fit(NamedTuple):
-    """Of a config on devices of one kind.
+    """Memory estimate of a config on devices of one kind.
 
     Attributes:
         memory: of a device, estimated.
@@ -46,7 +46,7 @@ def fit(
     mesh: Mesh | AbstractMesh,
     capacity: int,
 ) -> Fit:
-    """What a step takes of a device, and how many sequences it would hold.
+    """Estimate a step's memory on a device, and the number of sequences that would fit.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
@@ -72,7 +72,7 @@ def fit(
 
 
 def with_rows(config: JobConfig, rows: int) -> JobConfig:
-    """The config with so many sequences of a microbatch on each device."""
+    """Return the config with this number of sequences per device in a microbatch."""
     changed = {"batch_size": rows, "global_batch_size": None}
     return config.model_copy(update={"train": config.train.model_copy(update=changed)})
 

@@ -44,7 +44,7 @@ class Activations:
         self._of_sequence = jax.jit(of_sequence, out_shardings=everywhere)
 
     def __call__(self, params: Params, batch: Batch, rows: Sequence[int]) -> Iterator[Values]:
-        """Those of some rows of a batch, one sequence after another: no device has more whole.
+        """Yield the values of some rows of a batch, one sequence at a time to bound memory.
 
         All processes take part, and each gets them.
 

@@ -1,4 +1,4 @@
-"""What `train.grad_sync = "auto"` stands for on a mesh: whether whole gradients fit on a device."""
+"""Resolution of `train.grad_sync = "auto"`: "update" if whole gradients fit on a device."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ _USABLE = 0.85
 
 
 class GradSync(NamedTuple):
-    """How gradients are reduced between data-parallel devices.
+    """Reduction of gradients between data-parallel devices.
 
     Attributes:
         mode: "update" or "microbatch", as `step.gradients` explains them.

@@ -68,7 +68,7 @@ the data have is handed to model and loss, microbatch by microbatch.
 
 
 class Loss(NamedTuple):
-    """Of an update, or of a part of it.
+    """Loss of an update, or of a part of it.
 
     Attributes:
         aux: terms of the loss, those of layers included; metrics and statistics of the loss.
@@ -80,12 +80,12 @@ class Loss(NamedTuple):
 
     @property
     def value(self) -> Float[Array, ""]:
-        """What is minimised."""
+        """Return the minimised value."""
         return self.aux.loss
 
     @property
     def statistics(self) -> PyTree:
-        """What untrained state is updated from."""
+        """Return the statistics that update non-trainable state."""
         return {**self.aux.statistics, LAYERS: self.layers.statistics}
 
 
@@ -103,7 +103,7 @@ and the loss; both of the loss times the scale."""
 
 
 def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
-    """What makes the gradients of an update."""
+    """Return the function that computes the gradients of an update."""
     train, stages = config.train, _stages(mesh)
     by_group = train.grad_sync == "update" and token_parallel_size(mesh) > 1
     add_up = functools.partial(pipelined if stages else accumulate, model, config, by_group)
@@ -129,7 +129,7 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
 
 
 def with_dataset_mask(batch: Batch, n_datasets: int) -> Batch:
-    """A batch of a mixture with `dataset_mask` [m, b, datasets]: of which dataset a sequence is."""
+    """Add `dataset_mask` [m, b, datasets], which tells the dataset of each sequence, to a batch."""
     if not n_datasets:
         return batch
     rest = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
@@ -197,7 +197,7 @@ def _copies_of_group(model: Model, params: Params, weights: Array) -> tuple[Para
 
 
 def _of_group(grads: Params, loss: Loss) -> tuple[Params, Loss]:
-    """Return gradients and loss with a leading dimension, of which each group has one entry."""
+    """Return gradients and loss with a leading dimension of one entry per device group."""
     return jax.tree.map(lambda x: x[None], (grads, loss))
 
 
@@ -280,7 +280,7 @@ def _stage_functions(
 
 
 def _checked(model: Model, mesh: Mesh) -> bool:
-    """Whether `shard_map` can tell over which devices results vary."""
+    """Return whether `shard_map` can check over which devices results vary."""
     is_opaque = BACKENDS[model.runtime.attention].is_opaque or mesh.shape["cp"] > 1
     return not (is_opaque or model.config.is_moe)
 
@@ -296,7 +296,7 @@ def _stages(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _specs(axes: PyTree, manual: tuple[str, ...], *, grouped: bool = False) -> PyTree:
-    """How weights that are used are split over some mesh axes.
+    """Return the PartitionSpecs of weights for some mesh axes.
 
     Args:
         axes: their logical axes.
@@ -319,7 +319,7 @@ def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
 def update_loss_weights(
     batch: Batch, config: TrainConfig, scale: Array | None = None
 ) -> LossWeights:
-    """What numbers count for in the loss of an update; `token` has one for each microbatch.
+    """Return the loss weights of an update; `token` has one entry per microbatch.
 
     Scaled weights scale each number of a backward pass, also of one that a loss makes itself.
     """

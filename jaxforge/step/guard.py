@@ -54,7 +54,7 @@ class Guard:
         grad_norm: Float[Array, ""],
         apply: Bool[Array, ""] | bool = True,
     ) -> tuple[Bool[Array, ""], GuardState]:
-        """Whether this step's update is to be applied, and the state after it.
+        """Return whether to apply the update of this step, and the guard's next state.
 
         Args:
             state: before the step.
@@ -82,7 +82,7 @@ class Guard:
         )
 
     def loss_scale(self, state: GuardState) -> Float[Array, ""] | None:
-        """What the loss of a step is multiplied by; None: nothing."""
+        """Return the loss scale, or None if the loss is not scaled."""
         if state.loss_scale is None:
             return None
         return jnp.where(state.loss_scale > 0, state.loss_scale, self._config.initial_loss_scale)

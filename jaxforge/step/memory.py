@@ -1,4 +1,4 @@
-"""What an update takes of a device's memory, estimated from shapes before anything is compiled.
+"""Memory estimate of an update per device, from shapes and before compilation.
 
 All sizes are bytes of one device. Of what a device holds of an array, parts are rounded up where a
 mesh axis does not divide a dimension.
@@ -28,7 +28,7 @@ _LAYERS_ON_THEIR_WAY = 2  # between device and host, where activations are offlo
 
 
 class StepMemory(NamedTuple):
-    """Bytes of one device when it holds most.
+    """Peak memory of a step on one device, in bytes.
 
     Attributes:
         state: parameters, optimizer state and counters, as they are stored.
@@ -58,7 +58,7 @@ def step_memory(
     grad_sync: str,
     state: int,
 ) -> StepMemory:
-    """An estimate of what `train_step` holds at its fullest.
+    """Estimate the peak memory of `train_step`.
 
     With c bytes of the compute dtype and P parameters of a device when its weights are whole over
     the data axes (its share of tp, pp and ep), of which it stores p:
@@ -120,7 +120,7 @@ class _Sizes:
         return self.bytes * (2 * self._layer_elements() + ends)
 
     def gradients(self, whole: bool) -> int:
-        """Of all parameters, until the optimizer has them."""
+        """Return the bytes of all gradients until the optimizer has them."""
         total = 0
         for _, leaf, axes in self._leaves():
             elements = self._elements(leaf, without_data(axes) if whole else axes)
@@ -134,7 +134,7 @@ class _Sizes:
         return total
 
     def activations(self) -> int:
-        """What the forward leaves for the backward."""
+        """Return the bytes of activations that the forward saves for the backward pass."""
         save = self.config.train.activation_checkpointing
         if not self.pipelined:
             offloads = "activations" in self.config.train.offload
@@ -251,5 +251,5 @@ class _Sizes:
         return self.bytes if is_matrix(axes) else leaf.dtype.itemsize
 
     def _share(self, size: int) -> int:
-        """What tp leaves of a dimension."""
+        """Return the share of a dimension under tp."""
         return -(-size // self.tp)

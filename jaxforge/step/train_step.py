@@ -43,7 +43,7 @@ count, and how many.
 
 
 class Controls(NamedTuple):
-    """What the host decides step by step, as traced scalars: changing them compiles nothing.
+    """Per-step decisions of the host, as traced scalars: changing them compiles nothing.
 
     Attributes:
         lr_scale: factor on the learning rate.
@@ -156,7 +156,7 @@ def _nan_without_labels(loss: Loss, n_valid: Int[Array, ""]) -> Loss:
 def _outcome(
     new: TrainState, loss: Loss, grad_norm: Float[Array, ""], n_valid: Int[Array, ""]
 ) -> Metrics:
-    """What every step tells of the loss, the gradient and the guard."""
+    """Return the metrics of the loss, the gradient and the guard."""
     guard = new.guard
     outcome: Metrics = {
         "loss": loss.value,
@@ -173,7 +173,7 @@ def _outcome(
 
 
 def _by_dataset(loss: Loss, batch: Batch) -> Metrics:
-    """Of a mixture, what each dataset's labels cost; whole on every device: all hosts read it."""
+    """Return the loss of each dataset of a mixture, replicated because all hosts read it."""
     if "dataset_mask" not in batch:
         return {}
     tokens = valid_tokens_by_dataset(batch["labels"], batch["dataset_mask"])

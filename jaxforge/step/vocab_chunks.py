@@ -22,7 +22,7 @@ class Chunk(NamedTuple):
     ids: Int[Array, "c"]
 
     def logits(self, hidden: Float[Array, "t d"], softcap: float | None) -> Float[Array, "t c"]:
-        """Of some tokens, capped; padding has no probability."""
+        """Return the capped logits of some tokens; padding entries get no probability."""
         logits = project(hidden, self.weights, softcap)
         return jnp.where(self.ids >= 0, logits, -jnp.inf)
 
@@ -48,7 +48,7 @@ def _cut(x: Array, size: int, fill: int) -> Array:
 
 
 def joined(chunks: Float[Array, "n c d"], vocab: int) -> Float[Array, "v d"]:
-    """What chunks hold of each entry of the vocabulary, in its order."""
+    """Join chunks of the vocabulary in the order of its entries."""
     local = size_per_device(vocab, "vocab")
     n, _, dim = chunks.shape
     x = chunks.reshape(n, vocab // local, -1, dim).swapaxes(0, 1)

@@ -121,7 +121,7 @@ def _percent(schedule: Schedule) -> str:
 
 
 def _most_held(schedule: Schedule) -> int:
-    """How many forwards wait for their backwards at most, on any stage."""
+    """Return the largest number of forwards that wait for their backwards on any stage."""
     most = 0
     for stage in range(schedule.stages):
         held = 0
@@ -133,7 +133,7 @@ def _most_held(schedule: Schedule) -> int:
 
 
 class _Span(NamedTuple):
-    """Where a tick lies, in pixels."""
+    """Horizontal extent of a tick in pixels."""
 
     start: int
     end: int
@@ -198,7 +198,7 @@ def _cells(schedule: Schedule, spans: Sequence[_Span], unit: int) -> Iterator[st
 
 
 def _legend(schedule: Schedule, y: int) -> tuple[list[str], int]:
-    """What colours mean, and where that ends on the right."""
+    """Return the legend of colours and its right edge."""
     drawn, x = ['<g text-anchor="middle">'], _MARGIN
     notes = {"forward": "forward", "backward": "backward, twice as long"}
     for direction, note in notes.items():

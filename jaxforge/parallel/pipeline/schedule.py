@@ -39,13 +39,13 @@ class Action(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """What each stage does at a time; None: nothing."""
+    """Actions of all stages at one time; None means idle."""
 
     forward: tuple[Action | None, ...]
     backward: tuple[Action | None, ...]
 
     def cost(self) -> int:
-        """What the tick takes: all stages wait for one another, in either direction."""
+        """Return the duration of the tick: the longest action, since stages run in lock-step."""
         return sum(cost for way, cost in COSTS.items() if any(getattr(self, way)))
 
 

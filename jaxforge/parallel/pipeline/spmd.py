@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 
 class StageFunctions(NamedTuple):
-    """A model cut where stages are; each function is differentiable in its parameters and in x.
+    """Stage functions of a pipelined model; each is differentiable in its parameters and in x.
 
     Attributes:
         embed: (params, microbatch) -> x [b, s, d], what the first layer takes.
@@ -74,7 +74,7 @@ class StageFunctions(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What one tick hands to the next.
+    """Carry of the scan over ticks.
 
     Attributes:
         arriving: from the stage before: input of the next forward.
@@ -307,7 +307,7 @@ class Stage:
         return jax.lax.scan(run_layer, (d_y, grads), (rows, saved), reverse=True)[0]
 
     def _rows_of(self, chunk: Array | int) -> Array:
-        """Where a chunk's layers are among the stage's."""
+        """Return the rows of a chunk's layers among those of the stage."""
         n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
         return chunk * n + jnp.arange(n)
 
@@ -371,7 +371,7 @@ class Stage:
         return _laid_out(jax.lax.ppermute(x, STAGES, [(i, (i + by) % n) for i in range(n)]))
 
     def _to_all(self, x: Array) -> Array:
-        """What one stage has and the others have zeros for."""
+        """Broadcast a value from the stage that has it; the other stages hold zeros."""
         return _laid_out(collectives.psum(x, LAYERS))
 
     def _zeros(

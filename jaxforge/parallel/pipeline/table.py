@@ -13,7 +13,7 @@ Column = Any
 
 
 class Actions(NamedTuple):
-    """Those of all stages [stages], or of one."""
+    """Actions of all stages [stages], or of one stage."""
 
     microbatch: Column
     chunk: Column
