@@ -1,4 +1,4 @@
-"""Whether what was read from a checkpoint is what was saved, bit for bit.
+"""Checksums of arrays: comparison of a restore with what was saved, bit by bit.
 
 Storage does not tell: tensorstore has checksums of its index, not of the numbers, and a bit that
 flips on the way to the disk, on it, or on the way back would be trained on. So each array is hashed
@@ -82,13 +82,13 @@ class ChecksumsHandler(ocp.JsonCheckpointHandler):
 @ocp.args.register_with_handler(ChecksumsHandler, for_save=True)
 @dataclasses.dataclass
 class ChecksumsSave(ocp.args.CheckpointArgs):
-    """What `begin` returned."""
+    """Pending save of checksums, started by `begin`."""
 
     wait: Callable[[], Checksums]
 
 
 def is_on_this_host(tree: PyTree) -> bool:
-    """Whether all arrays lie in the memory of this process, which its devices share."""
+    """Return whether all arrays are in memory of this process that its devices share."""
     return all(
         leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
         for leaf in jax.tree.leaves(tree)

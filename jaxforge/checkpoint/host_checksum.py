@@ -23,7 +23,7 @@ _SMALL = 1 << 16
 
 
 def checksum(array: Shaped[Array, "..."]) -> int:
-    """What `state.checksum` gives for an array on CPUs of this process, on any mesh."""
+    """Return the value of `state.checksum` for an array on CPUs of this process, on any mesh."""
     return (
         sum(
             _checksum(
@@ -37,7 +37,7 @@ def checksum(array: Shaped[Array, "..."]) -> int:
 
 
 def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """What a part adds to the sum."""
+    """Return a part's contribution to the sum."""
     axes = range(part.ndim)
     steps = [
         (np.arange(part.shape[i]) + start[i]).astype(np.uint32)
@@ -65,7 +65,7 @@ def _sums(steps: Sequence[UInt32[np.ndarray, " size"]]) -> UInt32[np.ndarray, " 
 def _mixed_sum(
     bits: UInt[Array, "row column"], rows: UInt32[Array, " row"], columns: UInt32[Array, " column"]
 ) -> UInt32[Array, ""]:
-    """Of elements whose place in the array is the sum of what their row and their column say."""
+    """Return the sum of mixed bits; an element's index is the sum of its row and column offsets."""
 
     def add(i: UInt32[Array, ""], sums: UInt32[Array, " column"]) -> UInt32[Array, " column"]:
         place = rows[i] + columns

@@ -1,4 +1,4 @@
-"""How a train state lies in a checkpoint: plain nested dicts, named for what they hold.
+"""Layout of a train state in a checkpoint: plain nested dicts, named by content.
 
     step                    steps attempted
     params/...              parameters, by module and name
@@ -55,14 +55,14 @@ def model_tree(params: Params, model_state: Params) -> Tree:
 
 
 def common(wanted: Tree, saved: Tree) -> Tree:
-    """What is wanted, less the arrays of a precision that were not saved."""
+    """Return the wanted tree without precision-specific arrays that were not saved."""
     there, flat = flatten_dict(saved, sep="."), flatten_dict(wanted, sep=".")
     kept = {k: leaf for k, leaf in flat.items() if k in there or not is_of_precision(k)}
     return wanted if len(kept) == len(flat) else unflatten_dict(kept, sep=".")
 
 
 def has_spare(wanted: Tree, saved: Tree) -> bool:
-    """Whether arrays of a precision were saved that nobody wants."""
+    """Return whether precision-specific arrays were saved that the wanted tree lacks."""
     spare = flatten_dict(saved, sep=".").keys() - flatten_dict(wanted, sep=".").keys()
     return any(map(is_of_precision, spare))
 
@@ -95,7 +95,7 @@ def completed(tree: Tree, wanted: Tree) -> Tree:
 
 
 def variables(tree: Tree) -> Params:
-    """What functions of the model take, from a tree that has its part."""
+    """Return the model's variables from a tree that contains them."""
     return join(tree["params"], tree.get("model_state", {}))
 
 

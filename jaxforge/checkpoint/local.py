@@ -1,4 +1,4 @@
-"""Checkpoints on the disk of the node: quick to write, often made, and gone with the node.
+"""Checkpoints on the local disk of a node: fast to write, frequent, and lost with the node.
 
 They stand beside the lasting ones (`checkpoint.interval`) and save the steps since the last of
 these when a process dies and its node does not. A run starts from whichever is newer. It never ends

@@ -69,7 +69,7 @@ _COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMI
 
 
 class Checkpoints:
-    """Saves, finds and restores the checkpoints of one run directory.
+    """Saves, finds and restores checkpoints of a run directory.
 
     Args:
         run: the run directory.
@@ -272,12 +272,12 @@ class Checkpoints:
             return unsealed(self._read(step, progress=ocp.args.JsonRestore()).progress, step)
 
     def has_optimizer(self, step: int) -> bool:
-        """Whether a step holds more than weights."""
+        """Return whether a step holds more than weights."""
         with self._naming_damage(step):
             return bool(self._saved_tree(step)["optimizer"])
 
     def restore_model(self, like: PyTree, step: int) -> PyTree:
-        """What a step has of the model's part of the state (`layout.model_tree`), nothing else."""
+        """Restore only the model's part of the state of a step (`layout.model_tree`)."""
         with self._naming_damage(step):
             saved = self._saved_tree(step)
             like = {name: part for name, part in like.items() if name in saved}
@@ -347,7 +347,7 @@ class Checkpoints:
             raise
 
     def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
-        """What there is to be saved of a step, by items."""
+        """Return the items to save of a step."""
         file_bytes = None if urls.in_bucket(self.directory) else layout.file_bytes(tree)
         config = self._resolved or {}
         return ocp.args.Composite(
@@ -431,7 +431,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _naming_failure(self) -> Iterator[None]:
-        """What Orbax says when a write fails, in this thread or the background's, made plain."""
+        """Rewrite Orbax's errors about failed writes, of any thread, as plain messages."""
         try:
             yield
         except JobStorageError:
@@ -502,7 +502,7 @@ def _restore_args(tree: PyTree, *, partial: bool) -> ocp.args.PyTreeRestore:
 def _handlers(
     arrays: ocp.PyTreeCheckpointHandler | None,
 ) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
-    """What reads and writes each item; said up front, so that metadata can be read first."""
+    """Register the handler of each item up front, so that metadata can be read first."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     # Weights hardly compress (8 % in float32), and zstd would take cores from the loop.
     arrays = arrays or ocp.PyTreeCheckpointHandler(use_compression=False)

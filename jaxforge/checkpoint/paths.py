@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are: `<run>/checkpoints/step_<n>`."""
+"""Paths of checkpoints: `<run>/checkpoints/step_<n>`."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ PREFIX = "step"
 
 
 def is_of_precision(array: str) -> bool:
-    """Whether an array, by its name with dots, is there in some precision alone.
+    """Return whether an array, by its dotted name, exists only in some precisions.
 
     Runs may change `train.mixed_precision` and `train.param_rounding`: they begin with zeros for
     it, or go on without.
@@ -25,14 +25,14 @@ def is_of_precision(array: str) -> bool:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint is durable; on this machine, it has its name only then."""
+    """Return whether a checkpoint is durable; on local disks it has its name only then."""
     if urls.in_bucket(checkpoint):
         return (checkpoint / COMMITTED).exists()
     return checkpoint.is_dir()
 
 
 def has_run(path: str | Path) -> bool:
-    """Whether a path or URL means a run of ours, or one of its checkpoints."""
+    """Return whether a path or URL is a run of jaxforge or one of its checkpoints."""
     try:
         run, step = find(urls.path(path))
     except UserError:

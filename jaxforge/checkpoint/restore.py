@@ -1,4 +1,4 @@
-"""Where a run starts: from its own newest checkpoint, from another's, or anew."""
+"""Start of a run: its own newest checkpoint, another checkpoint, or initial values."""
 
 import contextlib
 import dataclasses
@@ -29,16 +29,16 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is, for the log."""
+        """Name for the log."""
         ...
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it holds more than weights."""
+        """Return whether the checkpoint holds more than weights."""
         ...
 
     def progress(self) -> Progress:
-        """Where its run stands; at the beginning, if it holds weights alone."""
+        """Progress of the checkpoint's run; the beginning if it holds weights only."""
         ...
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
@@ -64,11 +64,11 @@ class Saved:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether it holds more than weights: what `torch_compat` imports may not."""
+        """Return whether the checkpoint holds more than weights; imports may not."""
         return self.checkpoints.has_optimizer(self.step)
 
     def progress(self) -> Progress:
-        """Where its run stands."""
+        """Progress of the checkpoint's run."""
         return self.checkpoints.progress(self.step)
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
@@ -86,7 +86,7 @@ def starting_state(
     open_foreign: Callable[[str, JobConfig], Source] | None = None,
     local: Checkpoints | None = None,
 ) -> tuple[TrainState, Progress]:
-    """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else anew.
+    """Return the starting state: the newest own checkpoint, else `checkpoint.load_path`, else new.
 
     A checkpoint of weights alone starts at step 0. `checkpoint.exclude_from_loading` keeps parts of
     `load_path` out: "optimizer" starts with fresh moments and schedule, "progress" counts steps and

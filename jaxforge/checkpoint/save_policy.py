@@ -25,7 +25,7 @@ class SavePolicy:
         self._growth = {stage.start for stage in config.train.stages()} - {0}
 
     def __call__(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` updates; 0 means the initial weights."""
+        """Return whether a checkpoint is due after `step` updates; 0 means the initial weights."""
         if self.is_milestone(step) or step in self._growth:
             return True
         window = self._window
@@ -34,7 +34,7 @@ class SavePolicy:
         return step % self._interval == 0
 
     def is_milestone(self, step: int) -> bool:
-        """Whether `step` is one of the window's, which are kept for good."""
+        """Return whether `step` is a permanent checkpoint of the dense window."""
         return step in self._milestones
 
     def steps(self, last: int) -> Iterator[int]:
@@ -43,7 +43,7 @@ class SavePolicy:
         return (step for step, _ in itertools.groupby(merged) if step <= last and self(step))
 
     def count(self, last: int) -> int:
-        """How many `steps` are."""
+        """Return the number of due steps up to `last`."""
         window, regular = self._window, self._regular(last)
         within = regular[:0]
         if window:

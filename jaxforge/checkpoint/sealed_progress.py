@@ -1,4 +1,4 @@
-"""`progress/metadata` of a checkpoint, with checksums of itself and of the config beside it.
+"""Sealed `progress/metadata` of a checkpoint: checksums of itself and of the stored config.
 
     {"step": 70, ..., "config_crc32": 123, "crc32": 456}
 

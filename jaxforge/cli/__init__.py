@@ -1,1 +1,1 @@
-"""What every command shares: errors as messages, standard streams, suggestions, redaction."""
+"""Shared parts of every command: errors as messages, standard streams, suggestions, redaction."""

@@ -46,7 +46,7 @@ def _age() -> float:
 
 
 def is_interactive() -> bool:
-    """Whether somebody sits at a prompt or a notebook: then the process is theirs."""
+    """Return whether the process belongs to an interactive prompt or notebook."""
     return hasattr(sys, "ps1")  # IPython's kernels set it, too
 
 

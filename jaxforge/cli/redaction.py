@@ -1,4 +1,4 @@
-"""What leaves the process without secrets: commands, configs, pages, logs, messages.
+"""Redaction of secrets in commands, configs, pages, logs and messages.
 
 What is written is chosen (nothing of the environment but a few names). This module then removes
 what may be secret: credentials in URLs, values of settings whose names say that they are secret,
@@ -148,7 +148,7 @@ def redacted_line(command: str, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _is_secret(name: str, value: object) -> bool:
-    """Whether the value of a setting of this name is secret."""
+    """Return whether the value of a setting of this name is secret."""
     found = _NAME.fullmatch(f"{name}=")  # the pattern ends with what separates it from its value
     if found is None or value is None or isinstance(value, bool) or value == "":
         return False
@@ -218,7 +218,7 @@ def _without_settings(text: str) -> str:
 
 
 def _hides(found: re.Match[str], value: str) -> bool:
-    """Whether the text after a name is a value that is to be removed."""
+    """Return whether the text after a name is a value to remove."""
     if not value or _PLAIN.fullmatch(value):
         return False
     if found["strong"]:

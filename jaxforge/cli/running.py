@@ -1,4 +1,4 @@
-"""What all entry points do around their `main`."""
+"""Common frame of all entry points around their `main`."""
 
 import atexit
 import json
@@ -60,7 +60,7 @@ def raise_interrupts() -> None:
 
 
 def program(command: str) -> str:
-    """How help calls a command: as this process was called, by `jaxforge` or as a module."""
+    """Return how help names a command: as this process was called, by `jaxforge` or as a module."""
     if Path(sys.argv[0]).name == "jaxforge":
         return "jaxforge" if command == "torch_compat" else f"jaxforge {command}"
     return f"python -m {command if command == 'torch_compat' else f'jaxforge.{command}'}"
@@ -88,7 +88,7 @@ def check_place(option: str, path: Path | None) -> None:
 
 
 def write_json(path: Path, document: object, *, indent: int | None = None) -> None:
-    """What `--json` asks for: to a file, or to standard output (`STDOUT`).
+    """Write a document for `--json` to a file, or to standard output (`STDOUT`).
 
     Raises:
         UserError: it cannot be written.
@@ -101,7 +101,7 @@ def write_json(path: Path, document: object, *, indent: int | None = None) -> No
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """What an option asks for, to a file.
+    """Write the text that an option asks for to a file.
 
     Raises:
         UserError: it cannot be written.
@@ -145,7 +145,7 @@ def _parse_xla_flags() -> NoReturn:
 
 
 def _gist(said: str) -> str:
-    """What XLA says, before it lists all flags there are."""
+    """Return the essence of XLA's message, without its list of all flags."""
     first = said.strip().partition("\n")[0]
     return first.partition("] ")[2].removesuffix(".") or first or "XLA cannot read it"
 

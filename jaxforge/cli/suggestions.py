@@ -1,4 +1,4 @@
-"""What may have been meant: the end of a message about a name, or a path, that there is not."""
+"""Suggestions for a misspelt name or path, to append to a message."""
 
 import difflib
 import os
@@ -21,13 +21,13 @@ def hint(name: str, names: Iterable[str], quote: str = '"') -> str:
 
 
 def choices(name: str, names: Sequence[str]) -> str:
-    """The same, and all names: `; did you mean "web"? There are web, code`."""
+    """Return a suggestion with all names: `; did you mean "web"? There are web, code`."""
     near = hint(name, names)
     return f"{f'{near} There' if near else '; there'} are {', '.join(names)}"
 
 
 def path_hint(path: str | Path, quote: str = "") -> str:
-    """The same of a path of this machine: what is called like the part of it that is not there.
+    """Return a suggestion for a local path: existing names similar to the first missing part.
 
     Args:
         path: of a file or directory that does not exist.

@@ -1,4 +1,4 @@
-"""What commands make of their command line: options, and settings of a config between them.
+"""Command-line parsing: options, and config settings between them.
 
 --section.key=value, --section.key value     a setting; --section.flag alone is true
 --help [KEY]                                 the command's options; or what a setting means
@@ -83,7 +83,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As it is in `argparse`, but what is not known here is refused unless it is passed on."""
+        """Parse like `argparse`, but refuse unknown arguments unless they are passed on."""
         args = sys.argv[1:] if args is None else args
         self._words = list(args)
         options = list(itertools.takewhile(lambda word: word != "--", args))
@@ -146,7 +146,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"unknown option {option}{self._hint(option)}"
 
     def _hint(self, option: str) -> str:
-        """What may have been meant by one that is not known: options, or settings."""
+        """Return a suggestion for an unknown option: similar options or settings."""
         meant = {known.replace("-", "_"): [known] for known in self._option_string_actions}
         if self._takes_settings:
             meant |= _settings_by_name()
@@ -206,7 +206,7 @@ def _apart(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_value(word: str, key: str) -> bool:
-    """Whether what follows a key is its value: a flag needs none."""
+    """Return whether the word after a key is its value: a flag needs none."""
     from jaxforge.config.reading.schema import node_at  # here, as it takes a while to import
 
     if word.startswith("--"):
@@ -216,7 +216,7 @@ def _is_value(word: str, key: str) -> bool:
 
 
 def _settings_by_name() -> dict[str, list[str]]:
-    """What sets a key, by its name as an option would have it."""
+    """Return the keys that set a config value, by their name as an option."""
     from jaxforge.config.reading.schema import keys_by_name
 
     return {

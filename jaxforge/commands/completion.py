@@ -49,7 +49,7 @@ def answer(commands: Mapping[str, Command]) -> None:
 def _parser(
     commands: Mapping[str, Command], typed: Command | None, words: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """Of the whole program, with the options of the command that is typed."""
+    """Return the parser of the whole program, with the options of the typed command."""
     options = importlib.import_module(typed.module).parser() if typed else None
     if typed and options and typed.is_subcommand:
         return options

@@ -101,7 +101,7 @@ def _devices(total: str) -> Iterator[tuple[str, str]]:
 
 
 def _sum_of_squares() -> str:
-    """Of a matrix of 1024 x 1024 ones, compiled and run: right, or what came instead."""
+    """Sum a matrix of 1024 x 1024 ones on the device; return an error text unless it is right."""
     import jax
     import jax.numpy as jnp
 

@@ -56,14 +56,14 @@ def parser() -> CommandParser:
 
 
 def _tasks(args: argparse.Namespace) -> list[str]:
-    """What of the command line is lm_eval's, but of interest to everyone."""
+    """Return the options of lm_eval that help shows."""
     paths = {"--include_path": args.include_path, "--output_path": args.output_path}
     given = [word for name, path in paths.items() if path for word in (name, path)]
     return ["--tasks", ",".join(args.tasks), *given]
 
 
 def _model(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
-    """How lm_eval is told of the model."""
+    """Return lm_eval's arguments for the model."""
     own = {"run": args.run} | ({"step": args.step} if args.step is not None else {})
     settings = [one[2:].partition("=")[::2] for one in others if _is_setting(one)]
     given = [one.partition("=")[::2] for part in args.model_args for one in part.split(",")]
@@ -73,7 +73,7 @@ def _model(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
 
 
 def _is_setting(argument: str) -> bool:
-    """Whether it is `--section.key=value`; no option of lm_eval has a point in its name."""
+    """Return whether an argument is `--section.key=value`; lm_eval's options contain no dot."""
     return argument.startswith("--") and "." in argument.partition("=")[0]
 
 

@@ -66,7 +66,7 @@ Event = Ended | signal.Signals
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """When to run again, and how long to wait for what.
+    """Restart policy: exit codes that lead to a restart, and waiting times.
 
     Attributes:
         max_restarts: restarts in a row without progress.
@@ -85,11 +85,11 @@ class Policy:
     again: frozenset[int] = frozenset()
 
     def runs_again(self, code: int) -> bool:
-        """Whether another start may go better."""
+        """Return whether a restart may help after an exit code."""
         return code in self.again or exit_codes.again(code)
 
     def delay(self, failures: int) -> float:
-        """Seconds before the start after so many failures in a row, before they are scattered."""
+        """Return the pause in seconds after this many failures in a row, before jitter."""
         return min(self.backoff_cap, self.backoff * 2 ** (failures - 1))
 
 
@@ -140,7 +140,7 @@ class Group:
 
     @property
     def code(self) -> int:
-        """That of the process which failed first; the others failed because of it.
+        """Exit code of the process that failed first; the others failed because of it.
 
         A process that noticed the loss of another one may end before the kernel has taken all from
         the lost one, and so before that one's end is seen: its own code is no cause.
@@ -266,7 +266,7 @@ class Supervisor:
         return delay
 
     def _pause(self, seconds: float) -> bool:
-        """Whether nobody said to stop meanwhile."""
+        """Wait; return whether no signal to stop arrived meanwhile."""
         event = self._next(time.monotonic() + seconds)
         if isinstance(event, signal.Signals):
             self._stopping = event
@@ -280,7 +280,7 @@ class Supervisor:
         return max(steps, default=-1)
 
     def _progressed(self, step_before: int, seconds: float) -> bool:
-        """Whether a start left a newer checkpoint; of other commands, if it ran for an hour."""
+        """Return whether a start left a newer checkpoint, or ran for an hour (other commands)."""
         if self._run is None:
             return seconds >= _HEALTHY_SEC
         return self._newest_step() > step_before
@@ -309,7 +309,7 @@ class Supervisor:
 
 
 def _environments(count: int, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """What each of several processes finds the others by; JAX's variables, with a fresh port."""
+    """Yield the environment of each process: JAX's variables for the job, with a fresh port."""
     if count == 1:
         yield dict(env)
         return
@@ -353,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_directory(command: Sequence[str]) -> Path | None:
-    """Where a command that trains keeps its run; None for other commands.
+    """Return the run directory of a command that trains; None for other commands.
 
     Raises:
         UserError: its config does not load.
@@ -372,7 +372,7 @@ def run_directory(command: Sequence[str]) -> Path | None:
 
 
 def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:
-    """Those of `... -m jaxforge.train ...`, or of `... jaxforge train ...`."""
+    """Return the arguments of the supervised `jaxforge train` command, or None."""
     for i, word in enumerate(command):
         if word == "jaxforge.train":
             return command[i + 1 :]

@@ -1,4 +1,4 @@
-"""The configuration of a run: one TOML file, settings from the command line, one frozen value.
+"""Configuration of a run: one TOML file, settings from the command line, one frozen value.
 
 Names and defaults are those of PyTorch's KempnerForge, whose files for text models load unchanged.
 `load_unresolved` reads and validates, `UnresolvedConfig.resolve` makes numbers of durations

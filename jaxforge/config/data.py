@@ -37,7 +37,7 @@ class DatasetSource(Section):
 
     @property
     def label(self) -> str:
-        """What the source is called in metrics and phases."""
+        """Name of the source in metrics and phases."""
         return self.name or self.path or self.hf_name
 
     def problems(self) -> Iterator[str]:

@@ -15,7 +15,7 @@ METRICS = ("loss", "perplexity", "bits_per_byte")
 
 
 class EvalSource(Section):
-    """Where the text of an evaluation set comes from."""
+    """Source of the text of an evaluation set."""
 
     dataset_path: PathText = ""
     """Directory of token shards."""
@@ -30,7 +30,7 @@ class EvalSource(Section):
 
     @property
     def has_data(self) -> bool:
-        """Whether any source is named."""
+        """Return whether any source is named."""
         return bool(self.dataset_path or self.hf_dataset_name)
 
 
@@ -96,15 +96,15 @@ class EvalConfig(EvalSource):
             yield f'two evaluation sets have the name "{name}": rename one'
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate after `step` updates."""
+        """Return whether to evaluate after `step` updates."""
         return step >= self.start_step and step % self.interval == 0
 
     def is_sample_due(self, step: int) -> bool:
-        """Whether the model is to write samples after `step` updates."""
+        """Return whether to write samples after `step` updates."""
         return self.sample_interval > 0 and step % self.sample_interval == 0
 
     def is_capture_due(self, step: int) -> bool:
-        """Whether to capture activations after `step` updates."""
+        """Return whether to capture activations after `step` updates."""
         return self.activations_interval > 0 and step % self.activations_interval == 0
 
     @property
@@ -114,7 +114,7 @@ class EvalConfig(EvalSource):
 
     @property
     def reads_data(self) -> bool:
-        """Whether a run reads evaluation sets: to evaluate, or to capture activations of one."""
+        """Return whether a run reads evaluation sets, to evaluate or to capture activations."""
         return self.enabled or self.activations_interval > 0
 
     def captured_set(self) -> str:
@@ -128,6 +128,6 @@ class EvalConfig(EvalSource):
         return {"": self} if self.has_data else {}
 
     def metric_names(self) -> tuple[str, ...]:
-        """What an evaluation logs: metrics over all sets together, then those of each named one."""
+        """Return the metrics of an evaluation: over all sets, then for each named set."""
         sets = ["", *(f"{dataset.name}/" for dataset in self.datasets)]
         return tuple(f"eval/{name}{metric}" for name in sets for metric in METRICS)

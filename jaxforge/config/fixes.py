@@ -1,4 +1,4 @@
-"""What would mend a broken rule between sections: other values of their keys."""
+"""Fixes of broken rules between sections: other values of their keys."""
 
 import math
 

@@ -94,7 +94,7 @@ class JobConfig(Section):
         return self.data.order == "torch" or any(map(self.is_set, TORCH_ONLY))
 
     def is_set(self, key: str) -> bool:
-        """Whether the user wrote `key`, a section and a name as in "train.batch_size"."""
+        """Return whether the user set `key`, a section and a name as in "train.batch_size"."""
         section, _, name = key.partition(".")
         return name in getattr(self, section).model_fields_set
 
@@ -123,7 +123,7 @@ class JobConfig(Section):
         yield ""
 
     def _is_moot(self, key: str) -> bool:
-        """Whether writing `key` out would put words into the user's mouth."""
+        """Return whether a written-out `key` would be a setting that the user did not make."""
         follows = key == "train.batch_size" and self.train.global_batch_size is not None
         return (follows or key in TORCH_ONLY) and not self.is_set(key)
 

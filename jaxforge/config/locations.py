@@ -1,4 +1,4 @@
-"""Which keys may name a place in a bucket; everything else that looks like a URL is refused."""
+"""Keys that may name a location in a bucket; other keys refuse URLs."""
 
 from collections.abc import Iterator
 

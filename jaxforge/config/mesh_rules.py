@@ -203,7 +203,7 @@ def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Proble
 
 
 def experts_in_8_bits_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Which layers stay in bf16 is known where a stage runs, and not where it is compiled."""
+    """Refuse stages for 8-bit experts: the layers that stay in bf16 are known only at run time."""
     train = config.train
     stay = any(part in "layers.mlp.experts" for part in train.fp8_exclude)
     wanted = config.model.is_moe and train.mixed_precision == "fp8" and not stay

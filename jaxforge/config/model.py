@@ -291,7 +291,7 @@ class ModelConfig(Section):
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Whether each block has experts."""
+        """Return for each block whether it has experts."""
         first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
         return tuple(
             self.num_experts > 0 and i >= first and (i + 1) % every == 0
@@ -300,7 +300,7 @@ class ModelConfig(Section):
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
-        """Which layers have the same parameters, and so are stacked, by the name of their arrays.
+        """Return the layers that are stacked, as they share parameter shapes, by array name.
 
         One stack if all layers have experts or none has; else two.
         """
@@ -319,7 +319,7 @@ class ModelConfig(Section):
 
     @property
     def has_router_state(self) -> bool:
-        """Whether routers keep something that no gradient moves."""
+        """Whether routers have non-trainable state."""
         return self.is_moe and self.bias_update != "none"
 
     @property
@@ -336,7 +336,7 @@ class ModelConfig(Section):
 
     @property
     def bias_update(self) -> Literal["none", "sign", "kempnerforge"]:
-        """What `moe_bias_update` stands for."""
+        """Resolved value of `moe_bias_update`."""
         if self.moe_bias_update is None:
             return "kempnerforge" if self.moe_router == "sigmoid_topk" else "none"
         return self.moe_bias_update

@@ -116,7 +116,7 @@ class OptimizerConfig(Section):
                 )
 
     def decays(self, name: str, *, is_matrix: bool) -> bool:
-        """Whether a parameter decays.
+        """Return whether a parameter decays.
 
         Args:
             name: such as "layers.attention.q_proj.weight": layers are not told apart.

@@ -70,12 +70,12 @@ def _import_problems(key: str, name: str) -> Iterator[str]:
 
 
 def _described(error: BaseException) -> str:
-    """What was raised, and the innermost place."""
+    """Describe an exception and its innermost location."""
     *_, innermost = traceback.extract_tb(error.__traceback__)
     said = traceback.format_exception_only(error)[-1].strip()
     return f"{said} ({innermost.filename}:{innermost.lineno})"
 
 
 def _is_missing(name: str, error: BaseException) -> bool:
-    """Whether it is this module, or its package, that is not there: no import of its own."""
+    """Return whether the module itself, or its package, is missing, not an import inside it."""
     return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")

@@ -1,4 +1,4 @@
-"""What of a model's computation can be kept (`model.attention.Capture`), by name and by pattern."""
+"""Names and patterns of the values that can be captured (`model.attention.Capture`)."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -22,7 +22,7 @@ def matching(patterns: Iterable[str]) -> tuple[str, ...]:
 
 
 def unknown(patterns: Iterable[str]) -> str | None:
-    """What is wrong with the first pattern that matches no name; None if each matches one."""
+    """Return a message about the first pattern that matches no name, or None."""
     for pattern in patterns:
         if not matching([pattern]):
             return f'there is no point "{pattern}"{choices(pattern, POINTS)}'

@@ -8,7 +8,7 @@ from jaxforge.config.section import PathText, Section
 
 
 class ProfilingConfig(Section):
-    """Which updates to trace."""
+    """Selection of the updates to trace."""
 
     enable: bool = False
     """Write a trace."""

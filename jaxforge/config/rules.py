@@ -22,7 +22,7 @@ RULES: tuple[Rule, ...] = (*SECTION_RULES, *MESH_RULES)
 
 
 def check(config: JobConfig, n_devices: int) -> None:
-    """Refuses a configuration that cannot run on so many devices.
+    """Refuse a configuration that cannot run on this number of devices.
 
     Args:
         config: A loaded configuration.
@@ -40,7 +40,7 @@ def check(config: JobConfig, n_devices: int) -> None:
 
 
 def allows(config: JobConfig, n_devices: int) -> bool:
-    """Whether `check` takes it; sooner said, as nothing is looked for that would mend it.
+    """Return whether `check` accepts the config; faster, because no fixes are sought.
 
     Args:
         config: A loaded configuration.
@@ -85,7 +85,7 @@ def _broken_rules(config: JobConfig, mesh: Mesh, n_devices: int) -> Iterator[str
 
 
 def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, change: Change) -> bool:
-    """Whether a changed configuration runs on so many devices but for these problems.
+    """Return whether a changed configuration breaks only the known rules.
 
     Without `known`, whether it makes a mesh.
     """
@@ -96,7 +96,7 @@ def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, chan
 
 
 def _found(config: JobConfig, mesh: Mesh) -> dict[str, Problem]:
-    """What is broken, by what is wrong."""
+    """Return the broken rules by their message."""
     return by_what(problem for rule in RULES for problem in rule(config, mesh))
 
 

@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common."""
+"""Common base of all config sections."""
 
 import functools
 import os
@@ -127,5 +127,5 @@ WordTable = Annotated[
 
 
 def _is_list(annotation: object) -> bool:
-    """Whether a field holds any number of items, so that one bare item may stand for a list."""
+    """Return whether a field is a list, so that a bare item may stand for it."""
     return get_origin(annotation) is tuple and get_args(annotation)[-1] is ...

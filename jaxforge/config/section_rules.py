@@ -86,7 +86,7 @@ def eos_is_in_the_vocabulary(config: JobConfig, mesh: Mesh) -> Iterator[Problem]
 
 
 def streaming_has_a_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """What streams is a Hugging Face dataset, and in an order that does without random access."""
+    """Require that streams are Hugging Face datasets, in an order without random access."""
     data = config.data
     if data.hf_streaming and data.datasets:
         yield (
@@ -147,7 +147,7 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 
 def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """What has to improve is measured."""
+    """Require that the early-stop metric is logged."""
     stop, known = config.early_stop, config.eval.metric_names()
     if not stop.active or stop.patience_steps is None or not stop.metric.startswith("eval/"):
         return
@@ -186,7 +186,7 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
 
 
 def moments_in_8_bits_are_ours(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """What an optimizer of the user's own keeps, and how, is up to it."""
+    """Refuse 8-bit moments for registered optimizers, which store their own state."""
     name = config.optimizer.name
     if "optimizer" in config.train.offload and name not in OPTIMIZERS.ours:
         yield Problem(
@@ -220,7 +220,7 @@ SECTION_RULES: tuple[Rule, ...] = (
 
 
 def _has_terms(config: JobConfig) -> bool:
-    """Whether a loss or model of one's own may give more metrics, known once they are built."""
+    """Return whether a registered loss or model may add metrics that are known only once built."""
     own_loss = config.train.loss_fn not in CROSS_ENTROPIES
     return own_loss or config.model.model_type != "transformer"
 

@@ -50,7 +50,7 @@ _CAN_OFFLOAD = ("full", "dots_with_no_batch_dims_saveable")
 
 
 class TrainConfig(Section):
-    """How the training loop runs."""
+    """Settings of the training loop."""
 
     batch_size: PositiveInt = 8
     """Sequences per data-parallel rank and microbatch; follows from global_batch_size when set."""

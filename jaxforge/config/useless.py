@@ -112,7 +112,7 @@ def _experts(config: JobConfig) -> Iterator[str]:
 
 
 def schedule(config: JobConfig) -> Iterator[str]:
-    """What the run ends too early for."""
+    """Yield parts of the schedule that the run is too short for."""
     last, scheduler = config.train.max_steps, config.scheduler
     warmup, decay, _ = scheduler.boundaries(last)
     tenth = max(1, last // 10)
@@ -161,7 +161,7 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
 
 
 def _phases(config: JobConfig) -> Iterator[str]:
-    """Those that the run is over before."""
+    """Yield phases that start after the end of the run."""
     section, last, previous = config.data, config.train.max_steps, 0
     anneals = section.anneal_start_step > 0
     for i, phase in enumerate(section.all_phases):
@@ -192,7 +192,7 @@ looked at."""
 
 
 def _intervals(config: JobConfig) -> Iterator[str]:
-    """What is asked for, and the run is over before."""
+    """Yield intervals that are longer than the run."""
     last = config.train.max_steps
     for key, is_on in _STEPS_BETWEEN.items():
         section, _, name = key.partition(".")

@@ -63,7 +63,7 @@ class BlockHashes:
                 self._is_checked[block] = True
 
     def check_from(self, tokens: Int[np.ndarray, "_"], first: int) -> None:
-        """Compare whole blocks, of which `first` is the first token.
+        """Compare whole blocks with their hashes; `first` is the index of the first token.
 
         Raises:
             UserError: a block has other bytes than `prepare` wrote.

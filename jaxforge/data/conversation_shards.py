@@ -1,4 +1,4 @@
-"""Shards of conversations, read as windows of whole ones.
+"""Shards of conversations, read as windows of whole conversations.
 
 Index spaces, beside those of `tokens`:
     conversation: number in the directory, in the order of `manifest.LENGTHS`.
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class ConversationShards(TokenFiles):
-    """The windows of a directory of conversations that `prepare` made.
+    """Windows of a directory of conversations that `prepare` has written.
 
     Args:
         directory: as of `TokenFiles`.
@@ -120,7 +120,7 @@ def _read_lengths(directory: Path, manifest: Manifest) -> Int[np.ndarray, "n"]:
 
 
 def holds_conversations(directory: str | Path, key: str) -> bool:
-    """Whether the shards of a directory are of conversations.
+    """Return whether the shards of a directory hold conversations.
 
     Raises:
         UserError: its manifest cannot be read.

@@ -1,4 +1,4 @@
-"""What is trained and evaluated on: sequences, as examples."""
+"""Datasets for training and evaluation: sequences as examples."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ class Windows(Protocol):
     """Windows of seq_len + 1 tokens in random access; read by several threads at once."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of examples."""
         ...
 
     def __getitem__(self, index: int, /) -> np.ndarray:

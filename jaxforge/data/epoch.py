@@ -1,4 +1,4 @@
-"""How long an epoch of the training data is, where there are epochs."""
+"""Length of an epoch of the training data, where epochs exist."""
 
 from jaxforge.config.job import JobConfig
 from jaxforge.data.dataset import Dataset, Mixture, Streaming

@@ -80,7 +80,7 @@ def describe_sample(
     segments: Sequence[Segment],
     position: int,
 ) -> str:
-    """Which sequence of the data is read at a position; arguments as of `training_batches`."""
+    """Describe the sequence at a position; arguments as for `training_batches`."""
     if isinstance(dataset, Streaming):
         return f"position {position}"
     index = _order(config, mesh, dataset, segments, position)[position]

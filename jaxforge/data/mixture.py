@@ -1,4 +1,4 @@
-"""In which order a run reads a mixture: several datasets, drawn from in changing proportions.
+"""Order of a mixture: several datasets drawn in changing proportions.
 
 Index spaces, beside those of `order`:
     index: place in the datasets, one after the other.
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 def proportions(
     weights: Mapping[str, float], temperature: float, *, as_torch: bool
 ) -> dict[str, float]:
-    """What `data.mix_temperature` makes of weights: w^(1/T), divided by their sum.
+    """Return normalized weights under `data.mix_temperature`: w^(1/T) divided by their sum.
 
     Args:
         weights: at least 0, one of them above.
@@ -122,7 +122,7 @@ class GrainMixture(Rebuilt):
     def _make_block(
         self, segment: int, block: int
     ) -> tuple[Int[np.ndarray, "block"], Int[np.ndarray, "block"]]:
-        """Of each position of a block, the dataset, and how many of the block's are before it."""
+        """Return each position's dataset, and the number of its earlier draws in the block."""
         counts = self._counts[segment]
         # Raw words, as numpy may change its shuffles.
         generator = np.random.Philox(key=self._seed, counter=[0, self._starts[segment], block, 0])

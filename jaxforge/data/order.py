@@ -47,7 +47,7 @@ class LastTwo(Generic[T]):
         self._lock = Lock()
 
     def __call__(self, *key: int) -> T:
-        """What was made of `key`, made once: the lock has other threads wait for it."""
+        """Return the value for `key`, computed once; other threads wait for it."""
         with self._lock:
             if key not in self._made:
                 while len(self._made) > 1:
@@ -184,7 +184,7 @@ def next_randperm(n: int, generator: np.random.RandomState) -> Int[np.ndarray, "
 def rank_slice(
     permutation: Int[np.ndarray, "n"], rank: int, ranks: int
 ) -> Int[np.ndarray, "n//ranks"]:
-    """What one of torch's data-parallel ranks reads in an epoch: every `ranks`-th entry.
+    """Return the entries of one of torch's data-parallel ranks: every `ranks`-th.
 
     Returns:
         int64 [n // ranks]; the last n mod `ranks` entries are nobody's.

@@ -93,7 +93,7 @@ def fill_window(
 
 
 class Packed:
-    """Which conversations each window holds.
+    """Assignment of conversations to windows.
 
     Args:
         lengths: entries of each conversation, at least 1.
@@ -128,7 +128,7 @@ class Packed:
 
     @property
     def in_words(self) -> str:
-        """How many are too long, and what becomes of them."""
+        """Describe the overlong conversations and their treatment."""
         return (
             f"{self.overlong:,} of {len(self.lengths):,} conversations are longer than the "
             f"{self._width} tokens of a sequence and {self._what} (data.overlong)"

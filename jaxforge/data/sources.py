@@ -1,4 +1,4 @@
-"""What a run trains and is evaluated on, opened as its config names it."""
+"""Data sources of training and evaluation, opened from the config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -161,7 +161,7 @@ def _open_shards(
 
 
 def _content(config: DataConfig, tokenizer: Tokenizer) -> Content:
-    """What of a row of a Hugging Face dataset is read."""
+    """Return the part of a Hugging Face row that is read."""
     if config.hf_dataset_conversations:
         return Conversations(tokenizer)
     return TextField(config.hf_dataset_text_field)
@@ -187,7 +187,7 @@ def _open_stream(config: JobConfig, name: str) -> Streaming:
 
 
 def _tokenizer(config: DataConfig) -> Tokenizer:
-    """What encodes text."""
+    """Return the tokenizer that encodes text."""
     spec = tokenizer_of(config)
     tokenizer = load_tokenizer(spec) if spec else None
     if tokenizer is None or tokenizer.eos_id is None:

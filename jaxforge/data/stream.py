@@ -63,7 +63,7 @@ _LAYOUT = "layout.json"
 
 
 class Anchor(NamedTuple):
-    """Where a block of windows begins in the files of a stream.
+    """Position of a block of windows in the files of a stream.
 
     Attributes:
         window: the first of the block.
@@ -143,7 +143,7 @@ class StreamedTokens:
 
     @property
     def conversations(self) -> bool:
-        """Whether windows are of entries."""
+        """Whether windows consist of conversation entries."""
         return isinstance(self.content, Conversations)
 
     def encode(self, texts: Sequence[Text]) -> Int[np.ndarray, "_"]:
@@ -386,7 +386,7 @@ _T = TypeVar("_T")
 
 
 def _ahead(items: Iterator[_T]) -> Iterator[_T]:
-    """Endless `items`, of which the next is made in a thread while one is used."""
+    """Yield endless `items`; a thread prepares the next one while one is used."""
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, items)
         while True:

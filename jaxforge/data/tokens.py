@@ -198,7 +198,7 @@ class TokenFiles(ABC):
 
 
 class TokenShards(TokenFiles):
-    """The windows of a directory of token files: a Grain `RandomAccessDataSource`.
+    """Windows of a directory of token files: a Grain `RandomAccessDataSource`.
 
     Args:
         directory: as of `TokenFiles`.

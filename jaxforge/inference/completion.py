@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
-    """What is to be continued; nothing where there is to be a conversation."""
+    """Return the prompts to continue; none for a conversation."""
     if args.prompts and args.prompt:
         raise UserError("--prompt and --prompts exclude each other: add the texts to the file")
     for name in ("prompts", "output"):

@@ -37,7 +37,7 @@ class _Turn(NamedTuple):
 
 
 class Dialogue:
-    """What was said, as the tokens that the model goes on with.
+    """Conversation so far, as the tokens that the model continues.
 
     Args:
         tokenizer: the run's.
@@ -55,7 +55,7 @@ class Dialogue:
 
     @property
     def has_template(self) -> bool:
-        """Whether turns are messages."""
+        """Whether turns are formatted by a chat template."""
         return self._template is not None
 
     def ask(self, text: str) -> tuple[list[int], str]:
@@ -117,7 +117,7 @@ class Dialogue:
         return self._template.render(messages, len(messages), wanted)[0]
 
     def _end_of_answer(self) -> str:
-        """What the template writes after an answer, less blanks; empty without one."""
+        """Return what the template writes after an answer, stripped; empty without a template."""
         if self._template is None:
             return ""
         messages = list(_messages(_Turn("a question", _ANSWER)))
@@ -171,7 +171,7 @@ def answer(
 
 
 def _begun(text: str, end: str) -> int:
-    """How many of the last characters may begin `end`."""
+    """Return the number of last characters that may be the beginning of `end`."""
     return next((n for n in range(min(len(end), len(text)), 0, -1) if text.endswith(end[:n])), 0)
 
 
@@ -212,7 +212,7 @@ def talk(
 
 
 def _lines(ask: Callable[[str], str], say: Say) -> Iterator[str]:
-    """What is typed; a line that ends with a backslash goes on in the next one."""
+    """Yield typed lines; a line that ends with a backslash continues in the next one."""
     text = ""
     while True:
         try:
@@ -267,5 +267,5 @@ def _interruptible() -> Iterator[None]:
 
 
 def is_possible() -> bool:
-    """Whether somebody sits at both ends."""
+    """Return whether both ends are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()

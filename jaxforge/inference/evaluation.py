@@ -77,7 +77,7 @@ def evaluate(
 
 
 def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]:
-    """What the command writes as JSON; numbers that are not finite become null.
+    """Return the JSON report; numbers that are not finite become null.
 
     `metrics` has the names and values that training logs, `sets` each set by itself.
     """
@@ -112,7 +112,7 @@ def set_overrides(sets: Sequence[str]) -> list[str]:
 
 
 def _with_batch(trained: TrainedModel, as_trained: JobConfig, batch_size: int | None) -> JobConfig:
-    """The config with so many sequences per batch as are asked for, or as training takes."""
+    """Return the config with the requested batch size, or with that of training."""
     groups = data_parallel_size(trained.mesh)
     if batch_size is not None and batch_size % groups:
         raise UserError(

@@ -63,12 +63,12 @@ class Run:
 
     @property
     def config(self) -> JobConfig:
-        """What it was last started with."""
+        """Config of the run's last start."""
         return run_directory.shown_config(self._trained.run)
 
     @property
     def metrics(self) -> Any:  # noqa: ANN401
-        """What is logged, by name: a pandas DataFrame over steps where pandas is installed.
+        """Logged metrics by name: a pandas DataFrame over steps if pandas is installed.
 
         Elsewhere a dict of `report.reading.Series`, which may have several values of a step.
         """
@@ -146,7 +146,7 @@ class Run:
         return activation_files.steps(self._trained.run)
 
     def activations(self, step: int) -> dict[str, np.ndarray]:
-        """What was captured after a step, by name: arrays that are read where they are looked at.
+        """Return the activations captured after a step, by name, memory-mapped.
 
         Args:
             step: of `captured_steps`.

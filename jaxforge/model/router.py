@@ -135,7 +135,7 @@ class Router(nnx.Module):
         loss_weights: LossWeights,
         is_real: Bool[Array, "b s"] | None,
     ) -> AuxOutputs:
-        """Return auxiliary outputs of routed tokens; assignments are counted locally and globally."""
+        """Return auxiliary outputs of routed tokens, with local and global assignments."""
         local, counts = assigned
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
         if is_real is not None:

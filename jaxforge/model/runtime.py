@@ -59,7 +59,7 @@ class Runtime(NamedTuple):
     wholly_manual: bool = True
 
     def attention_of(self, devices: int) -> str:
-        """Describe the attention kernel for sequences shared by this many devices, and the reason."""
+        """Describe the attention kernel for sequences on this many devices, and the reason."""
         if devices > 1 and self.context == "ring":
             return f"{self.ring}, ring of {devices}"
         name = self.attention + (f" ({self.why_attention})" if self.why_attention else "")

@@ -67,7 +67,7 @@ def read(
 
 
 def _ends(file: Any, start: int) -> Iterator[int]:  # noqa: ANN401
-    """Where parts of whole lines end."""
+    """Yield the offsets at which chunks of whole lines end."""
     size = file.seek(0, os.SEEK_END)
     while start < size:
         at = min(start + _BLOCK, size)

@@ -1,4 +1,4 @@
-"""What a run directory tells about its run; the run may still be going on."""
+"""Contents of a run directory; the run may still be in progress."""
 
 import dataclasses
 import os
@@ -139,7 +139,7 @@ class Run:
         return float(np.sum(seconds * np.diff(step, prepend=before)))
 
     def position(self, steps: ArrayLike, axis: str) -> np.ndarray:
-        """Where steps lie on a horizontal axis: "steps", "tokens" or "hours"."""
+        """Return the positions of steps on a horizontal axis: "steps", "tokens" or "hours"."""
         if axis == "steps":
             return np.asarray(steps, float)
         step, time, tokens = self.series["train/tokens"]
@@ -323,7 +323,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
 
 
 def _parameters(config: JobConfig) -> int | None:
-    """Of a run whose starts are not noted; None of a model that a plugin would have to register."""
+    """Return the parameters of a run without recorded starts; None for a plugin's model."""
     if config.model.model_type not in MODELS.names():
         return None
     from jaxforge.model.transformer import build_model, parameter_count  # imports JAX: two seconds

@@ -147,7 +147,7 @@ def root(config: JobConfig) -> Path:
 
 
 def open_mirror(config: JobConfig) -> mirror.Mirror | None:
-    """What keeps `files` in the bucket that the run is in; None where it is in none."""
+    """Open the mirror that copies `files` to the run's bucket; None for a run on disk."""
     run = root(config)
     if not urls.in_bucket(run):
         return None

@@ -51,7 +51,7 @@ def atomic_directory(
     shared: bool = False,
     say: Callable[[str], None] = print,
 ) -> Iterator[AtomicDirectory | None]:
-    """Makes `output`, all of it or nothing.
+    """Make the directory `output` completely or not at all.
 
     After a failure, what is finished stays beside `output` and serves the next run with the same
     plan.
@@ -127,7 +127,7 @@ def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirect
 
 
 def _difference(before: Plan, now: Plan) -> str:
-    """What is not as in an earlier run, in a line."""
+    """Describe in one line how a plan differs from an earlier one."""
     was, value = before["options"], now["options"]
     for name in value | was:
         if was.get(name) != value.get(name):

@@ -61,7 +61,7 @@ def _open_bucket(bucket: str) -> ts.KvStore:
 
 
 def _naming(function: Callable) -> Callable:
-    """What the client raises, as one message; a missing object is a `FileNotFoundError`."""
+    """Turn errors of the client into one message; a missing object is a `FileNotFoundError`."""
 
     @functools.wraps(function)
     def wrapped(self: "_Objects", place: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -76,7 +76,7 @@ def _naming(function: Callable) -> Callable:
 
 
 class _Objects(epath_backend.Backend):
-    """What `epath` asks of a file system, of keys."""
+    """File-system interface that `epath` expects, over object keys."""
 
     @_naming
     def open(self, place: str, mode: str) -> IO:
@@ -121,7 +121,7 @@ class _Objects(epath_backend.Backend):
         self.mkdir(place, exist_ok=exist_ok)
 
     def mkdir(self, place: str, *, exist_ok: bool = False, mode: int | None = None) -> None:
-        """It will exist with the first object in it."""
+        """Do nothing: a directory in a bucket exists with its first object."""
         if not exist_ok and self.exists(place):
             raise FileExistsError(f"{place} exists")
 
@@ -143,7 +143,7 @@ class _Objects(epath_backend.Backend):
         self.replace(place, dst)
 
     def replace(self, place: str, dst: str) -> None:
-        """Of one object; a directory is never renamed, as that would not be at once."""
+        """Replace one object; directories are never renamed, because that is not atomic."""
         self.copy(place, dst, overwrite=True)
         self.remove(place)
 
@@ -201,7 +201,7 @@ class _Upload(io.BytesIO):
 
 
 class _TextUpload(io.TextIOWrapper):
-    """The same of text."""
+    """Text upload."""
 
     def __init__(self, upload: _Upload) -> None:
         super().__init__(upload, encoding="utf-8")
@@ -240,7 +240,7 @@ def head(place: str | os.PathLike, n: int) -> bytes:
 
 
 def other_length(place: str | os.PathLike, size: int) -> str | None:
-    """How the length of an object differs from `size` bytes; it is not read, nor looked up."""
+    """Describe how the length of an object differs from `size` bytes, without reading it."""
     store = open_store(place)
     for first, wrong in ((size - 1, "is shorter"), (size, "is longer")):
         try:
@@ -254,17 +254,17 @@ def other_length(place: str | os.PathLike, size: int) -> str | None:
 
 
 def gist(error: ValueError) -> str:
-    """What tensorstore says, without its context."""
+    """Return tensorstore's message without its context."""
     return str(error).split(" [")[0].partition("\n")[0]
 
 
 def keys(place: str) -> list[str]:
-    """Of all that lies below a directory, relative to it."""
+    """Return the keys below a directory, relative to it."""
     return [key.decode() for key in open_store(place.rstrip("/") + "/").list().result()]
 
 
 def stamps(place: str) -> dict[str, str]:
-    """What lies below a directory -> what changes when it is written again."""
+    """Return the objects below a directory, each with a stamp that changes when it is rewritten."""
     store = open_store(place.rstrip("/") + "/")
     found = {key: store.read(key, byte_range=slice(0, 0)) for key in keys(place)}
     return {key: read.result().stamp.generation.hex() for key, read in found.items()}

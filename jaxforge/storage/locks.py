@@ -81,7 +81,7 @@ def holder(path: Path) -> str:
 
 
 def wait_until(condition: Callable[[], T | None], seconds: float, what: str) -> T:
-    """Return what a condition returns as soon as that is true.
+    """Return the first true value of a condition.
 
     Raises:
         UserError: it was not for so many seconds; `what` says what was waited for.

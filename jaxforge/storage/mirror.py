@@ -31,7 +31,7 @@ _PIECE = 1 << 24  # bytes in memory of a file that is copied
 
 
 def files(run: str) -> Path:
-    """Where this process writes what belongs to a run, checkpoints excepted.
+    """Return the directory to which this process writes files of the run, except checkpoints.
 
     Args:
         run: `checkpoint.dir`; what is on this machine already is the place itself.
@@ -41,7 +41,7 @@ def files(run: str) -> Path:
 
 
 def directory(run: Path, process: int | str) -> Path:
-    """Where a process, or whoever else is named, keeps the files of a run that is in a bucket.
+    """Return the local directory of a process for files of a run in a bucket.
 
     Always the same, so that what kills leave behind does not pile up. Others can compute the name:
     a directory that is not this user's alone is refused.

@@ -123,7 +123,7 @@ class RunLock:
         self._heart.start()
 
     def _take_once(self) -> bool:
-        """Whether it is ours now; otherwise something changed under way."""
+        """Try once to take the lock; return False if the file changed meanwhile."""
         if not urls.in_bucket(self._path) and self._path.is_symlink():
             raise UserError(f"{self._path} is a link, and no lock is taken through one: remove it")
         if _make(self._path, self._mine):
@@ -172,7 +172,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _make(path: Path, text: str) -> bool:
-    """Whether there was no such file yet, and now is."""
+    """Create a file exclusively; return whether it is new."""
     if urls.in_bucket(path):
         if path.exists():
             return False
@@ -208,7 +208,7 @@ def _renew(path: Path, text: str) -> None:
 
 
 def _machine() -> str:
-    """What those processes share that see one another by number; empty where that is not told."""
+    """Return an id shared by processes that see each other's pids; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -227,7 +227,7 @@ def _began(process: int) -> str | None:
 
 
 def _is_hidden(process: int) -> bool:
-    """Whether a process is there, but another user's, and /proc shows us only our own."""
+    """Return whether a process exists but belongs to another user whom /proc hides."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -255,7 +255,7 @@ def _lives(path: Path, text: str) -> bool:
 
 
 def _changes(path: Path) -> bool:
-    """Whether the file is renewed while we watch; False also if it goes away."""
+    """Return whether the file is renewed during the watch; False if it disappears."""
     first, deadline = _version(path), time.monotonic() + PATIENCE_SEC
     while time.monotonic() < deadline:
         time.sleep(_POLL_SEC)
@@ -306,7 +306,7 @@ def _whose(text: str) -> str:
 
 
 def _of_process_0(text: str) -> str:
-    """What process 0 has to say, on every process."""
+    """Return the text of process 0 on every process."""
     import jax
     from jax.experimental import multihost_utils
 

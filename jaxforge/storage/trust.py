@@ -1,4 +1,4 @@
-"""Which runs may import the modules that their `[plugins]` name.
+"""Trust in runs: which runs may import the modules of their `[plugins]`.
 
 To import a module is to run its code. A config that the user names to train is the user's own. The
 config of a run may be a stranger's: its plugins are imported only where the user has said
@@ -18,7 +18,7 @@ from jaxforge.storage import safe_files, urls
 
 
 class PluginNames(NamedTuple):
-    """What `[plugins]` of a config names.
+    """Names in `[plugins]` of a config.
 
     Attributes:
         modules: of `plugins.modules`.

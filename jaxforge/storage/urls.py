@@ -1,4 +1,4 @@
-"""Where data and runs may be: a directory of this machine, or one in a bucket (`buckets`).
+"""Locations of data and runs: a local directory, or a directory in a bucket (`buckets`).
 
 `path` is the one place that tells the two apart. What is neither is refused: a URL never becomes
 the name of a local file, nor does `gs:/bucket`, which is what `pathlib` makes of one.
@@ -16,7 +16,7 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):(/+)(.*)", re.DOTALL)
 
 
 def in_bucket(place: str | os.PathLike) -> bool:
-    """Whether it names no file of this machine: `gs://…`, and also `gs:/…`, a URL cut short."""
+    """Return whether a location is a bucket URL: `gs://…`, and also `gs:/…`, which is cut short."""
     return _URL.match(os.fspath(place)) is not None
 
 
@@ -51,7 +51,7 @@ def local(text: str | os.PathLike, key: str, remedy: str) -> Path:
 
 
 def fault(text: str | os.PathLike) -> str | None:
-    """What is wrong with a path or URL, beginning with it; None if nothing is."""
+    """Return the fault of a path or URL as a message that begins with it, or None."""
     found = _URL.match(os.fspath(text))
     if found is None:
         return None

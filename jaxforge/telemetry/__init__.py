@@ -1,1 +1,1 @@
-"""What the user sees of a run: banner, progress, metrics."""
+"""User-facing output of a run: banner, progress, metrics."""

@@ -25,7 +25,7 @@ _LIBRARIES = ("absl", "asyncio")
 
 
 def setup_logging(console: Console) -> None:
-    """Where `jaxforge`'s messages go until there is a run directory: the terminal, or stderr."""
+    """Send log messages to the terminal or stderr until there is a run directory."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_time=False)
@@ -65,7 +65,7 @@ class _Redacting(logging.Formatter):
 
 
 class _WithoutClosedLoops:
-    """What reports exceptions, but for those of threads that have nobody left to report to.
+    """Exception reporter that ignores threads whose event loop is closed.
 
     When a save fails, Orbax closes its event loop while TensorStore still writes other arrays; each
     of its threads then prints a traceback that it could not say so. The failure itself is raised.
@@ -124,7 +124,7 @@ class _LogFile(logging.FileHandler):
 
 
 def banner(console: Console, rows: Mapping[str, str]) -> None:
-    """What is about to run, as a two-column table."""
+    """Print the banner of a run as a two-column table."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", redacted_message(value))

@@ -15,7 +15,7 @@ LOAD = "moe/load/layers."
 
 
 def moe_metrics(told: Mapping[str, Any]) -> Metrics:
-    """What is logged of what routers tell; nothing where there are no experts.
+    """Return the metrics of routers; empty without experts.
 
         moe/aux_loss          Σ over layers of E Σ f p, before its weight; 1 each at an even load
         moe/router_z_loss     Σ over layers of mean (log Σ exp logit)², before its weight

@@ -59,7 +59,7 @@ def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
 
 
 def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
-    """Return how many elements the matrices of a model have, without embedding and routers.
+    """Return the number of matrix elements of a model, without embedding and routers.
 
     Args:
         model: of Llama's shape.

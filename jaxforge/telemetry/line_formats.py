@@ -33,7 +33,7 @@ Segments = Mapping[str, tuple[str, ...]]
 
 
 class RunFacts(NamedTuple):
-    """What lines say of a run beside its metrics.
+    """Facts of a run that log lines contain next to metrics.
 
     Attributes:
         max_steps: `train.max_steps`.
@@ -51,7 +51,7 @@ class RunFacts(NamedTuple):
 
 
 class _Lines:
-    """What most formats have in common: they say nothing before the first step."""
+    """Base of most formats: nothing is printed before the first step."""
 
     def __init__(self, run: RunFacts) -> None:
         self._run = run
@@ -184,14 +184,14 @@ class Megatron(_Lines):
 
 
 class MindSpeed(Megatron):
-    """` iteration       10/     500 | consumed samples:       2560 | consumed tokens: … |`.
+    """Format ` iteration 10/ 500 | consumed samples: 2560 | consumed tokens: … |`.
 
     The loss is the mean over applied updates since the last line. Consumed tokens are those of
     applied updates without padding. Evaluations, of which its loop has none, are as in Megatron.
     """
 
     def banner(self) -> str:
-        """What is about to run, as in transformers' `Trainer`."""
+        """Return the banner of transformers' `Trainer`."""
         run, batch = self._run, self._run.cost.tokens // self._run.seq_len
         rows = {
             "Num examples": run.examples,

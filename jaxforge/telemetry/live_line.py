@@ -36,7 +36,7 @@ _BARS = {False: ("━", "─"), True: ("#", "-")}
 
 
 class Moment(NamedTuple):
-    """What a run is at.
+    """Current activity of a run.
 
     Attributes:
         step: the last one that was launched; None before the first.
@@ -141,7 +141,7 @@ class LiveLine:
         return line + _GAP + self._bar(moment, min(_room(line, width), _BAR[-1]), ascii_only)
 
     def _parts(self, moment: Moment, ascii_only: bool) -> Iterator[str]:
-        """What there is to say, but for the bar, the most important first."""
+        """Yield the parts of the line except the bar, the most important first."""
         step, total, metrics = self._at(moment), self._max_steps, self._metrics
         if total:
             yield f"step {step}/{total}"
@@ -160,7 +160,7 @@ class LiveLine:
             yield f"{skipped:.0f} skipped"
 
     def _extras(self) -> Iterator[str]:
-        """What stands before the bar where there is room for both."""
+        """Yield the parts that stand before the bar if there is room."""
         for text, names in _EXTRAS.items():
             if self._metrics.keys() >= set(names):
                 yield text.format(*(self._metrics[name] for name in names))

@@ -19,7 +19,7 @@ from jaxforge.telemetry.sinks import Metrics
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What one update takes, and what the devices could do.
+    """Cost of an update, and peak speed of the devices.
 
     Attributes:
         tokens: tokens of one update, over all devices.
@@ -39,7 +39,7 @@ class StepCost:
 
     @classmethod
     def of(cls, config: JobConfig, samples: int) -> "StepCost":
-        """That of a config on the devices of this job."""
+        """Return the cost of a config's update on the devices of this job."""
         return cls(
             samples * config.train.seq_len,
             samples,
@@ -50,7 +50,7 @@ class StepCost:
         )
 
     def speed(self, seconds: float, samples: float) -> Metrics:
-        """`train/*` of an update of so many sequences that takes `seconds`.
+        """Return `train/*` speed metrics of an update of `samples` sequences that takes `seconds`.
 
         MFU only where the peak is known.
         """
@@ -99,7 +99,7 @@ def memory(devices: Iterable[jax.Device]) -> Metrics:
 def describe_memory(
     devices: Iterable[jax.Device], compiled: jax.stages.Compiled | None
 ) -> str | None:
-    """`memory (GB) | mem-allocated-gigabytes: 12.345 | …`, as Megatron reports it (1e9 bytes).
+    """Return `memory (GB) | mem-allocated-gigabytes: 12.345 | …`, as Megatron reports (1e9 bytes).
 
     Args:
         devices: of which each figure is that of the fullest.

@@ -30,7 +30,7 @@ PATIENCE = 3
 
 
 class MetricWriter:
-    """A sink that is written every so many steps, and that stops nothing when it fails.
+    """Sink that is written at an interval, and whose failures do not stop the run.
 
     Args:
         name: for messages.
@@ -47,7 +47,7 @@ class MetricWriter:
         self._failures = 0
 
     def due(self, step: int) -> bool:
-        """Whether `step` is a multiple of the interval, sink or no sink."""
+        """Return whether `step` is a multiple of the interval, even without a sink."""
         return step % self._interval == 0
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -55,7 +55,7 @@ class MetricWriter:
         self._try(lambda sink: sink.write(step, metrics))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """The same with what the model wrote."""
+        """Write samples of the model."""
         self._try(lambda sink: sink.write_samples(step, samples))
 
     def _try(self, write: Callable[[Sink], None]) -> None:
@@ -115,7 +115,7 @@ def open_writers(
     examples: int | None = None,
     live: LiveLine | None = None,
 ) -> list[MetricWriter]:
-    """Every place that `[metrics]` names.
+    """Open all sinks of `[metrics]`.
 
     Args:
         console: where the user looks.

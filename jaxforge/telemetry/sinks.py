@@ -1,4 +1,4 @@
-"""Where metrics go. Each sink takes (step, {name: value}); only process 0 has any."""
+"""Sinks of metrics. Each takes (step, {name: value}); only process 0 has sinks."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _CLIPPED = 160  # characters of a sample on the console
 
 
 class Sample(NamedTuple):
-    """What the model wrote.
+    """Text that the model generated.
 
     Attributes:
         prompt: a text.
@@ -120,19 +120,19 @@ def _finite(value: Any) -> Any:  # noqa: ANN401 (a number, or a list of them)
 
 
 class LineFormat(Protocol):
-    """How plain lines look; `telemetry.line_formats` has them all."""
+    """Format of plain log lines; `telemetry.line_formats` lists all formats."""
 
     def banner(self) -> str:
-        """What comes before the first step; may be empty."""
+        """Return the text before the first step; may be empty."""
 
     def train(self, step: int, metrics: Metrics) -> str:
-        """What is said of a logged step."""
+        """Return the line of a logged step."""
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
-        """What is said of an evaluation, if anything."""
+        """Return the line of an evaluation; may be empty."""
 
     def sample(self, step: int, sample: Sample) -> str:
-        """What is said of a sample."""
+        """Return the text of a sample."""
 
 
 class LineSink:
@@ -169,7 +169,7 @@ class LineSink:
 
 
 def is_step(metrics: Metrics) -> bool:
-    """Whether these are of a training step, not of an evaluation."""
+    """Return whether metrics belong to a training step, not to an evaluation."""
     return "train/loss" in metrics
 
 

@@ -72,7 +72,7 @@ class TensorBoardSink:
             self._write_text(f"samples/{number}", f"{sample.prompt}{sample.text}", step)
 
     def _write_text(self, name: str, text: str, step: int) -> None:
-        """As it is: TensorBoard takes it for Markdown, where lines so indented are code."""
+        """Write text verbatim: indented lines are code in TensorBoard's Markdown."""
         indented = "".join(f"    {line}\n" for line in text.splitlines())
         self._write_summary(self._text(name, indented), step)
 
@@ -104,7 +104,7 @@ _HYPERPARAMETERS = {
 
 
 def hyperparameters(config: JobConfig) -> dict[str, bool | float | str]:
-    """What runs are compared by, by the names of the config; keys that are not set are left out."""
+    """Return the hyperparameters that runs are compared by; keys that are not set are left out."""
     keys = {
         **_HYPERPARAMETERS,
         **{name: tuple(type(getattr(config, name)).model_fields) for name in _WHOLE_SECTIONS},

@@ -68,7 +68,7 @@ class _Mark(NamedTuple):
 
 
 class Tracker:
-    """Decides which steps are logged where, times them, writes them.
+    """Chooses the steps to log, times them, and writes their metrics.
 
     Args:
         writers: where metrics go; the same on every process.
@@ -171,7 +171,7 @@ class Tracker:
             writer.write_samples(step, samples)
 
     def host_times(self) -> HostTimes:
-        """What this host has spent so far."""
+        """Return the time that this host has spent so far."""
         return HostTimes(self._clock(), self._waited, self._launching)
 
     @contextlib.contextmanager
@@ -287,7 +287,7 @@ class Tracker:
         )
 
     def _by_dataset(self, values: dict[str, Any]) -> Metrics:
-        """Of each dataset in the step: its mean loss, where it had tokens, and how many."""
+        """Return the mean loss and token count of each dataset in the step."""
         metrics: Metrics = {}
         for i, name in enumerate(self._datasets):
             nats, tokens = (float(values[of_all][i]) for of_all in _OF_DATASETS)
@@ -313,7 +313,7 @@ def _padding(values: dict[str, Any]) -> Metrics:
 
 
 def _loss_scale(values: dict[str, Any]) -> Metrics:
-    """Of the next step, where the loss is scaled."""
+    """Return the loss scale of the next step, if the loss is scaled."""
     return {"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}
 
 

@@ -83,7 +83,7 @@ class LivePlot(Hook):
             print(self.text())
 
     def text(self) -> str:
-        """Where the run is, in a line."""
+        """Return the position of the run in one line."""
         share = self._step / self._max_steps if self._max_steps else 0.0
         parts = [self._state, f"step {self._step:,} of {self._max_steps:,} ({share:.0%})"]
         parts += [f"loss {loss:.4f}" for _, loss in self._trained[-1:]]
@@ -105,7 +105,7 @@ class LivePlot(Hook):
             self._handle.update(self._data(), raw=True)
 
     def _data(self) -> dict[str, str]:
-        """What a notebook chooses from."""
+        """Return the series that a notebook chooses from."""
         bar = f'<progress style="width:{_WIDTH}px" max="{self._max_steps}" value="{self._step}">'
         curves = curve_svg(self._trained, self._evaluated, self._max_steps)
         html = f"<div>{escape(self.text())}</div><div>{bar}</progress></div>{curves}"

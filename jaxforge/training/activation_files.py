@@ -68,7 +68,7 @@ def steps(run: Path) -> list[int]:
 
 
 def of_step(run: Path, step: int) -> Path:
-    """Where a run has the activations of a step."""
+    """Return the directory of a run's activations of a step."""
     return run / DIRECTORY / f"step_{step}"
 
 

@@ -1,4 +1,4 @@
-"""What is about to run, in the words of the banner."""
+"""Banner of a run."""
 
 import platform
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from jaxforge.telemetry.numbers import human
 
 
 def rows(program: Program, state: TrainState, progress: Progress) -> Mapping[str, str]:
-    """What the banner says, by subject.
+    """Return the rows of the banner by subject.
 
     Args:
         program: the run's.
@@ -124,7 +124,7 @@ def _data(config: JobConfig, per_epoch: int | None) -> str:
 
 
 def _length(config: JobConfig, samples: int, progress: Progress) -> str:
-    """Of the whole run, and where it stands."""
+    """Describe the length of the whole run and its current position."""
     per_epoch = progress.sequences_per_epoch
     epochs = f", {samples / per_epoch:.3g} epochs" if per_epoch else ""
     begun = f"; from step {progress.step:,} on" if progress.step else ""
@@ -142,7 +142,7 @@ def _optimizer(config: JobConfig) -> str:
 
 
 def _products(model: Model, device: jax.Device) -> str:
-    """What the banner says of products in 8 bits; nothing where there are none."""
+    """Describe products in 8 bits; empty without them."""
     if model.recipe is None:
         return ""
     capability = gpu_capability(device)
@@ -150,7 +150,7 @@ def _products(model: Model, device: jax.Device) -> str:
 
 
 def _experts(model: Model) -> str:
-    """What the banner says of them; nothing where there are none."""
+    """Describe the experts; empty without them."""
     m = model.config
     if not m.is_moe:
         return ""

@@ -10,7 +10,7 @@ from jaxforge.config.eval import METRICS
 
 
 def is_loss(metric: str) -> bool:
-    """Whether lower is better: of all that evaluation gives, and of any loss or its terms."""
+    """Return whether lower is better: all evaluation metrics, and any loss or loss term."""
     return metric.startswith(("eval/", "terms/")) or any(name in metric for name in METRICS)
 
 
@@ -57,7 +57,7 @@ class EarlyStop:
         yield from self._above("max_grad_norm", "train/grad_norm", metrics)
 
     def _ran_out(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether patience has; a value that is not a number is no improvement."""
+        """Return whether patience has run out; NaN is no improvement."""
         stop = self.config
         if stop.patience_steps is None or stop.metric not in metrics:
             return False

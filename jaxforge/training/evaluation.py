@@ -174,7 +174,7 @@ class Evaluator:
         )
 
     def _terms(self) -> Mapping[str, object]:
-        """Those of the loss and of layers; nothing is computed."""
+        """Return the abstract terms of the loss and of layers; nothing is computed."""
         batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
         sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
         return sums.terms
@@ -263,7 +263,7 @@ def _table(lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh) ->
 
 
 def _is_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> bool:
-    """Whether the set's manifest, if any, agrees that this tokenizer made it."""
+    """Return whether the set's manifest, if any, names this tokenizer."""
     manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
     if tokenizer is None or manifest is None:
         return tokenizer is not None

@@ -1,4 +1,4 @@
-"""What is said of a run that ends, to its user and to the system."""
+"""Reports at the end of a run, to its user and to the system."""
 
 import logging
 
@@ -80,7 +80,7 @@ def check_learned(config: TrainConfig, progress: Progress) -> None:
 
 
 def exit_code(reason: Exit | None, failure: BaseException | None) -> int:
-    """Of the process, as `cli.run_main` makes it of a failure.
+    """Return the exit code of the process, as `cli.run_main` derives it from a failure.
 
     Args:
         reason: why the run ended; None if it failed.

@@ -21,7 +21,7 @@ from jaxforge.training.health.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """What a run gets from whoever starts it.
+    """Inputs of a run from its caller.
 
     Attributes:
         callbacks: of the user.
@@ -44,7 +44,7 @@ class Session:
 
 @dataclasses.dataclass
 class Instruments:
-    """What observes a run.
+    """Observers of a run: metrics, watchdog and profiler.
 
     Attributes:
         tracker: where metrics are logged.

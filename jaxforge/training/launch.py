@@ -98,7 +98,7 @@ def _resolved(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> JobCo
 def _live_line(
     console: Console, config: JobConfig, watchdog: Watchdog
 ) -> contextlib.AbstractContextManager[LiveLine | None]:
-    """Where somebody watches process 0; none where parsers read along."""
+    """Return the live line for a terminal on process 0; none if output is parsed."""
     is_watched = console.is_terminal and not console.is_dumb_terminal
     if is_watched and config.metrics.log_format == "kempnerforge" and jax.process_index() == 0:
         return LiveLine(console, watchdog.moment)

@@ -74,7 +74,7 @@ class Phases:
         samples: int,
         samples_at: Callable[[int], int],
     ) -> list[Segment]:
-        """The mixtures of a run, past and to come: what `data.loader.training_batches` takes.
+        """Return the mixtures of a run, past and future, for `data.loader.training_batches`.
 
         Args:
             history: as of `recorded`.

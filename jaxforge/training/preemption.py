@@ -114,7 +114,7 @@ class Signals:
         os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, or to ourselves
 
     def requested(self) -> Exit | None:
-        """Whether to stop here, and why: the same answer on every process that asks as often."""
+        """Return the reason to stop here, or None: the same answer on every process."""
         if not self._shared:
             return self._reason() if self._received else None
         self._asked += 1
@@ -144,7 +144,7 @@ class Signals:
 
     @property
     def name(self) -> str:
-        """What was received, by any process once that is agreed on."""
+        """Name of the received signal, on any process once agreed."""
         return (self._received or signal.SIGTERM).name
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ def _give_up(seconds: float) -> None:
 
 
 class Exits:
-    """Whether to stop after a step, in Megatron's order: signal, duration, interval.
+    """Reasons to stop after a step, in Megatron's order: signal, duration, interval.
 
     Args:
         config: the `[train]` section.

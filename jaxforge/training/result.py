@@ -1,4 +1,4 @@
-"""What a step did, under the names that Megatron's `train_step` returns it by."""
+"""Result of a step under the names of Megatron's `train_step`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class StepResult:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether to save before going on: never, as no update that was skipped changed the state.
+        """Whether to save before continuing: never, skipped updates do not change the state.
 
         A run that gives up is not saved either: it would push out better weights.
         """
@@ -52,12 +52,12 @@ class StepResult:
 
     @property
     def should_exit(self) -> bool:
-        """Whether the guard has stopped the run: the state stands still now (`step.guard`)."""
+        """Whether the guard has stopped the run: the state no longer changes (`step.guard`)."""
         return int(self.metrics["consecutive"]) >= self.config.nan_consecutive_max
 
     @property
     def exit_code(self) -> int:
-        """What to exit with (`training.preemption`); 0 unless `should_exit`."""
+        """Exit code (`training.preemption`); 0 unless `should_exit`."""
         return Exit.NON_FINITE.code if self.should_exit else 0
 
     @property

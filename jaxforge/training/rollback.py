@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Rollback:
-    """Goes back.
+    """Rollback to an earlier checkpoint.
 
     Args:
         checkpoints: the run's, to one of which it goes back.

@@ -1,4 +1,4 @@
-"""Where a run saves: lasting checkpoints, and those that need not last."""
+"""Saves of a run: permanent checkpoints, and non-persistent ones."""
 
 import contextlib
 import logging
@@ -47,11 +47,11 @@ class Saver:
         return self._lasting.latest()
 
     def is_due(self, step: int, *, new_best: bool = False) -> bool:
-        """Whether a lasting checkpoint is; a new best is one where such are kept."""
+        """Return whether a permanent checkpoint is due, by schedule or as a new best."""
         return self._policy(step) or (new_best and self._config.keep_best_n > 0)
 
     def is_local_due(self, step: int) -> bool:
-        """Whether one is that need not last."""
+        """Return whether a non-persistent checkpoint is due."""
         return _LOCAL in self._checkpoints and step % self._config.non_persistent_interval == 0
 
     def save(

@@ -97,7 +97,7 @@ def _learning_rate(config: JobConfig) -> Iterator[str]:
 
 
 def _turns(config: JobConfig) -> dict[int, list[str]]:
-    """Where the schedule changes its shape, and how; of one that is not ours nothing is known."""
+    """Return the steps at which the schedule changes its shape; empty for registered schedules."""
     turns: dict[int, list[str]] = {0: ["first update"]}
     if config.optimizer.name == "schedule_free_adamw":
         warmed = begin = end = config.optimizer.schedule_free_warmup_steps
@@ -160,7 +160,7 @@ def _activations(config: JobConfig) -> Iterator[str]:
 
 
 def _captured_bytes(config: JobConfig) -> int:
-    """Of one sequence, in float32."""
+    """Return the float32 bytes of captured activations per sequence."""
     section, model, length = config.eval, config.model, config.train.seq_len
     layers = len(section.activations_layers) or model.n_layers
     of_token = dict.fromkeys(STREAM, layers * model.dim)

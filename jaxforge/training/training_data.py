@@ -1,4 +1,4 @@
-"""What a run trains on: its batches from any point on, and what they are drawn from."""
+"""Training data of a run: its batches from any position."""
 
 import itertools
 import logging

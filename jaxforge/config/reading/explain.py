@@ -30,7 +30,7 @@ _LONG = 200  # characters of a key that no key has
 
 
 class Sources(NamedTuple):
-    """Where the values of a configuration came from."""
+    """Sources of the values of a configuration."""
 
     file: str
     """The TOML file, as the user named it."""

@@ -1,4 +1,4 @@
-"""Which line of a TOML file set which key; `tomllib` parses but does not say."""
+"""Line numbers of the keys of a TOML file, which `tomllib` does not report."""
 
 import re
 import tomllib

@@ -63,7 +63,7 @@ def keys_by_name() -> dict[str, list[str]]:
 
 
 def nearest_keys(path: Path) -> list[str]:
-    """The same key in other tables, or else the most similar one, of the same table if any."""
+    """Return the same key in other tables, else the most similar one."""
     name = str(path[-1])
     table = "".join(f"{part}." for part in path[:-1] if isinstance(part, str))
     by_name = keys_by_name()
@@ -81,12 +81,12 @@ def alternatives(node: Node) -> list[str]:
 
 
 def is_table(node: Node) -> bool:
-    """Whether a value is a table with known keys."""
+    """Return whether a value is a table with known keys."""
     return "properties" in node
 
 
 def has_keys(node: Node) -> bool:
-    """Whether a value is such a table, or a list of them."""
+    """Return whether a value is such a table, or a list of them."""
     return is_table(_plain(node.get("items", node)))
 
 
@@ -101,7 +101,7 @@ def short_type(node: Node) -> str:
 
 
 def expected(node: Node) -> str:
-    """What a value has to be, to follow "expected": `an integer greater than 0`."""
+    """Return the text after "expected": `an integer greater than 0`."""
     if alternatives(node):
         return "one of " + ", ".join(alternatives(node))
     if node["type"] == "array":
@@ -116,7 +116,7 @@ def expected(node: Node) -> str:
 
 
 def _registered() -> tuple[tuple[str, ...], ...]:
-    """What the schema depends on: names may be registered at any time."""
+    """Return the registered names, on which the schema depends."""
     return tuple(registry.names() for registry in REGISTRIES)
 
 

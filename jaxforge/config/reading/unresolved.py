@@ -81,7 +81,7 @@ class UnresolvedConfig:
 
     @property
     def known(self) -> JobConfig:
-        """What must be known before there are devices; durations have their defaults here."""
+        """Return the config known before devices exist; durations have their defaults."""
         return self._known
 
     @property
@@ -90,7 +90,7 @@ class UnresolvedConfig:
         return self._sources.file
 
     def is_on_command_line(self, key: str) -> bool:
-        """Whether a setting names `key`, as in "checkpoint.dir", or its section."""
+        """Return whether a setting names `key`, as in "checkpoint.dir", or its section."""
         path = tuple(key.split("."))
         return any(path[: len(each.path)] == each.path for each in self._sources.settings)
 
@@ -154,7 +154,7 @@ class _Unknown(Exception):
 
 @dataclass
 class _Batch:
-    """What an update reads, at each place of the run: it makes updates of durations."""
+    """Sequences and tokens per update along the run, to convert durations into updates."""
 
     known: JobConfig
     durations: Mapping[Path, Duration]
@@ -256,7 +256,7 @@ def _rank(path: Path) -> int:
 
 
 def _follows_the_run(path: Path) -> bool:
-    """Whether a duration may depend on ramp and max_steps, rather than make them."""
+    """Return whether a duration may depend on ramp and max_steps instead of defining them."""
     return _rank(path) > _rank(_MAX_STEPS)
 
 
@@ -306,7 +306,7 @@ def _with_lists(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _is_list(section: str, key: str) -> bool:
-    """Whether a key wants a list; known without the schema, which takes long to make."""
+    """Return whether a key takes a list, without building the schema, which is slow."""
     table = JobConfig.model_fields.get(section)
     wanted = getattr(table and table.annotation, "model_fields", {}).get(key)
     return wanted is not None and get_origin(wanted.annotation) is tuple

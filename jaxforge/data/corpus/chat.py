@@ -113,7 +113,7 @@ class ChatTemplate:
     def _span(
         self, messages: Sequence[Message], i: int, text: str, options: Mapping[str, object]
     ) -> Span:
-        """Where message `i` stands."""
+        """Return the span of message `i` in the text."""
         before = self._text(messages[:i], {**options, "add_generation_prompt": True})
         until = self._text(messages[: i + 1], options) if i + 1 < len(messages) else text
         before, until = (_unmark(part)[0] for part in (before, until))
@@ -155,5 +155,5 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: object, **options: Any) -> str:  # noqa: ANN401
-    """As Python writes it: Jinja's own escapes what HTML would take for tags."""
+    """Serialize as Python does: Jinja's own filter escapes HTML characters."""
     return json.dumps(value, **{"ensure_ascii": False, **options})

@@ -23,7 +23,7 @@ _Input = TypeVar("_Input", bound=Input)
 
 
 class Place(NamedTuple):
-    """How far reading has come.
+    """Reading position in a list of documents.
 
     Attributes:
         input: index of the input.
@@ -69,7 +69,7 @@ def split_of(document: str, validation_fraction: float) -> str:
 
 
 def is_split_inside(inputs: Sequence[Input]) -> bool:
-    """Whether a part of the text is held out, not of the documents, as there is but one file."""
+    """Return whether the validation split is cut from the text of a single file."""
     return len(inputs) == 1 and inputs[0].text_size is not None
 
 
@@ -102,7 +102,7 @@ def pieces(
     start: Place | None = None,
     before: int = 0,
 ) -> Iterator[Piece]:
-    """Reads documents in pieces of about a MiB; what is not UTF-8 becomes U+FFFD.
+    """Read documents in pieces of about a MiB; bytes that are not UTF-8 become U+FFFD.
 
     Args:
         inputs: in order.
@@ -236,7 +236,7 @@ def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
 
 
 def _cut(data: bytes) -> int:
-    """Where to cut a part of a long line: before its last space, or else between characters."""
+    """Return where to cut a long line: before its last space, else between characters."""
     if (space := data.rfind(b" ", 1)) > 0:
         return space
     end = len(data)

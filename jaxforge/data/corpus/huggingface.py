@@ -73,7 +73,7 @@ def _saved(
 def cached_shards(
     name: str, config: str | None, split: str, content: Content, tokenizer: Tokenizer
 ) -> Path:
-    """The token shards of a dataset, made at the first use and kept in the cache of `datasets`.
+    """Return the cached token shards of a dataset, tokenizing it at the first use.
 
     Their directory is named by the fingerprints of dataset, content and tokenizer. One process
     makes it, even among several runs; the others wait. A killed one goes on where it was.

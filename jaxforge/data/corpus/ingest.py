@@ -39,7 +39,7 @@ _COMMIT_SECONDS = 5.0  # of work that a killed run may lose
 
 @dataclass(frozen=True)
 class Options:
-    """What the shards depend on, beside inputs and tokenizer.
+    """Options that the shards depend on, next to inputs and tokenizer.
 
     Attributes:
         dtype: numpy name of the type on disk.
@@ -63,7 +63,7 @@ class Options:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """What is written."""
+        """Names of the splits that are written."""
         holds_out = self.validation_fraction or self.validation_tokens
         return ("train", "validation") if holds_out else ("train",)
 
@@ -79,7 +79,7 @@ def texts_of(batch: Batch) -> list[Text]:
 
 @dataclass
 class Split:
-    """What is becoming of "train" or "validation".
+    """Progress of one split, "train" or "validation".
 
     Attributes:
         writer: its shards.
@@ -109,7 +109,7 @@ class Split:
 
 @dataclass
 class Corpus:
-    """What is becoming of all documents.
+    """Progress of all documents.
 
     Attributes:
         splits: by name.

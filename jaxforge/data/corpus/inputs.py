@@ -1,4 +1,4 @@
-"""What `prepare` reads: text files, files of records, Hugging Face datasets.
+"""Inputs of `prepare`: text files, files of records, Hugging Face datasets.
 
 input     a file, or a Hugging Face dataset
 document  a text file, or one record of any other input

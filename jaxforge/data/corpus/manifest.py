@@ -76,7 +76,7 @@ def extend_hashes(crc32: str, size: int, more: bytes) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a shard directory, so that nobody has to read the tokens to know them.
+    """Contents of a shard directory, so that readers need not scan the tokens.
 
     Attributes:
         version: `VERSION`, or `CONVERSATIONS`: then each document is a conversation, no shard holds
@@ -110,7 +110,7 @@ class Manifest:
 
     @property
     def conversations(self) -> bool:
-        """Whether shards hold entries and not tokens."""
+        """Whether shards hold conversation entries instead of plain tokens."""
         return self.version == CONVERSATIONS
 
     @property

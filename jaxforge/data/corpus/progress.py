@@ -1,4 +1,4 @@
-"""How far `prepare` is, shown while it works."""
+"""Progress display of `prepare`."""
 
 import time
 from collections.abc import Callable, Iterator

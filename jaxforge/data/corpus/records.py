@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
 
 class Content(Protocol):
-    """What of a record is the document."""
+    """Selection of a record's part that is the document."""
 
     @property
     def identity(self) -> tuple[str, ...]:

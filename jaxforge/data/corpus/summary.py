@@ -1,4 +1,4 @@
-"""What `prepare` prints of the shards that it wrote."""
+"""Summary that `prepare` prints of the shards it has written."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from jaxforge.data.corpus.tokenizer import Tokenizer
 
 
 def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """What was written: a row for each thing to know, a column for each split."""
+    """Return a table of the results with a column for each split."""
     parts, train = corpus.splits.values(), corpus.splits["train"].writer
     cells: dict[str, Callable[[Split], str]] = {
         "documents": lambda part: f"{part.writer.documents:,}",

@@ -59,7 +59,7 @@ class Csv(PackedFile):
 
 
 class _BoundedLines:
-    """Lines of which those of a row are no larger than a record may be.
+    """Lines whose rows are bounded by the largest allowed record.
 
     Attributes:
         size: characters since this was last set to 0.

@@ -29,7 +29,7 @@ _LOOKED_AT = 10_000  # files of a directory without shards
 
 
 def encoding_of(head: bytes) -> str:
-    """What a file that begins so is in, if a byte-order mark says that it is not UTF-8; or ""."""
+    """Return the encoding that a byte-order mark announces if it is not UTF-8, else ""."""
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
 
 
@@ -87,7 +87,7 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
 
 
 def how_to_prepare(place: Path) -> str:
-    """What to do where shards are wanted and text is found, to follow its path; "" if none is.
+    """Return advice, appended to a path that holds text instead of shards; "" if it holds no text.
 
     Args:
         place: a file or directory, without shards.

@@ -42,7 +42,7 @@ _LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one for 
 
 
 class Tokenizer(ABC):
-    """What data preparation, generation and evaluation need of a tokenizer.
+    """Interface of tokenizers for data preparation, generation and evaluation.
 
     Attributes:
         vocab_size: one more than the largest id.
@@ -141,7 +141,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face fast tokenizer.
+    """Hugging Face fast tokenizer.
 
     As with transformers, special tokens spelled out in a text ("<|endoftext|>") become their ids.
 
@@ -281,7 +281,7 @@ class HFTokenizer(Tokenizer):
         return HFTokenizer(file, self.eos_id, self.chat, self._token(self.bos_id), self.eos_ids)
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.json`, byte for byte, and what `load_tokenizer` reads beside it.
+        """Write `tokenizer.json` byte for byte, and the other files that `load_tokenizer` reads.
 
         That is a `tokenizer_config.json` with EOS, BOS and `chat`; with several `eos_ids`, a
         `generation_config.json`, too.
@@ -350,7 +350,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
 
 
 def tokenizer_of(config: DataConfig) -> str | Path | None:
-    """`data.tokenizer_path`, else the one that `jaxforge.prepare` put beside the shards."""
+    """Return `data.tokenizer_path`, else the tokenizer stored with the shards."""
     if config.tokenizer_path:
         return config.tokenizer_path
     shards = [source.path for source in config.datasets] or [config.dataset_path]
@@ -359,7 +359,7 @@ def tokenizer_of(config: DataConfig) -> str | Path | None:
 
 
 def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
-    """Loads a tokenizer of this machine or of the Hugging Face Hub.
+    """Load a tokenizer from this machine or from the Hugging Face Hub.
 
     Args:
         spec: "byte", a `tokenizer.json`, the directory of one, or, where neither is there, a model
@@ -403,7 +403,7 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
 
 
 def _of_hub(name: str) -> Path:
-    """The directory of a model's tokenizer in the Hub's cache; fetched if it is not there."""
+    """Return the directory of a model's tokenizer in the Hub's cache; fetch it if it is missing."""
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
@@ -425,7 +425,7 @@ def _of_hub(name: str) -> Path:
 
 
 def _eos_beside(directory: Path) -> str | int | None:
-    """The EOS that the files beside a `tokenizer.json` name, as a token or an id."""
+    """Return the EOS token or id that the files next to a `tokenizer.json` name."""
     if (token := _token_beside(directory, "eos_token")) is not None:
         return token
     for name in _NEIGHBOURS[2:]:
@@ -441,7 +441,7 @@ def _eos_ids_in(path: Path) -> list[int]:
 
 
 def _token_beside(directory: Path, key: str) -> str | None:
-    """A special token by its key in the files beside a `tokenizer.json`."""
+    """Return a special token by its key in the files next to a `tokenizer.json`."""
     for name in _NEIGHBOURS[:2]:
         token = _json(directory / name).get(key)
         token = token.get("content") if isinstance(token, dict) else token
@@ -451,7 +451,7 @@ def _token_beside(directory: Path, key: str) -> str | None:
 
 
 def _chat_beside(directory: Path) -> dict[str, str]:
-    """`Tokenizer.chat`, by the files beside a `tokenizer.json`."""
+    """Return `Tokenizer.chat` from the files next to a `tokenizer.json`."""
     settings = _json(directory / _NEIGHBOURS[1]) | _json(directory / _NEIGHBOURS[0])
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name

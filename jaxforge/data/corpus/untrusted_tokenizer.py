@@ -86,7 +86,7 @@ def limit_resources(size: int) -> None:
 
 
 def limit_memory(nbytes: int) -> None:
-    """Limit memory of this process to what it has and so many bytes more."""
+    """Limit the memory of this process to its current size plus a number of bytes."""
     statm = Path("/proc/self/statm")
     if statm.exists():  # elsewhere the limit is not kept by the system
         pages = int(statm.read_text().split()[0])
@@ -106,7 +106,7 @@ def limit_time(size: int | None, per_byte: float = _SECONDS_PER_BYTE) -> None:
 
 
 def check_ids(largest: int, n_tokens: int) -> None:
-    """Refuse ids of which hardly any is a token's: counts of tokens are kept for each.
+    """Refuse vocabularies that are mostly gaps: counts are allocated for each id.
 
     Raises:
         ValueError: there are such.

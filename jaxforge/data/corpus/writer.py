@@ -38,7 +38,7 @@ def token_dtype(name: str | None, vocab_size: int) -> str:
 
 
 class ShardWriter:
-    """Writes `shard_00000.npy`, `shard_00001.npy`, … and at the end the manifest.
+    """Writer of `shard_00000.npy`, `shard_00001.npy`, … and the final manifest.
 
     Documents run on from one shard into the next; conversations, which are added whole, do not. Use
     it in a `with` statement, which closes the file at hand when something fails.
@@ -212,7 +212,7 @@ class ShardWriter:
             held = held[self._write(held) :]
 
     def _write(self, tokens: Int[np.ndarray, "_"]) -> int:
-        """Writes as many of `tokens` as the shard at hand has room for."""
+        """Write as many of `tokens` as the current shard has room for; return their number."""
         file = self._file or self._begin_shard()
         shard = self._shards[-1]
         room = self._shard_tokens - shard.tokens

@@ -99,7 +99,7 @@ class JaxforgeLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text that is scored from its first token on."""
+        """Token before a text that is scored from its first token on."""
         return self._prefix
 
     @property
@@ -109,7 +109,7 @@ class JaxforgeLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells this tokenizer from others, for lm_eval's caches."""
+        """Identity of the tokenizer for lm_eval's caches."""
         return self._text.fingerprint
 
     def tok_encode(
@@ -151,7 +151,7 @@ class JaxforgeLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
-        """What `loglikelihood` of lm_eval asks for, texts being tokens by now."""
+        """Compute lm_eval's `loglikelihood` of tokenized texts."""
         for (_, text), _, tokens in requests:
             if len(tokens) > self._max_length:
                 raise UserError(
@@ -213,7 +213,7 @@ class JaxforgeLM(TemplateLM):
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
     def _meets(self, stops: Sequence[str]) -> Callable[[list[int]], bool]:
-        """Whether a completion has one of the stop sequences in it."""
+        """Return a predicate that tells whether a completion contains a stop sequence."""
 
         def meets(tokens: list[int]) -> bool:
             text = self._text.decode(tokens)
@@ -248,7 +248,7 @@ class JaxforgeLM(TemplateLM):
         return IsolatedTemplate(self._text.chat)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval keeps with its results."""
+        """Return the model information that lm_eval stores with its results."""
         mesh = {axis: size for axis, size in self._trained.mesh.shape.items() if size > 1}
         return {"run": str(self._trained.run), "step": self._trained.step, "mesh": mesh}
 

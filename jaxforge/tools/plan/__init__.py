@@ -1,1 +1,1 @@
-"""What a run will need and how fast it will be, before it starts: `python -m jaxforge.plan`."""
+"""Planning of a run before it starts, memory and speed: `python -m jaxforge.plan`."""

@@ -1,4 +1,4 @@
-"""What shows on this machine, is allowed and still not meant: absent data, disks too small.
+"""Warnings about allowed but unlikely settings: absent data, small disks.
 
 What a config tells by itself is in `config.useless`.
 """
@@ -37,7 +37,7 @@ def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
 
 
 def data(config: JobConfig, n_devices: int) -> Iterator[str]:
-    """Where the tokens come from, and how often each is read."""
+    """Yield warnings about the source of the tokens, and about repeated epochs."""
     missing = list(absent(config))
     yield from missing
     if missing or not _paths(config):
@@ -73,13 +73,13 @@ def _paths(config: JobConfig) -> dict[str, str]:
 
 
 def _sequences(config: JobConfig, dp: int) -> int:
-    """Of the whole run, as if batches were never smaller."""
+    """Return the sequences of the whole run, as if batches were always full."""
     train = config.train
     return train.max_steps * train.microbatch_size(dp) * train.grad_accum_steps
 
 
 def disk(config: JobConfig) -> Iterator[str]:
-    """Whether the checkpoints that are kept have room where they go."""
+    """Yield warnings about the disk space for retained checkpoints."""
     place = config.checkpoint.dir
     if urls.in_bucket(place):
         return
@@ -98,14 +98,14 @@ def disk(config: JobConfig) -> Iterator[str]:
 
 
 def checkpoint_bytes(config: JobConfig) -> int:
-    """Of parameters and optimizer state, whole."""
+    """Return the bytes of parameters and optimizer state."""
     state = Program.without_devices(config).shapes
     leaves = jax.tree.leaves((state.params, state.opt_state))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def kept_checkpoints(config: JobConfig) -> int:
-    """Those that are on the disk when the run has ended."""
+    """Return the number of checkpoints on disk at the end of the run."""
     made = max(1, math.ceil(config.train.max_steps / config.checkpoint.interval))
     last = config.checkpoint.keep_last_n
     return min(made, last + config.checkpoint.keep_best_n) if last > 0 else made

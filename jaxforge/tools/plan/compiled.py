@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there is room at the fullest moment."""
+        """Return whether the peak fits the device."""
         return self.peak <= self.capacity
 
 
@@ -95,7 +95,7 @@ def devices_of(topology: Topology) -> list[jax.Device]:
 def compile_step(
     config: JobConfig, topology: Topology, devices: list[jax.Device], *, every_size: bool = False
 ) -> Step:
-    """Compiles as a run would.
+    """Compile the step as a run would.
 
     Args:
         config: that `rules.check` has passed for so many devices.
@@ -179,7 +179,7 @@ def _wanted(said: str, state: TrainState) -> int:
 
 
 class _Parts(NamedTuple):
-    """What the memory of a device is divided among."""
+    """Parts of a device's memory."""
 
     train: Program
     state: TrainState
@@ -198,7 +198,7 @@ class _Parts(NamedTuple):
         return self.train.grad_sync.mode == "update" and token_parallel_size(self.train.mesh) > 1
 
     def _gradients(self) -> int:
-        """Those that are added up; whole where they are reduced once per update."""
+        """Return the bytes of summed gradients; whole ones if they are reduced once per update."""
 
         def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
             spec = partition_spec(without_data(axes) if self._is_whole else axes)
@@ -208,7 +208,7 @@ class _Parts(NamedTuple):
         return sum(jax.tree.leaves(sizes))
 
     def _saved(self, program: HloProgram) -> int:
-        """What the fullest loop over layers carries one of for each layer, but for weights' kin.
+        """Return the bytes that the largest loop over layers saves per layer, apart from weights.
 
         Those have the shapes of parameters, whole, of one device, or whole over the data axes; in
         the dtype of products only where they are gathered for the whole update.

@@ -1,4 +1,4 @@
-"""Cost model: how long operations, collectives and whole updates take on a chip.
+"""Cost model: durations of operations, collectives and whole updates on a chip.
 
 Operations: by the compiler's cycles on TPU, by a roofline on GPU (Williams et al., 2009): the
 longer of FLOPs over the chip's rate and bytes over that of its memory, each times what kernels
@@ -42,7 +42,7 @@ _RECOMPUTED = {
 
 
 class Reached(NamedTuple):
-    """What programs reach of a data sheet.
+    """Reached fractions of a data sheet's figures.
 
     Attributes:
         by_kind: part of the peak FLOP/s, by kind of work, and by `Work.by` where that says one.

@@ -1,4 +1,4 @@
-"""What a start would do, said and not done: `python -m jaxforge.train --config FILE --dry-run`.
+"""Dry run of a start: `python -m jaxforge.train --config FILE --dry-run`.
 
 Config, data, mesh and model are read and built as `launch` and `build` do it, with the same
 messages for what is wrong; nothing is compiled, and nothing is written. With `--devices` the
@@ -167,7 +167,7 @@ def _unknown(config: JobConfig) -> list[str]:
 
 
 def machine(devices: str) -> tuple[int, list[Device]] | None:
-    """Reads `--devices`: how many there are, and of which kinds they may be; None where not said.
+    """Parse `--devices`: number of devices and their possible kinds; None if it is empty.
 
     Raises:
         UserError: it is neither a number nor a machine.
@@ -199,7 +199,7 @@ def _here() -> Device:
 
 
 def _epoch_length(config: JobConfig, rows: int) -> int | None:
-    """As of a start, but a dataset is not tokenized to know its length."""
+    """Return the epoch length as a start would, without tokenizing a dataset for it."""
     if _from_hugging_face(config):
         raise UserError(
             f"--dry-run: lengths in epochs are known once {_from_hugging_face(config)} is "
@@ -297,7 +297,7 @@ def _model(model: Model) -> Iterator[str]:
 
 
 def _memory(fits: dict[Device, Fit]) -> Iterator[str]:
-    """What it consists of for the first kind, and a line for each."""
+    """Yield the parts of memory on the first kind of device, and a line for each kind."""
     parts = next(iter(fits.values())).memory._asdict()
     yield ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
     for device, found in fits.items():
@@ -310,7 +310,7 @@ def _memory(fits: dict[Device, Fit]) -> Iterator[str]:
 
 
 def _too_large(config: JobConfig, mesh: AnyMesh, fits: dict[Device, Fit]) -> Iterator[str]:
-    """Where no kind of device has room, how one gets it."""
+    """Yield remedies if no kind of device has enough memory."""
     if any(found.memory.total <= SLACK * device.capacity for device, found in fits.items()):
         return
     device, found = max(fits.items(), key=lambda item: item[0].capacity)

@@ -37,7 +37,7 @@ class Operation:
 
     @property
     def elements(self) -> int:
-        """Of its result, over all arrays."""
+        """Return the number of elements of the result, over all arrays."""
         return sum(math.prod(dims) for dims, _ in arrays(self.shape))
 
     def text(self, name: str) -> str:
@@ -65,7 +65,7 @@ class Operation:
 
     @property
     def arguments(self) -> str:
-        """What stands in the parentheses."""
+        """Text inside the parentheses."""
         start = self.line.index(f" {self.kind}(") + len(self.kind) + 2
         depth = 1
         for end in range(start, len(self.line)):

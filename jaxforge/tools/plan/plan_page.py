@@ -141,7 +141,7 @@ def _colour(name: str) -> str:
 
 
 def picture(title: str, spans: Sequence[Span], seconds: float) -> str:
-    """What runs when: the device in the first row, then the links of each axis of the mesh.
+    """Return a timeline picture: the device in the first row, then the links of each mesh axis.
 
     Args:
         title: of the picture.
@@ -179,7 +179,7 @@ def _boxes(spans: Sequence[Span], y: float, scale: float) -> Iterator[str]:
 
 
 def _main_kind(span: Span) -> str:
-    """Of a loop, the kind that most of it is."""
+    """Return the kind of work that dominates a loop."""
     if not span.inside:
         return span.kind
     sums: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What `python -m jaxforge.plan` does and prints."""
+"""Output of `python -m jaxforge.plan`."""
 
 import argparse
 import contextlib

@@ -89,7 +89,7 @@ class Found(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices; 0 where it does not run."""
+        """Tokens per second of all devices; 0 if it does not run."""
         fits = self.report.get("fits") and "step" in self.report
         return self.report["step"]["tokens_per_second"] if fits else 0.0
 
@@ -150,7 +150,7 @@ def _best_first(found: Iterable[Found]) -> list[Found]:
 
 
 def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]:
-    """The same with flags of the compiler, but for those that the user has set."""
+    """Yield the candidate with other compiler flags, except those that the user has set."""
     given = candidate.config.train.xla_flags
     for flags in _FLAGS[platform]:
         if not given.keys() & flags.keys():
@@ -231,7 +231,7 @@ def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> It
 
 
 def sequences(config: JobConfig, n_devices: int) -> int:
-    """Of an update.
+    """Return the sequences of an update.
 
     Raises:
         UserError: they follow from a mesh that does not fit the machine.
@@ -271,7 +271,7 @@ def _powers(most: int) -> list[int]:
 
 
 def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
-    """What `python -m jaxforge.plan --json` says of a config; kept, as compiling takes minutes."""
+    """Return the `--json` plan of a config, cached because compilation takes minutes."""
     text = config.to_toml()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     kept = Path(cache, "jaxforge", "plan", f"{_key(text, topology)}.json")
@@ -294,7 +294,7 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
 
 
 def _key(text: str, topology: Topology) -> str:
-    """Of a config, a machine, the compilers and the code that uses them."""
+    """Return the cache key of a config, a machine, the compilers and the code that uses them."""
     parts = [text, str(topology), *map(version_of, _PACKAGES)]
     root = Path(jaxforge.__file__).parent
     parts += [path.read_text() for path in sorted(root.rglob("*.py"))]
@@ -302,7 +302,7 @@ def _key(text: str, topology: Topology) -> str:
 
 
 def settings(found: Candidate) -> Sequence[str]:
-    """What to write on a command line to run a candidate."""
+    """Return the command-line settings that run a candidate."""
     train = found.config.train
     axes = [f"--distributed.{axis}={size}" for axis, size in found.mesh.items()]
     return [

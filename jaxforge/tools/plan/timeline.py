@@ -1,4 +1,4 @@
-"""A step as it would run: operations one after the other, collectives beside them.
+"""Timeline of a step: operations in sequence, collectives in parallel with them.
 
 A device computes in the order that the compiler has scheduled. A collective in two halves runs
 beside what stands between them, after those over the same axes that began earlier; where its second
@@ -17,17 +17,17 @@ from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation
 
 
 class Rates(Protocol):
-    """How long a device takes for an operation."""
+    """Durations of operations on a device."""
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
         """Its kind, and seconds by itself."""
 
 
 class Links(Protocol):
-    """How long collectives take."""
+    """Durations of collectives."""
 
     def collective(self, operation: Operation, within: Computation) -> Collective:
-        """What a collective, or the first half of one, will take by itself."""
+        """Return the isolated duration of a collective, or of its first half."""
 
 
 class Key(NamedTuple):
@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Of all collectives of a step with one key, on one device.
+    """Sum of all collectives of a step with one key, on one device.
 
     Attributes:
         count: executions.
@@ -80,7 +80,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Of a computation.
+    """Timeline of a computation.
 
     Attributes:
         seconds: from its beginning to its end.
@@ -100,7 +100,7 @@ class Timeline:
         return sum(one.waited for one in self.traffic.values())
 
     def add(self, other: "Timeline", times: int = 1) -> None:
-        """Adds the sums of another that runs so many times; time and picture are not touched."""
+        """Add the sums of a repeated timeline; time and picture do not change."""
         for kind, seconds in other.busy.items():
             self.busy[kind] += seconds * times
         for key, theirs in other.traffic.items():
@@ -154,7 +154,7 @@ class Simulation:
     def _nested(
         self, operation: Operation, name: str, *, in_loop: bool
     ) -> tuple[Timeline, int] | None:
-        """What a loop, condition or call runs, and how many times."""
+        """Return the computation of a loop, condition or call, and its number of iterations."""
         match operation.kind:
             case "while":
                 body = self._run(operation.attribute("body"), in_loop=True)
@@ -213,7 +213,7 @@ class _Clock:
             self._line.seconds += seconds
 
     def nest(self, operation: Operation, inner: Timeline, times: int) -> None:
-        """A loop of so many iterations, or what is called once."""
+        """Append a loop of this many iterations, or a call."""
         line, seconds = self._line, inner.seconds * times
         if seconds:
             span = Span(operation.name, operation.kind, "device", line.seconds, seconds)
@@ -222,7 +222,7 @@ class _Clock:
         line.seconds += seconds
 
     def exchange(self, operation: Operation, one: Collective) -> None:
-        """A collective that nothing runs beside."""
+        """Append a collective that overlaps with nothing."""
         self._picture(operation.name, one.kind, _lane(one), one.seconds)
         self._count(one, overlapped=False).waited += one.seconds
         self._line.seconds += one.seconds
@@ -236,7 +236,7 @@ class _Clock:
         self._line.spans.append(Span(operation.name, one.kind, _lane(one), start, one.seconds))
 
     def rename(self, old: str, new: str) -> None:
-        """What runs has another name from here on."""
+        """Rename a pending operation."""
         if old in self._running:
             self._running[new] = self._running.pop(old)
 

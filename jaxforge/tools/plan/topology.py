@@ -56,7 +56,7 @@ class Topology(NamedTuple):
         return cls(chip, sides, slices)
 
     def __str__(self) -> str:
-        """As it is written."""
+        """Return the topology as it is written."""
         text = f"{self.chip}:{'x'.join(map(str, self.sides))}"
         return f"{text}*{self.slices}" if self.slices > 1 else text
 
@@ -66,7 +66,7 @@ class Topology(NamedTuple):
         return math.prod(self.sides) * self.slices
 
     def prepare(self, env: MutableMapping[str, str]) -> None:
-        """Sets what a compiler for this machine wants to find in the environment.
+        """Set the environment that a compiler for this machine needs.
 
         To be called before JAX is imported: the machine at hand is its CPU, whatever it has; the
         compiler for TPUs asks no network where it is, and several of them may run at once. Nothing
@@ -86,7 +86,7 @@ class Topology(NamedTuple):
 
 
 def _nearest(chip: str, text: str, known: Mapping[str, int], sides: int) -> str:
-    """The same on the chip whose name is most like that, of those with so many sides if any is."""
+    """Return the topology with the most similar known chip name, preferably of this many sides."""
     fitting = [one for one, count in known.items() if count == sides]
     near = get_close_matches(chip, fitting, n=1) or get_close_matches(chip, known, n=1, cutoff=0.0)
     if known[near[0]] == sides:

@@ -1,4 +1,4 @@
-"""What an operation of a program computes and moves: floating-point operations, and bytes.
+"""Work of a program's operations: floating-point operations and bytes moved.
 
 For operations whose time the compiler does not write into the program: all of them on GPU, kernels
 of attention and experts on TPU. Bytes are those of the device's memory: of an array that an
@@ -27,7 +27,7 @@ scores and their gradient anew."""
 
 
 class Work(NamedTuple):
-    """Of one execution on one device.
+    """Work of one execution on one device.
 
     Attributes:
         kind: products, attention, experts, memory (all else), or nothing.
@@ -54,7 +54,7 @@ class Workload:
         self._program, self._visible = program, visible
 
     def of(self, operation: Operation, within: Computation) -> Work:
-        """Of an operation; a loop's or a call's is not its own."""
+        """Return the work of an operation; the body of a loop or call is not included."""
         if operation.kind in _NOTHING:
             return Work("nothing", 0, 0)
         if operation.kind == "custom-call":
@@ -102,7 +102,7 @@ class Workload:
         return 2 * products * pairs * query[-1] * self._visible
 
     def _flash(self, operation: Operation, within: Computation, kernel: str) -> float:
-        """Of `model/flash.py`: queries [B, S, H, D] and keys [B, T, K, D] come first of such."""
+        """Return the FLOPs of flash attention: q [B, S, H, D] and k [B, T, K, D] come first."""
         heads = (dims for dims, _ in _inputs(operation, within) if len(dims) == 4)
         query, key = next(heads), next(heads)
         return 2 * _PRODUCTS[kernel] * math.prod(query) * key[1] * self._visible

@@ -1,4 +1,4 @@
-"""What happened in a step: made again, compared with the log and with its neighbours."""
+"""Account of a step: repeated, and compared with the log and with neighbouring steps."""
 
 import dataclasses
 import functools
@@ -105,7 +105,7 @@ class Suspect:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What happened in a step.
+    """Account of what happened in a step.
 
     Attributes:
         made: the step.
@@ -218,7 +218,7 @@ class _Reader:
         self._losses = token_loss_function(past.model, past.mesh)
 
     def documents(self, walk: Walk) -> tuple[list[Document], Float[np.ndarray, "m b s"]]:
-        """Of the next batch, and the losses of its tokens."""
+        """Return the documents of the next batch and the losses of their tokens."""
         losses, eos = self._losses(walk.state.variables, walk.batch), None
         if self._tokenizer is not None:
             eos = self._tokenizer.eos_id

@@ -36,7 +36,7 @@ _ROWS, _TOKENS = 4, 64  # of the first microbatch, of which values of the forwar
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What a step was made of, and what it made.
+    """Inputs and results of a step.
 
     Attributes:
         dtype: of activations: "float32" or "bfloat16".
@@ -91,7 +91,7 @@ def against(one: Way, other: Way, step: int) -> tuple[list[Row], list[str]]:
 
 
 def rows_of(a: Made, b: Made) -> Iterator[Row]:
-    """What was made, side by side."""
+    """Yield the values of two steps side by side."""
     dtype = "bfloat16" if "bfloat16" in (a.dtype, b.dtype) else "float32"
     layers = len({name.split(".")[1] for name in a.params if name.startswith(f"{LAYERS}.")})
     parts = 2 * layers + 2

@@ -71,7 +71,7 @@ def write(path: Path, capsule: Capsule) -> None:
 
 
 def read(path: Path) -> Capsule:
-    """Read a file that `write` made.
+    """Read a file that `write` has written.
 
     Raises:
         UserError: it is not there, torn, or of another version.

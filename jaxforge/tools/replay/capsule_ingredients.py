@@ -28,7 +28,7 @@ _UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' ke
 
 
 def ingredients_of(past: Past) -> dict[str, Any]:
-    """Return what the steps of a run are made of here and now, as plain values by name.
+    """Return the ingredients of a run's steps on this machine, as plain values by name.
 
     Raises:
         UserError: the data are not there, or damaged.

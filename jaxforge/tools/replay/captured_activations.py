@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Wanted(NamedTuple):
-    """What to keep.
+    """Selection of activations to capture.
 
     Attributes:
         points: names (`config.points`).
@@ -123,7 +123,7 @@ def _computing(model: Model, mesh: Mesh, wanted: Wanted) -> Activations:
 
 
 def _there(wanted: int | Sequence[int], n: int, what: str) -> Sequence[int]:
-    """The numbers of sequences, of which there are `n`."""
+    """Return the selected sequence numbers out of `n`."""
     if isinstance(wanted, int):
         return range(min(wanted, n))
     if wanted[-1] >= n:
@@ -134,7 +134,7 @@ def _there(wanted: int | Sequence[int], n: int, what: str) -> Sequence[int]:
 def _of_batch(
     compute: Activations, params: Params, batch: Batch, numbers: Sequence[int]
 ) -> Iterator[Values]:
-    """Those of some sequences of a batch [microbatches, rows, tokens], counted over it."""
+    """Yield the values of selected sequences of a batch [microbatches, rows, tokens]."""
     microbatches, size = batch["labels"].shape[:2]
     for i in range(microbatches):
         rows = [n - i * size for n in numbers if n // size == i]
@@ -176,7 +176,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _sequences(text: str) -> int | Sequence[int]:
-    """How many, or which."""
+    """Parse the number of sequences, or their numbers."""
     numbers, (first, colon, end) = text.split(","), text.partition(":")
     if text.isdecimal() and int(text) > 0:
         return int(text)

@@ -1,4 +1,4 @@
-"""The same computation made twice: which value differs first, and by how much.
+"""Comparison of two computations: the first value that differs, and by how much.
 
 Two programs that are right still round differently. How far that may take them apart:
 
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether it is more than rounding."""
+        """Whether the difference exceeds rounding."""
         return not self.error <= self.tolerance
 
 
 def tolerance(dtype: str, width: int, parts: int) -> float:
-    """How far apart two right programs may be.
+    """Return the largest relative difference between two correct programs.
 
     Args:
         dtype: "float32" or "bfloat16".
@@ -83,7 +83,7 @@ def tolerance(dtype: str, width: int, parts: int) -> float:
 
 
 def update_tolerance(update: np.ndarray, param: np.ndarray) -> float:
-    """The same of an update by the same gradients: a difference of parameters that are rounded."""
+    """Return the tolerance of an update by equal gradients: a difference of rounded parameters."""
     size = root_mean_square(update)
     return _LEAST + (2 * _ROUNDING * root_mean_square(param) / size if size else 0.0)
 
@@ -100,7 +100,7 @@ def from_the_loss(names: Iterable[str], layers: int) -> list[str]:
 
 
 def gradients_beside(grads: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Of each parameter, the root mean square of the gradients of its part of the model.
+    """Return for each parameter the RMS of the gradients in its part of the model.
 
     What is zero but for rounding, as gradients of some biases are, is to be compared with these.
     """
@@ -199,7 +199,7 @@ def _part(name: str) -> str:
 
 
 def _of(rows: Sequence[Row], stage: str) -> list[Row]:
-    """What is shown of a stage: all, or the first that differs and those furthest apart."""
+    """Return the rows to show of a stage: all, or the first difference and the largest ones."""
     found = [one for one in rows if one.stage == stage]
     if stage not in _OF_PARAMETERS or len(found) <= _SHOWN:
         return found

@@ -47,7 +47,7 @@ class Document(NamedTuple):
 def token_loss_function(
     model: Model, mesh: Mesh
 ) -> Callable[[Params, Batch], Float[np.ndarray, "m b s"]]:
-    """What gives -log p(label) of every token, 0 where it is not learned from.
+    """Return a function that computes -log p(label) of every token, 0 where it is not learned.
 
     Args:
         model: the model.
@@ -127,7 +127,7 @@ def oddness(
     spread: float | None = None,
     before: Sequence[tuple[float, int]] = (),
 ) -> Float[np.ndarray, "n"]:
-    """How much parts of a batch stand out from the others, by loss or by gradient.
+    """Return how much parts of a batch stand out by loss or gradient.
 
     The sum of two standard scores: of the mean loss, as far as it is above 0, and of the gradient's
     norm by √tokens (as a sum grows whose terms point anywhere; NaN where it is not known), as far

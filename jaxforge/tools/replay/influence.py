@@ -1,4 +1,4 @@
-"""Which documents the gradient of an update comes from.
+"""Influence of documents on the gradient of an update.
 
 With g = Σ g_d over documents d, each weighted as in the update's loss:
 
@@ -32,7 +32,7 @@ from jaxforge.tools.replay.past import Past, Walk
 
 
 class Influence(NamedTuple):
-    """What a part of a batch does to its gradient.
+    """Influence of a part of a batch on its gradient.
 
     Attributes:
         norm: of its own gradient, ‖g_d‖.
@@ -51,7 +51,7 @@ class Influence(NamedTuple):
 
 
 class Influences:
-    """Of parts of one batch.
+    """Influences of the parts of one batch.
 
     Args:
         past: the run.
@@ -71,12 +71,12 @@ class Influences:
         self._remake = jax.jit(self._remade)
 
     def of_rows(self) -> list[Influence]:
-        """Of every row, in order."""
+        """Return the influence of every row, in order."""
         rows, length = self._batch["labels"].shape[0] * self._rows, self._batch["labels"].shape[2]
         return [self.of(row, 0, length) for row in range(rows)]
 
     def of(self, row: int, start: int, end: int) -> Influence:
-        """Of the tokens from `start` to `end` of a row, counted over the microbatches."""
+        """Return the influence of tokens `start` to `end` of a row, counted over microbatches."""
         microbatch = row // self._rows
         part = np.array([microbatch, row % self._rows, start, end], np.int32)
         weight = self._weights[microbatch]

@@ -26,7 +26,7 @@ NORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class LayerNorms:
-    """Of one step.
+    """Norms of the layers in one step.
 
     Attributes:
         parts: names: "layers.0", ..., and the parts that are no layers.
@@ -71,7 +71,7 @@ def layer_norms(metrics: Metrics, activations: dict[str, Array]) -> LayerNorms:
 
 
 def stands_out(step: LayerNorms, neighbours: Sequence[LayerNorms]) -> list[tuple[str, str, float]]:
-    """What differs most from the steps around: (part, norm, ratio to their median), most first."""
+    """Return the largest deviations from other steps: (part, norm, ratio to their median)."""
     found = []
     for name, values in step.norms.items():
         usual = np.median([one.norms[name] for one in neighbours], axis=0)
@@ -83,5 +83,5 @@ def stands_out(step: LayerNorms, neighbours: Sequence[LayerNorms]) -> list[tuple
 
 
 def _distance(ratio: float) -> float:
-    """How far from 1, either way; infinite for what is not finite."""
+    """Return the distance of a ratio from 1, in either direction; infinite if it is not finite."""
     return abs(float(np.log(ratio))) if np.isfinite(ratio) and ratio > 0 else float("inf")

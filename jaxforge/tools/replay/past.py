@@ -61,7 +61,7 @@ class Past(Program):
 
     @functools.cached_property
     def dataset(self) -> Any:  # noqa: ANN401
-        """What the run trains on."""
+        """Training dataset of the run."""
         return sources.open_training_data(self.config)
 
     def step_function(self, collect: Sequence[str]) -> TrainStep:
@@ -69,7 +69,7 @@ class Past(Program):
         return Program(self.config, self.mesh, model=self.model, collect=collect).step
 
     def walk(self, step: int) -> "Walk":
-        """Stands before a step: what comes next is the `step`-th attempt of an update.
+        """Return the state before a step: the next attempted update is number `step`.
 
         Raises:
             UserError: there is no such step, or the run began with what is not there any more.
@@ -131,7 +131,7 @@ class Walk:
 
     @property
     def controls(self) -> Controls:
-        """What the host decided about the next step."""
+        """Return the host's decisions about the next step."""
         left_out = self._past.config.train.iterations_to_skip
         return self._data.controls(self.progress.step, left_out)
 
@@ -151,7 +151,7 @@ class Walk:
             self.batch = self._data.peek()
 
     def look(self, step: TrainStep) -> Metrics:
-        """What a step function that collects says of the next step, which is not made."""
+        """Return the metrics of a collecting step function without applying the step."""
         copies = jax.tree.map(
             lambda x: x.copy(), (self.state.step, self.state.guard, self.state.counts)
         )
@@ -161,7 +161,7 @@ class Walk:
         return metrics
 
     def name_of(self, row: int) -> str:
-        """Which sequence of the data is a row of the next batch, counted over its microbatches."""
+        """Return the sequence's name in a row of the next batch, counted over microbatches."""
         past, position = self._past, self.progress.samples + row
         drawn = [Segment(*one) for one in self.progress.mixtures]
         phases = Phases.of(past.config.data)
@@ -262,7 +262,7 @@ def _same_order(config: JobConfig, groups: int) -> list[str]:
 
 
 def _data_parallel_groups(config: JobConfig, checkpoints: Checkpoints) -> int:
-    """How many the run had.
+    """Return the number of data-parallel groups that the run had.
 
     Raises:
         UserError: its config left that to the devices, and nothing else says it.

@@ -1,4 +1,4 @@
-"""What the page draws: charts of every metric, but for those that follow from others.
+"""Charts of the page: every metric except those that follow from others.
 
 As JSON, which `drawing.js` makes charts of. What never changes is told in a table instead.
 """
@@ -68,7 +68,7 @@ def charts(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
 
 
 def along(run: Run) -> dict[str, str]:
-    """How tokens and hours since the first step go with the steps."""
+    """Return tokens and hours since the first step, as functions of steps."""
     step, time, tokens = run.series["train/tokens"]
     kept = np.unique(np.linspace(0, len(step) - 1, _ALONG).round().astype(int))
     columns = (("steps", step), ("tokens", tokens), ("hours", (time - time[0]) / 3600))
@@ -82,7 +82,7 @@ def skips(run: Run) -> list[int]:
 
 
 def constants(runs: Sequence[Run]) -> list[Constant]:
-    """What is not charted as there is nothing to see; of layers that are alike once."""
+    """Return metrics that are constant and need no chart; equal layers appear once."""
     found: dict[tuple[str, tuple[float | None, ...]], list[str]] = defaultdict(list)
     for metric in _metrics(runs):
         if _is_constant(metric, runs):
@@ -104,7 +104,7 @@ def _which(labels: Sequence[str]) -> str:
 
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
-    """What was logged, in the order of the page; what follows from others is left out."""
+    """Return the logged metrics in page order, without those that follow from others."""
     names = dict.fromkeys(metric for run in runs for metric in run.series)
     order = {metric: place for place, metric in enumerate(NAMES)}
     kept = [metric for metric in names if not _DERIVED.fullmatch(metric)]
@@ -145,7 +145,7 @@ def _headline(runs: Sequence[Run]) -> list[_Curve]:
 def _of_one_title(
     title: str, members: Sequence[tuple[str, Name]], runs: Sequence[Run]
 ) -> Iterable[_Drawing]:
-    """Of one run a chart; of several one for each member, or for each run if these are layers."""
+    """Yield the charts of one title: one per member, or per run for layers."""
     several, first = len(runs) > 1, members[0][1]
     layers = [_LAYER.search(metric) for metric, _ in members]
     if all(layers):
@@ -182,7 +182,7 @@ def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> 
 
 
 def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[str, Any]:
-    """What is drawn of a curve: `x`, `y`; of a long one also where its middle runs, `smooth`."""
+    """Return the points of a curve: `x`, `y`, and `smooth`, the middle of a long curve."""
     step, value = series.step, factor * series.value
     kept = thin(step, value, buckets)
     found = {"x": pool.add(step[kept], "i4"), "y": encoded(value[kept], "f4"),
@@ -195,6 +195,6 @@ def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[
 
 
 def _some(steps: np.ndarray) -> list[int]:
-    """At most so many that they can be told apart, from first to last."""
+    """Return evenly chosen steps, few enough to be told apart, from first to last."""
     kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MARKS)).round().astype(int))
     return steps[kept].tolist() if len(steps) else []

@@ -1,4 +1,4 @@
-"""What metrics and axes are called on the page: a table, and rules for names made of parts."""
+"""Display names of metrics and axes: a table, and rules for composed names."""
 
 import re
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Name(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """It has no noise: it is set, or counted."""
+        """Whether the value is noise-free: set or counted."""
         return self.unit in ("so far", "of the next update", "of the next step")
 
 

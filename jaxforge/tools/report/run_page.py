@@ -25,12 +25,12 @@ def page(runs: Sequence[Run], axis: str) -> str:
 
 
 def title_of(names: Sequence[str]) -> str:
-    """Of a page of runs."""
+    """Return the title of a page of runs."""
     return ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
 
 
 def parts(runs: Sequence[Run]) -> dict[str, Any]:
-    """What changes while runs go on: HTML, and the data of the charts."""
+    """Return the changing parts of a page: HTML, and the data of the charts."""
     pool = Pool()
     with np.errstate(over="ignore", invalid="ignore"):  # of values that float32 does not have
         drawn, maps = charts.charts(runs, pool), heat_maps(runs, pool)

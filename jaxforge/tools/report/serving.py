@@ -26,7 +26,7 @@ _SECONDS = 10  # that a connection may say nothing
 
 
 class Live:
-    """Runs as they are now; only what they have appended is read again.
+    """Runs in their current state; only appended data are read again.
 
     Args:
         paths: run directories, also such as are not there yet.
@@ -119,7 +119,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port of the server."""
         return int(self.server_address[1])
 
 

@@ -1,4 +1,4 @@
-"""What the page says in words and tables: facts, what differs, evaluations, samples, configs."""
+"""Texts and tables of the page: facts, differences, evaluations, samples, configs."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def facts(runs: Sequence[Run]) -> str:
 
 
 def below(runs: Sequence[Run]) -> str:
-    """What stands under the charts."""
+    """Return the HTML below the charts."""
     latest = max(run.series["train/loss"].time[-1] for run in runs)
     evaluations = list(_evaluations(runs))
     unchanged = [[one.name, _one_or_each(one.values, runs)] for one in constants(runs)]
@@ -164,7 +164,7 @@ def _one_or_each(values: Sequence[float | None], runs: Sequence[Run]) -> str:
 
 
 def _samples(runs: Sequence[Run]) -> str:
-    """What each model wrote, the newest first."""
+    """Return the samples of each model, the newest first."""
     return "".join(
         details(
             f"samples of {run.name}",

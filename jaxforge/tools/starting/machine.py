@@ -1,4 +1,4 @@
-"""What a config is sized for: the machine at hand, or the one that is named; without JAX."""
+"""Machine that a config is sized for: this one or a named one; without JAX."""
 
 import os
 import re
@@ -28,7 +28,7 @@ class Machine(NamedTuple):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether there is nothing faster."""
+        """Whether the machine has only CPUs."""
         return self.memory is None
 
     def __str__(self) -> str:

@@ -91,7 +91,7 @@ def _say(text: str) -> None:
 
 
 def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
-    """What to read, in order."""
+    """Return the inputs to read, in order."""
     inputs: list[Input] = []
     if args.input:
         usual = RECORDS if args.conversations else (*TEXTS, *RECORDS)
@@ -150,7 +150,7 @@ _PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype"
 
 
 def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
-    """What DIR depends on."""
+    """Return the plan that DIR depends on."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
     options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
     if args.conversations and tokenizer:
@@ -203,7 +203,7 @@ def _size_up_to(limit: int, read: Iterable[Piece]) -> int:
 
 
 def _vocab_size(text_size: int) -> int:
-    """Of a BPE for so many bytes: each token is to be met often, and its row of a matrix learned.
+    """Return the BPE vocabulary size for this many bytes: each token must occur often enough.
 
     The power of two that leaves 500 bytes of text or more for each token, 512 at least.
     """
@@ -244,7 +244,7 @@ def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
 
 
 def _next(output: Path, size: Size) -> str:
-    """What was written, and the command to type next."""
+    """Return a summary of the output, and the next command to type."""
     path = output.absolute() / CONFIG
     return (
         f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "

@@ -1,4 +1,4 @@
-"""What `jaxforge prepare` made, as a config has to know it."""
+"""Result of `jaxforge prepare`, as a config needs it."""
 
 from pathlib import Path
 from typing import NamedTuple

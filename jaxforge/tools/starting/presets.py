@@ -9,7 +9,7 @@ from jaxforge.tools.starting.sizing import TOKENS_PER_PARAMETER
 
 
 class Preset(NamedTuple):
-    """A config without data.
+    """Preset config without data.
 
     Attributes:
         about: what it is, in a line.
@@ -43,7 +43,7 @@ class Preset(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of the model, its vocabulary as here."""
+        """Return the parameters of the model with this vocabulary."""
         return parameters(ModelConfig(**self.model))
 
     @property

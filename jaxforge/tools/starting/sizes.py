@@ -8,7 +8,7 @@ from jaxforge.telemetry.flops import matrix_elements
 
 
 class Shape(NamedTuple):
-    """Of a decoder; the feed-forward follows `model.ffn_dim_multiplier`.
+    """Shape of a decoder; the feed-forward follows `model.ffn_dim_multiplier`.
 
     Attributes:
         dim: width.
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     n_kv_heads: int
 
     def parameters(self, vocab_size: int) -> int:
-        """Of the model, with one matrix for embedding and head."""
+        """Return the parameters of the model, with one matrix for embedding and head."""
         return parameters(ModelConfig(**self._asdict(), vocab_size=vocab_size, tie_embeddings=True))
 
 
@@ -44,7 +44,7 @@ SHAPES: Sequence[Shape] = (
 
 
 def parameters(model: ModelConfig) -> int:
-    """Of a model of Llama's shape, dense or with experts, but for the vectors of its norms."""
+    """Return the parameters of a Llama-style model, dense or with experts, without norm vectors."""
     layers = matrix_elements(model, 2 + model.is_gated, model.num_experts)
     routers = model.num_experts * model.dim * sum(model.has_experts)
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim  # beside the head

@@ -1,4 +1,4 @@
-"""The size of a run: model, batch and length, by what there is of data and of machine.
+"""Size of a run: model, batch and length for the available data and machine.
 
 The rules are those of docs/configs.md ("A config to start with"), and each number's reason is
 written beside it in the config.
@@ -29,7 +29,7 @@ _ACTIVATIONS = 48  # bytes that a token leaves in a layer, for each of its width
 
 
 class Size(NamedTuple):
-    """Of a run.
+    """Size of a run.
 
     Attributes:
         shape: of the model.
@@ -55,7 +55,7 @@ class Size(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of an update."""
+        """Tokens of an update."""
         return self.batch * self.seq_len
 
 
@@ -87,7 +87,7 @@ def sized(prepared: Prepared, machine: Machine) -> Size:
 
 
 def _flops(machine: Machine) -> float:
-    """What the machine computes in the time that a run may take."""
+    """Return the FLOPs that the machine computes in the allowed time of a run."""
     if machine.is_cpu:
         return machine.cores * _CPU_FLOPS * _CPU_SECONDS
     return machine.devices * _GPU_FLOPS * _GPU_SECONDS

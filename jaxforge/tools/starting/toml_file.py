@@ -42,7 +42,7 @@ def written(about: str, tables: Tables) -> str:
 
 
 def values(tables: Tables) -> dict[str, dict[str, Any]]:
-    """The same as a TOML reader gives it."""
+    """Return the tables as a TOML reader would."""
     return {name: {line.key: line.value for line in lines} for name, lines in tables.items()}
 
 

@@ -15,7 +15,7 @@ _ROUNDS = 30
 
 
 class Law(NamedTuple):
-    """What was fitted.
+    """Fitted scaling law.
 
     Attributes:
         e: the loss of an infinite model.

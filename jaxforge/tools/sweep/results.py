@@ -1,4 +1,4 @@
-"""What a sweep came to: its points by loss, and the law of its sizes."""
+"""Results of a sweep: its points by loss, and the law of its sizes."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ _SHARE = 10  # of the logged steps at the end: one of them are an average of
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of one point.
+    """Result of one point.
 
     Attributes:
         run: the point.
@@ -35,7 +35,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What became of all.
+    """Results of all points.
 
     Attributes:
         metric: "eval/loss", or "train/loss" where no point was evaluated.
@@ -87,7 +87,7 @@ def _result(run: PlannedRun, series: Mapping[str, Series], metric: str) -> Resul
 
 
 def parameters(model: ModelConfig) -> int:
-    """Those that a token meets; no device is asked for anything."""
+    """Return the parameters that a token meets, without asking any device."""
     return active_parameter_count(MODELS[model.model_type](model))
 
 

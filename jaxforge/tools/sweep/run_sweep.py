@@ -1,4 +1,4 @@
-"""What `python -m jaxforge.sweep` does."""
+"""Execution of `python -m jaxforge.sweep`."""
 
 import argparse
 import subprocess
@@ -101,7 +101,7 @@ def report(runs: Sequence[PlannedRun]) -> None:
 
 
 def _devices() -> int:
-    """Those that a run will have; a process of its own counts them, and lets go of them."""
+    """Return the number of devices of a run, counted and released by a child process."""
     code = "import jax; print(jax.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:

@@ -39,7 +39,7 @@ exit "$code"
 
 
 def script(arguments: Sequence[str], count: int, devices: int) -> str:
-    """What `sbatch` takes.
+    """Return the script for `sbatch`.
 
     Args:
         arguments: of `jaxforge.sweep`.

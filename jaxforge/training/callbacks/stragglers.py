@@ -43,7 +43,7 @@ class Report(NamedTuple):
 
     @property
     def own(self) -> Float[np.ndarray, "hosts"]:
-        """What each host spends on its own."""
+        """Return the time that each host has spent on its own."""
         return self.data_wait + self.launch
 
     @property

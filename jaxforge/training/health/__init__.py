@@ -1,1 +1,1 @@
-"""Whether the machine is well: hangs, slow hosts, wrong sums, flipped bits, memory that ran out."""
+"""Health checks: hangs, slow hosts, wrong sums, flipped bits, exhausted memory."""

@@ -37,7 +37,7 @@ def explained(config: JobConfig, mesh: Mesh) -> Iterator[None]:
 
 
 def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
-    """What needs the memory, and what would help, the cheapest first.
+    """Return what needs the memory, and the remedies, the cheapest first.
 
     Args:
         said: the error's text.
@@ -67,7 +67,7 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
 
 
 def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """What helps where dp_shard could not split the state all the way (`axes.with_copies`)."""
+    """Yield remedies where dp_shard could not split the state completely (`axes.with_copies`)."""
     copies = mesh.shape["dp_replicate"] // config.distributed.dp_replicate
     if copies > 1:
         yield (
@@ -77,7 +77,7 @@ def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 
 def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
-    """Where no batch is small enough."""
+    """Yield remedies where no batch is small enough."""
     times = math.ceil(whole / (0.8 * limit))  # some is left for activations
     yield (
         f"the state alone does not fit: {times} times as many devices to split it over "
@@ -87,7 +87,7 @@ def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
 
 
 def smaller_step(config: JobConfig, rows: int, *, reduces_whole: bool) -> Iterator[str]:
-    """What makes a step of `rows` sequences a device smaller, the cheapest first.
+    """Yield changes that shrink a step of `rows` sequences per device, the cheapest first.
 
     Args:
         config: resolved.

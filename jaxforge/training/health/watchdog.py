@@ -1,4 +1,4 @@
-"""Ends a process that hangs: says where, with every thread's stack, and exits.
+"""Watchdog: ends a hanging process with the stacks of all threads.
 
 A thread beside the loop counts the seconds since the loop last moved. Setting up and compiling,
 steps, and checkpoints have a limit each (`[train] watchdog_*_sec`):
@@ -160,7 +160,7 @@ class Watchdog:
             section.doing, section.since = before, time.monotonic()
 
     def moment(self) -> Moment:
-        """What the process is at."""
+        """Return the current activity of the process."""
         with self._lock:
             section = self._sections[-1]
             return Moment(self._last_step, section.doing, time.monotonic() - section.since)
