@@ -52,7 +52,7 @@ class Case:
     save: str
 
     def config(self) -> JobConfig:
-        """As a user would write it."""
+        """Return the config as a user would write it."""
         train = {
             "batch_size": 1,
             "seq_len": self.seq_len,
@@ -80,7 +80,7 @@ def our_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
 
 
 def plain_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
-    """The same update as one would write it down, weights split on the embedding dimension."""
+    """Lower a plain implementation of the update, with weights split on the embedding dimension."""
     mesh = make_mesh(case.config(), devices)
     params = plain_params(case.config().model, mesh)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, 0.9, 0.95))
@@ -164,7 +164,7 @@ def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
 
 
 def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict[str, float]:
-    """What the compiler makes of it, with these options."""
+    """Compile with these options and return the compiler's figures."""
     compiled = lowered.compile(options)
     cost = cost_of(HloProgram(compiled.as_text(), DEVICES))
     return {

@@ -30,7 +30,7 @@ _MOST_SCORES = 1 << 30  # elements
 
 
 class Shape(NamedTuple):
-    """Of one sequence: its tokens, heads, heads of keys, and their width."""
+    """Shape of one sequence: tokens, heads, key heads and head width."""
 
     tokens: int
     heads: int
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is attended to."""
+    """Case of attention."""
 
     shape: Shape
     packed: bool
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
     @property
     def documents(self) -> np.ndarray | None:
-        """Of each token [1, tokens]."""
+        """Return the document of each token [1, tokens]."""
         if not self.packed:
             return None
         rng = np.random.default_rng(0)
@@ -86,12 +86,12 @@ def cases(shapes: tuple[Shape, ...]) -> Iterator[Case]:
 
 
 def dtype() -> str:
-    """What runs compute in on the device at hand."""
+    """Return the compute dtype of runs on this device."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def kernels_for(case: Case) -> list[str]:
-    """Those of `BACKENDS` that can serve here, the one that `auto` takes before the others."""
+    """Return the `BACKENDS` that support a case here, the choice of `auto` first."""
     device, shape = jax.devices()[0], case.shape
     at = KernelRequirements(
         device.platform, jnp.dtype(dtype()), shape.width, shape.tokens, packed=case.packed,
@@ -120,7 +120,7 @@ def ours(name: str, case: Case) -> Callable[[], Any]:
 
 
 def in_torch(case: Case) -> dict[str, Callable[[], Any]]:
-    """PyTorch's kernels and their gradients on the device at hand; {} where it has none for it."""
+    """Return PyTorch's kernels with their gradients on this device; {} if it has none."""
     on_gpu = jax.default_backend() == "gpu"
     if importlib.util.find_spec("torch") is None:
         return {}
@@ -170,7 +170,7 @@ def in_torch(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def rows_of(case: Case, rounds: int) -> Iterator[results.Row]:
-    """The kernel that `auto` takes beside all others."""
+    """Yield rows that compare the choice of `auto` with all other kernels."""
     chosen, *others = kernels_for(case)
     runs = {name: ours(name, case) for name in (chosen, *others)} | in_torch(case)
     times = [round(ms, 2) for ms in fastest([*runs.values()], rounds)]

@@ -48,7 +48,7 @@ WHAT = ("call", "call and slower next update", "until durable")
 
 
 class Saver(NamedTuple):
-    """What is compared: three actions on a state that it holds."""
+    """Subject of the comparison: three actions on a state."""
 
     save: Callable[[Path, int], None]
     update: Callable[[], None]

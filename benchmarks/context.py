@@ -22,7 +22,7 @@ EXCHANGES = ("all-to-all", "collective-permute")
 
 
 def row(topology: str, way: str, cp: int) -> dict[str, Any]:
-    """Of the table."""
+    """Return a row of the table."""
     report = planned.report(
         planned.CONFIGS / f"{CONFIGS[topology]}.toml", topology, f"--distributed.cp={cp}",
         f"--distributed.cp_strategy={way}", f"--distributed.dp_shard={DEVICES[topology] // cp}",

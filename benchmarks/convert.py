@@ -69,7 +69,7 @@ model.save_pretrained(sys.argv[2])
 
 
 def config_of(parameters: int) -> JobConfig:
-    """A model of about so many parameters."""
+    """Return a model of about this many parameters."""
     d, f, v = LAYER["dim"], LAYER["ffn_hidden_dim"], LAYER["vocab_size"]
     per_layer, rest = 4 * d * d + 3 * d * f, 2 * v * d
     layers = max(1, round((parameters - rest) / per_layer))
@@ -155,7 +155,7 @@ def speed(
 
 
 def compare_weights(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
-    """A Hugging Face checkpoint of so many bytes, both ways."""
+    """Convert a Hugging Face checkpoint of this size both ways."""
     config, name = config_of(nbytes // 4), f"{nbytes / 1e9:g} GB of weights"
     toml, dcp, run, hf, copy = (place / of for of in ("run.toml", "dcp", "run", "hf", "copy"))
     toml.write_text(config.to_toml())

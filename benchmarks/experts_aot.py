@@ -63,7 +63,7 @@ CASES = (
 
 
 def config_of(case: Case) -> JobConfig:
-    """As a user would write it."""
+    """Return the config as a user would write it."""
     train = {
         "batch_size": 1,
         "seq_len": SEQ,
@@ -75,7 +75,7 @@ def config_of(case: Case) -> JobConfig:
 
 
 def measure(case: Case) -> dict[str, float]:
-    """What the compiler makes of it."""
+    """Return the compiler's figures of a case."""
     config = config_of(case)
     devices = list(targets.tpus(case.topology))
     lowered = Program(config, make_mesh(config, devices)).lower()

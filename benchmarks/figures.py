@@ -108,7 +108,7 @@ def pipeline_memory() -> str:
 
 
 def pipeline_seconds() -> str:
-    """Seconds of an update beside those of a data-parallel one, and of what theory gives."""
+    """Return the seconds of an update next to those of a data-parallel one, and to theory."""
     peers = ("data-parallel", "data-parallel x (M + N - 1) / M")
     rows = []
     for where in ("virtual devices: 4 stages", "two processes: 2 stages"):
@@ -190,7 +190,7 @@ def drill() -> str:
 
 
 def published() -> str:
-    """Estimated speed beside published."""
+    """Return a table of estimated and published speeds."""
     return _whole("plan-none")
 
 

@@ -52,7 +52,7 @@ class Worker:
         assert self._answer(PATIENCE, 1e9) is not None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """What reading a checkpoint came to."""
+        """Return the outcome of reading a checkpoint."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{path}\n")
         answer = self._answer(PATIENCE, self._processor() + SECONDS)
@@ -87,7 +87,7 @@ class Worker:
 
 @dataclasses.dataclass
 class Tally:
-    """What came of the mutants so far.
+    """Outcomes of the mutants so far.
 
     Attributes:
         outcomes: subject -> kind -> how many.
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def fuzz(args: argparse.Namespace, place: Path) -> Tally:
-    """One mutant after the other, of each subject in turn."""
+    """Try mutants of each subject in alternation."""
     subjects = write_subjects(place / "subjects")
     worker, tally = Worker(), Tally()
     originals = {name: worker.read(path)["checkpoint"] for name, path in subjects.items()}

@@ -51,7 +51,7 @@ print(json.dumps({"platform": device.platform, "kind": device.device_kind, "brok
 
 
 class Check(NamedTuple):
-    """A process that must end with 0.
+    """Process that must end with 0.
 
     Attributes:
         name: for people.
@@ -67,7 +67,7 @@ class Check(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a check has ended.
+    """Result of a check.
 
     Attributes:
         check: its name.
@@ -83,12 +83,12 @@ class Ended(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether all was well."""
+        """Return whether all checks passed."""
         return self.ended == "passed"
 
 
 def checks(*, on_gpu: bool) -> list[Check]:
-    """What is run, most telling first."""
+    """Return the checks to run, the most informative first."""
 
     def script(name: str, seconds: float, cases: str = "", *options: str) -> Check:
         label = f"{name}: {cases}" if cases else name
@@ -164,7 +164,7 @@ def run_check(check: Check, seconds: float, results: Path) -> Ended:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Of a process and what it has started, whatever is left."""
+    """Kill a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -210,7 +210,7 @@ def line_of(one: Ended, results: Path) -> str:
 
 
 def gist_of(row: dict[str, Any]) -> str:
-    """Of a row of a comparison or a claim."""
+    """Return a short text of a comparison's or claim's row."""
     if "ratio" in row:
         return f"{row['case']}: {row['ours']} to {row['theirs']} {row['unit']} of {row['peer']}"
     return f"{'' if row['holds'] else 'FAILS '}{row['case']}: {row['found']}"

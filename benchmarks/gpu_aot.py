@@ -1,4 +1,4 @@
-"""Train steps compiled for H100s, without a GPU: memory and compile time.
+"""Train steps compiled for H100s without a GPU: memory and compile time.
 
     pip install ".[cuda]"
     python benchmarks/gpu_aot.py [--quick]
@@ -96,7 +96,7 @@ def clusters() -> list[Case]:
 
 
 def measure(case: Case) -> dict[str, float | str]:
-    """What the compiler makes of it, or why it makes nothing of it."""
+    """Return the compiler's figures of a case, or the reason for its failure."""
     rules.check(case.config, case.nodes * PER_NODE)
     devices = list(targets.gpus("h100", case.nodes, PER_NODE))
     lowered = Program(case.config, make_mesh(case.config, devices)).lower()

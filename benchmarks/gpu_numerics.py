@@ -1,4 +1,4 @@
-"""What the device at hand computes, beside the same in float32 on the CPU of the same process.
+"""Numerics of this device next to float32 on the CPU of the same process.
 
     python benchmarks/gpu_numerics.py [--quick] [--cases WORDS]
 
@@ -40,7 +40,7 @@ SIZES = {True: Size(256, 512, (64, 128)), False: Size(2048, 8192, (1024, 768))}
 
 
 def dtype() -> str:
-    """What runs compute in on the device at hand."""
+    """Return the compute dtype of runs on this device."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 

@@ -1,4 +1,4 @@
-"""What `jaxforge.plan` says of a step beside what the device says: memory, time, the program.
+"""Plan of a step next to measurements on the device: memory, time, the program.
 
     python benchmarks/gpu_planned.py [--quick] [--cases WORDS]
 
@@ -39,7 +39,7 @@ CALLS = {
 
 
 def topology() -> Topology:
-    """The device at hand, as one says it.
+    """Return the topology of this device, as a command line names it.
 
     Raises:
         SystemExit: nothing is known of it.
@@ -54,7 +54,7 @@ def topology() -> Topology:
 
 
 def calls_of(program: HloProgram) -> dict[str, int]:
-    """How many of which operations a program has: kernels that it calls, fusions, loops."""
+    """Return the counts of operations in a program: kernel calls, fusions, loops."""
     operations = [op for ops in program.computations.values() for op in ops.values()]
     calls = {name: sum(mark in op.line for op in operations) for name, mark in CALLS.items()}
     kinds = [op.kind for op in operations]
@@ -62,7 +62,7 @@ def calls_of(program: HloProgram) -> dict[str, int]:
 
 
 def planned(config: JobConfig, where: Topology) -> dict[str, Any]:
-    """What the plan says, as `--json` has it, and what is in its program."""
+    """Return the plan of a config (as `--json`), and the operations of its program."""
     made = plan(config, where)
     program = made.step.program if made.step else None
     return {**as_json(made), "calls": calls_of(program) if program else {}}
@@ -78,7 +78,7 @@ def in_other_process(case: step.Case, where: Topology) -> subprocess.Popen:
 
 
 def said_by(process: subprocess.Popen) -> dict[str, Any]:
-    """What it planned.
+    """Return the plan that a process printed.
 
     Raises:
         SystemExit: it failed; what it said is on stderr, or is the plan's errors.
@@ -93,7 +93,7 @@ def said_by(process: subprocess.Popen) -> dict[str, Any]:
 
 
 def claims_of(case: step.Case, *, quick: bool) -> list[results.Claim]:
-    """Planned beside real."""
+    """Return claims about planned and measured values."""
     process = in_other_process(case, topology())
     run, compiled = step.compiled_step(case)
     report = said_by(process)
@@ -107,7 +107,7 @@ def claims_of(case: step.Case, *, quick: bool) -> list[results.Claim]:
 
 
 def memory_claims(name: str, peak: int, compiled: jax.stages.Compiled) -> Iterator[results.Claim]:
-    """The plan's peak beside that of the program here, and that of the allocator."""
+    """Yield claims about the plan's peak, that of the program here, and that of the allocator."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     reals = {
@@ -124,7 +124,7 @@ def memory_claims(name: str, peak: int, compiled: jax.stages.Compiled) -> Iterat
 def time_claims(
     name: str, estimate: dict[str, Any] | None, seconds: float
 ) -> Iterator[results.Claim]:
-    """The plan's estimate beside the step; nobody knows how near it must be."""
+    """Yield the plan's estimate next to the measured time, without a limit."""
     found = f"{1e3 * seconds:.1f} ms"
     if estimate:
         planned = estimate["seconds"]
@@ -135,7 +135,7 @@ def time_claims(
 def program_claims(
     name: str, there: dict[str, int], here: dict[str, int]
 ) -> Iterator[results.Claim]:
-    """Whether the same attention is in both programs; autotuning chooses other products here."""
+    """Yield claims that both programs contain the same attention."""
     for what in here:
         holds = here[what] == there[what] or "attention" not in what
         expected = "as planned" if "attention" in what else "-"

@@ -1,4 +1,4 @@
-"""A default run on the device at hand: it trains, resumes, and its attention is the reference's.
+"""A default run on this device: it trains, resumes, and its attention equals the reference.
 
     python benchmarks/gpu_train.py [--quick]
 
@@ -32,7 +32,7 @@ SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 class Size(NamedTuple):
-    """Of the model and the run; `tolerance` of losses, relative, is a few roundings of `dtype`."""
+    """Size of the model and the run; `tolerance` is relative, a few roundings of `dtype`."""
 
     dim: int
     n_layers: int
@@ -116,14 +116,14 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def ended(case: str, done: tuple[int, str], code: int) -> results.Claim:
-    """Whether a run ended as it should; prints what it said where it did not."""
+    """Return whether a run ended as expected; print its output otherwise."""
     if done[0] != code:
         print(done[1])
     return results.Claim(f"{case}: exit code", done[0], str(code), done[0] == code)
 
 
 def claims_of(size: Size, directory: Path) -> list[results.Claim]:
-    """Of three runs."""
+    """Return the claims of three runs."""
     write_text(directory / "data")
     config, run, plain = directory / "run.toml", directory / "run", directory / "plain"
     config.write_text(config_of(size, directory / "data"))
@@ -144,14 +144,14 @@ def claims_of(size: Size, directory: Path) -> list[results.Claim]:
 
 
 def kernel(case: str, done: tuple[int, str], name: str) -> results.Claim:
-    """Whether the banner of a run says what computes attention."""
+    """Return whether the banner of a run names the attention kernel."""
     banner = next((line for line in done[1].splitlines() if "attention:" in line), "")
     return results.Claim(f"{case}: {' '.join(banner.split())}", name, name,
                          f"attention: {name}," in banner)  # fmt: skip
 
 
 def compared(ours: dict[int, float], plain: dict[int, float], size: Size) -> list[results.Claim]:
-    """What the losses of the whole run and of the part with plain attention must show."""
+    """Return the claims about losses of the whole run and of the part with plain attention."""
     steps, stop = sorted(ours), size.stop
     begin, end = ours[steps[0]], ours[steps[-1]]
     # A run that had begun anew would be near its first loss again.

@@ -1,4 +1,4 @@
-"""Experts: products with each row's own expert, beside dense ones and PyTorch's.
+"""Experts: products with each row's own expert, against dense ones and PyTorch's.
 
     python benchmarks/grouped.py [--quick] [--cases WORDS]
 
@@ -95,7 +95,7 @@ def in_jax(case: Case, layer: Callable, *, is_dense: bool) -> Callable[[], Any]:
 
 
 def backend_of(case: Case) -> str:
-    """What `model.moe_backend = "auto"` takes on the device at hand."""
+    """Return the choice of `model.moe_backend = "auto"` on this device."""
     device, widths = jax.devices()[0], (case.width, case.hidden)
     at = ProductRequirements(device.platform, jnp.dtype(case.dtype), widths, gpu_capability(device))
     return choose_grouped("auto", at)
@@ -148,7 +148,7 @@ def fastest(runs: list[Callable[[], Any]], rounds: int) -> list[tuple[float, flo
 
 
 def rows_of(case: Case, rounds: int) -> Iterator[results.Row]:
-    """Ours beside both peers."""
+    """Yield rows of jaxforge against both peers."""
     for name, layer in (("product", one_product), ("expert", expert)):
         runs = {
             "ours": in_jax(case, layer, is_dense=False),

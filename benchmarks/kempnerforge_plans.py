@@ -38,7 +38,7 @@ PROCESSES = 2
 
 @dataclass(frozen=True)
 class File:
-    """What decides memory and speed of a file, and what is published of it.
+    """Properties of a file that determine memory and speed, and its published figures.
 
     Attributes:
         nodes: of the machine.
@@ -68,7 +68,7 @@ class File:
         return f"h200:{self.nodes}x4"
 
     def toml(self) -> str:
-        """As a file."""
+        """Return the file as TOML."""
         steps = {"batch_size": self.rows, "grad_accum_steps": self.accum,
                  "seq_len": self.model["max_seq_len"]}  # fmt: skip
         train = {**steps, "activation_checkpointing": "full", **self.train}
@@ -109,7 +109,7 @@ FILES = {
 
 
 def report_of(name: str, *settings: str) -> dict[str, Any]:
-    """What `python -m jaxforge.plan --json` says of a file."""
+    """Return the `python -m jaxforge.plan --json` report of a file."""
     file = FILES[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.toml"
@@ -118,7 +118,7 @@ def report_of(name: str, *settings: str) -> dict[str, Any]:
 
 
 def row(name: str) -> dict[str, Any]:
-    """Of the table."""
+    """Return a row of the table."""
     file, report = FILES[name], report_of(name)
     found: dict[str, Any] = {
         "file": name,

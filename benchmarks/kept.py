@@ -1,4 +1,4 @@
-"""What a step takes by what parameters and moments are kept in, compiled without devices.
+"""Memory of a step by storage formats of parameters and moments, compiled without devices.
 
     python benchmarks/kept.py [--gpu] [--quick]
 

@@ -28,7 +28,7 @@ Shape = tuple[int, int, int, int, int]
 
 
 class Sizes(NamedTuple):
-    """What suits a device: shapes of attention, and tokens, width and dtype of the loss."""
+    """Sizes for a device: shapes of attention, and tokens, width and dtype of the loss."""
 
     attention: tuple[Shape, ...]
     vocabularies: tuple[int, ...]
@@ -45,7 +45,7 @@ SCALES = LossWeights(np.float32(1.0), 0.0)
 
 
 def sizes() -> Sizes:
-    """Of the device at hand."""
+    """Return the sizes for this device."""
     return GPU if jax.default_backend() == "gpu" else CPU
 
 
@@ -97,7 +97,7 @@ def fastest(runs: list[Callable[[], Any]], rounds: int) -> list[float]:
 
 
 def attention_rows(rounds: int) -> Iterator[results.Row]:
-    """Ours beside its peers, for each shape."""
+    """Yield rows of each shape against its peers."""
     on_gpu = jax.default_backend() == "gpu"
     for shape in sizes().attention:
         runs = {"blockwise": gradient(blockwise_attention, shape),
@@ -136,7 +136,7 @@ def mebibytes(compiled: jax.stages.Compiled) -> float:
 
 
 def run_of(compiled: jax.stages.Compiled, vocab: int) -> Callable[[], Any]:
-    """Of random hidden states, on a head and labels that are random, too."""
+    """Return a loss function of random hidden states, with a random head and labels."""
     at, keys = sizes(), jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (1, at.tokens, at.width), at.dtype)
     head = jax.random.normal(keys[1], (vocab, at.width), at.dtype) / at.width**0.5
@@ -145,7 +145,7 @@ def run_of(compiled: jax.stages.Compiled, vocab: int) -> Callable[[], Any]:
 
 
 def loss_rows(rounds: int) -> Iterator[results.Row]:
-    """At once, by tokens and by the vocabulary, beside the plain loss under autodiff."""
+    """Yield rows of the loss: whole, by tokens and by vocabulary, against plain autodiff."""
     tokens = sizes().tokens
     for vocab in sizes().vocabularies:
         theirs = compiled_loss(plain, vocab)

@@ -1,4 +1,4 @@
-"""Experts: a step beside that of the dense model of equal active size, and PyTorch's.
+"""Experts: a step against the dense model of equal active size, and PyTorch's.
 
     python benchmarks/moe.py [--quick] [--cases WORDS]
 
@@ -30,7 +30,7 @@ _TOP_K = 2
 
 
 class Sizes(NamedTuple):
-    """What suits a device: the model, an expert's width, tokens of a row, and the precision."""
+    """Sizes for a device: the model, an expert's width, tokens of a row, and the precision."""
 
     model: dict
     width: int
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
         return Case(name, {**self.model, **keys}, rows, self.seq, self.precision)
 
     def dense(self, rows: int) -> Case:
-        """As many active parameters."""
+        """Return a dense case with as many active parameters."""
         return self.case("dense", rows, ffn_hidden_dim=_TOP_K * self.width)
 
     @property
@@ -116,7 +116,7 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, tupl
 
 
 def compare(case: Case, dense_case: Case, *, rounds: int) -> list[results.Row]:
-    """Tokens per second of a case, beside its peers'; memory of the program, beside the dense."""
+    """Compare a case's tokens per second with its peers, and its memory with the dense model."""
     capped = dataclasses.replace(case, model={**case.model, "moe_capacity_factor": 1.0})
     ours, program = compiled_step(case)
     dense, dense_program = compiled_step(dense_case)

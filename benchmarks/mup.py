@@ -1,4 +1,4 @@
-"""What muP promises, with and without it: `python benchmarks/mup.py` (a quarter of an hour).
+"""The promise of muP, with and without it: `python benchmarks/mup.py` (a quarter of an hour).
 
 The coordinate check (Tensor Programs V, appendix D.1): after a few steps at one learning rate, how
 large values of each kind are by the width of the model. And the loss by learning rate of a narrow
@@ -72,7 +72,7 @@ def corpus() -> np.ndarray:
 
 
 def batches(steps: int, rows: int = BATCH) -> Iterator[Int[np.ndarray, "b s+1"]]:
-    """The same ones for every model."""
+    """Yield the same batches for every model."""
     rng, text = np.random.default_rng(0), corpus()
     for _ in range(steps):
         starts = rng.integers(0, len(text) - SEQ_LEN - 1, rows)
@@ -138,7 +138,7 @@ def coordinates(
 
 
 def growth(values: Sequence[float]) -> float:
-    """How many times as large a value is at the last width as at the first."""
+    """Return the ratio of a value at the last width to that at the first."""
     return values[-1] / values[0]
 
 
@@ -153,7 +153,7 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def picture(panels: Mapping[str, Curves], x_label: str, *, log_y: bool) -> str:
-    """Panels of curves beside each other, on the same axes, as SVG that stands alone."""
+    """Return panels of curves on common axes as a self-contained SVG."""
     width, height, left, top = 380, 250, 50, 34
     every = [point for curves in panels.values() for points in curves.values() for point in points]
     xs, ys = (np.array(axis) for axis in zip(*every, strict=True))
@@ -226,7 +226,7 @@ def check_coordinates(widths: Sequence[int], *, write: bool) -> None:
 def compare_rates(
     narrow: int, wide: int, rates: Sequence[float], steps: int, *, write: bool
 ) -> None:
-    """The same of losses by learning rate."""
+    """Compare losses by learning rate."""
     by_rate: dict[str, dict[str, list[tuple[float, float]]]] = {"standard": {}, "muP": {}}
     for how, width in (("standard", narrow), ("muP", wide), ("standard", wide)):
         curve = by_rate[how].setdefault(f"width {width}", [])

@@ -49,7 +49,7 @@ PROCESSES = 2
 
 
 def config_of(microbatches: int, **distributed: Any) -> JobConfig:  # noqa: ANN401
-    """A job of so many microbatches, whatever its mesh."""
+    """Return a config with this many microbatches on any mesh."""
     axes = {"dp_shard": 1, **distributed}
     train = {
         "seq_len": SEQ,
@@ -132,7 +132,7 @@ def batch_of(config: JobConfig, mesh: Mesh) -> Batch:
 def temporary_megabytes(
     gradients: Callable[[Program], Callable], config: JobConfig, devices: Sequence[jax.Device]
 ) -> float:
-    """Of a device, while gradients are computed."""
+    """Return the temporary memory of a device while gradients are computed."""
     program = Program(config, make_mesh(config, list(devices)))
     params, batch = program.abstract_state().params, batch_of(config, program.mesh)
     with program.context():
@@ -151,7 +151,7 @@ class Timed:
             self.step = program.step.lower(self.state, self.batch, Controls()).compile()
 
     def seconds(self) -> float:
-        """Of one update."""
+        """Return the seconds of one update."""
         start = time.perf_counter()
         self.state, metrics = self.step(self.state, self.batch, Controls())
         jax.block_until_ready(metrics)
@@ -171,7 +171,7 @@ def times(configs: dict[str, JobConfig], repeats: int) -> dict[str, float]:
 
 
 def time_rows(where: str, stages: int, microbatches: int, found: dict[str, float]) -> list:
-    """Beside the data-parallel step as it is, and with the idle ticks that theory adds."""
+    """Return rows against the data-parallel step, plain and with theory's idle ticks."""
     case = f"{where}: {stages} stages, {microbatches} microbatches"
     theory = (microbatches + stages - 1) / microbatches
     peers = {

@@ -31,7 +31,7 @@ MESHES = {"dp_shard 4": {"dp_shard": 4}, "dp_shard 2 x tp 2": {"dp_shard": 2, "t
 
 
 def config_of(microbatches: int, axes: dict[str, int]) -> JobConfig:
-    """As a user would write it."""
+    """Return the config as a user would write it."""
     train = {
         "batch_size": ROWS // axes["dp_shard"],
         "seq_len": SEQ,
@@ -65,7 +65,7 @@ def rolled_step(program: Program) -> jax.stages.Lowered:
 def measured(
     config: JobConfig, devices: list[jax.Device], *, rolled: bool
 ) -> dict[str, float] | str:
-    """What the compiler makes of it, or why it makes nothing of it."""
+    """Return the compiler's figures, or the reason for its failure."""
     options = xla_flags.compiler_options(devices[0], {})
     lower = rolled_step if rolled else Program.lower
     try:

@@ -1,4 +1,4 @@
-"""Estimated speed beside published speed, for the same model, chips and batch; nothing is run.
+"""Estimated and published speed for the same model, chips and batch; nothing is run.
 
     pip install ".[plan-tpu,plan-gpu]"
     python benchmarks/plan.py [--quick]
@@ -87,7 +87,7 @@ RUNS = (
 
 
 def config_of(run: Published) -> JobConfig:
-    """As a user would write it."""
+    """Return the config as a user would write it."""
     train = {"batch_size": run.rows, "seq_len": run.seq_len, "grad_sync": "microbatch",
              "activation_checkpointing": run.save,
              "loss_fn": "chunked_cross_entropy"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `python -m jaxforge.plan --json` says, for the scripts that make tables of it."""
+"""Reports of `python -m jaxforge.plan --json` for scripts that make tables of them."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 
 
 def report(config: Path, topology: str, *overrides: str) -> dict[str, Any]:
-    """Of a config, on machines that are not here.
+    """Return the report of a config on target hardware.
 
     Args:
         config: a TOML file.

@@ -84,7 +84,7 @@ def greek(text: str, _: random.Random) -> str:
 
 
 def misread(text: str, rng: random.Random) -> str:
-    """That, in UTF-8, read as Latin-1."""
+    """Return text in UTF-8, misread as Latin-1."""
     return greek(text, rng).encode().decode("latin-1")
 
 
@@ -168,7 +168,7 @@ def _noise(kind: str, real: np.ndarray, tokenizer: Tokenizer, rng: random.Random
 
 @dataclass
 class Measured:
-    """What is known of the documents of a step, as `jaxforge replay` measures it.
+    """Measurements of the documents of a step, as `jaxforge replay` makes them.
 
     Attributes:
         documents: of the step.
@@ -209,7 +209,7 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
 
 
 def place(one: Planted, found: Measured) -> dict[str, object]:
-    """Where the planted document stands among those of its step."""
+    """Return the rank of the planted document among those of its step."""
     order = in_order(
         found.documents, found.losses, found.of_rows,
         lambda other: found.influences[found.documents.index(other)],

@@ -15,7 +15,7 @@ from jaxforge.tools.plan.hlo import HloProgram, arrays, first_group, sent_by_rin
 
 @dataclass
 class Cost:
-    """Totals of one device and step.
+    """Total costs of one device and step.
 
     Attributes:
         cycles: estimated cycles by kind of operation: matmul, fusion, copy, other.

@@ -1,4 +1,4 @@
-"""Memory and time of every `train.activation_checkpointing`, against keeping everything.
+"""Memory and time of every `train.activation_checkpointing`, against saving everything.
 
     python benchmarks/remat.py [--quick]
 

@@ -1,5 +1,4 @@
-"""How every benchmark reports: a table on the screen, JSON in `benchmarks/results/`, and from there
-the tables in `docs/` (`figures.py`).
+"""Reports of benchmarks: a table, JSON in `benchmarks/results/`, and tables in `docs/`.
 
 A row compares jaxforge with a peer measured in the same run. `ratio` is larger where jaxforge is
 better, whatever the unit: ours / theirs of a speed, theirs / ours of a time or a size. A claim is
@@ -64,7 +63,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times better jaxforge is."""
+        """Return how many times better jaxforge is."""
         best, worst = self.theirs, self.ours
         if not self.smaller_is_better:
             best, worst = worst, best
@@ -209,7 +208,7 @@ def write_json(
 
 
 def directory() -> Path:
-    """Where results go."""
+    """Return the directory of results."""
     return Path(os.environ.get(ELSEWHERE) or RESULTS)
 
 

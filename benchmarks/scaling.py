@@ -33,7 +33,7 @@ PROCESSES = 2
 
 
 def row(name: str) -> dict[str, Any]:
-    """Of the table."""
+    """Return a row of the table."""
     report = planned.report(planned.CONFIGS / f"{name}.toml", CLUSTERS[name])
     memory, step = report.get("memory_per_device"), report.get("step")
     found: dict[str, Any] = {

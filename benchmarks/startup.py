@@ -20,7 +20,7 @@ PROGRAM = Path(sys.executable).with_name("jaxforge")
 
 
 def seconds(command: Sequence[str | Path], rounds: int) -> float:
-    """Of a process, from its start to its end; the median."""
+    """Return the median duration of a process, from its start to its end."""
     times = []
     for _ in range(rounds):
         started = time.perf_counter()

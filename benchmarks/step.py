@@ -77,7 +77,7 @@ _BOTH_FIT = (
 
 
 def cases(words: str = "", *, quick: bool = False) -> list[Case]:
-    """Those for the device at hand whose names have these words; of a quick run, one."""
+    """Return the cases for this device whose names have these words; of a quick run, one."""
     found = (QUICK,) if quick else CPU_CASES
     if jax.default_backend() == "gpu":
         rows = 4 if torch.cuda.get_device_properties(0).total_memory > _BOTH_FIT else 1
@@ -184,7 +184,7 @@ def jax_step(case: Case) -> Callable[[], None]:
 
 
 def compiled_step(case: Case) -> tuple[Callable[[], None], jax.stages.Compiled]:
-    """The same, and the program."""
+    """Return the compiled step and its program."""
     config = job(case)
     program = Program(config, make_mesh(config, jax.devices()[:1]))
     tokens, labels = (np.asarray(x, np.int32)[None] for x in _tokens(case))
@@ -233,7 +233,7 @@ def product_rate() -> float:
 
 
 def peak_gigabytes() -> tuple[float, float]:
-    """What the allocators of JAX and PyTorch have given out on a GPU, at most."""
+    """Return the peak memory that the allocators of JAX and PyTorch have given out on a GPU."""
     stats = jax.local_devices()[0].memory_stats() or {}
     peaks = stats.get("peak_bytes_in_use", 0), torch.cuda.max_memory_allocated()
     return round(peaks[0] / 1e9, 2), round(peaks[1] / 1e9, 2)

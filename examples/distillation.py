@@ -45,7 +45,7 @@ class Kept(Declare):
     """Declares arrays that are not trained."""
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> Untrained:
-        """As `Declare` does a parameter."""
+        """Declare a parameter as `Declare` does."""
         return self.untrained(shape, axes, init)
 
 
@@ -66,7 +66,7 @@ def teacher_config() -> ModelConfig:
 
 
 class StudentAndTeacher(Transformer):
-    """A decoder, and another one beside it."""
+    """Student decoder with a teacher decoder."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         super().__init__(config, declare)
@@ -93,7 +93,7 @@ class Distilled(Model):
             self._weights = jax.device_get(params)
 
     def initial_state(self) -> Params:
-        """What the teacher has learned."""
+        """Return the teacher's parameters."""
         return {"teacher": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), self._weights)}
 
 

@@ -35,7 +35,7 @@ _INSIDE = "JAXFORGE_FAULTS_MAY_MOUNT"
 
 @dataclasses.dataclass
 class Tally:
-    """What came of one kind of fault."""
+    """Outcomes of one kind of fault."""
 
     kind: str
     expected: str
@@ -106,7 +106,7 @@ def show(tallies: list[Tally]) -> None:
 
 
 def may_mount() -> bool:
-    """Whether we are in a mount namespace of our own; enters one where that is allowed."""
+    """Enter a private mount namespace if permitted; return whether that worked."""
     if os.environ.get(_INSIDE):
         return os.environ[_INSIDE] == "yes"
     unshare = shutil.which("unshare")

@@ -94,7 +94,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether all have ended."""
+        """Return whether all processes have ended."""
         return all(process.poll() is not None for process in self.processes)
 
     def kill(self) -> None:
@@ -127,7 +127,7 @@ class Job:
             raise Broken(f"did not end within {PATIENCE:.0f} s: {self.tail()}") from None
 
     def output(self) -> str:
-        """What all have said."""
+        """Return the output of all processes."""
         return "\n".join(path.read_text(errors="replace") for path in self._outputs)
 
     def tail(self) -> str:
@@ -136,7 +136,7 @@ class Job:
 
 
 class Run:
-    """A run directory and the command that works on it.
+    """Run directory and the command that works on it.
 
     Args:
         directory: of the run; data and outputs lie beside it.
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the checkpoints are."""
+        """Directory of the checkpoints."""
         return self.directory / "checkpoints"
 
     def start(
@@ -198,7 +198,7 @@ class Run:
         return sorted(int(number) for number in numbers if number.isdigit())
 
     def is_torn(self) -> bool:
-        """Whether a checkpoint is half written."""
+        """Return whether a checkpoint is half written."""
         return any(self.checkpoints.glob("*.orbax-checkpoint-tmp*"))
 
     def logged(self) -> list[dict[str, Any]]:
@@ -212,11 +212,11 @@ class Run:
         return max((line["step"] for line in self.logged()), default=0)
 
     def curve(self) -> Curve:
-        """What must be the same, bit for bit, whatever happened on the way."""
+        """Return the values that must be bit-identical after any fault."""
         return [_timeless(x) for x in self.logged() if {"train/loss", "eval/loss"} & x.keys()]
 
     def progress(self, step: int) -> dict[str, Any]:
-        """The counters beside a checkpoint."""
+        """Return the counters of a checkpoint."""
         return json.loads((self.checkpoints / f"step_{step}" / "progress" / "metadata").read_text())
 
 
@@ -230,7 +230,7 @@ def _timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Shared:
-    """What cases share: undisturbed runs, each made once, and their data."""
+    """Undisturbed runs and their data, made once and shared by cases."""
 
     root: Path
     lock: Any = dataclasses.field(default_factory=threading.RLock)
@@ -302,7 +302,7 @@ class Case:
             shutil.rmtree(self._root)
 
     def ends(self, job: Job, *codes: int, noisy: bool = False) -> str:
-        """Waits for a job with a fault; what it said.
+        """Wait for a job with a fault and return its output.
 
         Args:
             job: the job.
@@ -326,7 +326,7 @@ class Case:
             require(text in output, f"does not say {text!r}: {output[-1500:]}")
 
     def goes_on(self, *overrides: str, fault: Sequence[Any] = (), n: int = 1) -> None:
-        """The same command again: from the newest durable step to the end."""
+        """Run the command again, from the newest durable step to the end."""
         durable = self.run.durable()
         job = self.run.start(*overrides, fault=fault, n=n)
         require(set(job.wait()) == {0}, f"does not go on: {job.tail()}")

@@ -247,7 +247,7 @@ def _spoil_gradients(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Los
 
 
 def mend_when_run_again(first: int) -> None:
-    """A NaN that is not there when the same step is run again: the machine's fault."""
+    """Plant a NaN that disappears when the same step is run again, as a faulty machine would."""
     spoil("NaN loss", first)
     call = CompiledSteps.__call__
 

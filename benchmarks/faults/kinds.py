@@ -138,7 +138,7 @@ def place(case: Case) -> int:
 
 
 def gives_up(case: Case) -> None:
-    """As many bad steps in a row as are allowed; then whatever it was is gone."""
+    """Plant as many bad steps in a row as are allowed, then none."""
     bad = place(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad, "count": 3})
     output = case.ends(case.run.start(fault=fault), GAVE_UP)
@@ -224,7 +224,7 @@ def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
 
 
 def array_files(checkpoint: Path) -> list[Path]:
-    """Those with the numbers: what is smaller is an index."""
+    """Return the files with numbers; smaller files are indices."""
     files = sorted((checkpoint / "state").rglob("d/*"))
     return [path for path in files if path.stat().st_size > 100_000]
 
@@ -270,7 +270,7 @@ def damaged(
 
 
 def metadata_files(checkpoint: Path) -> list[Path]:
-    """Those without which nothing can be read."""
+    """Return the files without which nothing can be read."""
     state = checkpoint / "state"
     return [state / "_METADATA", state / "manifest.ocdbt", checkpoint / "progress" / "metadata"]
 
@@ -319,7 +319,7 @@ def read_only_at_start(case: Case) -> None:
 
 
 def read_only_later(case: Case) -> None:
-    """Where checkpoints go; elsewhere can still be written."""
+    """Make the checkpoint directory read-only; other directories stay writable."""
     case.mount(case.run.checkpoints, "--bind", str(case.run.checkpoints))
     step = case.rng.randrange(INTERVAL, STEPS - 2 * INTERVAL)
     fault = ("read_only", {"step": step, "directory": str(case.run.checkpoints)})
@@ -372,7 +372,7 @@ def read_hangs(case: Case) -> None:
 
 
 def read_hangs_at_the_end(case: Case) -> None:
-    """Of what is read ahead; the run ends before it would have to wait."""
+    """Let a read-ahead hang; the run ends before it would have to wait for it."""
     where = {"window": 128 * data.ROWS}
     last = case.rng.randrange(30, 60)
     fault = ("hang_in_read", where)

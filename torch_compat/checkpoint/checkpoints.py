@@ -89,7 +89,7 @@ class CheckpointRef:
         return config
 
     def read(self, config: JobConfig, options: Options) -> CheckpointState:
-        """What it holds, by our names.
+        """Read the checkpoint as a state with jaxforge's names.
 
         Raises:
             UserError: it is not of that config, or damaged.
@@ -150,7 +150,7 @@ class CheckpointRef:
 
     @property
     def _path(self) -> Path:
-        """Where jaxforge's own is."""
+        """Path of a checkpoint of jaxforge."""
         return urls.path(self.directory.path)
 
     def dcp(self) -> Dcp:
@@ -160,7 +160,7 @@ class CheckpointRef:
 
 
 def find(path: str | os.PathLike) -> CheckpointRef:
-    """What lies at a path or URL: a checkpoint, or a directory of several, of which the latest.
+    """Return the checkpoint at a path or URL; of a directory of several, the latest.
 
     It is that one for good: neither a newer step nor another `latest` changes what is found.
 
@@ -185,7 +185,7 @@ def find(path: str | os.PathLike) -> CheckpointRef:
 
 
 def _usual_settings(config: JobConfig) -> list[str]:
-    """What KempnerForge takes where a file says nothing, if jaxforge takes something else."""
+    """Return KempnerForge's defaults for absent keys, where they differ from jaxforge's."""
     usual = []
     if not config.is_set(key := "scheduler.warmup_steps"):
         usual.append(f"--{key}={SchedulerConfig.model_fields['warmup_steps'].default}")
@@ -202,7 +202,7 @@ def _usual_settings(config: JobConfig) -> list[str]:
 
 
 def _latest(directory: Directory) -> list[Directory]:
-    """What `latest` points to, and the steps, newest first, here or in `checkpoints/`."""
+    """Return the target of `latest` and the steps, newest first, here or in `checkpoints/`."""
     found = []
     for place in (directory, *(directory / room for room in _ROOMS)):
         names = place.names()

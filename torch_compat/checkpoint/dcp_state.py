@@ -37,7 +37,7 @@ _BESIDE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user allows or asks for.
+    """Options of the user for reading a DCP checkpoint.
 
     Attributes:
         dialect: name of the dialect; None finds it.
@@ -77,7 +77,7 @@ class Keys(NamedTuple):
 
 
 def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
-    """Which key is what.
+    """Assign the keys of a DCP to model, optimizer and other state.
 
     Raises:
         UserError: two keys are one parameter's.
@@ -256,7 +256,7 @@ def entries(
 
 
 def place_within(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
-    """What torchtitan keeps of the run's place within the checkpoint."""
+    """Return the run's position that torchtitan stores inside the checkpoint."""
     assert checkpoint.progress is not None
     values = train_state.of_titan(
         checkpoint.progress, int(checkpoint.scalars["updates"]), target.config
@@ -266,7 +266,7 @@ def place_within(checkpoint: CheckpointState, target: AbstractTarget) -> dict[st
 
 
 def titan_notes(target: AbstractTarget) -> list[str]:
-    """What the user should know who resumes an export in torchtitan."""
+    """Return notes for users who resume an export in torchtitan."""
     notes = [
         "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
         "data has no counterpart here, and its data start from their beginning"
@@ -336,7 +336,7 @@ def _moments(
 
 
 def _counts(keys: Keys, target: AbstractTarget, where: str) -> dict[str, float]:
-    """What counts the updates of each parameter: `step`, or a sum of weights."""
+    """Return each parameter's update counter: `step`, or a sum of weights."""
     field = WEIGHT_SUM if WEIGHT_SUM in target.scalars else STEP
     return {
         key: _number(value, f"{where}: {field} of {key}")

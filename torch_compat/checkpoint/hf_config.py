@@ -159,7 +159,7 @@ def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
 
 
 def _says_nothing(key: str) -> bool:
-    """Whether a key says nothing of the model in any family."""
+    """Return whether a key is irrelevant to the model in every family."""
     is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
     return is_known or key.startswith(_OF_TOOLS)
 
@@ -181,7 +181,7 @@ def _dialect(family: str) -> str:
 
 
 def _lacks(family: Family, model: ModelConfig) -> list[str]:
-    """What a model has that a family's config does not say: read again, it would be another."""
+    """Return the properties of a model that a family's config cannot express."""
     if family.divides and model.dim % model.n_heads:
         return ["heads that do not divide model.dim"]
     try:
@@ -194,19 +194,19 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
 
 
 def _far(lacks: Sequence[str]) -> tuple[bool, int]:
-    """How far a family is; farthest is one whose config cannot even be written."""
+    """Return the distance of a family; configs that cannot be written are the farthest."""
     return lacks[0].startswith(_NO_SUCH), len(lacks)
 
 
 def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
-    """Whether two values are equal, numbers as far as a float32 tells."""
+    """Return whether two values are equal, numbers to float32 precision."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-7)
     return one == other
 
 
 def computes(model: ModelConfig) -> dict[str, Any]:
-    """What a model computes: the same for two configs exactly if their networks are the same."""
+    """Return the settings that determine a network; equal for two configs with equal networks."""
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
     keys |= {
@@ -226,7 +226,7 @@ def computes(model: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:
-    """What experts compute. Losses and loads are of training, and no family says them."""
+    """Return the settings that determine experts' results, without losses and loads."""
     if not model.is_moe:
         return {}
     same = ("moe_top_k", "moe_router", "moe_norm_topk", "moe_routed_scaling", "moe_router_bias",

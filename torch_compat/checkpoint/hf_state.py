@@ -46,14 +46,14 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def is_hf(directory: Directory) -> bool:
-    """Whether it holds a `config.json` and weights."""
+    """Return whether a directory holds a `config.json` and weights."""
     names = directory.names()
     weights = any(name.endswith(safetensors.SUFFIX) for name in names)
     return CONFIG in names and (weights or safetensors.INDEX in names)
 
 
 def is_read(name: str) -> bool:
-    """Whether an import looks at a file of this name."""
+    """Return whether an import reads a file of this name."""
     documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX)
     return name.endswith(safetensors.SUFFIX) or name in documents
 
@@ -166,7 +166,7 @@ def documents(directory: Directory) -> Imported:
 
 
 def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
-    """What the user of an export should know.
+    """Yield notes for the user of an export.
 
     Args:
         dialect: the name of its family's dialect.
@@ -196,7 +196,7 @@ def units(
     tokenizer: Path | None,
     before: Imported | None = None,
 ) -> list[Unit]:
-    """What makes a directory that `AutoModelForCausalLM.from_pretrained` opens.
+    """Return the units of work that make a directory for `AutoModelForCausalLM.from_pretrained`.
 
     Args:
         checkpoint: the weights.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without a config and without reading its tensors."""
+"""Inspection of a checkpoint without a config and without reading its tensors."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Where the model stands among the keys of a state dict, and in which dialect its names are."""
+"""Location of the model among the keys of a state dict, and the dialect of its names."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Models in the maximal update parametrisation (`jaxforge.model.mup`) as standard ones.
+"""Conversion of muP models (`jaxforge.model.mup`) to the standard parametrisation.
 
 What a trained model computes, a standard one computes with other weights: output matrices times
 their multiplier, queries times what their scores are scaled by beside the usual. Its training is
@@ -24,7 +24,7 @@ _HEAD = r"output_head\.proj\.weight"
 
 
 def is_standard(model: ModelConfig) -> bool:
-    """Whether a model is the same without its keys of muP, as one of the base width is."""
+    """Return whether a model is unchanged without its muP keys, because it has the base width."""
     return mup.width_ratio(model) == 1.0 and mup.score_scale(model) == model.attention_scale
 
 

@@ -61,7 +61,7 @@ def _groups(dcp: Dcp) -> list[list[Any]]:
 
 
 def _orders(params: Mapping[str, LazyTensor], groups: int) -> Iterator[list[list[str]]]:
-    """How parameters may be grouped: all alike, or matrices apart from vectors."""
+    """Yield possible orders of numbered parameters: all alike, or matrices apart from vectors."""
     if groups == 1:
         yield [list(params)]
     elif groups == 2:
@@ -71,7 +71,7 @@ def _orders(params: Mapping[str, LazyTensor], groups: int) -> Iterator[list[list
 
 
 def _has_shapes(state: State, params: Mapping[str, LazyTensor], order: list[str]) -> bool:
-    """Whether each moment has the shape of its parameter in an order."""
+    """Return whether each moment has the shape of its parameter in an order."""
     return all(
         int(owner) < len(order) and field.shape in ((), params[order[int(owner)]].shape)
         for owner, fields in state.items()

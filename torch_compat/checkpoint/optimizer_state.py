@@ -24,7 +24,7 @@ STEP, WEIGHT_SUM = "step", "weight_sum"
 
 
 class Kind(NamedTuple):
-    """How torch stores one optimizer.
+    """Layout of one optimizer's state in torch.
 
     Attributes:
         fields: our field -> torch's.
@@ -72,7 +72,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def kind_of(config: JobConfig) -> Kind:
-    """How torch stores the optimizer of a run.
+    """Return the torch layout of the run's optimizer.
 
     Raises:
         UserError: it is one of the user's own.
@@ -150,7 +150,7 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
-    """What the checkpoint says of its optimizer and the config says otherwise."""
+    """Return the optimizer settings in which checkpoint and config disagree."""
     o = config.optimizer
     ours = {"initial_lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     names = {"initial_lr": "lr"}
@@ -163,7 +163,7 @@ def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
 
 
 def group_lr(config: JobConfig, updates: int) -> float:
-    """`lr` of a parameter group when so many updates are made: that of the next, as schedulers do.
+    """Return `lr` of a parameter group after this many updates: that of the next one.
 
     Schedule-free AdamW warms up by itself and leaves it alone.
     """
@@ -201,7 +201,7 @@ def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[
 
 
 def _is_setting(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
-    """Whether it is a number or a few; anything else could take forever to compare."""
+    """Return whether a value is a number or a few numbers, which are quick to compare."""
     numbers = value if isinstance(value, tuple | list) else (value,)
     return len(numbers) <= 3 and all(isinstance(n, int | float | np.number) for n in numbers)
 

@@ -36,7 +36,7 @@ def scalars(checkpoint: CheckpointState) -> dict[str, np.ndarray]:
 
 
 def names(state: Path) -> set[str]:
-    """Those of all arrays of a checkpoint, as Orbax finds them."""
+    """Return the names of all arrays of a checkpoint, as Orbax finds them."""
     return set(flatten_dict(ocp.PyTreeCheckpointHandler().metadata(state).tree, sep="."))
 
 
@@ -48,7 +48,7 @@ def commit(
     arrays: Mapping[str, LazyTensor],
     checksums: Checksums,
 ) -> None:
-    """Makes the checkpoint.
+    """Commit the checkpoint.
 
     Args:
         progress: where the run stands.

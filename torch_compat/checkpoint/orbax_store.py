@@ -196,7 +196,7 @@ class Import:
 
     @property
     def beside(self) -> Path:
-        """Where that waits which the run directory gets when the checkpoint is there."""
+        """Directory of files that the run directory receives once the checkpoint exists."""
         return self.staging.path / _BESIDE
 
     def _check_written(self, arrays: dict[str, LazyTensor]) -> None:

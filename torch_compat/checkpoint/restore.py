@@ -48,11 +48,11 @@ class Foreign:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether a run can go on from it; otherwise it can only start with its weights."""
+        """Whether a run can resume from the checkpoint; otherwise only its weights can be used."""
         return self.checkpoint.moments is not None
 
     def progress(self) -> Progress:
-        """Where its run stands; at the beginning, if it holds weights alone."""
+        """Progress of the checkpoint's run; the beginning if it holds weights only."""
         return self.checkpoint.progress or Progress()
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
@@ -82,7 +82,7 @@ class Foreign:
         return with_counts(layout.from_tree(tree, like), progress), progress
 
     def restore_model(self, like: PyTree) -> PyTree:
-        """What it has of the model's part of the state (`layout.model_tree`)."""
+        """Restore the model's part of the state (`layout.model_tree`)."""
         parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
         joined = {name: self.stacking.join(part) for name, part in parts.items()}
         there = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}

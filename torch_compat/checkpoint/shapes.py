@@ -26,7 +26,7 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
 
 
 def untrained(model: ModelConfig) -> dict[str, Shape]:
-    """The same of what no gradient moves."""
+    """Return the shapes of non-trainable state."""
     names = {"sign": "expert_bias", "kempnerforge": "expert_ema"}
 
     def in_block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
@@ -39,7 +39,7 @@ def untrained(model: ModelConfig) -> dict[str, Shape]:
 def _in_layers(
     model: ModelConfig, block: Callable[..., Iterator[tuple[str, Shape]]]
 ) -> dict[str, Shape]:
-    """What is in all layers, of which `block` declares one."""
+    """Return the shapes in all layers; `block` declares one layer."""
     stacking = Stacking(model)
     found: dict[str, Shape] = {}
     for stack, layers in sorted(model.stacks.items()):

@@ -29,7 +29,7 @@ def layer_of(entry: str) -> int | None:
 
 
 class Stacking:
-    """How a model stacks its layers and experts."""
+    """Stacking of layers and experts in arrays."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._stacks, self._experts = model.stacks, model.num_experts

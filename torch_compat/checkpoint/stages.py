@@ -12,7 +12,7 @@ from torch_compat.names.table import EMBEDDING, NameMap
 
 
 def check(stages: int, dialect: NameMap, model: ModelConfig) -> None:
-    """Looks whether a model can be written as so many stages.
+    """Check that a model can be written as this many stages.
 
     Args:
         stages: how many.
@@ -43,7 +43,7 @@ def check(stages: int, dialect: NameMap, model: ModelConfig) -> None:
 
 
 def split(checkpoint: CheckpointState, layers: int, stages: int) -> dict[str, CheckpointState]:
-    """What each stage holds, by the name of its directory; all of it under "" without stages.
+    """Split a checkpoint by the directories of its stages; "" holds all of it without stages.
 
     Args:
         checkpoint: the whole state.

@@ -1,5 +1,4 @@
-"""What a run's checkpoint holds, whatever its format: the form that every reader makes and every
-writer takes.
+"""Contents of a run's checkpoint in any format: readers produce it, writers consume it.
 
 Parameters, moments and what no gradient moves go by jaxforge's names, one entry per layer and
 expert (`stacking`), so that a layer is the most that is ever looked at:
@@ -70,7 +69,7 @@ class CheckpointState:
             yield from ((f"optimizer.{field}.{name}", t) for name, t in of_field.items())
 
     def model_tensors(self) -> Iterator[tuple[str, LazyTensor]]:
-        """Those of the model alone: `params.norm.weight`, `model_state.layers.0.router.bias`."""
+        """Yield the model's tensors: `params.norm.weight`, `model_state.layers.0.router.bias`."""
         yield from ((f"params.{name}", tensor) for name, tensor in self.params.items())
         yield from ((f"model_state.{name}", tensor) for name, tensor in self.model_state.items())
 
@@ -91,7 +90,7 @@ class AbstractTarget:
 
     @functools.cached_property
     def stacking(self) -> Stacking:
-        """How its layers and experts are stacked."""
+        """Return how layers and experts are stacked."""
         return Stacking(self.config.model)
 
     @property
@@ -128,7 +127,7 @@ class AbstractTarget:
 
 
 def abstract_target(config: JobConfig) -> AbstractTarget:
-    """What a checkpoint must hold to continue as `config` says; nothing is allocated.
+    """Return what a checkpoint must contain to continue as `config` says; nothing is allocated.
 
     Raises:
         UserError: a pattern is in no name.

@@ -1,4 +1,4 @@
-"""Where a PyTorch run stands: its step, tokens and position in the data, both ways.
+"""Position of a PyTorch run, read and written: its step, tokens and position in the data.
 
 KempnerForge keeps these in `train_state.pt` beside the DCP files, MindSpeed in `extra_state/`,
 torchtitan within them.
@@ -28,7 +28,7 @@ EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
 
 
 class TorchTrainState(NamedTuple):
-    """What a PyTorch run says of its position; None where it says nothing.
+    """Position of a PyTorch run; None for values that it does not record.
 
     Attributes:
         step: steps attempted.
@@ -120,7 +120,7 @@ def _samples_by_batches(place: TorchTrainState, step: int, config: JobConfig) ->
 
 
 def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) -> dict[str, Any]:
-    """What KempnerForge keeps in `train_state.pt`.
+    """Return the content of KempnerForge's `train_state.pt`.
 
     Args:
         progress: where the run stands.
@@ -178,7 +178,7 @@ def lambda_lr(config: JobConfig, updates: int, groups: int) -> dict[str, Any]:
 
 
 def of_titan(progress: Progress, updates: int, config: JobConfig) -> dict[tuple[str, str], Any]:
-    """What torchtitan keeps of a run's place within its checkpoints: path -> value.
+    """Return the position of a run inside torchtitan's checkpoints: path -> value.
 
     Its schedulers say `last_epoch` alone since 2026, all that `LambdaLR` has before. The place in
     its data has no counterpart here.

@@ -1,4 +1,4 @@
-"""What no gradient moves, in conversions: it goes with the parameters, and has no moments."""
+"""Conversion of non-trainable state: it goes with the parameters and has no moments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +46,7 @@ def translate_model(
 def _needed(
     theirs: Mapping[str, LazyTensor], target: AbstractTarget, by: Translation
 ) -> tuple[Mapping[str, LazyTensor], list[str]]:
-    """What there is without state that this model does not have, and what to say of that."""
+    """Return the parameters without state that this model lacks, and notes about it."""
     declared = {by.dialect.their_key(name) for name in target.model_state}
     spare = {
         key: why
@@ -78,7 +78,7 @@ def of_trained(
 
 
 def check_present(checkpoint: CheckpointState, target: AbstractTarget, where: str) -> list[str]:
-    """The same of a run of ours, which has all of it or none.
+    """Check that a run of jaxforge has all non-trainable state or none; return notes.
 
     Args:
         checkpoint: what the run has stored.
@@ -94,7 +94,7 @@ def check_present(checkpoint: CheckpointState, target: AbstractTarget, where: st
 
 
 def missing(target: AbstractTarget, where: str, *, goes_on: bool) -> list[str]:
-    """What to say of a checkpoint without untrained state; nothing if the model declares none.
+    """Return notes about absent non-trainable state; empty if the model declares none.
 
     Weights alone begin a run, and a run begins with initial values. A run that goes on would go on
     as another one: its biases of a router, say, would be zero under weights that learned with them.

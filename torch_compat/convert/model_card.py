@@ -27,7 +27,7 @@ _EVALUATED = ("loss", "perplexity", "bits_per_byte")
 
 
 class Logged(NamedTuple):
-    """What a run has logged last, up to a step.
+    """Last logged values of a run up to a step.
 
     Attributes:
         train: of the last logged step.
@@ -63,7 +63,7 @@ def model_card(
     *,
     has_tokenizer: bool,
 ) -> str:
-    """The card.
+    """Return the text of the model card.
 
     Args:
         name: of the run.
@@ -159,7 +159,7 @@ def _last_parts(path: str) -> str:
 
 
 def _counts(path: str) -> str:
-    """What a manifest of token shards says, where there is one still."""
+    """Return the counts in a manifest of token shards, if it still exists."""
     from jaxforge.data.corpus.manifest import Manifest  # here, for data of the Hub have none
 
     try:
@@ -238,7 +238,7 @@ _AT_START = re.compile(r"^(\d{1,9}(?=\.(?: |$))|(?=-))([-.])")
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    """Those that are known."""
+    """Return a table of the rows that are known."""
     shown = [
         f"| {name} | {f'{value:,}' if isinstance(value, int) else _plain(value)} |"
         for name, value in rows.items()

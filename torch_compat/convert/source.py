@@ -78,7 +78,7 @@ class Source:
 
     @property
     def progress(self) -> Progress:
-        """Where its run stands; at the beginning, if it holds weights alone."""
+        """Progress of the checkpoint's run; the beginning if it holds weights only."""
         return self.checkpoint.progress or Progress()
 
     @property
@@ -95,7 +95,8 @@ class Source:
 
     @functools.cached_property
     def tokenizer(self) -> Path | None:
-        """The directory of its tokenizer: the run's, that of the config's data, or the model's own.
+        """Return the directory of the tokenizer: the run's, that of the config's data, or the
+        model's.
 
         Raises:
             UserError: the config's data name one that is not there.

@@ -40,7 +40,7 @@ _MEMORY = 1 << 30
 
 
 def notes(request: Request) -> list[str]:
-    """What the user should know of a conversion into a bucket."""
+    """Return notes for the user of a conversion into a bucket."""
     found = [
         f"it gathers in {_gathering(request.destination)} before it is copied: that disk must hold "
         "it once (TMPDIR names another)"
@@ -171,5 +171,5 @@ def _keys(target: Path) -> set[str]:
 
 
 def _visible(keys: Iterable[str]) -> list[str]:
-    """Those by which a reader finds the result."""
+    """Return the keys by which a reader finds the result."""
     return [key for key in keys if any(fnmatch.fnmatchcase(key, one) for one in _LAST)]

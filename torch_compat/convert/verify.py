@@ -28,7 +28,7 @@ Facts = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How one tensor of two checkpoints differs.
+    """Difference of one tensor between two checkpoints.
 
     Attributes:
         name: its name.
@@ -45,7 +45,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a comparison found.
+    """Result of a comparison.
 
     Attributes:
         compared: tensors, and numbers of the optimizer, that were looked at.
@@ -61,7 +61,7 @@ class Verified:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.differences
 
 
@@ -212,7 +212,7 @@ def _of_place(where: train_state.TorchTrainState) -> dict[str, Any]:
 
 
 def _of_run(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
-    """What a run of jaxforge says; settings as a parameter group of PyTorch would have them."""
+    """Return the settings of a run of jaxforge, as a parameter group of PyTorch names them."""
     assert checkpoint.progress is not None
     facts: dict[str, Any] = {
         "place.step": checkpoint.progress.step,
@@ -257,7 +257,7 @@ def _fact_differences(facts: Mapping[str, tuple[Any, Any]]) -> list[Difference]:
 
 
 def _distance(x: Any, y: Any) -> float:  # noqa: ANN401 (numbers, texts, or some of them)
-    """How far numbers are apart; inf for others that are not the same."""
+    """Return the distance of two numbers; inf for other values that differ."""
     try:
         a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     except (TypeError, ValueError, OverflowError):

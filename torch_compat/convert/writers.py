@@ -173,7 +173,7 @@ class DcpWriter(Writer):
         self.within = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
 
     def notes(self) -> list[str]:
-        """Return what the user should know.
+        """Return notes for the user.
 
         Raises:
             UserError: the position in the data falls within a batch of so many ranks.

@@ -1,4 +1,4 @@
-"""What families say in the same way in `config.json`, read and written."""
+"""Keys of `config.json` that several families share, read and written."""
 
 import math
 import reprlib
@@ -92,13 +92,13 @@ def feed_forward(c: Config, where: str, key: str = "hidden_act", *, gated: bool 
 
 
 def biases(c: Config) -> Table:
-    """Those of attention and of the feed-forward, as Llama says them."""
+    """Return the biases of attention and feed-forward, as Llama names them."""
     attention = {"qkv_bias": True, "o_bias": True} if c["attention_bias"] else {}
     return {**attention, "mlp_bias": True} if c.get("mlp_bias") else attention
 
 
 def scale(value: float, c: Config) -> Table:
-    """That of attention scores, where it is not the usual one."""
+    """Return the scale of attention scores, if it is not the usual one."""
     return {} if value == head_size(c) ** -0.5 else {"attention_scale": value}
 
 
@@ -343,12 +343,12 @@ def window_keys(model: ModelConfig) -> Table:
 
 
 def scaling_keys(scaling: RopeScaling | None) -> Table:
-    """What a scaling says, without what its kind does not look at."""
+    """Return the keys of a scaling without those that its kind ignores."""
     return {} if scaling is None else _rotary_table(0.0, scaling) | {
         "original": scaling.original_max_seq_len if scaling.rope_type == "dynamic" else None
     }  # fmt: skip
 
 
 def check_table(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
-    """Whether it is an object with keys that can be shown."""
+    """Return whether a value is an object with printable keys."""
     return isinstance(value, dict) and all(map(is_name, value))

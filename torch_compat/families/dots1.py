@@ -1,4 +1,4 @@
-"""dots.llm1 (arXiv:2506.05767): DeepSeek-V3's experts beside Qwen 3's attention."""
+"""dots.llm1 (arXiv:2506.05767): DeepSeek-V3's experts with Qwen 3's attention."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, experts

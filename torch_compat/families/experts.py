@@ -1,4 +1,4 @@
-"""What families with experts say in the same way: their names, and which layers have them."""
+"""Names and layers of experts that several families share."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def softmax_keys(model: ModelConfig, count: str, width: str) -> Table:
 
 
 def sparse(c: Config, where: str) -> Table:
-    """Every so many layers have experts, but for some that are named.
+    """Read a period of layers with experts, with exceptions.
 
     Raises:
         UserError: those are not the first ones.

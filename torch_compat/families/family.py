@@ -1,4 +1,4 @@
-"""What a family of transformers is, and the parameter names that most of them share."""
+"""Description of a transformers family, and the parameter names that most families share."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +15,7 @@ Table = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One of transformers' architectures.
+    """Architecture of transformers.
 
     Attributes:
         model_type: of `config.json`.
@@ -47,7 +47,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """Whether its feed-forward has experts."""
+        """Whether the feed-forward has experts."""
         return "num_experts_per_tok" in self.defaults
 
     def their_name(self, key: str) -> str:
@@ -119,7 +119,7 @@ _REFUSED = {
 
 def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
             renamed: tuple[tuple[str, str], ...] = ()) -> NameMap:  # fmt: skip
-    """A family's table of names.
+    """Return a family's table of names.
 
     Args:
         name: what the command line calls it.

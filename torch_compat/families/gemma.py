@@ -20,7 +20,7 @@ ONLY = {"use_bidirectional_attention": False}
 
 
 def read(c: Config, where: str) -> Table:
-    """What all Gemmas have, without positions.
+    """Read the keys that all Gemmas share, without positions.
 
     Files may have null as the activation, which means the default.
     """

@@ -20,7 +20,7 @@ UNUSED = ("cache_implementation", "hidden_act", "sliding_window_size")
 
 
 def read(c: Config, where: str) -> Table:
-    """What Gemma 2 and 3 have alike."""
+    """Read the keys that Gemma 2 and 3 share."""
     table = gemma.read(c, where) | common.scale(c["query_pre_attn_scalar"] ** -0.5, c)
     caps = {"attn_logit_softcap": "attn_logit_softcapping",
             "final_logit_softcap": "final_logit_softcapping"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""GLM 4.5 (arXiv:2508.06471): DeepSeek-V3's experts beside attention with partial rotation."""
+"""GLM 4.5 (arXiv:2508.06471): DeepSeek-V3's experts, attention with partial rotation."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, experts

@@ -21,13 +21,13 @@ DEFAULTS = {**COMMON, "rms_norm_eps": 1e-5, "attention_bias": False}
 
 
 def norms(c: Config) -> Table:
-    """Where norms are, and what they are over."""
+    """Return the placement and extent of norms."""
     return {"norm_placement": "post", "qk_norm": True, "qk_norm_scope": "projection",
             "qk_norm_eps": c["rms_norm_eps"]}  # fmt: skip
 
 
 def keys(model: ModelConfig) -> Table:
-    """What does not depend on layers."""
+    """Return the keys that do not depend on layers."""
     bias = model.qkv_bias and model.o_bias
     return {**common.llama_keys(model), "attention_bias": bias}
 

@@ -147,7 +147,7 @@ def stage_name(stage: int) -> str:
 
 
 def is_dcp(directory: Directory) -> bool:
-    """Whether it holds a checkpoint: its commit marker, or those of its pipeline stages."""
+    """Return whether a directory holds a DCP: its commit marker, or its stages'."""
     return bool(parts(directory))
 
 
@@ -196,7 +196,7 @@ def parts(directory: Directory) -> list[Directory]:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an item lies: nothing is opened before it is asked for."""
+    """Location of an item; files are opened on demand."""
 
     files: "_Files"
     key: str

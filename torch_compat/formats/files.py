@@ -78,7 +78,7 @@ class Directory:
         return posixpath.basename(self.path.rstrip("/"))
 
     def names(self) -> list[str]:
-        """What it contains, sorted; nothing if it is no directory."""
+        """Return the sorted names in a directory; empty if it is no directory."""
         if self._fs is None:
             return sorted(os.listdir(self._root)) if os.path.isdir(self._root) else []
         if not self._fs.isdir(self._root):
@@ -109,7 +109,7 @@ class Directory:
         }
 
     def has(self, name: str) -> bool:
-        """Whether it has an entry of this name."""
+        """Return whether the directory has an entry of this name."""
         path = posixpath.join(self._root, name)
         return os.path.exists(path) if self._fs is None else self._fs.exists(path)
 
@@ -156,7 +156,7 @@ class Directory:
             raise UserError(f"{self}: {shown(name)} cannot be read ({what})") from error
 
     def _real_roots(self) -> list[str]:
-        """What links may lead into: itself, and in Hugging Face's cache the files it links to."""
+        """Return where links may lead: the directory itself, and Hugging Face's cache."""
         root = os.path.realpath(self._root)
         snapshots = os.path.dirname(root)
         blobs = os.path.join(os.path.dirname(snapshots), "blobs")
@@ -277,7 +277,7 @@ def in_file(
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, int], None]]:
-    """A file of which others may write other parts; yields what writes bytes at a place in it.
+    """Open a file of which other processes may write other parts; yield a positional write.
 
     What lies in a file as it is to be written, the system copies, and no process touches it. All
     that was written is durable when this ends.
@@ -307,7 +307,7 @@ def _write(data: np.ndarray, descriptor: int, at: int) -> None:
 
 
 def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
-    """Whether the system copied it from the file that it lies in to a place in another.
+    """Try to copy data from its file inside the kernel; return whether that worked.
 
     Args:
         data: bytes that follow each other.
@@ -349,7 +349,7 @@ def _begin_sync(descriptor: int, at: int, nbytes: int) -> None:
 
 
 def _map_of(data: np.ndarray) -> _Map | None:
-    """What an array is a view of, if that is a piece of a file."""
+    """Return the file mapping that an array is a view of, or None."""
     owner: Any = data
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
@@ -369,7 +369,7 @@ def sync(path: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy, where the file system has no such links."""
+    """Hard-link a file, or copy it if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:

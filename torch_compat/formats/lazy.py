@@ -210,7 +210,7 @@ def interleaved(tensors: Sequence[LazyTensor], places: Sequence[np.ndarray]) -> 
 
 
 def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
-    """Whether NumPy has arrays of these sizes, which a file may claim."""
+    """Return whether NumPy supports an array of these sizes, which a file may claim."""
     if len(sizes) > _MOST_DIMENSIONS:
         return False
     nbytes = itemsize
@@ -222,7 +222,7 @@ def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
 
 
 def equal(a: LazyTensor, b: LazyTensor) -> bool:
-    """Whether two tensors hold the same bits, a block at a time."""
+    """Return whether two tensors hold the same bits, a block at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     pieces = blocks(a.shape, a.dtype.itemsize, _COMPARED)
@@ -271,7 +271,7 @@ def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]
 
 
 def intersection(a: Index, b: Index) -> Index | None:
-    """What two indices of one tensor have in common; None if nothing."""
+    """Return the intersection of two indices of one tensor, or None."""
     both = tuple(
         slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
     )

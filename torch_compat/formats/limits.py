@@ -1,4 +1,4 @@
-"""What a checkpoint from a stranger may ask for: every limit, in one place.
+"""Limits on untrusted checkpoints, in one place.
 
 Each is far beyond what a real checkpoint has. Together they keep what a small file costs within
 seconds and 300 MB, whatever it says; what a large one may cost is in proportion to its bytes.
@@ -26,7 +26,7 @@ COUNT = 2**53  # steps, tokens: what a float64 still counts
 
 
 def is_name(name: object) -> bool:
-    """Whether something in a file is a name: text that can be printed, and not too much of it."""
+    """Return whether a value of a file is a name: printable text of limited length."""
     return isinstance(name, str) and len(name) <= NAME and name.isprintable()
 
 
@@ -42,7 +42,7 @@ def check_name(name: object, where: str) -> None:
 
 
 def check_layers(layers: object, experts: object, where: str) -> None:
-    """Looks whether a model can have so many layers, with so many experts each.
+    """Check that a model can have this many layers and experts.
 
     Raises:
         UserError: it cannot.

@@ -134,7 +134,7 @@ def _places(store: Path) -> dict[str, dict[str, Place]]:
 
 @dataclasses.dataclass(frozen=True)
 class _About:
-    """What `.zarray` says of an array whose chunks are as in memory."""
+    """Contents of `.zarray` for an array with chunks as in memory."""
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
@@ -150,7 +150,7 @@ class _About:
         return cls(tuple(described["shape"]), tuple(described["chunks"]), dtype)
 
     def describes(self, places: Mapping[str, Place]) -> bool:
-        """Whether these are all its chunks, each of the length that it must have."""
+        """Return whether these are all chunks of the array, each of its required length."""
         cells = math.prod(-(-n // each) for n, each in zip(self.shape, self.chunk, strict=True))
         length = math.prod(self.chunk) * self.dtype.itemsize
         if len(places) != cells + 1:  # with its description
@@ -165,7 +165,7 @@ class _About:
         return itertools.product(*of)
 
     def bounds(self, cell: tuple[int, ...]) -> Index:
-        """What a chunk covers; at the end, beyond the array."""
+        """Return the index range of a chunk, which may exceed the array at its end."""
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, self.chunk, strict=True))
 
 
@@ -209,7 +209,7 @@ class _Mapped:
 
 
 def _dtype(name: Any) -> np.dtype | None:  # noqa: ANN401 (whatever the file held)
-    """Of zarr's name for one that is little-endian; extended types go by their own names."""
+    """Return the dtype of a little-endian zarr name, or of an extended type's own name."""
     if not isinstance(name, str):
         return None
     by_code = {dtype.newbyteorder("<").str: dtype for dtype in DTYPES.values() if dtype.kind != "V"}

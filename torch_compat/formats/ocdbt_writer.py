@@ -61,7 +61,7 @@ def write_index(store: Path, values: Mapping[str, Place]) -> None:
 
 
 def description(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> bytes:
-    """What `.zarray` says of an array whose chunks are as in memory."""
+    """Return `.zarray` of an array with chunks as in memory."""
     about = {
         "zarr_format": 2,
         "shape": list(shape),
@@ -105,7 +105,7 @@ def _node(values: Mapping[str, Place]) -> bytes:
 
 
 def _lengths(texts: Sequence[bytes]) -> bytes:
-    """Of what each has in common with the one before, nothing, and of the rest."""
+    """Encode the lengths of keys with an empty common prefix."""
     return bytes(max(0, len(texts) - 1)) + _varints(map(len, texts))
 
 

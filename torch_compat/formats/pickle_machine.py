@@ -55,7 +55,7 @@ class Machine:
         self._colliding = limits.COLLIDING
 
     def run(self) -> Any:  # noqa: ANN401 (a pickle holds anything)
-        """What it holds.
+        """Execute the pickle and return its object.
 
         Raises:
             Exception: of any kind, where it is none or asks for too much.
@@ -111,7 +111,7 @@ class Machine:
             self._check_key(key, 3)
 
     def _check_key(self, key: Any, depth: int) -> None:  # noqa: ANN401
-        """Whether its hash is computed at once, and nobody can make many that have the same."""
+        """Check that a key is hashed in constant time and that collisions cannot be produced."""
         if isinstance(key, _PLAIN_KEYS) or type(key) in self._named:
             return
         if isinstance(key, int) and abs(key) < 2**60:

@@ -1,4 +1,4 @@
-"""Files that gather beside their destination and appear there all at once.
+"""Staging of files next to their destination, where they appear all at once.
 
     DST/.<name>.partial/         what is written so far
     DST/.<name>.partial/marks/   plan.json, and one small file for each finished unit of work
@@ -107,7 +107,7 @@ class Staging:
     def results(
         self, units: Sequence[Unit], check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """What all units returned; waits for those of other processes, calling `check`."""
+        """Return the results of all units; wait for other processes while calling `check`."""
         names = [unit.name for unit in units]
 
         def complete() -> bool:
@@ -225,7 +225,7 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], least: int) -> Itera
 
 @contextlib.contextmanager
 def naming_failure(destination: Path) -> Iterator[None]:
-    """What goes wrong while writing, made plain.
+    """Rewrite errors while writing as plain messages.
 
     Raises:
         StorageError: instead of an OSError, or of tensorstore's ValueError about one.

@@ -147,7 +147,7 @@ class Archive:
         self._records = self._find_records()
 
     def object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
-        """What was saved; tensors are `LazyTensor`.
+        """Return the saved object; tensors are `LazyTensor`.
 
         Raises:
             Unsafe: the pickle names what no checkpoint needs.

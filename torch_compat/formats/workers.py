@@ -10,7 +10,7 @@ from jaxforge.errors import UserError
 
 
 class Share(NamedTuple):
-    """Which of several processes this one is.
+    """Index of this process among several.
 
     Attributes:
         process: its number.

@@ -48,7 +48,7 @@ class Entry(NamedTuple):
 
 
 def read_index(archive: Bytes) -> Iterator[Entry]:
-    """What the index names.
+    """Yield the entries of the archive's index.
 
     Raises:
         ValueError: there is no index, it is damaged, or it is too large.
@@ -171,7 +171,7 @@ def _entry(index: bytes, at: int) -> tuple[Entry, int]:
 
 
 def _wide_values(extra: bytes) -> Iterator[int]:
-    """The numbers of 64 bits that an entry has beside it."""
+    """Yield the 64-bit numbers of an entry's extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, at)

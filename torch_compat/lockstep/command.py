@@ -43,7 +43,7 @@ _ONE_DEVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the user asked for.
+    """Request of the user.
 
     Attributes:
         spec: MODULE:FACTORY.
@@ -68,7 +68,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found.
+    """Result of the comparison.
 
     Attributes:
         rows: every value, in the order in which they are made.
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return first_difference(self.rows) is None
 
 

@@ -35,7 +35,7 @@ Hinted = tuple[Row, Callable[[], str]]
 
 
 class Sides(NamedTuple):
-    """What is compared.
+    """Both sides of a comparison.
 
     Attributes:
         ours: our side.

@@ -1,4 +1,4 @@
-"""Which kind of fault makes a difference, where its numbers tell."""
+"""Hints at the kind of fault behind a difference, from its numbers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Pair:
 
 
 def of_point(name: str, pairs: Mapping[str, Pair], config: JobConfig) -> str:
-    """Of the first value on the way that differs.
+    """Return a hint for the first forward value that differs.
 
     Args:
         name: the point.
@@ -76,7 +76,7 @@ def of_factor(ours: np.ndarray, theirs: np.ndarray) -> str:
 
 
 def of_loss(ours: float, theirs: float, labels: np.ndarray) -> str:
-    """Of losses of the same logits."""
+    """Return a hint for losses of the same logits."""
     valid, total, ratio = int(np.sum(labels >= 0)), labels.size, theirs / ours
     if not valid < total:
         return f"theirs is {ratio:.6g} times ours, of the same logits"
@@ -89,7 +89,7 @@ def of_loss(ours: float, theirs: float, labels: np.ndarray) -> str:
 
 
 def of_gradient(pair: Pair, *, is_untied: bool) -> str:
-    """Of the first gradient that differs, forward values and loss being the same.
+    """Return a hint for the first gradient that differs after equal forward values and loss.
 
     Args:
         pair: the gradient.
@@ -110,7 +110,7 @@ def of_gradient(pair: Pair, *, is_untied: bool) -> str:
 def of_update(
     pair: Pair, grad: np.ndarray, param: np.ndarray, decay: float, optimizer: OptimizerConfig
 ) -> str:
-    """Of first updates by the same gradients.
+    """Return a hint for first updates by the same gradients.
 
     Args:
         pair: the update.
@@ -139,7 +139,7 @@ def _of_attention(pair: Pair, config: JobConfig) -> str:
 
 
 def _of_sum(name: str, pairs: Mapping[str, Pair]) -> str:
-    """Of the residual stream, what is added to it being the same."""
+    """Return a hint for the residual stream after equal summands."""
     before, kind = name.rsplit(".", 1)
     part = f"{before}.{'attention' if kind == 'after_attention' else 'mlp'}"
     entering = _entering(name, pairs)
@@ -199,7 +199,7 @@ def _only_row(pair: Pair) -> int | None:
 
 
 def _by_token(pair: Pair) -> bool:
-    """Whether theirs is ours times a factor for each row of the last dimension."""
+    """Return whether theirs is ours times a factor for each row of the last dimension."""
     a, b = (np.asarray(x, np.float64) for x in (pair.ours, pair.theirs))
     squares = np.sum(a * a, -1, keepdims=True)
     factors = np.sum(a * b, -1, keepdims=True) / np.where(squares > 0, squares, 1)
@@ -213,12 +213,12 @@ def _multiple(ours: np.ndarray, theirs: np.ndarray) -> float | None:
 
 
 def _explains(apart: np.ndarray, left: np.ndarray) -> bool:
-    """Whether hardly anything of a difference is left."""
+    """Return whether an explanation leaves almost no difference."""
     return root_mean_square(left) < _EXPLAINED * root_mean_square(apart)
 
 
 def _differ(part: Pair, whole: Pair) -> bool:
-    """Whether a part differs about as much as the whole."""
+    """Return whether a part differs about as much as the whole."""
     apart = root_mean_square(part.theirs - part.ours) / max(root_mean_square(part.ours), 1e-30)
     of_all = root_mean_square(whole.theirs - whole.ours) / max(root_mean_square(whole.ours), 1e-30)
     return apart > _EXPLAINED * of_all

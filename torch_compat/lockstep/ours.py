@@ -34,7 +34,7 @@ _NO_CLIP = 1e30
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """What our model makes of a batch.
+    """Values that our model computes from a batch.
 
     Attributes:
         params: the parameters.
@@ -97,7 +97,7 @@ def _apart(a: Named, b: Named) -> dict[str, float]:
 
 
 def dtype_of(config: JobConfig) -> str:
-    """That of activations: torch's name of it."""
+    """Return torch's name of the activation dtype."""
     return {"fp32": "float32", "bf16": "bfloat16"}[config.train.mixed_precision]
 
 
@@ -123,7 +123,7 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
 
 
 def _two_updates(program: Program) -> Callable[..., tuple]:
-    """Of a constant learning rate and without clipping, which are no part of torch's optimizer."""
+    """Return two updates at a constant rate, without clipping, as in torch's optimizer."""
     config = program.config
     train = config.train.model_copy(update={"grad_clip_norm": _NO_CLIP})
     scheduler = config.scheduler.model_copy(update={"name": "none"})
@@ -163,7 +163,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Name
 
 
 def _normed(model: Model, name: str, x: np.ndarray, params: Named) -> Named:
-    """What a norm makes of the stream; nothing where the model has none there.
+    """Return the norm of the stream; empty where the model has none.
 
     It is the final norm, with other weights: all norms of the stream are declared alike.
     """

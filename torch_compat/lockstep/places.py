@@ -1,4 +1,4 @@
-"""Where in a torch module the values are that `model.capture` names, by the parameters' names."""
+"""Locations in a torch module of the values that `model.capture` names, by parameter names."""
 
 import dataclasses
 import re
@@ -31,7 +31,7 @@ class Place:
 def places(
     entries: Collection[str], dialect: NameMap, model: ModelConfig, modules: Collection[str]
 ) -> list[Place]:
-    """Where values are; those that are nowhere left out.
+    """Return the locations of values in the module; values without one are left out.
 
     Args:
         entries: our names of the parameters.
@@ -50,7 +50,7 @@ def places(
 
 
 def _in_memory(place: Place, modules: Collection[str]) -> Place:
-    """Where experts are in the module, if files call them otherwise, as Mixtral's do."""
+    """Return the location of experts whose module names differ from file names, as in Mixtral."""
     if place.module in modules or not place.point.endswith(".mlp"):
         return place
     return dataclasses.replace(place, module=f"{_owner(place.module)}.mlp")

@@ -26,7 +26,7 @@ _IGNORED = -100  # torch.nn.functional.cross_entropy
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What the user's factory made.
+    """Objects that the user's factory returns.
 
     Attributes:
         module: the model.
@@ -57,7 +57,7 @@ class Built:
 
 @dataclasses.dataclass(frozen=True)
 class Theirs:
-    """What it makes of a batch: as `ours.Ours`, parameters by the module's names."""
+    """Values that the torch model computes from a batch; parameters have the module's names."""
 
     points: Named
     loss: float
@@ -195,7 +195,7 @@ def padding(built: Built) -> set[int]:
 
 @contextlib.contextmanager
 def _saying(what: str) -> Iterator[None]:
-    """What the user's own code raises, with its traceback: exit code 1 would mean a difference."""
+    """Report exceptions of the user's code with their traceback; exit code 1 is taken."""
     try:
         yield
     except UserError:

@@ -1,1 +1,1 @@
-"""How code bases name the parameters that `jaxforge.model` declares."""
+"""Parameter names of code bases for the parameters that `jaxforge.model` declares."""

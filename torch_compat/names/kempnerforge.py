@@ -80,7 +80,7 @@ KEMPNERFORGE_PACKED = NameMap(
 
 
 def unknown(model: ModelConfig) -> Iterator[str]:
-    """What KempnerForge would make of a model that it does not have."""
+    """Yield the reasons why KempnerForge could not load a model."""
     plain = ModelConfig()
     own = "kempnerforge" if model.moe_router == "sigmoid_topk" else "none"
     for key in LACKS:

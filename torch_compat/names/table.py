@@ -1,4 +1,4 @@
-"""What a dialect is: one table of names, read in both directions.
+"""Dialects: tables of names, read in both directions.
 
 Ours are the paths of `jaxforge.model`'s parameters with one entry per layer and expert, such as
 `layers.{i}.attention.q_proj.weight`. Moments have their parameter's name and are laid out as it is.
@@ -127,13 +127,13 @@ class Rule(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether one tensor of theirs holds all experts."""
+        """Whether one tensor of the dialect holds all experts."""
         return "{j}" in self.ours and "{j}" not in self.theirs
 
 
 @dataclasses.dataclass(frozen=True)
 class NameMap:
-    """How a code base names the parameters.
+    """Parameter names of a code base.
 
     Attributes:
         name: what the command line calls it.
@@ -167,15 +167,15 @@ class NameMap:
         return key
 
     def knows(self, key: str) -> bool:
-        """Whether a key of theirs is in the table."""
+        """Return whether a dialect's key is in the table."""
         return self.ignores(key) or any(pattern.fullmatch(key) for pattern in self._patterns)
 
     def ignores(self, key: str) -> bool:
-        """Whether a key of theirs holds nothing to keep."""
+        """Return whether a dialect's key holds nothing to import."""
         return any(re.fullmatch(pattern, key) for pattern in self.ignored)
 
     def goes_with(self, key: str) -> str | None:
-        """What goes with a key that a model may be without; None where it may not."""
+        """Return the group of an optional key, or None if it is required."""
         return next((why for p, why in self.dispensable.items() if re.fullmatch(p, key)), None)
 
     def their_name(self, ours: str) -> str:
@@ -187,7 +187,7 @@ class NameMap:
         return self._find(ours)[1]
 
     def their_key(self, ours: str) -> str | None:
-        """The same; None where there is none."""
+        """Return the dialect's key of a parameter, or None."""
         return (
             self.their_name(ours) if any(p.fullmatch(ours) for p, _ in self._our_patterns) else None
         )
@@ -235,7 +235,9 @@ class NameMap:
         return {key: _whole(rules[key], of_key, config, key) for key, of_key in found.items()}
 
     def distance(self, keys: Iterable[str]) -> tuple[int, int]:
-        """How far keys that it knows are from the usual model of it; the least is the nearest."""
+        """Return the distance of known keys from the dialect's usual model; the least is the
+        nearest.
+        """
         extra = [_pattern(rule.theirs) for rule in self.rules if rule.optional]
         used = sum(any(pattern.fullmatch(key) for pattern in extra) for key in keys)
         return used, len(self.rules) - len(extra)
@@ -275,7 +277,7 @@ def detect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
 def differences(
     wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor], left_over: Iterable[str]
 ) -> Iterator[str]:
-    """What keeps tensors from being exactly the model's.
+    """Yield the reasons why tensors are not exactly those of the model.
 
     Args:
         wanted: our name -> shape.
@@ -303,7 +305,7 @@ def differences(
 def _lost_experts(
     wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor]
 ) -> tuple[int, int] | None:
-    """How many experts are there, and how many should be, if they are one rank's share of them.
+    """Return the present and expected numbers of experts if they look like one rank's share.
 
     In every layer it is the same share, from the first one on, beside a router of all: that one no
     expert-parallel job divides.

@@ -16,7 +16,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 class Translation(NamedTuple):
-    """What a translation goes by.
+    """Parameters of a translation.
 
     Attributes:
         dialect: whose names the tensors have.
