@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; small models; golden runs where they lie beside us."""
+"""Fixtures of all tests: eight virtual CPU devices, small models, golden runs if present."""
 
 import atexit
 import gc
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported and collected stays; no garbage collector has to look at it again."""
+    """Freeze imported and collected objects, so that no garbage collection visits them again."""
     gc.collect()
     gc.freeze()
 
@@ -135,20 +135,20 @@ def one_device():
 
 @pytest.fixture(scope="module")
 def two_devices():
-    """As `one_device`, where there have to be several."""
+    """Give the runs of a file two devices; see `one_device`."""
     with helpers.devices_here(2):
         yield
 
 
 @pytest.fixture
 def loops_over_layers(monkeypatch):
-    """As on GPUs and TPUs; on CPUs small models have none, which takes longer to compile."""
+    """Loop over layers as on GPUs and TPUs; CPUs unroll small models, which compiles slower."""
     monkeypatch.setattr(runtime, "_UNROLLED_ON_CPU", 0)
 
 
 @pytest.fixture
 def own_names(monkeypatch):
-    """What a test registers is gone after it."""
+    """Forget the names that a test registers."""
     for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 

@@ -1,4 +1,4 @@
-"""What several test files build: a model with its step, and batches for it."""
+"""Shared builders of tests: a model with its step, and batches for it."""
 
 import contextlib
 import dataclasses
@@ -56,7 +56,7 @@ class Setup(Program):
 
     @functools.cached_property
     def _initial(self) -> TrainState:
-        """What `init` makes, on the host (see tests/model/test_init.py).
+        """Return the initial parameters on the host (see tests/model/test_init.py).
 
         It is made from parameters that every mesh shares, and shared by those that keep layers
         alike: to compile how it is made takes half as long as to compile the step.
@@ -95,7 +95,7 @@ class Setup(Program):
 
 
 def losses_and_gradients(ours: Setup, batches) -> tuple[np.ndarray, Params]:
-    """Of batches, from the initial state; stacked, on the host. No update is compiled."""
+    """Return stacked losses and gradients of batches from the initial state, without an update."""
 
     @jax.jit
     def run(state: TrainState, batch: dict):
@@ -110,7 +110,7 @@ def losses_and_gradients(ours: Setup, batches) -> tuple[np.ndarray, Params]:
 
 
 def over_steps(values):
-    """One metric of several steps, stacked; a dict of metrics likewise."""
+    """Return one metric of several steps, stacked; dicts of metrics are stacked too."""
     if isinstance(values[0], dict):
         return {name: over_steps([value[name] for value in values]) for name in values[0]}
     return np.array(values)
@@ -179,7 +179,7 @@ def new_setup(config: JobConfig, **options) -> Setup:
 
 
 def underway(ours: Setup, steps: int) -> TrainState:
-    """A state as after so many steps, of random numbers: nothing is compiled to make it."""
+    """Return a random state of a run after some steps, without compiling."""
     like, rng = ours.abstract_state(), np.random.default_rng(0)
     lr, beta = ours.config.optimizer.lr, ours.config.optimizer.betas[0]
 
@@ -203,7 +203,7 @@ def underway(ours: Setup, steps: int) -> TrainState:
 
 @contextlib.contextmanager
 def devices_here(n: int):
-    """As on a machine with so many of the eight."""
+    """Limit the devices to `n` of the eight."""
     devices = jax.devices()[:n]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: devices)

@@ -1,4 +1,4 @@
-"""What tests ask of the machine: how it compiles, and how long it may take."""
+"""Settings of the machine for tests: compilation and patience."""
 
 import ctypes
 import shutil
@@ -50,7 +50,7 @@ def compilation_cache() -> Path:
 
 
 def give_back_memory() -> None:
-    """What was freed; glibc keeps half a gigabyte of it after some files."""
+    """Return freed memory to the system; glibc retains half a gigabyte after some files."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

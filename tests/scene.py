@@ -1,4 +1,4 @@
-"""What the documentation's command lines speak of, in miniature: texts, data, configs, runs."""
+"""Scene of the documentation's command lines in miniature: texts, data, configs, runs."""
 
 import shutil
 from pathlib import Path

@@ -63,7 +63,7 @@ class Recipe:
 
     @property
     def capacity(self) -> int:
-        """What a run may have of a device: JAX takes three quarters of a GPU."""
+        """Return a run's share of device memory: JAX takes three quarters of a GPU."""
         return int(MEMORY[self.kind] * (0.75 if self.kind == "gpu" else 1))
 
     @functools.cached_property

@@ -26,7 +26,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 
 def anchor(heading):
-    """As GitHub and the site make it."""
+    """Return the anchor that GitHub and the site make of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -87,7 +87,7 @@ def test_environment_is_activated_before_the_first_command(name):
 
 
 def words_of(line):
-    """Of forms such as `[--tokenizer byte|bpe] [--workers N]`, the first of what may be there."""
+    """Return the first words of forms such as `[--tokenizer byte|bpe] [--workers N]`."""
     words = shlex.split(line, comments=True)
     words = [word.replace("...", "").strip("[]") for word in words]
     words = [word.partition("|")[0] for word in words if word and word not in LAUNCHERS]

@@ -75,7 +75,7 @@ def here_of(line, page):
 
 
 class Terminal(io.StringIO):
-    """Where somebody has typed."""
+    """Terminal with typed input."""
 
     def isatty(self):
         return True
@@ -105,7 +105,7 @@ def here(made, monkeypatch):
 
 
 def made_by(words):
-    """What a command line makes, which is not there before."""
+    """Yield the paths that a command line creates."""
     line = " ".join(words)
     yield from (Path(name) for name in [*MADE.findall(line), *DESTINATION.findall(line)])
     if config := re.search(r"train --config (\S+)(?!.*(dry-run|checkpoint.dir))", line):

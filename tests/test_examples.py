@@ -35,7 +35,7 @@ EXAMPLES = ROOT / "examples"
 
 @pytest.fixture
 def examples(monkeypatch, own_names):
-    """What is in examples/ can be imported, as from a script there, and is forgotten again."""
+    """Make examples/ importable, as from a script there, for one test."""
     monkeypatch.syspath_prepend(EXAMPLES)
     names = [path.stem for path in EXAMPLES.glob("*.py")]
     for name in names:
@@ -168,7 +168,7 @@ def test_what_the_page_registers_can_be_built():
 
 
 class _Single:
-    """As much of a model as the loss asks for."""
+    """Minimal model for the loss."""
 
     logits = Model.logits
 

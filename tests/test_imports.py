@@ -25,7 +25,7 @@ SUBCLASSES = {"jaxforge.tools.lm_eval.adapter"}  # of classes that an extra brin
 
 
 def imports_of(path, *, at_once=False):
-    """What a module imports; at once: when it is imported itself."""
+    """Return the imports of a module; `at_once` means those at its own import."""
     tree = ast.parse(path.read_text())
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -115,7 +115,7 @@ def test_every_module_imports_without_torch():
 
 
 def test_commands_read_their_command_line_without_jax():
-    """It takes a second or two to import."""
+    """Importing JAX takes a second or two."""
     modules = {command.module for command in COMMANDS.values()}
     code = f"import sys, jaxforge, {', '.join(modules)}; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -21,7 +21,7 @@ SBATCH = sorted(RECIPES.glob("*.sbatch"))
 
 
 def fits_the_command_line(command):
-    """Whether a command is one of the supervisor's, with the arguments of a training run."""
+    """Return whether a command is the supervisor's, with the arguments of a training run."""
     module = command.index("jaxforge.supervise")
     rest = supervise.parser().parse_args(command[module + 1 :]).command
     assert rest[0] == "--"

@@ -1,4 +1,4 @@
-"""What a user is told who types something wrong: `mistakes.txt`, line by line.
+"""Messages for mistyped command lines: `mistakes.txt`, line by line.
 
 Each is one message that names what is wrong and what would do, exit code 2, no traceback; and
 nothing is written.
@@ -56,7 +56,7 @@ def here(tmp_path_factory):
 
 
 def said(line, monkeypatch, capsys):
-    """What a command line is answered with, and its exit code."""
+    """Return the output and exit code of a command line."""
     words = shlex.split(line)
     monkeypatch.setattr(sys, "argv", ["jaxforge", *words])
     command = program.COMMANDS.get(words[0])

@@ -21,7 +21,7 @@ BROKEN = "Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connection clo
 
 @pytest.fixture
 def others(monkeypatch):
-    """What another process contributes, exchange by exchange; `mine` has what this one did."""
+    """Contributions of another process, exchange by exchange; `mine` records those of this one."""
     answers, mine = [], []
 
     def process_allgather(array):

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint, for every optimizer: named, in chunks, and all of it back."""
+"""Contents of a checkpoint for every optimizer: names, chunks, and a complete restore."""
 
 import dataclasses
 import functools

@@ -47,7 +47,7 @@ def held_up(saved):
 
 
 def start(saved, ours):
-    """What a run with this set-up would start from."""
+    """Return the starting state of a run with this set-up."""
     with jax.set_mesh(ours.mesh):
         return starting_state(ours, saved)
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_knows_no_stages(tmp_path):
 
 
 def test_a_save_that_orbax_declines_is_an_error(tmp_path):
-    """As after a rollback: a later step is there already, and Orbax answers False."""
+    """After a rollback a later step exists, and Orbax answers False."""
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=20), state)
@@ -154,7 +154,7 @@ def steps(path):
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, distributed):
-    """As if nobody read it: what is saved is set aside, and all the rest is for the background."""
+    """Saved values are set aside first; everything else is background work."""
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
     before = addresses(state)
     want = jax.device_get(jax.tree.map(jnp.copy, state))  # of itself it would be read from then on
@@ -193,7 +193,7 @@ def test_saves_to_two_places_do_not_begin_within_each_other(tmp_path):
 
 
 def addresses(tree):
-    """Of all arrays together: XLA may exchange those of one shape."""
+    """Return the addresses of all arrays: XLA may exchange those of one shape."""
     shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
@@ -354,7 +354,7 @@ def test_a_model_that_does_not_fit_is_named(tmp_path):
 
 @pytest.fixture
 def collected():
-    """What Orbax leaves of a failed read complains when collected: here, not in a later test."""
+    """Collect the remains of a failed read here, because they complain when collected."""
     yield
     gc.collect()
 

@@ -1,4 +1,4 @@
-"""Which steps are saved, and which of them are kept."""
+"""Steps that are saved, and checkpoints that are retained."""
 
 from types import SimpleNamespace
 

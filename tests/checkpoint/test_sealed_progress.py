@@ -1,4 +1,4 @@
-"""Damage of the JSON beside the arrays is found before anything is trained on it."""
+"""Damage of a checkpoint's JSON is found before training starts."""
 
 import json
 import shutil

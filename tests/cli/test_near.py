@@ -1,4 +1,4 @@
-"""What a message about a name, or a path, that there is not proposes."""
+"""Suggestions in messages about unknown names and paths."""
 
 from jaxforge.cli.suggestions import hint, path_hint
 

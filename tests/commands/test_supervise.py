@@ -60,7 +60,7 @@ def child(tmp_path, monkeypatch):
 
 
 def gone(pid):
-    """Whether a process has ended; one that nobody has waited for yet has."""
+    """Return whether a process has ended, also as a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What docs/from_kempnerforge.md says of KempnerForge's TOML files: which load, which do not."""
+"""Claims of docs/from_kempnerforge.md: KempnerForge's TOML files that load or do not."""
 
 import re
 from pathlib import Path

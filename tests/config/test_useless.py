@@ -1,4 +1,4 @@
-"""What a start warns of: each setting that does nothing is named, and shipped configs have none."""
+"""Warnings of a start: ineffective settings are named, and shipped configs have none."""
 
 from pathlib import Path
 

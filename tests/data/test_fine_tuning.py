@@ -108,7 +108,7 @@ def batches(given, n, first=0):
 
 
 def conversations_of(examples):
-    """What stands in each document of some examples: (inputs, labels), both as of `expected`."""
+    """Return (inputs, labels) of each document of some examples, both as in `expected`."""
     found = []
     rows = (examples[name].reshape(-1, SEQ) for name in ("input_ids", "labels", "segment_ids"))
     for ids, labels, documents in zip(*rows, strict=True):
@@ -121,7 +121,7 @@ def conversations_of(examples):
 
 
 def inputs_and_labels(conversations):
-    """As windows hold them: the label of a position is that of the next."""
+    """Return inputs and labels as windows hold them: a position's label is the next token."""
     return [(ids, [*labels[1:], IGNORE]) for ids, labels in conversations]
 
 

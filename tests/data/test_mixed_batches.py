@@ -40,7 +40,7 @@ def config(directories, accum=1, batch=ROWS, distributed=None, **data):
 
 
 def batches(given, n, step=0, history=(), devices=1):
-    """Of the updates from `step` on; `history` as a run that resumes has it."""
+    """Return the batches of the updates from `step` on, with a resumed run's `history`."""
     mesh = make_mesh(given, jax.devices()[:devices])
     dataset, first = sources.open_training_data(given), step * ROWS
     segments = Phases.of(given.data).segments(history, step, first, lambda later: later * ROWS)
@@ -99,7 +99,7 @@ def test_the_mesh_does_not_matter(directories, order, mesh):
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 def test_hosts_read_their_rows_of_the_same_batches(directories, order):
-    """As `_Layout` has it where a process holds some of the rows."""
+    """Some rows belong to other processes, as in `_Layout`."""
     given = config(directories, accum=2, batch=4, order=order)
     dataset = sources.open_training_data(given)
     segments = Phases.of(given.data).segments([], 0, 0, lambda step: step * ROWS)

@@ -1,4 +1,4 @@
-"""Which sample of which dataset is at a position: in exact shares, none twice, ever the same."""
+"""Samples of a mixture by position: exact shares, none twice, always the same."""
 
 import json
 import pickle
@@ -150,7 +150,7 @@ def test_a_dataset_has_its_order_whatever_stands_beside_it():
 
 
 def test_datasets_may_come_and_go():
-    """What a dataset that is gone had drawn counts for nobody; one that comes begins anew."""
+    """Draws of a removed dataset do not count; a new dataset begins at its start."""
     past, now = Segment(0, {"gone": 0.5, "b": 0.5}), Segment(30, {"b": 0.5, "new": 0.5})
     sizes = {"new": 40, "b": 29}
     order = GrainMixture(sizes, [past, now], 3, False, 20)

@@ -71,7 +71,7 @@ def exported(run):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """What makes lm_eval know the tasks of this file."""
+    """Register the tasks of this file with lm_eval."""
     path = tmp_path_factory.mktemp("tasks")
     for name, (documents, kind, more, metrics) in TASKS.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))

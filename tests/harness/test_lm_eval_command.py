@@ -13,7 +13,7 @@ from jaxforge.commands import lm_eval as command
 
 @pytest.fixture
 def options(monkeypatch):
-    """What lm_eval's own command is given."""
+    """Return the options that lm_eval's own command receives."""
     given = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(command, "_run", given.extend)

@@ -1,4 +1,4 @@
-"""What a conversation hands to the model, and what it makes of the answers."""
+"""Conversations: inputs of the model and treatment of its answers."""
 
 import dataclasses
 import types
@@ -125,7 +125,7 @@ class Parrot:
 
 
 def talked(*lines, **decoder):
-    """What is on the terminal after these lines; exceptions are raised in their place."""
+    """Return the terminal's text after these lines; exceptions are raised instead of lines."""
     left, said = list(lines), []
 
     def ask(prompt):

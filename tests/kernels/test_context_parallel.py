@@ -1,4 +1,4 @@
-"""How devices share sequences."""
+"""Sharing of sequences between devices."""
 
 import numpy as np
 import pytest

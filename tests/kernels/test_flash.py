@@ -92,7 +92,7 @@ BACKWARD = jax.jit(flash.backward, static_argnames=("scoring", "dtype"))
 
 
 def test_pieces_of_the_keys_put_together_are_the_whole():
-    """What a ring of devices does, whose pieces come in any order and see each other or not.
+    """A ring of devices merges parts in any order, visible or not.
 
     The window is one that only the device knows.
     """

@@ -24,7 +24,7 @@ SEEN = fp8.Amaxes(jnp.float32(1.5), jnp.float32(0.07))  # less than there is: wh
 
 
 def reference(x, dtype, seen=None):
-    """What is left of x, by one scale."""
+    """Return x after rounding with one scale."""
     largest = float(ml_dtypes.finfo(dtype).max)
     amax = np.abs(x).max() if seen is None else float(seen)
     scale = 2.0 ** np.floor(np.log2(largest / amax))
@@ -102,7 +102,7 @@ def test_a_kept_weight_gives_the_same_gradients():
 
 
 def test_what_is_not_finite_shows():
-    """What is too large for the format is cut; a NaN or an infinity is not."""
+    """Overflow is clipped; NaN and infinity are kept."""
     _, w, _ = numbers()
     for bad in (np.nan, np.inf):
         broken = np.float32(w)

@@ -251,7 +251,7 @@ def compile_for(devices, backend, rows, inp, out, groups=4):
 
 @pytest.mark.skipif(not targets.gpu_compiler_is_here(), reason="XLA's compiler for GPUs is missing")
 def test_mosaic_compiles_for_h100():
-    """Down to PTX, forward and both gradients, with no product beside the kernels."""
+    """Compilation reaches PTX, forward and both gradients, with no product outside of kernels."""
     text = compile_for(targets.gpus("h100"), "mosaic_gpu", rows=1000, inp=192, out=320).as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 3
     assert "__cublas" not in text

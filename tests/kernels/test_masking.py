@@ -24,7 +24,7 @@ HOW = {"a row": (None, None), "packed": (DOCUMENTS, None), "placed": (None, POSI
 
 
 def plainly(mask, segment_ids, positions):
-    """Whether each query sees each key [b, s, s], one by one."""
+    """Return visibility [b, s, s], computed pair by pair."""
     seen = np.zeros((2, LENGTH, LENGTH), bool)
     for row in range(2):
         ids = np.zeros(LENGTH, int) if segment_ids is None else segment_ids[row]
@@ -52,7 +52,7 @@ def expected(which, how):
 
 @pytest.fixture(autouse=True)
 def each_device_alone(monkeypatch):
-    """A kernel of which XLA does not see the inside."""
+    """Use a kernel that is opaque to XLA."""
     kernel = opaque(BACKENDS["blockwise"].attend, lambda at: None)
     monkeypatch.setitem(BACKENDS, "opaque", kernel)
 
@@ -110,7 +110,7 @@ def test_only_keys_of_their_chunks_are_computed():
 
 
 def test_chunks_are_transformers():
-    """Of a row that is one document, also after padding on its left."""
+    """One document per row, also after left padding."""
     torch = pytest.importorskip("torch")
     masks = pytest.importorskip("transformers.masking_utils")
     config = pytest.importorskip("transformers").PreTrainedConfig(attention_chunk_size=16)

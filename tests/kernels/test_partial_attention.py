@@ -132,7 +132,7 @@ def test_who_sees_nothing_gets_nothing():
     ("documents_of", "window", "tiles"), [(LENGTH, None, 21), (LENGTH, 4, 11), (8, None, 9)]
 )
 def test_tiles_of_which_nothing_is_visible_are_left_out(documents_of, window, tiles, monkeypatch):
-    """6 x 6 tiles of 4 tokens, of which 21 are on or below the diagonal."""
+    """There are 6 x 6 tiles of 4 tokens; 21 are on or below the diagonal."""
     counted = []
     scores = partial_attention._scores
 

@@ -74,7 +74,7 @@ def bias_update(c: ModelConfig) -> str:
 
 @dataclass
 class Routing:
-    """Of T tokens: logits and scores [T, E], experts and their weights [T, K]."""
+    """Routing of T tokens: logits and scores [T, E], experts and their weights [T, K]."""
 
     logits: Tensor
     scores: Tensor
@@ -109,7 +109,7 @@ def route(c: ModelConfig, p: Named, kept: Named, name: str, x: Tensor) -> Routin
 
 
 def routed(c: ModelConfig, p: Named, name: str, x: Tensor, r: Routing, training: bool) -> Tensor:
-    """What the experts add up to; each takes `room` tokens of a slot, first come first served."""
+    """Return the experts' sum; each takes `room` tokens of a slot, first come first served."""
     even = len(x) * c.moe_top_k / c.num_experts
     room = max(1, math.ceil(even * c.moe_capacity_factor)) if c.moe_capacity_factor else len(x)
     out, counts = torch.zeros_like(x), r.counts()
@@ -131,7 +131,7 @@ def shared(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
 
 
 def penalties(c: ModelConfig, r: Routing, sequences: int) -> Tensor:
-    """What one layer adds to the loss."""
+    """Return the loss terms of one layer."""
     tokens, experts = r.logits.shape
     z = c.moe_router_z_loss_weight * r.logits.logsumexp(-1).square().mean()
     share = r.counts() / (tokens * c.moe_top_k)

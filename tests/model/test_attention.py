@@ -271,7 +271,7 @@ def test_splash_computes_no_tile_of_other_documents(monkeypatch, window):
     [(None, None), (1, None), (15, None), (18, None), (99, None), (None, 16), (None, 18)],
 )
 def test_tiles_of_splash_see_what_they_should(window, chunk):
-    """Whether they are computed or known to see all or nothing."""
+    """Tiles are either computed, or known to be fully visible or invisible."""
     length, side = 64, 8
     mask = splash._mask(length, window, chunk)
     parts = [slice(at, at + side) for at in range(0, length, side)]

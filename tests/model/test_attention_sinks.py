@@ -38,7 +38,7 @@ def formula(q, k, v, sinks, allowed, scoring=PLAIN):
 
 
 def with_gradients(attend, q, k, v, sinks, **how):
-    """What comes out, and the gradients of all that is given."""
+    """Return the output and the gradients of all inputs."""
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
     def loss(*given):

@@ -1,4 +1,4 @@
-"""What the declaration of parameters promises: values, axes, names, stacking."""
+"""Declared parameters: values, axes, names, stacking."""
 
 import functools
 import math
@@ -99,7 +99,7 @@ def test_keys_decide():
     ids=str,
 )
 def test_values_do_not_depend_on_the_mesh(axes):
-    """Those of the tests' helper are of one device: the parameters of all meshes are drawn once."""
+    """The helper's parameters are drawn once, on one device."""
     train = {"grad_accum_steps": 2, "batch_size": 2}
     many = setup(
         tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})

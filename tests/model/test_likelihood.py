@@ -57,7 +57,7 @@ def logits_of(inputs):
 
 @functools.cache
 def whole_forward():
-    """Of each continuation, by itself: the sum of its log-probabilities, and whether greedy."""
+    """Return the log-probability of each continuation alone, and whether it is greedy."""
     said = []
     for context, continuation in CONTINUATIONS:
         *inputs, _ = read = [*context, *continuation][-MOST - 1 :]

@@ -92,7 +92,7 @@ def test_the_block_multiplies_in_the_dtype_of_its_input(activation):
 
 
 def value_and_slopes(f, *inputs):
-    """Of a function of each element."""
+    """Return values and derivatives of an elementwise function."""
 
     def both(*inputs):
         y, pull = jax.vjp(f, *inputs)

@@ -1,4 +1,4 @@
-"""muP: at the base width nothing changes, beside it values stay as large (docs/mup.md)."""
+"""muP: nothing changes at the base width, and values keep their size at others (docs/mup.md)."""
 
 import functools
 import runpy
@@ -62,7 +62,7 @@ BASE = {"mup_base_width": 64, "mup_base_head_dim": 16}
 
 
 def test_at_the_base_width_the_step_is_that_of_the_standard():
-    """The same program, from the same values."""
+    """The program and its initial values are equal."""
     plain, same = made(), made(**BASE)
     assert lowered(same).as_text() == lowered(plain).as_text()
     key = jax.random.key(0)

@@ -1,4 +1,4 @@
-"""What families of transformers ask of the model, packed, cached and split over devices."""
+"""Options of transformers' families: packed, cached and split over devices."""
 
 import functools
 

@@ -53,7 +53,7 @@ def test_position_zero_turns_nothing():
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_channels_i_and_i_plus_half_turn_together(theta):
-    """As complex numbers: z_i · exp(i · position · theta^(-2i / h))."""
+    """Rotation as complex numbers: z_i · exp(i · position · theta^(-2i / h))."""
     positions, x = np.array([1, 2, 50]), random_heads(3)
     z = x[..., : HEAD // 2] + 1j * x[..., HEAD // 2 :]
     angles = positions[:, None] * theta ** (-2 * np.arange(HEAD // 2) / HEAD)

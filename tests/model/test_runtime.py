@@ -1,4 +1,4 @@
-"""What each platform is given."""
+"""Choices of the runtime for each platform."""
 
 import jax.numpy as jnp
 import pytest

@@ -1,4 +1,4 @@
-"""The same logits as the reference implementations in `transformers`, from random weights."""
+"""Logits equal those of reference implementations in `transformers`, from random weights."""
 
 import jax
 import numpy as np

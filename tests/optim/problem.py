@@ -39,7 +39,7 @@ def initial():
 
 @functools.cache
 def gradients(n):
-    """Of widely different sizes, as those of a network; some rows are always zero."""
+    """Return gradients of widely different sizes; some rows are always zero."""
     rng = np.random.default_rng(1)
     sizes = tree(lambda shape, _: 10 ** rng.uniform(-3, 0, shape))
     sizes["long"][5:9] = 0

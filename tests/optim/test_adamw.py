@@ -23,7 +23,7 @@ def initial():
 
 @functools.cache
 def gradients():
-    """Of widely different sizes, as those of a network."""
+    """Return gradients of widely different sizes."""
     rng = np.random.default_rng(1)
     sizes = {name: 10 ** rng.uniform(-4, 0, leaf.shape) for name, leaf in initial().items()}
     return [

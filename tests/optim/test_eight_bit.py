@@ -100,7 +100,7 @@ def run(name, kept, gradients):
 
 
 def bias(n):
-    """The same way every time, and noise."""
+    """Return biased noise."""
     return jax.tree.map(lambda a, b: 0.01 * (a + 3 * b), drawn(7, normal), drawn(n + 10, normal))
 
 

@@ -1,4 +1,4 @@
-"""What all of `optimizer.name` promise alike."""
+"""Common promises of every `optimizer.name`."""
 
 import functools
 
@@ -102,7 +102,7 @@ CONSTANTS = {
 
 @functools.cache
 def three_updates(name, **constant):
-    """Of a parameter that is Muon's, and one that is not and decays."""
+    """Return three updates of a Muon parameter, and of one that decays under AdamW."""
     axes, params = (
         {k: tree[k] for k in ("square", "longer")} for tree in (problem.AXES, problem.initial())
     )

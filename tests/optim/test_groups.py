@@ -1,4 +1,4 @@
-"""What decays and what does not."""
+"""Decay groups of parameters."""
 
 import jax
 import jax.numpy as jnp

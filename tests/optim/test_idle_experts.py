@@ -39,7 +39,7 @@ def values(seed):
 
 @functools.cache
 def gradients():
-    """Those of experts without tokens are zero, as the step has them."""
+    """Return gradients in which experts without tokens have zeros, as in the step."""
     every = [values(10 + n) for n in range(UPDATES)]
     for grads, reached in zip(every, REACHED, strict=True):
         grads[WEIGHT][~reached], grads[BIAS][~reached] = 0, 0
@@ -87,7 +87,7 @@ def adam_of_optax(own_names):
 @pytest.mark.usefixtures("adam_of_optax")
 @pytest.mark.parametrize("name", [*OURS, "adam_of_optax"])
 def test_each_expert_is_updated_as_a_parameter_of_its_own(name):
-    """The same rule, without the option, on one expert, and in its own updates alone."""
+    """The reference is the same rule, without the option, on one expert and its own updates."""
     config = config_of(name)
     params, fields = run(build_optimizer(config, AXES), values(0), gradients(), REACHED)
     optimizer = config.optimizer.model_copy(update={"skip_idle_experts": None})
@@ -171,7 +171,7 @@ def test_moments_on_the_host_are_those_on_the_device():
 
 
 def test_gradients_of_zeros_tell_idle_experts_where_nobody_does():
-    """As for updates that are computed once more from gradients (`replay --against`)."""
+    """Updates recomputed from gradients (`replay --against`) have no counts."""
     tx = build_optimizer(config_of("adamw"), AXES)
     params, fields = run(tx, values(0), gradients())
     expected = run(tx, values(0), gradients(), REACHED)

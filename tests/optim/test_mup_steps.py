@@ -44,7 +44,7 @@ def optimizer(name, *, mup, **keys):
 
 @functools.cache
 def moved(name, mup, decay=DECAY):
-    """How far one update goes."""
+    """Return the size of one update."""
     rng = np.random.default_rng(0)
     make = lambda s: rng.standard_normal(s).astype(np.float32)  # noqa: E731
     params, grads = ({k: make(s) for k, s in SHAPES.items()} for _ in range(2))
@@ -68,7 +68,7 @@ def test_hidden_matrices_go_a_quarter_of_the_way_and_decay_as_ever(name):
 
 
 def test_muon_goes_as_far_in_hidden_matrices_and_further_in_others():
-    """What is Muon's is so by the shape at the base: the head, 640 by 16 there, is AdamW's."""
+    """Muon's parameters are chosen by base shape: the head, 640 by 16 there, is AdamW's."""
     plain, wide = moved("muon", False, 0.0), moved("muon", True, 0.0)
     factors = {"embedding": 2.0, "positions": 2.0, "router": 2.0}
     for key in SHAPES.keys() - {"head"}:

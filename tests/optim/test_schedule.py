@@ -99,7 +99,7 @@ def test_stable_steps_are_of_wsd_alone():
 
 @pytest.mark.parametrize("name", ["cosine", "wsd_linear", "none"])
 def test_update_n_has_the_rate_of_n_minus_one(name):
-    """Of a constant gradient Adam makes steps of exactly the learning rate."""
+    """Adam's steps on a constant gradient have exactly the size of the learning rate."""
     scheduler = {"warmup_steps": 4, "min_lr_ratio": 0.1, **SETTINGS[name]}
     optimizer = {"lr": 0.5, "weight_decay": 0.0, "eps": 1e-30}
     config = tiny_config(scheduler=scheduler, optimizer=optimizer)

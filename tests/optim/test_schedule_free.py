@@ -74,7 +74,7 @@ def test_bfloat16_parameters_keep_their_own_dtype_in_the_state():
 
 
 def test_updates_at_rate_zero_weigh_nothing_and_divide_by_nothing():
-    """Where KempnerForge stops with a ZeroDivisionError."""
+    """KempnerForge stops here with a ZeroDivisionError."""
     idle = make(lambda n: jnp.where((n < 3) | (n == 8), 0.0, LR))
     params, state = problem.run(idle, 3)
     for tree in (params, state.x, state.z):

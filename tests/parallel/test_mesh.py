@@ -23,7 +23,7 @@ from tests.processes.conftest import ROOT
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What JAX tells of a device."""
+    """Device as JAX describes it."""
 
     id: int
     platform: str
@@ -46,7 +46,7 @@ def slices_of_tpus(n, sides, kind="TPU v5p"):
 
 
 def without_slice_index(device):
-    """As a compiler describes a chip of a single slice."""
+    """Return a chip of a single slice as a compiler describes it."""
     told = {key: value for key, value in vars(device).items() if key != "slice_index"}
     return types.SimpleNamespace(**told)
 

@@ -1,4 +1,4 @@
-"""How the environment says that this process is one of several."""
+"""Environment variables that make a process one of several."""
 
 import logging
 import socket

@@ -53,7 +53,7 @@ def test_one_prompt_is_continued(run):
 
 @pytest.fixture
 def here(capsysbinary):
-    """What the command writes if this process, which has two devices, is the one that runs it."""
+    """Return the command's output in this process, which has two devices."""
 
     def here(*arguments):
         assert generate.main([*map(str, arguments)]) == 0

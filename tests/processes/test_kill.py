@@ -39,19 +39,19 @@ def test_killed_at_random_moments(new_run):
 
 
 def written_since(run, moment):
-    """Whether a step was logged after `moment` (a resumed run first cuts the file)."""
+    """Return whether a step was logged after `moment` (a resumed run first cuts the file)."""
     path = run.directory / "metrics.jsonl"
     last = path.read_bytes().splitlines()[-1:] if path.exists() else []
     return bool(last) and last[0].endswith(b"}") and json.loads(last[0])["time"] > moment
 
 
 def saving(run):
-    """Whether a checkpoint is half written."""
+    """Return whether a checkpoint is half written."""
     return any(".orbax-checkpoint-tmp" in p.name for p in (run.directory / "checkpoints").glob("*"))
 
 
 def stopped_in_a_save(run, process):
-    """Whether a checkpoint is half written, and stays so: the process no longer runs."""
+    """Return whether a checkpoint stays half written because the process is gone."""
     if not saving(run):
         return False
     process.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""What a run directory says of its starts."""
+"""Starts recorded in a run directory."""
 
 import json
 import logging

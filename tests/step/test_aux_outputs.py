@@ -1,4 +1,4 @@
-"""What layers and losses tell, and what no gradient moves: the same on every mesh."""
+"""Auxiliary outputs of layers and losses, and non-trainable state: equal on every mesh."""
 
 import functools
 import json
@@ -115,7 +115,7 @@ def test_a_bad_step_leaves_it_alone():
 
 
 class Noting(Hook):
-    """What hooks see of the terms."""
+    """Hook that records the loss terms."""
 
     def __init__(self):
         self.losses = []

@@ -1,4 +1,4 @@
-"""What a step computes for those who ask."""
+"""Optional outputs of a step."""
 
 import jax
 import jax.numpy as jnp

@@ -26,7 +26,7 @@ def inputs(dtype=jnp.float32):
 
 
 def plain_loss(hidden, head, labels, softcap=None):
-    """What it says in the module's docstring, for autodiff."""
+    """Compute the loss of the module's docstring, for autodiff."""
     logits = hidden @ head.T
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)

@@ -48,7 +48,7 @@ def with_ours():
 
 
 def test_it_is_differentiated_on_a_mesh_and_over_microbatches():
-    """And each dataset of a mixture has its cross-entropy beside it.
+    """Each dataset of a mixture also has its cross-entropy.
 
     Another loss of one's own is reduced per update in test_aux_outputs.py.
     """

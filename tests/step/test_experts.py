@@ -75,7 +75,7 @@ def run(job):
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch):
-    """What has no room in a round goes in the next, in every test: most need several."""
+    """Leave little room in a round, so that most tests need several."""
     monkeypatch.setattr(experts, "_HEADROOM", 0.2)
 
 
@@ -128,7 +128,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
 
 @pytest.mark.parametrize(("model", "train", "axes"), MESHES[:2], ids=str)
 def test_tokens_travel_and_experts_stay_where_they_are(model, train, axes):
-    """Of the matrices of 8 experts, 16 x 32 over tp, a device has its own ones alone."""
+    """Each device has its own share of 8 experts' matrices, 16 x 32 over tp."""
     text = hlo(setup(config(model, train, **axes)))
     travelling = [shape for shape, kind, _ in collectives_in_loops(text) if kind == "all-to-all"]
     assert any(re.match(r"\(?f32\[", shape) for shape in travelling), travelling

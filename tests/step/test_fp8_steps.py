@@ -87,7 +87,7 @@ def in_bf16(x):
 
 
 def amax_of_inputs(params, batch):
-    """Of what enters the first attention, in NumPy: the largest over all microbatches."""
+    """Return the amax of the first attention's inputs in NumPy, over all microbatches."""
     table = in_bf16(params["token_embedding"]["embedding"]["weight"])
     x = table[batch["input_ids"]]
     normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)

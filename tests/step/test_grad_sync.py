@@ -1,4 +1,4 @@
-"""How gradients are reduced: what "auto" stands for, and in which dtype devices add them up."""
+"""Reduction of gradients: resolution of "auto", and the dtype of sums over devices."""
 
 import re
 from pathlib import Path
@@ -178,7 +178,7 @@ CASES = {
     + [("accumulated", "update"), pytest.param("1f1b", "microbatch", marks=pytest.mark.slow)],
 )
 def test_the_estimate_is_near_what_the_compiler_says(name, mode):
-    """Of a model whose weights and activations are of like size; in float32, as CPUs compute."""
+    """Weights and activations are of similar size; float32, as CPUs compute."""
     of_train, distributed = CASES[name]
     config = tiny_config(
         model={"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 4096,
@@ -268,7 +268,7 @@ def no_cache():
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
 def test_devices_add_up_their_gradients_in_float32(tmp_path, mode):
-    """Of a layer with experts and of one without."""
+    """One layer has experts, the other has none."""
 
     def found(name, model, **keys):
         of_train = {**BF16, "grad_sync": mode, **keys}
@@ -323,7 +323,7 @@ def test_no_device_gathers_the_tokens_of_other_groups():
 
 
 def test_policies_save_products_with_weights_that_are_gathered():
-    """Of rows that are reduced apart as well: then less is computed again."""
+    """Products reduced in another dtype are saved too, which recomputes less."""
 
     def temporaries(save):
         config = tiny_config(

@@ -1,4 +1,4 @@
-"""What is judged bad, what is done about it, and what cannot be poisoned."""
+"""Judgement of bad steps, reactions, and robustness of the statistics."""
 
 import jax
 import jax.numpy as jnp

@@ -24,7 +24,7 @@ SPLIT = {"dp_shard": 2, "tp": 2}
 
 
 def bits(state):
-    """Of all arrays: a NaN is like another of the same bits."""
+    """Return the bits of all arrays, in which NaNs are equal."""
     parts = jax.device_get((state.params, state.opt_state))
     return jax.tree.map(lambda a: np.atleast_1d(a).view(np.uint8), parts)
 
@@ -102,7 +102,7 @@ def test_another_mesh_and_another_rounding_go_on_from_there(halfway, tmp_path):
 
 
 def staged(pp, dp_shard):
-    """Of three layers: one of two stages has a row without any."""
+    """Return a model of three layers: one of two stages has an empty row."""
     return tiny_config(
         model={"n_layers": 3},
         train={"opt_state_dtype": "8bit", "grad_accum_steps": 2, "batch_size": 4 // dp_shard},

@@ -99,13 +99,13 @@ def test_a_run_skips_recovers_and_resumes_bit_for_bit(tmp_path):
 
 
 def plain_loss(batch):
-    """Of the same initial parameters in float32."""
+    """Return the loss from the same initial parameters in float32."""
     plain = setup(tiny_config(train={"mixed_precision": "fp32", "grad_accum_steps": 2}))
     return plain.run(plain.state(), [batch])[1]["loss"][0]
 
 
 def test_a_checkpoint_without_a_scale_starts_with_the_initial_one(tmp_path):
-    """As one of bf16 has none; and in bf16 nobody asks for that of a checkpoint that has one."""
+    """A bf16 checkpoint has no scale, and a bf16 run ignores a stored one."""
     bf16 = setup(tiny_config(train={"mixed_precision": "bf16", "grad_accum_steps": 2}))
     ours = fp16()
     save(bf16, tmp_path / "bf16", underway(bf16, 1))

@@ -1,4 +1,4 @@
-"""The same ten float32 steps on every mesh and accumulation split."""
+"""Ten float32 steps are equal on every mesh and accumulation split."""
 
 import functools
 
@@ -86,7 +86,7 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
 
 
 def test_biases_are_split_with_their_heads():
-    """Those of every matrix, reduced per microbatch: see EVERY_OPTION in test_context.py."""
+    """All biases, reduced per microbatch: see EVERY_OPTION in test_context.py."""
     model = {"qkv_bias": True, "head_dim": 24}  # dim / n_heads would be 16
     axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     train = {"batch_size": 2, "grad_sync": "update"}

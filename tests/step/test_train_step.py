@@ -1,4 +1,4 @@
-"""What one update promises: weights of tokens, the guard, one program, no hidden traffic."""
+"""Promises of one update: weights of tokens, the guard, one program, no hidden traffic."""
 
 import dataclasses
 import re
@@ -201,7 +201,7 @@ def test_gradients_are_kept_for_those_who_ask():
 
 @pytest.mark.parametrize("chunk", [{"ce_chunk_size": 100}, {"ce_vocab_chunk": 23}])
 def test_chunked_loss_is_the_same_loss(chunk):
-    """Of chunks with a remainder; others are in test_cross_entropy.py."""
+    """Chunks have a remainder; others are in test_cross_entropy.py."""
     train = {"loss_fn": "chunked_cross_entropy", "z_loss_weight": 1e-3, **chunk}
     plain = setup(tiny_config(train={"z_loss_weight": 1e-3}))
     chunked = setup(tiny_config(train=train))

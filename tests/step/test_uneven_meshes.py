@@ -1,4 +1,4 @@
-"""Where dp_shard does not divide the width: split over a factor of it, copied over the rest."""
+"""Meshes whose dp_shard does not divide the width: split over a factor, replicated otherwise."""
 
 import functools
 import math
@@ -73,7 +73,7 @@ def test_updates_are_those_of_one_device(kind, train, axes, built):
 
 
 def job(path, name, **keys):
-    """For all eight devices, of which four hold a parameter together: 8 does not divide 60."""
+    """Return a job on eight devices, four of which share a parameter: 8 does not divide 60."""
     for data, n in (("a", 60), ("b", 20)):
         (path / data).mkdir(exist_ok=True)
         np.save(path / data / "x.npy", (np.arange(n * 33) % 251).astype(np.uint16))

@@ -30,7 +30,7 @@ class Server:
         self._every, self._until = every, None
 
     def forbid_after(self, requests: int) -> None:
-        """So many requests are answered yet, then each is refused with 403: `throttle` ends it."""
+        """Answer this many requests, then refuse each with 403 until `throttle`."""
         self._until = self.requests + requests
 
     def refusal(self) -> int | None:

@@ -42,7 +42,7 @@ def gathered(tmp_path):
 
 
 def fetch(place, directory):
-    """What lies at a place of the bucket, on this machine."""
+    """Copy a directory of the bucket to this machine."""
     for key in buckets.keys(str(place)):
         (directory / key).parent.mkdir(parents=True, exist_ok=True)
         (directory / key).write_bytes((place / key).read_bytes())

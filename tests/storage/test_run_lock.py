@@ -156,7 +156,7 @@ def test_all_processes_of_a_job_share_it_and_hear_the_same(tmp_path, monkeypatch
     broadcasts = []
 
     def broadcast(page):
-        """What process 0 sends; here it refuses, whoever listens."""
+        """Broadcast of process 0, which refuses here."""
         broadcasts.append(page)
         told = np.zeros_like(page)
         told[:6] = np.frombuffer("in üse".encode()[:6], np.uint8)

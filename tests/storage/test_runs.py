@@ -73,7 +73,7 @@ DATA = ["--data.tokenizer_path=byte", "--data.file_pattern=*.[nb]*"]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What the run of `CONFIG` loses on this machine, its data here as well."""
+    """Return the losses of `CONFIG` on this machine with local data."""
     here = tmp_path_factory.mktemp("here")
     (here / "run.toml").write_text(CONFIG)
     (here / "data").mkdir()
@@ -136,7 +136,7 @@ def check_what_reads(bucket, tmp_path, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path):
-    """It keeps two checkpoints there, is exported, and another begins from it."""
+    """The run retains two checkpoints, is exported, and another run starts from it."""
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/run"]) == 0
     for path in filter(Path.is_file, (tmp_path / "run").rglob("*")):
         if path.stat().st_size:

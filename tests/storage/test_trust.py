@@ -1,4 +1,4 @@
-"""Which commands import the plugins of a run, and from where."""
+"""Commands that import the plugins of a run, and their search path."""
 
 import shutil
 import subprocess
@@ -55,7 +55,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def stranger(finished, tmp_path, monkeypatch):
-    """The run as a stranger would hand it on: its plugin lies beside the config, in reach."""
+    """Return the run as another person would pass it on, with its plugin next to the config."""
     run = tmp_path / "stranger"
     shutil.copytree(finished, run)
     config = (run / "config.toml").read_text()

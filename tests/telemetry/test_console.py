@@ -1,4 +1,4 @@
-"""What reaches the terminal besides our own messages."""
+"""Console output of other libraries."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ def test_setting_up_twice_changes_nothing(reported):
 
 
 def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
-    """As of `train ... 2>&1 | head`, and of a log file on a full disk."""
+    """Readers disappear as in `train ... 2>&1 | head`, or the log's disk is full."""
     read, write = os.pipe()
     os.close(read)
     config = tiny_config(train={"max_steps": 3, "batch_size": 1}, checkpoint={"dir": str(tmp_path)},

@@ -42,7 +42,7 @@ def noon(monkeypatch):
 
 
 def printed(name, step, *logged, run=RUN):
-    """What a sink that writes to a pipe prints."""
+    """Return the lines of a sink that writes to a pipe."""
     text = io.StringIO()
     sink = LineSink(Console(file=text, width=20), LINE_FORMATS[name](run))
     for metrics in logged:

@@ -24,7 +24,7 @@ STEP = {
 
 
 class Terminal(io.StringIO):
-    """What was written to it, and the lines as they stand on the screen in the end."""
+    """Terminal that records the written text and the final lines of the screen."""
 
     def on_screen(self):
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())

@@ -1,4 +1,4 @@
-"""Which steps are in a trace."""
+"""Steps in a trace."""
 
 import contextlib
 from pathlib import Path

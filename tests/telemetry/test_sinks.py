@@ -104,7 +104,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_damaged_lines_are_put_aside_and_cost_no_other_line(tmp_path, messages, start):
-    """What a resume from step 6 finds: the run had come to step 8 when a line was torn."""
+    """A resume from step 6 finds a run that reached step 8 when a line was torn."""
     path = tmp_path / "metrics.jsonl"
     lines = [line(step) for step in range(1, 9)]
     path.write_bytes(b"".join([*lines[:start], *DAMAGED, *lines[start:], line(9)[:-5]]))

@@ -1,4 +1,4 @@
-"""What is logged when and where, with a clock that the test turns."""
+"""Times and places of logged metrics, with a clock that the test turns."""
 
 import logging
 import math
@@ -74,7 +74,7 @@ def scalars(step, loss=1.0, skipped=0, tokens=0):
 
 
 def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
-    """Steps of which each takes `seconds`, `wait` of them for data."""
+    """Run steps that take `seconds` each, `wait` of them for data."""
     tracker.start_clock()
     for step in steps:
         with tracker.waiting_for_data():

@@ -144,22 +144,22 @@ def adamw(params, *, decay: float = DECAY, eps: float = EPS, betas=BETAS, lr: fl
 
 
 def build():
-    """What `--torch tests.torch_compat.llama_torch:build` calls."""
+    """Factory for `--torch tests.torch_compat.llama_torch:build`."""
     return Llama(), adamw
 
 
 def build_with_other_base():
-    """The same with a fault."""
+    """Factory with another rotary base."""
     return Llama("rope base"), adamw
 
 
 def build_without_bias():
-    """Of other names."""
+    """Factory with other names."""
     model = Llama()
     model.layers["0"].attention.q_proj.register_parameter("bias", None)
     return model
 
 
 def build_with_a_fall():
-    """Of the user's own."""
+    """Factory that raises."""
     return 1 / 0

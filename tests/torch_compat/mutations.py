@@ -369,7 +369,7 @@ def of_items(rng: Random, path: Path) -> str:
 
 
 def _undetectable(path: Path, data: bytes) -> int:
-    """Where in a file the bytes begin that nothing in the format could tell from others."""
+    """Return the offset after which no byte of a file is distinguishable by its format."""
     if path.suffix == ".safetensors" and len(data) > 8:
         return min(len(data), 8 + struct.unpack("<Q", data[:8])[0])
     return len(data)

@@ -62,7 +62,7 @@ def _digest(array):
 
 
 def outcome(path):
-    """How reading one went; peak memory in bytes above that before."""
+    """Return the outcome of reading, and peak memory in bytes above that before."""
     before = _reset_peak()
     answer = {"kind": "read", "message": "", "checkpoint": None, "says so": False}
     try:
@@ -99,7 +99,7 @@ def judge(answer, original, mutation=""):
 
 
 def _reference_agrees(path):
-    """Whether a reader that is not ours reads the same values: the file says so.
+    """Return whether another reader accepts the same values.
 
     Tensorstore is what reads jaxforge's own; like safetensors it has no checksums of numbers.
     """

@@ -29,7 +29,7 @@ CONFIG = {
 
 
 def config():
-    """That of all of them."""
+    """Return the config of all subjects."""
     return make_config(CONFIG)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the formats share: tensors of every dtype, and comparison by bits."""
+"""Shared parts of format tests: tensors of every dtype, comparison by bits."""
 
 import numpy as np
 import pytest

@@ -178,7 +178,7 @@ def test_verify_names_what_differs(tmp_path, capsys):
 
 
 def test_inspect_opens_a_checkpoint_once(tmp_path, monkeypatch):
-    """Of many tensors, opening takes most of the time."""
+    """Opening takes most of the time for many tensors."""
     trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
     opened = []
@@ -267,7 +267,7 @@ def test_missing_optimizer_state_is_said_and_filled_on_request(tmp_path, capsys)
 
 
 def without_inner_adam(directory):
-    """What KempnerForge leaves of Muon: no moments of the parameters that are AdamW's."""
+    """Remove the moments that KempnerForge's Muon does not save."""
     import pickle
 
     pytest.importorskip("torch")
@@ -389,7 +389,7 @@ def big(tmp_path_factory):
 
 @pytest.mark.processes
 def test_to_torch_and_to_look_no_jax_is_needed(big, tmp_path):
-    """It takes as long to import as a gigabyte to copy."""
+    """Importing JAX takes as long as copying a gigabyte."""
     run, dcp = str(big[0] / "run"), str(big[0] / "dcp")
     commands = [
         ["export", run, str(tmp_path / "dcp"), "--to=dcp"],

@@ -207,7 +207,7 @@ def test_a_run_of_mup_stays_one_and_is_standard_elsewhere(tmp_path):
 
 
 def test_a_model_of_hugging_face_keeps_its_documents(run, tmp_path):
-    """Of the same family, with its tokenizer and what ends its texts; nothing is said of data."""
+    """Family, tokenizer and end-of-text ids stay; the card says nothing about data."""
     tokenizers = pytest.importorskip("tokenizers")
     hf, dst = tmp_path / "mine", tmp_path / "dst"
     main(["export", str(run), str(hf), "--to=hf", "--dialect=hf-mistral"])

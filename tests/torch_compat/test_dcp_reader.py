@@ -37,7 +37,7 @@ WRITER = Path(__file__).with_name("write_layouts.py")
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory):
-    """What four processes wrote: a directory per layout, and `<layout>.npz`."""
+    """Return files of four processes: a directory per layout, and `<layout>.npz`."""
     out = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
         [sys.executable, WRITER, out], capture_output=True, text=True, timeout=PATIENCE
@@ -158,7 +158,7 @@ def test_nested_containers_and_plain_objects_come_back(tmp_path):
 
 
 def test_a_module_state_dict_inside_an_object_is_read(tmp_path):
-    """It is an OrderedDict with an attribute of its own."""
+    """The state dict is an OrderedDict with an attribute."""
     torch.save({"ema": torch.nn.Linear(3, 2).state_dict()}, tmp_path / "train_state.pt")
     file = Directory(tmp_path).open("train_state.pt")
     ema = Archive(file, 0, file.size, "it").object()["ema"]
@@ -326,7 +326,7 @@ def another_item(found):
 
 
 def same_bytes(found):
-    """Of a tensor with the same shape and dtype, which would be read without a word."""
+    """Return the same bytes with the same shape and dtype, which would be read silently."""
     places = found.storage_data
     at, there = (metadata.MetadataIndex(KEY, torch.Size([row, 0])) for row in (13, 26))
     places[at] = places[there]

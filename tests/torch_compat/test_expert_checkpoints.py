@@ -275,7 +275,7 @@ def test_a_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_what_expert_parallel_ranks_left_is_refused_with_the_cause(tmp_path, packed):
-    """As KempnerForge saves it: a rank's experts under numbers from 0 on, the last one's stay."""
+    """KempnerForge's ranks save experts under numbers from 0 on; the last rank's stay."""
     model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
     config = tiny_config(model=model)
     (tmp_path / "run.toml").write_text(config.to_toml())
@@ -396,7 +396,7 @@ def test_what_a_model_of_ones_own_calls_experts_is_its_own():
 
 
 def test_patterns_of_the_optimizer_are_of_the_arrays(tmp_path):
-    """As the model has them: `moe_layers...`."""
+    """Patterns match the model's names: `moe_layers...`."""
     patterns = {"no_decay_patterns": [r"^moe_layers\.mlp\.experts"]}
     trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer=patterns)
     found = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")

@@ -48,7 +48,7 @@ class Disk:
 
 
 def is_whole(sources, to):
-    """Whether there is a checkpoint; if so, all of it."""
+    """Return whether a complete checkpoint exists; a partial one fails."""
     try:
         checkpoints.find(to)
     except UserError:

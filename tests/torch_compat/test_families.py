@@ -196,7 +196,7 @@ def network_of(case):
 
 
 def is_bias(name):
-    """Of all experts, a bias is a matrix."""
+    """Return whether a name is a bias, which is a matrix over experts."""
     return name.endswith("bias")
 
 
@@ -269,7 +269,7 @@ def test_logits_are_the_same_with_a_cache(imported):
 
 
 def test_an_export_is_the_same_again(imported, tmp_path):
-    """Of the family that was imported, with its keys and its settings of generation."""
+    """The export has the imported family, keys and generation settings."""
     _, path, network, (model, _) = imported
     back = export(path / "run", tmp_path / "back")
     expected = {**config_json(path / "hf"), "dtype": "float32", "torch_dtype": "float32"}
@@ -459,7 +459,7 @@ OLDER = [
     ("model_type", "keys"), [*((name, {}) for name in FAMILIES), *OLDER], ids=str
 )
 def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(model_type, keys):
-    """What transformers makes of them has every key, as of today."""
+    """transformers fills in every key of its current version."""
     given = {**(FEW_OF_GPT2 if model_type == "gpt2" else FEW), **keys}
     if model_type == "arcee":  # whose default is not built
         given["hidden_act"] = "relu"
@@ -611,7 +611,7 @@ def test_what_no_family_has_is_not_exported(keys, message):
 
 
 def test_losses_of_experts_and_their_kernel_make_no_other_model():
-    """They are settings of a run: no file says them, and none is refused for them."""
+    """Losses and kernels of experts are settings of a run, not of a file."""
     plain = ModelConfig(**OURS, **MIXTURE)
     other = plain.model_copy(update={
         "moe_aux_loss_weight": 0.5, "moe_router_z_loss_weight": 0.1, "moe_gradient_scale": True,
@@ -649,7 +649,7 @@ def test_keys_are_those_of_published_files(name):
 
 
 def test_the_bias_of_a_router_stays_float32(tmp_path):
-    """As transformers has it, whatever the weights are in."""
+    """transformers stores it in float32 for weights of any dtype."""
     network = network_of("dots1").to(torch.bfloat16)
     router = network.model.layers[1].mlp.gate
     router.e_score_correction_bias = router.e_score_correction_bias.float().uniform_(0.1, 0.2)
@@ -801,7 +801,7 @@ def test_each_key_of_config_json_does_what_it_does_in_transformers(imported, tmp
 
 
 def read_as(path, rename):
-    """What an import reads of a directory in which tensors have other names."""
+    """Return the import of a directory with renamed tensors."""
     renamed = path / "renamed"
     renamed.mkdir(exist_ok=True)
     tensors = load_file(path / "hf" / "model.safetensors")

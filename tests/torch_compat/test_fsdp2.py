@@ -66,7 +66,7 @@ def config_of(model, data, path):
 
 
 def torch_job(tmp_path, data, ranks, steps, load=None, saves=(), flat=False, model=MODEL):
-    """Losses and gradient norms of each step of a job on so many processes."""
+    """Return losses and gradient norms of a torch job with this many processes."""
     name = f"torch{ranks}-{steps}-{flat}"
     out = tmp_path / f"{name}.out.json"
     settings = {
@@ -87,7 +87,7 @@ def torch_job(tmp_path, data, ranks, steps, load=None, saves=(), flat=False, mod
 
 
 def jaxforge(config, run_directory, steps, *, load=None, interval=1000):
-    """Losses and gradient norms of a run up to so many steps, on the two devices of here."""
+    """Return losses and gradient norms of a run on two devices up to a step."""
     command = ["--config", str(config),
                f"--checkpoint.dir={run_directory}", f"--train.max_steps={steps}",
                f"--checkpoint.interval={interval}",

@@ -36,7 +36,7 @@ FILE = "__0_0.distcp"
 
 @pytest.fixture(autouse=True)
 def limits():
-    """What hangs or takes all memory fails instead."""
+    """Limit time and memory, so that hangs fail."""
 
     def late(*_):
         pytest.fail("it hangs")  # which nothing takes for an error of its own

@@ -152,7 +152,7 @@ def their_logits(network, tokens):
 
 
 def open_theirs(directory, **options):
-    """The network, of which every weight came from the files."""
+    """Return the network; every weight must come from the files."""
     network, info = transformers.AutoModelForCausalLM.from_pretrained(
         directory, output_loading_info=True, attn_implementation="eager",
         **{"dtype": torch.float32, **options},
@@ -173,7 +173,7 @@ def assert_same_bits(one, other):
 
 
 def normal(model):
-    """What stands for itself instead of a default that follows from other keys."""
+    """Return a config with explicit values for keys whose default follows from others."""
     wide = model.head_size * model.n_heads != model.dim
     return model.model_copy(update={
         "n_kv_heads": model.kv_heads, "ffn_hidden_dim": model.ffn_dim, "ffn_dim_multiplier": 1.0,
@@ -284,7 +284,7 @@ def test_there_and_back_every_bit_is_kept(imported, tmp_path):
 
 
 def starting_params(config, directory):
-    """What a run with this config would start from, and where."""
+    """Return the starting parameters of a run with this config, and their origin."""
     ours = setup(config)
     saved = Checkpoints(directory, config.checkpoint, ours.model.axes)
     with jax.set_mesh(ours.mesh):
@@ -298,7 +298,7 @@ def starting_params(config, directory):
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 4, "tp": 2}], ids=str)
 @pytest.mark.parametrize("imported", [("Qwen2", "bfloat16")], indirect=True)
 def test_a_run_starts_with_the_weights(imported, tmp_path, distributed):
-    """Those of an imported run, and those of the directory itself: the same."""
+    """Weights of an imported run and of the directory itself are equal."""
     case, path, network = imported
     config = config_of(model_of(case), distributed={"dp_shard": 1, **distributed})
     shutil.copytree(path / "run", tmp_path / "run")
@@ -333,7 +333,7 @@ def test_training_goes_on_from_an_import(imported, tmp_path):
 
 @pytest.mark.parametrize("imported", [("Llama", "float32")], indirect=True)
 def test_direct_start_keeps_the_documents_of_the_model(imported, tmp_path):
-    """As an import does, so that exports of both are of the same config."""
+    """Exports of both have equal configs, as after an import."""
     case, path, _ = imported
     config = config_of(model_of(case), distributed={"dp_shard": -1})
     (tmp_path / "run.toml").write_text(config.to_toml())

@@ -234,7 +234,7 @@ def test_one_that_failed_or_was_refused_leaves_no_lock(tmp_path, monkeypatch):
 
 
 def test_helpers_of_another_conversion_keep_a_new_one_from_beginning(tmp_path, monkeypatch):
-    """As the workers of a process 0 that was killed: they may be in the middle of a file."""
+    """Workers of a killed process 0 may be in the middle of a file."""
     monkeypatch.setattr(staging, "_LEAVE", 0.1)
     monkeypatch.setattr(staging, "_JOIN", 0.1)
     with Staging(tmp_path / "a", {"of": 1}, Share(0, 2)):

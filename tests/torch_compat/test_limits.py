@@ -1,4 +1,4 @@
-"""What a small file may cost: nothing crashes, hangs, fills the memory or writes to the terminal.
+"""Costs of small files: nothing crashes, hangs, fills the memory or writes to the terminal.
 
 On a reader without these limits most of this ends the process, or the test run by `limits`.
 """
@@ -396,7 +396,7 @@ def test_a_bit_that_turned_in_a_small_record_is_noticed():
 
 
 def test_an_archive_without_checksums_is_read():
-    """As `torch.serialization.set_crc32_options(False)` makes them: they are all zero."""
+    """`torch.serialization.set_crc32_options(False)` writes zeros."""
     data = bytearray(archive_of(pickles.dump(tensor())))
     for mark, field in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
         at = -1
@@ -473,7 +473,7 @@ def test_names_that_no_file_can_have_are_refused(tmp_path):
 
 
 def test_a_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
-    """Which takes `model.safetensors` where both are there."""
+    """transformers takes `model.safetensors` if both exist."""
     one = {"a": of_array(np.ones(4, np.float32)), "b": of_array(np.ones(2, np.float32))}
     two = {"a": of_array(np.zeros(4, np.float32)), "b": of_array(np.zeros(2, np.float32))}
     write_safetensors(tmp_path / "model-00001-of-00001.safetensors", two)

@@ -37,7 +37,7 @@ def config(precision):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A DCP checkpoint, and the config beside it."""
+    """Return a DCP checkpoint with its config."""
     made = tmp_path_factory.mktemp("lockstep")
     model = llama_torch.random_weights(Llama())
     dcp.save({"model": model.state_dict()}, checkpoint_id=made / "step_1", no_dist=True)
@@ -47,7 +47,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def our_side(directory):
-    """What ours makes, once for all faults: precision -> config, our side, batch, checkpoint."""
+    """Return our side for all faults: precision -> config, our side, batch, checkpoint."""
 
     @functools.cache
     def of(precision):

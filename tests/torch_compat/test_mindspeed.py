@@ -17,7 +17,7 @@ GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def extra_state(step, tokens, logged):
-    """What the trainer keeps for each rank."""
+    """Return the trainer's state of each rank."""
     return {
         "global_step": step,
         "_global_step_last_logged": 0,
@@ -64,7 +64,7 @@ def test_a_run_is_imported_from_its_parent(tmp_path):
 
 
 def test_tokens_count_only_where_they_are_the_step_s(tmp_path):
-    """They are added up at each line of the log, which need not be the step of the checkpoint."""
+    """MindSpeed sums tokens at each log line, which may not be the checkpoint's step."""
     for step, logged, tokens in ((10, 10, 2560), (25, 20, None)):
         path = tmp_path / str(step)
         state = {"norm.weight": torch.ones(4)}

@@ -109,7 +109,7 @@ def lazy(arrays):
 
 
 def theirs_of(dialect, features, dtype="float32"):
-    """The same by a dialect's names, as its own code would save it."""
+    """Return the tensors under a dialect's names, as its own code saves them."""
     found = NAME_MAPS[dialect].to_theirs(lazy(ours_of(features, dtype)), model_of(**features))
     return {key: np.ascontiguousarray(tensor.all()) for key, tensor in found.items()}
 
@@ -151,7 +151,7 @@ def test_every_parameter_has_a_key_of_its_own(dialect, features):
 
 @pytest.mark.parametrize(("dialect", "features"), CASES)
 def test_a_part_of_a_tensor_is_the_part_of_what_is_read_whole(dialect, features):
-    """What an import asks for: some rows, some columns."""
+    """An import reads some rows and columns."""
     ours = ours_of(features)
     back = translated(dialect, features, theirs_of(dialect, features))
     for name, array in ours.items():

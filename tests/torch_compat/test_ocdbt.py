@@ -29,7 +29,7 @@ INDICES = [
 
 
 def saved(directory, arrays, chunks=(), **options):
-    """As Orbax saves them; `chunks`: the dimensions that are cut."""
+    """Save arrays with Orbax; `chunks` are the dimensions that are cut."""
     save_args = {
         name: ocp.SaveArgs(shard_axes=chunks if array.ndim > 2 else ())
         for name, array in arrays.items()
@@ -128,7 +128,7 @@ def test_a_path_is_not_a_url(tmp_path):
 
 @pytest.mark.parametrize("most", [16, 40, 1 << 20])
 def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
-    """Files of several chunks, of which the last of an array may not be full."""
+    """Files have several chunks; the last one of an array may be partial."""
     places = {}
     for number, (name, array) in enumerate(ARRAYS.items()):
         chunks = list(orbax_store._chunks(name, of_array(array), most))

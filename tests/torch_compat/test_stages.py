@@ -160,7 +160,7 @@ def test_inspect_finds_the_same_as_without_stages(run_of, tmp_path, capsys):
 
 
 def stage_of_torch(torch, stage, n):
-    """What KempnerForge builds of a model on one rank of a pipeline, and its optimizer."""
+    """Return KempnerForge's model and optimizer on one rank of a pipeline."""
     from tests.torch_compat.torch_job import Transformer
 
     model = Transformer(MODEL)

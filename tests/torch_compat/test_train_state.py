@@ -1,4 +1,4 @@
-"""Where a PyTorch run stands, by its train_state.pt or by keys of its own."""
+"""Position of a PyTorch run from train_state.pt or from its own keys."""
 
 import dataclasses
 

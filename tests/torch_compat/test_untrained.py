@@ -1,4 +1,4 @@
-"""What no gradient moves, in conversions: a registered model's, by a name map of its own."""
+"""Conversion of a registered model's non-trainable state by its own name map."""
 
 import dataclasses
 import functools
@@ -109,7 +109,7 @@ def state_of(run):
 
 
 def restored(ours, run, step=2):
-    """What a run goes on from."""
+    """Return the state that a run resumes from."""
     checkpoints = Checkpoints(run, ours.config.checkpoint, read_only=True)
     with jax.set_mesh(ours.mesh):
         like = ours.abstract_state()

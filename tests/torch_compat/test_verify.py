@@ -1,4 +1,4 @@
-"""What `verify` compares besides tensors, and what `--weights-only` leaves out."""
+"""Comparisons of `verify` beyond tensors, and omissions of `--weights-only`."""
 
 import json
 import shutil

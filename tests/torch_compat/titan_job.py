@@ -43,7 +43,7 @@ def model_of(shapes):
 
 
 class Progress:
-    """What `Trainer` saves: plain numbers, of which 0.1 has the step alone."""
+    """Saved numbers of `Trainer`; version 0.1 has the step only."""
 
     def __init__(self, names):
         self.values = dict.fromkeys(names, 0)

@@ -1,4 +1,4 @@
-"""A small FSDP2 job with KempnerForge's names and loop.
+"""Small FSDP2 job with KempnerForge's names and loop.
 
     torch_job.py SETTINGS.json RANKS PORT
 

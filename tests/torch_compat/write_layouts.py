@@ -78,7 +78,7 @@ def work(rank, out):
 
 
 def random(net):
-    """The same in all processes, and no two values alike."""
+    """Return values that are equal in all processes and distinct within a tensor."""
     generator = torch.Generator().manual_seed(1)
     for parameter in net.parameters():
         nn.init.normal_(parameter, generator=generator)

@@ -1,4 +1,4 @@
-"""What a run says of itself before it begins."""
+"""Description of a run before it begins."""
 
 import io
 

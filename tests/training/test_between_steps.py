@@ -1,4 +1,4 @@
-"""What the loop does between two steps, and where other loops went wrong there."""
+"""Work of the loop between two steps, and the mistakes of other loops there."""
 
 import dataclasses
 

@@ -14,7 +14,7 @@ def stop(**keys):
 
 
 def ends_at(ours, values, metric="eval/loss", every=10):
-    """The step of the first reason, where `metric` has a value every so many steps."""
+    """Return the step of the first reason to stop, with a value every `every` steps."""
     for i, value in enumerate(values, start=1):
         if ours.reason(every * i, {metric: value}):
             return every * i

@@ -1,4 +1,4 @@
-"""Exports beside the loop: which checkpoints, and what becomes of failures."""
+"""Exports during training: chosen checkpoints, and failures."""
 
 import json
 import types

@@ -40,7 +40,7 @@ def run(finished, tmp_path):
 
 
 def dry(run, *settings, **sections):
-    """What a dry run says of the run directory."""
+    """Return the dry run's messages about the run directory."""
     path = run.with_name("dry.toml")
     path.write_text(config(run, **sections).to_toml())
     return dry_run.run(load_unresolved(path, settings), "")

@@ -1,4 +1,4 @@
-"""What a step tells of each dataset, and how phases reach it."""
+"""Per-dataset metrics of a step, and the effect of phases."""
 
 import functools
 
@@ -43,7 +43,7 @@ def batches(n=2):
 
 @functools.cache
 def by_hand():
-    """Of the first batch, from the logits."""
+    """Return the sums of the first batch, computed from the logits."""
     ours, batch = setup(config()), batches()[0]
     labels = batch["labels"].reshape(-1, 16)
 

@@ -76,7 +76,7 @@ def test_segments_do_not_depend_on_where_a_run_was_resumed():
 
 
 def test_a_phase_that_changes_no_weights_makes_no_segment():
-    """It would begin a block anew when the run starts, and none when it resumes there."""
+    """A segment would begin a new block at the start, but not at a resume."""
     same = phases(phases=[{"start_step": 2, "lr_scale": 0.5}, {"start_step": 3}])
     assert same.segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
     assert same.recorded([(0, WEB)], 5, 20) == [(0, WEB)]

@@ -23,7 +23,7 @@ def test_updates_are_the_steps_that_were_applied():
 
 
 def test_a_set_is_completed_when_it_is_whole():
-    """In linnaeus a set of which some batches are evaluated counts as completed and pending."""
+    """linnaeus counts a partly evaluated set as completed and pending."""
     progress = Progress()
     validation = progress.begin_validation(["a", "b"])
     validation.sums["a"] = {"batches": 3}

@@ -19,7 +19,7 @@ STATE = TrainState(None, "params", None, None, None)
 
 @pytest.fixture
 def validations(monkeypatch):
-    """Of an evaluator whose model sums up what the batches say; and the batches that it saw."""
+    """Return an evaluator whose model sums the batches, and the batches that it saw."""
     seen = Counter()
 
     def step(params, batch, _):

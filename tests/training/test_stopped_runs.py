@@ -21,7 +21,7 @@ ROWS, LENGTH = 8, 32
 
 
 class Log(Hook):
-    """What happens, and a signal when `at` does."""
+    """Log of events that sends a signal at `at`."""
 
     def __init__(self, at=None):
         self.events, self._at = [], at

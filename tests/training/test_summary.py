@@ -1,4 +1,4 @@
-"""What schedule_summary.txt says of a run."""
+"""Content of schedule_summary.txt."""
 
 import pytest
 

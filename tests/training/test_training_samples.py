@@ -1,4 +1,4 @@
-"""What the model writes as it learns: to whom, when, and that nothing else feels it."""
+"""Samples during training: readers, times, and no influence on the run."""
 
 import json
 

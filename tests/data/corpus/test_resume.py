@@ -1,4 +1,4 @@
-"""The same shards, whoever encodes them and however often that is interrupted."""
+"""Resumed preparation gives the same shards, for any workers and any interruptions."""
 
 import fcntl
 import gzip
@@ -25,7 +25,7 @@ from tests.machine import PATIENCE
 
 
 class Interrupted(BaseException):
-    """As sudden as Ctrl-C."""
+    """Interruption as sudden as Ctrl-C."""
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_truncation_in_the_file_is_ignored(bpe):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """The Hub's cache, of which there is no more than this; the network is out of reach."""
+    """Provide a Hub cache without network."""
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -106,7 +106,7 @@ def test_forwards_are_held_till_their_backwards(sizes, slots):
 
 
 def letters(schedule):
-    """Of the chunks, as the title lists them."""
+    """Return the letters of the chunks, as the title lists them."""
     listed = re.search(r"\((.*)\)", as_text(schedule).splitlines()[0])
     return listed[1].split(", ") if listed else [""]
 

@@ -112,7 +112,7 @@ CASES = [  # each schedule, reduction, recomputation and axis with several of th
 
 @pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model"), CASES)
 def test_it_is_the_step_without_stages(layers, microbatches, axes, train, model):
-    """Of packed documents."""
+    """Documents are packed."""
     expected = without_stages(layers, microbatches, tuple(model.items()), True)
     assert_same(run(config(layers, microbatches, model, train, **axes), packed=True), expected)
 
@@ -140,7 +140,7 @@ def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
 
 @pytest.mark.slow
 def test_bfloat16_compute_runs_on_every_kind_of_axis():
-    """Of stages alone, both ways to reduce: see the gradients in tests/step/test_grad_sync.py."""
+    """Stages only, reduced both ways: see the gradients in tests/step/test_grad_sync.py."""
     expected = without_stages(3, 5, tuple(TIED.items()), True)[0]
     half = {**MICROBATCH, "mixed_precision": "bf16"}
     metrics = run(config(3, 5, TIED, half, pp=2, dp_shard=2, tp=2), packed=True)[0]

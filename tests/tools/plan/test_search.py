@@ -87,7 +87,7 @@ def report(tokens):
 
 @pytest.fixture
 def speeds(monkeypatch):
-    """What compiling gives: the third proposed is best, the second does not fit."""
+    """Return compile results: the third candidate is best, the second does not fit."""
     given = iter([50.0, 100.0, 0.0, 300.0, 200.0, 299.0, 10.0])
     monkeypatch.setattr(search, "compiled", lambda *_: report(next(given)))
 

@@ -45,7 +45,7 @@ Values = dict[str, dict[str, Any]]
 
 
 class Wrong(NamedTuple):
-    """A mistake.
+    """Wrong config.
 
     Attributes:
         values: what is wrong, besides `RIGHT`.
@@ -202,7 +202,7 @@ WRONG = {
 
 @pytest.fixture
 def told(tmp_path, monkeypatch):
-    """What is said of values: errors and warnings of their plan, but for those of `RIGHT`."""
+    """Return errors and warnings of a plan that do not appear for `RIGHT`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "web").mkdir(parents=True)
     np.save(tmp_path / "data" / "web" / "a.npy", (np.arange(1_000_000) % 256).astype("uint16"))
@@ -252,7 +252,7 @@ Change = dict[str, Any]
 
 
 class Renamed(NamedTuple):
-    """Of a key that has moved."""
+    """Mistake about a renamed key."""
 
     old: str
 
@@ -262,7 +262,7 @@ VALUE = r"-?\d[\d.]*|true|false|\"[^\"]*\""
 
 
 def proposed(message: str) -> Iterator[Change]:
-    """The changes that a message proposes, each of which is to work alone."""
+    """Yield the changes that a message proposes; each must work alone."""
     text = re.sub(r"^run\.toml(:\d+)?: ", "", message)
     section = f"{match[1]}." if (match := re.match(r"\[([a-z_.]+)\] ", text)) else ""
     about = section + match[0] if (match := re.match(KEY, text)) else ""
@@ -283,7 +283,7 @@ def proposed(message: str) -> Iterator[Change]:
 
 
 def some(expected: str) -> Any:
-    """A value of which a message says what it must be."""
+    """Return a value of which a message says what it must be."""
     if match := re.match(r"one of ([^;]*)", expected):
         return match[1].split(", ")[0]
     if match := re.match(r"an integer greater than (\d+)", expected):
@@ -341,7 +341,7 @@ def test_the_message_names_key_value_and_a_change_that_works(told, wrong):
 
 
 def mended(of, values: Values) -> bool:
-    """Whether nothing is left to say, after the first proposal of each other message."""
+    """Return whether all problems are gone after the first proposal of each other message."""
     for _ in range(4):
         left = of(values)
         if not left:
@@ -401,7 +401,7 @@ def test_a_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(tol
 
 
 class Disk(NamedTuple):
-    """As of `shutil.disk_usage`."""
+    """Result of `shutil.disk_usage`."""
 
     free: int
 
@@ -450,11 +450,11 @@ def test_checkpoints_are_as_large_whatever_kernel_another_machine_has(backend):
 
 
 def on_cpus(n: int):
-    """What plans values on so many CPU devices."""
+    """Return the plan on `n` CPU devices."""
     return lambda values: plan(JobConfig.model_validate(values), Topology("cpu", (n,)))
 
 
 def settings(advice: str) -> Change:
-    """What advice sets, before it says what for."""
+    """Return the settings at the beginning of an advice."""
     pairs = re.findall(rf"({KEY}) = ({VALUE})", advice.partition(": ")[0])
     return {key: json.loads(value) for key, value in pairs}

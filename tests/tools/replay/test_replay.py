@@ -238,7 +238,7 @@ def test_how_far_tokens_stray_about_the_mean_of_their_document():
 
 
 def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
-    """Of a row whose rest is easy, the mean says nothing."""
+    """The mean hides an odd document in a row with an easy remainder."""
     losses = np.full((1, 4, 64), 4.0)
     losses[0, :, 32:] = [[4.1], [4.2], [4.0], [3.9]]
     losses[0, 2, :8], losses[0, 2, 8:] = 9.0, 3.0
@@ -380,7 +380,7 @@ def test_activations_that_there_are_not_are_refused(run, tmp_path, arguments, me
 
 
 def test_a_global_batch_is_as_large_on_other_devices():
-    """What the config left to it, the sequences of a device, is not written down by the replay."""
+    """The replay does not fix the sequences per device that the config left open."""
     config = load_config(None, ["--train.global_batch_size=8", "--distributed.dp_shard=4"])
     there = the_past._on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])
     rules.check(there, 2)

@@ -321,7 +321,7 @@ def test_lines_are_read_in_parts_and_by_processes(tmp_path, monkeypatch):
 
 
 def test_lines_read_at_once_are_those_of_json():
-    """Beside them stand others, in any form; what is no number is left to `json`."""
+    """Other lines are interleaved in any form; values that are not numbers are left to `json`."""
     random = np.random.default_rng(0)
     values = [*(random.normal(0, 1, 200) * 10.0 ** random.integers(-9, 12, 200)).tolist(),
               0, -0.0, 7, -3, 1e300, 5e-324, 123456789012345678, None, 0.1]  # fmt: skip
@@ -516,7 +516,7 @@ addEventListener("load", function point() {  // on a busy machine, charts take t
 
 
 def in_a_browser(tmp_path, source, script):
-    """What a page and a script in it have made of its first element."""
+    """Return what a page and a script make of its first element in a browser."""
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium on PATH")

@@ -56,7 +56,7 @@ def cases():
 
 
 def test_every_damaged_line_leaves_a_page(tmp_path, capsys):
-    """What is sound is shown; a damaged line is named on the page and in the terminal."""
+    """Intact lines are shown; damaged lines are named on the page and in the terminal."""
     run = write_run(tmp_path / "run", [{**line(step), **MOE} for step in (1, 2)])
     (run / "config.toml").write_text("[model]\ndim = 64\n")  # a whole one takes long to read
     (run / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")

@@ -22,7 +22,7 @@ from tests.tools.report.test_report import line, write_run
 
 @pytest.fixture
 def served(tmp_path):
-    """Asks a server of the run directory tmp_path/run, which is not there yet."""
+    """Query a server of the run directory tmp_path/run, which does not exist yet."""
     with Server(Live([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 

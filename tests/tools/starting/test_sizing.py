@@ -50,7 +50,7 @@ def loaded(tmp_path, text) -> JobConfig:
 
 
 def share_of_memory(config: JobConfig, devices: int, memory: float) -> float:
-    """Of a GPU, by the estimate that `train.grad_sync` goes by."""
+    """Return the share of GPU memory by the estimate of `train.grad_sync`."""
     check(config, devices)
     mesh = abstract_mesh(config, devices)
     model = build_model(config, "gpu", "9.0")

@@ -1,4 +1,4 @@
-"""What a grid and a ladder make of a command line."""
+"""Points of a grid and a ladder from a command line."""
 
 import pytest
 

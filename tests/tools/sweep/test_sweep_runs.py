@@ -182,7 +182,7 @@ def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
 
 
 def test_the_base_loads_as_its_points_do(base):
-    """What a point sets is what it has."""
+    """Settings of a point take effect."""
     (one,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
     again = load_config(base, one.command[one.command.index("--config") + 2 :])
     assert functools.reduce(getattr, ("model", "dim"), again) == 128

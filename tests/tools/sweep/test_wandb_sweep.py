@@ -18,7 +18,7 @@ SWEEP = yaml.safe_load((ROOT / "examples" / "wandb_sweep.yaml").read_text())
 
 
 def of_agent(values):
-    """What W&B's agent runs for a point (`wandb_agent.Agent._command_run`)."""
+    """Return the command of W&B's agent for a point (`wandb_agent.Agent._command_run`)."""
     args = {name: {"value": value} for name, value in values.items()}
     flags = create_sweep_command_args({"args": args})["args"]
     known = {"${env}": ["/usr/bin/env"], "${args}": flags}
@@ -28,7 +28,7 @@ def of_agent(values):
 
 @pytest.fixture
 def argv(tmp_path):
-    """What `jaxforge` is called with, as a run of W&B's."""
+    """Return the arguments of `jaxforge` in a run of W&B."""
     stub = tmp_path / "jaxforge"
     stub.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     stub.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Which section may stand still for how long, and how a process that hangs ends."""
+"""Time limits of sections, and the end of a hanging process."""
 
 import os
 import subprocess
