@@ -93,7 +93,7 @@ AGREED = frozenset(
 """Ends that all processes of a job decide on together, at the same step."""
 
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
-_BY_CODE = {one.code: one for one in reversed(Exit)}  # of one code, the first
+_BY_CODE = {exit_.code: exit_ for exit_ in reversed(Exit)}  # of one code, the first
 
 
 def exit_code(returncode: int) -> int:

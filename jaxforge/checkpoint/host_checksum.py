@@ -48,8 +48,10 @@ def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> i
     rows, columns = _sums(steps[:split]), _sums(steps[split:])
     bits = part.reshape(rows.size, columns.size).view(f"uint{8 * part.itemsize}")
     if part.size <= _SMALL:
-        place = rows[:, None] + columns
-        return int(fmix32(bits.astype(np.uint32) + place * np.uint32(FACTOR)).sum(dtype=np.uint32))
+        position = rows[:, None] + columns
+        return int(
+            fmix32(bits.astype(np.uint32) + position * np.uint32(FACTOR)).sum(dtype=np.uint32)
+        )
     return int(_mixed_sum(bits, rows, columns))
 
 
@@ -68,8 +70,8 @@ def _mixed_sum(
     """Return the sum of mixed bits; an element's index is the sum of its row and column offsets."""
 
     def add(i: UInt32[Array, ""], sums: UInt32[Array, " column"]) -> UInt32[Array, " column"]:
-        place = rows[i] + columns
-        return sums + fmix32(bits[i].astype(jnp.uint32) + place * jnp.uint32(FACTOR))
+        position = rows[i] + columns
+        return sums + fmix32(bits[i].astype(jnp.uint32) + position * jnp.uint32(FACTOR))
 
     sums = jax.lax.fori_loop(0, len(rows), add, jnp.zeros_like(columns))
     return jnp.sum(sums, dtype=jnp.uint32)

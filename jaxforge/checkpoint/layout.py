@@ -57,8 +57,8 @@ def model_tree(params: Params, model_state: Params) -> Tree:
 def common(wanted: Tree, saved: Tree) -> Tree:
     """Return the wanted tree without precision-specific arrays that were not saved."""
     there, flat = flatten_dict(saved, sep="."), flatten_dict(wanted, sep=".")
-    kept = {k: leaf for k, leaf in flat.items() if k in there or not is_of_precision(k)}
-    return wanted if len(kept) == len(flat) else unflatten_dict(kept, sep=".")
+    wanted_leaves = {k: leaf for k, leaf in flat.items() if k in there or not is_of_precision(k)}
+    return wanted if len(wanted_leaves) == len(flat) else unflatten_dict(wanted_leaves, sep=".")
 
 
 def has_spare(wanted: Tree, saved: Tree) -> bool:
@@ -74,9 +74,9 @@ def of_any_precision(fields: Tree) -> Tree:
     }
 
 
-def differing_key(one: Iterable[str], other: Iterable[str]) -> str:
+def differing_key(first: Iterable[str], other: Iterable[str]) -> str:
     """The key of the config that two optimizer states differ in, by the names of their fields."""
-    names = [{n.removesuffix("_scales") for n in each} for each in (one, other)]
+    names = [{n.removesuffix("_scales") for n in each} for each in (first, other)]
     if names[0] == names[1]:
         return "train.opt_state_dtype"
     is_per_expert = all(name.startswith(EXPERT_FIELD) for name in names[0] ^ names[1])

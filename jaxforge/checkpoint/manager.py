@@ -454,7 +454,9 @@ class Checkpoints:
         except Exception as error:  # Orbax raises any: plain `Exception` for an unreadable array
             if lost := lost_peer(error):
                 raise lost from error
-            earlier = max((one for one in self.steps() if one < step), default=None)
+            earlier = max(
+                (step_before for step_before in self.steps() if step_before < step), default=None
+            )
             before = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
             raise UserError(
                 f"{self.path(step)} is damaged ({_gist(error.__cause__ or error)}); {before}bring "

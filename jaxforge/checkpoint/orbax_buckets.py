@@ -22,22 +22,22 @@ def _teach() -> None:
         url = os.fspath(directory)
         if not url.startswith(("gs://", "s3://")):
             return of_gcs(directory, *args, **kwargs)
-        made = of_gcs("gs://" + url.partition("://")[2], *args, **kwargs)
-        return _with_clients(made, url.partition("://")[0])
+        spec = of_gcs("gs://" + url.partition("://")[2], *args, **kwargs)
+        return _with_clients(spec, url.partition("://")[0])
 
     tensorstore_utils.build_kvstore_tspec = build_kvstore_tspec
-    gcs_utils.is_hierarchical_namespace_enabled = lambda place: False
+    gcs_utils.is_hierarchical_namespace_enabled = lambda path: False
 
 
-def _with_clients(made: Any, scheme: str) -> Any:  # noqa: ANN401
+def _with_clients(spec: Any, scheme: str) -> Any:  # noqa: ANN401
     """The spec with our settings of the client wherever it names one."""
-    if isinstance(made, list):
-        return [_with_clients(one, scheme) for one in made]
-    if not isinstance(made, dict):
-        return made
-    if made.get("driver") == "gcs":
-        return buckets.spec(f"{scheme}://{made['bucket']}/{made['path']}")
-    return {key: _with_clients(value, scheme) for key, value in made.items()}
+    if isinstance(spec, list):
+        return [_with_clients(part, scheme) for part in spec]
+    if not isinstance(spec, dict):
+        return spec
+    if spec.get("driver") == "gcs":
+        return buckets.spec(f"{scheme}://{spec['bucket']}/{spec['path']}")
+    return {key: _with_clients(value, scheme) for key, value in spec.items()}
 
 
 _teach()

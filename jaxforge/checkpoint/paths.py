@@ -82,8 +82,8 @@ def find(path: Path) -> tuple[Path, int]:
 
 def whole_steps(run: Path) -> list[int]:
     """Steps of the checkpoints of a run that are durable, in no order."""
-    found = filter(is_whole, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
-    return [int(n) for p in found if (n := p.name.removeprefix(f"{PREFIX}_")).isdigit()]
+    paths = filter(is_whole, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
+    return [int(n) for p in paths if (n := p.name.removeprefix(f"{PREFIX}_")).isdigit()]
 
 
 def check_path(directory: Path) -> None:

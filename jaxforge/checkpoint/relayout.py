@@ -78,10 +78,10 @@ def _shardings(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _map_stacked(one: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> PyTree:
+def _map_stacked(function: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> PyTree:
     def of_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *others: Any) -> Leaf:  # noqa: ANN401
         is_stacked = any(getattr(key, "key", None) == LAYERS for key in path)
-        return one(leaf, *others) if is_stacked else leaf
+        return function(leaf, *others) if is_stacked else leaf
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree, *more)
 

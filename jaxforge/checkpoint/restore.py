@@ -136,12 +136,12 @@ def start_from(
         state = by_stage(state, stack, like)
     else:
         log.info("starting with the weights of %s", source.name)
-        found = source.restore_model(model_tree(wanted.params, wanted.model_state))
-        places = model_tree(like.params, like.model_state)
-        found = by_stage(found, stack, common(places, found))
-        if "model_state" in found:
-            found = completed(found, places)
-        state = program.init_from(found)
+        restored = source.restore_model(model_tree(wanted.params, wanted.model_state))
+        like_model = model_tree(like.params, like.model_state)
+        restored = by_stage(restored, stack, common(like_model, restored))
+        if "model_state" in restored:
+            restored = completed(restored, like_model)
+        state = program.init_from(restored)
         progress = source.progress()
         state = _at(state, progress)
     if "progress" in excluded:
@@ -153,6 +153,6 @@ def _at(state: TrainState, progress: Progress) -> TrainState:
     """The state as of another place in the run."""
     scales_loss = state.guard.loss_scale is not None
     guard = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
-    place = jnp.asarray(progress.step, state.step.dtype), guard
-    step, guard = jax.device_put(place, state.step.sharding)
+    position = jnp.asarray(progress.step, state.step.dtype), guard
+    step, guard = jax.device_put(position, state.step.sharding)
     return with_counts(dataclasses.replace(state, step=step, guard=guard), progress)

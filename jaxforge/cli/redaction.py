@@ -107,11 +107,11 @@ def redacted_value(value: Any, environment: Mapping[str, str] = os.environ) -> A
     """
     if isinstance(value, Mapping):
         return {
-            key: _emptied(one) if _is_secret(str(key), one) else redacted_value(one, environment)
-            for key, one in value.items()
+            key: _emptied(item) if _is_secret(str(key), item) else redacted_value(item, environment)
+            for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted_value(one, environment) for one in value]
+        return [redacted_value(item, environment) for item in value]
     return redacted(value, environment) if isinstance(value, str) else value
 
 
@@ -149,16 +149,16 @@ def redacted_line(command: str, environment: Mapping[str, str] = os.environ) -> 
 
 def _is_secret(name: str, value: object) -> bool:
     """Return whether the value of a setting of this name is secret."""
-    found = _NAME.fullmatch(f"{name}=")  # the pattern ends with what separates it from its value
-    if found is None or value is None or isinstance(value, bool) or value == "":
+    match = _NAME.fullmatch(f"{name}=")  # the pattern ends with what separates it from its value
+    if match is None or value is None or isinstance(value, bool) or value == "":
         return False
-    if found["strong"]:
+    if match["strong"]:
         return True
     if _SPECIAL.fullmatch(name):
         return False
     is_number = isinstance(value, int | float) or str(value).isdecimal()
     if isinstance(value, list | tuple | Mapping):
-        return any(isinstance(one, str) for one in value)
+        return any(isinstance(item, str) for item in value)
     return not (is_number and name.lower().endswith("s"))
 
 
@@ -167,16 +167,16 @@ def _emptied(value: object) -> object:
 
 
 def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
-    scheme, rest = url["scheme"], url["rest"]
-    first = rest.partition("/")[0]
-    if "@" in first or (":" in first and "@" in rest):  # a password may hold anything, also / and @
-        rest = rest.rpartition("@")[2]
+    scheme, path = url["scheme"], url["rest"]
+    first = path.partition("/")[0]
+    if "@" in first or (":" in first and "@" in path):  # a password may hold anything, also / and @
+        path = path.rpartition("@")[2]
     elif not _HOST.fullmatch(re.split(r"[?#]", first)[0]):  # a message may have cut it short
         return f"{scheme}://{REMOVED}"
-    rest = re.split(r"[?#]", rest)[0]
+    path = re.split(r"[?#]", path)[0]
     if scheme.lower() in _WEB and not keeps_web_path:
-        rest = rest.partition("/")[0]
-    return f"{scheme}://{rest}"
+        path = path.partition("/")[0]
+    return f"{scheme}://{path}"
 
 
 def _without_tables(text: str) -> str:
@@ -194,21 +194,21 @@ def _without_tables(text: str) -> str:
 
 def _emptied_settings(text: str) -> str:
     parts, at = [], 0
-    while found := _ANY_KEY.search(text, at):
-        end = _value_end(text, found.end())
-        parts += [text[at : found.end()], '""']
-        at = max(end, found.end())
+    while match := _ANY_KEY.search(text, at):
+        end = _value_end(text, match.end())
+        parts += [text[at : match.end()], '""']
+        at = max(end, match.end())
     return "".join([*parts, text[at:]])
 
 
 def _without_settings(text: str) -> str:
     """Empty the settings whose names are secret, wherever they stand."""
     parts, at = [], 0
-    while found := _NAME.search(text, at):
-        start = found.end()
-        end = start if _SPECIAL.fullmatch(found["name"]) else _value_end(text, start)
+    while match := _NAME.search(text, at):
+        start = match.end()
+        end = start if _SPECIAL.fullmatch(match["name"]) else _value_end(text, start)
         value = text[start:end]
-        if not _hides(found, value):
+        if not _hides(match, value):
             parts.append(text[at:start])
             at = start
             continue
@@ -217,13 +217,13 @@ def _without_settings(text: str) -> str:
     return "".join([*parts, text[at:]])
 
 
-def _hides(found: re.Match[str], value: str) -> bool:
+def _hides(match: re.Match[str], value: str) -> bool:
     """Return whether the text after a name is a value to remove."""
     if not value or _PLAIN.fullmatch(value):
         return False
-    if found["strong"]:
+    if match["strong"]:
         return True
-    name, kind = found["name"], value[0]
+    name, kind = match["name"], value[0]
     if kind in "[{":
         is_text = '"' in value or "'" in value or len(value) > _LONG
         return is_text and not _NUMBERS.fullmatch(value)
@@ -232,7 +232,7 @@ def _hides(found: re.Match[str], value: str) -> bool:
     if name.lower().endswith("s") and value.replace(".", "").replace(",", "").isdecimal():
         return False
     # In prose, "token: " may begin a sentence.
-    is_prose = ":" in found["separator"] and not found["quote"]
+    is_prose = ":" in match["separator"] and not match["quote"]
     return not is_prose or (len(value) >= _SHORT and any(map(str.isdigit, value)))
 
 
@@ -251,8 +251,8 @@ def _value_end(text: str, start: int) -> int:
         return _bracket_end(text, start)
     if text[start : start + 1] in ('"', "'"):
         return _quote_end(text, start)
-    found = _BARE.match(text, start)
-    return found.end() if found else start
+    match = _BARE.match(text, start)
+    return match.end() if match else start
 
 
 def _after(text: str, mark: str, start: int) -> int:
@@ -263,14 +263,14 @@ def _after(text: str, mark: str, start: int) -> int:
 def _quote_end(text: str, start: int) -> int:
     """A quote ends what it begins, unless it is escaped: in TOML's '...' nothing is."""
     quote, at = text[start], start + 1
-    while found := _MARK.search(text, at):
-        at = found.end()
-        if found[0] == quote:
+    while match := _MARK.search(text, at):
+        at = match.end()
+        if match[0] == quote:
             return at
-        if found[0] == "\n":
+        if match[0] == "\n":
             return at - 1
         is_python = text[at : at + 1] == quote == "'" and quote in text[at + 1 :].partition("\n")[0]
-        if found[0] == "\\" and (quote == '"' or is_python):
+        if match[0] == "\\" and (quote == '"' or is_python):
             at += 1
     return len(text)
 
@@ -278,12 +278,12 @@ def _quote_end(text: str, start: int) -> int:
 def _bracket_end(text: str, start: int) -> int:
     """The end of a list or table; of one that is not closed, the end of its line."""
     depth, at = 0, start
-    while found := _BRACKET.search(text, at):
-        if found[0] in "\"'":
-            at = _value_end(text, found.start())
+    while match := _BRACKET.search(text, at):
+        if match[0] in "\"'":
+            at = _value_end(text, match.start())
             continue
-        depth += 1 if found[0] in "[{" else -1
-        at = found.end()
+        depth += 1 if match[0] in "[{" else -1
+        at = match.end()
         if depth == 0:
             return at
     newline = text.find("\n", start)

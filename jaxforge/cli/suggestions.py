@@ -36,7 +36,9 @@ def path_hint(path: str | Path, quote: str = "") -> str:
     if "://" in str(path):  # of a bucket
         return ""
     path = Path(path)
-    missing = next((one for one in reversed((path, *path.parents)) if not one.exists()), None)
+    missing = next(
+        (parent for parent in reversed((path, *path.parents)) if not parent.exists()), None
+    )
     if missing is None or not missing.parent.is_dir():
         return ""
     names = _alike(missing.name, _names(missing.parent))

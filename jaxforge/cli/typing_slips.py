@@ -59,11 +59,11 @@ def quotes(word: str) -> str:
 
 def spaces(words: Sequence[str]) -> str:
     """Return the message about spaces around the "=" of the first word, an option, or ""."""
-    name, *rest = words[:3]
-    if not name.startswith("--") or not rest or "=" in name[:-1]:
+    name, *values = words[:3]
+    if not name.startswith("--") or not values or "=" in name[:-1]:
         return ""
-    parts = [name, *rest] if rest[0] == "=" else [name, rest[0]]
+    parts = [name, *values] if values[0] == "=" else [name, values[0]]
     joined = "".join(parts)
-    if "=" not in (name[-1], rest[0][:1]) or joined.endswith("=") or parts[-1].startswith("--"):
+    if "=" not in (name[-1], values[0][:1]) or joined.endswith("=") or parts[-1].startswith("--"):
         return ""
     return f"{' '.join(parts)}: no spaces may stand around the =; did you mean {joined}?"

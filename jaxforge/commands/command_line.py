@@ -150,8 +150,8 @@ class CommandParser(argparse.ArgumentParser):
         meant = {known.replace("-", "_"): [known] for known in self._option_string_actions}
         if self._takes_settings:
             meant |= _settings_by_name()
-        found = difflib.get_close_matches(option.replace("-", "_"), meant, n=1)
-        return f"; did you mean {' or '.join(meant[found[0]])}?" if found else ""
+        close = difflib.get_close_matches(option.replace("-", "_"), meant, n=1)
+        return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""
 
 
 def count(text: str) -> int:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def rows() -> list[str]:
     """A line for each preset."""
     wide = max(map(len, PRESETS))
-    return [f"{name:{wide}}  {one.about}; {one.machine}" for name, one in PRESETS.items()]
+    return [f"{name:{wide}}  {preset.about}; {preset.machine}" for name, preset in PRESETS.items()]
 
 
 def _write(output: Path, text: str) -> None:

@@ -65,8 +65,10 @@ def _tasks(args: argparse.Namespace) -> list[str]:
 def _model(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
     """Return lm_eval's arguments for the model."""
     own = {"run": args.run} | ({"step": args.step} if args.step is not None else {})
-    settings = [one[2:].partition("=")[::2] for one in others if _is_setting(one)]
-    given = [one.partition("=")[::2] for part in args.model_args for one in part.split(",")]
+    settings = [argument[2:].partition("=")[::2] for argument in others if _is_setting(argument)]
+    given = [
+        argument.partition("=")[::2] for part in args.model_args for argument in part.split(",")
+    ]
     arguments = own | dict(given) | dict(settings)
     return ["--model", "jaxforge", "--model_args", json.dumps(arguments),
             "--batch_size", str(args.batch_size)]  # fmt: skip

@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxforge.tools.report.run_page import page  # here, as they take a while to import
 
     output = _output(args.output, runs)
-    found = read_runs(runs, processes=argv is None)
-    for message in (message for run in found for message in run.omissions):
+    readings = read_runs(runs, processes=argv is None)
+    for message in (message for run in readings for message in run.omissions):
         print(f"warning: {printable(message)}", file=sys.stderr)
-    html = page(found, args.x)
+    html = page(readings, args.x)
     _write(output, html)
     print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
     return 0

@@ -111,7 +111,9 @@ class Group:
         env: Mapping[str, str],
     ) -> None:
         self._events = events
-        self._running = dict(enumerate(_start(command, one) for one in _environments(count, env)))
+        self._running = dict(
+            enumerate(_start(command, environment) for environment in _environments(count, env))
+        )
         for item in self._running.items():  # threads only now: a fork beside them may deadlock
             threading.Thread(target=self._await, args=item, daemon=True).start()
         self.codes: list[int | None] = [None] * count
@@ -217,7 +219,7 @@ class Supervisor:
             case Ended():
                 group.ended(event)
                 self._announce(event)
-                if event.code not in {one.code for one in AGREED}:
+                if event.code not in {exit_.code for exit_ in AGREED}:
                     return min(deadline, time.monotonic() + self._policy.peer_grace)
                 return deadline
             case signal.Signals():

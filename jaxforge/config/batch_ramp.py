@@ -52,15 +52,15 @@ class BatchRamp:
         """Sequences of the first `step` updates."""
         return sum(n * accum for _, n, accum in self.spans(0, step)) * self.rows
 
-    def samples_at(self, step: int, place: tuple[int, int]) -> int:
-        """Sequences drawn when `step` updates are attempted, earlier or later than `place`.
+    def samples_at(self, step: int, point: tuple[int, int]) -> int:
+        """Sequences drawn when `step` updates are attempted, earlier or later than `point`.
 
         Args:
             step: where to look.
-            place: updates attempted and sequences drawn at one place of the run. Sequences count
+            point: updates attempted and sequences drawn at one place of the run. Sequences count
                 from there, as the run may have begun with another batch.
         """
-        at, drawn = place
+        at, drawn = point
         return drawn + self.samples(step) - self.samples(at)
 
     def updates(self, samples: int, since: int = 0) -> int:

@@ -43,8 +43,8 @@ class Duration:
             per_epoch: sequences of an epoch; any number will do for a length in tokens.
         """
         assert self.unit != "run"
-        one = Fraction(per_epoch) if self.unit == "epochs" else Fraction(1, seq_len)
-        return math.ceil(self.amount * one)
+        unit = Fraction(per_epoch) if self.unit == "epochs" else Fraction(1, seq_len)
+        return math.ceil(self.amount * unit)
 
     def share(self, max_steps: int) -> int:
         """Updates of a share of the run, rounded down, as parts are to fit into the whole.

@@ -25,8 +25,8 @@ def changed(config: JobConfig, change: Change) -> JobConfig | None:
 def smaller_axis(config: JobConfig, axis: str, size: int) -> tuple[Change, ...]:
     """Smaller sizes of a mesh axis, the largest first; dp_shard takes the devices."""
     is_open = config.distributed.dp_shard == -1
-    rest = {} if is_open or axis == "dp_shard" else {"distributed.dp_shard": -1}
-    return tuple({f"distributed.{axis}": new, **rest} for new in list(divisors(size))[-2::-1])
+    others = {} if is_open or axis == "dp_shard" else {"distributed.dp_shard": -1}
+    return tuple({f"distributed.{axis}": new, **others} for new in list(divisors(size))[-2::-1])
 
 
 def other_axes(sizes: dict[str, int], n_devices: int) -> tuple[tuple[Change, ...], ...]:
@@ -36,11 +36,13 @@ def other_axes(sizes: dict[str, int], n_devices: int) -> tuple[tuple[Change, ...
         sizes: of the axes, dp_shard with 1 where it takes what is left.
         n_devices: of the whole job.
     """
-    rest = math.prod(sizes.values()) // sizes["dp_shard"]
+    shard = math.prod(sizes.values()) // sizes["dp_shard"]
     takes_all = {"distributed.dp_shard": -1}
     above_one = [axis for axis, size in sizes.items() if size > 1 and axis != "dp_shard"]
     none_else = {f"distributed.{axis}": 1 for axis in above_one} | takes_all
-    if n_devices % rest == 0:
+    if n_devices % shard == 0:
         return ((takes_all,),)
     alone = [nearest(f"distributed.{axis}", sizes[axis], divisors(n_devices)) for axis in above_one]
-    return tuple((*one, *({**each, **takes_all} for each in one), none_else) for one in alone)
+    return tuple(
+        (*sizes_of, *({**each, **takes_all} for each in sizes_of), none_else) for sizes_of in alone
+    )

@@ -31,14 +31,14 @@ def misplaced(config: JobConfig) -> Iterator[str]:
     Args:
         config: A loaded configuration.
     """
-    for key, place, value in _strings(config):
+    for key, line, value in _strings(config):
         fault = urls.fault(value)
         if key in _BUCKETS and fault:
-            yield f"{place} = {fault}"
+            yield f"{line} = {fault}"
         elif key in _LOCAL and urls.in_bucket(value):
-            yield f"{place} = {shown(value)} is not local: name {_LOCAL[key]}"
+            yield f"{line} = {shown(value)} is not local: name {_LOCAL[key]}"
         elif key in _OTHERS and fault and "://" not in value:
-            yield f"{place} = {fault}"
+            yield f"{line} = {fault}"
     yield from _needs_files(config)
 
 

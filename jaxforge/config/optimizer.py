@@ -68,11 +68,11 @@ class OptimizerConfig(Section):
     def for_names(self, names: Iterable[str]) -> Self:
         """Return the section with the decay patterns that are found in some names."""
         names = tuple(names)
-        found = {
+        settings = {
             key: tuple(p for p in getattr(self, key) if any(re.search(p, name) for name in names))
             for key in ("decay_patterns", "no_decay_patterns")
         }
-        return self.model_copy(update=found)
+        return self.model_copy(update=settings)
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Looks whether each pattern is found in the name of a parameter.

@@ -18,7 +18,7 @@ POINTS = (*STREAM, ATTENTION_WEIGHTS, LOGITS)
 def matching(patterns: Iterable[str]) -> tuple[str, ...]:
     """The names that some pattern matches, such as "att*", in the order of `POINTS`."""
     patterns = tuple(patterns)
-    return tuple(name for name in POINTS if any(fnmatchcase(name, one) for one in patterns))
+    return tuple(name for name in POINTS if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def unknown(patterns: Iterable[str]) -> str | None:

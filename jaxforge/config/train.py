@@ -217,11 +217,11 @@ class TrainConfig(Section):
             )
 
     def _ramp_problems(self) -> Iterator[str]:
-        starts = [one.start for one in self.batch_ramp]
+        starts = [stage.start for stage in self.batch_ramp]
         if starts[0] or any(later <= earlier for earlier, later in pairwise(starts)):
             yield f"the start of batch_ramp must be 0, then increase, not go {starts}"
         key = "grad_accum_steps" if self.batch_ramp[0].grad_accum_steps else "global_batch_size"
-        sizes = [getattr(one, key) for one in self.batch_ramp]
+        sizes = [getattr(stage, key) for stage in self.batch_ramp]
         whole = getattr(self, key)
         if None in sizes or whole is None:
             yield f"all stages of batch_ramp need {key}, and so does [train]"
@@ -237,7 +237,7 @@ class TrainConfig(Section):
 
     def stages(self) -> tuple[Stage, ...]:
         """The batch over the run; a single stage where there is no ramp."""
-        return tuple(Stage(one.start, self._accum_of(one)) for one in self.batch_ramp) or (
+        return tuple(Stage(stage.start, self._accum_of(stage)) for stage in self.batch_ramp) or (
             Stage(0, self.grad_accum_steps),
         )
 

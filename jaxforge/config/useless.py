@@ -22,7 +22,7 @@ def useless(config: JobConfig, platform: str) -> list[str]:
         config: that `rules.check` has passed.
         platform: JAX's, of the devices: "cpu", "gpu" or "tpu".
     """
-    rates = [f"optimizer.{one}" for one in config.optimizer.large_rates(UNUSUAL_LR)]
+    rates = [f"optimizer.{name}" for name in config.optimizer.large_rates(UNUSUAL_LR)]
     return [
         *rates,
         *_data(config),
@@ -204,9 +204,9 @@ def _intervals(config: JobConfig) -> Iterator[str]:
             )
     every = config.checkpoint.export_interval
     if every and not config.checkpoint.export_last and config.checkpoint.interval <= last:
-        made = -(-last // config.checkpoint.interval)
-        if every > made:
+        n_saves = -(-last // config.checkpoint.interval)
+        if every > n_saves:
             yield (
-                f"checkpoint.export_interval = {every:,} exceeds the {made:,} checkpoints of the "
-                f"run, and nothing is exported: change {said({'checkpoint.export_last': True})}"
+                f"checkpoint.export_interval = {every:,} exceeds the {n_saves:,} checkpoints of "
+                f"the run, and nothing is exported: change {said({'checkpoint.export_last': True})}"
             )

@@ -74,8 +74,8 @@ class ConversationShards(TokenFiles):
             [Span(int(file[i]), int(start[i]), int(start[i] + length[i])) for i in self._packed[n]]
             for n in indices
         ]
-        pieces = [[self.piece(span) for span in row] for row in spans]
-        rows = [fill_window([*map(np.asarray, row)], self.window) for row in pieces]
+        parts = [[self.piece(span) for span in row] for row in spans]
+        rows = [fill_window([*map(np.asarray, row)], self.window) for row in parts]
         windows = np.stack(rows)
         self.check_ids(windows, spans)
         return windows

@@ -37,9 +37,9 @@ def fingerprints(
     """
     name = config.dataset_path or config.hf_dataset_name or config.dataset_type
     sets = training.datasets if isinstance(training, Mixture) else {name: training}
-    found = {f"{_TRAINING}{label}": _fingerprint(dataset) for label, dataset in sets.items()}
+    by_label = {f"{_TRAINING}{label}": _fingerprint(dataset) for label, dataset in sets.items()}
     held_out = {f"eval: {label}": _fingerprint(dataset) for label, dataset in evaluation.items()}
-    return found | held_out
+    return by_label | held_out
 
 
 def changes(then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> list[str]:
@@ -78,14 +78,14 @@ def check_unchanged(
     Raises:
         UserError: there are some, and it may not.
     """
-    found = changes(then, now)
-    if found and on_change == "refuse":
+    differences = changes(then, now)
+    if differences and on_change == "refuse":
         raise UserError(
-            f"the data are not those of step {step} of this run: {'; '.join(found)}. Its position "
-            "would mean other sequences, of which some come again or never: bring the data back, "
-            "or go on with --data.on_change=continue, or start a new run with checkpoint.load_path"
+            f"the data are not those of step {step} of this run: {'; '.join(differences)}. "
+            "Its position would mean other sequences, of which some come again or never: "
+            "bring the data back, or go on with --data.on_change=continue, or start a new run with checkpoint.load_path"
         )
-    return found
+    return differences
 
 
 def check_random_tokens(data: DataConfig, trained_on: Mapping[str, Fingerprint]) -> None:
@@ -121,8 +121,8 @@ def _differences(then: Fingerprint, now: Fingerprint) -> Iterator[str]:
         yield "other contents"
 
 
-def _tokenizers(found: Mapping[str, Fingerprint]) -> set[str]:
-    training = (each for name, each in found.items() if name.startswith(_TRAINING))
+def _tokenizers(fingerprints_: Mapping[str, Fingerprint]) -> set[str]:
+    training = (each for name, each in fingerprints_.items() if name.startswith(_TRAINING))
     return {each["tokenizer"] for each in training if each.get("tokenizer")}
 
 

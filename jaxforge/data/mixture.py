@@ -113,11 +113,11 @@ class GrainMixture(Rebuilt):
     def __getitem__(self, position: int) -> int:
         segment = bisect_right(self._starts, position) - 1
         block, within = divmod(position - self._starts[segment], self._block)
-        datasets, places = self._cached(segment, block)
+        datasets, draws = self._cached(segment, block)
         dataset = int(datasets[within])
-        place = block * self._counts[segment][dataset] + int(places[within])
+        draw = block * self._counts[segment][dataset] + int(draws[within])
         name = self._names[segment][dataset]
-        return self._offsets[name] + self._orders[name][self._drawn[segment].get(name, 0) + place]
+        return self._offsets[name] + self._orders[name][self._drawn[segment].get(name, 0) + draw]
 
     def _make_block(
         self, segment: int, block: int
@@ -128,18 +128,18 @@ class GrainMixture(Rebuilt):
         generator = np.random.Philox(key=self._seed, counter=[0, self._starts[segment], block, 0])
         shuffled = np.argsort(generator.random_raw(self._block), kind="stable")
         datasets = np.repeat(np.arange(len(counts)), counts)[shuffled]
-        places = np.empty(self._block, np.int64)
+        draws = np.empty(self._block, np.int64)
         by_dataset = np.argsort(datasets, kind="stable")
-        places[by_dataset] = np.concatenate([np.arange(count) for count in counts])
-        return datasets, places
+        draws[by_dataset] = np.concatenate([np.arange(count) for count in counts])
+        return datasets, draws
 
     def _draws(self) -> Iterator[dict[str, int]]:
         """Draws from each dataset before each segment."""
         drawn: dict[str, int] = {}
         for segment, (start, end) in enumerate(itertools.pairwise(self._starts)):
             yield drawn
-            blocks, rest = divmod(end - start, self._block)
-            datasets = self._cached(segment, blocks)[0][:rest]
+            blocks, remaining = divmod(end - start, self._block)
+            datasets = self._cached(segment, blocks)[0][:remaining]
             counts = self._counts[segment]
             begun = np.bincount(datasets, minlength=len(counts)).tolist()
             for name, whole, part in zip(self._names[segment], counts, begun, strict=True):
@@ -210,8 +210,8 @@ class TorchMixture(Rebuilt):
 
     def __getitem__(self, position: int) -> int:
         segment = bisect_right(self._starts, position) - 1
-        epoch, place = divmod(position, self.epoch_length)
-        return int(self._cached(segment, epoch)[place])
+        epoch, index = divmod(position, self.epoch_length)
+        return int(self._cached(segment, epoch)[index])
 
     def _make_epoch(self, segment: int, epoch: int) -> Int[np.ndarray, "samples"]:
         """The order of an epoch, as it is in a segment."""

@@ -90,10 +90,10 @@ class GrainOrder(Rebuilt):
         self._seed = int(np.random.SeedSequence([seed % 2**32, 1]).generate_state(1)[0])
 
     def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self._n)
+        epoch, index = divmod(position, self._n)
         if self._shuffle is None:
-            return place
-        return self._shuffle(place, self._n - 1, (self._seed + epoch) % 2**32, 4)
+            return index
+        return self._shuffle(index, self._n - 1, (self._seed + epoch) % 2**32, 4)
 
 
 class TorchOrder(Rebuilt):
@@ -126,8 +126,8 @@ class TorchOrder(Rebuilt):
         self._permutation = LastTwo(lambda epoch: randperm(n, seed + epoch))
 
     def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self._epoch_length)
-        return int(self._permutation(epoch)[place]) if self._shuffle else place
+        epoch, index = divmod(position, self._epoch_length)
+        return int(self._permutation(epoch)[index]) if self._shuffle else index
 
 
 _CHUNK = 1 << 16  # draws that are Python integers at a time

@@ -107,11 +107,11 @@ class Packed:
 
     def __init__(self, lengths: Int[np.ndarray, "n"], width: int, overlong: Overlong) -> None:
         too_long = lengths > width
-        kept = np.flatnonzero(~too_long | (overlong == "truncate"))
+        fitting = np.flatnonzero(~too_long | (overlong == "truncate"))
         self.lengths, self.overlong = np.minimum(lengths, width), int(too_long.sum())
         self._width, self._what = width, "cut there" if overlong == "truncate" else "left out"
-        members, self._ends = best_fit(self.lengths[kept], width)
-        self._members = kept[members]
+        members, self._ends = best_fit(self.lengths[fitting], width)
+        self._members = fitting[members]
 
     def __len__(self) -> int:
         return len(self._ends)

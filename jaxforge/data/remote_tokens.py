@@ -25,24 +25,24 @@ class RemoteTokens:
 
     def __init__(
         self,
-        place: os.PathLike,
+        url: os.PathLike,
         dtype: np.dtype,
         offset: int,
         hashes: BlockHashes | None = None,
     ) -> None:
-        self._place, self._dtype, self._offset = place, dtype, offset
+        self._place, self._dtype, self._offset = url, dtype, offset
         self._hashes = hashes
-        self._store = buckets.open_store(place)
+        self._store = buckets.open_store(url)
 
-    def __getitem__(self, piece: slice) -> "_Asked":
+    def __getitem__(self, span: slice) -> "_Asked":
         size, hashes = self._dtype.itemsize, self._hashes
-        start, stop = piece.start, piece.stop
+        start, stop = span.start, span.stop
         if hashes:
             start, stop = hashes.around(start, stop)
         first, end = (self._offset + size * n for n in (start, stop))
         future = self._store.read("", byte_range=slice(first, end))
         check = functools.partial(hashes.check_from, first=start) if hashes else None
-        wanted = slice(piece.start - start, piece.stop - start)
+        wanted = slice(span.start - start, span.stop - start)
         return _Asked(future, self._dtype, os.fspath(self._place), wanted, check)
 
 
@@ -53,27 +53,27 @@ class _Asked:
         self,
         future: ts.Future,
         dtype: np.dtype,
-        place: str,
+        url: str,
         wanted: slice,
         check: Callable[[np.ndarray], None] | None,
     ) -> None:
-        self._future, self._dtype, self._place = future, dtype, place
+        self._future, self._dtype, self._place = future, dtype, url
         self._wanted, self._check = wanted, check
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: ANN401
         try:
-            found = self._future.result()
+            data = self._future.result()
         except ValueError as error:
             raise StorageError(
                 f"{self._place} was whole when the run started and cannot be read now "
                 f"({buckets.gist(error)}); put that right, then run the same command to go on"
             ) from error
-        if found.state != "value":
+        if data.state != "value":
             raise StorageError(
                 f"{self._place} is gone since the run started; bring it back, then run the same "
                 "command to go on"
             )
-        tokens = np.frombuffer(found.value, self._dtype)
+        tokens = np.frombuffer(data.value, self._dtype)
         if self._check:
             self._check(tokens)
         tokens = tokens[self._wanted]

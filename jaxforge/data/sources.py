@@ -115,9 +115,9 @@ def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
         if manifest and not manifest.conversations:  # whose templates write BOS themselves
             begun_by.setdefault(manifest.bos_ids, name)
     if len(made_by) > 1:
-        (one, its), (other, others), *_ = made_by.values()
+        (first, its), (other, others), *_ = made_by.values()
         raise UserError(
-            f"data.datasets: {one} and {other} were tokenized differently ({its}, {others}): "
+            f"data.datasets: {first} and {other} were tokenized differently ({its}, {others}): "
             "prepare them with the same tokenizer"
         )
     if len(begun_by) > 1:

@@ -212,8 +212,8 @@ class Streams:
     def __getitem__(self, position: int) -> Int[np.ndarray, "S+1"]:
         """The window at a position of a local row, int32 [S + 1]."""
         microbatch, row = divmod(position - self._first, self._rows)
-        stream, place = divmod(row, self._per_stream)
-        return self._readers[stream].take(microbatch * self._per_stream + place)
+        stream, index = divmod(row, self._per_stream)
+        return self._readers[stream].take(microbatch * self._per_stream + index)
 
     def batch(self, positions: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """The windows at some positions, int32 [n, S + 1]."""
@@ -342,14 +342,14 @@ class _Stream:
 
     def _chunks(self, start: Anchor) -> "Iterator[tuple[_InFile, Int[np.ndarray, '_']]]":
         """Tokens from `start` to the end of its epoch, with the place where each chunk begins."""
-        source, place = self._source, Place(0, start.record, start.offset)
+        source, position = self._source, Place(0, start.record, start.offset)
         order = self._permutation(len(self._files), 0, start.epoch)
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file])
-            for batch in batches(pieces([rows], start=place)):
-                yield _InFile(i, place.record, place.offset), source.encode(texts_of(batch))
-                place = batch[-1].end
-            place = Place()
+            for batch in batches(pieces([rows], start=position)):
+                yield _InFile(i, position.record, position.offset), source.encode(texts_of(batch))
+                position = batch[-1].end
+            position = Place()
 
     def _permutation(self, n: int, kind: int, number: int) -> Int[np.ndarray, "n"]:
         """0 ... n-1, shuffled if asked for: by raw words, as numpy may change its shuffles."""
@@ -370,7 +370,7 @@ class _Stream:
         self._anchored = time.monotonic()
         known = {*self._anchors(), anchor}
         safe_files.replace_text(
-            self._path, "".join(f"{json.dumps(place)}\n" for place in sorted(known))
+            self._path, "".join(f"{json.dumps(position)}\n" for position in sorted(known))
         )
 
 

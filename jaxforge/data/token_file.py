@@ -168,13 +168,13 @@ def _inspect_npy(path: Path) -> TokenFile:
 
 def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
     shard = manifest and manifest.by_file.get(path.name)
-    if not shard and (found := _llm_c(path)):
-        if name and np.dtype(name) != found.dtype:
+    if not shard and (header := _llm_c(path)):
+        if name and np.dtype(name) != header.dtype:
             raise UserError(
-                f"data.token_dtype is {name!r}, but the header of {path} says {found.dtype}; "
+                f"data.token_dtype is {name!r}, but the header of {path} says {header.dtype}; "
                 "remove data.token_dtype"
             )
-        return found
+        return header
     if manifest and name != manifest.dtype:
         raise UserError(
             f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "

@@ -149,8 +149,8 @@ class TokenFiles(ABC):
         if ids.max() < self._vocab_size:
             return
         row, column = (int(i) for i in np.argwhere(ids >= self._vocab_size)[0])
-        places = [(span.file, number) for span in spans[row] for number in range(*span[1:])]
-        number, token = places[column]
+        indices = [(span.file, number) for span in spans[row] for number in range(*span[1:])]
+        number, token = indices[column]
         file = self.files[number]
         raise UserError(
             f"{file.path}: token {ids[row, column]} at {file.describe_place(token)} is outside the "
@@ -239,9 +239,9 @@ class TokenShards(TokenFiles):
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
         spans = [Span(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
-        pieces = [self.piece(span) for span in spans]  # of a bucket: all of them are asked for
-        for row, piece in zip(windows, pieces, strict=True):
-            row[:] = piece
+        parts = [self.piece(span) for span in spans]  # of a bucket: all of them are asked for
+        for row, part in zip(windows, parts, strict=True):
+            row[:] = part
         self.check_ids(windows, [[span] for span in spans])
         return windows
 
@@ -348,7 +348,7 @@ def _where(file: TokenFile, value: int) -> str:
     """Return the first place of a token in a file, to follow what is wrong with it."""
     before = 0
     for chunk in _chunks(file):
-        if len(places := np.flatnonzero(chunk == value)):
-            return f"; it is first at {file.describe_place(before + int(places[0]))}"
+        if len(indices := np.flatnonzero(chunk == value)):
+            return f"; it is first at {file.describe_place(before + int(indices[0]))}"
         before += len(chunk)
     return ""  # the manifest names it, and the file does not hold it

@@ -78,8 +78,8 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompts and args.prompt:
         raise UserError("--prompt and --prompts exclude each other: add the texts to the file")
     for name in ("prompts", "output"):
-        if place := getattr(args, name):
-            urls.local(place, f"--{name}", "copy it from or to there")
+        if value := getattr(args, name):
+            urls.local(value, f"--{name}", "copy it from or to there")
     if args.output and args.output.exists():
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
     check_place("--output", args.output)
@@ -93,12 +93,12 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def warn_about_spaces(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
     """Log a warning if prompts end in a space that would begin a token of the continuation."""
-    places = [prompt.place for prompt in prompts if splits_a_token(tokenizer, prompt.text)]
-    if places:
+    locations = [prompt.place for prompt in prompts if splits_a_token(tokenizer, prompt.text)]
+    if locations:
         log.warning(
             "%s%s: the prompt ends in a space, and tokens of this tokenizer begin with theirs: "
             "the continuation is better without the space",
-            places[0], f" and {len(places) - 1} more" if places[1:] else "",
+            locations[0], f" and {len(locations) - 1} more" if locations[1:] else "",
         )  # fmt: skip
 
 

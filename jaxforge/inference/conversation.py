@@ -155,19 +155,19 @@ def answer(
         tokenizer: of both.
         end: what ends an answer, special tokens as they are spelled; empty: nothing does.
     """
-    made: list[int] = []
-    told, text = 0, ""
+    tokens_: list[int] = []
+    n_printed, text = 0, ""
     for token in tokens:
-        made.append(token)
-        if end and end in tokenizer.decode(made, special_tokens=True):
+        tokens_.append(token)
+        if end and end in tokenizer.decode(tokens_, special_tokens=True):
             break
-        text = continuation(tokenizer, ids, made)
+        text = continuation(tokenizer, ids, tokens_)
         ready = len(text) - _begun(text, end)
-        if not text.endswith(_UNFINISHED) and ready > told:
-            yield text[told:ready]
-            told = ready
-    text = continuation(tokenizer, ids, made)
-    yield (text.partition(end)[0] if end else text)[told:]
+        if not text.endswith(_UNFINISHED) and ready > n_printed:
+            yield text[n_printed:ready]
+            n_printed = ready
+    text = continuation(tokenizer, ids, tokens_)
+    yield (text.partition(end)[0] if end else text)[n_printed:]
 
 
 def _begun(text: str, end: str) -> int:

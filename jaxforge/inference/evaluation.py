@@ -82,8 +82,13 @@ def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]
     `metrics` has the names and values that training logs, `sets` each set by itself.
     """
     sets = [
-        {"name": name, "tokens": one.tokens, "bytes": one.n_bytes, **_finite(one.metrics())}
-        for name, one in sums.items()
+        {
+            "name": name,
+            "tokens": sums_of_set.tokens,
+            "bytes": sums_of_set.n_bytes,
+            **_finite(sums_of_set.metrics()),
+        }
+        for name, sums_of_set in sums.items()
     ]
     mesh = {axis: size for axis, size in trained.mesh.shape.items() if size > 1}
     return {
@@ -134,12 +139,12 @@ def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: boo
     table.add_column("set")
     for name in ("tokens", "loss", "perplexity", "bits/byte"):
         table.add_column(name, justify="right")
-    rows = {name or "eval": one for name, one in sums.items()}
+    rows = {name or "eval": sums_of_set for name, sums_of_set in sums.items()}
     if len(rows) > 1:
         rows["all"] = together(sums.values())
-    for name, one in rows.items():
-        values = one.metrics()
+    for name, sums_of_set in rows.items():
+        values = sums_of_set.metrics()
         bits = f"{values['bits_per_byte']:.4f}" if "bits_per_byte" in values else "-"
-        table.add_row(name, f"{one.tokens:,}", f"{values['loss']:.4f}",
+        table.add_row(name, f"{sums_of_set.tokens:,}", f"{values['loss']:.4f}",
                       f"{values['perplexity']:,.2f}", bits)  # fmt: skip
     wide_console(sys.stderr if to_stderr else sys.stdout).print(table)

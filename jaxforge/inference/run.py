@@ -77,8 +77,10 @@ class Run:
             return series
         import pandas as pd
 
-        columns = {name: pd.Series(one.value, one.step) for name, one in series.items()}
-        latest = {name: one[~one.index.duplicated(keep="last")] for name, one in columns.items()}
+        columns = {name: pd.Series(curve.value, curve.step) for name, curve in series.items()}
+        latest = {
+            name: curve[~curve.index.duplicated(keep="last")] for name, curve in columns.items()
+        }
         return pd.DataFrame(latest).rename_axis("step")
 
     def generate(
@@ -134,11 +136,11 @@ class Run:
             steps: batches of each set; by default all.
             sets: by name, directories of token shards; by default those of the run's `[eval]`.
         """
-        named = [f"{name}={place}" for name, place in sets.items()]
-        found = evaluation.evaluate(
+        named = [f"{name}={path}" for name, path in sets.items()]
+        sums = evaluation.evaluate(
             self._path, self._overrides, sets=named, step=self._step, steps=steps
         )
-        return evaluation.report(*found)
+        return evaluation.report(*sums)
 
     @property
     def captured_steps(self) -> list[int]:

@@ -95,8 +95,8 @@ class TrainedModel:
         """Each device reads its own share: no parameter is ever whole on one of several."""
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
-            found = checkpoints.restore_model(by_layer(like, self.model.stack), self.step)
-            return variables(by_stage(found, self.model.stack, like))
+            restored = checkpoints.restore_model(by_layer(like, self.model.stack), self.step)
+            return variables(by_stage(restored, self.model.stack, like))
         finally:
             checkpoints.close()
 

@@ -52,27 +52,27 @@ def context_size() -> int:
     return 1 if mesh.empty else axes_size(mesh_axes(_AXIS))
 
 
-def order_of_parts(way: str, devices: int) -> np.ndarray:
+def order_of_parts(strategy: str, devices: int) -> np.ndarray:
     """The parts into which sequences are cut, device by device: equally many of each.
 
     Args:
-        way: "ulysses" or "ring".
+        strategy: "ulysses" or "ring".
         devices: that share a sequence.
     """
-    if way == "ulysses" or devices == 1:
+    if strategy == "ulysses" or devices == 1:
         return np.arange(devices)
     first = np.arange(devices)
     return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
 
 
-def spread(x: Shaped[Array, "*b s"], way: str, devices: int) -> Shaped[Array, "*b s"]:
+def spread(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
     """Tokens in the order in which devices hold them: the first has the first s / devices."""
-    return _reordered(x, order_of_parts(way, devices))
+    return _reordered(x, order_of_parts(strategy, devices))
 
 
-def gathered(x: Shaped[Array, "*b s"], way: str, devices: int) -> Shaped[Array, "*b s"]:
+def gathered(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
     """Tokens in their own order again."""
-    return _reordered(x, np.argsort(order_of_parts(way, devices)))
+    return _reordered(x, np.argsort(order_of_parts(strategy, devices)))
 
 
 def _reordered(x: Array, parts: np.ndarray) -> Array:
@@ -83,7 +83,7 @@ def _reordered(x: Array, parts: np.ndarray) -> Array:
 
 
 def attend_in_context(
-    way: str,
+    strategy: str,
     name: str,
     masks: Sequence[Mask],
     which: int | Int[Array, ""],
@@ -98,7 +98,7 @@ def attend_in_context(
     """`attend_over` of tokens that devices share, as `spread` has laid them out.
 
     Args:
-        way: "ulysses" or "ring".
+        strategy: "ulysses" or "ring".
         name: the kernel: for "ulysses" of all tokens, for "ring" of each turn.
         masks: as of `LayerPlan`.
         which: of them.
@@ -116,12 +116,12 @@ def attend_in_context(
     def local(
         q: Array, k: Array, v: Array, of_tokens: PyTree, sinks: Sinks, *scalars: Array
     ) -> Array:
-        one, (segment_ids, positions) = which if is_known else scalars[0], of_tokens
-        if way == "ulysses":
-            attend = functools.partial(attend_over, name, masks, one, scoring=scoring)
+        first, (segment_ids, positions) = which if is_known else scalars[0], of_tokens
+        if strategy == "ulysses":
+            attend = functools.partial(attend_over, name, masks, first, scoring=scoring)
             return _ulysses(attend, q, k, v, segment_ids, sinks)
-        window = window_of(masks, one)
-        if (chunk := chunk_of(masks, one)) is not None:
+        window = window_of(masks, first)
+        if (chunk := chunk_of(masks, first)) is not None:
             segment_ids = _chunks(chunk, segment_ids, *positions.shape)
         at = Tokens(positions, segment_ids)
         return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
@@ -169,17 +169,17 @@ _Way = tuple[str, Scoring]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    strategy: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Array:
-    return _ring_saving(way, q, k, v, at, window, sinks)[0]
+    return _ring_saving(strategy, q, k, v, at, window, sinks)[0]
 
 
 def _go_round(
-    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    strategy: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Part:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
     queries, own = Queries(q, at), Keys(k, v, at)
-    name, scoring = way
+    name, scoring = strategy
 
     def attend(keys: Keys) -> Part:
         return PARTS[name].attend(queries, keys, scoring, window)
@@ -203,18 +203,18 @@ def _passed_on(x: PyTree) -> PyTree:
 
 
 def _ring_saving(
-    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    strategy: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> tuple[Array, tuple[Any, ...]]:
-    part = _go_round(way, q, k, v, at, window, sinks)
+    part = _go_round(strategy, q, k, v, at, window, sinks)
     return part.o, (q, k, v, at, window, sinks, part)
 
 
-def _ring_back(way: _Way, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
+def _ring_back(strategy: _Way, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
     """Keys go round again, and with them, a turn behind, what becomes their gradients."""
     q, k, v, at, window, sinks, whole = saved
     delta = jnp.sum(whole.o * d_o, axis=-1)
     queries, of_queries = Queries(q, at), OfQueries(d_o, whole.lse, delta)
-    name, scoring = way
+    name, scoring = strategy
 
     def back(keys: Keys) -> Gradients:
         return PARTS[name].gradients(queries, of_queries, keys, scoring, window)

@@ -119,8 +119,8 @@ def _add_up(
         def _store(shared: Ref) -> None:
             shared[...] = total
             plgpu.commit_smem()
-            place = pl.ds(o * tile[0], tile[0]), pl.ds(i * tile[1], tile[1])
-            plgpu.copy_smem_to_gmem(shared, dw_GOI.at[group, *place])
+            slices = pl.ds(o * tile[0], tile[0]), pl.ds(i * tile[1], tile[1])
+            plgpu.copy_smem_to_gmem(shared, dw_GOI.at[group, *slices])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -192,11 +192,11 @@ def _gradients_by_flash(
     queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
 ) -> Gradients:
     lse, delta = (x.swapaxes(1, 2) for x in (of_queries.lse, of_queries.delta))
-    found = _flash_backward(
+    grads = _flash_backward(
         queries.q, keys.k, keys.v, queries.at, keys.at, lse, delta, of_queries.d_o, window, scoring,
         dtype=jnp.float32,
     )  # fmt: skip
-    return Gradients(*found)
+    return Gradients(*grads)
 
 
 class PartKernel(NamedTuple):
@@ -244,13 +244,13 @@ def _may_see(queries: Queries, keys: Keys, window: Window) -> Bool[Array, ""]:
     """Return whether any query may see any key, from the extreme positions of each row."""
     looking, seen = queries.at, keys.at
     (first_q, last_q), (first_k, last_k) = _range(looking.positions), _range(seen.positions)
-    found = first_k <= last_q
+    is_visible = first_k <= last_q
     if window is not None:
-        found &= first_q - last_k < window
+        is_visible &= first_q - last_k < window
     if looking.documents is not None and seen.documents is not None:
         (first_q, last_q), (first_k, last_k) = _range(looking.documents), _range(seen.documents)
-        found &= (first_k <= last_q) & (first_q <= last_k)
-    return jnp.any(found)
+        is_visible &= (first_k <= last_q) & (first_q <= last_k)
+    return jnp.any(is_visible)
 
 
 def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:

@@ -108,15 +108,15 @@ def _struck(info: MaskInfo, meet: Bool[Array, "n n"], *, by_keys: bool = False) 
 
 def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
     shape = length, length
-    made: _ByTile
+    mask: _ByTile
     if chunk is not None:
-        made, reach = _Chunked(shape, chunk), chunk - 1
+        mask, reach = _Chunked(shape, chunk), chunk - 1
     elif window is not None:
-        made, reach = _Local(shape, (window - 1, 0), 0), window - 1
+        mask, reach = _Local(shape, (window - 1, 0), 0), window - 1
     else:
-        made, reach = _Causal(shape), length
-    made.reach = reach
-    return made
+        mask, reach = _Causal(shape), length
+    mask.reach = reach
+    return mask
 
 
 class _ByTile(Mask):

@@ -120,13 +120,14 @@ class Decoder:
             turn = min(turn + _TURNS, self.max_tokens) if is_enough else self.max_tokens
             batch = self._advance(batch, turn)
             tokens, ended = jax.device_get((batch.tokens, batch.ended))
-            made = [self._completion(row[:turn].tolist()) for row in tokens[: len(prompts)]]
+            completions = [self._completion(row[:turn].tolist()) for row in tokens[: len(prompts)]]
             if turn == self.max_tokens or ended.all():
-                return made
+                return completions
             if is_enough and all(
-                one.finish_reason == "stop" or is_enough(one.tokens) for one in made
+                completion.finish_reason == "stop" or is_enough(completion.tokens)
+                for completion in completions
             ):
-                return made
+                return completions
 
     def _completion(self, tokens: list[int]) -> Completion:
         end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)

@@ -73,37 +73,37 @@ reordered.defvjp(
 
 
 @jax.custom_vjp
-def to_rows(x_TD: Float[Array, "t d"], places: Places) -> Float[Array, "n d"]:
+def to_rows(x_TD: Float[Array, "t d"], assignments: Places) -> Float[Array, "n d"]:
     """The token of each row's assignment; anything where it has none."""
-    return x_TD.at[places.assignment // places.row.shape[1]].get(mode="clip")
+    return x_TD.at[assignments.assignment // assignments.row.shape[1]].get(mode="clip")
 
 
 @jax.custom_vjp
-def summed(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "t d"]:
+def summed(rows_ND: Float[Array, "n d"], assignments: Places) -> Float[Array, "t d"]:
     """The rows of each token's assignments, added up in float32; `to_rows` transposed."""
     # One by one: XLA:CPU runs a sum over an axis apart from what makes its terms.
-    of_tokens = (rows_ND.at[row].get(mode="fill", fill_value=0) for row in places.row.T)
+    of_tokens = (rows_ND.at[row].get(mode="fill", fill_value=0) for row in assignments.row.T)
     y_TD = functools.reduce(operator.add, (rows.astype(jnp.float32) for rows in of_tokens))
     return y_TD.astype(rows_ND.dtype)
 
 
 to_rows.defvjp(
-    lambda x, places: (to_rows(x, places), places),
-    lambda places, d_rows: (summed(d_rows, places), None),
+    lambda x, assignments: (to_rows(x, assignments), assignments),
+    lambda assignments, d_rows: (summed(d_rows, assignments), None),
 )
 summed.defvjp(
-    lambda x, places: (summed(x, places), places),
-    lambda places, d_rows: (to_rows(d_rows, places), None),
+    lambda x, assignments: (summed(x, assignments), assignments),
+    lambda assignments, d_rows: (to_rows(d_rows, assignments), None),
 )
 
 
 @jax.custom_vjp
-def weights_of_rows(weight_TK: Float[Array, "t k"], places: Places) -> Float[Array, "n"]:
+def weights_of_rows(weight_TK: Float[Array, "t k"], assignments: Places) -> Float[Array, "n"]:
     """The weight of each row's assignment; anything where it has none."""
-    return weight_TK.reshape(-1).at[places.assignment].get(mode="clip")
+    return weight_TK.reshape(-1).at[assignments.assignment].get(mode="clip")
 
 
 weights_of_rows.defvjp(
-    lambda x, places: (weights_of_rows(x, places), places),
-    lambda places, d_rows: (d_rows.at[places.row].get(mode="fill", fill_value=0), None),
+    lambda x, assignments: (weights_of_rows(x, assignments), assignments),
+    lambda assignments, d_rows: (d_rows.at[assignments.row].get(mode="fill", fill_value=0), None),
 )

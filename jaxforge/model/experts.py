@@ -202,9 +202,9 @@ def _run(
         expert_TK = _within_capacity(expert_TK, config, has_padding)
     mlp = functools.partial(_mlp, config, backend)
     if collectives.axis_size(EXPERTS) == 1:
-        places, sizes_E = sorted_places(expert_TK, config.num_experts)
-        rows = to_rows(x_TD, places), weights_of_rows(weight_TK, places)
-        y_TD = summed(mlp(linears, *rows, sizes_E), places)
+        assignments, sizes_E = sorted_places(expert_TK, config.num_experts)
+        rows = to_rows(x_TD, assignments), weights_of_rows(weight_TK, assignments)
+        y_TD = summed(mlp(linears, *rows, sizes_E), assignments)
     else:
         y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
     y_TD = collectives.psum(y_TD, "mlp")
@@ -275,9 +275,9 @@ def _within_capacity(
         least = np.searchsorted(capacities, np.arange(1, capacities[-1] + 1))  # tokens for so much
         capacity = jnp.sum(jnp.asarray(least) <= real)
     slot_TK = expert_TK * k + jnp.arange(k)
-    places, sizes = sorted_places(slot_TK, n * k)
+    assignments, sizes = sorted_places(slot_TK, n * k)
     before = jnp.cumsum(sizes) - sizes
-    rank_TK = places.row - before[slot_TK] + collectives.sum_before(sizes, "tokens")[slot_TK]
+    rank_TK = assignments.row - before[slot_TK] + collectives.sum_before(sizes, "tokens")[slot_TK]
     return jnp.where(rank_TK < capacity, expert_TK, n)
 
 
@@ -307,15 +307,15 @@ def _by_all_to_all(
 
     def one(number: Array | int, operands: Operands, load: _Load) -> Array:
         x_TD, weight_TK, linears = operands
-        places = _places_in_round(load, number * room, room)
-        expert = load.local_expert.at[places.assignment].get(
+        assignments = _places_in_round(load, number * room, room)
+        expert = load.local_expert.at[assignments.assignment].get(
             mode="fill", fill_value=n_experts // devices
         )
         order, sizes = sorted_order(exchange(expert), n_experts // devices)
-        rows, weights = to_rows(x_TD, places), weights_of_rows(weight_TK, places)
+        rows, weights = to_rows(x_TD, assignments), weights_of_rows(weight_TK, assignments)
         rows, weights = (reordered(exchange(each), order) for each in (rows, weights))
         back = exchange(reordered(mlp(linears, rows, weights, sizes), order.back))
-        return summed(back, places)
+        return summed(back, assignments)
 
     operands = (x_TD, weight_TK, linears)
     y_TD = one(0, operands, load)
@@ -344,11 +344,13 @@ class _Load(NamedTuple):
 
 
 def _load_of_devices(expert_TK: Int[Array, "t k"], n_experts: int, devices: int) -> _Load:
-    places, sizes_E = sorted_places(expert_TK, n_experts)
+    assignments, sizes_E = sorted_places(expert_TK, n_experts)
     sizes = jnp.sum(sizes_E.reshape(devices, -1), axis=1)
     each = n_experts // devices
     device = jnp.minimum(expert_TK // each, devices - 1)
-    return _Load(places, device, expert_TK.reshape(-1) % each, sizes, jnp.cumsum(sizes) - sizes)
+    return _Load(
+        assignments, device, expert_TK.reshape(-1) % each, sizes, jnp.cumsum(sizes) - sizes
+    )
 
 
 def _places_in_round(load: _Load, begin: Array | int, room: int) -> Places:
@@ -357,38 +359,40 @@ def _places_in_round(load: _Load, begin: Array | int, room: int) -> Places:
     position = load.first[:, None] + at
     assignment = load.places.assignment.at[position].get(mode="fill", fill_value=none)
     assignment = jnp.where(at < load.sizes[:, None], assignment, none)
-    place = load.places.row - load.first[load.device] - begin
-    is_in = (place >= 0) & (place < room) & (load.places.row < none)
-    row = jnp.where(is_in, load.device * room + place, assignment.size)
+    slot = load.places.row - load.first[load.device] - begin
+    is_in = (slot >= 0) & (slot < room) & (load.places.row < none)
+    row = jnp.where(is_in, load.device * room + slot, assignment.size)
     return Places(row, assignment.reshape(-1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _further(one: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load) -> Array:
+def _further(
+    round_: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load
+) -> Array:
     """All rounds but the first, if needed. Nothing is saved: the backward runs them again."""
     return jax.lax.cond(
         is_needed,
-        functools.partial(_all_further, one, rounds),
+        functools.partial(_all_further, round_, rounds),
         lambda operands, load: jnp.zeros_like(operands[0]),
         operands,
         load,
     )
 
 
-def _all_further(one: Round, rounds: int, operands: Operands, load: _Load) -> Array:
+def _all_further(round_: Round, rounds: int, operands: Operands, load: _Load) -> Array:
     def add(y_TD: Array, number: Array) -> tuple[Array, None]:
-        return y_TD + jax.checkpoint(one)(number, operands, load), None
+        return y_TD + jax.checkpoint(round_)(number, operands, load), None
 
     return jax.lax.scan(add, jnp.zeros_like(operands[0]), jnp.arange(1, rounds))[0]
 
 
 def _further_back(
-    one: Round, rounds: int, saved: tuple[Array, Operands, _Load], d_y: Array
+    round_: Round, rounds: int, saved: tuple[Array, Operands, _Load], d_y: Array
 ) -> tuple[None, Operands, None]:
     is_needed, operands, load = saved
 
     def back(operands: Operands, load: _Load, d_y: Array) -> Operands:
-        return jax.vjp(lambda o: _all_further(one, rounds, o, load), operands)[1](d_y)[0]
+        return jax.vjp(lambda o: _all_further(round_, rounds, o, load), operands)[1](d_y)[0]
 
     def nothing(operands: Operands, load: _Load, d_y: Array) -> Operands:
         return jax.tree.map(jnp.zeros_like, operands)

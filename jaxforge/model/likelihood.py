@@ -81,7 +81,7 @@ class Scorer:
 
     def score(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         """The likelihood of each, in their order."""
-        found: dict[int, Likelihood] = {}
+        scores: dict[int, Likelihood] = {}
         rows = _rows(continuations, self.max_length)
         size = padded_batch(len(rows), self.rows, self.mesh)
         for batch in _batches(rows, size):
@@ -89,8 +89,8 @@ class Scorer:
             for i, row in enumerate(batch):
                 for j, numbers in enumerate(row.numbers):
                     said = Likelihood(float(log_p[i, j]), bool(is_greedy[i, j]))
-                    found |= dict.fromkeys(numbers, said)
-        return [found[number] for number in range(len(continuations))]
+                    scores |= dict.fromkeys(numbers, said)
+        return [scores[number] for number in range(len(continuations))]
 
     def _score(self, batch: Sequence[_Row], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability of each row's continuations [rows, _LAST], and whether greedy."""
@@ -155,13 +155,13 @@ def _score(
     batch = {"input_ids": constrain(inputs, "batch", None), "is_padding": is_padding}
     hidden_BSD = model.forward(params, batch, lengths=lengths[:, None])[0]
     # Right-aligned: the place before the last one of each row is in the last column.
-    places = lengths[:, None] - 1 - width + jnp.arange(width + 1)
-    hidden_BWD = jnp.take_along_axis(hidden_BSD, jnp.maximum(places, 0)[..., None], axis=1)
+    positions = lengths[:, None] - 1 - width + jnp.arange(width + 1)
+    hidden_BWD = jnp.take_along_axis(hidden_BSD, jnp.maximum(positions, 0)[..., None], axis=1)
     logits_BV = _whole(model.logits(params, hidden_BWD[:, -1:])[:, 0])
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), last, axis=1)
     is_greedy = jnp.argmax(logits_BV, axis=-1)[:, None] == last
     if width:
-        labels = jnp.take_along_axis(inputs, jnp.maximum(places[:, 1:], 0), axis=1)
+        labels = jnp.take_along_axis(inputs, jnp.maximum(positions[:, 1:], 0), axis=1)
         counts = jnp.arange(width) >= width - scored[:, None]
         before, all_greedy = _before(model, params, hidden_BWD[:, :-1], labels, counts)
         log_p, is_greedy = log_p + before[:, None], is_greedy & all_greedy[:, None]
@@ -177,8 +177,8 @@ def _before(
 ) -> tuple[Float[Array, "b"], Bool[Array, "b"]]:
     """Sums over the labels that count, a few of each row's at a time."""
 
-    def of_piece(piece: tuple[Array, Array]) -> tuple[Array, Array]:
-        hidden, labels = piece
+    def of_piece(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, labels = part
         logits = _whole(model.logits(params, hidden))
         log_p = jax.nn.log_softmax(logits)
         at_label = jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
@@ -190,8 +190,8 @@ def _before(
     def cut(x: Array) -> Array:
         return x.reshape(rows, n, width // n, *x.shape[2:]).swapaxes(0, 1)
 
-    pieces = jax.lax.map(of_piece, (cut(hidden_BWD), cut(labels)))
-    log_p, is_greedy = (x.swapaxes(0, 1).reshape(rows, width) for x in pieces)
+    parts = jax.lax.map(of_piece, (cut(hidden_BWD), cut(labels)))
+    log_p, is_greedy = (x.swapaxes(0, 1).reshape(rows, width) for x in parts)
     return jnp.sum(jnp.where(counts, log_p, 0.0), 1), jnp.all(is_greedy | ~counts, axis=1)
 
 

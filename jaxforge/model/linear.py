@@ -295,12 +295,12 @@ _look_up_reduced_apart.defvjp(
 
 
 def _rows(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-    found = table[tokens]
+    rows = table[tokens]
     if automatic_size("context") == 1:
-        return found
+        return rows
     # What splits the width is to split rows and tokens: one after the other, as XLA's partitioner
     # would make all of it whole in between.
-    return constrain(constrain(found, "batch", None, "context"), "batch", "context", None)
+    return constrain(constrain(rows, "batch", None, "context"), "batch", "context", None)
 
 
 def _rows_of_share(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
@@ -312,8 +312,8 @@ def _rows_of_share(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Flo
 def _look_up(share: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
     """Return rows of a table split over devices; the gradient is that of the local share."""
     rows, is_here = _own_rows(share, tokens)
-    found = jnp.where(is_here[..., None], share[rows], 0)
-    return collectives.psum(found, "vocab")
+    values = jnp.where(is_here[..., None], share[rows], 0)
+    return collectives.psum(values, "vocab")
 
 
 def _own_rows(share: Array, tokens: Array) -> tuple[Array, Array]:

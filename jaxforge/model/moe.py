@@ -115,15 +115,15 @@ def next_state(
         progress: the share of the run that is behind, 0 to 1.
     """
     counts = expert_counts(config, stats)
-    kept = flatten_dict(state)
+    flat = flatten_dict(state)
     router = (config.moe_stack, "mlp", "router")
     if config.bias_update == "sign":
         path = (*router, "expert_bias")
-        kept[path] = next_bias(config, kept[path], counts, progress)
+        flat[path] = next_bias(config, flat[path], counts, progress)
     else:
         path = (*router, "expert_ema")
-        kept[path] = next_ema(kept[path], counts)
-    return unflatten_dict(kept)
+        flat[path] = next_ema(flat[path], counts)
+    return unflatten_dict(flat)
 
 
 def next_params(

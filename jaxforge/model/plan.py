@@ -133,7 +133,7 @@ def period_of(kinds: Sequence[Hashable]) -> Period:
         for layer in range(length, len(kinds)):
             if kinds[layer] != kinds[layer - length]:
                 leading = layer - length + 1
-            found = Period(leading, length, (layer + 1 - leading) // length)
-            if length * (found.repeats - 1) > best.length * (best.repeats - 1):
-                best = found
+            period = Period(leading, length, (layer + 1 - leading) // length)
+            if length * (period.repeats - 1) > best.length * (best.repeats - 1):
+                best = period
     return best

@@ -44,6 +44,6 @@ def sample(
         probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         rank = jnp.argsort(order, axis=-1)
-        kept = jnp.take_along_axis(before < sampling.top_p, rank, axis=-1)
-        logits = jnp.where(kept | (rank == 0), logits, -jnp.inf)
+        is_kept = jnp.take_along_axis(before < sampling.top_p, rank, axis=-1)
+        logits = jnp.where(is_kept | (rank == 0), logits, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, logits)

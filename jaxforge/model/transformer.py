@@ -128,13 +128,13 @@ class Model:
             fp8_layers.convert(module, self.config, self.recipe, declare)
         return module
 
-    def _declared(self, found: nnx.State) -> Declared:
+    def _declared(self, state: nnx.State) -> Declared:
         axes = jax.tree.map(
             lambda leaf: leaf.get_metadata("axes"),
-            found,
+            state,
             is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
         )
-        arrays = jax.eval_shape(self._stacked, nnx.to_pure_dict(found))
+        arrays = jax.eval_shape(self._stacked, nnx.to_pure_dict(state))
         return Declared(arrays, nnx.to_pure_dict(axes))
 
     def init(self, key: Array) -> Params:
@@ -148,8 +148,8 @@ class Model:
         """Return the initial non-trainable state."""
         if not self.state.abstract:
             return {}
-        found = nnx.state(self._declare(jax.random.key(0)), Untrained)
-        return self._stacked(nnx.to_pure_dict(found))
+        state = nnx.state(self._declare(jax.random.key(0)), Untrained)
+        return self._stacked(nnx.to_pure_dict(state))
 
     @property
     def scales_loss(self) -> bool:

@@ -56,7 +56,7 @@ def skip_idle_experts(
     """
     flat = flatten_dict(axes)
     paths = frozenset(path for path, names in flat.items() if names[:2] == (LAYERS, EXPERTS))
-    whole, rest = build(rate, axes), build(rate, split(axes, paths)[1])
+    whole, others = build(rate, axes), build(rate, split(axes, paths)[1])
 
     def init(params: PyTree) -> State:
         state, flat = whole.init(params), flatten_dict(params)
@@ -76,7 +76,7 @@ def skip_idle_experts(
     ) -> tuple[PyTree, State]:
         kind = type(jax.eval_shape(whole.init, params))
         of_rule = kind(*(getattr(state, name) for name in kind._fields))
-        updates, new = rest.update(
+        updates, new = others.update(
             *_part((grads, of_rule, params), lambda tree: split(tree, paths)[1]), **extra
         )
         counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(of_rule)}
@@ -149,12 +149,12 @@ def _part(arrays: Arrays, part: Callable[[PyTree], PyTree]) -> Arrays:
     return part(grads), type(state)(*fields), part(params)
 
 
-def _joined(one: State, other: State) -> State:
+def _joined(first: State, other: State) -> State:
     """Return the trees of two states together, with the scalars of the first."""
-    return type(one)(
+    return type(first)(
         *(
             join(a or {}, b or {}) if isinstance(a, dict) or isinstance(b, dict) else a
-            for a, b in zip(one, other, strict=True)
+            for a, b in zip(first, other, strict=True)
         )
     )
 

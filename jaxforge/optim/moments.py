@@ -71,29 +71,29 @@ class Place:
     axes: Axes = ()
 
 
-def places(params: PyTree, kept: Kept) -> PyTree:
+def places(params: PyTree, storage: Kept) -> PyTree:
     """The `Place` of every parameter."""
-    axes = flatten_dict(kept.axes) if isinstance(kept, EightBit) else {}
+    axes = flatten_dict(storage.axes) if isinstance(storage, EightBit) else {}
     return unflatten_dict(
         {path: Place(".".join(path), axes.get(path, ())) for path in flatten_dict(params)}
     )
 
 
-def zeros(params: PyTree, kept: Kept, dtype: jnp.dtype = SIGNED) -> tuple[PyTree, PyTree | None]:
+def zeros(params: PyTree, storage: Kept, dtype: jnp.dtype = SIGNED) -> tuple[PyTree, PyTree | None]:
     """Moments before the first update, and their scales: None where there are none.
 
     Args:
         params: the parameters.
-        kept: what they are stored in.
+        storage: what they are stored in.
         dtype: of values in eight bits, `SIGNED` or `ROOT`.
     """
-    if not isinstance(kept, EightBit | OnHost):
-        return jax.tree.map(lambda p: jnp.zeros_like(p, kept), params), None
-    axes = flatten_dict(kept.axes)
+    if not isinstance(storage, EightBit | OnHost):
+        return jax.tree.map(lambda p: jnp.zeros_like(p, storage), params), None
+    axes = flatten_dict(storage.axes)
     values, scales = {}, {}
     for path, p in flatten_dict(params).items():
-        if isinstance(kept, OnHost):
-            leaf = values[path] = jnp.zeros_like(p, kept.dtype)
+        if isinstance(storage, OnHost):
+            leaf = values[path] = jnp.zeros_like(p, storage.dtype)
             if is_matrix(axes[path]):
                 values[path] = jax.device_put(leaf, jax.memory.Space.Host)
             continue
@@ -149,7 +149,7 @@ class Turn:
     def advance(
         self,
         rule: Rule,
-        place: Place,
+        location: Place,
         g: Array,
         *moments: Moment,
         scalars: tuple[Array, ...] = (),
@@ -158,7 +158,7 @@ class Turn:
 
         Args:
             rule: how it comes.
-            place: whose gradient it is.
+            location: whose gradient it is.
             g: gradient.
             moments: stored ones.
             scalars: what else the rule is given.
@@ -167,7 +167,7 @@ class Turn:
         wide = tuple(m for m in moments if not isinstance(m, Packed))
         assert not (packed and wide)
         if packed:
-            direction, new = self._in_place(rule, place, g.astype(jnp.float32), packed, scalars)
+            direction, new = self._in_place(rule, location, g.astype(jnp.float32), packed, scalars)
             return direction, *new
         if _is_on_host(wide[0]):
             there = functools.partial(_there_and_back, rule)
@@ -180,7 +180,7 @@ class Turn:
     def _in_place(
         self,
         rule: Rule,
-        place: Place,
+        location: Place,
         g: Array,
         moments: tuple[Packed, ...],
         scalars: tuple[Array, ...],
@@ -188,8 +188,8 @@ class Turn:
         """Each device's part on its own: blocks are whole there (`state.train_state`)."""
         assert isinstance(self.kept, EightBit)
         number = jnp.sum(self.number) if self.number.ndim else self.number
-        key = key_of(self.kept.seed, f"moments/{place.name}", number)
-        whole, spec = g.shape, partition_spec(place.axes)
+        key = key_of(self.kept.seed, f"moments/{location.name}", number)
+        whole, spec = g.shape, partition_spec(location.axes)
         mesh = jax.sharding.get_abstract_mesh()
 
         def local(
@@ -219,8 +219,8 @@ def _there_and_back(
     scalars, applied = per_expert
     old = jax.device_put(moments, jax.memory.Space.Device)
     direction, *new = rule(scalars, g, *(m.astype(jnp.float32) for m in old))
-    kept = (jnp.where(applied, n.astype(o.dtype), o) for n, o in zip(new, old, strict=True))
-    return direction, jax.device_put(tuple(kept), jax.memory.Space.Host)
+    selected = (jnp.where(applied, n.astype(o.dtype), o) for n, o in zip(new, old, strict=True))
+    return direction, jax.device_put(tuple(selected), jax.memory.Space.Host)
 
 
 def _by_layer(
@@ -239,8 +239,8 @@ def _by_layer(
         put = jax.lax.dynamic_update_index_in_dim
         return jax.tree.map(lambda a, n: put(a, n, i, 0), arrays, advanced(of_layer, *own))
 
-    made: tuple[Array, tuple[Array, ...]] = jax.lax.fori_loop(0, len(g), body, (g, moments))
-    return made
+    result: tuple[Array, tuple[Array, ...]] = jax.lax.fori_loop(0, len(g), body, (g, moments))
+    return result
 
 
 def _indexed(per_expert: PyTree, index: Callable[[Array], Array]) -> PyTree:
@@ -300,8 +300,8 @@ def _by_rows(
         return jax.tree.map(lambda a, n: put(a, n, i, 0), arrays, new)
 
     if parts > 1:
-        made = jax.lax.fori_loop(0, parts, body, flat)
+        result = jax.lax.fori_loop(0, parts, body, flat)
     else:
         of_rows = _indexed(per_row, lambda a: a[0])
-        made = advanced(of_rows, bits(0, rows), *jax.tree.map(lambda a: a[0], flat))
-    return jax.tree.map(lambda n, a: n.reshape(a.shape), made, arrays)
+        result = advanced(of_rows, bits(0, rows), *jax.tree.map(lambda a: a[0], flat))
+    return jax.tree.map(lambda n, a: n.reshape(a.shape), result, arrays)

@@ -52,12 +52,12 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
         rule = skip_idle_experts(build, schedule, axes)
     else:
         rule = OPTIMIZERS[config.optimizer.name](config, schedule, axes)
-    rest = [compensation()] if config.train.param_rounding == "kahan" else []
+    last = [compensation()] if config.train.param_rounding == "kahan" else []
     if config.optimizer.name not in OPTIMIZERS.ours and mup.width_ratio(config.model) != 1.0:
         factors = _factors(mup.lr_factor, config, axes)
         scale = functools.partial(jax.tree.map, lambda update, factor: update * factor)
-        rest.insert(0, optax.stateless(lambda updates, _: scale(updates, factors)))
-    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *rest)
+        last.insert(0, optax.stateless(lambda updates, _: scale(updates, factors)))
+    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *last)
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuilder]:

@@ -50,12 +50,12 @@ def words(
         rows: how many.
     """
     row = first + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-    place, weight = jnp.zeros((rows, 1), jnp.uint32), whole[-1]
+    index, weight = jnp.zeros((rows, 1), jnp.uint32), whole[-1]
     for size, total, start in list(zip(here, whole, begin, strict=True))[-2::-1]:
-        place += (row % size + start).astype(jnp.uint32) * jnp.uint32(weight % 2**32)
+        index += (row % size + start).astype(jnp.uint32) * jnp.uint32(weight % 2**32)
         row, weight = row // size, weight * total
     column = begin[-1] + jax.lax.broadcasted_iota(jnp.int32, (1, here[-1]), 1)
-    return fmix32((place + column.astype(jnp.uint32)) * jnp.uint32(FACTOR) + key)
+    return fmix32((index + column.astype(jnp.uint32)) * jnp.uint32(FACTOR) + key)
 
 
 def uniform(bits: UInt32[Array, "..."]) -> Array:

@@ -95,5 +95,5 @@ def _kahan_of_state(
     params: PyTree, updates: PyTree, state: PyTree, step: Int[Array, ""]
 ) -> tuple[PyTree, PyTree]:
     pairs = jax.tree.map(kahan, params, updates, optax.tree.get(state, COMPENSATION))
-    params, rest = unzip(2, pairs, params)
-    return params, optax.tree.set(state, **{COMPENSATION: rest})
+    params, residuals = unzip(2, pairs, params)
+    return params, optax.tree.set(state, **{COMPENSATION: residuals})

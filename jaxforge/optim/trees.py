@@ -30,9 +30,9 @@ def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any
     return unflatten_dict(chosen), unflatten_dict(others)
 
 
-def join(one: PyTree, other: PyTree) -> dict[str, Any]:
+def join(first: PyTree, other: PyTree) -> dict[str, Any]:
     """Join what `split` has split."""
-    return unflatten_dict({**flatten_dict(one), **flatten_dict(other)})
+    return unflatten_dict({**flatten_dict(first), **flatten_dict(other)})
 
 
 @functools.cache  # a state after an update has the type of the one before it

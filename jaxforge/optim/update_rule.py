@@ -55,13 +55,13 @@ class Step(NamedTuple):
             direction, *new = self.turn.advance(rule, at, g, *leaves[:n], scalars=scalars)
             return *change(p, direction, *leaves[n:]), *new
 
-        ones = jax.tree.map(lambda _: 1.0, params)
-        given = (ones if tree is None else tree for tree in trees)
-        kept = [joined(getattr(state, m), getattr(state, f"{m}_scales")) for m in moments]
-        kept += [getattr(state, name) for name in weights]
+        unit_factors = jax.tree.map(lambda _: 1.0, params)
+        given = (unit_factors if tree is None else tree for tree in trees)
+        stored = [joined(getattr(state, m), getattr(state, f"{m}_scales")) for m in moments]
+        stored += [getattr(state, name) for name in weights]
         at = places(params, self.turn.kept)
-        leaves = jax.tree.map(update_leaf, params, grads, at, *kept, *given)
-        changes, *results = unzip(1 + len(kept), leaves, params)
+        leaves = jax.tree.map(update_leaf, params, grads, at, *stored, *given)
+        changes, *results = unzip(1 + len(stored), leaves, params)
         fields = dict(zip((*weights, *moments), results, strict=True))
         for name in moments:
             fields[name], fields[f"{name}_scales"] = parted(fields[name])

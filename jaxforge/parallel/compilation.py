@@ -111,8 +111,8 @@ def _refused(flags: dict[str, Option]) -> str | None:
 
 def refused_flag(error: jax.errors.JaxRuntimeError) -> str | None:
     """The flag that the compiler did not take; None where it gave up for something else."""
-    found = _REFUSED.search(str(error))
-    return next(filter(None, found.groups())) if found else None
+    match = _REFUSED.search(str(error))
+    return next(filter(None, match.groups())) if match else None
 
 
 def complaint(name: str, value: str, platform: str) -> str:

@@ -72,9 +72,9 @@ def split_layers(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
     return arrays.get(LAYERS, {}), others
 
 
-def only_rows(kept: Bool[Array, "rows"] | np.ndarray, by_row: Array) -> Array:
+def only_rows(is_selected: Bool[Array, "rows"] | np.ndarray, by_row: Array) -> Array:
     """Return the values of some rows, and zeros for the others."""
-    return jnp.where(kept.reshape(-1, *(1,) * (by_row.ndim - 1)), by_row, 0)
+    return jnp.where(is_selected.reshape(-1, *(1,) * (by_row.ndim - 1)), by_row, 0)
 
 
 Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
@@ -82,7 +82,7 @@ Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
 
 
 def forward_pipeline(
-    run: Run, stack: Stack, layers: PyTree, x: Array, place: PyTree, cache: PyTree
+    run: Run, stack: Stack, layers: PyTree, x: Array, positions: PyTree, cache: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
     """Run layers that are split over `pp`: each stage waits for the one before it.
 
@@ -95,7 +95,7 @@ def forward_pipeline(
         stack: where the layers are.
         layers: parameters, stacked.
         x: [b, s, d], input of the first layer.
-        place: passed on to `run`.
+        positions: passed on to `run`.
         cache: stacked as the layers are, split over `pp` likewise.
 
     Returns:
@@ -104,28 +104,28 @@ def forward_pipeline(
     last, is_layer = stack.stages - 1, stack.rows() >= 0
     ring = [(i, (i + 1) % stack.stages) for i in range(stack.stages)]
 
-    def every_stage(layers: PyTree, x: Array, place: PyTree, cache: PyTree) -> Any:  # noqa: ANN401
+    def every_stage(layers: PyTree, x: Array, positions: PyTree, cache: PyTree) -> Any:  # noqa: ANN401
         stage = jax.lax.axis_index(STAGES)
-        arriving, place = jax.lax.pcast((x, place), STAGES, to="varying")
+        arriving, positions = jax.lax.pcast((x, positions), STAGES, to="varying")
         chunks = []  # of each, the cache, and what was told
         for chunk in range(stack.chunks):
             rows = slice(chunk * stack.per_chunk, (chunk + 1) * stack.per_chunk)
             of_chunk = functools.partial(jax.tree.map, lambda leaf, rows=rows: leaf[rows])
-            mine, kept, told = arriving, of_chunk(cache), None
+            mine, own_cache, outputs = arriving, of_chunk(cache), None
             for turn in range(stack.stages):
                 mine = jnp.where(stage == turn, arriving, mine)
-                y, kept, told = run(of_chunk(layers), mine, place, kept)
+                y, own_cache, outputs = run(of_chunk(layers), mine, positions, own_cache)
                 arriving = jax.lax.ppermute(y, STAGES, ring)
-            chunks.append((kept, told))
+            chunks.append((own_cache, outputs))
         result = collectives.psum(jnp.where(stage == last, y, 0), LAYERS)
         return result, *jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
 
     split = jax.P(STAGES)
-    x, cache, told = jax.shard_map(
+    x, cache, outputs = jax.shard_map(
         every_stage,
         in_specs=(split, jax.P(), jax.P(), split),
         out_specs=(jax.P(), split, split),
         axis_names=manual_over({STAGES}, jax.sharding.get_abstract_mesh()),
-    )(layers, x, place, cache)
+    )(layers, x, positions, cache)
 
-    return x, cache, jax.tree.map(functools.partial(only_rows, is_layer), told)
+    return x, cache, jax.tree.map(functools.partial(only_rows, is_layer), outputs)

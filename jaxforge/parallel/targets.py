@@ -105,8 +105,9 @@ def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
 
 def _power_of_two_sides(topology: str) -> str:
     """The next larger slice whose sides are powers of two, which there are of all kinds."""
-    kind, _, sides = topology.partition(":")
-    return f"{kind}:{'x'.join(str(1 << (int(one) - 1).bit_length()) for one in sides.split('x'))}"
+    kind, _, lengths = topology.partition(":")
+    powers = (1 << (int(length) - 1).bit_length() for length in lengths.split("x"))
+    return f"{kind}:{'x'.join(map(str, powers))}"
 
 
 def _is_installed(module: str) -> bool:

@@ -31,19 +31,19 @@ def read(text: bytes) -> tuple[dict[str, np.ndarray], bytes]:
     words = np.ndarray((len(padded) - 7,), "<u8", padded, strides=(1,))  # at every byte
     ends, colons = np.flatnonzero(bytes_ == _NEWLINE)[1:], np.flatnonzero(bytes_ == _COLON)
     counts = np.diff(np.searchsorted(colons, ends), prepend=0)
-    kept = np.flatnonzero(counts == len(names))
+    usual = np.flatnonzero(counts == len(names))
     at = colons[np.repeat(counts == len(names), counts)].reshape(-1, len(names))
-    same = (bytes_[ends[kept] - 1] == _BRACE) & (bytes_[at + 1] == _SPACE).all(axis=1)
+    same = (bytes_[ends[usual] - 1] == _BRACE) & (bytes_[at + 1] == _SPACE).all(axis=1)
     for i, name in enumerate(names):
         same &= _stands_before(words, at[:, i], (b", " if i else b"\n{") + name)
     nexts = [at[:, i] - len(name) - 2 for i, name in enumerate(names)]
-    stops = [*nexts[1:], ends[kept] - 1]
+    stops = [*nexts[1:], ends[usual] - 1]
     columns = {}
     for i, name in enumerate(first):
         columns[name], good = _numbers(padded, words, at[:, i] + 2, stops[i], same)
         same = same & good
     others = np.ones(len(ends), bool)
-    others[kept[same]] = False
+    others[usual[same]] = False
     starts = np.append(_WIDTH, ends[:-1] + 1)
     left = b"".join(padded[starts[i] : ends[i] + 1] for i in np.flatnonzero(others))
     return {name: column[same] for name, column in columns.items()}, left
@@ -52,9 +52,9 @@ def read(text: bytes) -> tuple[dict[str, np.ndarray], bytes]:
 def _stands_before(words: np.ndarray, at: np.ndarray, wanted: bytes) -> np.ndarray:
     same = np.ones(len(at), bool)
     for back in range(8, len(wanted) + 8, 8):
-        piece = wanted[max(0, len(wanted) - back) : len(wanted) - back + 8]
-        found = words[at - back] >> np.uint64(8 * (8 - len(piece)))
-        same &= found == int.from_bytes(piece, "little")
+        suffix = wanted[max(0, len(wanted) - back) : len(wanted) - back + 8]
+        prefix = words[at - back] >> np.uint64(8 * (8 - len(suffix)))
+        same &= prefix == int.from_bytes(suffix, "little")
     return same
 
 

@@ -44,14 +44,14 @@ def of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
         name: os.environ.get(name) for name in ENVIRONMENT if name not in _PER_HOST_ENVIRONMENT
     }
     versions = {f"version of {name}": number for name, number in starts.versions().items()}
-    code = {f"code of {name} (SHA-256)": found[:16] for name, found in code_hashes(known).items()}
+    code = {f"code of {name} (SHA-256)": digest[:16] for name, digest in code_hashes(known).items()}
     return {**values, **durations, **environment, **versions, **code}
 
 
 def code_hashes(config: JobConfig) -> dict[str, str]:
     """Return the SHA-256 of the sources of jaxforge, and of the modules that `[plugins]` names."""
-    places = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
-    return {name: source_hash(place) for name, place in places.items()}
+    folders = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
+    return {name: source_hash(folder) for name, folder in folders.items()}
 
 
 def plugin_sources(config: JobConfig) -> dict[str, Path]:
@@ -59,23 +59,23 @@ def plugin_sources(config: JobConfig) -> dict[str, Path]:
 
     Others are left out: to search for a module may import the packages around it.
     """
-    found = {}
+    sources = {}
     for name in dict.fromkeys(config.plugins.names.all_modules()):
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if spec and spec.origin:
             file = Path(spec.origin)
-            found[name] = file.parent if file.name == "__init__.py" else file
-    return found
+            sources[name] = file.parent if file.name == "__init__.py" else file
+    return sources
 
 
-def source_hash(place: Path) -> str:
+def source_hash(path: Path) -> str:
     """Return the SHA-256 of the Python files of a directory, or of one file, with their names."""
     total = hashlib.sha256()
-    for file in source_files(place):
-        total.update(f"{file.relative_to(place.parent)}\n".encode() + file.read_bytes())
+    for file in source_files(path):
+        total.update(f"{file.relative_to(path.parent)}\n".encode() + file.read_bytes())
     return total.hexdigest()
 
 
-def source_files(place: Path) -> list[Path]:
+def source_files(path: Path) -> list[Path]:
     """Return the Python files of a directory in order, or the one file."""
-    return sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]

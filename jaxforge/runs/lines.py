@@ -74,9 +74,9 @@ def _ends(file: Any, start: int) -> Iterator[int]:  # noqa: ANN401
         while at > start:  # back to the last line's end; a line of `LINE` bytes ends the file
             low = max(start, at - 4096)
             file.seek(low)
-            found = file.read(at - low).rfind(b"\n")
-            if found >= 0:
-                at = low + found + 1
+            newline = file.read(at - low).rfind(b"\n")
+            if newline >= 0:
+                at = low + newline + 1
                 break
             at = low
         if at == start:  # a torn line, or one that is longer than a part
@@ -127,12 +127,12 @@ def _columns(
     alike = defaultdict(list)
     for row in rows:
         alike[tuple(row)].append(row)
-    found, with_lists = defaultdict(list), False
+    columns, with_lists = defaultdict(list), False
     if quick:
         _check_axes(quick["step"], quick["time"])
     for name, values in quick.items():
         if name not in ("step", "time"):
-            found[name].append((quick["step"], quick["time"], values))
+            columns[name].append((quick["step"], quick["time"], values))
     for names, group in alike.items():
         step, time = (np.array([row[name] for row in group], float) for name in ("step", "time"))
         _check_axes(step, time)
@@ -146,14 +146,14 @@ def _columns(
                 scalars = [i for i, cell in enumerate(cells) if not isinstance(cell, list)]
                 if scalars:
                     column = np.array([cells[i] for i in scalars], float)
-                    found[name].append((step[scalars], time[scalars], column))
+                    columns[name].append((step[scalars], time[scalars], column))
             elif name not in ("step", "time"):
-                found[name].append((step, time, np.array(cells, float)))  # None becomes NaN
+                columns[name].append((step, time, np.array(cells, float)))  # None becomes NaN
     lists = [
         {name: x for name, x in row.items() if name == "step" or isinstance(x, list)}
         for row in (rows if with_lists else ())
     ]
-    return {name: joined(parts) for name, parts in found.items()}, lists
+    return {name: joined(parts) for name, parts in columns.items()}, lists
 
 
 def _check_axes(step: np.ndarray, time: np.ndarray) -> None:

@@ -102,13 +102,13 @@ class Run:
 
         A start from an earlier step than another one's undoes that one.
         """
-        found: list[int] = []
+        steps: list[int] = []
         for step in (start["step"] for start in self.starts):
-            while found and found[-1] > step:
-                found.pop()
-            found.append(step)
+            while steps and steps[-1] > step:
+                steps.pop()
+            steps.append(step)
         logged = self.series["train/loss"].step
-        return [step for step in found if logged[0] <= step < logged[-1]]
+        return [step for step in steps if logged[0] <= step < logged[-1]]
 
     @property
     def steps(self) -> int:
@@ -201,9 +201,9 @@ class MetricsFile:
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
         series = {name: lines.joined(parts) for name, parts in self._parts.items()}
-        self._parts = defaultdict(list, {name: [one] for name, one in series.items()})
+        self._parts = defaultdict(list, {name: [curve] for name, curve in series.items()})
         return (
-            {name: Series(step.astype(int), *rest) for name, (step, *rest) in series.items()},
+            {name: Series(step.astype(int), *columns) for name, (step, *columns) in series.items()},
             self._loads.loads(),
         )
 
@@ -262,13 +262,13 @@ class RunReader:
                 f"{self._path / _METRICS} has no {missing[0]}: no step is logged yet, or an older "
                 "version logged them; wait for the first step, or train on with this version"
             )
-        place, omissions = self._path / "config.toml", self._metrics.omissions
-        if place.exists() and not place.is_file():
-            raise UserError(f"{place} is no file")
-        config = load_config(place, trusts=trust.never)
+        config_file, omissions = self._path / "config.toml", self._metrics.omissions
+        if config_file.exists() and not config_file.is_file():
+            raise UserError(f"{config_file} is no file")
+        config = load_config(config_file, trusts=trust.never)
         begun, strange = read_lines(self._path / starts.FILE_NAME, _START)
         samples, unreadable = read_lines(self._path / SAMPLES, _SAMPLE)
-        toml = place.read_text(encoding="utf-8")
+        toml = config_file.read_text(encoding="utf-8")
         if toml not in self._parameters:
             noted = begun[-1].get("parameters") if begun else None
             self._parameters = {toml: int(noted) if noted else _parameters(config)}
@@ -355,6 +355,6 @@ def _no_metrics(path: Path) -> str:
         return f"no run directory at {path}{hint}"
     if (path / "config.toml").exists():
         return f"{path} has no {_METRICS} yet; wait for the first step to be logged"
-    below = sorted(str(found.parent) for found in path.glob(f"*/{_METRICS}"))
+    below = sorted(str(path_.parent) for path_ in path.glob(f"*/{_METRICS}"))
     hint = f"; did you mean {' or '.join(below[:3])}?" if below else ""
     return f"{path} is no run directory: it has no {_METRICS}{hint}"

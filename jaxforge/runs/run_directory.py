@@ -71,14 +71,14 @@ def check_not_moved(config: UnresolvedConfig) -> None:
     Raises:
         UserError: it was, and the command line does not say where to train.
     """
-    file, place = Path(config.file).absolute(), config.known.checkpoint.dir
+    file, directory = Path(config.file).absolute(), config.known.checkpoint.dir
     if file.name != _CONFIG or config.is_on_command_line("checkpoint.dir"):
         return
-    here, is_local = file.parent, not urls.in_bucket(place)
-    if not _has_steps(here) or (is_local and Path(place).resolve() == here.resolve()):
+    here, is_local = file.parent, not urls.in_bucket(directory)
+    if not _has_steps(here) or (is_local and Path(directory).resolve() == here.resolve()):
         return
-    what = f"{config.file} lies in a run directory, and names another: checkpoint.dir = {place}"
-    if is_local and not _has_steps(Path(place)):
+    what = f"{config.file} lies in a run directory, and names another: checkpoint.dir = {directory}"
+    if is_local and not _has_steps(Path(directory)):
         raise UserError(
             f"{what}, where no run is. Was the run moved? --checkpoint.dir={here} resumes it where "
             "it is; another --checkpoint.dir begins a run there"
@@ -205,7 +205,7 @@ def note_start(run: Path, config: JobConfig, step: int) -> None:
     try:
         safe_files.make_directory(run / _CONFIGS)
         _replace(_from_step(run, step), config)
-        for undone in (found for found in _starts(run) if found > step):
+        for undone in (start for start in _starts(run) if start > step):
             _from_step(run, undone).unlink()
     except OSError as error:
         raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
@@ -240,8 +240,8 @@ def steps_by_start(run: Path, first: int, last: int) -> list[tuple[int, int]]:
 
 def _starts(run: Path) -> list[int]:
     """The steps that starts went on from."""
-    found = (run / _CONFIGS).glob("from_step_*.toml")
-    return [int(n) for one in found if (n := one.stem.removeprefix("from_step_")).isdigit()]
+    paths = (run / _CONFIGS).glob("from_step_*.toml")
+    return [int(n) for path in paths if (n := path.stem.removeprefix("from_step_")).isdigit()]
 
 
 def _from_step(run: Path, step: int) -> Path:

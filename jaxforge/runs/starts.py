@@ -43,7 +43,7 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
     try:
         if (run / FILE_NAME).is_file():
             keep_sound_lines(run / FILE_NAME)
-        lines = [json.dumps(one) + "\n" for one in [*read(run), start]]
+        lines = [json.dumps(record) + "\n" for record in [*read(run), start]]
         safe_files.replace_text(run / FILE_NAME, "".join(lines))
     except OSError as error:
         raise UserError(f"{run / FILE_NAME}: {error.strerror}") from error
@@ -97,10 +97,10 @@ def git_state(file: Path) -> dict[str, Any]:
     commit, difference = git("rev-parse", "HEAD"), git("diff", "HEAD")
     if commit is None or difference is None:
         return {}
-    found: dict[str, Any] = {"commit": commit.strip(), "changed": bool(difference)}
+    state: dict[str, Any] = {"commit": commit.strip(), "changed": bool(difference)}
     if difference:
-        found["difference_sha256"] = hashlib.sha256(difference.encode()).hexdigest()
-    return found
+        state["difference_sha256"] = hashlib.sha256(difference.encode()).hexdigest()
+    return state
 
 
 def _command(arguments: Sequence[str]) -> str:

@@ -28,10 +28,10 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
 
 def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """Return the place of each element of an array in row-major order, modulo 2^32."""
-    place = jnp.zeros(shape, jnp.uint32)
+    index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return place
+        index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return index
 
 
 def fmix32(h: UInt32[_Hashed, "..."]) -> UInt32[_Hashed, "..."]:

@@ -124,8 +124,12 @@ class Progress:
     def roll_back_to(self, earlier: "Progress") -> None:
         """Takes the counters of an earlier step; the data go on from where they are."""
         jump = {"from": self.step, "to": earlier.step, "samples": self.samples - earlier.samples}
-        kept = {"samples": self.samples, "rollbacks": [*self.rollbacks, jump], "data": self.data}
-        for name, value in (vars(earlier) | kept).items():
+        retained = {
+            "samples": self.samples,
+            "rollbacks": [*self.rollbacks, jump],
+            "data": self.data,
+        }
+        for name, value in (vars(earlier) | retained).items():
             setattr(self, name, value)
 
     def to_json(self) -> dict[str, Any]:

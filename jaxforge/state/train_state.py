@@ -75,9 +75,9 @@ def begin(
 ) -> TrainState:
     """The state before the first step, from these parameters on."""
     step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
-    kept = model.initial_state() if model_state is None else model_state
+    initial = model.initial_state() if model_state is None else model_state
     guard = GuardState.fresh(scales_loss=model.scales_loss)
-    return TrainState(step, params, optimizer.init(params), guard, counts, kept)
+    return TrainState(step, params, optimizer.init(params), guard, counts, initial)
 
 
 def state_shardings(
@@ -108,8 +108,8 @@ def state_shardings(
     in_memory = jax.tree.unflatten(jax.tree.structure(shapes), spaces)
     opt_state = jax.tree.map(_in_memory, opt_state, in_memory)
     fresh = functools.partial(GuardState.fresh, scales_loss=model.scales_loss)
-    rest = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
-    guard, counts = jax.tree.map(lambda _: replicated, rest)
+    others = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
+    guard, counts = jax.tree.map(lambda _: replicated, others)
     model_state = param_shardings(*model.state, mesh)
     return TrainState(replicated, params, opt_state, guard, counts, model_state)
 

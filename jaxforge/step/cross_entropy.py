@@ -334,11 +334,11 @@ def _whole(hidden: Array, labels: Array, padding: Array | None) -> _Tile:
     return jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels, padding)[0])
 
 
-def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
+def _fold(body: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
     """`lax.scan`, without the loop where there is a single tile."""
     if tiles.labels.shape[0] > 1:
-        return jax.lax.scan(one, start, tiles)
-    carry, y = one(start, jax.tree.map(lambda x: x[0], tiles))
+        return jax.lax.scan(body, start, tiles)
+    carry, y = body(start, jax.tree.map(lambda x: x[0], tiles))
     return carry, jax.tree.map(lambda x: x[None], y)
 
 
@@ -440,17 +440,17 @@ def _by_vocab(
     tile = _whole(hidden, labels, masks.padding)
 
     def one(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
-        top, rest, label_logits = carry
+        top, total, label_logits = carry
         logits = chunk.logits(tile.hidden, tiling.softcap)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
-        rest = rest * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
+        total = total * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
         is_label = chunk.ids == tile.labels[:, None]
-        return (new_top, rest, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
+        return (new_top, total, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
 
     zeros = jnp.sum(_zeros(tile.hidden, weights)[:, :0], axis=-1)
     chunks = chunks_of(weights, tiling.vocab)
-    (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
-    lse = _over_shares(top + jnp.log(rest))
+    (top, total, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
+    lse = _over_shares(top + jnp.log(total))
     return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), masks.dataset), lse
 
 

@@ -101,8 +101,10 @@ class Executable:
             raise self._unreadable(error) from error
         here = {"format": _FORMAT, **_surroundings(mesh)}
         for key, value in here.items():
-            if (found := self._about.get(key)) != value:
-                raise self._refused(f"it is for {_named(key, found)}, here is {_named(key, value)}")
+            if (stored := self._about.get(key)) != value:
+                raise self._refused(
+                    f"it is for {_named(key, stored)}, here is {_named(key, value)}"
+                )
 
     def load(
         self, lowered: Mapping[int, jax.stages.Lowered], config: JobConfig
@@ -116,11 +118,11 @@ class Executable:
         Raises:
             UserError: they are of another config or another version of the code, or torn.
         """
-        wanted = {str(n): fingerprint(one) for n, one in lowered.items()}
+        wanted = {str(n): fingerprint(program) for n, program in lowered.items()}
         if self._about["programs"] != wanted:
             differs = list(_differences(self._about["config"], config.model_dump(mode="json")))
             raise self._refused("; ".join(differs) or "it was made by another version of the code")
-        return {n: self._load(n, one) for n, one in lowered.items()}
+        return {n: self._load(n, program) for n, program in lowered.items()}
 
     def _load(self, n: int, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:

@@ -132,8 +132,8 @@ def with_dataset_mask(batch: Batch, n_datasets: int) -> Batch:
     """Add `dataset_mask` [m, b, datasets], which tells the dataset of each sequence, to a batch."""
     if not n_datasets:
         return batch
-    rest = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
-    return {**rest, "dataset_mask": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
+    others = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
+    return {**others, "dataset_mask": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
 
 
 def accumulate(
@@ -204,8 +204,8 @@ def _of_group(grads: Params, loss: Loss) -> tuple[Params, Loss]:
 def _merged(losses: Loss) -> Loss:
     """Merge stacked losses in their order."""
     first = jax.tree.map(lambda x: x[0], losses)
-    rest = jax.tree.map(lambda x: x[1:], losses)
-    return jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)[0]
+    others = jax.tree.map(lambda x: x[1:], losses)
+    return jax.lax.scan(lambda total, part: (merge(total, part), None), first, others)[0]
 
 
 def pipelined(
@@ -306,8 +306,8 @@ def _specs(axes: PyTree, manual: tuple[str, ...], *, grouped: bool = False) -> P
     """
 
     def spec(axes: Axes) -> P:
-        kept = (tuple(n for n in mesh_axes(a) if n in manual) or None for a in without_data(axes))
-        return P(*((group_axes(axes),) if grouped else ()), *kept)
+        names = (tuple(n for n in mesh_axes(a) if n in manual) or None for a in without_data(axes))
+        return P(*((group_axes(axes),) if grouped else ()), *names)
 
     return _by_axes(spec, axes)
 

@@ -71,14 +71,14 @@ class Guard:
         stops = _ends(nonfinite, config.on_nonfinite) | _ends(spike, config.on_spike)
         in_a_row = jnp.where(stops, config.nan_consecutive_max, state.consecutive + bad)
         good = judged & ~nonfinite & ~spike
-        place = state.good % WINDOW
+        slot = state.good % WINDOW
         return judged & ~bad, GuardState(
             consecutive=jnp.where(judged & ~bad, 0, in_a_row),
             total=state.total + (bad | ~judged),
             nonfinite=state.nonfinite + nonfinite,
             spikes=state.spikes + spike,
             good=state.good + good,
-            losses=state.losses.at[place].set(jnp.where(good, loss, state.losses[place])),
+            losses=state.losses.at[slot].set(jnp.where(good, loss, state.losses[slot])),
         )
 
     def loss_scale(self, state: GuardState) -> Float[Array, ""] | None:

@@ -90,8 +90,8 @@ def _beside_cross_entropy(
         def loss(
             params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights
         ) -> AuxOutputs:
-            told = own(params, hidden, batch, loss_weights)
-            aux = told if isinstance(told, AuxOutputs) else AuxOutputs({name: told})
+            own_loss = own(params, hidden, batch, loss_weights)
+            aux = own_loss if isinstance(own_loss, AuxOutputs) else AuxOutputs({name: own_loss})
             if "dataset_mask" not in batch:
                 return aux
             labels, head = batch["labels"], model.head(params)
@@ -112,11 +112,11 @@ def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
         tiles = tiles_of(config, labels, head, model)
         own = loss_weights._replace(position=config.z_loss_weight * loss_weights.position)
         masks = batch.get("dataset_mask"), padding_of(batch)
-        found = weighted_loss(tiles, hidden, head, labels, own, *masks)
-        terms = {"cross_entropy": found.cross_entropy}
+        weighted = weighted_loss(tiles, hidden, head, labels, own, *masks)
+        terms = {"cross_entropy": weighted.cross_entropy}
         if config.z_loss_weight:
-            terms["z_loss"] = found.z_loss
-        metrics = {} if found.by_dataset is None else {DATASET_NLL: found.by_dataset}
+            terms["z_loss"] = weighted.z_loss
+        metrics = {} if weighted.by_dataset is None else {DATASET_NLL: weighted.by_dataset}
         return AuxOutputs(terms, metrics, {})
 
     return loss

@@ -188,9 +188,11 @@ def aux_metrics(loss: Loss, stack: Stack) -> Metrics:
     """
     by_layer = {name: stack.unstack(metric_value(m)) for name, m in loss.layers.metrics.items()}
     others = {name: metric_value(m) for name, m in loss.aux.metrics.items() if name != DATASET_NLL}
-    aux = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
+    aux = {
+        name: constrain(value, *[None] * value.ndim) for name, value in (others | by_layer).items()
+    }
     losses = loss.aux.loss_terms if len(loss.aux.loss_terms) > 1 else {}
-    return {key: found for key, found in (("losses", losses), ("side", aux)) if found}
+    return {key: value_ for key, value_ in (("losses", losses), ("side", aux)) if value_}
 
 
 def _count(

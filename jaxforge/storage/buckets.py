@@ -31,28 +31,28 @@ _REFUSED = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # no bucket, n
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}
 
 
-def spec(place: str | os.PathLike) -> dict[str, Any]:
+def spec(url: str | os.PathLike) -> dict[str, Any]:
     """Tensorstore's kvstore of the keys that begin with that of a URL."""
-    scheme, _, rest = os.fspath(place).partition("://")
-    bucket, _, key = rest.partition("/")
+    scheme, _, path = os.fspath(url).partition("://")
+    bucket, _, key = path.partition("/")
     driver = _DRIVERS[scheme]
-    found: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": key}
-    found[f"{driver}_request_retries"] = _RETRIES
+    spec_: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": key}
+    spec_[f"{driver}_request_retries"] = _RETRIES
     if driver == "s3":
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        found |= {"aws_region": region} if region else {}
+        spec_ |= {"aws_region": region} if region else {}
         if "AWS_ACCESS_KEY_ID" in os.environ:  # else it complains of files that are not needed
-            found["aws_credentials"] = {"type": "environment"}
+            spec_["aws_credentials"] = {"type": "environment"}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        found |= {"endpoint": endpoint.rstrip("/")} if endpoint else {}
-    return found
+        spec_ |= {"endpoint": endpoint.rstrip("/")} if endpoint else {}
+    return spec_
 
 
-def open_store(place: str | os.PathLike) -> ts.KvStore:
+def open_store(url: str | os.PathLike) -> ts.KvStore:
     """The objects whose keys begin with that of a URL."""
-    found = spec(place)
-    key = found.pop("path")
-    return _open_bucket(json.dumps(found)) + key
+    parts = spec(url)
+    key = parts.pop("path")
+    return _open_bucket(json.dumps(parts)) + key
 
 
 @functools.cache  # to open one looks for credentials
@@ -64,13 +64,13 @@ def _naming(function: Callable) -> Callable:
     """Turn errors of the client into one message; a missing object is a `FileNotFoundError`."""
 
     @functools.wraps(function)
-    def wrapped(self: "_Objects", place: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def wrapped(self: "_Objects", url: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         try:
-            return function(self, place, *args, **kwargs)
+            return function(self, url, *args, **kwargs)
         except ValueError as error:  # of tensorstore
             if gist(error).startswith(_REFUSED):
-                raise UserError(f"{os.fspath(place)}: {gist(error)}") from error
-            raise StorageError(f"{os.fspath(place)}: {gist(error)}") from error
+                raise UserError(f"{os.fspath(url)}: {gist(error)}") from error
+            raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
 
     return wrapped
 
@@ -79,37 +79,37 @@ class _Objects(epath_backend.Backend):
     """File-system interface that `epath` expects, over object keys."""
 
     @_naming
-    def open(self, place: str, mode: str) -> IO:
+    def open(self, url: str, mode: str) -> IO:
         if "a" in mode:
-            raise OSError(f"{place}: an object cannot be appended to")
+            raise OSError(f"{url}: an object cannot be appended to")
         if "w" in mode:
-            upload = _Upload(place)
+            upload = _Upload(url)
             return upload if "b" in mode else _TextUpload(upload)
-        raw = io.BytesIO(self._read(place))
+        raw = io.BytesIO(self._read(url))
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding="utf-8")
 
     @_naming
-    def exists(self, place: str) -> bool:
-        return self._is_object(place) or self.isdir(place)
+    def exists(self, url: str) -> bool:
+        return self._is_object(url) or self.isdir(url)
 
     @_naming
-    def isdir(self, place: str) -> bool:
-        return bool(keys(place))
+    def isdir(self, url: str) -> bool:
+        return bool(keys(url))
 
     @_naming
-    def listdir(self, place: str) -> list[str]:
-        names = sorted({key.split("/", 1)[0] for key in keys(place)} - {""})
+    def listdir(self, url: str) -> list[str]:
+        names = sorted({key.split("/", 1)[0] for key in keys(url)} - {""})
         if not names:
-            raise FileNotFoundError(f"nothing at {place}")
+            raise FileNotFoundError(f"nothing at {url}")
         return names
 
     @_naming
-    def glob(self, place: str) -> list[str]:
-        root = place[: re.search(r"[*?[]|$", place).start()].rpartition("/")[0]  # type: ignore[union-attr]
-        pattern, depth = place.split("/"), place.count("/") + 1
-        found = {"/".join(f"{root}/{key}".split("/")[:depth]) for key in keys(root)}
+    def glob(self, url: str) -> list[str]:
+        root = url[: re.search(r"[*?[]|$", url).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        pattern, depth = url.split("/"), url.count("/") + 1
+        paths = {"/".join(f"{root}/{key}".split("/")[:depth]) for key in keys(root)}
         return sorted(
-            path for path in found
+            path for path in paths
             if len(parts := path.split("/")) == len(pattern)
             and all(map(fnmatch.fnmatchcase, parts, pattern))
         )  # fmt: skip
@@ -117,58 +117,58 @@ class _Objects(epath_backend.Backend):
     def walk(self, top: str, **_: Any) -> Iterator[tuple[str, list[str], list[str]]]:  # noqa: ANN401
         raise NotImplementedError("a bucket has keys, which `iterdir` and `glob` find")
 
-    def makedirs(self, place: str, *, exist_ok: bool = False, mode: int | None = None) -> None:
-        self.mkdir(place, exist_ok=exist_ok)
+    def makedirs(self, url: str, *, exist_ok: bool = False, mode: int | None = None) -> None:
+        self.mkdir(url, exist_ok=exist_ok)
 
-    def mkdir(self, place: str, *, exist_ok: bool = False, mode: int | None = None) -> None:
+    def mkdir(self, url: str, *, exist_ok: bool = False, mode: int | None = None) -> None:
         """Do nothing: a directory in a bucket exists with its first object."""
-        if not exist_ok and self.exists(place):
-            raise FileExistsError(f"{place} exists")
+        if not exist_ok and self.exists(url):
+            raise FileExistsError(f"{url} exists")
 
     @_naming
-    def rmtree(self, place: str) -> None:
-        if not self.isdir(place):
-            raise FileNotFoundError(f"nothing at {place}")
-        store = open_store(place.rstrip("/") + "/")
+    def rmtree(self, url: str) -> None:
+        if not self.isdir(url):
+            raise FileNotFoundError(f"nothing at {url}")
+        store = open_store(url.rstrip("/") + "/")
         store.write(COMMITTED, None).result()  # first: half a checkpoint must not look whole
         store.delete_range(ts.KvStore.KeyRange()).result()
 
     @_naming
-    def remove(self, place: str) -> None:
-        if not self._is_object(place):
-            raise FileNotFoundError(f"no object {place}")
-        open_store(place).write("", None).result()
+    def remove(self, url: str) -> None:
+        if not self._is_object(url):
+            raise FileNotFoundError(f"no object {url}")
+        open_store(url).write("", None).result()
 
-    def rename(self, place: str, dst: str) -> None:
-        self.replace(place, dst)
+    def rename(self, url: str, dst: str) -> None:
+        self.replace(url, dst)
 
-    def replace(self, place: str, dst: str) -> None:
+    def replace(self, url: str, dst: str) -> None:
         """Replace one object; directories are never renamed, because that is not atomic."""
-        self.copy(place, dst, overwrite=True)
-        self.remove(place)
+        self.copy(url, dst, overwrite=True)
+        self.remove(url)
 
-    def copy(self, place: str, dst: str, overwrite: bool) -> None:
+    def copy(self, url: str, dst: str, overwrite: bool) -> None:
         if not overwrite and self.exists(dst):
             raise FileExistsError(f"{dst} exists")
         with epath.Path(dst).open("wb") as file:
-            file.write(epath.Path(place).read_bytes())
+            file.write(epath.Path(url).read_bytes())
 
     @_naming
-    def stat(self, place: str) -> epath.stat_utils.StatResult:
-        if self.isdir(place):
+    def stat(self, url: str) -> epath.stat_utils.StatResult:
+        if self.isdir(url):
             return epath.stat_utils.StatResult(is_directory=True, length=0, mtime=0)
-        length = len(self._read(place))
+        length = len(self._read(url))
         return epath.stat_utils.StatResult(is_directory=False, length=length, mtime=0)
 
-    def _is_object(self, place: str) -> bool:
-        found = open_store(place).read("", byte_range=slice(0, 0)).result()
-        return found.state == "value"
+    def _is_object(self, url: str) -> bool:
+        answer = open_store(url).read("", byte_range=slice(0, 0)).result()
+        return answer.state == "value"
 
-    def _read(self, place: str) -> bytes:
-        found = open_store(place).read("").result()
-        if found.state != "value":
-            raise FileNotFoundError(2, "no such object", place)
-        return found.value
+    def _read(self, url: str) -> bytes:
+        answer = open_store(url).read("").result()
+        if answer.state != "value":
+            raise FileNotFoundError(2, "no such object", url)
+        return answer.value
 
 
 class _Upload(io.BytesIO):
@@ -178,9 +178,9 @@ class _Upload(io.BytesIO):
     could not be written once would replace what was written since.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__()
-        self._place = place
+        self._place = url
 
     def close(self) -> None:
         if not self.closed:
@@ -194,7 +194,7 @@ class _Upload(io.BytesIO):
 
     __del__ = abandon
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
             self.abandon()  # what is half written is not there
         self.close()
@@ -210,38 +210,38 @@ class _TextUpload(io.TextIOWrapper):
     def __del__(self) -> None:
         self._upload.abandon()
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
             self._upload.abandon()
         self.close()
 
 
-def write(place: str | os.PathLike, data: bytes) -> None:
+def write(url: str | os.PathLike, data: bytes) -> None:
     """Makes an object of bytes, replacing what was there, at once.
 
     Raises:
         StorageError: it could not be written.
     """
     try:
-        open_store(place).write("", data).result()
+        open_store(url).write("", data).result()
     except ValueError as error:
-        raise StorageError(f"{os.fspath(place)}: {gist(error)}") from error
+        raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
 
 
-def head(place: str | os.PathLike, n: int) -> bytes:
+def head(url: str | os.PathLike, n: int) -> bytes:
     """The first n bytes of an object, or all where it has no more."""
-    store = open_store(place)
+    store = open_store(url)
     try:
         return store.read("", byte_range=slice(0, n)).result().value
     except ValueError as error:
         if "OUT_OF_RANGE" not in str(error):
-            raise StorageError(f"{os.fspath(place)}: {gist(error)}") from error
+            raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
         return store.read("").result().value
 
 
-def other_length(place: str | os.PathLike, size: int) -> str | None:
+def other_length(url: str | os.PathLike, size: int) -> str | None:
     """Describe how the length of an object differs from `size` bytes, without reading it."""
-    store = open_store(place)
+    store = open_store(url)
     for first, wrong in ((size - 1, "is shorter"), (size, "is longer")):
         try:
             store.read("", byte_range=slice(first, first + 1)).result()
@@ -258,16 +258,16 @@ def gist(error: ValueError) -> str:
     return str(error).split(" [")[0].partition("\n")[0]
 
 
-def keys(place: str) -> list[str]:
+def keys(url: str) -> list[str]:
     """Return the keys below a directory, relative to it."""
-    return [key.decode() for key in open_store(place.rstrip("/") + "/").list().result()]
+    return [key.decode() for key in open_store(url.rstrip("/") + "/").list().result()]
 
 
-def stamps(place: str) -> dict[str, str]:
+def stamps(url: str) -> dict[str, str]:
     """Return the objects below a directory, each with a stamp that changes when it is rewritten."""
-    store = open_store(place.rstrip("/") + "/")
-    found = {key: store.read(key, byte_range=slice(0, 0)) for key in keys(place)}
-    return {key: read.result().stamp.generation.hex() for key, read in found.items()}
+    store = open_store(url.rstrip("/") + "/")
+    answers = {key: store.read(key, byte_range=slice(0, 0)) for key in keys(url)}
+    return {key: read.result().stamp.generation.hex() for key, read in answers.items()}
 
 
 @epath.register_path_cls(tuple(f"{scheme}://" for scheme in _DRIVERS))

@@ -152,7 +152,7 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
 
     Damaged lines are durable in `aside` before they leave the file.
     """
-    with path.open("rb") as source, safe_files.replacing(path, durable=True) as kept:
+    with path.open("rb") as source, safe_files.replacing(path, durable=True) as target:
         if damaged:
             with safe_files.open_to_append(aside) as bad:
                 bad.writelines(_ended(line) for n, line in enumerate(source, 1) if n in damaged)
@@ -160,7 +160,7 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
                 os.fsync(bad.fileno())
             source.seek(0)
         out = later | damaged
-        kept.writelines(_ended(line) for n, line in enumerate(source, 1) if n not in out)
+        target.writelines(_ended(line) for n, line in enumerate(source, 1) if n not in out)
 
 
 def _ended(line: bytes) -> bytes:

@@ -36,8 +36,8 @@ def files(run: str) -> Path:
     Args:
         run: `checkpoint.dir`; what is on this machine already is the place itself.
     """
-    place = urls.path(run, "checkpoint.dir")
-    return directory(place, jax.process_index()) if urls.in_bucket(place) else place
+    location = urls.path(run, "checkpoint.dir")
+    return directory(location, jax.process_index()) if urls.in_bucket(location) else location
 
 
 def directory(run: Path, process: int | str) -> Path:
@@ -128,15 +128,15 @@ class Mirror:
         shutil.rmtree(self._here, ignore_errors=True)
 
     def _fetch(self, name: str) -> None:
-        place = self._run / name
-        if place.is_dir():
-            for below in place.iterdir():
+        url = self._run / name
+        if url.is_dir():
+            for below in url.iterdir():
                 if below.name in ("", ".", ".."):  # which a bucket may have, and a directory not
                     continue
                 self._fetch(f"{name}/{below.name}")
             return
         with contextlib.suppress(FileNotFoundError):
-            data = place.read_bytes()
+            data = url.read_bytes()
             path = self._here / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
@@ -153,8 +153,8 @@ class Mirror:
         state = _state(path)
         if state == self._copied.get(path) or not state[0]:
             return
-        place = self._run / path.relative_to(self._here).as_posix()
-        with path.open("rb") as source, place.open("wb") as file:
+        url = self._run / path.relative_to(self._here).as_posix()
+        with path.open("rb") as source, url.open("wb") as file:
             shutil.copyfileobj(source, file, _PIECE)
         self._copied[path] = state
 

@@ -128,16 +128,16 @@ class RunLock:
             raise UserError(f"{self._path} is a link, and no lock is taken through one: remove it")
         if _make(self._path, self._mine):
             return True
-        found = _read(self._path)
-        if found is None:
+        content = _read(self._path)
+        if content is None:
             return False  # its holder has just ended
-        if _lives(self._path, found):
+        if _lives(self._path, content):
             raise UserError(
                 f"{self._path.parent} is in use by {_whose(_read(self._path) or '')}: two jobs "
                 "would overwrite each other's metrics and checkpoints. Wait for its end, end it, "
                 f"or give another checkpoint.dir; if it is certainly gone, remove {self._path}"
             )
-        log.warning("%s was left behind by %s: taken over", self._path, _whose(found))
+        log.warning("%s was left behind by %s: taken over", self._path, _whose(content))
         _replace(self._path, self._mine)
         time.sleep(_SETTLE_SEC)
         return _read(self._path) == self._mine
@@ -146,8 +146,8 @@ class RunLock:
         while not self._ended.wait(BEAT_SEC):
             # What a disk or bucket does not take now, the next beat tries; saves tell of it.
             with contextlib.suppress(OSError):
-                found = _read(self._path)
-                self._is_lost = found is not None and found != self._mine
+                content = _read(self._path)
+                self._is_lost = content is not None and content != self._mine
                 if self._is_lost:
                     return
                 _renew(self._path, self._mine)
@@ -156,8 +156,8 @@ class RunLock:
 def holder(run: Path) -> str | None:
     """Who trains in a run directory now, in words; None where nobody does."""
     path = run.absolute() / NAME
-    found = _read(path)
-    return _whose(found) if found is not None and _lives(path, found) else None
+    content = _read(path)
+    return _whose(content) if content is not None and _lives(path, content) else None
 
 
 def _this_process() -> dict[str, Any]:
@@ -203,8 +203,8 @@ def _renew(path: Path, text: str) -> None:
     if not urls.in_bucket(path):
         os.utime(path, follow_symlinks=False)
         return
-    found = _version(path)
-    path.write_text(text if found and found[1] != text else f"{text} ")
+    version = _version(path)
+    path.write_text(text if version and version[1] != text else f"{text} ")
 
 
 def _machine() -> str:
@@ -275,8 +275,8 @@ def _version(path: Path) -> tuple[int, str] | None:
 
 
 def _read(path: Path) -> str | None:
-    found = _version(path)
-    return found and found[1].rstrip()
+    version = _version(path)
+    return version and version[1].rstrip()
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
@@ -284,10 +284,10 @@ def _identity(directory: Path) -> tuple[int, int] | None:
     if urls.in_bucket(directory):
         return None
     try:
-        found = directory.stat()
+        status = directory.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -100,9 +100,9 @@ def private_directory(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        found = os.lstat(path)
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if is_ours and not found.st_mode & 0o022:
+        status = os.lstat(path)
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_ours and not status.st_mode & 0o022:
             os.chmod(path, 0o700)
     if not is_private(path):
         raise OSError(errno.EPERM, _NOT_OURS, str(path))
@@ -111,8 +111,8 @@ def private_directory(path: Path) -> None:
 def is_private(path: Path) -> bool:
     """Return whether a path is a directory, no link, that only this user can look into."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    is_ours = found.st_uid == os.getuid() and not found.st_mode & 0o077
-    return stat.S_ISDIR(found.st_mode) and is_ours
+    is_ours = status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and is_ours

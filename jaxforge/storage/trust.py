@@ -56,15 +56,15 @@ def of_run(run: str | os.PathLike) -> Decision:
     Args:
         run: its directory, on this machine or in a bucket.
     """
-    place = _place(run)
+    path = _place(run)
 
     def is_trusted(names: PluginNames) -> bool:
-        if _ALL in _granted or place in _granted:
+        if _ALL in _granted or path in _granted:
             return True
-        record = _record(place, names)
+        record = _record(path, names)
         if record is None:
             return False
-        sys.path += [one for one in record if one not in sys.path]
+        sys.path += [folder for folder in record if folder not in sys.path]
         return True
 
     return is_trusted
@@ -98,10 +98,10 @@ def note(run: str | os.PathLike, names: PluginNames) -> None:
     """
     if not names.all_modules():
         return
-    place, directory = _place(run), _directory()
+    path, directory = _place(run), _directory()
     safe_files.private_directory(directory)
-    record = {"run": place, "plugins": names._asdict(), "path": _roots(names.all_modules())}
-    safe_files.replace_text(directory / _file(place, names), json.dumps(record) + "\n")
+    record = {"run": path, "plugins": names._asdict(), "path": _roots(names.all_modules())}
+    safe_files.replace_text(directory / _file(path, names), json.dumps(record) + "\n")
 
 
 def use_working_directory() -> None:
@@ -120,8 +120,8 @@ def _place(run: str | os.PathLike) -> str:
     return os.fspath(run) if urls.in_bucket(run) else os.path.realpath(run)
 
 
-def _file(place: str, names: PluginNames) -> str:
-    return hashlib.sha256(json.dumps([place, *names]).encode()).hexdigest() + ".json"
+def _file(path: str, names: PluginNames) -> str:
+    return hashlib.sha256(json.dumps([path, *names]).encode()).hexdigest() + ".json"
 
 
 def _record(place: str, names: PluginNames) -> list[str] | None:
@@ -135,9 +135,9 @@ def _record(place: str, names: PluginNames) -> list[str] | None:
 
 def _roots(modules: Sequence[str]) -> list[str]:
     """The directories that have to be on `sys.path` for modules that have been imported."""
-    found = []
+    folders = []
     for name in {module.partition(".")[0] for module in modules}:
         module = sys.modules[name]
         paths = [*getattr(module, "__path__", ()), *filter(None, [module.__file__])]
-        found += [os.path.dirname(os.path.abspath(one)) for one in paths[:1]]
-    return sorted(set(found))
+        folders += [os.path.dirname(os.path.abspath(path)) for path in paths[:1]]
+    return sorted(set(folders))

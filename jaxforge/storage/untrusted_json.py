@@ -36,8 +36,8 @@ def load_object(data: bytes | str, where: str) -> dict[str, Any]:
             its bytes.
     """
     text = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    things = 72 * (text.count(b"[") + text.count(b"{")) + 40 * text.count(b",")
-    if len(text) > DOCUMENT or things > DOCUMENT_MADE:
+    nbytes = 72 * (text.count(b"[") + text.count(b"{")) + 40 * text.count(b",")
+    if len(text) > DOCUMENT or nbytes > DOCUMENT_MADE:
         raise UserError(f"{where}: {len(text)} bytes of JSON, which is more than is read here")
     try:
         document = json.loads(text.decode("utf-8"), parse_int=_integer)
@@ -149,9 +149,9 @@ def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, 
     Raises:
         UserError: the file cannot be read.
     """
-    found, omissions = list[dict[str, Any]](), Omissions(path)
+    objects, omissions = list[dict[str, Any]](), Omissions(path)
     if not path.is_file():
-        return found, []
+        return objects, []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(LINE), b""), 1):
@@ -164,10 +164,10 @@ def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, 
                 if problem:
                     omissions.add(number, problem)
                 else:
-                    found.append(value)
+                    objects.append(value)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return found, omissions.messages()
+    return objects, omissions.messages()
 
 
 def parse_line(line: bytes) -> tuple[Any, str]:

@@ -15,9 +15,9 @@ SCHEMES = ("gs", "s3")
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):(/+)(.*)", re.DOTALL)
 
 
-def in_bucket(place: str | os.PathLike) -> bool:
+def in_bucket(location: str | os.PathLike) -> bool:
     """Return whether a location is a bucket URL: `gs://…`, and also `gs:/…`, which is cut short."""
-    return _URL.match(os.fspath(place)) is not None
+    return _URL.match(os.fspath(location)) is not None
 
 
 def path(text: str | os.PathLike, key: str = "") -> Path:
@@ -52,10 +52,10 @@ def local(text: str | os.PathLike, key: str, remedy: str) -> Path:
 
 def fault(text: str | os.PathLike) -> str | None:
     """Return the fault of a path or URL as a message that begins with it, or None."""
-    found = _URL.match(os.fspath(text))
-    if found is None:
+    match = _URL.match(os.fspath(text))
+    if match is None:
         return None
-    scheme, slashes, rest = found.groups()
+    scheme, slashes, rest = match.groups()
     given = os.fspath(text)
     if scheme not in SCHEMES:
         return (

@@ -14,7 +14,7 @@ LOAD = "moe/load/layers."
 """Name of a layer's list of loads, without the layer."""
 
 
-def moe_metrics(told: Mapping[str, Any]) -> Metrics:
+def moe_metrics(outputs: Mapping[str, Any]) -> Metrics:
     """Return the metrics of routers; empty without experts.
 
         moe/aux_loss          Σ over layers of E Σ f p, before its weight; 1 each at an even load
@@ -27,13 +27,13 @@ def moe_metrics(told: Mapping[str, Any]) -> Metrics:
         moe/load/…            of each expert its assignments, relative to an even load: a list
 
     Args:
-        told: by the names of `TOLD`, one row for each layer; NaN or 0 of layers without experts.
+        outputs: by the names of `TOLD`, one row for each layer; NaN or 0 of layers without experts.
     """
-    if "expert_counts" not in told:
+    if "expert_counts" not in outputs:
         return {}
-    counts_LE = np.asarray(told["expert_counts"], np.float64)
+    counts_LE = np.asarray(outputs["expert_counts"], np.float64)
     layers = np.flatnonzero(counts_LE.sum(axis=1))
-    means = {name: np.asarray(told[name], np.float64) for name in TOLD[1:] if name in told}
+    means = {name: np.asarray(outputs[name], np.float64) for name in TOLD[1:] if name in outputs}
     metrics: Metrics = {
         "moe/aux_loss": float(means["aux_loss"][layers].sum()),
         "moe/router_z_loss": float(means["router_z"][layers].sum()),

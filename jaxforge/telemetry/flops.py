@@ -52,8 +52,8 @@ def _of_layers(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
 def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
     """Twice the pairs of a query and a key that it sees in a sequence, itself counted half."""
     if chunk is not None:
-        whole, rest = divmod(seq_len, chunk)
-        return whole * chunk**2 + rest**2
+        whole, remainder = divmod(seq_len, chunk)
+        return whole * chunk**2 + remainder**2
     reach = min(window or seq_len, seq_len)
     return reach * (2 * seq_len - reach)
 

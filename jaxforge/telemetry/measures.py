@@ -85,11 +85,11 @@ def memory(devices: Iterable[jax.Device]) -> Metrics:
 
     The allocator answers, on the host: no device is waited for.
     """
-    stats = [found for device in devices if (found := device.memory_stats())]
+    stats = [stats_ for device in devices if (stats_ := device.memory_stats())]
     gb = {
-        name: max(one[key] for one in stats) / _GB
+        name: max(stats_of_device[key] for stats_of_device in stats) / _GB
         for name, key in _MEMORY.items()
-        if stats and all(key in one for one in stats)
+        if stats and all(key in stats_of_device for stats_of_device in stats)
     }
     if gb.get("gpu/total_gb") and "gpu/peak_gb" in gb:
         gb["gpu/mem_utilization"] = gb["gpu/peak_gb"] / gb["gpu/total_gb"]
@@ -109,13 +109,13 @@ def describe_memory(
     Returns:
         None where devices do not tell.
     """
-    stats = [found for device in devices if (found := device.memory_stats())]
+    stats = [stats_ for device in devices if (stats_ := device.memory_stats())]
     if not stats:
         return None
     sizes = {
-        name: max(one[key] for one in stats)
+        name: max(stat[key] for stat in stats)
         for name, key in _REPORTED.items()
-        if all(key in one for one in stats)
+        if all(key in stat for stat in stats)
     }
     if compiled is not None and (step := compiled.memory_analysis()):
         sizes["step-arguments"] = step.argument_size_in_bytes
@@ -213,15 +213,17 @@ def side_metrics(values: Mapping[str, Any]) -> Metrics:
     What has one number of each layer is `model/<name>/layers.<i>`.
     """
     metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
-    told = values.get("side", {})
-    metrics |= moe_metrics(told)
-    for name, value in told.items():
-        if name in TOLD and "expert_counts" in told:
+    aux = values.get("side", {})
+    metrics |= moe_metrics(aux)
+    for name, value in aux.items():
+        if name in TOLD and "expert_counts" in aux:
             continue
         if value.ndim == 0:
             metrics[f"model/{name}"] = float(value)
         else:
-            metrics |= {f"model/{name}/layers.{i}": float(one) for i, one in enumerate(value)}
+            metrics |= {
+                f"model/{name}/layers.{i}": float(element) for i, element in enumerate(value)
+            }
     return metrics
 
 

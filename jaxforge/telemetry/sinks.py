@@ -74,7 +74,7 @@ class JsonlSink:
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Append a line for each sample."""
-        self._samples.append(*(sample_as_json(step, one) for one in samples), step=step)
+        self._samples.append(*(sample_as_json(step, sample) for sample in samples), step=step)
 
     def rewind(self, step: int) -> None:
         """Drop the lines of later steps."""
@@ -115,7 +115,7 @@ def sample_as_json(step: int, sample: Sample) -> str:
 
 def _finite(value: Any) -> Any:  # noqa: ANN401 (a number, or a list of them)
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(element) for element in value]
     return value if math.isfinite(value) else None
 
 

@@ -127,8 +127,8 @@ def curve_svg(trained: Sequence[Point], evaluated: Sequence[Point], max_steps: i
         return f"{x:.1f},{4 + (height - 8) * (high - loss) / span:.1f}"
 
     def curve(points: Sequence[Point], colour: str) -> Iterator[str]:
-        places = " ".join(place(point) for point in points if math.isfinite(point[1]))
-        yield f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{places}"/>'
+        positions = " ".join(place(point) for point in points if math.isfinite(point[1]))
+        yield f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{positions}"/>'
 
     def dots(points: Sequence[Point], colour: str) -> Iterator[str]:
         for x, y in (place(point).split(",") for point in points if math.isfinite(point[1])):

@@ -63,7 +63,7 @@ def read(directory: Path) -> dict[str, np.ndarray]:
 
 def steps(run: Path) -> list[int]:
     """The steps whose activations a run directory has."""
-    names = (one.name.removeprefix("step_") for one in (run / DIRECTORY).glob("step_*"))
+    names = (path.name.removeprefix("step_") for path in (run / DIRECTORY).glob("step_*"))
     return sorted(int(name) for name in names if name.isdigit())
 
 

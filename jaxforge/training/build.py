@@ -113,4 +113,6 @@ def _ready(
         steps = saved.load(lowered, config)
         log.info("train step loaded from %s: nothing is compiled", config.train.executable)
         return CompiledSteps(steps)
-    return CompiledSteps({n: compilation.compile_step(one, flags) for n, one in lowered.items()})
+    return CompiledSteps(
+        {n: compilation.compile_step(program, flags) for n, program in lowered.items()}
+    )

@@ -63,8 +63,10 @@ class Phases:
             step: steps attempted.
             samples: sequences drawn from the data.
         """
-        begun = [Segment(*one) for one in history]
-        begun = [one for one in begun if one.start < samples]  # the others have drawn nothing
+        begun = [Segment(*fields) for fields in history]
+        begun = [
+            fields for fields in begun if fields.start < samples
+        ]  # the others have drawn nothing
         return _followed(begun, samples, self.mixtures[self.index(step)])
 
     def segments(

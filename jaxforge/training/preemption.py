@@ -167,8 +167,8 @@ class Signals:
         finally:
             self._interruptible = False
 
-    def wait_for(self, work: Callable[[], T]) -> T:
-        """Does `work` that may spend minutes in compiled code, where no signal would be seen.
+    def wait_for(self, function: Callable[[], T]) -> T:
+        """Does `function` that may spend minutes in compiled code, where no signal would be seen.
 
         Raises:
             Interrupted: a signal has come; the work goes on in a thread that nobody waits for.
@@ -178,7 +178,7 @@ class Signals:
 
         def run() -> None:
             try:
-                results.append(work())
+                results.append(function())
             except BaseException as error:
                 failures.append(error)
 

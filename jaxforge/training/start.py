@@ -139,7 +139,7 @@ def skipping_experts_as_started(config: JobConfig) -> JobConfig:
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
         return config
     own = (section.dir, section.non_persistent_dir)
-    start = next((place for place in own if place and paths.has_run(place)), None)
+    start = next((directory for directory in own if directory and paths.has_run(directory)), None)
     if start is None and "optimizer" not in section.exclude_from_loading:
         start = section.load_path
     if start is None:

@@ -77,7 +77,9 @@ class TrainingData:
 
     def note_mixture(self, at: Progress) -> None:
         """Records what the next batch is drawn from, where that has changed."""
-        at.mixtures = [list(one) for one in self._phases.recorded(at.mixtures, at.step, at.samples)]
+        at.mixtures = [
+            list(mixture) for mixture in self._phases.recorded(at.mixtures, at.step, at.samples)
+        ]
 
     def controls(self, step: int, iterations_to_skip: Container[int]) -> Controls:
         """Controls of the step that is launched after `step` steps.
@@ -96,17 +98,17 @@ def batch_ramp(config: JobConfig, mesh: Mesh) -> BatchRamp:
 
 
 def batches_from(
-    place: Progress,
+    progress: Progress,
     config: JobConfig,
     mesh: Mesh,
     dataset: Dataset | Mixture | Streaming,
     phases: Phases,
     ramp: BatchRamp,
 ) -> Iterator[Batch]:
-    """The batches from `place` to the end of the run."""
-    at = place.step, place.samples
-    segments = phases.segments(place.mixtures, *at, lambda step: ramp.samples_at(step, at))
-    for span in ramp.spans(place.step, config.train.max_steps - place.step):
+    """The batches from `progress` to the end of the run."""
+    at = progress.step, progress.samples
+    segments = phases.segments(progress.mixtures, *at, lambda step: ramp.samples_at(step, at))
+    for span in ramp.spans(progress.step, config.train.max_steps - progress.step):
         first = ramp.samples_at(span.start, at)
         yield from loader.training_batches(
             config, mesh, dataset, first, span.n_updates, segments, span.accum

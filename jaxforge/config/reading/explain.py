@@ -93,8 +93,10 @@ def _place(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
     setting = _setting_of(path, rule if line else "", sources)
     if setting:
         return _Problem(math.inf, f"{setting.flag}: {text}")
-    place = f"{sources.file}:{line}" if line else sources.file  # not TOML, of which lines are known
-    return _Problem(line or 0, f"{place}: {text}")
+    location = (
+        f"{sources.file}:{line}" if line else sources.file
+    )  # not TOML, of which lines are known
+    return _Problem(line or 0, f"{location}: {text}")
 
 
 def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:

@@ -50,12 +50,12 @@ def topic(name: str) -> Group:
     if name.partition(".")[0] in VISION_SECTIONS:
         raise UserError(f"--help {name}: jaxforge trains text models only")
     keys = all_keys()
-    found = [key for key in keys if name in (key, key.rpartition(".")[2])]
-    if not found:
+    matching = [key for key in keys if name in (key, key.rpartition(".")[2])]
+    if not matching:
         near = nearest_keys(tuple(name.split(".")))
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"--help {name}: there is no such section or key{hint}")
-    return Group(*(_about(key, keys[key]) for key in found))
+    return Group(*(_about(key, keys[key]) for key in matching))
 
 
 def help_text(width: int = 100) -> str:

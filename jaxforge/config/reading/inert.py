@@ -24,11 +24,11 @@ def inert(values: Mapping[str, Any], run: str) -> dict[str, Any]:
         values: Section -> key -> value, as read.
         run: The directory of the run, which is `checkpoint.dir` whatever the config says.
     """
-    kept = dict(values)
+    remaining = dict(values)
     for section, keys in _LEFT_OUT.items():
-        table = kept.get(section)
+        table = remaining.get(section)
         if isinstance(table, Mapping):
-            kept[section] = {key: value for key, value in table.items() if key not in keys}
-    if isinstance(checkpoint := kept.get("checkpoint", {}), Mapping):
-        kept["checkpoint"] = {**checkpoint, "dir": run}
-    return kept
+            remaining[section] = {key: value for key, value in table.items() if key not in keys}
+    if isinstance(checkpoint := remaining.get("checkpoint", {}), Mapping):
+        remaining["checkpoint"] = {**checkpoint, "dir": run}
+    return remaining

@@ -67,7 +67,7 @@ def nearest_keys(path: Path) -> list[str]:
     name = str(path[-1])
     table = "".join(f"{part}." for part in path[:-1] if isinstance(part, str))
     by_name = keys_by_name()
-    siblings = [one for one, keys in by_name.items() if table + one in keys]
+    siblings = [sibling for sibling, keys in by_name.items() if table + sibling in keys]
     if name in by_name:
         return by_name[name]
     if near := get_close_matches(name, siblings, n=1):
@@ -136,7 +136,7 @@ def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
 
 def _plain(node: Node) -> Node:
     """Follows references, and drops the "or null" of keys that need not be set."""
-    value = next((one for one in node.get("anyOf", ()) if one.get("type") != "null"), node)
+    value = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
     if "$ref" in value:
         value = _root()["$defs"][value["$ref"].rsplit("/", 1)[-1]]
     return {**value, **{key: node[key] for key in ("description", "default") if key in node}}

@@ -36,9 +36,9 @@ def parse(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         what = str(error)
-        found = _PLACE.search(what)
-        place = ":".join([where, *(found.groups() if found else ())])
-        raise UserError(f"{place}: not valid TOML: {_PLACE.sub('', what)}") from None
+        match = _PLACE.search(what)
+        location = ":".join([where, *(match.groups() if match else ())])
+        raise UserError(f"{location}: not valid TOML: {_PLACE.sub('', what)}") from None
     except ValueError as error:  # a date that no calendar has
         raise UserError(f"{where}: not valid TOML: {error}") from None
 

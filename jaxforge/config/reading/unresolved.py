@@ -73,7 +73,7 @@ class UnresolvedConfig:
         self._context = {
             "trusts": trusts,
             "on_command_line": tuple(
-                one.path[1] for one in sources.settings if one.path[:1] == ("plugins",)
+                setting.path[1] for setting in sources.settings if setting.path[:1] == ("plugins",)
             ),
         }
         self._durations = dict(_durations(self._values))
@@ -97,7 +97,9 @@ class UnresolvedConfig:
     @property
     def durations(self) -> dict[str, str]:
         """Durations as they were written, by key: "train.max_steps" -> "2ep"."""
-        return {".".join(map(str, path)): found.text for path, found in self._durations.items()}
+        return {
+            ".".join(map(str, path)): duration.text for path, duration in self._durations.items()
+        }
 
     def resolve(
         self, n_devices: int | None = None, epoch_length: EpochLength | None = None
@@ -342,7 +344,7 @@ def _with_some_starts(stages: list[Any]) -> Iterator[Any]:
 
 
 def _put(values: Any, path: Path, value: int) -> None:  # noqa: ANN401
-    *way, last = path
-    for part in way:
+    *parents, last = path
+    for part in parents:
         values = values[part]
     values[last] = value

@@ -118,8 +118,8 @@ def encode_conversations(
     documents = [json.loads(text) for _, text, *_ in texts]
     encoded = tokenizer.encode_with_places([document["text"] for document in documents])
     parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
-    for (split, *_), document, (ids, places) in zip(texts, documents, encoded, strict=True):
-        entries = _entries(ids, places, document["learned"], dtype)
+    for (split, *_), document, (ids, offsets) in zip(texts, documents, encoded, strict=True):
+        entries = _entries(ids, offsets, document["learned"], dtype)
         if document["eos"]:
             begun = with_prefix(tokenizer, ids)
             added = begun[: len(begun) - len(ids)]  # which is not learned
@@ -132,9 +132,9 @@ def encode_conversations(
 
 
 def _entries(
-    ids: Sequence[int], places: Int[np.ndarray, "n 2"], spans: Spans, dtype: str
+    ids: Sequence[int], offsets: Int[np.ndarray, "n 2"], spans: Spans, dtype: str
 ) -> Int[np.ndarray, "n"]:
-    entries, (starts, ends) = np.asarray(ids, dtype), places.T
+    entries, (starts, ends) = np.asarray(ids, dtype), offsets.T
     learned = np.zeros(len(ids), bool)
     for start, end in spans:
         learned |= (starts < end) & (ends > start)
@@ -175,14 +175,14 @@ def _said(role: str, content: object) -> dict[str, Any]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """`role` and `content`, by whichever names, and what else there is."""
-    rest = dict(message)
-    role = rest.pop("role", rest.pop("from", None))
-    content = rest.pop("content", rest.pop("value", "" if "tool_calls" in rest else None))
+    others = dict(message)
+    role = others.pop("role", others.pop("from", None))
+    content = others.pop("content", others.pop("value", "" if "tool_calls" in others else None))
     if not isinstance(role, str) or content is None:
         raise ValueError(f'expected messages with "role" and "content", not {message!r:.60}')
-    if rest.get("weight", 1) != 1 or rest.get("train", True) is not True:
+    if others.get("weight", 1) != 1 or others.get("train", True) is not True:
         raise ValueError("messages with a weight, or that are not trained on, are not supported")
-    return {"role": _ROLES.get(role, role), "content": _text(content), **rest}
+    return {"role": _ROLES.get(role, role), "content": _text(content), **others}
 
 
 def _text(content: object) -> str:

@@ -118,11 +118,11 @@ def pieces(
     """
     left = (max_bytes or sys.maxsize) - before
     inside = is_split_inside(inputs) and validation_fraction > 0
-    place = start or Place()
-    for i, source in enumerate(inputs[place.input :], place.input):
-        offset = place.offset if i == place.input else 0
+    position = start or Place()
+    for i, source in enumerate(inputs[position.input :], position.input):
+        offset = position.offset if i == position.input else 0
         try:
-            for record in source.records(place.record if i == place.input else 0):
+            for record in source.records(position.record if i == position.input else 0):
                 if left <= 0:
                     return
                 if record.problem:
@@ -135,9 +135,9 @@ def pieces(
                 else:
                     name = source.document(record.number)
                     parts = [Part(split_of(name, validation_fraction), 0, None)]
-                for piece in _of_record(i, source, record, offset, left, parts):
-                    left -= piece.size
-                    yield piece
+                for chunk in _of_record(i, source, record, offset, left, parts):
+                    left -= chunk.size
+                    yield chunk
                 offset = 0
         except READ_ERRORS as error:
             reason = getattr(error, "strerror", None) or error
@@ -196,17 +196,17 @@ def _size(file: BinaryIO) -> int:
     return file.seek(0, os.SEEK_END)
 
 
-def _line_before(file: BinaryIO, place: int) -> int:
+def _line_before(file: BinaryIO, offset: int) -> int:
     """The nearest begin of a line up to a place; of a character, where no line is near."""
-    start = max(0, place - _PIECE_BYTES)
+    start = max(0, offset - _PIECE_BYTES)
     file.seek(start)
-    data = file.read(place - start + 1)
-    line = data.rfind(b"\n", 0, place - start) + 1
+    data = file.read(offset - start + 1)
+    line = data.rfind(b"\n", 0, offset - start) + 1
     if line:
         return start + line
-    while len(data) > place - start > 0 and data[place - start] & 0xC0 == 0x80:
-        place -= 1
-    return place
+    while len(data) > offset - start > 0 and data[offset - start] & 0xC0 == 0x80:
+        offset -= 1
+    return offset
 
 
 def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes, bool]]:
@@ -214,18 +214,18 @@ def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes,
     data = _read(file, limit, end)
     while data:
         limit -= len(data)
-        rest = _read(file, limit, end) if limit > 0 else b""
-        yield data, not rest
-        data = rest
+        tail = _read(file, limit, end) if limit > 0 else b""
+        yield data, not tail
+        data = tail
 
 
 def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
     """Read about a MiB up to the end of a line, or `limit` bytes and the rest of their line."""
     data = file.read(min(limit, _PIECE_BYTES))
     if data and not data.endswith(b"\n"):
-        rest = file.readline(_LINE_BYTES)
-        data += rest
-        if len(rest) == _LINE_BYTES and not rest.endswith(b"\n"):
+        tail = file.readline(_LINE_BYTES)
+        data += tail
+        if len(tail) == _LINE_BYTES and not tail.endswith(b"\n"):
             whole = _cut(data)
             file.seek(whole - len(data), os.SEEK_CUR)
             data = data[:whole]

@@ -93,13 +93,13 @@ class Split:
     broken: int = 0
     last_broken: str = ""
 
-    def add(self, pieces: Sequence[Piece], tokens: Int[np.ndarray, "_"]) -> None:
+    def add(self, chunks: Sequence[Piece], tokens: Int[np.ndarray, "_"]) -> None:
         """Appends pieces and their tokens."""
-        self.writer.add(tokens, sum(piece.last for piece in pieces))
-        self.size += sum(piece.size for piece in pieces)
-        for piece in pieces:
-            if not piece.valid and piece.document != self.last_broken:
-                self.broken, self.last_broken = self.broken + 1, piece.document
+        self.writer.add(tokens, sum(chunk.last for chunk in chunks))
+        self.size += sum(chunk.size for chunk in chunks)
+        for chunk in chunks:
+            if not chunk.valid and chunk.document != self.last_broken:
+                self.broken, self.last_broken = self.broken + 1, chunk.document
 
     def journal(self) -> dict[str, Any]:
         """Brings all tokens to the disk; returns the fields, as JSON has them."""
@@ -129,9 +129,9 @@ class Corpus:
     def add(self, batch: Batch, tokens: Tokens) -> None:
         """Append a batch and its tokens by split."""
         for name, arrived in tokens.items():
-            pieces = [p for p in batch if p.split == name and not p.skipped]
-            self.splits[name].add(pieces, arrived)
-        self.skipped += sum(piece.skipped for piece in batch)
+            chunks = [p for p in batch if p.split == name and not p.skipped]
+            self.splits[name].add(chunks, arrived)
+        self.skipped += sum(chunk.skipped for chunk in batch)
         self.place = batch[-1].end
 
     def journal(self) -> dict[str, Any]:
@@ -259,13 +259,13 @@ def check_split(train: int, validation: int, fraction: float) -> None:
         )
 
 
-def batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
+def batches(chunks: Iterable[Piece]) -> Iterator[Batch]:
     """Pieces by the few MiB."""
     batch: list[Piece] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.size
+    for chunk in chunks:
+        batch.append(chunk)
+        size += chunk.size
         if size >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
             yield batch
             batch, size = [], 0
@@ -345,14 +345,14 @@ def _hold_out(
     if missing <= 0 or "train" not in tokens:
         return tokens
     arrived, eos = tokens["train"], tokenizer.eos_id
-    first, rest = arrived[:missing], arrived[missing:]
+    first, others = arrived[:missing], arrived[missing:]
     documents = int(np.count_nonzero(first == eos))
-    size = sum(piece.size for piece in batch) * len(first) // len(arrived)
+    size = sum(chunk.size for chunk in batch) * len(first) // len(arrived)
     is_cut = len(first) == missing and int(first[-1]) != eos  # and is a document in either split
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
-        rest = np.append(np.asarray(tokenizer.prefix, rest.dtype), rest)
+        others = np.append(np.asarray(tokenizer.prefix, others.dtype), others)
     held_out.writer.add(first, documents + is_cut)
     held_out.size, train.size = held_out.size + size, train.size - size
     train.writer.documents -= documents
-    return {"train": rest}
+    return {"train": others}

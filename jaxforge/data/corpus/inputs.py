@@ -111,7 +111,7 @@ _KINDS: dict[str, type[File]] = {
 
 
 def find_inputs(
-    places: Sequence[Path],
+    paths: Sequence[Path],
     globs: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     content: Content | None = None,
@@ -120,7 +120,7 @@ def find_inputs(
     """Finds the files to read, each once, sorted by name; empty ones are left out.
 
     Args:
-        places: files and directories; directories are searched in depth, but not those that are
+        paths: files and directories; directories are searched in depth, but not those that are
             symbolic links.
         globs: which file names to take from directories.
         exclude: which names of inputs to leave out ("*" matches "/" too).
@@ -131,23 +131,23 @@ def find_inputs(
         UserError: a place does not exist or cannot be read, a file is of a kind that cannot be
             read or holds no text, or no file is left.
     """
-    found: dict[Path, File] = {}
-    for path, name in _walk(places, globs):
+    files: dict[Path, File] = {}
+    for path, name in _walk(paths, globs):
         status = path.stat()
         if status.st_size and not any(fnmatch(name, pattern) for pattern in exclude):
             file = _kind(path)(
                 path, name, status.st_size, status.st_mtime_ns, content or TextField(),
                 max_record_bytes,
             )  # fmt: skip
-            found.setdefault(path.resolve(), file)
-    check_text((file.path, isinstance(file, TextFile)) for file in found.values())
-    if not found:
-        for path in places:
+            files.setdefault(path.resolve(), file)
+    check_text((file.path, isinstance(file, TextFile)) for file in files.values())
+    if not files:
+        for path in paths:
             if path.is_file() and not path.stat().st_size:
                 raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
-        where, kept = ", ".join(map(str, places)), " and no --exclude" if exclude else ""
-        raise UserError(f"no text in {where}: no file matches --glob {in_words(globs)}{kept}")
-    return sorted(found.values(), key=lambda file: file.name)
+        where, exclusion = ", ".join(map(str, paths)), " and no --exclude" if exclude else ""
+        raise UserError(f"no text in {where}: no file matches --glob {in_words(globs)}{exclusion}")
+    return sorted(files.values(), key=lambda file: file.name)
 
 
 def _kind(path: Path) -> type[File]:
@@ -164,9 +164,9 @@ def _kind(path: Path) -> type[File]:
     return kind
 
 
-def _walk(places: Iterable[Path], globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
+def _walk(paths: Iterable[Path], globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
     """Files, and their names below their places."""
-    for root in places:
+    for root in paths:
         if not root.exists():
             raise UserError(f"INPUT {root.absolute()} does not exist{path_hint(root)}")
         if root.is_file():

@@ -76,10 +76,10 @@ class JsonLines(PackedFile):
         while line := file.readline(limit + 1):
             size += len(line)
             is_too_long = len(line) > limit and not line.endswith(b"\n")
-            rest = line
-            while is_too_long and rest and not rest.endswith(b"\n"):
-                rest = file.readline(_SKIPPED)
-                size += len(rest)
+            tail = line
+            while is_too_long and tail and not tail.endswith(b"\n"):
+                tail = file.readline(_SKIPPED)
+                size += len(tail)
                 self.check_growth(size)
             self.check_growth(size)
             yield None if is_too_long else line

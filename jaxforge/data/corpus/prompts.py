@@ -104,8 +104,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise UserError(f"--prompts {path}: the file is empty; give a prompt a line")
     is_json = _is_object(lines[0]) if path == STDIN else path.suffix.lower() in _OBJECTS
     return [
-        _from_json(text, place) if is_json else Prompt(text, place)
-        for text, place in _texts(lines, path)
+        _from_json(text, location) if is_json else Prompt(text, location)
+        for text, location in _texts(lines, path)
     ]
 
 
@@ -119,28 +119,28 @@ def _is_object(line: bytes) -> bool:
 
 def _texts(lines: list[bytes], path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(lines, 1):
-        place = f"{'standard input' if path == STDIN else path}:{number}"
+        location = f"{'standard input' if path == STDIN else path}:{number}"
         try:
-            yield line.removesuffix(b"\r").decode("utf-8"), place
+            yield line.removesuffix(b"\r").decode("utf-8"), location
         except UnicodeDecodeError as error:
-            raise UserError(f"{place}: not UTF-8 at byte {error.start} of the line") from None
+            raise UserError(f"{location}: not UTF-8 at byte {error.start} of the line") from None
 
 
-def _from_json(line: str, place: str) -> Prompt:
+def _from_json(line: str, location: str) -> Prompt:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
+        raise UserError(f"{location}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON: {error}") from None
+        raise UserError(f"{location}: not JSON: {error}") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
-        raise UserError(f'{place}: expected an object with a text as "prompt", such as '
+        raise UserError(f'{location}: expected an object with a text as "prompt", such as '
                         '{"prompt": "Once upon"}')  # fmt: skip
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{place}: half of a surrogate pair, which is no character") from None
+        raise UserError(f"{location}: half of a surrogate pair, which is no character") from None
     for name in RESULTS:
         if name in fields:
-            raise UserError(f'{place}: "{name}" is a field of the output: rename it')
-    return Prompt(fields.pop("prompt"), place, fields)
+            raise UserError(f'{location}: "{name}" is a field of the output: rename it')
+    return Prompt(fields.pop("prompt"), location, fields)

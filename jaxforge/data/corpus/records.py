@@ -123,10 +123,10 @@ class RecordError(ValueError):
 def _option_for(names: Iterable[str]) -> str:
     """Return the advice to read one of these keys or columns, if it is likely to be meant."""
     there = [str(name) for name in names]
-    if found := next((name for name in _CHATS if name in there), ""):
-        return f'"{found}" are conversations: give --conversations'
-    found = next((name for name in _TEXT_FIELDS if name in there), "")
-    return _text_field(found) if found else ""
+    if key := next((name for name in _CHATS if name in there), ""):
+        return f'"{key}" are conversations: give --conversations'
+    key = next((name for name in _TEXT_FIELDS if name in there), "")
+    return _text_field(key) if key else ""
 
 
 def _text_field(name: str) -> str:

@@ -93,12 +93,12 @@ def how_to_prepare(place: Path) -> str:
         place: a file or directory, without shards.
     """
     every = itertools.islice(place.rglob("*"), _LOOKED_AT) if place.is_dir() else [place]
-    found = next((path for path in every if is_named(path.name, (*TEXTS, *RECORDS))), None)
-    if found is None:
+    first = next((path for path in every if is_named(path.name, (*TEXTS, *RECORDS))), None)
+    if first is None:
         return ""
     output = place.with_name(f"{place.stem}_tokens")
     return (
-        f"holds text ({found.name}), and training reads tokens; prepare it: jaxforge prepare "
+        f"holds text ({first.name}), and training reads tokens; prepare it: jaxforge prepare "
         f"{shlex.quote(str(place))} --output {shlex.quote(str(output))} --tokenizer bpe "
         f"--validation-fraction 0.01, then train on {output / 'train'}, or with the config that it "
         f"writes: jaxforge train --config {shlex.quote(str(output / 'train.toml'))}"

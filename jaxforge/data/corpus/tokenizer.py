@@ -437,7 +437,7 @@ def _eos_beside(directory: Path) -> str | int | None:
 def _eos_ids_in(path: Path) -> list[int]:
     ids = _json(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [ids]
-    return [one for one in listed if type(one) is int]
+    return [id_ for id_ in listed if type(id_) is int]
 
 
 def _token_beside(directory: Path, key: str) -> str | None:

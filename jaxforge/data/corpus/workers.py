@@ -41,13 +41,13 @@ class Workers:
         args: of `work`.
     """
 
-    def __init__(self, n: int, work: Callable[..., None], *args: object) -> None:
+    def __init__(self, n: int, function: Callable[..., None], *args: object) -> None:
         context = get_context("spawn")  # a fork would take threads' locks along
         self._idle: SimpleQueue[tuple[Connection, BaseProcess]] = SimpleQueue()
         self._processes, self._threads = [], ThreadPoolExecutor(n)
         for _ in range(n):
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, *args), daemon=True)
+            process = context.Process(target=function, args=(theirs, *args), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -80,19 +80,19 @@ def _table(schedule: Schedule) -> Iterator[str]:
     yield line("tick", " ", map(str, range(len(schedule.ticks))))
     for stage in range(schedule.stages):
         for direction in COSTS:
-            works = (getattr(tick, direction)[stage] for tick in schedule.ticks)
+            actions = (getattr(tick, direction)[stage] for tick in schedule.ticks)
             name = f"stage {stage}" if direction == "forward" else ""
-            yield line(name, direction[0].upper(), (_cell(schedule, work) for work in works))
+            yield line(name, direction[0].upper(), (_cell(schedule, action) for action in actions))
 
 
 def _widest(schedule: Schedule) -> Action:
     return Action(schedule.microbatches - 1, schedule.chunks - 1, 0)
 
 
-def _cell(schedule: Schedule, work: Action | None) -> str:
-    if work is None:
+def _cell(schedule: Schedule, action: Action | None) -> str:
+    if action is None:
         return "."
-    return f"{work.microbatch}{_letters(work.chunk) if schedule.chunks > 1 else ''}"
+    return f"{action.microbatch}{_letters(action.chunk) if schedule.chunks > 1 else ''}"
 
 
 def _letters(number: int) -> str:
@@ -187,13 +187,13 @@ def _cells(schedule: Schedule, spans: Sequence[_Span], unit: int) -> Iterator[st
     for tick, span in zip(schedule.ticks, spans, strict=True):
         x = span.start
         for direction, cost in COSTS.items():
-            works: tuple[Action | None, ...] = getattr(tick, direction)
-            for stage, work in enumerate(works):
-                if work is not None:
+            actions: tuple[Action | None, ...] = getattr(tick, direction)
+            for stage, action in enumerate(actions):
+                if action is not None:
                     corner, width = (x, _TOP + _ROW * stage), unit * cost
-                    shade = _shade(schedule, direction, work.chunk)
-                    yield _box(corner, width, _CELL, shade, work.microbatch, direction)
-            x += unit * cost * any(works)
+                    shade = _shade(schedule, direction, action.chunk)
+                    yield _box(corner, width, _CELL, shade, action.microbatch, direction)
+            x += unit * cost * any(actions)
     yield "</g>"
 
 

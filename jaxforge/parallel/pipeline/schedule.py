@@ -46,7 +46,7 @@ class Tick(NamedTuple):
 
     def cost(self) -> int:
         """Return the duration of the tick: the longest action, since stages run in lock-step."""
-        return sum(cost for way, cost in COSTS.items() if any(getattr(self, way)))
+        return sum(cost for direction, cost in COSTS.items() if any(getattr(self, direction)))
 
 
 class Phase(NamedTuple):
@@ -214,14 +214,14 @@ def _problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _when(
-    schedule: Schedule, works: list[tuple[Action | None, ...]]
+    schedule: Schedule, ticks: list[tuple[Action | None, ...]]
 ) -> dict[tuple[int, int], list[int]]:
     """Ticks of each (microbatch, virtual stage)."""
     times: dict[tuple[int, int], list[int]] = {}
-    for t, of_stages in enumerate(works):
-        for stage, work in enumerate(of_stages):
-            if work is not None:
-                key = (work.microbatch, work.chunk * schedule.stages + stage)
+    for t, of_stages in enumerate(ticks):
+        for stage, action in enumerate(of_stages):
+            if action is not None:
+                key = (action.microbatch, action.chunk * schedule.stages + stage)
                 times.setdefault(key, []).append(t)
     return times
 

@@ -163,12 +163,12 @@ class Stage:
         rings = jax.tree.map(
             lambda leaf: self._zeros(leaf, (self.schedule.slots, *leaf.shape)), item
         )
-        rest = jax.tree.map(
+        outer = jax.tree.map(
             lambda p, axes: constrain(jnp.zeros_like(p, jnp.float32), *axes),
             {**self.rest, LAYERS: self.layers}, axes,
         )  # fmt: skip
-        layers, rest = split_layers(rest)
-        return Carry(idle, idle, rings, layers, rest, loss_aux, layer_aux)
+        layers, outer = split_layers(outer)
+        return Carry(idle, idle, rings, layers, outer, loss_aux, layer_aux)
 
     def tick(self, phase: Phase, rows: Row, carry: Carry, row: Row) -> tuple[Carry, None]:
         """Run the actions of all stages in one tick.
@@ -190,7 +190,7 @@ class Stage:
             )  # fmt: skip
             carry = carry._replace(arriving=self._sent(y, +1), ring=ring, layer_aux=aux)
         if phase.backward:
-            actions, works = self._mine(row.backward), row.is_backward[self.index]
+            actions, is_busy = self._mine(row.backward), row.is_backward[self.index]
             item = jax.tree.map(
                 lambda ring: jax.lax.dynamic_index_in_dim(ring, actions.slot, 0, keepdims=False),
                 carry.ring,
@@ -200,10 +200,12 @@ class Stage:
                 _, item, _ = self._saving(actions.chunk, item, microbatch)
             y, saved = item
             carry, d_y = self._loss_backward(carry, rows, row, y, self._is_last(actions))
-            d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
-            d_x, layers = self._backward(actions.chunk, d_y, works, saved, microbatch, carry.layers)
-            rest = self._embed_backward(carry.rest, rows, row, d_x, actions)
-            carry = carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest)
+            d_y = jnp.where(is_busy, d_y, 0)  # nothing comes of an idle stage
+            d_x, layers = self._backward(
+                actions.chunk, d_y, is_busy, saved, microbatch, carry.layers
+            )
+            outer = self._embed_backward(carry.rest, rows, row, d_x, actions)
+            carry = carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=outer)
         return carry, None
 
     def _input(self, carry: Carry, rows: Row, row: Row, actions: Actions) -> Array:
@@ -225,8 +227,8 @@ class Stage:
             microbatch = self._microbatch(row.losses)
             x = self._to_all(jnp.where(is_last, y, 0))
 
-            def loss(rest: Params, x: Array) -> tuple[Array, AuxOutputs]:
-                aux = self.functions.loss(rest, x, microbatch)
+            def loss(d_outer: Params, x: Array) -> tuple[Array, AuxOutputs]:
+                aux = self.functions.loss(d_outer, x, microbatch)
                 return aux.loss, aux
 
             value, of_loss, aux = jax.vjp(loss, self.rest, x, has_aux=True)
@@ -234,22 +236,22 @@ class Stage:
             return _plus(carry.rest, d_rest), merge(carry.loss_aux, aux), d_x
 
         unchanged = (carry.rest, carry.loss_aux, self._zeros(y, stages=False))
-        rest, aux, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
-        carry = carry._replace(rest=rest, loss_aux=aux)
+        d_outer, aux, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
+        carry = carry._replace(rest=d_outer, loss_aux=aux)
         return carry, jnp.where(is_last, d_last, carry.returning)
 
     def _embed_backward(
-        self, rest: Params, rows: Row, row: Row, d_x: Array, actions: Actions
+        self, d_outer: Params, rows: Row, row: Row, d_x: Array, actions: Actions
     ) -> Params:
         """Add the gradient of the embedding, from that of the first stage's input."""
 
         def backward() -> Params:
             microbatch = self._microbatch(row.embed_backwards)
             d_entering = self._to_all(jnp.where(self._is_first(actions), d_x, 0))
-            _, pull = jax.vjp(lambda rest: self.functions.embed(rest, microbatch), self.rest)
-            return _plus(rest, pull(d_entering)[0])
+            _, pull = jax.vjp(lambda d_outer: self.functions.embed(d_outer, microbatch), self.rest)
+            return _plus(d_outer, pull(d_entering)[0])
 
-        return self._when(rows.embed_backwards, row.embed_backwards, backward, rest, cheap=True)
+        return self._when(rows.embed_backwards, row.embed_backwards, backward, d_outer, cheap=True)
 
     def _discarding(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
@@ -283,7 +285,7 @@ class Stage:
         self,
         chunk: Array,
         d_y: Array,
-        works: Array,
+        is_busy: Array,
         saved: list[Array],
         microbatch: Microbatch,
         grads: Params,
@@ -297,7 +299,7 @@ class Stage:
             given, run, params = self._given(context, row), self._run(row), self._layer(row)
             (_, terms), pull, _ = jax.vjp(run, params, d_y, given, has_aux=True)
             _, pull_of = split_pull(pull, (params, given))
-            counts = works & self.is_layer[row]
+            counts = is_busy & self.is_layer[row]
             d_terms = jax.tree.map(lambda term: jnp.where(counts, jnp.ones_like(term), 0), terms)
             d_layer, d_x, _ = pull_of(saved)((d_y, d_terms))
             grads = jax.tree.map(lambda g, d: g.at[row].add(d.astype(g.dtype)), grads, d_layer)
@@ -353,8 +355,8 @@ class Stage:
             return actions()
         return jax.lax.cond(now >= 0, actions, lambda: otherwise)
 
-    def _mine(self, works: Actions) -> Actions:
-        return Actions(*(column[self.index] for column in works))
+    def _mine(self, actions: Actions) -> Actions:
+        return Actions(*(column[self.index] for column in actions))
 
     def _microbatch(self, index: Array | int) -> Microbatch:
         return _row_of(self.batch, jnp.maximum(index, 0))

@@ -136,7 +136,7 @@ class JaxforgeLM(TemplateLM):
     ) -> list[float]:
         """The log-probability of each text, every token of it once, in windows of `max_length`."""
         windows = [self._windows(text) for (text,) in (request.args for request in requests)]
-        likelihoods = iter(self._score([one for of_text in windows for one in of_text]))
+        likelihoods = iter(self._score([window for of_text in windows for window in of_text]))
         sums = [sum(next(likelihoods).log_probability for _ in of_text) for of_text in windows]
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -158,8 +158,8 @@ class JaxforgeLM(TemplateLM):
                     f"a continuation has {len(tokens)} tokens, and the model reads "
                     f"{self._max_length}: {text[:60]!r} cannot be scored"
                 )
-        found = self._score([Continuation(*tokens) for _, *tokens in requests])
-        answers = [(one.log_probability, one.is_greedy) for one in found]
+        scores = self._score([Continuation(*tokens) for _, *tokens in requests])
+        answers = [(score.log_probability, score.is_greedy) for score in scores]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
@@ -208,8 +208,8 @@ class JaxforgeLM(TemplateLM):
         decoder = Decoder(trained.model, self._params, count, _sampling(settings),
                           self._text.eos_ids, self._seed, trained.mesh, rows)  # fmt: skip
         with trained.in_use(self._params):
-            made = decoder.complete(prompts, numbers, self._meets(stops))
-        texts = [self._text.decode(one.tokens) for one in made]
+            completions = decoder.complete(prompts, numbers, self._meets(stops))
+        texts = [self._text.decode(completion.tokens) for completion in completions]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
     def _meets(self, stops: Sequence[str]) -> Callable[[list[int]], bool]:
@@ -255,11 +255,12 @@ class JaxforgeLM(TemplateLM):
 
 def _settings(overrides: list[str]) -> list[str]:
     """Settings of the config; others are meant for this class and misspelled."""
-    for one in overrides:
-        if "." not in one.partition("=")[0]:
+    for override in overrides:
+        if "." not in override.partition("=")[0]:
             known = "run, step, batch_size, max_length, max_gen_toks, add_bos_token, "
+            name = override[2:].partition("=")[0]
             raise UserError(
-                f"the model jaxforge has no argument {one[2:].partition('=')[0]}: it has {known}"
+                f"the model jaxforge has no argument {name}: it has {known}"
                 "prefix_token_id, seed, and settings of the run's config such as distributed.tp=2"
             )
     return overrides
@@ -272,10 +273,10 @@ def _batch_size(batch_size: int | str) -> int:
 
 
 def _first_known(*ids: int | None) -> int:
-    found = next((one for one in ids if one is not None), None)
-    if found is None:
+    first = next((id_ for id_ in ids if id_ is not None), None)
+    if first is None:
         raise UserError("the run's tokenizer names no end-of-text token, which lm_eval needs")
-    return found
+    return first
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:

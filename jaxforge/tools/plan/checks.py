@@ -80,19 +80,21 @@ def _sequences(config: JobConfig, dp: int) -> int:
 
 def disk(config: JobConfig) -> Iterator[str]:
     """Yield warnings about the disk space for retained checkpoints."""
-    place = config.checkpoint.dir
-    if urls.in_bucket(place):
+    directory = config.checkpoint.dir
+    if urls.in_bucket(directory):
         return
-    size, kept = checkpoint_bytes(config), kept_checkpoints(config)
-    here = next(p for p in (Path(place).absolute(), *Path(place).absolute().parents) if p.exists())
+    size, n_kept = checkpoint_bytes(config), kept_checkpoints(config)
+    here = next(
+        p for p in (Path(directory).absolute(), *Path(directory).absolute().parents) if p.exists()
+    )
     free = shutil.disk_usage(here).free
-    if size * (kept + 1) > free:
+    if size * (n_kept + 1) > free:
         room = free // size - 1 - config.checkpoint.keep_best_n
         fewer = [said({"checkpoint.keep_last_n": room})] if room > 0 else []
         yield (
-            f"checkpoint.keep_last_n = {config.checkpoint.keep_last_n}: {kept:,} checkpoints of "
-            f"{gigabytes(size)} and one being written need {gigabytes(size * (kept + 1))}, and "
-            f"checkpoint.dir = {shown(place)} has {gigabytes(free)} on {here}: change "
+            f"checkpoint.keep_last_n = {config.checkpoint.keep_last_n}: {n_kept:,} checkpoints of "
+            f"{gigabytes(size)} and one being written need {gigabytes(size * (n_kept + 1))}, and "
+            f"checkpoint.dir = {shown(directory)} has {gigabytes(free)} on {here}: change "
             f"{' or '.join([*fewer, 'checkpoint.dir'])}"
         )
 
@@ -106,6 +108,6 @@ def checkpoint_bytes(config: JobConfig) -> int:
 
 def kept_checkpoints(config: JobConfig) -> int:
     """Return the number of checkpoints on disk at the end of the run."""
-    made = max(1, math.ceil(config.train.max_steps / config.checkpoint.interval))
+    n_saves = max(1, math.ceil(config.train.max_steps / config.checkpoint.interval))
     last = config.checkpoint.keep_last_n
-    return min(made, last + config.checkpoint.keep_best_n) if last > 0 else made
+    return min(n_saves, last + config.checkpoint.keep_best_n) if last > 0 else n_saves

@@ -82,10 +82,10 @@ def devices_of(topology: Topology) -> list[jax.Device]:
         UserError: the compiler is not installed, or knows no such slice.
     """
     if topology.chip == CPU:
-        found = jax.devices(CPU)
-        if len(found) < topology.n_devices:
-            raise UserError(f"{topology}: JAX has {len(found)} CPU devices in this process")
-        return found[: topology.n_devices]
+        devices = jax.devices(CPU)
+        if len(devices) < topology.n_devices:
+            raise UserError(f"{topology}: JAX has {len(devices)} CPU devices in this process")
+        return devices[: topology.n_devices]
     if topology.chip not in TPUS:
         return list(targets.gpus(topology.chip, *topology.sides))
     name = f"{topology.chip}:{'x'.join(map(str, topology.sides))}"
@@ -143,8 +143,10 @@ def peak_of(compiled: jax.stages.Compiled, platform: str) -> int:
     assert stats is not None
     if platform != CPU:
         return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes  # it counts those
-    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes  # the peak leaves it out
+    output = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return (
+        stats.argument_size_in_bytes + output + stats.temp_size_in_bytes
+    )  # the peak leaves it out
 
 
 def _compiled(
@@ -163,8 +165,8 @@ def _compiled(
             raise
         if name in own:
             raise UserError(compilation.complaint(name, own[name], platform)) from error
-    rest = {other: value for other, value in options.items() if other != name}
-    return _compiled(lowered, rest, own, platform)
+    others = {other: value for other, value in options.items() if other != name}
+    return _compiled(lowered, others, own, platform)
 
 
 def _wanted(said: str, state: TrainState) -> int:

@@ -84,20 +84,20 @@ class Roofline:
         chip: the device.
     """
 
-    def __init__(self, work: Workload, chip: Chip) -> None:
-        self._work, self._chip, self._reached = work, chip, REACHED[chip.platform]
+    def __init__(self, workload: Workload, chip: Chip) -> None:
+        self._work, self._chip, self._reached = workload, chip, REACHED[chip.platform]
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
         """Return the kind of the work, and seconds."""
-        work = self._work.of(operation, within)
-        if work.kind == "nothing":
-            return work.kind, 0
+        cost = self._work.of(operation, within)
+        if cost.kind == "nothing":
+            return cost.kind, 0
         products = 0.0
-        if work.flops:
-            part = self._reached.by_kind[work.by or work.kind]
-            products = work.flops / (self._chip.peak_flops * part)
-        moved = work.bytes / (self._chip.bandwidth * self._reached.memory)
-        return work.kind, max(products, moved) + self._reached.launch
+        if cost.flops:
+            part = self._reached.by_kind[cost.by or cost.kind]
+            products = cost.flops / (self._chip.peak_flops * part)
+        moved = cost.bytes / (self._chip.bandwidth * self._reached.memory)
+        return cost.kind, max(products, moved) + self._reached.launch
 
 
 class Cycles:
@@ -112,9 +112,9 @@ class Cycles:
         chip: the device.
     """
 
-    def __init__(self, program: HloProgram, work: Workload, chip: Chip) -> None:
+    def __init__(self, program: HloProgram, workload: Workload, chip: Chip) -> None:
         self._program, self._chip = program, chip
-        self._roofline = Roofline(work, chip)
+        self._roofline = Roofline(workload, chip)
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
         """Return the kind of the work, and seconds."""
@@ -140,8 +140,8 @@ def rates_of(program: HloProgram, chip: Chip | None, visible: float) -> Unknown 
     """Return the rates for a program on a chip; `visible` as in `Workload`."""
     if chip is None:
         return Unknown()
-    work = Workload(program, visible)
-    return Cycles(program, work, chip) if chip.platform == "tpu" else Roofline(work, chip)
+    workload = Workload(program, visible)
+    return Cycles(program, workload, chip) if chip.platform == "tpu" else Roofline(workload, chip)
 
 
 class Collective(NamedTuple):
@@ -182,9 +182,9 @@ class Network:
 
     def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
         """Return the axes along which the members of a group differ."""
-        places = np.unravel_index(group, self._mesh.devices.shape)
-        pairs = zip(self._mesh.axis_names, places, strict=True)
-        return tuple(str(name) for name, place in pairs if len(set(place.tolist())) > 1)
+        coordinates = np.unravel_index(group, self._mesh.devices.shape)
+        pairs = zip(self._mesh.axis_names, coordinates, strict=True)
+        return tuple(str(name) for name, coordinate in pairs if len(set(coordinate.tolist())) > 1)
 
     def _seconds(self, kind: str, group: Sequence[int], sent: float) -> float:
         if self._chip is None or len(group) == 1:
@@ -228,24 +228,24 @@ def _between_tpus(
         return chip.network * len(members) / len(slices)
     rates = []
     for axis in range(3):
-        side = len({device.coords[axis] for device in members})
+        size = len({device.coords[axis] for device in members})
         whole = len({device.coords[axis] for device in everyone})
-        if side > 1:
-            closed = side == whole and whole % chip.torus_side == 0
-            both_ways = 2 if closed or side > 2 else 1
-            rates.append(chip.link * _share(kind, side, closed) * both_ways)
+        if size > 1:
+            closed = size == whole and whole % chip.torus_side == 0
+            both_ways = 2 if closed or size > 2 else 1
+            rates.append(chip.link * _share(kind, size, closed) * both_ways)
     return sum(rates) or chip.link
 
 
-def _share(kind: str, side: int, closed: bool) -> float:
+def _share(kind: str, size: int, closed: bool) -> float:
     """Return the part of both links of a direction that a collective can use.
 
     A line has one neighbour at its ends. In an all-to-all, the busiest link of a ring of n carries
     n / 8 of what each device sends to all others, that of a line n / 4.
     """
-    if kind == "all-to-all" and side > 2:
-        return min(1.0, (4 if closed else 2) / side)
-    return 1.0 if closed or side == 2 else 0.5
+    if kind == "all-to-all" and size > 2:
+        return min(1.0, (4 if closed else 2) / size)
+    return 1.0 if closed or size == 2 else 0.5
 
 
 def _node(device: jax.Device) -> object:
@@ -285,8 +285,8 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> f
     weights = _used_by_one(model, sizes)
     gathers = _exchange(weights * _BF16, mesh, ("dp_shard", "cp"), chip)
     reduces = gathers * model.runtime.reduce_dtype.itemsize / _BF16
-    kept = weights / (sizes["dp_shard"] * sizes["cp"])
-    copies = _exchange(2 * _F32 * kept, mesh, ("dp_replicate",), chip)
+    stored = weights / (sizes["dp_shard"] * sizes["cp"])
+    copies = _exchange(2 * _F32 * stored, mesh, ("dp_replicate",), chip)
     if train.grad_sync == "update":
         return rounds * computing * bubble + gathers + reduces + copies
     exchanging = 2 * gathers + reduces + copies  # weights are gathered again in the backward pass

@@ -141,10 +141,10 @@ def _as_started(config: JobConfig, *, is_pretended: bool) -> tuple[JobConfig, li
     section = config.checkpoint
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
         return config, []
-    for place in filter(None, (section.dir, section.load_path)):
-        is_named = place is section.load_path
-        if urls.in_bucket(place) or (is_pretended and is_named and not Path(place).exists()):
-            return config, [f"optimizer.skip_idle_experts: a start sets it as {place} has it, "
+    for location in filter(None, (section.dir, section.load_path)):
+        is_named = location is section.load_path
+        if urls.in_bucket(location) or (is_pretended and is_named and not Path(location).exists()):
+            return config, [f"optimizer.skip_idle_experts: a start sets it as {location} has it, "
                             "which was not looked at"]  # fmt: skip
     started = skipping_experts_as_started(config)
     if started is config:
@@ -212,7 +212,10 @@ def _from_hugging_face(config: JobConfig) -> str:
     """The dataset that a start would load, or "" where it reads shards alone."""
     data = config.data
     if data.datasets:
-        return next((one.hf_name for one in data.datasets if one.hf_name and not one.path), "")
+        return next(
+            (dataset.hf_name for dataset in data.datasets if dataset.hf_name and not dataset.path),
+            "",
+        )
     return "" if data.dataset_path else data.hf_dataset_name or ""
 
 
@@ -232,11 +235,11 @@ def _open(config: JobConfig, *, opens: bool, is_pretended: bool) -> tuple[Data, 
     data = sources.open_training_data(config)
     rows = [f"training: {_set(data)}"]
     source = config.eval.sources().values() if config.eval.reads_data else ()
-    if any(not one.dataset_path for one in source):
+    if any(not dataset.dataset_path for dataset in source):
         rows.append("evaluation: a Hugging Face dataset is not looked at; a start tokenizes it")
     elif config.eval.reads_data:
-        for name, one in sources.open_eval_data(config).items():
-            rows.append(f"evaluation{f' {name}' if name else ''}: {_set(one)}")
+        for name, dataset in sources.open_eval_data(config).items():
+            rows.append(f"evaluation{f' {name}' if name else ''}: {_set(dataset)}")
     return data, rows
 
 
@@ -350,12 +353,12 @@ def _run_directory(config: JobConfig, mesh: AnyMesh, model: Model | None, data: 
         UserError: a start would be refused: the checkpoint is of another model, optimizer or data,
             or lost.
     """
-    place = config.checkpoint.dir
-    if urls.in_bucket(place):
-        return f"{place}: not looked at"
+    directory = config.checkpoint.dir
+    if urls.in_bucket(directory):
+        return f"{directory}: not looked at"
     run = run_directory.root(config).absolute()
     try:
-        _, step = paths.find(Path(place))
+        _, step = paths.find(Path(directory))
     except UserError:
         run_directory.check_not_lost(run)
         return f"{run}: a new run"

@@ -42,8 +42,8 @@ class Operation:
 
     def text(self, name: str) -> str:
         """Value of `name="..."`; empty where there is none."""
-        found = re.search(rf'\b{name}="([^"]*)"', self.line)
-        return found[1] if found else ""
+        match = re.search(rf'\b{name}="([^"]*)"', self.line)
+        return match[1] if match else ""
 
     @property
     def collective(self) -> str | None:
@@ -54,14 +54,14 @@ class Operation:
     @property
     def cycles(self) -> int:
         """The compiler's estimate; 0 where it has none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
-        return int(found[1]) if found else 0
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.line)
+        return int(match[1]) if match else 0
 
     def attribute(self, name: str) -> str:
         """Return the value of `name=...`, as of a computation that is called."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.line)
-        assert found, self.line[:200]
-        return found[1]
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.line)
+        assert match, self.line[:200]
+        return match[1]
 
     @property
     def arguments(self) -> str:
@@ -129,12 +129,12 @@ class HloProgram:
         self, operations: Computation, names: list[str], state: dict[int, int]
     ) -> dict[int, int]:
         """The integer scalars among the elements of a tuple, by index."""
-        found = {
+        match = {
             index: self._integer(operations, operations[name], state)
             for index, name in enumerate(names)
             if re.match(r"(pred|[su]\d+)\[\]", operations[name].shape)
         }
-        return {index: value for index, value in found.items() if value is not None}
+        return {index: value for index, value in match.items() if value is not None}
 
     def _integer(
         self, operations: Computation, operation: Operation, state: dict[int, int]
@@ -219,7 +219,7 @@ def first_group(line: str, devices: int) -> list[int]:
         over, order = set(re.findall(r"'(\w+)'", mesh[3])), _device_order(mesh[2] or "")
         grid = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
         members = grid[tuple(slice(None) if axis in over else 0 for axis in sizes)].ravel().tolist()
-        return [order[place] for place in members] if order else members
+        return [order[member] for member in members] if order else members
     return list(range(devices))
 
 

@@ -104,26 +104,26 @@ def plan(
     Raises:
         UserError: the compiler for the machine is not installed.
     """
-    made, devices = Plan(topology), devices_of(topology)
+    result, devices = Plan(topology), devices_of(topology)
     try:
         if isinstance(config, UnresolvedConfig):
             config = config.resolve(topology.n_devices, sequences_per_epoch)
-        made.config = config
+        result.config = config
         rules.check(config, topology.n_devices)
         platform = CHIPS[topology.chip].platform if topology.chip in CHIPS else topology.chip
-        made.warnings = [
+        result.warnings = [
             *useless(config, platform), *checks.warnings(config, topology.n_devices)
         ]  # fmt: skip
-        step = made.step = compile_step(config, topology, devices, every_size=every_size)
+        step = result.step = compile_step(config, topology, devices, every_size=every_size)
     except UserError as error:
-        made.errors = str(error).splitlines()
-        return made
+        result.errors = str(error).splitlines()
+        return result
     if step.program is not None:
-        made.timeline = timeline_of(config, topology, step)
-        made.estimate = estimate(config, topology, step, made.timeline)
-    if not made.fits:
-        made.advice = list(_advice(config, step))
-    return made
+        result.timeline = timeline_of(config, topology, step)
+        result.estimate = estimate(config, topology, step, result.timeline)
+    if not result.fits:
+        result.advice = list(_advice(config, step))
+    return result
 
 
 def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
@@ -193,44 +193,50 @@ def _advice(config: JobConfig, step: Step) -> Iterator[str]:
     )
 
 
-def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
+def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
     """Return a plan as plain values: bytes, seconds, and numbers without a unit.
 
     Args:
-        made: a plan.
+        planned: a plan.
         price: of a device and hour.
     """
     report: dict[str, Any] = {
-        "topology": str(made.topology),
-        "devices": made.topology.n_devices,
-        "fits": made.fits,
-        "errors": made.errors,
-        "warnings": made.warnings,
-        "advice": made.advice,
+        "topology": str(planned.topology),
+        "devices": planned.topology.n_devices,
+        "fits": planned.fits,
+        "errors": planned.errors,
+        "warnings": planned.warnings,
+        "advice": planned.advice,
     }
-    if made.step is not None:
-        report["mesh"] = {axis: size for axis, size in made.step.mesh.shape.items() if size > 1}
-        sizes = made.step.memory._asdict()
+    if planned.step is not None:
+        report["mesh"] = {axis: size for axis, size in planned.step.mesh.shape.items() if size > 1}
+        sizes = planned.step.memory._asdict()
         report["memory_per_device"] = {f"{name}_bytes": size for name, size in sizes.items()}
-        report["pipeline_bubble"] = bubble(made)
-        report["grad_sync"] = made.step.grad_sync._asdict()
-        report["compile_seconds"] = round(made.step.seconds, 1)
-    if made.timeline is not None:
+        report["pipeline_bubble"] = bubble(planned)
+        report["grad_sync"] = planned.step.grad_sync._asdict()
+        report["compile_seconds"] = round(planned.step.seconds, 1)
+    if planned.timeline is not None:
         report["collectives"] = [
-            {**key._asdict(), "axes": list(key.axes), "count": one.count, "bytes": round(one.bytes),
-             "seconds": one.seconds, "waited_seconds": one.waited}
-            for key, one in by_time(made.timeline)
-        ]  # fmt: skip
-    if made.estimate is not None:
-        cost = None if price is None else made.estimate.device_hours * price
-        report["step"] = {"is_estimate": True, **made.estimate._asdict(), "cost": cost}
+            {
+                **key._asdict(),
+                "axes": list(key.axes),
+                "count": traffic.count,
+                "bytes": round(traffic.bytes),
+                "seconds": traffic.seconds,
+                "waited_seconds": traffic.waited,
+            }
+            for key, traffic in by_time(planned.timeline)
+        ]
+    if planned.estimate is not None:
+        cost = None if price is None else planned.estimate.device_hours * price
+        report["step"] = {"is_estimate": True, **planned.estimate._asdict(), "cost": cost}
     return report
 
 
-def bubble(made: Plan) -> float:
+def bubble(planned: Plan) -> float:
     """Return the part of the time in which stages have no work; 0 without stages."""
-    assert made.config is not None
-    d, accum = made.config.distributed, made.config.train.grad_accum_steps
+    assert planned.config is not None
+    d, accum = planned.config.distributed, planned.config.train.grad_accum_steps
     return SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks).bubble() if d.pp > 1 else 0.0
 
 

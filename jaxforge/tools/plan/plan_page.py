@@ -34,77 +34,77 @@ Alternatives = Sequence[tuple[str, Mapping[str, Any]]]
 """Names of plans, and what they say to machines."""
 
 
-def page(made: Plan, alternatives: Alternatives = ()) -> str:
+def page(plan: Plan, alternatives: Alternatives = ()) -> str:
     """The page of a plan.
 
     Args:
-        made: whatever became of it.
+        plan: whatever became of it.
         alternatives: others on the same machine, the best first.
     """
-    title = f"A run on {made.topology}, planned"
-    body = [fact_list(dict(_facts(made))), *_notes(made), *_sections(made, alternatives)]
+    title = f"A run on {plan.topology}, planned"
+    body = [fact_list(dict(_facts(plan))), *_notes(plan), *_sections(plan, alternatives)]
     return plain_document(title, "plan.css", "\n".join(body))
 
 
-def _facts(made: Plan) -> Iterator[tuple[str, str]]:
-    yield "verdict", "fits" if made.fits else "does not run"
-    if made.step is not None:
-        yield "mesh", in_words(made.step.mesh.shape)
-        yield "compiled in", f"{made.step.seconds:.0f} s"
-    if made.estimate is not None:
-        found = made.estimate
-        yield "a step (an estimate)", f"{found.seconds:.3f} s, {found.tokens:,} tokens"
-        yield "tokens/s a device (an estimate)", f"{found.tokens_per_second_per_device:,.0f}"
-        yield "MFU (an estimate)", f"{found.mfu:.1%}; {found.mfu_causal:.1%} causal"
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "verdict", "fits" if plan.fits else "does not run"
+    if plan.step is not None:
+        yield "mesh", in_words(plan.step.mesh.shape)
+        yield "compiled in", f"{plan.step.seconds:.0f} s"
+    if plan.estimate is not None:
+        estimate = plan.estimate
+        yield "a step (an estimate)", f"{estimate.seconds:.3f} s, {estimate.tokens:,} tokens"
+        yield "tokens/s a device (an estimate)", f"{estimate.tokens_per_second_per_device:,.0f}"
+        yield "MFU (an estimate)", f"{estimate.mfu:.1%}; {estimate.mfu_causal:.1%} causal"
         yield (
             "to max_steps (an estimate)",
-            (f"{found.hours_to_max_steps:,.1f} hours, {found.device_hours:,.0f} device hours"),
+            f"{estimate.hours_to_max_steps:,.1f} hours, {estimate.device_hours:,.0f} device hours",
         )
 
 
-def _notes(made: Plan) -> Iterator[str]:
-    for kind, lines in (("alarm", made.errors), ("", made.warnings), ("", made.advice)):
+def _notes(plan: Plan) -> Iterator[str]:
+    for kind, lines in (("alarm", plan.errors), ("", plan.warnings), ("", plan.advice)):
         if lines:
             items = "".join(f"<li>{escape(line)}</li>" for line in lines)
             yield f'<ul class="{kind}">{items}</ul>'
 
 
-def _sections(made: Plan, alternatives: Alternatives) -> Iterator[str]:
-    if made.step is not None:
-        yield from _memory(made)
-    if made.estimate is not None:
-        yield from _time(made)
-    if made.timeline is not None and made.timeline.traffic:
+def _sections(plan: Plan, alternatives: Alternatives) -> Iterator[str]:
+    if plan.step is not None:
+        yield from _memory(plan)
+    if plan.estimate is not None:
+        yield from _time(plan)
+    if plan.timeline is not None and plan.timeline.traffic:
         yield "<h2>Collectives <small>of a step, on a device</small></h2>"
-        yield table("", _COLLECTIVE, _collectives(made), aligns=True)
+        yield table("", _COLLECTIVE, _collectives(plan), aligns=True)
     if alternatives:
         yield "<h2>Alternatives <small>estimates</small></h2>"
         yield table("", _ALTERNATIVE, map(_alternative, alternatives), aligns=True)
-    if made.step is not None and made.config is not None:
-        d, accum = made.config.distributed, made.config.train.grad_accum_steps
+    if plan.step is not None and plan.config is not None:
+        d, accum = plan.config.distributed, plan.config.train.grad_accum_steps
         if d.pp > 1:
-            yield f"<h2>Pipeline <small>{bubble(made):.1%} of it empty</small></h2>"
+            yield f"<h2>Pipeline <small>{bubble(plan):.1%} of it empty</small></h2>"
             schedule = SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks)
             yield f'<div class="scroll">{as_svg(schedule)}</div>'
         yield "<h2>Parameters <small>what of each a device holds</small></h2>"
-        yield table("", _PARAMETER, _parameters(made), aligns=True)
+        yield table("", _PARAMETER, _parameters(plan), aligns=True)
 
 
-def _memory(made: Plan) -> Iterator[str]:
-    assert made.step is not None
-    memory = made.step.memory
+def _memory(plan: Plan) -> Iterator[str]:
+    assert plan.step is not None
+    memory = plan.step.memory
     parts = {name: getattr(memory, name) for name in memory._fields[2:]}
     whole = max(memory.peak, memory.capacity)
     yield f"<h2>Memory of a device <small>{_gb(memory.peak)} of {_gb(memory.capacity)}</small></h2>"
     yield _bar(parts, whole, _gb, limit=memory.capacity)
 
 
-def _time(made: Plan) -> Iterator[str]:
-    assert made.estimate is not None
-    assert made.timeline is not None
-    line = made.timeline
+def _time(plan: Plan) -> Iterator[str]:
+    assert plan.estimate is not None
+    assert plan.timeline is not None
+    line = plan.timeline
     parts = dict(sorted(line.busy.items(), key=lambda item: -item[1])) | {"waiting": line.waited}
-    yield f"<h2>A step <small>an estimate: {escape(made.estimate.estimated_from)}</small></h2>"
+    yield f"<h2>A step <small>an estimate: {escape(plan.estimate.estimated_from)}</small></h2>"
     yield _bar(parts, line.seconds, lambda seconds: f"{seconds:.3f} s")
     yield f'<div class="scroll">{picture("step", line.spans, line.seconds)}</div>'
     loops = {(one.times, round(one.seconds, 6)): one for one in _all(line.spans) if one.inside}
@@ -121,7 +121,7 @@ def _all(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def _bar(parts: Mapping[str, float], whole: float, shown: Any, limit: float = 0) -> str:  # noqa: ANN401
-    pieces = "".join(
+    chunks = "".join(
         f'<i style="--c: {_colour(name)}; width: {100 * part / whole:.2f}%" '
         f'title="{escape(name)}: {shown(part)}"></i>'
         for name, part in parts.items()
@@ -133,7 +133,7 @@ def _bar(parts: Mapping[str, float], whole: float, shown: Any, limit: float = 0)
         for name, part in parts.items()
         if part
     )
-    return f'<div class="bar">{pieces}{mark}</div><ul class="key">{key}</ul>'
+    return f'<div class="bar">{chunks}{mark}</div><ul class="key">{key}</ul>'
 
 
 def _colour(name: str) -> str:
@@ -164,7 +164,7 @@ def picture(title: str, spans: Sequence[Span], seconds: float) -> str:
 def _boxes(spans: Sequence[Span], y: float, scale: float) -> Iterator[str]:
     """One for each span, or for several of a kind that are too thin to be seen alone."""
     drawn = -math.inf
-    for span in sorted(spans, key=lambda one: one.start):
+    for span in sorted(spans, key=lambda inner: inner.start):
         start, width = _LEFT + span.start * scale, span.seconds * scale
         if start + width < drawn + _THINNEST:
             continue
@@ -183,21 +183,21 @@ def _main_kind(span: Span) -> str:
     if not span.inside:
         return span.kind
     sums: dict[str, float] = {}
-    for one in span.inside:
-        if one.lane == "device":
-            kind = _main_kind(one)
-            sums[kind] = sums.get(kind, 0) + one.seconds
+    for inner in span.inside:
+        if inner.lane == "device":
+            kind = _main_kind(inner)
+            sums[kind] = sums.get(kind, 0) + inner.seconds
     return max(sums, key=lambda kind: sums[kind]) if sums else span.kind
 
 
-def _collectives(made: Plan) -> Iterator[Sequence[str]]:
-    assert made.timeline is not None
-    for key, one in by_time(made.timeline):
+def _collectives(plan: Plan) -> Iterator[Sequence[str]]:
+    assert plan.timeline is not None
+    for key, item in by_time(plan.timeline):
         where = "in a loop" if key.in_loop else "once"
         how = "beside work" if key.overlapped else "alone"
         yield (
-            key.kind, " x ".join(key.axes), f"{one.count:,.0f}", _gb(one.bytes),
-            f"{one.seconds:.4f}", f"{one.waited:.4f}", f"{where}, {how}",
+            key.kind, " x ".join(key.axes), f"{item.count:,.0f}", _gb(item.bytes),
+            f"{item.seconds:.4f}", f"{item.waited:.4f}", f"{where}, {how}",
         )  # fmt: skip
 
 
@@ -211,12 +211,12 @@ def _alternative(named: tuple[str, Mapping[str, Any]]) -> Sequence[str]:
     return name, held, f"{step['tokens_per_second']:,.0f}", f"{step['mfu']:.1%}", f"{waiting:.0%}"
 
 
-def _parameters(made: Plan) -> Iterator[Sequence[str]]:
-    assert made.step is not None
-    assert made.config is not None
-    mesh = made.step.mesh
+def _parameters(plan: Plan) -> Iterator[Sequence[str]]:
+    assert plan.step is not None
+    assert plan.config is not None
+    mesh = plan.step.mesh
     device = mesh.devices.flat[0]
-    model = build_model(made.config, device.platform, gpu_capability(device))
+    model = build_model(plan.config, device.platform, gpu_capability(device))
     shardings = param_shardings(model.abstract, model.axes, mesh)
     leaves = jax.tree_util.tree_leaves_with_path(model.abstract)
     for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):

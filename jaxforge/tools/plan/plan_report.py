@@ -50,19 +50,19 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
     if args.compare:
         plans.append(_planned(args.compare, overrides, topology))
     if args.json:
-        reports = [as_json(made, args.price) for made in plans]
+        reports = [as_json(planned, args.price) for planned in plans]
         _print_json(reports if args.compare else reports[0])
     else:
-        for path, made in zip((args.config, args.compare), plans, strict=False):
+        for path, planned in zip((args.config, args.compare), plans, strict=False):
             if args.compare:
                 console.rule(path, align="left")
-            show(console, made, args.price)
+            show(console, planned, args.price)
         if args.compare:
             console.print(
                 alternatives(zip((args.config, args.compare), map(as_json, plans), strict=True))
             )
     _keep(args, plans[0])
-    return Exit.COMPLETED.code if all(made.fits for made in plans) else Exit.USER_ERROR.code
+    return Exit.COMPLETED.code if all(planned.fits for planned in plans) else Exit.USER_ERROR.code
 
 
 def _planned(
@@ -80,22 +80,29 @@ def _search(
     args: argparse.Namespace, topology: Topology, config: UnresolvedConfig, console: Console
 ) -> int:
     resolved = config.resolve(topology.n_devices, sequences_per_epoch)
-    found = search.search(
+    candidates = search.search(
         resolved, topology, most=args.search, jobs=args.jobs, console=Console(stderr=True)
     )
     if args.json:
-        _print_json([{"settings": search.settings(one.candidate), **one.report} for one in found])
+        _print_json(
+            [
+                {"settings": search.settings(candidate.candidate), **candidate.report}
+                for candidate in candidates
+            ]
+        )
     else:
-        console.print(alternatives((_name(one.candidate), one.report) for one in found))
-        console.print("The best:", *search.settings(found[0].candidate), soft_wrap=True)
-    if not found[0].tokens_per_second:
+        console.print(
+            alternatives((_name(candidate.candidate), candidate.report) for candidate in candidates)
+        )
+        console.print("The best:", *search.settings(candidates[0].candidate), soft_wrap=True)
+    if not candidates[0].tokens_per_second:
         return Exit.USER_ERROR.code
     if args.output:
-        _write("--output", args.output, found[0].candidate.config.to_toml())
+        _write("--output", args.output, candidates[0].candidate.config.to_toml())
     if args.html or args.save_executable:
         saves = args.save_executable is not None
-        best = plan(found[0].candidate.config, topology, every_size=saves)
-        named = [(_name(one.candidate), one.report) for one in found]
+        best = plan(candidates[0].candidate.config, topology, every_size=saves)
+        named = [(_name(candidate.candidate), candidate.report) for candidate in candidates]
         _keep(args, best, named)
     return Exit.COMPLETED.code
 
@@ -109,16 +116,16 @@ def _name(candidate: search.Candidate) -> str:
 
 
 def _keep(
-    args: argparse.Namespace, made: Plan, others: Sequence[tuple[str, dict[str, Any]]] = ()
+    args: argparse.Namespace, planned: Plan, others: Sequence[tuple[str, dict[str, Any]]] = ()
 ) -> None:
     """Writes the files that were asked for."""
     if args.html:
-        _write("--html", args.html, page(made, others))
-    path, step = args.save_executable, made.step
-    if path and step is not None and made.config is not None and made.fits:
+        _write("--html", args.html, page(planned, others))
+    path, step = args.save_executable, planned.step
+    if path and step is not None and planned.config is not None and planned.fits:
         with _told("--save-executable", path):
             executable.write(
-                path, step.executables, step.grad_sync.applied_to(made.config), step.mesh
+                path, step.executables, step.grad_sync.applied_to(planned.config), step.mesh
             )
 
 
@@ -161,13 +168,13 @@ def alternatives(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
-def show(console: Console, made: Plan, price: float | None) -> None:
+def show(console: Console, planned: Plan, price: float | None) -> None:
     """Prints a plan for a reader."""
-    for error in made.errors:
+    for error in planned.errors:
         console.print(f"[red]error[/]: {escape(error)}", highlight=False, soft_wrap=True)
-    for warning in made.warnings:
+    for warning in planned.warnings:
         console.print(f"[yellow]warning[/]: {escape(warning)}", highlight=False, soft_wrap=True)
-    for title, rows in _parts(made, price):
+    for title, rows in _parts(planned, price):
         table = Table(title=title, title_justify="left", show_header=False, box=None)
         table.add_column(style="dim")
         table.add_column(justify="right")
@@ -175,20 +182,20 @@ def show(console: Console, made: Plan, price: float | None) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    console.print(verdict(made), highlight=False, soft_wrap=True)
-    for one in made.advice:
-        console.print(f"  - {escape(one)}", highlight=False, soft_wrap=True)
+    console.print(verdict(planned), highlight=False, soft_wrap=True)
+    for item in planned.advice:
+        console.print(f"  - {escape(item)}", highlight=False, soft_wrap=True)
 
 
-def verdict(made: Plan) -> str:
+def verdict(planned: Plan) -> str:
     """One sentence."""
-    if made.step is None:
-        return f"{made.topology}: a run would be refused"
-    memory = made.step.memory
+    if planned.step is None:
+        return f"{planned.topology}: a run would be refused"
+    memory = planned.step.memory
     share = f"{gb(memory.peak)} of {gb(memory.capacity)} a device"
-    if made.fits:
-        return f"{made.topology}: it fits, {share} ({memory.peak / memory.capacity:.0%})"
-    return f"{made.topology}: it does not fit, {share}. What helps:"
+    if planned.fits:
+        return f"{planned.topology}: it fits, {share} ({memory.peak / memory.capacity:.0%})"
+    return f"{planned.topology}: it does not fit, {share}. What helps:"
 
 
 def gb(n: float) -> str:
@@ -199,55 +206,55 @@ def gb(n: float) -> str:
 Rows = list[tuple[str, str, str]]
 
 
-def _parts(made: Plan, price: float | None) -> Iterator[tuple[str, Rows]]:
-    if made.step is not None:
-        mesh = in_words(made.step.mesh.shape)
-        yield f"Memory of a device ({made.topology}, {mesh})", list(_memory(made))
-    if made.timeline is not None and made.timeline.traffic:
-        yield "Collectives of a step, on a device", list(_collectives(made))
-    if made.estimate is not None:
-        yield "A step (an estimate)", list(_step(made, price))
+def _parts(planned: Plan, price: float | None) -> Iterator[tuple[str, Rows]]:
+    if planned.step is not None:
+        mesh = in_words(planned.step.mesh.shape)
+        yield f"Memory of a device ({planned.topology}, {mesh})", list(_memory(planned))
+    if planned.timeline is not None and planned.timeline.traffic:
+        yield "Collectives of a step, on a device", list(_collectives(planned))
+    if planned.estimate is not None:
+        yield "A step (an estimate)", list(_step(planned, price))
 
 
-def _memory(made: Plan) -> Iterator[tuple[str, str, str]]:
-    assert made.step is not None
-    memory = made.step.memory
+def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
+    assert planned.step is not None
+    memory = planned.step.memory
     for name in ("parameters", "optimizer", "gradients", "activations", "other"):
         yield name, gb(getattr(memory, name)), ""
     yield "at the peak", gb(memory.peak), f"of {gb(memory.capacity)}"
-    sync = made.step.grad_sync
+    sync = planned.step.grad_sync
     yield "gradients", f"per {sync.mode}", sync.why
-    if part := bubble(made):
+    if part := bubble(planned):
         yield "pipeline", f"{part:.1%}", "empty"
-    yield "compiled in", f"{made.step.seconds:.1f} s", ""
+    yield "compiled in", f"{planned.step.seconds:.1f} s", ""
 
 
-def _collectives(made: Plan) -> Iterator[tuple[str, str, str]]:
-    assert made.timeline is not None
-    every = by_time(made.timeline)
-    for key, one in every[:_COLLECTIVES_SHOWN]:
+def _collectives(planned: Plan) -> Iterator[tuple[str, str, str]]:
+    assert planned.timeline is not None
+    every = by_time(planned.timeline)
+    for key, item in every[:_COLLECTIVES_SHOWN]:
         where = "in a loop" if key.in_loop else "once"
         how = "beside work" if key.overlapped else "waited for"
-        times = f"{one.count:,.0f} x {key.kind} over {' x '.join(key.axes) or 'nothing'}"
-        waits = f", {1e3 * one.waited:.1f} ms of waiting" if one.waited else ""
-        yield times, gb(one.bytes), f"{where}, {how}{waits}"
+        times = f"{item.count:,.0f} x {key.kind} over {' x '.join(key.axes) or 'nothing'}"
+        waits = f", {1e3 * item.waited:.1f} ms of waiting" if item.waited else ""
+        yield times, gb(item.bytes), f"{where}, {how}{waits}"
     if len(every) > _COLLECTIVES_SHOWN:
         yield f"and {len(every) - _COLLECTIVES_SHOWN} kinds more", "", ""
 
 
-def _step(made: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
-    found = made.estimate
-    assert found is not None
-    yield "seconds", f"{found.seconds:.3f}", found.estimated_from
-    for kind, seconds in sorted(found.seconds_by_kind.items(), key=lambda item: -item[1]):
-        yield f"  {kind}", f"{seconds:.3f}", f"{seconds / found.seconds:.0%}"
-    waited = found.waited_seconds
-    yield "  waiting for collectives", f"{waited:.3f}", f"{waited / found.seconds:.0%}"
-    yield "tokens/s a device", f"{found.tokens_per_second_per_device:,.0f}", ""
-    yield "tokens/s", human(found.tokens_per_second), ""
-    peak = CHIPS[made.topology.chip].peak_flops / 1e12
-    yield "MFU", f"{found.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {found.mfu_causal:.1%} causal"
-    hours = f"{found.device_hours:,.0f} device hours"
-    yield "hours to max_steps", f"{found.hours_to_max_steps:,.1f}", hours
+def _step(planned: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
+    estimate = planned.estimate
+    assert estimate is not None
+    yield "seconds", f"{estimate.seconds:.3f}", estimate.estimated_from
+    for kind, seconds in sorted(estimate.seconds_by_kind.items(), key=lambda item: -item[1]):
+        yield f"  {kind}", f"{seconds:.3f}", f"{seconds / estimate.seconds:.0%}"
+    waited = estimate.waited_seconds
+    yield "  waiting for collectives", f"{waited:.3f}", f"{waited / estimate.seconds:.0%}"
+    yield "tokens/s a device", f"{estimate.tokens_per_second_per_device:,.0f}", ""
+    yield "tokens/s", human(estimate.tokens_per_second), ""
+    peak = CHIPS[planned.topology.chip].peak_flops / 1e12
+    yield "MFU", f"{estimate.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {estimate.mfu_causal:.1%} causal"
+    hours = f"{estimate.device_hours:,.0f} device hours"
+    yield "hours to max_steps", f"{estimate.hours_to_max_steps:,.1f}", hours
     if price is not None:
-        yield "cost", f"{found.device_hours * price:,.0f}", f"at {price:g} a device and hour"
+        yield "cost", f"{estimate.device_hours * price:,.0f}", f"at {price:g} a device and hour"

@@ -133,20 +133,20 @@ def search(
         task = progress.add_task("compiling", total=len(chosen))
 
         def one(candidate: Candidate) -> Found:
-            found = Found(candidate, compiled(candidate.config, topology))
+            ranked = Found(candidate, compiled(candidate.config, topology))
             progress.advance(task)
-            return found
+            return ranked
 
-        found = _best_first(pool.map(one, chosen))
-        if not found[0].tokens_per_second:
-            return found
-        variants = list(with_other_flags(found[0].candidate, CHIPS[topology.chip].platform))
+        ranked = _best_first(pool.map(one, chosen))
+        if not ranked[0].tokens_per_second:
+            return ranked
+        variants = list(with_other_flags(ranked[0].candidate, CHIPS[topology.chip].platform))
         progress.update(task, total=len(chosen) + len(variants))
-        return _best_first([*found, *pool.map(one, variants)])
+        return _best_first([*ranked, *pool.map(one, variants)])
 
 
 def _best_first(found: Iterable[Found]) -> list[Found]:
-    return sorted(found, key=lambda one: -one.tokens_per_second)
+    return sorted(found, key=lambda candidate: -candidate.tokens_per_second)
 
 
 def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]:
@@ -194,14 +194,14 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
         except UserError:
             return None
 
-    for one, mesh in sorted(candidates(config, topology), key=lambda found: found[0].seconds):
-        state, train = state_of(mesh), one.config.train
+    for candidate, mesh in sorted(candidates(config, topology), key=lambda pair: pair[0].seconds):
+        state, train = state_of(mesh), candidate.config.train
         if state is None or state > chip.memory:
             continue
-        model = model_of(train.activation_checkpointing, one.mesh["pp"])
-        memory = step_memory(one.config, model, mesh, train.grad_sync, state)
+        model = model_of(train.activation_checkpointing, candidate.mesh["pp"])
+        memory = step_memory(candidate.config, model, mesh, train.grad_sync, state)
         if memory.total <= SLACK * chip.memory:
-            yield one
+            yield candidate
 
 
 def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidate, Mesh]]:
@@ -213,8 +213,8 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidat
             placed = make_mesh(changed(config, {}, mesh), devices)
         except UserError:  # an axis goes across the torus
             continue
-        for one in splits(config, topology, mesh):
-            yield Candidate(one, mesh, cost.update_seconds(one, model, placed, chip)), placed
+        for split in splits(config, topology, mesh):
+            yield Candidate(split, mesh, cost.update_seconds(split, model, placed, chip)), placed
 
 
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
@@ -225,9 +225,11 @@ def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> It
         if rows % (dp * each):
             continue
         split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}
-        one = changed(config, {**split, "activation_checkpointing": save, "grad_sync": sync}, mesh)
-        if rules.allows(one, topology.n_devices):
-            yield one
+        variant = changed(
+            config, {**split, "activation_checkpointing": save, "grad_sync": sync}, mesh
+        )
+        if rules.allows(variant, topology.n_devices):
+            yield variant
 
 
 def sequences(config: JobConfig, n_devices: int) -> int:
@@ -248,11 +250,11 @@ def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
     context = {*_powers(config.train.seq_len // _LEAST_TOKENS), config.distributed.cp}
     stages, tensor = _powers(_MOST_STAGES), _powers(_MOST_TP)
     for pp, tp, ep, cp in itertools.product(stages, tensor, experts, sorted(context)):
-        rest, left = divmod(n_devices, pp * tp * ep * cp)
-        if left or not rest:
+        dp, left = divmod(n_devices, pp * tp * ep * cp)
+        if left or not dp:
             continue
-        for shard in (n for n in range(1, rest + 1) if rest % n == 0):
-            sizes = {"pp": pp, "dp_replicate": rest // shard, "dp_shard": shard, "cp": cp}
+        for shard in (n for n in range(1, dp + 1) if dp % n == 0):
+            sizes = {"pp": pp, "dp_replicate": dp // shard, "dp_shard": shard, "cp": cp}
             yield {**sizes, "ep": ep, "tp": tp}
 
 
@@ -274,11 +276,11 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """Return the `--json` plan of a config, cached because compilation takes minutes."""
     text = config.to_toml()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kept = Path(cache, "jaxforge", "plan", f"{_key(text, topology)}.json")
-    if kept.exists():
-        return json.loads(kept.read_text())
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "candidate.toml")
+    cached = Path(cache, "jaxforge", "plan", f"{_key(text, topology)}.json")
+    if cached.exists():
+        return json.loads(cached.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "candidate.toml")
         path.write_text(text)
         command = [sys.executable, "-m", "jaxforge.plan", f"--config={path}", "--json"]
         done = subprocess.run(
@@ -288,8 +290,8 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {"fits": False, "errors": [f"the compiler ended with {done.returncode}: {last}"]}
     report = json.loads(done.stdout)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    safe_files.replace_text(kept, done.stdout)
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    safe_files.replace_text(cached, done.stdout)
     return report
 
 
@@ -301,10 +303,10 @@ def _key(text: str, topology: Topology) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def settings(found: Candidate) -> Sequence[str]:
+def settings(candidate: Candidate) -> Sequence[str]:
     """Return the command-line settings that run a candidate."""
-    train = found.config.train
-    axes = [f"--distributed.{axis}={size}" for axis, size in found.mesh.items()]
+    train = candidate.config.train
+    axes = [f"--distributed.{axis}={size}" for axis, size in candidate.mesh.items()]
     return [
         *axes,
         f"--train.batch_size={train.batch_size}",

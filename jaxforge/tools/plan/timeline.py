@@ -97,7 +97,7 @@ class Timeline:
     @property
     def waited(self) -> float:
         """Seconds that the device waits for collectives."""
-        return sum(one.waited for one in self.traffic.values())
+        return sum(traffic.waited for traffic in self.traffic.values())
 
     def add(self, other: "Timeline", times: int = 1) -> None:
         """Add the sums of a repeated timeline; time and picture do not change."""
@@ -144,9 +144,9 @@ class Simulation:
             elif begun := self._begun_by(operation, within):
                 clock.begin(operation, *begun)
             elif operation.collective:
-                one = self._network.collective(operation, within)
-                if one.axes:  # else every device is alone
-                    clock.exchange(operation, one)
+                collective = self._network.collective(operation, within)
+                if collective.axes:  # else every device is alone
+                    clock.exchange(operation, collective)
             else:
                 clock.work(operation, *self._rates.seconds(operation, within))
         return clock.stop()
@@ -160,9 +160,9 @@ class Simulation:
                 body = self._run(operation.attribute("body"), in_loop=True)
                 return body, self._program.trips(operation, name)
             case "conditional":
-                branches = [self._run(one, in_loop=in_loop) for one in _branches(operation)]
+                branches = [self._run(branch, in_loop=in_loop) for branch in _branches(operation)]
                 pick = max if self._longest else min
-                return pick(branches, key=lambda one: one.seconds), 1
+                return pick(branches, key=lambda branch: branch.seconds), 1
             case "call":
                 return self._run(operation.attribute("to_apply"), in_loop=in_loop), 1
         return None
@@ -174,10 +174,10 @@ class Simulation:
         if operation.kind in ("async-start", "fusion"):
             inner = self._program.computations[operation.attribute("calls")]
             marked = operation.kind == "async-start" or _has(inner, "AsyncCollectiveStart")
-            for one in inner.values() if marked else ():
-                if one.collective:
-                    key = _channel(one) if operation.kind == "fusion" else operation.name
-                    return key, self._network.collective(one, inner)
+            for inner_op in inner.values() if marked else ():
+                if inner_op.collective:
+                    key = _channel(inner_op) if operation.kind == "fusion" else operation.name
+                    return key, self._network.collective(inner_op, inner)
         return None
 
     def _ended_by(self, operation: Operation) -> str | None:
@@ -186,7 +186,9 @@ class Simulation:
         if operation.kind == "fusion":
             inner = self._program.computations[operation.attribute("calls")]
             if _has(inner, "AsyncCollectiveDone"):
-                return next((_channel(one) for one in inner.values() if one.collective), None)
+                return next(
+                    (_channel(inner_op) for inner_op in inner.values() if inner_op.collective), None
+                )
         return None
 
 
@@ -221,19 +223,21 @@ class _Clock:
         line.add(inner, times)
         line.seconds += seconds
 
-    def exchange(self, operation: Operation, one: Collective) -> None:
+    def exchange(self, operation: Operation, collective: Collective) -> None:
         """Append a collective that overlaps with nothing."""
-        self._picture(operation.name, one.kind, _lane(one), one.seconds)
-        self._count(one, overlapped=False).waited += one.seconds
-        self._line.seconds += one.seconds
+        self._picture(operation.name, collective.kind, _lane(collective), collective.seconds)
+        self._count(collective, overlapped=False).waited += collective.seconds
+        self._line.seconds += collective.seconds
 
-    def begin(self, operation: Operation, name: str, one: Collective) -> None:
+    def begin(self, operation: Operation, name: str, collective: Collective) -> None:
         """A collective that `end` will wait for by that name."""
-        start = max(self._line.seconds, self._free.get(one.axes, 0.0))
-        self._free[one.axes] = end = start + one.seconds
-        self._count(one, overlapped=True)
-        self._running[name] = end, Key(one.kind, one.axes, self._in_loop, True)
-        self._line.spans.append(Span(operation.name, one.kind, _lane(one), start, one.seconds))
+        start = max(self._line.seconds, self._free.get(collective.axes, 0.0))
+        self._free[collective.axes] = end = start + collective.seconds
+        self._count(collective, overlapped=True)
+        self._running[name] = end, Key(collective.kind, collective.axes, self._in_loop, True)
+        self._line.spans.append(
+            Span(operation.name, collective.kind, _lane(collective), start, collective.seconds)
+        )
 
     def rename(self, old: str, new: str) -> None:
         """Rename a pending operation."""
@@ -248,29 +252,33 @@ class _Clock:
             self._line.traffic[key].waited += waited
             self._line.seconds += waited
 
-    def _count(self, one: Collective, *, overlapped: bool) -> Traffic:
-        key = Key(one.kind, one.axes, self._in_loop, overlapped)
+    def _count(self, collective: Collective, *, overlapped: bool) -> Traffic:
+        key = Key(collective.kind, collective.axes, self._in_loop, overlapped)
         traffic = self._line.traffic.setdefault(key, Traffic())
         traffic.count += 1
-        traffic.bytes += one.sent
-        traffic.seconds += one.seconds
+        traffic.bytes += collective.sent
+        traffic.seconds += collective.seconds
         return traffic
 
     def _picture(self, name: str, kind: str, lane: str, seconds: float) -> None:
         self._line.spans.append(Span(name, kind, lane, self._line.seconds, seconds))
 
 
-def _lane(one: Collective) -> str:
-    return " x ".join(one.axes) or "alone"
+def _lane(collective: Collective) -> str:
+    return " x ".join(collective.axes) or "alone"
 
 
 def _has(inner: Computation, target: str) -> bool:
-    return any(f'"{target}"' in one.line for one in inner.values() if one.kind == "custom-call")
+    return any(
+        f'"{target}"' in operation.line
+        for operation in inner.values()
+        if operation.kind == "custom-call"
+    )
 
 
 def _channel(operation: Operation) -> str:
-    found = re.search(r"channel_id=(\d+)", operation.line)
-    return f"channel {found[1]}" if found else operation.name
+    match = re.search(r"channel_id=(\d+)", operation.line)
+    return f"channel {match[1]}" if match else operation.name
 
 
 def _branches(operation: Operation) -> Iterator[str]:

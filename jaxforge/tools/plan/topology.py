@@ -39,21 +39,21 @@ class Topology(NamedTuple):
         if form is None:
             raise ValueError(f"topology {text!r}: expected one of the forms {FORMS}")
         chip, slices = form[1], int(form[3] or 1)
-        sides = tuple(int(side) for side in form[2].split("x"))
+        lengths = tuple(int(length) for length in form[2].split("x"))
         known = {**{name: known.sides for name, known in CHIPS.items()}, CPU: 1}
         if chip not in known:
             raise ValueError(
                 f"topology {text!r}: expected one of {', '.join(known)} before the :"
-                f"{_nearest(chip, text, known, len(sides))}"
+                f"{_nearest(chip, text, known, len(lengths))}"
             )
-        if len(sides) != known[chip]:
+        if len(lengths) != known[chip]:
             what = "sides" if chip in TPUS else "nodes x GPUs" if chip in CHIPS else "number"
             raise ValueError(f"topology {text!r}: {chip} has {known[chip]} {what}, as in {FORMS}")
-        if not all(sides) or not slices:
+        if not all(lengths) or not slices:
             raise ValueError(f"topology {text!r}: nothing may be 0, as in {FORMS}")
         if slices > 1 and chip not in TPUS:
             raise ValueError(f"topology {text!r}: only TPUs have slices, as in v5p:4x4x8*2")
-        return cls(chip, sides, slices)
+        return cls(chip, lengths, slices)
 
     def __str__(self) -> str:
         """Return the topology as it is written."""
@@ -85,10 +85,10 @@ class Topology(NamedTuple):
         env.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def _nearest(chip: str, text: str, known: Mapping[str, int], sides: int) -> str:
+def _nearest(chip: str, text: str, known: Mapping[str, int], n_sides: int) -> str:
     """Return the topology with the most similar known chip name, preferably of this many sides."""
-    fitting = [one for one, count in known.items() if count == sides]
+    fitting = [name for name, count in known.items() if count == n_sides]
     near = get_close_matches(chip, fitting, n=1) or get_close_matches(chip, known, n=1, cutoff=0.0)
-    if known[near[0]] == sides:
+    if known[near[0]] == n_sides:
         return f'; did you mean "{near[0]}{text.strip()[len(chip) :]}"?'
     return f'; did you mean "{near[0]}", with {known[near[0]]} sides?'

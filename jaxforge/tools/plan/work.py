@@ -95,8 +95,8 @@ class Workload:
         given = (dims for dims, size in _inputs(operation, within) if size > 1)  # masks: bytes
         heads = [dims for dims in given if len(dims) >= 3]
         widths = {dims[-1] for dims in heads}  # a logsumexp may be wider than a head
-        made = (dims for dims, _ in arrays(operation.shape) if dims and dims[-1] in widths)
-        width = max(made, key=math.prod)[-1]
+        planned = (dims for dims, _ in arrays(operation.shape) if dims and dims[-1] in widths)
+        width = max(planned, key=math.prod)[-1]
         query, key, *_ = (dims for dims in heads if dims[-1] == width)
         pairs = math.prod(query[:-1]) * key[-2]
         return 2 * products * pairs * query[-1] * self._visible
@@ -109,10 +109,10 @@ class Workload:
 
     def _gemm(self, operation: Operation, within: Computation) -> float:
         """A call of cuBLAS: the size that is summed over is written in its configuration."""
-        found = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', operation.line)
+        match = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', operation.line)
         lhs = next(_inputs(operation, within))[0]
         result = next(arrays(operation.shape))[0]
-        return 2 * math.prod(result) * (lhs[int(found[1])] if found else lhs[-1])
+        return 2 * math.prod(result) * (lhs[int(match[1])] if match else lhs[-1])
 
     def _flops(self, operation: Operation, within: Computation) -> float:
         if operation.kind == "dot":
@@ -139,9 +139,9 @@ class Workload:
         if operation.kind == "broadcast":
             return operation.bytes
         if operation.kind != "fusion":
-            return operation.bytes + sum(one.bytes for one in operands)
+            return operation.bytes + sum(operand.bytes for operand in operands)
         read, written = self._of_fusion(operation.attribute("calls"))
-        whole = sum(one.bytes for i, one in enumerate(operands) if i not in read)
+        whole = sum(operand.bytes for i, operand in enumerate(operands) if i not in read)
         return whole + sum(read.values()) + (operation.bytes if written is None else written)
 
     @functools.cache  # noqa: B019
@@ -151,21 +151,21 @@ class Workload:
         users = _users(inner)
         read: dict[int, float] = {}
         in_place: set[str] = set()
-        for one in inner.values():
-            if one.kind == "dynamic-update-slice":
-                in_place.add(_origin(inner, one.operands[0]))
-        for one in inner.values():
-            if one.kind != "parameter":
+        for update in inner.values():
+            if update.kind == "dynamic-update-slice":
+                in_place.add(_origin(inner, update.operands[0]))
+        for update in inner.values():
+            if update.kind != "parameter":
                 continue
-            ends = [(end, _origin(inner, end.operands[0])) for end in _ends(one.name, users)]
-            if one.name in in_place:
-                read[int(one.arguments)] = 0.0
-            elif ends and all(end.kind in _CUTS and cut == one.name for end, cut in ends):
-                read[int(one.arguments)] = float(sum(end.bytes for end, _ in ends))
-        updates = [one for one in inner.values() if one.kind == "dynamic-update-slice"]
+            ends = [(end, _origin(inner, end.operands[0])) for end in _ends(update.name, users)]
+            if update.name in in_place:
+                read[int(update.arguments)] = 0.0
+            elif ends and all(end.kind in _CUTS and cut == update.name for end, cut in ends):
+                read[int(update.arguments)] = float(sum(end.bytes for end, _ in ends))
+        updates = [update for update in inner.values() if update.kind == "dynamic-update-slice"]
         if not updates:
             return read, None
-        return read, float(sum(inner[one.operands[1]].bytes for one in updates))
+        return read, float(sum(inner[update.operands[1]].bytes for update in updates))
 
 
 def _inputs(operation: Operation, within: Computation) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -192,10 +192,10 @@ def _grouped(operation: Operation, within: Computation) -> float:
 
 def _users(inner: Computation) -> dict[str, list[Operation]]:
     users: dict[str, list[Operation]] = {}
-    for one in inner.values():
-        if one.kind != "parameter":
-            for name in one.operands:
-                users.setdefault(name, []).append(one)
+    for item in inner.values():
+        if item.kind != "parameter":
+            for name in item.operands:
+                users.setdefault(name, []).append(item)
     return users
 
 

@@ -147,7 +147,7 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
     activations = jax.jit(lambda params, batch: activation_norms(past.model, params, batch))
     walk, norms = past.walk(max(past.start + 1, step - around)), {}
     last = min(step + around, past.config.train.max_steps)
-    made, suspects, without_first = None, [], None
+    created, suspects, without_first = None, [], None
     while walk.progress.step < last:
         at = walk.progress.step + 1
         metrics = walk.look(looking)
@@ -161,11 +161,11 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
             before += reader.documents(walk)[0]
         del metrics
         again = _made(walk.advance(), logged)
-        made = again if at == step else made
-    assert made is not None
-    others = [one for number, one in norms.items() if number != step]
+        created = again if at == step else created
+    assert created is not None
+    others = [norm for number, norm in norms.items() if number != step]
     odd = stands_out(norms[step], others) if others else []
-    return Account(made, suspects, without_first, norms, odd)
+    return Account(created, suspects, without_first, norms, odd)
 
 
 def in_order(
@@ -187,27 +187,35 @@ def in_order(
         before: documents of other batches, to compare losses with.
         rows: how many those are: the ones that stand out most, whole or by a document.
     """
-    known = [(one.loss, one.tokens) for one in before]
+    known = [(document.loss, document.tokens) for document in before]
     odd_of = functools.partial(oddness, spread=token_spread(documents, losses))
-    tokens, means = [one.tokens for one in documents], [one.loss for one in documents]
-    where, n = [one.row for one in documents], len(of_rows)
+    tokens, means = (
+        [document.tokens for document in documents],
+        [document.loss for document in documents],
+    )
+    where, n = [document.row for document in documents], len(of_rows)
     nats = np.bincount(where, np.multiply(means, tokens), n)
     counts = np.bincount(where, tokens, n)
     of_row = (nats / np.maximum(counts, 1)).tolist(), counts.astype(int).tolist()
-    odd_rows = odd_of(*of_row, [one.norm for one in of_rows])
+    odd_rows = odd_of(*of_row, [document.norm for document in of_rows])
     by_loss = odd_of(means, tokens, [math.nan] * len(documents), before=known)
     np.maximum.at(odd_rows, where, by_loss)
     most = set(np.argsort(-odd_rows)[:rows].tolist())
     whole = 0, losses.shape[-1]
 
-    def influence(one: Document) -> Influence | None:
-        if (one.start, one.end) == whole:
-            return of_rows[one.row]
-        return influence_of(one) if one.row in most else None
+    def influence(document: Document) -> Influence | None:
+        if (document.start, document.end) == whole:
+            return of_rows[document.row]
+        return influence_of(document) if document.row in most else None
 
-    found = [influence(one) for one in documents]
-    odd = odd_of(means, tokens, [one.norm if one else math.nan for one in found], before=known)
-    return [(documents[i], found[i]) for i in np.argsort(-odd, kind="stable")]
+    result = [influence(document) for document in documents]
+    odd = odd_of(
+        means,
+        tokens,
+        [document.norm if document else math.nan for document in result],
+        before=known,
+    )
+    return [(documents[i], result[i]) for i in np.argsort(-odd, kind="stable")]
 
 
 class _Reader:
@@ -232,24 +240,27 @@ class _Reader:
         batch = jax.device_get(walk.batch["input_ids"])
         tokens = batch.reshape(-1, batch.shape[-1])
 
-        def influence_of(one: Document) -> Influence:
-            return influences.of(one.row, one.start, one.end)
+        def influence_of(document: Document) -> Influence:
+            return influences.of(document.row, document.start, document.end)
 
         order = in_order(
             documents, losses, influences.of_rows(), influence_of, before=before, rows=rows
         )
         return [
             Suspect(
-                one, walk.name_of(one.row), self._text(tokens[one.row, one.start : one.end]),
-                self._text(tokens[one.row, slice(*one.worst)]), influence,
+                document,
+                walk.name_of(document.row),
+                self._text(tokens[document.row, document.start : document.end]),
+                self._text(tokens[document.row, slice(*document.worst)]),
+                influence,
             )
-            for one, influence in order
-        ]  # fmt: skip
+            for document, influence in order
+        ]
 
     def _text(self, tokens: np.ndarray) -> str:
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode([int(one) for one in tokens[:_SHOWN]])[:_SHOWN]
+        return self._tokenizer.decode([int(token) for token in tokens[:_SHOWN]])[:_SHOWN]
 
 
 def _made(metrics: Metrics, logged: dict[int, tuple[float, float]]) -> Made:
@@ -284,27 +295,30 @@ def _relative(here: float, there: float) -> float:
     return abs(here - there) / abs(there) if there else math.inf
 
 
-def as_json(found: Account) -> dict[str, Any]:
+def as_json(result: Account) -> dict[str, Any]:
     """All of it as plain values; numbers that are not finite become null."""
     return _finite(
         {
-            "step": found.made.as_json(),
-            "documents": [_document_json(one) for one in found.suspects],
-            "without_the_first": found.without_first,
+            "step": result.made.as_json(),
+            "documents": [_document_json(suspect) for suspect in result.suspects],
+            "without_the_first": result.without_first,
             "norms": {
-                step: {"parts": one.parts, **{name: x.tolist() for name, x in one.norms.items()}}
-                for step, one in found.norms.items()
+                step: {
+                    "parts": suspect.parts,
+                    **{name: x.tolist() for name, x in suspect.norms.items()},
+                }
+                for step, suspect in result.norms.items()
             },
-            "odd": found.odd,
+            "odd": result.odd,
         }
     )
 
 
-def _document_json(one: Suspect) -> dict[str, Any]:
-    influence = one.influence._asdict() if one.influence else None
+def _document_json(suspect: Suspect) -> dict[str, Any]:
+    influence = suspect.influence._asdict() if suspect.influence else None
     return {
-        **one.document._asdict(), "name": one.name, "text": one.text,
-        "worst_text": one.worst_text, "influence": influence,
+        **suspect.document._asdict(), "name": suspect.name, "text": suspect.text,
+        "worst_text": suspect.worst_text, "influence": influence,
     }  # fmt: skip
 
 

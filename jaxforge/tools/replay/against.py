@@ -99,8 +99,8 @@ def rows_of(a: Made, b: Made) -> Iterator[Row]:
     yield from _pairs("weights", a.params, b.params, a.params, rounding)
     yield from _pairs("batch", a.batch, b.batch, a.batch, 0.0)
     if a.points and b.points:
-        rows = min(len(made.points["embed"]) for made in (a, b))
-        x, y = ({name: x[:rows] for name, x in made.points.items()} for made in (a, b))
+        rows = min(len(step.points["embed"]) for step in (a, b))
+        x, y = ({name: x[:rows] for name, x in step.points.items()} for step in (a, b))
         yield from _pairs("forward", x, y, x, tolerance(dtype, a.width, parts))
     loss = np.array([a.loss]), np.array([b.loss])
     yield row("loss", ("loss", "loss"), *loss, tolerance(dtype, a.width, parts))
@@ -124,15 +124,15 @@ def _pairs(
             yield Row(stage, name, name, np.inf, np.inf, allowed, f"only in the {where} run")
 
 
-def make(way: Way, step: int, grads: PyTree | None = None) -> Made:
+def make(run: Way, step: int, grads: PyTree | None = None) -> Made:
     """Makes a step of a run.
 
     Args:
-        way: the run.
+        run: the run.
         step: from 1.
         grads: `whole_grads` of the other, which updates are by; None: its own.
     """
-    with open_past(way.run, step, way.overrides) as past:
+    with open_past(run.run, step, run.overrides) as past:
         walk = past.walk(step)
         params = _named(past, walk.state.params)
         metrics = walk.look(past.step_function(("grads",)))
@@ -167,11 +167,11 @@ def _points(past: Past, walk: Walk) -> Named:
         seen = {name: model.stack.unstack(x) for name, x in out.activations.items()}
         return {"embed": some(model.embed(params, first)), "final_norm": some(hidden), LAYERS: seen}
 
-    made = jax.device_get(jax.jit(points)(walk.state.variables, walk.batch))
-    found = {"embed": made["embed"]}
+    values = jax.device_get(jax.jit(points)(walk.state.variables, walk.batch))
+    flat = {"embed": values["embed"]}
     for i in range(model.config.n_layers):
-        found |= {f"{LAYERS}.{i}.{name}": made[LAYERS][name][i] for name in STREAM}
-    return found | {"final_norm": made["final_norm"]}
+        flat |= {f"{LAYERS}.{i}.{name}": values[LAYERS][name][i] for name in STREAM}
+    return flat | {"final_norm": values["final_norm"]}
 
 
 def _updates(past: Past, walk: Walk, grads: PyTree) -> PyTree:
@@ -181,10 +181,10 @@ def _updates(past: Past, walk: Walk, grads: PyTree) -> PyTree:
         name: jax.tree.map(lambda x: np.asarray(stack.stack(x)), part) if name in stacks else part
         for name, part in grads.items()
     }
-    places = param_shardings(past.model.abstract, past.model.axes, past.mesh)
+    shardings = param_shardings(past.model.abstract, past.model.axes, past.mesh)
     scale, state = walk.controls.lr_scale, walk.state
     update = jax.jit(lambda g, s, p: past.optimizer.update(g, s, p, lr_scale=scale)[0])
-    return update(jax.device_put(laid_out, places), state.opt_state, state.params)
+    return update(jax.device_put(laid_out, shardings), state.opt_state, state.params)
 
 
 def _in_order(past: Past, tree: Params) -> PyTree:
@@ -197,12 +197,12 @@ def _in_order(past: Past, tree: Params) -> PyTree:
 
 
 def _named(past: Past, tree: Params) -> Named:
-    found: Named = {}
+    named: Named = {}
     for name, leaf in flatten_dict(_in_order(past, tree), sep=".").items():
-        stack, _, rest = name.partition(".")
+        stack, _, name_in_stack = name.partition(".")
         layers = past.config.model.stacks.get(stack)
         if layers is None:
-            found[name] = leaf
+            named[name] = leaf
         else:
-            found |= {f"{LAYERS}.{i}.{rest}": leaf[k] for k, i in enumerate(layers)}
-    return found
+            named |= {f"{LAYERS}.{i}.{name_in_stack}": leaf[k] for k, i in enumerate(layers)}
+    return named

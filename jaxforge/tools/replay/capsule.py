@@ -151,7 +151,7 @@ class Verification:
 
     def differing(self, names: Sequence[str] | None = None) -> list[str]:
         """Return names of the ingredients that differ here; of some, or of all."""
-        differing = [one.name for one in self.ingredients if one.differences]
+        differing = [ingredient.name for ingredient in self.ingredients if ingredient.differences]
         return [name for name in differing if names is None or name in names]
 
     @property
@@ -205,9 +205,9 @@ def verify(
         if result.differing(["data"]):
             return result
         config = past.config
-        made = [one for one in replayed(directory, first, last, overrides) if one.logged]
+        made = [step for step in replayed(directory, first, last, overrides) if step.logged]
     allowed = _tolerance(config) if result.differing(_BITS) else 0.0
-    tolerances = [allowed * (one.step - first + 1) for one in made]
+    tolerances = [allowed * (step.step - first + 1) for step in made]
     return Verification(result.ingredients, made, tolerances)
 
 
@@ -260,14 +260,14 @@ def _tolerance(config: JobConfig) -> float:
 def _print(result: Verification) -> None:
     console = wide_console()
     table = Table("ingredient", "here", title="ingredients", title_justify="left")
-    for one in result.ingredients:
-        more = len(one.differences) - _SHOWN
-        lines = [*one.differences[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-        table.add_row(one.name, "\n".join(lines).replace("[", "\\[") or "the same")
+    for ingredient in result.ingredients:
+        more = len(ingredient.differences) - _SHOWN
+        lines = [*ingredient.differences[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        table.add_row(ingredient.name, "\n".join(lines).replace("[", "\\[") or "the same")
     console.print(table)
-    for made, allowed in zip(result.steps, result.tolerances, strict=True):
+    for step, allowed in zip(result.steps, result.tolerances, strict=True):
         limit = f", up to {allowed:.1e} is rounding" if allowed else ""
-        line = f"step {made.step:6}  loss {made.loss:.9g}  {made.comparison}{limit}"
+        line = f"step {step.step:6}  loss {step.loss:.9g}  {step.comparison}{limit}"
         console.print(line, highlight=False)
     console.print(result.verdict, soft_wrap=True, markup=False)
 
@@ -276,9 +276,11 @@ def _as_json(result: Verification) -> dict[str, Any]:
     return {
         "holds": result.holds,
         "verdict": result.verdict,
-        "ingredients": {one.name: one.differences for one in result.ingredients},
+        "ingredients": {
+            ingredient.name: ingredient.differences for ingredient in result.ingredients
+        },
         "steps": [
-            {**made.as_json(), "tolerance": allowed}
-            for made, allowed in zip(result.steps, result.tolerances, strict=True)
+            {**step.as_json(), "tolerance": allowed}
+            for step, allowed in zip(result.steps, result.tolerances, strict=True)
         ],
     }

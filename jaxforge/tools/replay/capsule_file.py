@@ -150,11 +150,11 @@ def unpack(capsule: Capsule, run: Path, mesh: Mapping[str, int]) -> None:
         mesh: axes that the config leaves to the devices, which may be others here.
     """
     for name, text in capsule.files.items():
-        place = run / {CURVE: "metrics.jsonl"}.get(name, name)
-        place.parent.mkdir(exist_ok=True)
+        path = run / {CURVE: "metrics.jsonl"}.get(name, name)
+        path.parent.mkdir(exist_ok=True)
         for axis, size in mesh.items():
             text = text.replace(f"\n{axis} = -1\n", f"\n{axis} = {size}\n")
-        place.write_text(text)
+        path.write_text(text)
 
 
 def _hash(text: str) -> str:

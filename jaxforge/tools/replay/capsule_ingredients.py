@@ -33,7 +33,7 @@ def ingredients_of(past: Past) -> dict[str, Any]:
     Raises:
         UserError: the data are not there, or damaged.
     """
-    installed = {one.name: one.version for one in distributions() if one.name}
+    installed = {package.name: package.version for package in distributions() if package.name}
     return {
         "mesh": dict(past.mesh.shape),
         "code": _code(past.config),
@@ -41,7 +41,7 @@ def ingredients_of(past: Past) -> dict[str, Any]:
         "machine": _machine(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         # By name and version: from where they are installed may have a password in it.
-        "packages": dict(sorted(installed.items(), key=lambda one: one[0].lower())),
+        "packages": dict(sorted(installed.items(), key=lambda package: package[0].lower())),
         "program": _program(past),
     }
 
@@ -49,11 +49,11 @@ def ingredients_of(past: Past) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """Return what computes here; a CPU's kernels and threads decide the last digits."""
     device = jax.devices()[0]
-    found = {"platform": device.platform, "kind": device.device_kind,
+    facts = {"platform": device.platform, "kind": device.device_kind,
              "devices": jax.device_count(), "processes": jax.process_count()}  # fmt: skip
     if device.platform == "cpu":
-        found |= {"processor": _processor(), "cores": os.cpu_count()}
-    return found
+        facts |= {"processor": _processor(), "cores": os.cpu_count()}
+    return facts
 
 
 def _processor() -> str:
@@ -67,19 +67,19 @@ def _processor() -> str:
 
 def _code(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return hashes and state in git of jaxforge and of the modules that `[plugins]` names."""
-    places = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
-    return {name: _code_at(place) for name, place in places.items()}
+    folders = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
+    return {name: _code_at(folder) for name, folder in folders.items()}
 
 
-def _code_at(place: Path) -> dict[str, Any]:
-    return {"sha256": source_hash(place), **git_state(source_files(place)[0])}
+def _code_at(path: Path) -> dict[str, Any]:
+    return {"sha256": source_hash(path), **git_state(source_files(path)[0])}
 
 
 def _program(past: Past) -> dict[str, str]:
     """Return the hash of the step's StableHLO, for each number of microbatches of an update."""
     sizes = {stage.accum for stage in past.config.train.ramp(data_parallel_size(past.mesh)).stages}
     lowered = past.lower_sizes(sizes)
-    return {str(n): fingerprint(one) for n, one in sorted(lowered.items())}
+    return {str(n): fingerprint(program) for n, program in sorted(lowered.items())}
 
 
 def _data(config: JobConfig) -> dict[str, dict[str, Any]]:
@@ -102,11 +102,11 @@ def _of_source(config: JobConfig, dataset: Any) -> dict[str, Any]:  # noqa: ANN4
 def _files(source: TokenFiles) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return shards and the files next to them; of a bucket, the bytes of tokens."""
     if urls.in_bucket(source.directory):
-        for one in source.files:
-            yield one.path.name, {"bytes": one.offset + one.tokens * one.dtype.itemsize}
+        for file in source.files:
+            yield file.path.name, {"bytes": file.offset + file.tokens * file.dtype.itemsize}
         return
     beside = [source.directory / name for name in (FILE_NAME, LENGTHS)]
-    paths = [*(one.path for one in source.files), *filter(Path.is_file, beside)]
+    paths = [*(file.path for file in source.files), *filter(Path.is_file, beside)]
     with ThreadPoolExecutor() as pool:
         for path, digest in zip(paths, pool.map(_hash_of, paths), strict=True):
             yield path.name, {"bytes": path.stat().st_size, "sha256": digest}
@@ -130,6 +130,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _short(value: object) -> str:
     """Return a value for a line: hashes by their first digits."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} {_short(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key} {_short(item)}" for key, item in value.items()) + "}"
     text = "none" if value is None else str(value)
     return text[:12] if len(text) == 64 and text.isalnum() else text

@@ -146,14 +146,14 @@ def _write(
     output: Path, values: Iterator[Values], wanted: Wanted, numbers: Sequence[int], model: Model,
     about: dict[str, Any],
 ) -> None:  # fmt: skip
-    told = {
+    description = {
         **about,
         "points": list(wanted.points),
         "layers": list(wanted.layers or range(model.config.n_layers)),
         "sequences": list(numbers),
     }
     try:
-        n = activation_files.write(output, map(jax.device_get, values), told)
+        n = activation_files.write(output, map(jax.device_get, values), description)
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror}") from error
     log.info("%d sequences in %s", n, output)

@@ -149,24 +149,24 @@ def first_difference(rows: Sequence[Row]) -> Row | None:
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """All of it, for a file; what is infinite is a text."""
-    found = first_difference(rows)
+    first = first_difference(rows)
     return {
-        "same": found is None,
-        "first": None if found is None else _entry(found),
+        "same": first is None,
+        "first": None if first is None else _entry(first),
         "rows": [_entry(one) for one in rows],
     }
 
 
-def show(console: Console, rows: Sequence[Row], sides: tuple[str, str]) -> None:
+def show(console: Console, rows: Sequence[Row], names: tuple[str, str]) -> None:
     """A table of what was compared, and the first difference.
 
     Args:
         console: where.
         rows: in the order in which they were made.
-        sides: what the two are called.
+        names: what the two are called.
     """
     shown = [one for stage in dict.fromkeys(r.stage for r in rows) for one in _of(rows, stage)]
-    table = Table("", *sides, "error", "largest", "tolerance", "")
+    table = Table("", *names, "error", "largest", "tolerance", "")
     for one in shown:
         figures = (f"{x:.2g}" for x in (one.error, one.largest, one.tolerance))
         style = "red" if one.differs else None
@@ -177,20 +177,20 @@ def show(console: Console, rows: Sequence[Row], sides: tuple[str, str]) -> None:
         of_stage = [one for one in rows if one.stage == stage]
         if more := len(of_stage) - sum(one.stage == stage for one in shown):
             console.print(f"{stage}: {more} more, none further apart than these", markup=False)
-    console.print(verdict(rows, sides), markup=False, soft_wrap=True)
+    console.print(verdict(rows, names), markup=False, soft_wrap=True)
 
 
-def verdict(rows: Sequence[Row], sides: tuple[str, str]) -> str:
+def verdict(rows: Sequence[Row], names: tuple[str, str]) -> str:
     """The first difference in words."""
-    found = first_difference(rows)
-    if found is None:
+    first = first_difference(rows)
+    if first is None:
         return f"nothing differs: {len(rows)} values, all within their tolerance"
-    other = f" ({found.other} of {sides[1]})" if found.other != found.name else ""
+    other = f" ({first.other} of {names[1]})" if first.other != first.name else ""
     text = (
-        f"first difference: {found.stage}, {found.name}{other}: {found.error:.3g} apart, where "
-        f"rounding makes {found.tolerance:.2g} at most"
+        f"first difference: {first.stage}, {first.name}{other}: {first.error:.3g} apart, where "
+        f"rounding makes {first.tolerance:.2g} at most"
     )
-    return f"{text}\n{found.hint}" if found.hint else text
+    return f"{text}\n{first.hint}" if first.hint else text
 
 
 def _part(name: str) -> str:
@@ -200,16 +200,16 @@ def _part(name: str) -> str:
 
 def _of(rows: Sequence[Row], stage: str) -> list[Row]:
     """Return the rows to show of a stage: all, or the first difference and the largest ones."""
-    found = [one for one in rows if one.stage == stage]
-    if stage not in _OF_PARAMETERS or len(found) <= _SHOWN:
-        return found
-    worst = sorted(found, key=lambda one: -one.error)[:_SHOWN]
-    first = first_difference(found)
-    return [one for one in found if one in worst or one is first]
+    of_stage = [one for one in rows if one.stage == stage]
+    if stage not in _OF_PARAMETERS or len(of_stage) <= _SHOWN:
+        return of_stage
+    worst = sorted(of_stage, key=lambda one: -one.error)[:_SHOWN]
+    first = first_difference(of_stage)
+    return [one for one in of_stage if one in worst or one is first]
 
 
-def _entry(one: Row) -> dict[str, Any]:
-    entry = dataclasses.asdict(one) | {"differs": one.differs}
+def _entry(item: Row) -> dict[str, Any]:
+    entry = dataclasses.asdict(item) | {"differs": item.differs}
     return {
         key: str(x) if isinstance(x, float) and not math.isfinite(x) else x
         for key, x in entry.items()

@@ -73,18 +73,20 @@ def token_loss_function(
 
     def run(params: Params, batch: Batch) -> tuple[Array, Array]:
         length = batch["labels"].shape[-1]
-        place = jnp.broadcast_to(jnp.arange(length), batch["labels"].shape)
-        batch = spread_sequences(model, {**batch, "place": place})  # which may change their order
-        places = batch.pop("place")
-        return jax.lax.map(functools.partial(of_microbatch, params), batch), places
+        position = jnp.broadcast_to(jnp.arange(length), batch["labels"].shape)
+        batch = spread_sequences(
+            model, {**batch, "place": position}
+        )  # which may change their order
+        positions = batch.pop("place")
+        return jax.lax.map(functools.partial(of_microbatch, params), batch), positions
 
     compiled = jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def in_order(params: Params, batch: Batch) -> Float[np.ndarray, "m b s"]:
-        losses, places = jax.device_get(compiled(params, batch))
-        found = np.zeros_like(losses)
-        np.put_along_axis(found, places, losses, axis=-1)
-        return found
+        losses, positions = jax.device_get(compiled(params, batch))
+        ordered = np.zeros_like(losses)
+        np.put_along_axis(ordered, positions, losses, axis=-1)
+        return ordered
 
     return in_order
 
@@ -99,21 +101,25 @@ def find_documents(
     """
     rows = {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items() if x.ndim == losses.ndim}
     nats = losses.reshape(-1, losses.shape[-1])
-    found = []
+    documents = []
     for row, tokens in enumerate(rows["input_ids"]):
         segments = rows["segment_ids"][row] if "segment_ids" in rows else None
         counts = rows["labels"][row] != IGNORE
         for start, end in _ranges(tokens, segments, eos):
             if counts[start:end].any():
-                found.append(_document(row, start, end, nats[row], counts))
-    return found
+                documents.append(_document(row, start, end, nats[row], counts))
+    return documents
 
 
 def token_spread(documents: Sequence[Document], losses: Float[np.ndarray, "m b s"]) -> float:
     """The standard deviation of a token's loss about the mean of its document, over all of them."""
     nats = losses.reshape(-1, losses.shape[-1])
-    squares = [np.square(nats[one.row, one.start : one.end]).sum() for one in documents]
-    means, tokens = (np.array([getattr(one, x) for one in documents]) for x in ("loss", "tokens"))
+    squares = [
+        np.square(nats[document.row, document.start : document.end]).sum() for document in documents
+    ]
+    means, tokens = (
+        np.array([getattr(document, x) for document in documents]) for x in ("loss", "tokens")
+    )
     about = squares - tokens * means**2
     finite = np.isfinite(about)
     return float(np.sqrt(about[finite].sum() / max(1, tokens[finite].sum())))

@@ -88,8 +88,10 @@ class Influences:
     def without(self, documents: Iterable[Document]) -> tuple[float, float]:
         """Loss and gradient norm of the update, had these documents not been learned from."""
         keep = np.ones(self._batch["labels"].shape, bool)
-        for one in documents:
-            keep[one.row // self._rows, one.row % self._rows, one.start : one.end] = False
+        for document in documents:
+            keep[
+                document.row // self._rows, document.row % self._rows, document.start : document.end
+            ] = False
         loss, norm = self._remake(self._state.params, self._state.model_state, self._batch, keep)
         return float(loss), float(norm)
 
@@ -108,12 +110,12 @@ class Influences:
         specs = batch_specs(batch)
 
         def repeated(name: str, x: Array) -> Array:
-            one = jnp.broadcast_to(x[microbatch, row], (1, groups, *x.shape[2:]))
-            return jax.lax.with_sharding_constraint(one, specs[name])
+            row_ = jnp.broadcast_to(x[microbatch, row], (1, groups, *x.shape[2:]))
+            return jax.lax.with_sharding_constraint(row_, specs[name])
 
         rows = {name: repeated(name, x) for name, x in batch.items()}
-        place = jnp.arange(rows["labels"].shape[-1])
-        is_in = (place >= start) & (place < end) & (jnp.arange(groups) == 0)[:, None]
+        position = jnp.arange(rows["labels"].shape[-1])
+        is_in = (position >= start) & (position < end) & (jnp.arange(groups) == 0)[:, None]
         labels = jnp.where(is_in, rows["labels"], IGNORE)
         grads, _ = self._of({**rows, "labels": labels}, params, model_state)
         share = weight * jnp.sum(labels != IGNORE)  # from the mean over its own tokens to its part

@@ -72,14 +72,14 @@ def layer_norms(metrics: Metrics, activations: dict[str, Array]) -> LayerNorms:
 
 def stands_out(step: LayerNorms, neighbours: Sequence[LayerNorms]) -> list[tuple[str, str, float]]:
     """Return the largest deviations from other steps: (part, norm, ratio to their median)."""
-    found = []
+    deviations = []
     for name, values in step.norms.items():
-        usual = np.median([one.norms[name] for one in neighbours], axis=0)
+        usual = np.median([deviation.norms[name] for deviation in neighbours], axis=0)
         for part, value, median in zip(step.parts, values, usual, strict=True):
             if not np.isnan(median):
                 ratio = float(value / median) if median else float("inf")
-                found.append((part, name, 1.0 if value == median else ratio))
-    return sorted(found, key=lambda one: -_distance(one[2]))
+                deviations.append((part, name, 1.0 if value == median else ratio))
+    return sorted(deviations, key=lambda deviation: -_distance(deviation[2]))
 
 
 def _distance(ratio: float) -> float:

@@ -84,10 +84,10 @@ class Past(Program):
 
     def _nearest(self, step: int) -> tuple[TrainState, Progress]:
         """The nearest state before a step that the run itself has had under this config."""
-        saved = max((one for one in self.checkpoints.steps() if one < step), default=None)
+        saved = max((step_ for step_ in self.checkpoints.steps() if step_ < step), default=None)
         if saved is not None and saved >= self.start:
-            found = Saved(self.checkpoints, saved)
-            state, progress = start_from(found, self)
+            saved_state = Saved(self.checkpoints, saved)
+            state, progress = start_from(saved_state, self)
             _catch_up(progress, self.checkpoints)
             return state, progress
         if self.start > 0:  # that was made with another config
@@ -163,7 +163,7 @@ class Walk:
     def name_of(self, row: int) -> str:
         """Return the sequence's name in a row of the next batch, counted over microbatches."""
         past, position = self._past, self.progress.samples + row
-        drawn = [Segment(*one) for one in self.progress.mixtures]
+        drawn = [Segment(*mixture) for mixture in self.progress.mixtures]
         phases = Phases.of(past.config.data)
         drawn = phases.recorded(drawn, self.progress.step, self.progress.samples)
         return loader.describe_sample(past.config, past.mesh, past.dataset, drawn, position)
@@ -181,10 +181,10 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
     Raises:
         UserError: there is no such run or step, or it cannot run on these devices.
     """
-    found = run_directory.config_of_step(run, step)
-    checkpoints = Checkpoints(run, found.checkpoint, read_only=True)
+    config_file = run_directory.config_of_step(run, step)
+    checkpoints = Checkpoints(run, config_file.checkpoint, read_only=True)
     try:
-        config = _on_these_devices(found, step, checkpoints, overrides, trust.of_run(run))
+        config = _on_these_devices(config_file, step, checkpoints, overrides, trust.of_run(run))
         devices = _devices(config)
         rules.check(config, len(devices))
         compilation.use_cache(config.train)
@@ -210,7 +210,7 @@ def _on_these_devices(
             f"there is no step {step}: they go from 1 to train.max_steps = {config.train.max_steps}"
         )
     values = config.model_dump(mode="json", exclude_unset=True)  # two batch sizes must agree
-    if any(one.startswith("--distributed.") for one in overrides):
+    if any(override.startswith("--distributed.") for override in overrides):
         there = make_config(values, overrides, "the run", trusts)
         overrides = [*_same_rows(config, there, checkpoints, overrides), *overrides]
     else:
@@ -222,7 +222,9 @@ def _same_rows(
     config: JobConfig, there: JobConfig, checkpoints: Checkpoints, overrides: Sequence[str]
 ) -> list[str]:
     """The settings with which another mesh makes the same batch, unless its size is given."""
-    is_given = any(one.startswith(("--train.batch_size", "--train.global")) for one in overrides)
+    is_given = any(
+        override.startswith(("--train.batch_size", "--train.global")) for override in overrides
+    )
     groups = None if is_given else _known_groups(config, checkpoints)
     if groups is None or config.train.global_batch_size:
         return []

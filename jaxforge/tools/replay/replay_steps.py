@@ -29,23 +29,23 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
         exact = _print_steps(wide_console(), replayed(run, first, last, overrides))
         return 0 if exact or not args.check else 1
     with open_past(run, first, overrides) as past:
-        found = account(past, first, around=args.around, rows=args.rows)
+        result = account(past, first, around=args.around, rows=args.rows)
     if jax.process_index() == 0:
         if args.json:
-            write_json(args.json, as_json(found))
+            write_json(args.json, as_json(result))
         if args.html:
-            write_text("--html", args.html, page(found, run.name))
+            write_text("--html", args.html, page(result, run.name))
         if args.json != STDOUT:
-            _print(wide_console(), found, args.top)
-    exact = found.made.difference in (None, 0.0)
+            _print(wide_console(), result, args.top)
+    exact = result.made.difference in (None, 0.0)
     return 0 if exact or not args.check else 1
 
 
 def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Exit code 1 where something differs."""
-    one = Way(urls.path(args.run), overrides)
+    first = Way(urls.path(args.run), overrides)
     other = Way(urls.path(args.against), [*overrides, *args.other])
-    rows, notes = against(one, other, args.step)
+    rows, notes = against(first, other, args.step)
     if args.json:
         write_json(args.json, {**compare.as_json(rows), "notes": notes})
     if args.json != STDOUT:
@@ -59,58 +59,58 @@ def _print_steps(console: Console, steps: Iterable[Made]) -> bool:
     """A row each, as they are made; whether all are what was logged."""
     all_exact = True
     console.print(f"{'step':>8} {'loss':>14} {'grad norm':>14}  logged", highlight=False)
-    for one in steps:
-        all_exact &= one.difference in (None, 0.0)
+    for step in steps:
+        all_exact &= step.difference in (None, 0.0)
         console.print(
-            f"{one.step:8} {one.loss:14.9g} {one.grad_norm:14.9g}  {_compared(one)}",
+            f"{step.step:8} {step.loss:14.9g} {step.grad_norm:14.9g}  {_compared(step)}",
             highlight=False,
         )
     return all_exact
 
 
-def _compared(one: Made) -> str:
-    left_out = "" if one.applied or one.logged is None else ", update left out"
-    return f"{one.comparison}{left_out}"
+def _compared(item: Made) -> str:
+    left_out = "" if item.applied or item.logged is None else ", update left out"
+    return f"{item.comparison}{left_out}"
 
 
-def _print(console: Console, found: Account, top: int) -> None:
-    one = found.made
+def _print(console: Console, result: Account, top: int) -> None:
+    step = result.made
     console.print(
-        f"[bold]step {one.step}[/]: loss {one.loss:.6g}, gradient norm {one.grad_norm:.6g}; "
-        f"logged: {_compared(one)}",
+        f"[bold]step {step.step}[/]: loss {step.loss:.6g}, gradient norm {step.grad_norm:.6g}; "
+        f"logged: {_compared(step)}",
         highlight=False,
     )
-    console.print(_documents(found, top))
-    if found.without_first:
-        loss, norm = found.without_first
+    console.print(_documents(result, top))
+    if result.without_first:
+        loss, norm = result.without_first
         console.print(
             f"without the first: loss {loss:.6g}, gradient norm {norm:.6g}", highlight=False
         )
-    if found.odd:
-        console.print(_layers(found, top))
+    if result.odd:
+        console.print(_layers(result, top))
 
 
-def _documents(found: Account, top: int) -> Table:
-    table = Table(title=f"documents of the step ({min(top, len(found.suspects))} of "
-                  f"{len(found.suspects)})", title_justify="left")  # fmt: skip
+def _documents(result: Account, top: int) -> Table:
+    table = Table(title=f"documents of the step ({min(top, len(result.suspects))} of "
+                  f"{len(result.suspects)})", title_justify="left")  # fmt: skip
     table.add_column("where", overflow="fold")
     for name in ("tokens", "loss", "own norm", "norm without"):
         table.add_column(name, justify="right")
     table.add_column("text", overflow="fold")
-    for suspect in found.suspects[:top]:
+    for suspect in result.suspects[:top]:
         table.add_row(*_cells(suspect))
     return table
 
 
 def _cells(suspect: Suspect) -> tuple[str, ...]:
-    one, influence = suspect.document, suspect.influence
+    document, influence = suspect.document, suspect.influence
     own = f"{influence.norm:.4g}" if influence else "-"
     without = f"{influence.without:.4g}" if influence else "-"
     text = _line(suspect.text)
-    if one.worst_loss > one.loss and suspect.worst_text:
-        text += f"\nworst ({one.worst_loss:.3g}): {_line(suspect.worst_text)}"
-    where = f"{suspect.name}, {one.start}:{one.end}"
-    return where, str(one.tokens), f"{one.loss:.4g}", own, without, text
+    if document.worst_loss > document.loss and suspect.worst_text:
+        text += f"\nworst ({document.worst_loss:.3g}): {_line(suspect.worst_text)}"
+    where = f"{suspect.name}, {document.start}:{document.end}"
+    return where, str(document.tokens), f"{document.loss:.4g}", own, without, text
 
 
 def _line(text: str) -> str:
@@ -118,14 +118,14 @@ def _line(text: str) -> str:
     return repr(text)[1:-1][:_SHOWN].replace("[", "\\[")
 
 
-def _layers(found: Account, top: int) -> Table:
-    steps = [step for step in found.norms if step != found.made.step]
+def _layers(result: Account, top: int) -> Table:
+    steps = [step for step in result.norms if step != result.made.step]
     table = Table(title=f"what differs most from steps {min(steps)} to {max(steps)}",
                   title_justify="left")  # fmt: skip
     for name in ("part", "norm of", "here", "to their median"):
         table.add_column(name, justify="left" if name in ("part", "norm of") else "right")
-    here = found.norms[found.made.step]
-    for part, name, ratio in found.odd[:top]:
+    here = result.norms[result.made.step]
+    for part, name, ratio in result.odd[:top]:
         value = here.norms[name][here.parts.index(part)]
         table.add_row(part, name, f"{value:.4g}", f"{ratio:.3g}")
     return table

@@ -15,74 +15,75 @@ _ODD_HEAD = ["part", "norm", "its median in the steps around"]
 _TELLING = 5  # documents with their text above the table
 
 
-def page(found: Account, run: str) -> str:
+def page(account: Account, run: str) -> str:
     """The page of a step.
 
     Args:
-        found: what happened in it.
+        account: what happened in it.
         run: what the run is called.
     """
-    pool, cards = Pool(), "".join(map(_card, found.suspects[:_TELLING]))
-    rows = [[part, norm, f"{ratio:.3g} times"] for part, norm, ratio in found.odd[:_ODD]]
-    above = fact_list(_facts(found))
+    pool, cards = Pool(), "".join(map(_card, account.suspects[:_TELLING]))
+    rows = [[part, norm, f"{ratio:.3g} times"] for part, norm, ratio in account.odd[:_ODD]]
+    above = fact_list(_facts(account))
     above += f"<h2>Documents that stand out</h2>{cards}" if cards else ""
     above += table("Layers that stand out", _ODD_HEAD, rows) if rows else ""
-    below = table("All documents", _HEAD, _rows(found), sorts=True) if found.suspects else ""
-    title = f"Step {found.made.step:,} of {run}"
-    return chart_document(title, _charts(found, pool), pool, above, below)
+    below = table("All documents", _HEAD, _rows(account), sorts=True) if account.suspects else ""
+    title = f"Step {account.made.step:,} of {run}"
+    return chart_document(title, _charts(account, pool), pool, above, below)
 
 
-def _facts(found: Account) -> Mapping[str, str]:
-    made = found.made
+def _facts(account: Account) -> Mapping[str, str]:
+    step = account.made
     facts = {
-        "loss": exact(made.loss),
-        "gradient norm": exact(made.grad_norm),
-        "what was logged": made.comparison.replace("same", "same, bit for bit"),
-        "update": "applied" if made.applied else "left out by the guard",
-        "documents": f"{len(found.suspects):,}",
+        "loss": exact(step.loss),
+        "gradient norm": exact(step.grad_norm),
+        "what was logged": step.comparison.replace("same", "same, bit for bit"),
+        "update": "applied" if step.applied else "left out by the guard",
+        "documents": f"{len(account.suspects):,}",
     }
-    if found.without_first:
-        loss, norm = map(exact, found.without_first)
+    if account.without_first:
+        loss, norm = map(exact, account.without_first)
         facts["without the first document"] = f"loss {loss}, gradient norm {norm}"
     return facts
 
 
-def _card(one: Suspect) -> str:
-    start, end = one.document.worst
-    worst = f"tokens {start:,} to {end - 1:,}, loss {exact(one.document.worst_loss)}"
-    texts = f"{escape(one.text)}<br><b>{escape(one.worst_text)}</b>" if one.text else ""
+def _card(suspect: Suspect) -> str:
+    start, end = suspect.document.worst
+    worst = f"tokens {start:,} to {end - 1:,}, loss {exact(suspect.document.worst_loss)}"
+    texts = f"{escape(suspect.text)}<br><b>{escape(suspect.worst_text)}</b>" if suspect.text else ""
+    loss = exact(suspect.document.loss)
     return (
-        f'<p class="sample"><small>{escape(_where(one))}: loss {exact(one.document.loss)}; worst '
+        f'<p class="sample"><small>{escape(_where(suspect))}: loss {loss}; worst '
         f"are {worst}</small>{texts}</p>"
     )
 
 
-def _where(one: Suspect) -> str:
-    place = one.document
-    return f"{one.name}, row {place.row}, tokens {place.start:,} to {place.end - 1:,}"
+def _where(suspect: Suspect) -> str:
+    document = suspect.document
+    return f"{suspect.name}, row {document.row}, tokens {document.start:,} to {document.end - 1:,}"
 
 
 _HEAD = ["where", "tokens", "loss", "own norm", "norm without", "worst loss", "text"]
 
 
-def _rows(found: Account) -> Rows:
-    for one in found.suspects:
-        norms = [exact(norm) for norm in one.influence] if one.influence else ["", ""]
-        place = one.document
-        yield [_where(one), f"{place.tokens:,}", exact(place.loss), *norms,
-               exact(place.worst_loss), one.text]  # fmt: skip
+def _rows(account: Account) -> Rows:
+    for suspect in account.suspects:
+        norms = [exact(norm) for norm in suspect.influence] if suspect.influence else ["", ""]
+        document = suspect.document
+        yield [_where(suspect), f"{document.tokens:,}", exact(document.loss), *norms,
+               exact(document.worst_loss), suspect.text]  # fmt: skip
 
 
-def _charts(found: Account, pool: Pool) -> Iterator[dict[str, Any]]:
+def _charts(account: Account, pool: Pool) -> Iterator[dict[str, Any]]:
     """Each norm over the layers: of this step in colour, of its neighbours behind it."""
-    step = found.made.step
-    order = sorted(found.norms, key=lambda number: (number == step, number))
-    parts = found.norms[step].parts
+    step = account.made.step
+    order = sorted(account.norms, key=lambda number: (number == step, number))
+    parts = account.norms[step].parts
     names = [part.removeprefix("layers.").replace("_", " ") for part in parts]
-    axis, places = {"label": "layer", "log": False, "names": names}, np.arange(len(parts))
-    for norm in found.norms[step].norms:
+    axis, positions = {"label": "layer", "log": False, "names": names}, np.arange(len(parts))
+    for norm in account.norms[step].norms:
         curves = [
-            curve(pool, f"step {number:,}", places, found.norms[number].norms[norm],
+            curve(pool, f"step {number:,}", positions, account.norms[number].norms[norm],
                   dots=True, colour=1 if number == step else 7)
             for number in order
         ]  # fmt: skip

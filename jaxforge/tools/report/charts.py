@@ -62,17 +62,17 @@ def charts(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
         pool: takes the columns.
     """
     drawings = list(_drawings(runs))
-    count = sum(len(one.curves) for one in drawings)
+    count = sum(len(drawing.curves) for drawing in drawings)
     buckets = min(BUCKETS, max(_FEWEST, _PARTS // count))
-    return [_chart(one, runs, pool, buckets) for one in drawings]
+    return [_chart(drawing, runs, pool, buckets) for drawing in drawings]
 
 
 def along(run: Run) -> dict[str, str]:
     """Return tokens and hours since the first step, as functions of steps."""
     step, time, tokens = run.series["train/tokens"]
-    kept = np.unique(np.linspace(0, len(step) - 1, _ALONG).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(step) - 1, _ALONG).round().astype(int))
     columns = (("steps", step), ("tokens", tokens), ("hours", (time - time[0]) / 3600))
-    return {name: encoded(column[kept], "f8") for name, column in columns}
+    return {name: encoded(column[chosen], "f8") for name, column in columns}
 
 
 def skips(run: Run) -> list[int]:
@@ -83,7 +83,7 @@ def skips(run: Run) -> list[int]:
 
 def constants(runs: Sequence[Run]) -> list[Constant]:
     """Return metrics that are constant and need no chart; equal layers appear once."""
-    found: dict[tuple[str, tuple[float | None, ...]], list[str]] = defaultdict(list)
+    by_value: dict[tuple[str, tuple[float | None, ...]], list[str]] = defaultdict(list)
     for metric in _metrics(runs):
         if _is_constant(metric, runs):
             name = name_of(metric)
@@ -91,9 +91,10 @@ def constants(runs: Sequence[Run]) -> list[Constant]:
             logged = (run.series.get(metric) for run in runs)
             values = (None if series is None else factor * series.last for series in logged)
             title = f"{name.title} ({name.unit})" if name.unit else name.title
-            found[title, tuple(values)].append(name.label)
+            by_value[title, tuple(values)].append(name.label)
     return [
-        Constant(title + _which(labels), list(values)) for (title, values), labels in found.items()
+        Constant(title + _which(labels), list(values))
+        for (title, values), labels in by_value.items()
     ]
 
 
@@ -106,9 +107,9 @@ def _which(labels: Sequence[str]) -> str:
 def _metrics(runs: Sequence[Run]) -> list[str]:
     """Return the logged metrics in page order, without those that follow from others."""
     names = dict.fromkeys(metric for run in runs for metric in run.series)
-    order = {metric: place for place, metric in enumerate(NAMES)}
-    kept = [metric for metric in names if not _DERIVED.fullmatch(metric)]
-    return sorted(kept, key=lambda metric: order.get(metric, len(order)))
+    order = {metric: index for index, metric in enumerate(NAMES)}
+    shown = [metric for metric in names if not _DERIVED.fullmatch(metric)]
+    return sorted(shown, key=lambda metric: order.get(metric, len(order)))
 
 
 def _is_constant(metric: str, runs: Sequence[Run]) -> bool:
@@ -149,7 +150,7 @@ def _of_one_title(
     several, first = len(runs) > 1, members[0][1]
     layers = [_LAYER.search(metric) for metric, _ in members]
     if all(layers):
-        numbers = {m: int(found[1]) for (m, _), found in zip(members, layers, strict=True) if found}
+        numbers = {m: int(match[1]) for (m, _), match in zip(members, layers, strict=True) if match}
         members = sorted(members, key=lambda member: numbers[member[0]])
         for i, run in enumerate(runs):
             curves = [_Curve(i, m, name.label) for m, name in members if m in run.series]
@@ -184,17 +185,17 @@ def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> 
 def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[str, Any]:
     """Return the points of a curve: `x`, `y`, and `smooth`, the middle of a long curve."""
     step, value = series.step, factor * series.value
-    kept = thin(step, value, buckets)
-    found = {"x": pool.add(step[kept], "i4"), "y": encoded(value[kept], "f4"),
+    chosen = thin(step, value, buckets)
+    data = {"x": pool.add(step[chosen], "i4"), "y": encoded(value[chosen], "f4"),
              "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
-    if len(kept) < len(step):
+    if len(chosen) < len(step):
         x, y = middles(step, value, buckets)
-        found["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encoded(y, "f4")]
+        data["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encoded(y, "f4")]
     bad = step[~np.isfinite(value)]
-    return found | ({"bad": _some(bad), "bad_count": len(bad)} if len(bad) else {})
+    return data | ({"bad": _some(bad), "bad_count": len(bad)} if len(bad) else {})
 
 
 def _some(steps: np.ndarray) -> list[int]:
     """Return evenly chosen steps, few enough to be told apart, from first to last."""
-    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MARKS)).round().astype(int))
-    return steps[kept].tolist() if len(steps) else []
+    chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MARKS)).round().astype(int))
+    return steps[chosen].tolist() if len(steps) else []

@@ -27,10 +27,10 @@ _IDLE, _BUSY = ((0, 42, 82), (0, 114, 178)), ((92, 36, 0), (213, 94, 0))  # dark
 def heat_maps(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
     """A picture for each layer of each run that has experts, as `drawing.js` takes them."""
     return [
-        one
+        heat_map
         for i, run in enumerate(runs)
         if run.loads is not None
-        for one in _maps(i, run.name if len(runs) > 1 else "", run.loads, pool)
+        for heat_map in _maps(i, run.name if len(runs) > 1 else "", run.loads, pool)
     ]
 
 

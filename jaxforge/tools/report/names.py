@@ -116,17 +116,17 @@ def name_of(metric: str) -> Name:
     if metric in NAMES:
         return NAMES[metric]
     for pattern, name in _RULES:
-        if found := re.fullmatch(pattern, metric):
-            return name._replace(label=name.label.format(found[1]))
+        if match := re.fullmatch(pattern, metric):
+            return name._replace(label=name.label.format(match[1]))
     return _made(metric)
 
 
 def _made(metric: str) -> Name:
     """`mine/head_entropy/layers.3` is "Head entropy by layer" of layer 3, under "Mine"."""
-    first, slash, rest = metric.partition("/")
+    first, slash, tail = metric.partition("/")
     group = _GROUPS.get(first, _sentence(first)) if slash else "Other"
-    of_layer = re.fullmatch(r"(.+)/layers\.(\d+)", rest)
-    title = _sentence((of_layer[1] if of_layer else rest or first).replace("/", ", "))
+    of_layer = re.fullmatch(r"(.+)/layers\.(\d+)", tail)
+    title = _sentence((of_layer[1] if of_layer else tail or first).replace("/", ", "))
     if of_layer:
         return Name(f"{title} by layer", "", group, _PER_LAYER.format(of_layer[2]))
     return Name(title, "", group)

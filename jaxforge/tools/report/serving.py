@@ -38,9 +38,9 @@ class Live:
 
     def page(self) -> str:
         """The whole page."""
-        found = self.parts()
-        data = {**found["data"], "axis": self._axis, "watch": True, "version": found["version"]}
-        return document(found["title"], data, found["facts"], found["below"], watch=True)
+        parts = self.parts()
+        data = {**parts["data"], "axis": self._axis, "watch": True, "version": parts["version"]}
+        return document(parts["title"], data, parts["facts"], parts["below"], watch=True)
 
     def parts(self) -> dict[str, Any]:
         """`run_page.parts`, with its `title` and a `version`, which changes when anything does."""
@@ -150,11 +150,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only /")
 
     def _data(self, since: str) -> None:
-        found = self.server.live.parts()
-        if found["version"] == since:
+        parts = self.server.live.parts()
+        if parts["version"] == since:
             self._answer(HTTPStatus.NO_CONTENT, "application/json", "")
         else:
-            self._answer(HTTPStatus.OK, "application/json", json.dumps(found))
+            self._answer(HTTPStatus.OK, "application/json", json.dumps(parts))
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()

@@ -31,7 +31,9 @@ def below(runs: Sequence[Run]) -> str:
     """Return the HTML below the charts."""
     latest = max(run.series["train/loss"].time[-1] for run in runs)
     evaluations = list(_evaluations(runs))
-    unchanged = [[one.name, _one_or_each(one.values, runs)] for one in constants(runs)]
+    unchanged = [
+        [constant.name, _one_or_each(constant.values, runs)] for constant in constants(runs)
+    ]
     return (
         (table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
         + (table("What did not change", ["metric", "value"], unchanged) if unchanged else "")
@@ -82,7 +84,7 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
     return {
         "devices": str(start.get("devices", "")),
         "code": commit,
-        "versions": ", ".join(f"{name} {one}" for name, one in versions.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "command": redacted_line(start["command"]),
     }
 
@@ -107,10 +109,12 @@ def _resumed(run: Run) -> str:
 def _comparison(runs: Sequence[Run]) -> str:
     """A row for each run, the best loss first: settings that differ, what it came to, its code."""
     results = [_told(run) for run in runs]
-    names = list(dict.fromkeys(name for one in results for name in one))
+    names = list(dict.fromkeys(name for result in results for name in result))
     always = ("smoothed loss", "best evaluation loss", "tokens", "wall time")
     names = [
-        name for name in names if name in always or len({one.get(name) for one in results}) > 1
+        name
+        for name in names
+        if name in always or len({result.get(name) for result in results}) > 1
     ]
     settings = dict(_differences(runs))
     losses = [run.series["train/loss"].smoothed for run in runs]
@@ -175,10 +179,10 @@ def _samples(runs: Sequence[Run]) -> str:
     )
 
 
-def _sample(one: Mapping[str, Any]) -> str:
-    prompt, text = (escape(str(one[key])[:_LONGEST]) for key in ("prompt", "text"))
+def _sample(sample: Mapping[str, Any]) -> str:
+    prompt, text = (escape(str(sample[key])[:_LONGEST]) for key in ("prompt", "text"))
     return (
-        f'<p class="sample"><small>step {int(one["step"]):,}</small><b>{prompt}</b>'
+        f'<p class="sample"><small>step {int(sample["step"]):,}</small><b>{prompt}</b>'
         f"<span>{text}</span></p>"
     )
 
@@ -190,8 +194,8 @@ def _experts(run: Run) -> str:
     rows = []
     for layer, load in zip(run.loads.layers, run.loads.last, strict=True):
         ends = [(int(i), exact(float(load[i]))) for i in (load.argmin(), load.argmax())]
-        told = [f"{value} (expert {i})" for i, value in ends]
-        rows.append([str(layer), *told, str(int(np.sum(load == 0)))])
+        extremes = [f"{value} (expert {i})" for i, value in ends]
+        rows.append([str(layer), *extremes, str(int(np.sum(load == 0)))])
     head = ["layer", "least loaded", "most loaded", "idle experts"]
     title = f"load of experts of {run.name} at step {run.loads.last_step:,}"
     return details(title, table("", head, rows))
@@ -201,10 +205,10 @@ def _starts(run: Run) -> str:
     if len(run.starts) < 2:
         return ""
     told = [
-        {"at": _moment(one["time"]), "from step": f"{one['step']:,}", **_of_start(one)}
-        for one in reversed(run.starts)
+        {"at": _moment(start["time"]), "from step": f"{start['step']:,}", **_of_start(start)}
+        for start in reversed(run.starts)
     ]
-    rows = [[*one.values()] for one in told]
+    rows = [[*start.values()] for start in told]
     return details(f"starts of {run.name}", table("", list(told[0]), rows))
 
 

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: an input, the tokenizer or the output cannot be used.
     """
     machine = Machine.parse(args.machine) if args.machine else Machine.here()
-    for place in (*args.input, args.output):
-        urls.local(place, "prepare", "copy the text here, and what is made of it there")
+    for path in (*args.input, args.output):
+        urls.local(path, "prepare", "copy the text here, and what is made of it there")
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
     if given and args.no_bos:
         given = given.without_bos()
@@ -189,14 +189,14 @@ def _bpe(
         size = _size_up_to(_BYTES_PER_TOKEN * BPE_VOCAB_SIZE, read())
     vocab_size = args.vocab_size or _vocab_size(size or 0)
     _say(f"training the BPE tokenizer: {_why_so_many(args, vocab_size)} …")
-    return train_bpe((piece.text for piece in read() if piece.split == "train"), vocab_size)
+    return train_bpe((part.text for part in read() if part.split == "train"), vocab_size)
 
 
 def _size_up_to(limit: int, read: Iterable[Piece]) -> int:
     """Return the bytes of text that are read, or some more than `limit` if there are as many."""
     size = 0
-    for piece in read:
-        size += piece.size
+    for part in read:
+        size += part.size
         if size >= limit:
             break
     return size

@@ -24,12 +24,12 @@ class Prepared(NamedTuple):
     validation: Manifest | None = None
 
     @classmethod
-    def read(cls, directory: Path, place: Path | None = None) -> "Prepared":
+    def read(cls, directory: Path, path: Path | None = None) -> "Prepared":
         """Reads the manifests.
 
         Args:
             directory: as of `prepare --output`.
-            place: where it will be, if not there.
+            path: where it will be, if not there.
 
         Raises:
             UserError: it is no such directory.
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
                 "is not there; prepare the text first, and give the directory of --output"
             )
         validation = Manifest.read(directory / VALIDATION)
-        return cls((place or directory).absolute(), train, validation)
+        return cls((path or directory).absolute(), train, validation)
 
     @property
     def pattern(self) -> str:

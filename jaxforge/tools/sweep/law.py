@@ -66,7 +66,9 @@ def next_size(sizes: Sequence[float]) -> float:
 def _best(n: np.ndarray, y: np.ndarray, exponents: np.ndarray) -> tuple[float, float, float]:
     """E, A and α with one of these exponents."""
     fits = [(*_linear(n**-alpha, y), float(alpha)) for alpha in exponents]
-    return min(fits, key=lambda one: _distance(one[0] + one[1] * n ** -one[2], y))
+    return min(
+        fits, key=lambda candidate: _distance(candidate[0] + candidate[1] * n ** -candidate[2], y)
+    )
 
 
 def _linear(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:

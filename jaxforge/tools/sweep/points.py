@@ -56,9 +56,11 @@ def points(grid: Sequence[str], ladder: Path | None) -> list[Point]:
     keys = list(dict.fromkeys(k for rung, values in every for k in (*rung.values, *values)))
     last = Counter(key.rpartition(".")[2] for key in keys)  # without its section, where unique
     short = {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key in keys}
-    found = [Point(_name(rung, values, short), {**rung.values, **values}) for rung, values in every]
-    _check_names(found)
-    return found
+    result = [
+        Point(_name(rung, values, short), {**rung.values, **values}) for rung, values in every
+    ]
+    _check_names(result)
+    return result
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
@@ -127,8 +129,8 @@ def _check_keys(keys: Sequence[str]) -> None:
         raise UserError("checkpoint.dir is where all points are: it cannot be one of their keys")
 
 
-def _check_names(found: Sequence[Point]) -> None:
-    for name, n in Counter(point.name for point in found).items():
+def _check_names(points_: Sequence[Point]) -> None:
+    for name, n in Counter(point.name for point in points_).items():
         if n > 1:
             raise UserError(f"{n} points are called {name}: their values, or names, must differ")
         if len(name.encode()) > _LONGEST:

@@ -51,9 +51,9 @@ class Results:
     def best_by_size(self) -> list[Result]:
         """The best point of each size, the smallest size first."""
         best: dict[int, Result] = {}
-        for one in self.points:
-            if math.isfinite(one.loss):
-                best.setdefault(one.parameters, one)
+        for point in self.points:
+            if math.isfinite(point.loss):
+                best.setdefault(point.parameters, point)
         return [best[size] for size in sorted(best)]
 
 
@@ -62,11 +62,11 @@ def results(runs: Sequence[PlannedRun]) -> Results:
     logged = [_logged(run) for run in runs]
     metric = VALIDATION if any(VALIDATION in series for series in logged) else TRAINING
     points = [_result(run, series, metric) for run, series in zip(runs, logged, strict=True)]
-    points.sort(key=lambda one: (not math.isfinite(one.loss), one.loss))
-    found = Results(metric, points, None)
-    best = found.best_by_size
-    law = fit([one.parameters for one in best], [one.loss for one in best])
-    return dataclasses.replace(found, law=law)
+    points.sort(key=lambda point: (not math.isfinite(point.loss), point.loss))
+    outcome = Results(metric, points, None)
+    best = outcome.best_by_size
+    law = fit([point.parameters for point in best], [point.loss for point in best])
+    return dataclasses.replace(outcome, law=law)
 
 
 def _logged(run: PlannedRun) -> dict[str, Series]:
@@ -91,34 +91,34 @@ def parameters(model: ModelConfig) -> int:
     return active_parameter_count(MODELS[model.model_type](model))
 
 
-def table(found: Results) -> str:
+def table(result: Results) -> str:
     """The points, the best first, and the law, in plain text."""
-    cells = rows(found)
+    cells = rows(result)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([*(line.rstrip() for line in lines), *law_in_words(found)])
+    return "\n".join([*(line.rstrip() for line in lines), *law_in_words(result)])
 
 
-def rows(found: Results) -> list[tuple[str, ...]]:
+def rows(result: Results) -> list[tuple[str, ...]]:
     """The head of a table, and a row for each point."""
-    head = ("", "point", "parameters", "tokens", found.metric)
-    return [head, *(_row(i, one) for i, one in enumerate(found.points, 1))]
+    head = ("", "point", "parameters", "tokens", result.metric)
+    return [head, *(_row(i, point) for i, point in enumerate(result.points, 1))]
 
 
-def _row(number: int, one: Result) -> tuple[str, ...]:
-    loss = "not finite" if one.run.is_finished else f"not finished ({one.run.state})"
-    loss = exact(one.loss) if math.isfinite(one.loss) else loss
-    return str(number), one.run.point.name, human(one.parameters), human(one.tokens), loss
+def _row(number: int, result: Result) -> tuple[str, ...]:
+    loss = "not finite" if result.run.is_finished else f"not finished ({result.run.state})"
+    loss = exact(result.loss) if math.isfinite(result.loss) else loss
+    return str(number), result.run.point.name, human(result.parameters), human(result.tokens), loss
 
 
-def law_in_words(found: Results) -> list[str]:
+def law_in_words(result: Results) -> list[str]:
     """The law with its prediction; why there is none; nothing where sizes are all the same."""
-    best = found.best_by_size
+    best = result.best_by_size
     if len(best) < 2:
         return []
-    if found.law is None:
+    if result.law is None:
         return [f"no law: it takes {NEEDED} sizes, and {len(best)} are finished"]
-    law, size = found.law, next_size([one.parameters for one in best])
+    law, size = result.law, next_size([point.parameters for point in best])
     return [
         f"L(N) = {law.e:.4g} + {law.a:.4g} N^-{law.alpha:.3g}, off by {law.error:.2%} on average",
         f"predicted for {human(size)} parameters, on as much data: {exact(law(size))}",

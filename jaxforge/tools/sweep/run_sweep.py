@@ -92,11 +92,11 @@ def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> 
 
 def report(runs: Sequence[PlannedRun]) -> None:
     """Says what they came to, and writes the page."""
-    found = results(runs)
+    outcome = results(runs)
     root = runs[0].directory.parent
-    print(table(found))
+    print(table(outcome))
     root.mkdir(parents=True, exist_ok=True)
-    safe_files.replace_text(root / "sweep.html", page(found, root.resolve().name))
+    safe_files.replace_text(root / "sweep.html", page(outcome, root.resolve().name))
     print(f"drawn in {root / 'sweep.html'}")
 
 
@@ -116,7 +116,7 @@ def _listed(run: PlannedRun) -> str:
 
 def _for_tasks(arguments: Sequence[str]) -> list[str]:
     """The command line of an array task: without what asks for the script."""
-    kept, skip = [], False
+    arguments_, skip = [], False
     for i, argument in enumerate(arguments):
         if skip:
             skip = False
@@ -126,8 +126,8 @@ def _for_tasks(arguments: Sequence[str]) -> list[str]:
             following = arguments[i + 1] if i + 1 < len(arguments) else "--"
             skip = "=" not in argument and not following.startswith("--")
             continue
-        kept.append(argument)
-    return kept
+        arguments_.append(argument)
+    return arguments_
 
 
 def _write_script(target: str, text: str) -> None:

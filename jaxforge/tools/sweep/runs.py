@@ -76,9 +76,9 @@ class PlannedRun:
         if not (self.directory / "config.toml").exists():
             return
         changed = [
-            one
-            for one in changes(shown_config(self.directory), self.config)
-            if not one.startswith(_FREE)
+            change
+            for change in changes(shown_config(self.directory), self.config)
+            if not change.startswith(_FREE)
         ]
         if changed:
             raise UserError(
@@ -122,47 +122,47 @@ class Runner:
         """
         codes = []
         with listening(_STOPS, self._receive):
-            for i, one in enumerate(runs, 1):
-                at = f"[{i}/{len(runs)}] {one.point.name}"
-                codes.append(self._one(one, at))
+            for i, item in enumerate(runs, 1):
+                at = f"[{i}/{len(runs)}] {item.point.name}"
+                codes.append(self._one(item, at))
                 if self._stopping is not None:
                     return Exit.SIGNAL.code if codes[-1] == 0 else codes[-1]
         return next((code for code in codes if code), 0)
 
-    def _one(self, one: PlannedRun, at: str) -> int:
-        self._await_others(one)
-        if one.is_finished:
+    def _one(self, planned_run: PlannedRun, at: str) -> int:
+        self._await_others(planned_run)
+        if planned_run.is_finished:
             self._say(f"{at}: finished before")
             return 0
         if self._stopping is not None:
             return Exit.SIGNAL.code
-        self._say(f"{at}: {'goes on' if one.state == 'begun' else 'begins'}")
+        self._say(f"{at}: {'goes on' if planned_run.state == 'begun' else 'begins'}")
         began = time.monotonic()
-        code = self._train(one)
+        code = self._train(planned_run)
         took = f"after {time.monotonic() - began:.0f} s"
         if code == 0:
-            one.finish()
+            planned_run.finish()
             self._say(f"{at}: finished {took}")
         else:
             what = f"code {code}, {exit_codes.meaning(code)}"
-            self._say(f"{at}: not finished {took}: {what}\n    {one.last_words()}")
-            self._say(f"    all of it: {one.directory / _OUTPUT}")
+            self._say(f"{at}: not finished {took}: {what}\n    {planned_run.last_words()}")
+            self._say(f"    all of it: {planned_run.directory / _OUTPUT}")
         return code
 
-    def _await_others(self, one: PlannedRun) -> None:
+    def _await_others(self, planned_run: PlannedRun) -> None:
         """Until nobody trains there: a process of a sweep that was killed is saving, say."""
-        told = None
-        while self._stopping is None and (holder := run_lock.holder(one.directory)):
-            if told != holder:
-                self._say(f"{one.point.name}: waiting for {holder}")
-            told = holder
+        last_message = None
+        while self._stopping is None and (holder := run_lock.holder(planned_run.directory)):
+            if last_message != holder:
+                self._say(f"{planned_run.point.name}: waiting for {holder}")
+            last_message = holder
             time.sleep(_POLL_SEC)
 
-    def _train(self, one: PlannedRun) -> int:
-        one.directory.mkdir(parents=True, exist_ok=True)
-        with safe_files.open_to_append(one.directory / _OUTPUT) as output:
+    def _train(self, planned_run: PlannedRun) -> int:
+        planned_run.directory.mkdir(parents=True, exist_ok=True)
+        with safe_files.open_to_append(planned_run.directory / _OUTPUT) as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *one.command],
+                [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *planned_run.command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
                 env=new_command_env(),
             )  # fmt: skip

@@ -17,43 +17,43 @@ Curves = Mapping[str, tuple[Any, Any]]
 """Places and values, each [n], by label."""
 
 
-def page(found: Results, title: str) -> str:
+def page(results: Results, title: str) -> str:
     """The page: losses by size with their law, losses by each key that has numbers, all points."""
-    head, *body = rows(found)
+    head, *body = rows(results)
     pool = Pool()
     return chart_document(
         title,
-        [*_by_size(found, pool), *_by_keys(found, pool)],
+        [*_by_size(results, pool), *_by_keys(results, pool)],
         pool,
-        paragraphs(law_in_words(found)),
+        paragraphs(law_in_words(results)),
         html_table("Points", list(head), body),
     )
 
 
-def _by_size(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
-    best = found.best_by_size
+def _by_size(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
+    best = results.best_by_size
     if len(best) < 2:
         return
-    n, y = ([float(getattr(one, of)) for one in best] for of in ("parameters", "loss"))
+    n, y = ([float(getattr(point, of)) for point in best] for of in ("parameters", "loss"))
     curves: dict[str, tuple[Any, Any]] = {"best of each size": (n, y)}
-    if found.law is not None:
+    if results.law is not None:
         sizes = np.geomspace(n[0], next_size(n), _DRAWN)
-        curves["law, up to the next size"] = (sizes, [found.law(size) for size in sizes])
+        curves["law, up to the next size"] = (sizes, [results.law(size) for size in sizes])
     drawn = _drawn(curves, pool)
     axis = {"label": "parameters", "log": True}
-    yield chart("Loss by size", found.metric, drawn, axis, wide=True)
+    yield chart("Loss by size", results.metric, drawn, axis, wide=True)
 
 
-def _by_keys(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
+def _by_keys(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
     """A chart for each key of numbers, a curve for each combination of the others."""
-    points = [one for one in found.points if np.isfinite(one.loss)]
-    for key in dict.fromkeys(key for one in points for key in one.run.point.values):
-        values = {_number(one, key) for one in points}
+    points = [point for point in results.points if np.isfinite(point.loss)]
+    for key in dict.fromkeys(key for point in points for key in point.run.point.values):
+        values = {_number(point, key) for point in points}
         if None in values or len(values) < 2:
             continue
         log = min(value for value in values if value is not None) > 0
         drawn = _drawn(_curves(points, key), pool)
-        yield chart(f"Loss by {key}", found.metric, drawn, {"label": key, "log": log})
+        yield chart(f"Loss by {key}", results.metric, drawn, {"label": key, "log": log})
 
 
 def _drawn(curves: Curves, pool: Pool) -> list[dict[str, Any]]:
@@ -66,15 +66,15 @@ def _drawn(curves: Curves, pool: Pool) -> list[dict[str, Any]]:
 
 def _curves(points: Sequence[Result], key: str) -> Curves:
     lines = defaultdict(list)
-    for one in points:
-        others = ", ".join(f"{k}={v}" for k, v in one.run.point.values.items() if k != key)
-        lines[others or "loss"].append((_number(one, key), one.loss))
+    for point in points:
+        others = ", ".join(f"{k}={v}" for k, v in point.run.point.values.items() if k != key)
+        lines[others or "loss"].append((_number(point, key), point.loss))
     in_order = {label: np.array(sorted(line), float).T for label, line in sorted(lines.items())}
     return {label: (x, y) for label, (x, y) in in_order.items()}
 
 
-def _number(one: Result, key: str) -> float | None:
+def _number(result: Result, key: str) -> float | None:
     try:
-        return float(one.run.point.values[key])
+        return float(result.run.point.values[key])
     except (KeyError, ValueError):
         return None

@@ -100,13 +100,13 @@ def _compile_sum(mesh: Mesh, counts: Int[Array, "n n"]) -> Callable[[Array], Arr
     return jax.jit(summed).lower(counts).compile()
 
 
-def _in_background(work: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Runs `work` in a thread that does not keep the process alive: it may never return."""
+def _in_background(function: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Runs `function` in a thread that does not keep the process alive: it may never return."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            future.set_result(function())
         except Exception as error:
             future.set_exception(error)
 

@@ -60,7 +60,11 @@ class Callbacks:
 
     def due_on_resume(self, step: int) -> list[Callback]:
         """Return what is due where a run resumes in an evaluation, before its first step."""
-        return [one for one in self._callbacks if one.follows_evaluation and one.is_due(step)]
+        return [
+            callback
+            for callback in self._callbacks
+            if callback.follows_evaluation and callback.is_due(step)
+        ]
 
     def run(self, due: Sequence[Callback], context: IntervalContext) -> Exit | None:
         """Call `on_interval` of callbacks until the first reason to end the run.

@@ -47,8 +47,8 @@ class Sampler(Callback):
             for i, text in enumerate(wanted.sample_prompts)
         ]
         self._ids = [
-            encode(tokenizer, one, limit, wanted.sample_tokens, "eval.sample_tokens =")
-            for one in self._prompts
+            encode(tokenizer, prompt, limit, wanted.sample_tokens, "eval.sample_tokens =")
+            for prompt in self._prompts
         ]
 
     follows_evaluation = True
@@ -82,4 +82,6 @@ class Sampler(Callback):
             continuation(self._tokenizer, ids, completion.tokens)
             for ids, completion in zip(self._ids, completions, strict=True)
         )
-        return [Sample(one.text, text) for one, text in zip(self._prompts, texts, strict=True)]
+        return [
+            Sample(prompt.text, text) for prompt, text in zip(self._prompts, texts, strict=True)
+        ]

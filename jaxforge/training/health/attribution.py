@@ -142,8 +142,8 @@ def worst_rows(losses: Float[np.ndarray, "m b"]) -> list[tuple[int, float]]:
     """
     flat = losses.reshape(-1)
     bad = np.flatnonzero(~np.isfinite(flat))
-    found = bad if len(bad) else np.argsort(-flat, kind="stable")
-    return [(int(i), float(flat[i])) for i in found[:_NAMED]]
+    rows = bad if len(bad) else np.argsort(-flat, kind="stable")
+    return [(int(i), float(flat[i])) for i in rows[:_NAMED]]
 
 
 def odd_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:

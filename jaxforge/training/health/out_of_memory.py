@@ -62,7 +62,7 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         if whole > limit
         else smaller_step(config, rows, reduces_whole=reduces_whole)
     )
-    listed = "".join(f"\n  - {one}" for one in (*fewer_copies(config, mesh), *advice))
+    listed = "".join(f"\n  - {remedy}" for remedy in (*fewer_copies(config, mesh), *advice))
     return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
 
 
