@@ -185,9 +185,9 @@ def main() -> None:
     results.leave_room()
     host_memory.keep_freed_memory()  # as a run does
     size = "quick" if args.quick else "cpu" if jax.default_backend() == "cpu" else "gpu"
-    found = [row for case in cases(SHAPES[size]) if args.cases in case.name
+    result = [row for case in cases(SHAPES[size]) if args.cases in case.name
              for row in rows_of(case, 3 if args.quick else 10)]  # fmt: skip
-    results.report("attention", found, ("jax", "jaxlib"), notes=[f"{dtype()}, one sequence"],
+    results.report("attention", result, ("jax", "jaxlib"), notes=[f"{dtype()}, one sequence"],
                    write=not args.quick)  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 
 To the first step: a new process trains until the first loss is printed, with an empty compilation
 cache and with the cache that the first process left. Against depth: trace, lower and compile of the
-whole step at 4, 16 and 64 layers, beside the same decoder with its layers in a Python loop.
+whole step at 4, 16 and 64 layers, next to the same decoder with its layers in a Python loop.
 """
 
 import os

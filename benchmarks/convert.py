@@ -6,7 +6,7 @@ A DCP checkpoint of parameters and AdamW moments is imported, and the run export
 Hugging Face safetensors, each by a process of its own; then a Hugging Face checkpoint of weights
 alone goes both ways. Memory is the peak resident size above that
 of the same command with `--dry-run`, and with the libraries loaded that it loads later. Throughput
-is that of the data written, beside `cp -r` of the same bytes, torch's own `dcp_to_torch_save`, and
+is that of the data written, next to `cp -r` of the same bytes, torch's own `dcp_to_torch_save`, and
 `save_pretrained` of the same weights, all in turns and all with their files in the page cache.
 """
 
@@ -35,7 +35,7 @@ from torch_compat.formats.staging import Staging
 from torch_compat.formats.workers import Share
 
 MIB = 1 << 20
-LIMIT = 256 * MIB  # that memory may grow by, besides the largest tensor of a layer
+LIMIT = 256 * MIB  # that memory may grow by, in addition to the largest tensor of a layer
 BLOCK = 32 * MIB
 LAYER = {"dim": 1024, "n_heads": 8, "ffn_hidden_dim": 3584, "vocab_size": 16384}
 
@@ -71,8 +71,8 @@ model.save_pretrained(sys.argv[2])
 def config_of(parameters: int) -> JobConfig:
     """Return a model of about this many parameters."""
     d, f, v = LAYER["dim"], LAYER["ffn_hidden_dim"], LAYER["vocab_size"]
-    per_layer, rest = 4 * d * d + 3 * d * f, 2 * v * d
-    layers = max(1, round((parameters - rest) / per_layer))
+    per_layer, remainder = 4 * d * d + 3 * d * f, 2 * v * d
+    layers = max(1, round((parameters - remainder) / per_layer))
     return make_config({"model": {**LAYER, "n_layers": layers}, "train": {"seq_len": 128}})
 
 
@@ -146,18 +146,18 @@ def speed(
     """GB/s of commands, each with what it makes, taking turns; what they made last stays."""
     times: dict[str, list[float]] = {}
     for _ in range(repeats):
-        for peer, (command, made) in {"ours": ours, **peers}.items():
-            _remove(made)
+        for peer, (command, sizes) in {"ours": ours, **peers}.items():
+            _remove(sizes)
             os.sync()
             times.setdefault(peer, []).append(measured(command)[0])
     rate = {peer: round(size / statistics.median(t) / 1e9, 3) for peer, t in times.items()}
     return [results.Row(case, rate["ours"], peer, rate[peer], "GB/s") for peer in peers]
 
 
-def compare_weights(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
+def compare_weights(nbytes: int, repeats: int, directory: Path) -> list[results.Row]:
     """Convert a Hugging Face checkpoint of this size both ways."""
     config, name = config_of(nbytes // 4), f"{nbytes / 1e9:g} GB of weights"
-    toml, dcp, run, hf, copy = (place / of for of in ("run.toml", "dcp", "run", "hf", "copy"))
+    toml, dcp, run, hf, copy = (directory / of for of in ("run.toml", "dcp", "run", "hf", "copy"))
     toml.write_text(config.to_toml())
     size = write_checkpoint(config, dcp, weights_only=True)
     measured(compat("import", dcp, run, "--config", toml))
@@ -166,24 +166,24 @@ def compare_weights(nbytes: int, repeats: int, place: Path) -> list[results.Row]
     copying_hf = {"cp -r": (copying(hf, copy), copy)}
     measured(export)
     rows = speed(f"{name}: export to Hugging Face", size, (export, hf), copying_hf, repeats)
-    again = place / "again"
+    again = directory / "again"
     importing = compat("import", hf, again)
     return rows + speed(
         f"{name}: import from Hugging Face", size, (importing, again), copying_hf, repeats
     )
 
 
-def compare(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
+def compare(nbytes: int, repeats: int, directory: Path) -> list[results.Row]:
     """Every conversion of parameters and both moments at one size."""
     config, name = config_of(nbytes // 12), f"{nbytes / 1e9:g} GB"
-    toml = place / "run.toml"
+    toml = directory / "run.toml"
     toml.write_text(config.to_toml())
-    total = write_checkpoint(config, place / "dcp")
+    total = write_checkpoint(config, directory / "dcp")
     weights = total // 3
     largest = LAYER["vocab_size"] * LAYER["dim"] * 4
-    run, hf = place / "run", place / "hf"
-    importing = compat("import", place / "dcp", run, "--config", toml)
-    to_dcp = compat("export", run, place / "back", "--to=dcp")
+    run, hf = directory / "run", directory / "hf"
+    importing = compat("import", directory / "dcp", run, "--config", toml)
+    to_dcp = compat("export", run, directory / "back", "--to=dcp")
     to_hf = compat("export", run, hf, "--to=hf")
     rows = []
 
@@ -200,30 +200,34 @@ def compare(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
             shutil.rmtree(target)
 
     memory("import", importing, run)
-    memory("export to DCP", to_dcp, place / "back")
+    memory("export to DCP", to_dcp, directory / "back")
     memory("export to Hugging Face", to_hf, hf)
-    copy, torch_file, pretrained = place / "copy", place / "all.pt", place / "pretrained"
-    copying_dcp = {"cp -r": (copying(place / "dcp", copy), copy)}
-    to_torch = python(_TO_TORCH, place / "dcp" / "step_100", torch_file)
+    copy, torch_file, pretrained = (
+        directory / "copy",
+        directory / "all.pt",
+        directory / "pretrained",
+    )
+    copying_dcp = {"cp -r": (copying(directory / "dcp", copy), copy)}
+    to_torch = python(_TO_TORCH, directory / "dcp" / "step_100", torch_file)
     rows += speed(f"{name}: import", total, (importing, run),
                   {**copying_dcp, "torch: dcp_to_torch_save": (to_torch, torch_file)},
                   repeats)  # fmt: skip
     _remove(torch_file)
-    back = place / "back"
+    back = directory / "back"
     rows += speed(f"{name}: export to DCP", total, (to_dcp, back), copying_dcp, repeats)
     _remove(copy)
     case = f"{name}: export to Hugging Face"
     rows += speed(case, weights, (to_hf, hf), {"cp -r": (copying(hf, copy), copy)}, repeats)
     _remove(copy)
-    saving = python(_SAVE_PRETRAINED, _kept(hf, place), pretrained)
+    saving = python(_SAVE_PRETRAINED, _kept(hf, directory), pretrained)
     peer = {"transformers: load, save_pretrained": (saving, pretrained)}
     rows += speed(case, weights, (to_hf, hf), peer, repeats)
     return rows
 
 
-def _kept(hf: Path, place: Path) -> Path:
+def _kept(hf: Path, directory: Path) -> Path:
     """A copy for the peer to load, while ours is written anew."""
-    source = place / "source"
+    source = directory / "source"
     shutil.copytree(hf, source)
     return source
 
@@ -246,10 +250,10 @@ def main() -> None:
     sizes, repeats = ([0.25], 1) if quick else ([0.25, 1, 4], 5)
     rows = []
     for gigabytes in sizes:
-        with tempfile.TemporaryDirectory(prefix="convert-") as place:
-            rows += compare(int(gigabytes * 1e9), repeats, Path(place))
-    with tempfile.TemporaryDirectory(prefix="convert-") as place:
-        rows += compare_weights(int(sizes[-1] * 1e9), repeats, Path(place))
+        with tempfile.TemporaryDirectory(prefix="convert-") as directory:
+            rows += compare(int(gigabytes * 1e9), repeats, Path(directory))
+    with tempfile.TemporaryDirectory(prefix="convert-") as directory:
+        rows += compare_weights(int(sizes[-1] * 1e9), repeats, Path(directory))
     notes = [
         "sizes are those of parameters and both AdamW moments in float32, or as named",
         "times include starting Python and its libraries, and syncing the files",

@@ -63,10 +63,10 @@ def shown(value: Any) -> str:  # noqa: ANN401 (whatever a result holds)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def origin(found: Mapping[str, Any]) -> str:
+def origin(matches: Mapping[str, Any]) -> str:
     """When and with what a result was measured."""
-    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
-    return f"{found['date']}, {found['device']}; {found['machine']}; {versions}."
+    versions = ", ".join(f"{package} {version}" for package, version in matches["versions"].items())
+    return f"{matches['date']}, {matches['device']}; {matches['machine']}; {versions}."
 
 
 def everything() -> str:
@@ -75,12 +75,12 @@ def everything() -> str:
     for path in sorted(RESULTS.glob("*.json")):
         if path.stem in SHOWN:
             continue
-        found = result(path.stem)
-        every = dict.fromkeys(key for row in found["rows"] for key in row)
+        matches = result(path.stem)
+        every = dict.fromkeys(key for row in matches["rows"] for key in row)
         head = _COMPARISON if "ours" in every else list(every)
-        rows = [[row.get(key, "") for key in head] for row in found["rows"]]
-        notes = [f"- {note}" for note in found["notes"]]
-        parts += [f"## {path.stem}\n", origin(found) + "\n", table(head, rows), ""]
+        rows = [[row.get(key, "") for key in head] for row in matches["rows"]]
+        notes = [f"- {note}" for note in matches["notes"]]
+        parts += [f"## {path.stem}\n", origin(matches) + "\n", table(head, rows), ""]
         parts += [*notes, ""] if notes else []
     return "\n".join(parts).rstrip()
 
@@ -88,10 +88,10 @@ def everything() -> str:
 def remat() -> str:
     """Memory and time of each policy."""
     rows = []
-    for policy, kept in _KEPT.items():
+    for policy, retained in _KEPT.items():
         memory, time = (compared("remat-cpu", f"{policy}: {what}") for what in ("memory", "time"))
         relative = f"{time['ours'] / time['theirs']:.2f}"
-        rows.append([f"`{policy}`", kept, f"{memory['ours']:.0f}", relative])
+        rows.append([f"`{policy}`", retained, f"{memory['ours']:.0f}", relative])
     return table(["policy", "kept of each block", "memory, MB", "time"], rows)
 
 
@@ -114,24 +114,24 @@ def pipeline_seconds() -> str:
     for where in ("virtual devices: 4 stages", "two processes: 2 stages"):
         for count in (8, 32):
             case = f"{where}, {count} microbatches"
-            found = [compared("pipeline-cpu", case, peer) for peer in peers]
-            rows.append([case, found[0]["ours"], *(row["theirs"] for row in found)])
+            matches = [compared("pipeline-cpu", case, peer) for peer in peers]
+            rows.append([case, matches[0]["ours"], *(row["theirs"] for row in matches)])
     return table(["", "pipelined", "data-parallel", "x (M + N - 1) / M"], rows)
 
 
 def pipeline_tpu() -> str:
     """Memory, cycles per microbatch and what travels alone, in a step compiled for v5e."""
     names = {"GB of memory": "memory", "M cycles": "cycles", "GB sent in them": "GB sent alone"}
-    found: dict[str, dict[str, list[str]]] = {}
+    matches: dict[str, dict[str, list[str]]] = {}
     for row in result("pipeline-tpu")["rows"]:
         mesh, count = re.fullmatch(r"(.*), (\d+) microbatches", row["case"]).groups()
         if what := names.get(row["unit"]):
             each = int(count) if what == "cycles" else 1
-            cells = found.setdefault(mesh, {name: [] for name in names.values()})[what]
+            cells = matches.setdefault(mesh, {name: [] for name in names.values()})[what]
             cells.append(", ".join(shown(row[who] / each) for who in ("ours", "theirs")))
     rows = [
         [mesh, what, *cells, *[""] * (4 - len(cells))]
-        for mesh, by in found.items()
+        for mesh, by in matches.items()
         for what, cells in by.items()
     ]
     return table(["mesh", "M", 8, 16, 32, 64], rows)
@@ -159,34 +159,36 @@ def kernels_loss() -> str:
 
 def gpu_meshes() -> str:
     """Memory and compile time of each mesh and config, compiled for H100s."""
-    found = result("gpu_aot-h100")
+    matches = result("gpu_aot-h100")
     head = ["case", "GPUs", "peak memory, GB", "of the device, %", "compiled in, s"]
-    rows = [[row[name] for name in head] for row in found["rows"]]
-    return "\n".join([origin(found), "", *(f"- {note}" for note in found["notes"]), "",
+    rows = [[row[name] for name in head] for row in matches["rows"]]
+    return "\n".join([origin(matches), "", *(f"- {note}" for note in matches["notes"]), "",
                       table(head, rows)])  # fmt: skip
 
 
 def experts_tpu() -> str:
     """Memory, cycles and collectives of mixtures of experts, compiled for TPU slices."""
-    found = result("experts_aot-tpu")
-    head = list(found["rows"][0])
-    rows = [[row[name] for name in head] for row in found["rows"]]
-    return "\n".join([origin(found), "", *(f"- {note}" for note in found["notes"]), "",
+    matches = result("experts_aot-tpu")
+    head = list(matches["rows"][0])
+    rows = [[row[name] for name in head] for row in matches["rows"]]
+    return "\n".join([origin(matches), "", *(f"- {note}" for note in matches["notes"]), "",
                       table(head, rows)])  # fmt: skip
 
 
 def drill() -> str:
     """Every kind of fault, and what it came to."""
-    found = result("faults-cpu")
+    matches = result("faults-cpu")
     rows = [
         [row["kind"], row["count"], _codes(row["codes"]),
          f"{row['identical']} of {row['compared']}", row["expected"]]
-        for row in found["rows"]
+        for row in matches["rows"]
     ]  # fmt: skip
     head = ["fault", "times", "exit codes", "bit-identical", "what must hold"]
-    failed = [failure for row in found["rows"] for failure in row["failures"]]
-    notes = [f"- {note}" for note in (*found["notes"], f"what did not hold: {failed or 'nothing'}")]
-    return "\n".join([origin(found), "", *notes, "", table(head, rows)])
+    failed = [failure for row in matches["rows"] for failure in row["failures"]]
+    notes = [
+        f"- {note}" for note in (*matches["notes"], f"what did not hold: {failed or 'nothing'}")
+    ]
+    return "\n".join([origin(matches), "", *notes, "", table(head, rows)])
 
 
 def published() -> str:
@@ -236,15 +238,15 @@ def mup_rates() -> str:
 
 def poison() -> str:
     """At which place replay names planted documents."""
-    found = result("poison-cpu")
-    return f"{_whole('poison-cpu')}\n\n" + "\n".join(f"- {note}" for note in found["notes"])
+    matches = result("poison-cpu")
+    return f"{_whole('poison-cpu')}\n\n" + "\n".join(f"- {note}" for note in matches["notes"])
 
 
 def _whole(name: str) -> str:
-    found = result(name)
-    head = list(dict.fromkeys(key for row in found["rows"] for key in row))
-    rows = [[row.get(key, "-") for key in head] for row in found["rows"]]
-    return f"{origin(found)}\n\n{table(head, rows)}"
+    matches = result(name)
+    head = list(dict.fromkeys(key for row in matches["rows"] for key in row))
+    rows = [[row.get(key, "-") for key in head] for row in matches["rows"]]
+    return f"{origin(matches)}\n\n{table(head, rows)}"
 
 
 def _codes(codes: Mapping[str, int]) -> str:

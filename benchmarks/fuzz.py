@@ -116,15 +116,15 @@ class Tally:
 def main() -> int:
     """Runs for so long; the exit code says whether there were faults."""
     args = _arguments()
-    with tempfile.TemporaryDirectory(prefix="fuzz") as place:
-        tally = fuzz(args, Path(place))
+    with tempfile.TemporaryDirectory(prefix="fuzz") as directory:
+        tally = fuzz(args, Path(directory))
     print(dict(tally.total()))
     return 1 if tally.faults else 0
 
 
-def fuzz(args: argparse.Namespace, place: Path) -> Tally:
+def fuzz(args: argparse.Namespace, directory: Path) -> Tally:
     """Try mutants of each subject in alternation."""
-    subjects = write_subjects(place / "subjects")
+    subjects = write_subjects(directory / "subjects")
     worker, tally = Worker(), Tally()
     originals = {name: worker.read(path)["checkpoint"] for name, path in subjects.items()}
     assert all(originals.values())
@@ -133,7 +133,7 @@ def fuzz(args: argparse.Namespace, place: Path) -> Tally:
         if time.monotonic() > began + 3600 * args.hours:
             break
         name = SUBJECTS[number % len(SUBJECTS)]
-        mutant = place / "mutant"
+        mutant = directory / "mutant"
         shutil.copytree(subjects[name], mutant, symlinks=True)
         what = mutations.mutate(np.random.default_rng([args.seed, number]), mutant)
         kind, message = reading.judge(worker.read(mutant), originals[name], what)

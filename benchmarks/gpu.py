@@ -57,7 +57,7 @@ class Check(NamedTuple):
         name: for people.
         command: what is run, without Python.
         seconds: that it may take.
-        env: what it finds in its environment besides.
+        env: additional environment variables.
     """
 
     name: str
@@ -202,11 +202,11 @@ def run_checks(
     return ended
 
 
-def line_of(one: Ended, results: Path) -> str:
+def line_of(check: Ended, results: Path) -> str:
     """A check on one line: how it ended, and what it found or said last."""
-    gist = "; ".join(gist_of(row) for found in read(results) for row in found["rows"])
-    what = gist or (one.said.splitlines()[-1].strip() if one.said else "")
-    return f"[{one.seconds:5.1f} s] {one.check}: {one.ended}{': ' if what else ''}{what}"
+    gist = "; ".join(gist_of(row) for result in read(results) for row in result["rows"])
+    what = gist or (check.said.splitlines()[-1].strip() if check.said else "")
+    return f"[{check.seconds:5.1f} s] {check.check}: {check.ended}{': ' if what else ''}{what}"
 
 
 def gist_of(row: dict[str, Any]) -> str:
@@ -223,13 +223,13 @@ def read(directory: Path) -> list[dict[str, Any]]:
 
 def merged(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Files and their contents: what several checks have left in files of one name, as one."""
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.glob("*/*.json")):
-        one = json.loads(path.read_text())
-        whole = found.setdefault(path.name, {**one, "rows": [], "notes": []})
-        whole["rows"] += one["rows"]
-        whole["notes"] += [note for note in one["notes"] if note not in whole["notes"]]
-    yield from found.items()
+        check = json.loads(path.read_text())
+        whole = result.setdefault(path.name, {**check, "rows": [], "notes": []})
+        whole["rows"] += check["rows"]
+        whole["notes"] += [note for note in check["notes"] if note not in whole["notes"]]
+    yield from result.items()
 
 
 def save_all(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> None:
@@ -239,9 +239,9 @@ def save_all(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) ->
     results.directory().mkdir(parents=True, exist_ok=True)
     for name, content in merged(directory):
         (results.directory() / name).write_text(json.dumps(content, indent=2) + "\n")
-    rows = [{"check": one.check, "ended": one.ended, "seconds": round(one.seconds, 1)}
-            for one in ended]  # fmt: skip
-    said = {one.check: one.said for one in ended if not one.passed}
+    rows = [{"check": check.check, "ended": check.ended, "seconds": round(check.seconds, 1)}
+            for check in ended]  # fmt: skip
+    said = {check.check: check.said for check in ended if not check.passed}
     with contextlib.redirect_stdout(io.StringIO()):  # a check has one line
         results.write_json("checks", rows, ("jax", "jaxlib"), device=device["kind"],
                            platform=device["platform"], said=said)  # fmt: skip
@@ -265,15 +265,15 @@ def probe(packages: Sequence[str]) -> dict[str, Any]:
         SystemExit: JAX could not say.
     """
     with tempfile.TemporaryDirectory() as nothing:
-        one = run_check(Check("device", ["-c", _PROBE, *packages], 90), 90, Path(nothing))
-    lines = [line for line in one.said.splitlines() if line.startswith("{")]
-    if not one.passed or not lines:
-        print(f"JAX has no device: {one.ended}\n{one.said}", file=sys.stderr)
+        check = run_check(Check("device", ["-c", _PROBE, *packages], 90), 90, Path(nothing))
+    lines = [line for line in check.said.splitlines() if line.startswith("{")]
+    if not check.passed or not lines:
+        print(f"JAX has no device: {check.ended}\n{check.said}", file=sys.stderr)
         raise SystemExit(2)
-    found = json.loads(lines[-1])
-    if found["platform"] != "gpu" and one.said != lines[-1]:
-        print(one.said, file=sys.stderr)  # why not, perhaps
-    return found
+    result = json.loads(lines[-1])
+    if result["platform"] != "gpu" and check.said != lines[-1]:
+        print(check.said, file=sys.stderr)  # why not, perhaps
+    return result
 
 
 def _arguments() -> argparse.Namespace:
@@ -290,7 +290,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs all checks; the exit codes are above."""
     started, args = time.monotonic(), _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and with it the check at hand
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and with it the current check
     on_gpu = not args.on_cpu
     absent = missing(on_gpu=on_gpu)
     print(f"missing: {', '.join(absent) or 'nothing'}", flush=True)
@@ -316,11 +316,11 @@ def main() -> int:
             every, args.seconds - (time.monotonic() - started), directory / "checks",
             lambda ended: save(directory / "checks", device, ended),
         )  # fmt: skip
-    passed = sum(one.passed for one in ended)
+    passed = sum(item.passed for item in ended)
     print(f"{passed} of {len(ended)} passed in {time.monotonic() - started:.0f} s")
-    for one in ended:
-        if not one.passed and one.said:
-            print(f"\n{one.check}: {one.ended}\n{one.said[-1500:]}")
+    for item in ended:
+        if not item.passed and item.said:
+            print(f"\n{item.check}: {item.ended}\n{item.said[-1500:]}")
     return 0 if passed == len(ended) else 1
 
 

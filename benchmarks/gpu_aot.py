@@ -5,7 +5,7 @@
 
 Llama 2 7B on one node with every kind of mesh, a mixture of experts (of the shape of Qwen3 30B A3B)
 on one node and on two, then `configs/llama/*gpu*` on the clusters they are for. Memory is the
-compiler's own account, beside the 80 GB of a device. Nothing is timed on a GPU.
+compiler's own account, next to the 80 GB of a device. Nothing is timed on a GPU.
 """
 
 import os
@@ -123,13 +123,13 @@ def main() -> None:
         raise SystemExit("the compiler for GPUs is missing: pip install '.[cuda]'")
     jax.config.update("jax_enable_compilation_cache", False)
     rows = []
-    for one in MESHES[:2] if quick else [*MESHES, *clusters()]:
+    for item in MESHES[:2] if quick else [*MESHES, *clusters()]:
         try:
-            found = measure(one)
+            result = measure(item)
         except UserError as error:
-            found = {"refused": str(error)}
-        Console().print(one.name, found, highlight=False)
-        rows.append({"case": one.name, "GPUs": one.nodes * PER_NODE, **found})
+            result = {"refused": str(error)}
+        Console().print(item.name, result, highlight=False)
+        rows.append({"case": item.name, "GPUs": item.nodes * PER_NODE, **result})
     notes = [
         "H100 80 GB; 1 x 4096 tokens a GPU in the first rows; bfloat16; compiled without a GPU"
     ]

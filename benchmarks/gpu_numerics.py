@@ -44,9 +44,9 @@ def dtype() -> str:
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
-def error(found: jax.Array, reference: jax.Array) -> float:
+def error(result: jax.Array, reference: jax.Array) -> float:
     """Relative, of norms; NaN where one is in either."""
-    x, y = (np.asarray(array, np.float64) for array in (found, reference))
+    x, y = (np.asarray(array, np.float64) for array in (result, reference))
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
@@ -77,9 +77,9 @@ def errors(
     there = with_gradients(reference, inputs, d_y, jax.devices("cpu")[0], "float32")
     here = with_gradients(ours, inputs, d_y, jax.devices()[0], dtype())
     worst = [error(*pair) for pair in zip(here, there, strict=True)]
-    found = ", ".join(f"{each:.1e}" for each in worst)
+    result = ", ".join(f"{each:.1e}" for each in worst)
     limit = TOLERANCES[dtype()]
-    return results.Claim(name, found, f"{limit:g} at most", all(each < limit for each in worst))
+    return results.Claim(name, result, f"{limit:g} at most", all(each < limit for each in worst))
 
 
 def attention(size: Size) -> Iterator[results.Claim]:
@@ -95,8 +95,8 @@ def attention(size: Size) -> Iterator[results.Claim]:
     documents = np.sort(rng.integers(0, 5, (rows, tokens)), axis=1).astype(np.int32)
     cases = {"causal": (None, None), "packed": (documents, None), "window": (None, tokens // 4),
              "packed, window": (documents, tokens // 4)}  # fmt: skip
-    for name, (case, rest) in itertools.product(names, cases.items()):
-        functions = [lambda *qkv, b=b, r=rest: BACKENDS[b].attend(*qkv, *r)
+    for name, (case, others) in itertools.product(names, cases.items()):
+        functions = [lambda *qkv, b=b, r=others: BACKENDS[b].attend(*qkv, *r)
                      for b in (name, "reference")]  # fmt: skip
         yield errors(f"attention by {name}, {case}: y, dq, dk, dv", *functions, qkv, d_y)
 
@@ -126,11 +126,11 @@ def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
     data = {"input_ids": tokens, "labels": np.roll(tokens, -1, axis=-1)}
     with program.context(), jax.default_device(device):
         state = program.init(0)
-        batch, found = jax.device_put(data, batch_shardings(program.mesh, data)), []
+        batch, result = jax.device_put(data, batch_shardings(program.mesh, data)), []
         for _ in range(steps):
             state, metrics = program.step(state, batch, Controls())
-            found.append(float(metrics["loss"]))
-    return np.array(found)
+            result.append(float(metrics["loss"]))
+    return np.array(result)
 
 
 def losses(size: Size) -> Iterator[results.Claim]:
@@ -140,15 +140,15 @@ def losses(size: Size) -> Iterator[results.Claim]:
     cases = {"dense": (model, 1e-4), "experts": (mixture, 1e-3)}
     precisions = ["fp32", "bf16"] if jax.default_backend() == "gpu" else ["fp32"]
     for name, (keys, tight) in cases.items():
-        made = [config_of(keys, size, precision) for precision in precisions]
-        reference = updates(made[0], jax.devices("cpu")[0], 10)
-        for config, limit in zip(made, (tight, 2e-2), strict=False):
-            found = updates(config, jax.devices()[0], 10)
-            worst = np.max(np.abs(found / reference - 1))
+        result = [config_of(keys, size, precision) for precision in precisions]
+        reference = updates(result[0], jax.devices("cpu")[0], 10)
+        for config, limit in zip(result, (tight, 2e-2), strict=False):
+            matches = updates(config, jax.devices()[0], 10)
+            worst = np.max(np.abs(matches / reference - 1))
             yield results.Claim(
                 f"losses of 10 updates, {name}, {config.train.mixed_precision}",
-                f"{found[0]:.4f} -> {found[-1]:.4f}, {worst:.1e} from float32 on the CPU",
-                f"{limit:g} at most, and falling", bool(worst < limit and found[-1] < found[0]),
+                f"{matches[0]:.4f} -> {matches[-1]:.4f}, {worst:.1e} from float32 on the CPU",
+                f"{limit:g} at most, and falling", bool(worst < limit and matches[-1] < matches[0]),
             )  # fmt: skip
 
 

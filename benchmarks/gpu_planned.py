@@ -3,7 +3,7 @@
     python benchmarks/gpu_planned.py [--quick] [--cases WORDS]
 
 The cases are those of `step.py`. A process without a GPU plans; this one compiles the same step for
-the device at hand and runs it. Several cases share the allocator's peak, which never falls: give
+this device and runs it. Several cases share the allocator's peak, which never falls: give
 each a process of its own.
 """
 
@@ -63,9 +63,9 @@ def calls_of(program: HloProgram) -> dict[str, int]:
 
 def planned(config: JobConfig, where: Topology) -> dict[str, Any]:
     """Return the plan of a config (as `--json`), and the operations of its program."""
-    made = plan(config, where)
-    program = made.step.program if made.step else None
-    return {**as_json(made), "calls": calls_of(program) if program else {}}
+    result = plan(config, where)
+    program = result.step.program if result.step else None
+    return {**as_json(result), "calls": calls_of(program) if program else {}}
 
 
 def in_other_process(case: step.Case, where: Topology) -> subprocess.Popen:
@@ -116,20 +116,20 @@ def memory_claims(name: str, peak: int, compiled: jax.stages.Compiled) -> Iterat
     }
     for what, real in reals.items():
         if real:
-            found = f"{real / 1e9:.2f} GB, planned {peak / 1e9:.2f}: {real / peak:.3f}"
+            result = f"{real / 1e9:.2f} GB, planned {peak / 1e9:.2f}: {real / peak:.3f}"
             holds = abs(real / peak - 1) < TOLERANCE
-            yield results.Claim(f"{name}: memory, {what}", found, f"within {TOLERANCE:.0%}", holds)
+            yield results.Claim(f"{name}: memory, {what}", result, f"within {TOLERANCE:.0%}", holds)
 
 
 def time_claims(
     name: str, estimate: dict[str, Any] | None, seconds: float
 ) -> Iterator[results.Claim]:
     """Yield the plan's estimate next to the measured time, without a limit."""
-    found = f"{1e3 * seconds:.1f} ms"
+    result = f"{1e3 * seconds:.1f} ms"
     if estimate:
         planned = estimate["seconds"]
-        found += f", planned {1e3 * planned:.1f}: {seconds / planned:.3f}"
-    yield results.Claim(f"{name}: step", found)
+        result += f", planned {1e3 * planned:.1f}: {seconds / planned:.3f}"
+    yield results.Claim(f"{name}: step", result)
 
 
 def program_claims(
@@ -139,8 +139,8 @@ def program_claims(
     for what in here:
         holds = here[what] == there[what] or "attention" not in what
         expected = "as planned" if "attention" in what else "-"
-        found = f"{here[what]}, planned {there[what]}"
-        yield results.Claim(f"{name}: {what}", found, expected, holds)
+        result = f"{here[what]}, planned {there[what]}"
+        yield results.Claim(f"{name}: {what}", result, expected, holds)
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
     python benchmarks/gpu_train.py [--quick]
 
 `python -m jaxforge.train` on the bytes of the standard library's source, without a tokenizer: the
-first part of a run, then the rest by the same command, and beside that the first part with
+first part of a run, then the rest by the same command, and next to that the first part with
 attention as plain products. What must hold is said in each row.
 """
 
@@ -128,19 +128,19 @@ def claims_of(size: Size, directory: Path) -> list[results.Claim]:
     config, run, plain = directory / "run.toml", directory / "run", directory / "plain"
     config.write_text(config_of(size, directory / "data"))
     first = train(config, run)
-    found = [ended("first part", first, Exit.INTERVAL.code)]
-    if not found[0].holds:
-        return found
+    result = [ended("first part", first, Exit.INTERVAL.code)]
+    if not result[0].holds:
+        return result
     with ThreadPoolExecutor() as pool:  # both start slowly, and nothing is timed
         second = pool.submit(train, config, run)
         other = pool.submit(train, config, plain, '--model.sdpa_backend="math"', shares=True)
-    found += [
+    result += [
         kernel("first part", first, KERNELS[jax.default_backend()]),
         ended("resumed", second.result(), Exit.COMPLETED.code),
         ended("with reference attention", other.result(), Exit.INTERVAL.code),
         kernel("with reference attention", other.result(), "reference"),
     ]
-    return [*found, *compared(losses(run), losses(plain), size)]
+    return [*result, *compared(losses(run), losses(plain), size)]
 
 
 def kernel(case: str, done: tuple[int, str], name: str) -> results.Claim:

@@ -46,8 +46,8 @@ def make_run(directory: Path, dim: int, layers: int) -> tuple[str, str]:
     prepare.main([*sources, "--output", str(data), "--tokenizer", "bpe", "--vocab-size", "4096"])
     config = directory / "run.toml"
     config.write_text(CONFIG.format(dim=dim, layers=layers))
-    places = [f"--checkpoint.dir={run}", f"--data.dataset_path={data / 'train'}"]
-    train.main(["--config", str(config), *places])
+    paths = [f"--checkpoint.dir={run}", f"--data.dataset_path={data / 'train'}"]
+    train.main(["--config", str(config), *paths])
     torch_compat.main(["export", str(run), str(export), "--to", "hf", "--dtype", "float32"])
     return str(run), str(export)
 
@@ -90,12 +90,12 @@ def ask(lm: object, method: str, arguments: list[tuple]) -> tuple[list, float]:
 def are_alike(ours: list, theirs: list) -> float:
     """The share of answers that are the same, log-probabilities to `TOLERANCE`."""
 
-    def same(one: object, other: object) -> bool:
-        if isinstance(one, tuple) and isinstance(other, tuple):
-            return one[1] == other[1] and same(one[0], other[0])
-        if isinstance(one, float) and isinstance(other, float):
-            return abs(one - other) <= TOLERANCE * abs(other)
-        return one == other
+    def same(first: object, other: object) -> bool:
+        if isinstance(first, tuple) and isinstance(other, tuple):
+            return first[1] == other[1] and same(first[0], other[0])
+        if isinstance(first, float) and isinstance(other, float):
+            return abs(first - other) <= TOLERANCE * abs(other)
+        return first == other
 
     return sum(map(same, ours, theirs)) / len(ours)
 

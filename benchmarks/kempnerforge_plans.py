@@ -120,7 +120,7 @@ def report_of(name: str, *settings: str) -> dict[str, Any]:
 def row(name: str) -> dict[str, Any]:
     """Return a row of the table."""
     file, report = FILES[name], report_of(name)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "file": name,
         "topology": file.topology,
         "mesh": planned.mesh_in_words(report) or "-",
@@ -129,21 +129,21 @@ def row(name: str) -> dict[str, Any]:
         "fits": "yes" if report["fits"] else "; ".join(report["errors"] + report["advice"]),
     }
     if memory := report.get("memory_per_device"):
-        found["memory, GB"] = _gb(memory)
+        result["memory, GB"] = _gb(memory)
         as_there = report_of(name, *AS_THERE).get("memory_per_device")
-        found["bfloat16 state"] = _gb(as_there) if as_there else "-"
-    found["published"] = file.gigabytes or "-"
+        result["bfloat16 state"] = _gb(as_there) if as_there else "-"
+    result["published"] = file.gigabytes or "-"
     if step := report.get("step"):
         devices = 4 * file.nodes
-        found["tokens/s a device"] = round(step["tokens_per_second_per_device"])
+        result["tokens/s a device"] = round(step["tokens_per_second_per_device"])
         if file.tokens:
-            found["published tokens/s"] = round(file.tokens / devices)
-            found["estimated / published"] = round(step["tokens_per_second"] / file.tokens, 2)
-        found["MFU, %"] = round(100 * step["mfu"], 1)
-        found["waiting, %"] = round(100 * step["waited_seconds"] / step["seconds"])
-        found["compiled in, s"] = round(report["compile_seconds"])
-    Console().print(found, highlight=False)
-    return found
+            result["published tokens/s"] = round(file.tokens / devices)
+            result["estimated / published"] = round(step["tokens_per_second"] / file.tokens, 2)
+        result["MFU, %"] = round(100 * step["mfu"], 1)
+        result["waiting, %"] = round(100 * step["waited_seconds"] / step["seconds"])
+        result["compiled in, s"] = round(report["compile_seconds"])
+    Console().print(result, highlight=False)
+    return result
 
 
 def _gb(memory: dict[str, int]) -> float:

@@ -4,7 +4,7 @@
 
 Attention is timed forward and backward, the kernels taking turns, and the fastest of all rounds
 counts: in float32 on CPUs, in bfloat16 on GPUs, where PyTorch's is a peer. The loss is compiled
-with its gradient: memory is what the compiled program needs besides its arguments
+with its gradient: memory is what the compiled program needs in addition to its arguments
 (`memory_analysis`). On GPUs alone it is run as well.
 """
 
@@ -159,7 +159,7 @@ def loss_rows(rounds: int) -> Iterator[results.Row]:
             yield results.Row(case, mebibytes(ours), "autodiff", mebibytes(theirs), "MiB",
                               smaller_is_better=True)  # fmt: skip
             if jax.default_backend() == "gpu":
-                times = fastest([run_of(one, vocab) for one in (ours, theirs)], rounds)
+                times = fastest([run_of(row, vocab) for row in (ours, theirs)], rounds)
                 yield results.Row(case, round(times[0], 2), "autodiff", round(times[1], 2), "ms",
                                   smaller_is_better=True)  # fmt: skip
 

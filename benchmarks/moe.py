@@ -4,8 +4,8 @@
 
 A token meets as many parameters in all of them: the dense feed-forward is as wide as the experts
 that a token goes to. With a capacity, what does not fit is dropped. PyTorch goes through the
-experts one after the other, as most of its users write it. All take turns; besides the time, what
-all cores together have spent is shown, which other processes disturb less.
+experts one after the other, as most of its users write it. All take turns; in addition to the time,
+what all cores together have spent is shown, which other processes disturb less.
 """
 
 import dataclasses
@@ -101,17 +101,17 @@ class TorchMoEBlock(step.TorchBlock):
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
     """Median seconds of a step of each, and those of all cores, taking turns."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    result: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
-        for name, one in steps.items():
+        for name, case in steps.items():
             started, cores = time.perf_counter(), time.process_time()
-            one()
+            case()
             took = time.perf_counter() - started, time.process_time() - cores
             if turn:
-                found[name].append(took)
+                result[name].append(took)
     return {
         name: (statistics.median(t for t, _ in times), statistics.median(c for _, c in times))
-        for name, times in found.items()
+        for name, times in result.items()
     }
 
 
@@ -125,18 +125,18 @@ def compare(case: Case, dense_case: Case, *, rounds: int) -> list[results.Row]:
         "capacity 1.0": compiled_step(capped)[0],
         "torch, a loop over experts": torch_step(case, compiled=False, block=TorchMoEBlock),
     }
-    found = measure({"ours": ours, **peers}, rounds)
+    result = measure({"ours": ours, **peers}, rounds)
     tokens = case.batch * case.seq
     rows = []
     for peer in peers:
-        (seconds, cores), (theirs, their_cores) = found["ours"], found[peer]
+        (seconds, cores), (theirs, their_cores) = result["ours"], result[peer]
         rows += [
             results.Row(case.name, round(tokens / seconds), peer, round(tokens / theirs),
                         "tokens/s"),
             results.Row(case.name, round(1e3 * cores), peer, round(1e3 * their_cores),
                         "ms of all cores", smaller_is_better=True),
         ]  # fmt: skip
-    memory = [one.memory_analysis().temp_size_in_bytes >> 20 for one in (program, dense_program)]
+    memory = [item.memory_analysis().temp_size_in_bytes >> 20 for item in (program, dense_program)]
     rows.append(
         results.Row(case.name, memory[0], next(iter(peers)), memory[1], "MiB of temporaries",
                     smaller_is_better=True)

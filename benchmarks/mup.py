@@ -127,14 +127,14 @@ def coordinates(
     **model: Any,  # noqa: ANN401
 ) -> dict[str, list[float]]:
     """Mean |x| by `POINTS` and widths, after some steps at the same learning rate."""
-    found: dict[str, list[float]] = {name: [] for name in POINTS}
+    result: dict[str, list[float]] = {name: [] for name in POINTS}
     for width in widths:
         of = config(width, mup=mup, lr=2**-6, steps=10 * steps, **model)
         *steps_of, last = batches(steps + 1, rows)
-        made, params, _ = trained(of, iter(steps_of))
-        for name, value in sizes(made, params, last[:, :-1]).items():
-            found[name].append(value)
-    return found
+        output, params, _ = trained(of, iter(steps_of))
+        for name, value in sizes(output, params, last[:, :-1]).items():
+            result[name].append(value)
+    return result
 
 
 def growth(values: Sequence[float]) -> float:
@@ -203,12 +203,12 @@ def _power(value: float) -> str:
 
 def check_coordinates(widths: Sequence[int], *, write: bool) -> None:
     """Measures, writes, draws how values grow with the width."""
-    found = {how: coordinates(widths, mup=how == "muP") for how in ("standard", "muP")}
+    result = {how: coordinates(widths, mup=how == "muP") for how in ("standard", "muP")}
     rows = [
         {"": how, "mean abs. of": name,
          **{f"width {w}": round(v, 3) for w, v in zip(widths, of[name], strict=True)},
          "last / first": round(growth(of[name]), 2)}
-        for how, of in found.items()
+        for how, of in result.items()
         for name in POINTS
     ]  # fmt: skip
     print(*rows, sep="\n")
@@ -218,7 +218,7 @@ def check_coordinates(widths: Sequence[int], *, write: bool) -> None:
     if ELSEWHERE not in os.environ:
         by_width = {
             how: {name: list(zip(widths, of[name], strict=True)) for name in POINTS}
-            for how, of in found.items()
+            for how, of in result.items()
         }
         (DOCS / "mup-coordinates.svg").write_text(picture(by_width, "width", log_y=True))
 
@@ -233,7 +233,7 @@ def compare_rates(
         for lr in rates:
             curve.append((lr, final_loss(width, mup=how == "muP", lr=lr, steps=steps)))
             print(how, width, _power(lr), f"{curve[-1][1]:.3f}", flush=True)
-    base = f"width {narrow}"  # of which muP is the standard
+    base = f"width {narrow}"  # muP equals the standard there
     by_rate["muP"] = {base: by_rate["standard"][base], **by_rate["muP"]}
     rows = [
         {"": how, "of": name, **{_power(lr): round(loss, 3) for lr, loss in curve},

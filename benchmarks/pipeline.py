@@ -2,11 +2,11 @@
 
     python benchmarks/pipeline.py [--quick]
 
-Time: one update by N stages, beside the same update data-parallel on as many devices, both with
+Time: one update by N stages, next to the same update data-parallel on as many devices, both with
 full rematerialisation. Theory allows (M + N - 1) / M of it. Virtual devices share the cores, so the
 idle ticks of a stage cost what they would cost a device of its own; other rows are of two processes
-that talk over loopback. Memory: temporary bytes of a device as `memory_analysis()` has them, beside
-a pipeline as most JAX frameworks write it (`rolled_gradients`).
+that talk over loopback. Memory: temporary bytes of a device as `memory_analysis()` has them, next
+to a pipeline as most JAX frameworks write it (`rolled_gradients`).
 """
 
 import itertools
@@ -170,16 +170,16 @@ def times(configs: dict[str, JobConfig], repeats: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def time_rows(where: str, stages: int, microbatches: int, found: dict[str, float]) -> list:
+def time_rows(where: str, stages: int, microbatches: int, result: dict[str, float]) -> list:
     """Return rows against the data-parallel step, plain and with theory's idle ticks."""
     case = f"{where}: {stages} stages, {microbatches} microbatches"
     theory = (microbatches + stages - 1) / microbatches
     peers = {
-        "data-parallel": found["plain"],
-        "data-parallel x (M + N - 1) / M": found["plain"] * theory,
+        "data-parallel": result["plain"],
+        "data-parallel x (M + N - 1) / M": result["plain"] * theory,
     }
     return [
-        results.Row(case, round(found["pipelined"], 3), peer, round(seconds, 3), "s",
+        results.Row(case, round(result["pipelined"], 3), peer, round(seconds, 3), "s",
                     smaller_is_better=True)
         for peer, seconds in peers.items()
     ]  # fmt: skip
@@ -222,10 +222,10 @@ def main() -> None:
     repeats = 1 if quick else 3
     rows = []
     for microbatches in (8,) if quick else (8, 32):
-        found = times(jobs_of(4, microbatches), repeats)
-        rows += time_rows("virtual devices", 4, microbatches, found)
-        found = two_processes(microbatches, repeats)
-        rows += time_rows("two processes", PROCESSES, microbatches, found)
+        result = times(jobs_of(4, microbatches), repeats)
+        rows += time_rows("virtual devices", 4, microbatches, result)
+        result = two_processes(microbatches, repeats)
+        rows += time_rows("two processes", PROCESSES, microbatches, result)
     devices, of_step = jax.devices()[:4], operator.attrgetter("gradients")
     for microbatches in (8, 16) if quick else (8, 16, 32, 64):
         memory = {
@@ -233,13 +233,13 @@ def main() -> None:
             "gpipe": (of_step, config_of(microbatches, pp=4, pp_schedule="gpipe")),
             "differentiated": (rolled_gradients, config_of(microbatches, pp=4)),
         }
-        found = {
+        result = {
             name: round(temporary_megabytes(gradients, config, devices), 1)
             for name, (gradients, config) in memory.items()
         }
         rows += [
-            results.Row(f"memory of 1f1b, {microbatches} microbatches", found["1f1b"], peer,
-                        found[peer], "MB", smaller_is_better=True)
+            results.Row(f"memory of 1f1b, {microbatches} microbatches", result["1f1b"], peer,
+                        result[peer], "MB", smaller_is_better=True)
             for peer in ("gpipe", "differentiated")
         ]  # fmt: skip
     notes = [

@@ -5,7 +5,7 @@
 
 Four stages, microbatches of 4 x 2048, full rematerialisation, gradients reduced per microbatch.
 Peak memory of a device against the number of microbatches, and the cycles as the compiler estimates
-them (`jaxforge/tools/plan/hlo.py`), beside a pipeline as most JAX frameworks write it
+them (`jaxforge/tools/plan/hlo.py`), next to a pipeline as most JAX frameworks write it
 (`pipeline.rolled_gradients`). A program that does not fit is no row but a note.
 """
 
@@ -87,12 +87,12 @@ def main() -> None:
         for microbatches in (8,) if quick else (8, 16, 32, 64):
             case = f"pp {STAGES} x {name}, {microbatches} microbatches"
             config = config_of(microbatches, axes)
-            found = [measured(config, devices, rolled=rolled) for rolled in (False, True)]
-            Console().print(case, *found, highlight=False)
-            if troubles := [one for one in found if isinstance(one, str)]:
-                notes.append(f"{case}: {found[0]}; differentiated: {troubles[0]}")
+            result = [measured(config, devices, rolled=rolled) for rolled in (False, True)]
+            Console().print(case, *result, highlight=False)
+            if troubles := [row for row in result if isinstance(row, str)]:
+                notes.append(f"{case}: {result[0]}; differentiated: {troubles[0]}")
                 continue
-            ours, theirs = found
+            ours, theirs = result
             rows += [
                 results.Row(case, round(ours[unit], 2), "differentiated pipeline",
                             round(theirs[unit], 2), unit, smaller_is_better=True)

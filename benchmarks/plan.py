@@ -101,9 +101,9 @@ def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     rows = []
     for run in RUNS[: 1 if quick else None]:
-        made = plan(config_of(run), Topology.parse(run.topology))
-        rate = made.estimate.tokens_per_second_per_device if made.estimate else None
-        memory = made.step.memory if made.step else None
+        result = plan(config_of(run), Topology.parse(run.topology))
+        rate = result.estimate.tokens_per_second_per_device if result.estimate else None
+        memory = result.step.memory if result.step else None
         rows.append(
             {
                 "case": f"{run.name}, {run.topology}",
@@ -112,10 +112,10 @@ def main() -> None:
                 "tokens/s a device, estimated": round(rate) if rate else "-",
                 "estimated / published": round(rate / run.tokens, 2) if rate else "-",
                 "memory, GB": round(memory.peak / 1e9, 1) if memory else "-",
-                "compiled in, s": round(made.step.seconds) if made.step else "-",
+                "compiled in, s": round(result.step.seconds) if result.step else "-",
             }
         )
-        Console().print(rows[-1], *made.errors, highlight=False)
+        Console().print(rows[-1], *result.errors, highlight=False)
         if not quick:
             results.write_json("plan", rows, ("jax", "jaxlib", "libtpu"), device="none",
                                notes=["estimates; nothing was run"])  # fmt: skip

@@ -130,7 +130,7 @@ def prepared(here: Path) -> Tokenizer:
                 "encodings/*", "pydoc_data/*")  # fmt: skip
     prepare.main([
         root, "--output", f"{here}/data", "--glob", "*.py", "--tokenizer", "bpe",
-        "--vocab-size", str(VOCAB), *(f"--exclude={one}" for one in left_out),
+        "--vocab-size", str(VOCAB), *(f"--exclude={document}" for document in left_out),
     ])  # fmt: skip
     return load_tokenizer(f"{here}/data/tokenizer")
 
@@ -141,7 +141,7 @@ def plant(here: Path, tokenizer: Tokenizer, kinds: list[str], steps: int) -> lis
     tokens, rng = np.load(path), random.Random(SEED)
     order = GrainOrder(len(tokens) // WINDOW, SEED, True)
     assert steps * BATCH <= len(tokens) // WINDOW  # else some were read before
-    found = []
+    result = []
     for i, kind in enumerate(kinds):
         step, row = steps - (len(kinds) - 1 - i) * (steps // 3) // len(kinds), rng.randrange(BATCH)
         at = order[(step - 1) * BATCH + row] * WINDOW
@@ -151,16 +151,16 @@ def plant(here: Path, tokenizer: Tokenizer, kinds: list[str], steps: int) -> lis
         end = start + len(noise)
         tokens[at + start - 1] = tokens[at + end] = tokenizer.eos_id
         tokens[at + start : at + end] = noise
-        found.append(Planted(kind, step, row, start, end))
+        result.append(Planted(kind, step, row, start, end))
     np.save(path, tokens)
     (path.parent / FILE_NAME).unlink()  # its hashes are of the shard before
-    return found
+    return result
 
 
 def _noise(kind: str, real: np.ndarray, tokenizer: Tokenizer, rng: random.Random) -> np.ndarray:
     make = KINDS[kind]
     if make is None:
-        ids = [one for one in range(VOCAB) if one != tokenizer.eos_id]
+        ids = [document for document in range(VOCAB) if document != tokenizer.eos_id]
         return np.array(rng.choices(ids, k=len(real)))
     text = make(tokenizer.decode(real.tolist()), rng)
     return np.array(tokenizer.encode(text)[: len(real)])
@@ -187,7 +187,7 @@ class Measured:
 
 def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Measured]:
     """The steps that read a planted document, made again in one go."""
-    steps = [one.step for one in planted]
+    steps = [document.step for document in planted]
     with open_past(run, steps[-1]) as past:
         walk, looking = past.walk(steps[0] - 1), past.step_function(("grads",))
         losses_of, before = token_loss_function(past.model, past.mesh), []
@@ -198,7 +198,10 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
                 documents = find_documents(jax.device_get(walk.batch), losses, eos)
             if at == steps[0]:
                 influences = Influences(past, walk, walk.look(looking)["grads"])
-                of = [influences.of(one.row, one.start, one.end) for one in documents]
+                of = [
+                    influences.of(document.row, document.start, document.end)
+                    for document in documents
+                ]
                 print(f"step {at} of {planted[-1].step}", flush=True)
                 yield Measured(documents, losses, before, influences.of_rows(), of)
                 del steps[0]
@@ -208,23 +211,23 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
                 walk.advance()
 
 
-def place(one: Planted, found: Measured) -> dict[str, object]:
+def place(item: Planted, measured: Measured) -> dict[str, object]:
     """Return the rank of the planted document among those of its step."""
     order = in_order(
-        found.documents, found.losses, found.of_rows,
-        lambda other: found.influences[found.documents.index(other)],
-        before=found.before, rows=ROWS,
+        measured.documents, measured.losses, measured.of_rows,
+        lambda other: measured.influences[measured.documents.index(other)],
+        before=measured.before, rows=ROWS,
     )  # fmt: skip
     documents = [document for document, _ in order]
     (at,) = (
         i
         for i, other in enumerate(documents)
-        if other.row == one.row and other.start <= one.start < other.end
+        if other.row == item.row and other.start <= item.start < other.end
     )
     others = [other.loss for other in documents if other is not documents[at]]
     return {
-        "planted": one.kind,
-        "step": one.step,
+        "planted": item.kind,
+        "step": item.step,
         "tokens": documents[at].tokens,
         "loss": round(documents[at].loss, 2),
         "losses of the others": f"{min(others):.2f} to {max(others):.2f}",
@@ -251,8 +254,8 @@ def main() -> None:
         multihost.initialize()
         eos = load_tokenizer(here / "data/tokenizer").eos_id
         rows = [
-            place(one, found)
-            for one, found in zip(planted, measure(here / "run", planted, eos), strict=True)
+            place(document, result)
+            for document, result in zip(planted, measure(here / "run", planted, eos), strict=True)
         ]
     raise SystemExit(told(rows, write=not quick))
 

@@ -19,7 +19,7 @@ class Cost:
 
     Attributes:
         cycles: estimated cycles by kind of operation: matmul, fusion, copy, other.
-        synchronous: collectives that nothing runs beside, by kind.
+        synchronous: collectives that overlap with nothing, by kind.
         sent: bytes that one device sends in them, by kind.
     """
 

@@ -3,7 +3,7 @@
     python benchmarks/remat.py [--quick]
 
 The same model and batch under each policy, taking turns in one run. Memory is what the compiled
-step needs besides its arguments (`memory_analysis`).
+step needs in addition to its arguments (`memory_analysis`).
 """
 
 import statistics
@@ -23,7 +23,7 @@ from jaxforge.program import Program
 from jaxforge.step.train_step import Controls
 
 POLICIES = get_args(TrainConfig.model_fields["activation_checkpointing"].annotation)
-# So many layers that CPUs scan them too: unrolled, XLA:CPU saves nothing by recomputing.
+# Enough layers that CPUs scan them too: unrolled, XLA:CPU saves nothing by recomputing.
 MODEL = {"dim": 192, "n_layers": 16, "n_heads": 6, "n_kv_heads": 6, "vocab_size": 4096}
 SHAPES = {True: (2, 128), False: (4, 512)}  # quick -> sequences, tokens of each
 

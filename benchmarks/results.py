@@ -140,8 +140,8 @@ def report(
 
 
 def _below_floor(result: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    found = floors.floors_for(floors.read_floors(), result, _machine())
-    return floors.below_floor(found, rows)
+    matches = floors.floors_for(floors.read_floors(), result, _machine())
+    return floors.below_floor(matches, rows)
 
 
 def judge(

@@ -36,7 +36,7 @@ def row(name: str) -> dict[str, Any]:
     """Return a row of the table."""
     report = planned.report(planned.CONFIGS / f"{name}.toml", CLUSTERS[name])
     memory, step = report.get("memory_per_device"), report.get("step")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "config": name,
         "topology": CLUSTERS[name],
         "mesh": planned.mesh_in_words(report),
@@ -48,7 +48,7 @@ def row(name: str) -> dict[str, Any]:
         else "-",
     }
     if step:
-        found |= {
+        result |= {
             "step, s": round(step["seconds"], 2),
             "waiting, %": round(100 * step["waited_seconds"] / step["seconds"]),
             "tokens/s a device": round(step["tokens_per_second_per_device"]),
@@ -56,8 +56,8 @@ def row(name: str) -> dict[str, Any]:
             "days to max_steps": round(step["hours_to_max_steps"] / 24, 1),
             "compiled in, s": round(report["compile_seconds"]),
         }
-    Console().print(found, highlight=False)
-    return found
+    Console().print(result, highlight=False)
+    return result
 
 
 def main() -> None:

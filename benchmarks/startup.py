@@ -1,6 +1,6 @@
 """Seconds until a command shows its help: `python benchmarks/startup.py [--quick]`.
 
-Each command in a new process, beside one that does nothing but import JAX, and one that imports
+Each command in a new process, next to one that does nothing but import JAX, and one that imports
 torch where it is installed: what other tools need before they have read their command line.
 """
 
@@ -39,8 +39,8 @@ def main() -> None:
     peers = [name for name in ("jax", "torch") if importlib.util.find_spec(name)]
     imports = {name: seconds([sys.executable, "-c", f"import {name}"], rounds) for name in peers}
     rows = [
-        results.Row(case, found, f"import {peer}", theirs, "s", smaller_is_better=True)
-        for case, found in helps.items()
+        results.Row(case, result, f"import {peer}", theirs, "s", smaller_is_better=True)
+        for case, result in helps.items()
         for peer, theirs in imports.items()
     ]
     results.report("startup", rows, ["jax", "pydantic", "rich"], write=not args.quick)

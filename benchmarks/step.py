@@ -3,7 +3,7 @@
     python benchmarks/step.py [--quick] [--cases WORDS]
 
 Same model, data, threads and precision, alternating in one run; on a GPU, a 1B model and layers as
-wide as a 7B model's, in bfloat16, beside torch.compile alone.
+wide as a 7B model's, in bfloat16, next to torch.compile alone.
 """
 
 import os
@@ -78,11 +78,11 @@ _BOTH_FIT = (
 
 def cases(words: str = "", *, quick: bool = False) -> list[Case]:
     """Return the cases for this device whose names have these words; of a quick run, one."""
-    found = (QUICK,) if quick else CPU_CASES
+    result = (QUICK,) if quick else CPU_CASES
     if jax.default_backend() == "gpu":
         rows = 4 if torch.cuda.get_device_properties(0).total_memory > _BOTH_FIT else 1
-        found = [case for case in GPU_CASES if case.batch == rows]
-    return [case for case in found if words in case.name][: 1 if quick else None]
+        result = [case for case in GPU_CASES if case.batch == rows]
+    return [case for case in result if words in case.name][: 1 if quick else None]
 
 
 class TorchBlock(nn.Module):
@@ -275,9 +275,9 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     rows, notes = [], []
     for case in cases(args.cases, quick=quick):
-        found = compare(case, quick=quick)
-        rows += found[0]
-        notes += found[1]
+        result = compare(case, quick=quick)
+        rows += result[0]
+        notes += result[1]
     packages = ("jax", "flax", "optax", "torch")
     results.report("step", rows, packages, notes=notes, write=not quick)
 

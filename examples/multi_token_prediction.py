@@ -60,10 +60,10 @@ def next_two_tokens(config: TrainConfig, model: Model) -> LossFunction:
         after_BS = jnp.where(labels_BS == IGNORE, IGNORE, after_BS)  # of another document, perhaps
         matrix_DD = params["after_next"]["weight"].astype(hidden_BSD.dtype)
         tiles = tiles_of(config, labels_BS, head_VD, model)
-        one = functools.partial(weighted_loss, tiles)
+        item = functools.partial(weighted_loss, tiles)
         weighted = loss_weights._replace(token=WEIGHT * loss_weights.token, position=0.0)
-        ahead = one(hidden_BSD @ matrix_DD.T, head_VD, after_BS, weighted)
-        usual = one(hidden_BSD, head_VD, labels_BS, loss_weights._replace(position=0.0))
+        ahead = item(hidden_BSD @ matrix_DD.T, head_VD, after_BS, weighted)
+        usual = item(hidden_BSD, head_VD, labels_BS, loss_weights._replace(position=0.0))
         terms = {"next": usual.cross_entropy, "after_next": ahead.cross_entropy}
         return AuxOutputs(terms)
 

@@ -79,8 +79,8 @@ def dpo(config: TrainConfig, model: Model) -> LossFunction:
         ratio_BA = answer_log_p(params, model, hidden_BSD, batch) - batch["reference"]
         margin_B = BETA * (ratio_BA[:, 0] - ratio_BA[:, 1])
         term = -loss_weights.sequence * jnp.sum(jax.nn.log_sigmoid(margin_B))
-        n, kept = jnp.float32(margin_B.size), jax.lax.stop_gradient(margin_B)
-        metrics = {"margin": Mean(jnp.sum(kept), n), "right": Mean(jnp.sum(kept > 0), n)}
+        n, retained = jnp.float32(margin_B.size), jax.lax.stop_gradient(margin_B)
+        metrics = {"margin": Mean(jnp.sum(retained), n), "right": Mean(jnp.sum(retained > 0), n)}
         return AuxOutputs({"dpo": term}, metrics, {})
 
     return loss
@@ -127,7 +127,7 @@ def tokenized(path: Path, tokenizer: Tokenizer, length: int) -> dict[str, np.nda
 
 def with_reference(run: Path, examples: dict[str, np.ndarray]) -> Pairs:
     """The pairs, with what the reference thinks of them."""
-    found, trained = [], open_run(run)
+    result, trained = [], open_run(run)
     with trained.in_use() as params:
         ask = jax.jit(
             lambda params, batch: answer_log_p(
@@ -136,8 +136,8 @@ def with_reference(run: Path, examples: dict[str, np.ndarray]) -> Pairs:
         )
         for first in range(0, len(examples["labels"]), ROWS):
             few = {name: array[first : first + ROWS] for name, array in examples.items()}
-            found.append(jax.device_get(ask(params, few)))
-    return Pairs({**examples, "reference": np.concatenate(found)})
+            result.append(jax.device_get(ask(params, few)))
+    return Pairs({**examples, "reference": np.concatenate(result)})
 
 
 def train_on(run: Path, path: Path, arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
 os.environ.setdefault("NPROC", "32")  # as `parallel.virtual_devices` has it
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would compile everything
-# Threads of PyTorch and BLAS would wait for each other, and for the workers beside them, at every
+# Threads of PyTorch and BLAS would wait for each other, and for the workers next to them, at every
 # product of small matrices: that took longer than the products.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands inherit the first one's
@@ -87,8 +87,8 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items):
     """Files of `LONGEST` come first (with --no-loadscope-reorder)."""
-    place = {str(Path(__file__).parent / name): i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(str(item.path), len(place)))
+    location = {str(Path(__file__).parent / name): i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: location.get(str(item.path), len(location)))
 
 
 def pytest_collection_finish():

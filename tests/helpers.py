@@ -105,8 +105,8 @@ def losses_and_gradients(ours: Setup, batches) -> tuple[np.ndarray, Params]:
 
     with jax.set_mesh(ours.mesh):
         state = ours.state()
-        found = [jax.device_get(run(state, ours.put(batch))) for batch in batches]
-    return jax.tree.map(lambda *of_batches: np.stack(of_batches), *found)
+        result = [jax.device_get(run(state, ours.put(batch))) for batch in batches]
+    return jax.tree.map(lambda *of_batches: np.stack(of_batches), *result)
 
 
 def over_steps(values):
@@ -151,11 +151,11 @@ def setup(config: JobConfig, **options) -> Setup:
     It is the same one for the same config: then its step is compiled once.
     """
     key = (config.model_dump_json(), *sorted(options.items()))
-    made = _SETUPS.pop(key, None) or new_setup(config, **options)
-    _SETUPS[key] = made  # the latest
+    result = _SETUPS.pop(key, None) or new_setup(config, **options)
+    _SETUPS[key] = result  # the latest
     while len(_SETUPS) > _KEPT:
         del _SETUPS[next(iter(_SETUPS))]
-    return made
+    return result
 
 
 _SETUPS: dict[tuple, Setup] = {}
@@ -173,9 +173,9 @@ def new_setup(config: JobConfig, **options) -> Setup:
     """Shared with no other test: nothing is compiled yet, and what is patched counts."""
     d = config.distributed
     devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.cp * d.ep * d.tp]
-    made = Setup(config, make_mesh(config, devices), **options)
-    _ = made.step  # traced by what is patched now, and refused now
-    return made
+    result = Setup(config, make_mesh(config, devices), **options)
+    _ = result.step  # traced by what is patched now, and refused now
+    return result
 
 
 def underway(ours: Setup, steps: int) -> TrainState:
@@ -305,8 +305,8 @@ def collectives_in_loops(text: str) -> list[tuple[str, str, str]]:
             queue += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", body)
     kinds = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
     pattern = rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(.*?(?:replica_groups|pairs)=(.*?), \w+="
-    found = [match for name in reached for match in re.findall(pattern, computations[name])]
-    return [(shape, kind, _groups(where)) for shape, kind, where in found]
+    result = [match for name in reached for match in re.findall(pattern, computations[name])]
+    return [(shape, kind, _groups(where)) for shape, kind, where in result]
 
 
 def _groups(text: str) -> str:

@@ -108,18 +108,18 @@ def test_state_and_gradients_leave_room_for_activations(recipe):
 
 
 def test_gradients_are_reduced_once_where_they_fit(recipe, path):
-    found = recipe.program.grad_sync
-    assert (found.mode == "update") == (path.stem in WHOLE_GRADIENTS_FIT), found.why
+    result = recipe.program.grad_sync
+    assert (result.mode == "update") == (path.stem in WHOLE_GRADIENTS_FIT), result.why
 
 
 def test_the_page_says_what_a_device_holds(recipe, path):
     page = (Path(__file__).parents[1] / "docs" / "configs.md").read_text()
     name = path.stem.removeprefix("llama_")
-    (told,) = re.findall(rf"\| `{name}` \| ([\d.]+) \| (\d+) \|", page)
+    (reported,) = re.findall(rf"\| `{name}` \| ([\d.]+) \| (\d+) \|", page)
     state = recipe.state
-    found = (bytes_per_device(state) + bytes_per_device(state.params)) / 1e9
+    result = (bytes_per_device(state) + bytes_per_device(state.params)) / 1e9
     dp = data_parallel_size(recipe.mesh)
-    assert told == (f"{found:.1f}", str(recipe.config.train.microbatch_size(dp) // dp))
+    assert reported == (f"{result:.1f}", str(recipe.config.train.microbatch_size(dp) // dp))
 
 
 def test_every_device_has_work_in_every_microbatch(recipe):
@@ -139,20 +139,20 @@ def test_mesh_axes_follow_the_wires(recipe):
         return
     torus = TORUS[f"{recipe.kind}_{recipe.devices}"]
     assert math.prod(torus) == recipe.devices
-    assert any(fits(axes, sides) for sides in with_one_side_shared(torus))
+    assert any(fits(axes, lengths) for lengths in with_one_side_shared(torus))
 
 
 def with_one_side_shared(torus):
-    for i, side in enumerate(torus):
-        for parts in itertools.product(range(1, side + 1), repeat=3):
-            if math.prod(parts) == side:
+    for i, length in enumerate(torus):
+        for parts in itertools.product(range(1, length + 1), repeat=3):
+            if math.prod(parts) == length:
                 yield (*torus[:i], *parts, *torus[i + 1 :])
 
 
-def fits(axes, sides):
-    owners = itertools.product(range(len(axes)), repeat=len(sides))
+def fits(axes, lengths):
+    owners = itertools.product(range(len(axes)), repeat=len(lengths))
     return any(
-        axes == [math.prod(n for n, o in zip(sides, owner, strict=True) if o == axis)
+        axes == [math.prod(n for n, o in zip(lengths, owner, strict=True) if o == axis)
                  for axis in range(len(axes))]
         for owner in owners
     )  # fmt: skip

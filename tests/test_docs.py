@@ -100,7 +100,7 @@ def test_a_command_line_is_one_that_its_command_takes(line):
         case ["make", *targets]:
             assert set(targets) <= TARGETS
         case ["pip", "install", *what]:
-            assert all(extra in EXTRAS for one in what for extra in extras_of(one))
+            assert all(extra in EXTRAS for item in what for extra in extras_of(item))
         case ["jaxforge", command, *arguments]:
             called = COMMANDS[command]
             takes(called.module, [command, *arguments] if called.is_subcommand else arguments)
@@ -113,26 +113,26 @@ def test_a_command_line_is_one_that_its_command_takes(line):
 
 
 def extras_of(requirement):
-    found = re.search(r"\[(.*)\]", requirement)
-    return found[1].split(",") if found else []
+    match = re.search(r"\[(.*)\]", requirement)
+    return match[1].split(",") if match else []
 
 
 def takes(module, arguments):
     if module == "jaxforge.supervise":
         return takes(*command_in(arguments))
     parser = parser_of(module)
-    _, rest = parser.parse(arguments)
-    for word in rest:
-        found = OVERRIDE.match(word)
-        assert found, word
-        assert found["key"] in all_keys(), word
+    _, remaining = parser.parse(arguments)
+    for word in remaining:
+        match = OVERRIDE.match(word)
+        assert match, word
+        assert match["key"] in all_keys(), word
     return None
 
 
 def command_in(arguments):
-    python, dash_m, module, *rest = arguments[arguments.index("--") + 1 :]
+    python, dash_m, module, *remaining = arguments[arguments.index("--") + 1 :]
     assert (python, dash_m) == ("python", "-m")
-    return module, rest
+    return module, remaining
 
 
 def parser_of(module) -> argparse.ArgumentParser:

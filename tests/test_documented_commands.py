@@ -56,9 +56,9 @@ def is_elsewhere(line):
 
 
 DOCUMENTED = [
-    (one.id.partition(":")[0], one.values[0].partition(" #")[0].strip())
-    for one in commands()
-    if not one.values[0].startswith("$ ")  # what it answers is shown as well: below
+    (item.id.partition(":")[0], item.values[0].partition(" #")[0].strip())
+    for item in commands()
+    if not item.values[0].startswith("$ ")  # what it answers is shown as well: below
 ]
 
 
@@ -84,24 +84,24 @@ class Terminal(io.StringIO):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The scene, and the place that it was made in: configs have that in their paths."""
-    place = tmp_path_factory.mktemp("scene")
-    scene.make(place)
-    return place.rename(f"{place}_kept"), place
+    location = tmp_path_factory.mktemp("scene")
+    scene.make(location)
+    return location.rename(f"{location}_kept"), location
 
 
 @pytest.fixture
 def here(made, monkeypatch):
     """The scene, to be in; a command's own processes find `python`, and this checkout."""
-    kept, place = made
-    shutil.copytree(kept, place, symlinks=True)
-    monkeypatch.chdir(place)
+    retained, location = made
+    shutil.copytree(retained, location, symlinks=True)
+    monkeypatch.chdir(location)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path[1:]]))
     monkeypatch.setattr(sys, "stdin", Terminal("Hello\n"))
-    monkeypatch.syspath_prepend(place)
-    yield place
+    monkeypatch.syspath_prepend(location)
+    yield location
     sys.modules.pop("mymodel", None)
-    shutil.rmtree(place)
+    shutil.rmtree(location)
 
 
 def made_by(words):
@@ -117,27 +117,29 @@ def made_by(words):
 def code_of(words, monkeypatch):
     """The exit code of a command line, in this process."""
     if words[:2] == ["python", "-m"]:
-        module, rest = words[2], words[3:]
+        module, remaining = words[2], words[3:]
         if module == "jaxforge.plan":  # it chooses JAX's platform before JAX is imported
             return subprocess.run([sys.executable, *words[1:]], check=False).returncode
     else:
         command = program.COMMANDS[words[1]]
-        module, rest = command.module, words[1 if command.is_subcommand else 2 :]
-    monkeypatch.setattr(sys, "argv", [module, *rest])
+        module, remaining = command.module, words[1 if command.is_subcommand else 2 :]
+    monkeypatch.setattr(sys, "argv", [module, *remaining])
     if importlib.util.find_spec(module).submodule_search_locations:
         module = f"{module}.__main__"
     try:
-        return run_main(lambda: importlib.import_module(module).main(rest))
+        return run_main(lambda: importlib.import_module(module).main(remaining))
     except SystemExit as end:
         return end.code
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "line"), [one for one in DOCUMENTED if not is_elsewhere(one[1])])
+@pytest.mark.parametrize(
+    ("page", "line"), [item for item in DOCUMENTED if not is_elsewhere(item[1])]
+)
 def test_a_documented_command_does_what_it_says(page, line, here, monkeypatch, capsys):
-    found = re.search(r"--topology ([vh])", line)
-    if found and importlib.util.find_spec(COMPILERS[found[1]]) is None:
-        pytest.skip(f"needs {COMPILERS[found[1]]} to compile")
+    match = re.search(r"--topology ([vh])", line)
+    if match and importlib.util.find_spec(COMPILERS[match[1]]) is None:
+        pytest.skip(f"needs {COMPILERS[match[1]]} to compile")
     if "lockstep" in line:
         pytest.importorskip("transformers")
         pytest.importorskip("torch")

@@ -108,8 +108,8 @@ def test_the_textbook_loop_keeps_best_and_newest_and_goes_on_exactly(tmp_path):
     assert len(scores) == 3
     best = 4 * (1 + int(np.argmin(scores)))
     assert best != 12, "at such a rate, losses rise"
-    kept = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
-    assert kept == {f"step_{best}", "step_12"}
+    paths = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert paths == {f"step_{best}", "step_12"}
 
     shutil.rmtree(tmp_path / "checkpoints" / "step_12")
     again: list[str] = []
@@ -234,13 +234,13 @@ def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
     batch = {"labels": tokens.at[0, 5].set(-100)}
     hidden = jax.jit(model.hidden)(params, tokens)
     loss = build_loss(config.train.model_copy(update={"loss_fn": "next_two_tokens"}), model)
-    told = loss(params, hidden, batch, LossWeights(1.0)).loss_terms["after_next"]
+    reported = loss(params, hidden, batch, LossWeights(1.0)).loss_terms["after_next"]
     log_p = jax.nn.log_softmax(
         model.logits(params, hidden @ params["after_next"]["weight"].T), axis=-1
     )
-    places = [(i, t) for i in range(2) for t in range(11) if i or t not in (4, 5)]
-    nats = -sum(log_p[i, t, batch["labels"][i, t + 1]] for i, t in places)
-    assert float(told) == pytest.approx(float(example.WEIGHT * nats), rel=1e-5)
+    locations = [(i, t) for i in range(2) for t in range(11) if i or t not in (4, 5)]
+    nats = -sum(log_p[i, t, batch["labels"][i, t + 1]] for i, t in locations)
+    assert float(reported) == pytest.approx(float(example.WEIGHT * nats), rel=1e-5)
 
 
 @pytest.mark.usefixtures("examples")
@@ -255,8 +255,8 @@ def test_answers_are_judged_by_capped_logits():
     products = hidden @ params["output_head"]["proj"]["weight"].T
     log_p = jax.nn.log_softmax(0.1 * jnp.tanh(products / 0.1))
     expected = jnp.take_along_axis(log_p, tokens[..., None], -1).reshape(2, 2, 6).sum(-1)
-    found = example.answer_log_p(params, model, hidden, batch)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    result = example.answer_log_p(params, model, hidden, batch)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
     uncapped = jnp.take_along_axis(jax.nn.log_softmax(products), tokens[..., None], -1)
     assert np.abs(uncapped.reshape(2, 2, 6).sum(-1) - expected).max() > 1e-3
 

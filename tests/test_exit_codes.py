@@ -34,7 +34,7 @@ def test_what_is_run_again(code, expected):
 
 
 def test_ends_that_all_processes_share_ask_for_no_restart():
-    assert not any(again(one.code) for one in AGREED)
+    assert not any(again(item.code) for item in AGREED)
 
 
 def test_every_code_is_explained():

@@ -43,11 +43,11 @@ def test_a_stale_figure_is_found():
 
 def test_what_the_front_page_says_of_the_drill():
     kinds = FIGURES["result"]("faults-cpu")["rows"]
-    runs, ways = re.search(
+    runs, kinds_of_faults = re.search(
         r"breaks some (\d+) short runs in over (\d+) ways", (ROOT / "README.md").read_text()
     ).groups()
     assert abs(sum(kind["count"] for kind in kinds) - int(runs)) <= 10
-    assert len(kinds) > int(ways)
+    assert len(kinds) > int(kinds_of_faults)
     assert not any(kind["failures"] for kind in kinds)
 
 

@@ -61,7 +61,7 @@ def test_one_that_fails_or_hangs_costs_the_others_nothing(gpu, tmp_path, monkeyp
 
     ended = gpu.run_checks(every, PATIENCE, tmp_path / "checks", save)
 
-    assert [one.ended for one in ended] == [
+    assert [item.ended for item in ended] == [
         "failed with exit code 1", "stopped after 3 s", f"failed with exit code {-signal.SIGABRT}",
         "passed", "passed",
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_one_that_fails_or_hangs_costs_the_others_nothing(gpu, tmp_path, monkeyp
 
     checks = json.loads((tmp_path / "results" / "checks-gpu.json").read_text())
     assert checks["device"] == "A GPU"
-    assert [row["ended"] for row in checks["rows"]] == [one.ended for one in ended]
+    assert [row["ended"] for row in checks["rows"]] == [item.ended for item in ended]
     assert "before" in checks["said"]["fails"]
     assert checks["said"]["hangs"] in ("so far", "")  # a busy machine may not have begun
     both = json.loads((tmp_path / "results" / "a-gpu.json").read_text())
@@ -91,7 +91,7 @@ def is_running(pid):
 
 def test_no_check_begins_when_time_is_up(gpu, tmp_path):
     ended = gpu.run_checks([gpu.Check("a", python(""), PATIENCE)], 0, tmp_path, lambda _: None)
-    assert [one.ended for one in ended] == ["left out: no time"]
+    assert [item.ended for item in ended] == ["left out: no time"]
     assert not ended[0].passed
 
 

@@ -23,10 +23,12 @@ SBATCH = sorted(RECIPES.glob("*.sbatch"))
 def fits_the_command_line(command):
     """Return whether a command is the supervisor's, with the arguments of a training run."""
     module = command.index("jaxforge.supervise")
-    rest = supervise.parser().parse_args(command[module + 1 :]).command
-    assert rest[0] == "--"
-    assert rest[1].startswith("--config")
-    load_config(None, [one for one in rest[1:] if one.startswith("--") and "config" not in one])
+    remaining = supervise.parser().parse_args(command[module + 1 :]).command
+    assert remaining[0] == "--"
+    assert remaining[1].startswith("--config")
+    load_config(
+        None, [item for item in remaining[1:] if item.startswith("--") and "config" not in item]
+    )
     return True
 
 
@@ -56,7 +58,7 @@ def test_jobsets_are_of_one_piece(path):
     assert fits_the_command_line(container["command"] + container["args"])
     grace = int(container["command"][3].removeprefix("--grace="))
     assert grace < pod["terminationGracePeriodSeconds"]
-    env = {one["name"]: one.get("value") for one in container.get("env", [])}
+    env = {item["name"]: item.get("value") for item in container.get("env", [])}
     if env:
         assert int(env["JAX_NUM_PROCESSES"]) == job["parallelism"]
         name = jobset["metadata"]["name"]

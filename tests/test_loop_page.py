@@ -17,7 +17,7 @@ BEHAVIOURS = {"K": 53, "B": 45, "T": 33, "L": 27, "M": 44}
 
 @pytest.mark.parametrize("loop", BEHAVIOURS)
 def test_each_behaviour_has_one_answer(loop):
-    numbers = [int(number) for one, number, *_ in ROWS if one == loop]
+    numbers = [int(number) for item, number, *_ in ROWS if item == loop]
     assert numbers == list(range(1, BEHAVIOURS[loop] + 1))
 
 

@@ -26,8 +26,8 @@ def test_help_lists_every_command(capsys):
 
 
 def test_every_command_has_an_entry():
-    for one in COMMANDS.values():
-        assert callable(importlib.import_module(one.module).entry)
+    for item in COMMANDS.values():
+        assert callable(importlib.import_module(item.module).entry)
 
 
 def test_what_there_is_not_is_told_with_what_is_near():

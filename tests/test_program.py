@@ -27,17 +27,17 @@ def calls(path):
 
 
 def test_program_alone_assembles_a_run():
-    places = {name: [] for name in PARTS}
+    locations = {name: [] for name in PARTS}
     for package in ("jaxforge", "torch_compat", "benchmarks", "examples"):
         for path in sorted((ROOT / package).rglob("*.py")):
             for name in PARTS.intersection(calls(path)):
-                places[name].append(str(path.relative_to(ROOT)))
+                locations[name].append(str(path.relative_to(ROOT)))
     # `fit` asks what a config would choose on a device of another size; `inject` spoils gradients.
     elsewhere = {
         "resolve_grad_sync": ["jaxforge/step/fitting.py"],
         "make_gradients": ["benchmarks/faults/inject.py"],
     }
-    assert {name: sorted(paths) for name, paths in places.items()} == {
+    assert {name: sorted(paths) for name, paths in locations.items()} == {
         name: sorted(["jaxforge/program.py", *elsewhere.get(name, [])]) for name in PARTS
     }
 
@@ -106,11 +106,11 @@ def test_initial_state_depends_on_the_seed_and_not_on_the_mesh():
     assert jax.tree.all(jax.tree.map(np.array_equal, first, again))
     assert not jax.tree.all(jax.tree.map(np.array_equal, first, other))
     like = program.abstract_state()
-    made = program.init()
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+    result = program.init()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), result) == jax.tree.map(
         lambda x: (x.shape, x.dtype), like
     )
-    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, made, like))
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, result, like))
 
 
 def test_lower_is_the_program_of_step():

@@ -18,18 +18,18 @@ def to_torch(params, config=None, *, tied=False):
     """
     named = {}
     for name, leaf in flatten_dict(params, sep=".").items():
-        stack, _, rest = name.partition(".")
+        stack, _, remaining = name.partition(".")
         rows = config.stacks if config else {"layers": range(leaf.shape[0])}
         if stack not in rows:
             named[name] = leaf
             continue
         for row, i in enumerate(rows[stack]):
-            if rest.startswith("mlp.experts."):
-                of = rest.removeprefix("mlp.experts.")
+            if remaining.startswith("mlp.experts."):
+                of = remaining.removeprefix("mlp.experts.")
                 for j, expert in enumerate(leaf[row]):
                     named[f"layers.{i}.mlp.experts.{j}.{of}"] = expert
             else:
-                named[f"layers.{i}.{rest}"] = leaf[row]
+                named[f"layers.{i}.{remaining}"] = leaf[row]
     if tied:
         named[HEAD] = named[EMBEDDING]
     return named
@@ -45,13 +45,13 @@ def from_torch(named, like, config=None):
     layers, experts, stacked = {}, {}, {}
     for name, array in named.items():
         if match := _LAYER.fullmatch(name):
-            layer, rest = int(match[1]), match[2]
+            layer, remaining = int(match[1]), match[2]
             stack = stack_of.get(layer, "layers")
-            if of_expert := _EXPERT.fullmatch(rest):
+            if of_expert := _EXPERT.fullmatch(remaining):
                 whole = f"{stack}.mlp.experts.{of_expert[2]}"
                 experts.setdefault((whole, layer), {})[int(of_expert[1])] = array
             else:
-                layers.setdefault(f"{stack}.{rest}", {})[layer] = array
+                layers.setdefault(f"{stack}.{remaining}", {})[layer] = array
         else:
             stacked[name] = array
     for (name, layer), entries in experts.items():

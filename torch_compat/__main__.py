@@ -320,9 +320,9 @@ def _run(args: argparse.Namespace, request: "Request") -> int:
         workers = Workers(args.argv, str(request.source.directory), args.processes)
     nbytes = plan.source.nbytes // share.processes
     with workers, bar(nbytes, console, quiet=share.process > 0) as advance:
-        made = run(request, plan, share, advance, workers)
-    if made:
-        print(made)
+        result = run(request, plan, share, advance, workers)
+    if result:
+        print(result)
     return 0
 
 

@@ -139,7 +139,7 @@ class Run:
     """Run directory and the command that works on it.
 
     Args:
-        directory: of the run; data and outputs lie beside it.
+        directory: of the run; data and outputs lie next to it.
         compiled: programs that all runs share.
         tokens: directory of `data.write`.
     """
@@ -224,8 +224,8 @@ _OF_A_STEP = ("train/loss", "train/grad_norm", "train/lr", "train/tokens", "trai
 
 
 def _timeless(line: dict[str, Any]) -> dict[str, Any]:
-    kept = {"step", *_OF_A_STEP}
-    return {k: v for k, v in line.items() if k in kept or k.startswith("eval/")}
+    lines = {"step", *_OF_A_STEP}
+    return {k: v for k, v in line.items() if k in lines or k.startswith("eval/")}
 
 
 @dataclasses.dataclass
@@ -306,8 +306,8 @@ class Case:
 
         Args:
             job: the job.
-            codes: with one of which it may end.
-            noisy: libraries may print tracebacks beside our message.
+            codes: allowed exit codes.
+            noisy: libraries may print tracebacks next to our message.
 
         Raises:
             Broken: it ended with another code, or with a traceback.

@@ -27,10 +27,10 @@ def write(directory: Path, left_out: Collection[int] = ()) -> None:
     start, stride = rng.integers(0, 256, (2, N_BATCHES, ROWS, 1))
     tokens = (start + (stride % 8) * np.arange(LENGTH + 1)) % 256
     tokens[:, MARKED_ROW, 7] = MARKS + np.arange(N_BATCHES)
-    kept = np.delete(tokens, list(left_out), axis=0).astype(np.uint16)
-    for i in range(0, len(kept), BATCHES_PER_FILE):
+    rows = np.delete(tokens, list(left_out), axis=0).astype(np.uint16)
+    for i in range(0, len(rows), BATCHES_PER_FILE):
         path = directory / TRAINING / f"{i:04}.npy"
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, kept[i : i + BATCHES_PER_FILE].reshape(-1))
+        np.save(path, rows[i : i + BATCHES_PER_FILE].reshape(-1))
     (directory / HELD_OUT).mkdir()
     np.save(directory / HELD_OUT / "0000.npy", tokens[:6].reshape(-1).astype(np.uint16))

@@ -112,12 +112,12 @@ def signal_in_evaluation(batch: int, number: int, pause: float = 0.0) -> None:
     batches_of = evaluation.eval_batches
 
     def batches(*args: object) -> Iterator[Batch]:
-        for i, one in enumerate(batches_of(*args)):
+        for i, item in enumerate(batches_of(*args)):
             if i == batch:
                 hit(number)
             if i >= batch:
                 time.sleep(pause)
-            yield one
+            yield item
 
     evaluation.eval_batches = batches
 

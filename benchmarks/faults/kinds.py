@@ -86,11 +86,11 @@ def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = 
     case.matches(case.shared.undisturbed(n=n))
 
 
-def asked_to_stop(number: int, code: int, fault: str, **places: range) -> Callable[[Case], None]:
-    """A signal, at a place that is drawn from `places`."""
+def asked_to_stop(number: int, code: int, fault: str, **sections: range) -> Callable[[Case], None]:
+    """A signal, at a place that is drawn from `sections`."""
 
     def scenario(case: Case) -> None:
-        drawn = {name: case.rng.choice(values) for name, values in places.items()}
+        drawn = {name: case.rng.choice(values) for name, values in sections.items()}
         stopped(case, (fault, {**drawn, "number": number}), code)
 
     return scenario

@@ -9,7 +9,7 @@
     guard/...               counts of bad steps, losses of good ones
     model_state/...         what the model keeps that is not trained, where it keeps any
 
-The counts of samples and tokens are in `progress`, the JSON beside the arrays.
+The counts of samples and tokens are in `progress`, the JSON next to the arrays.
 
 Nothing here depends on how the optimizer is chained, and no Python class is needed to read it.
 """

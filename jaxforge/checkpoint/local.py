@@ -1,6 +1,6 @@
 """Checkpoints on the local disk of a node: fast to write, frequent, and lost with the node.
 
-They stand beside the lasting ones (`checkpoint.interval`) and save the steps since the last of
+They stand next to the lasting ones (`checkpoint.interval`) and save the steps since the last of
 these when a process dies and its node does not. A run starts from whichever is newer. It never ends
 on such a one alone.
 """

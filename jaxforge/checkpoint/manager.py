@@ -75,7 +75,7 @@ class Checkpoints:
         run: the run directory.
         config: the `[checkpoint]` section.
         axes: logical axes of the parameters; they decide the storage chunks.
-        resolved_config: stored beside each checkpoint.
+        resolved_config: stored next to each checkpoint.
         stack: the order of layers in the states that are saved; by default a checkpoint's own.
         read_only: for a run that is not ours to change.
         arrays: what reads and writes the state; Orbax's own by default.
@@ -123,7 +123,7 @@ class Checkpoints:
                 read_only=read_only,
                 save_interval_steps=0 if read_only else 1,
                 preservation_policy=_preservation(config),
-                # Unused beside a policy, but without it Orbax writes no metrics.
+                # Unused with a policy, but without it Orbax writes no metrics.
                 best_fn=(lambda metrics: metrics[config.best_metric])
                 if config.keep_best_n
                 else None,
@@ -168,7 +168,7 @@ class Checkpoints:
         write = functools.partial(self._write, step, self._args(tree, progress), sealed_metrics)
         began, written = time.monotonic(), threading.Event()
         left: list[Callable[[], object]] = []
-        if is_set_aside:  # Orbax beside the copies would slow them, and the step after them
+        if is_set_aside:  # Orbax would slow the copies, and the step after them
             left = [functools.partial(jax.block_until_ready, tree), write]
         elif jax.process_count() > 1:  # a thread may wait for processes that will not come
             left = [write, written.set]

@@ -71,10 +71,10 @@ class Policy:
     Attributes:
         max_restarts: restarts in a row without progress.
         backoff: seconds before the first of them; twice as many before each one after it.
-        backoff_cap: at most so many seconds.
+        backoff_cap: at most this many seconds.
         grace: seconds from a signal that is passed on to SIGKILL.
         peer_grace: seconds that the other processes have when one failed.
-        again: exit codes to run again after, besides those of `exit_codes`.
+        again: exit codes to run again after, in addition to those of `exit_codes`.
     """
 
     max_restarts: int
@@ -114,7 +114,7 @@ class Group:
         self._running = dict(
             enumerate(_start(command, environment) for environment in _environments(count, env))
         )
-        for item in self._running.items():  # threads only now: a fork beside them may deadlock
+        for item in self._running.items():  # threads only now: a fork with threads may deadlock
             threading.Thread(target=self._await, args=item, daemon=True).start()
         self.codes: list[int | None] = [None] * count
         self._cause: int | None = None
@@ -137,7 +137,7 @@ class Group:
 
     @property
     def running(self) -> bool:
-        """Whether any process is left."""
+        """True if any process is left."""
         return bool(self._running)
 
     @property

@@ -2,8 +2,8 @@
 
 Names and defaults are those of PyTorch's KempnerForge, whose files for text models load unchanged.
 `load_unresolved` reads and validates, `UnresolvedConfig.resolve` makes numbers of durations
-(`load_config` does both), `check` asks whether the result can run on so many devices, and `answers`
-says what the keys that only PyTorch needs come to here.
+(`load_config` does both), `check` asks whether the result can run on this many devices, and
+`answers` says what the keys that only PyTorch needs come to here.
 """
 
 from jaxforge.config.axes import AXES

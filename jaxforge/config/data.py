@@ -109,7 +109,7 @@ class DataConfig(Section):
     pack_sequences: bool = False
     """Attention and labels stop at document boundaries; conversations always keep to theirs."""
     overlong: Overlong = "truncate"
-    """Whether a conversation longer than a sequence is cut at its end or dropped."""
+    """True if a conversation longer than a sequence is cut at its end or dropped."""
     datasets: tuple[DatasetSource, ...] = ()
     """Sources of a mixture, instead of a single one."""
     mix_temperature: PositiveFloat = 1.0
@@ -140,7 +140,7 @@ class DataConfig(Section):
 
     @property
     def has_source(self) -> bool:
-        """Whether a key names data to read."""
+        """True if a key names data to read."""
         return bool(self.datasets or self.dataset_path or self.hf_dataset_name)
 
     @property

@@ -12,7 +12,7 @@ class EarlyStopConfig(Section):
     """When to end before train.max_steps, checked in the order of the keys."""
 
     active: bool = False
-    """Whether any of it applies."""
+    """True if any of it applies."""
     metric: str = "eval/loss"
     """Metric that has to improve; lower is better for losses, their terms and all of eval/."""
     patience_steps: PositiveSteps | None = None

@@ -66,7 +66,7 @@ class JobConfig(Section):
 
     @property
     def skips_idle_experts(self) -> bool:
-        """Whether updates skip experts without tokens."""
+        """True if updates skip experts without tokens."""
         return self.model.is_moe and bool(self.optimizer.skip_idle_experts)
 
     def skipping_idle_experts(self) -> "JobConfig":
@@ -87,7 +87,7 @@ class JobConfig(Section):
 
     @property
     def is_from_kempnerforge(self) -> bool:
-        """Whether the config was written for KempnerForge, or asks for its behavior.
+        """True if the config was written for KempnerForge, or asks for its behavior.
 
         No key says so. The marks are a key that only PyTorch has, and KempnerForge's data order.
         """

@@ -253,7 +253,7 @@ class ModelConfig(Section):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the feed-forward has a gate."""
+        """True if the feed-forward has a gate."""
         usual = self.activation in ("silu", "swiglu_oai")
         return usual if self.gated_mlp is None else self.gated_mlp
 
@@ -286,7 +286,7 @@ class ModelConfig(Section):
 
     @property
     def is_moe(self) -> bool:
-        """Whether some blocks have experts."""
+        """True if some blocks have experts."""
         return any(self.has_experts)
 
     @property
@@ -319,7 +319,7 @@ class ModelConfig(Section):
 
     @property
     def has_router_state(self) -> bool:
-        """Whether routers have non-trainable state."""
+        """True if routers have non-trainable state."""
         return self.is_moe and self.bias_update != "none"
 
     @property

@@ -1,6 +1,6 @@
 """Shards of conversations, read as windows of whole conversations.
 
-Index spaces, beside those of `tokens`:
+Index spaces, next to those of `tokens`:
     conversation: number in the directory, in the order of `manifest.LENGTHS`.
     window: S + 1 entries (`packing`): conversations that fit together, and padding.
 
@@ -31,7 +31,7 @@ class ConversationShards(TokenFiles):
 
     Args:
         directory: as of `TokenFiles`.
-        pattern: likewise.
+        pattern: the same.
         seq_len: S; a window holds S + 1 entries.
         overlong: `data.overlong`.
         options: as of `TokenFiles`.

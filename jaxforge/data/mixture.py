@@ -1,6 +1,6 @@
 """Order of a mixture: several datasets drawn in changing proportions.
 
-Index spaces, beside those of `order`:
+Index spaces, next to those of `order`:
     index: place in the datasets, one after the other.
     place: how many samples of its own dataset a run has drawn before a sample.
     segment: positions that are drawn in the same proportions, from `Segment.start` to the next's.

@@ -143,7 +143,7 @@ class StreamedTokens:
 
     @property
     def conversations(self) -> bool:
-        """Whether windows consist of conversation entries."""
+        """True if windows consist of conversation entries."""
         return isinstance(self.content, Conversations)
 
     def encode(self, texts: Sequence[Text]) -> Int[np.ndarray, "_"]:

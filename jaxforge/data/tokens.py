@@ -202,7 +202,7 @@ class TokenShards(TokenFiles):
 
     Args:
         directory: as of `TokenFiles`.
-        pattern: likewise.
+        pattern: the same.
         seq_len: S; a window holds S + 1 tokens.
         options: as of `TokenFiles`.
 

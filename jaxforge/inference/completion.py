@@ -40,7 +40,7 @@ Record = dict[str, Any]
 """A prompt with its fields, and what it was continued with."""
 
 _REPLACEMENT = "�"  # what an unfinished character decodes to
-_WINDOW = 8  # batches among which prompts are sorted by length; results wait for so many at most
+_WINDOW = 8  # batches among which prompts are sorted by length; results wait for at most this many
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -55,7 +55,7 @@ class Dialogue:
 
     @property
     def has_template(self) -> bool:
-        """Whether turns are formatted by a chat template."""
+        """True if turns are formatted by a chat template."""
         return self._template is not None
 
     def ask(self, text: str) -> tuple[list[int], str]:

@@ -273,11 +273,11 @@ class KernelRequirements(NamedTuple):
         head_size: width of a head.
         seq_len: tokens of a sequence.
         softcap: of scores; None: none.
-        chunk: tokens of a chunk, of which a sequence has several; None: no layer has any.
+        chunk: tokens of a chunk; a sequence has several chunks; None: no layer has any.
         sinks: whether heads have attention sinks.
         packed: whether rows hold several documents.
         capability: compute capability of a GPU, such as "9.0"; None: not known.
-        here: whether such a device is at hand, and not only compiled for.
+        here: whether such a device is present, and not only compiled for.
     """
 
     platform: str

@@ -76,7 +76,7 @@ def blockwise_attention(
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
     `reach` is a window that only the device knows: no key is left out for it, but masked. `sinks`
-    are logits beside the scores of each query, and take weight from them.
+    are logits next to the scores of each query, and take weight from them.
     """
     inputs = _Inputs(q_BSHh, k_BSKh, v_BSKh, segment_ids, reach, sinks)
     return _attention(_Static(window, chunk, scoring), inputs)

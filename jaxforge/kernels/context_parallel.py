@@ -10,7 +10,7 @@
 What a sequence means does not change: tokens see the same tokens as on one device.
 
 With "ring", causal attention would leave the devices that hold first tokens with little to do. So
-a sequence is cut into 2 cp parts, of which device i has part i and part 2 cp - 1 - i, and all have
+a sequence is cut into 2 cp parts; device i has parts i and 2 cp - 1 - i, and all devices have
 the same number of pairs of tokens to score (as in Llama 3, arXiv:2407.21783, section 3.3.2):
 
     device    0      1      2      3

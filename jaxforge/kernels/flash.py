@@ -66,7 +66,7 @@ def flash_attention(
 ) -> Queries:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
-    `sinks` are logits beside the scores of each query, and take weight from them. Heads are up to
+    `sinks` are logits next to the scores of each query, and take weight from them. Heads are up to
     `MAX_HEAD` wide.
     """
     batch, length = q_BSHh.shape[:2]

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
     Attributes:
         tiles: of its blocks.
-        head: width of heads, of which memory has the next power of two.
+        head: width of heads, padded in memory to the next power of two.
         group: query heads of a program.
         scale: of products.
         softcap: of scores.

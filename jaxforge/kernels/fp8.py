@@ -10,10 +10,10 @@ As a power of two it costs no precision, so a scaled product is the same number 
 float32, before a sum over devices and after it. (torchao rounds its scales so where asked to,
 `round_scales_to_power_of_2`.) `train.fp8_scaling` says what shares a scale:
 
-    tensor    the tensor, by its amax at hand (torchao's "tensorwise", KempnerForge's)
+    tensor    the tensor, by its current amax (torchao's "tensorwise", KempnerForge's)
     delayed   the tensor; x and W by the largest amax of the last updates (Transformer Engine's
               DelayedScaling, arXiv:2209.05433), so that nothing waits for an amax. dy goes by its
-              amax at hand: gradients add up over microbatches and devices, and a maximum does not
+              current amax: gradients add up over microbatches and devices, and a maximum does not
     block     1 x 128 of x and dy along the sum, 128 x 128 of W; dy in e4m3 too (DeepSeek-V3,
               arXiv:2412.19437, section 3.3). Products are bf16 products of the rounded numbers:
               the same result, and no faster, as XLA has no product of such blocks for Hopper

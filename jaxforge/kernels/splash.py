@@ -52,7 +52,7 @@ def splash_attention(
     """Compute softmax(q kᵀ / √h) v over the keys at or before each query, in its document.
 
     Of a window of tokens, its own included, it sees those, and of a row in chunks its own chunk;
-    tiles outside of it are not computed, nor those of which no query is in a document of a key.
+    tiles outside of it are not computed, nor those whose queries and keys share no document.
     `sinks` are a logit of each head that joins its scores.
     """
     length, heads, h = q_BSHh.shape[1:]

@@ -146,8 +146,8 @@ class AttentionOut(NamedTuple):
 class Attention(nnx.Module):
     """Attention of `n_heads` query and `kv_heads` key/value heads; optional RMSNorm on q and k.
 
-    Optional sinks: a logit of each head beside its scores, of no value (gpt-oss, arXiv:2508.10925).
-    The heads together may be wider or narrower than the residual stream.
+    Optional sinks: a logit of each head next to its scores, of no value (gpt-oss,
+    arXiv:2508.10925). The heads together may be wider or narrower than the residual stream.
     """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:

@@ -262,7 +262,7 @@ def _within_capacity(
 ) -> Int[Array, "t k"]:
     """Replace experts whose capacity is used up by `num_experts`.
 
-    As in KempnerForge: an expert takes so many tokens as their first choice, as many as their
+    As in KempnerForge: an expert first takes tokens for which it is the first choice, then the
     second and so on, in the order of the microbatch, which devices share. Padding takes no place,
     and the capacity is that of the other tokens.
     """

@@ -9,7 +9,7 @@ parametrisation. With m = `model.dim` / `model.mup_base_width`:
     hidden   q k v o, gate up down, also experts'   1/√m          1/m         1      1
     output   head, router, shared expert's gate     1             1           √m     1/m
 
-Entries are factors on what a model of the base width has. Beside them stand scores of attention,
+Entries are factors on what a model of the base width has. Next to them stand scores of attention,
 1/head width in place of 1/√(head width) (`score_scale`), and Adam's eps, which gets 1/m, as all
 gradients do. Weight decay stays lr · weight_decay per update at every width. Why, and what was
 measured: docs/mup.md.

@@ -78,7 +78,7 @@ class Model:
 
     Attributes:
         runtime: how the layers are run.
-        plan: of which kind each layer is.
+        plan: the kind of each layer.
         stack: which layer each row of stacked parameters holds.
         abstract: parameters as `jax.ShapeDtypeStruct`.
         axes: the same tree with each parameter's logical axes.

@@ -9,7 +9,7 @@ of its table. With u uniform in [0, 1):
     signed   q = ⌊127 √(|x| / scale) + u⌋ · sign x            x ≈ scale · (q / 127)² · sign q
     root     q = max(1, ⌊255 √(√x / scale) + u⌋), 0 of 0      x ≈ (scale · (q / 255)²)²
 
-`signed` is for means of gradients, `root` for means of their squares, of which no positive one
+`signed` is for means of gradients, `root` for means of their squares; no positive one
 becomes 0. A running mean that moves by less than a step would stand still for ever if it were
 rounded to the nearest; so it moves by a step now and then, and on average as it should.
 """

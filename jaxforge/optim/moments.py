@@ -283,7 +283,7 @@ def _by_rows(
 ) -> tuple[Array, tuple[Packed, ...]]:
     """A leaf in a loop over parts of its rows, which writes where it has read."""
     arrays, blocks = (g, moments), g.size // g.shape[-1] // BLOCK
-    # The fewest parts, of whole blocks, of which none has more than `AT_ONCE` numbers.
+    # The fewest parts of whole blocks, none with more than `AT_ONCE` numbers.
     fits = (n for n in range(1, blocks) if blocks % n == 0 and g.size // n <= AT_ONCE)
     parts = next(fits, blocks)
     rows = blocks // parts * BLOCK

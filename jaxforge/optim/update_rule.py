@@ -46,7 +46,7 @@ class Step(NamedTuple):
             params: the parameters; gradients and `trees` have their structure.
             grads: gradients.
             *trees: further values per parameter; None stands for 1.0 each.
-            weights: names of trees that the optimizer keeps besides moments.
+            weights: names of trees that the optimizer stores next to moments.
             scalars: what else `rule` is given.
         """
         n = len(moments)

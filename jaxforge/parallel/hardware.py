@@ -51,7 +51,7 @@ class Chip(NamedTuple):
         network: bytes/s of its share in the data-center network.
         flops_per_cycle: of a TPU's matrix units; turns the compiler's cycles to seconds.
         sides: how many a slice of TPUs has, or a cluster of GPUs: nodes and GPUs of each.
-        torus_side: TPU: a side of so many chips, or of a multiple, is closed to a ring.
+        torus_side: TPU: a side of this many chips, or of a multiple, is closed to a ring.
         target: of a GPU.
     """
 

@@ -52,8 +52,8 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
     JAX ends this process (`Exit.ABORTED`) when another one of the job is gone.
 
     Args:
-        heartbeat_timeout_sec: after so many seconds of silence a process is gone; 100 is JAX's own.
-            The end of process 0 is seen at once.
+        heartbeat_timeout_sec: after this many seconds of silence a process is gone; 100 is JAX's
+            own. The end of process 0 is seen at once.
         env: where the other processes are described.
 
     Raises:

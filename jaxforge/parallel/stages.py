@@ -96,7 +96,7 @@ def forward_pipeline(
         layers: parameters, stacked.
         x: [b, s, d], input of the first layer.
         positions: passed on to `run`.
-        cache: stacked as the layers are, split over `pp` likewise.
+        cache: stacked as the layers are, and split over `pp`.
 
     Returns:
         What leaves the last layer, the cache, and what layers tell; rows without one tell zeros.

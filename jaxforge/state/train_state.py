@@ -51,7 +51,7 @@ class TrainState:
         opt_state: the optimizer's state; its own count is of updates made.
         guard: counts of bad steps, and what normal losses are.
         counts: of samples and tokens.
-        model_state: what the model keeps besides and no gradient moves.
+        model_state: non-trainable state of the model.
     """
 
     step: Int[Array, ""]

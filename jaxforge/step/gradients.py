@@ -13,7 +13,7 @@ In both, devices add up their gradients in float32, or in the compute dtype (`tr
 and microbatches are added up in float32.
 
 Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. What the
-layers and the loss tell besides (`AuxOutputs`) goes the way of the loss.
+layers and the loss return in addition (`AuxOutputs`) is reduced like the loss.
 """
 
 import functools

@@ -36,7 +36,8 @@ class StepMemory(NamedTuple):
             layers (`grad_sync = "update"`) or of those at work.
         gradients: sums over microbatches (float32) and those of the microbatch at work.
         activations: saved by the forward for the backward, by `train.activation_checkpointing`.
-        working: the largest of what one layer's backward, the loss and the optimizer need besides.
+        working: the largest of what one layer's backward, the loss and the optimizer need in
+            addition.
     """
 
     state: int
@@ -61,7 +62,7 @@ def step_memory(
     """Estimate the peak memory of `train_step`.
 
     With c bytes of the compute dtype and P parameters of a device when its weights are whole over
-    the data axes (its share of tp, pp and ep), of which it stores p:
+    the data axes (its share of tp, pp and ep), and p of them stored:
 
                     "update"                    "microbatch"
         weights     c P                         2 c (a layer), c (embedding and head)

@@ -53,7 +53,7 @@ def atomic_directory(
 ) -> Iterator[AtomicDirectory | None]:
     """Make the directory `output` completely or not at all.
 
-    After a failure, what is finished stays beside `output` and serves the next run with the same
+    After a failure, what is finished stays next to `output` and serves the next run with the same
     plan.
 
     Args:

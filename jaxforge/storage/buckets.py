@@ -196,7 +196,7 @@ class _Upload(io.BytesIO):
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
-            self.abandon()  # what is half written is not there
+            self.abandon()  # a half-written object does not exist
         self.close()
 
 

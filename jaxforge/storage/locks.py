@@ -84,7 +84,7 @@ def wait_until(condition: Callable[[], T | None], seconds: float, what: str) -> 
     """Return the first true value of a condition.
 
     Raises:
-        UserError: it was not for so many seconds; `what` says what was waited for.
+        UserError: it stayed false for `seconds`; `what` names it.
     """
     deadline = time.monotonic() + seconds
     while not (met := condition()):

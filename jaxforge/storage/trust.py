@@ -34,7 +34,7 @@ class PluginNames(NamedTuple):
 
 
 Decision = Callable[[PluginNames], bool]
-"""Whether the plugins of a config may be imported."""
+"""True if the plugins of a config may be imported."""
 
 _ALL = "*"
 _granted: set[str] = set()

@@ -64,7 +64,7 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     Args:
         model: of Llama's shape.
         feed_forward: matrices of a feed-forward: 3 when gated, else 2.
-        experts: of each layer that has experts, how many count beside the shared one.
+        experts: of each layer that has experts, how many count next to the shared one.
     """
     heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
     wide = experts * model.expert_dim + model.shared_expert_dim

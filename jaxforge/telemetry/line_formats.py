@@ -187,7 +187,7 @@ class MindSpeed(Megatron):
     """Format ` iteration 10/ 500 | consumed samples: 2560 | consumed tokens: … |`.
 
     The loss is the mean over applied updates since the last line. Consumed tokens are those of
-    applied updates without padding. Evaluations, of which its loop has none, are as in Megatron.
+    applied updates without padding. Its loop has no evaluations; their lines are Megatron's.
     """
 
     def banner(self) -> str:

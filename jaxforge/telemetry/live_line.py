@@ -40,7 +40,7 @@ class Moment(NamedTuple):
 
     Attributes:
         step: the last one that was launched; None before the first.
-        doing: what it does besides stepping, in a word or two; empty while it steps.
+        doing: its activity in a word or two; empty while it steps.
         seconds: since that began, or since the last step.
     """
 

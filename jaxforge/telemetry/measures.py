@@ -102,9 +102,9 @@ def describe_memory(
     """Return `memory (GB) | mem-allocated-gigabytes: 12.345 | …`, as Megatron reports (1e9 bytes).
 
     Args:
-        devices: of which each figure is that of the fullest.
+        devices: each figure is that of the fullest one.
         compiled: the step; of its figures, arguments are state and batch, temporaries what it
-            needs beside them.
+            needs in addition.
 
     Returns:
         None where devices do not tell.

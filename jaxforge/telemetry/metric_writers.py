@@ -123,7 +123,7 @@ def open_writers(
         run_id: names the run in W&B.
         step: the step that the run goes on from.
         cost: what an update takes, for lines that say so.
-        examples: sequences of the training data, likewise.
+        examples: sequences of the training data, for the same lines.
         live: the line of a terminal; None where there are plain lines.
 
     Raises:

@@ -76,7 +76,7 @@ class Tracker:
         progress: where the run stands; bad steps in a row are noted there as metrics arrive.
         last_step: `train.max_steps`.
         datasets: names of a mixture's.
-        extras: `metrics.collect`; logged besides.
+        extras: `metrics.collect`; logged in addition.
         left_out: `train.iterations_to_skip`.
     """
 

@@ -82,7 +82,7 @@ class Phases:
             history: as of `recorded`.
             step: steps attempted.
             samples: sequences drawn from the data.
-            samples_at: position at which the update begins that is launched after so many steps.
+            samples_at: position at which the update begins that is launched after this many steps.
         """
         known, now = self.recorded(history, step, samples), self.index(step)
         for start, mixture in zip(self.starts[now:], self.mixtures[now + 1 :], strict=True):

@@ -44,7 +44,7 @@ class StepResult:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether to save before continuing: never, skipped updates do not change the state.
+        """True if to save before continuing: never, skipped updates do not change the state.
 
         A run that gives up is not saved either: it would push out better weights.
         """
@@ -52,7 +52,7 @@ class StepResult:
 
     @property
     def should_exit(self) -> bool:
-        """Whether the guard has stopped the run: the state no longer changes (`step.guard`)."""
+        """True if the guard has stopped the run: the state no longer changes (`step.guard`)."""
         return int(self.metrics["consecutive"]) >= self.config.nan_consecutive_max
 
     @property

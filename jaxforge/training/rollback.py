@@ -22,7 +22,7 @@ class Rollback:
     """Rollback to an earlier checkpoint.
 
     Args:
-        checkpoints: the run's, to one of which it goes back.
+        checkpoints: the run's; it goes back to one of them.
         local: those that need not last; later ones of them go, too.
         restore: state and progress of a step.
         limit: `train.max_rollbacks`.

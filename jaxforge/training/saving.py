@@ -76,7 +76,7 @@ class Saver:
         name = _LASTING if lasting else _LOCAL
         start = time.perf_counter()
         if self._mirror:
-            self._mirror.publish()  # a checkpoint has its history beside it, whatever comes then
+            self._mirror.publish()  # a checkpoint has its history next to it, whatever comes then
         path = self._checkpoints[name].save(progress, state, evaluation)
         seconds = time.perf_counter() - start
         if path is None:

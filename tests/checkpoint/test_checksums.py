@@ -55,13 +55,13 @@ def test_block_checksums_add_up_to_checksum_of_array(shape, dtype):
 def test_block_checksum_counts_places_modulo_2_to_the_32():
     x = np.ones(3, np.float32)
     assert block_checksum(x, 2**32 - 1) == sum(
-        block_checksum(x[:1], place) for place in (2**32 - 1, 0, 1)
+        block_checksum(x[:1], location) for location in (2**32 - 1, 0, 1)
     ) % 2**32  # fmt: skip
 
 
 def test_the_hash_of_the_host_stores_nothing():
-    bits, places = jax.ShapeDtypeStruct((4096, 4096), "uint32"), jnp.zeros(4096, jnp.uint32)
-    program = host_checksum._mixed_sum.lower(bits, places, places).compile()
+    bits, locations = jax.ShapeDtypeStruct((4096, 4096), "uint32"), jnp.zeros(4096, jnp.uint32)
+    program = host_checksum._mixed_sum.lower(bits, locations, locations).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1 << 17
 
 

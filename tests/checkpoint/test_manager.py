@@ -70,9 +70,9 @@ def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     saved.save(progress, state)
     saved.close()
     theirs = setup(tiny_config(distributed={"dp_shard": 1, **target}))
-    found = checkpoints(tmp_path, theirs)
-    assert found.latest() == 2
-    restored, restored_progress = start(found, theirs)
+    result = checkpoints(tmp_path, theirs)
+    assert result.latest() == 2
+    restored, restored_progress = start(result, theirs)
     assert restored_progress == progress
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
     want = theirs.abstract_state()
@@ -92,9 +92,9 @@ def test_a_checkpoint_knows_no_stages(tmp_path):
     for i, axes in enumerate([{}, {"pp": 2, "tp": 2}, {**chunks, "dp_shard": 2}, {"pp": 4}, {}]):
         here = setup(layout(**axes)) if i else ours
         if i:
-            found = checkpoints(tmp_path / str(i - 1), here)
-            restored, progress = start(found, here)
-            found.close()
+            result = checkpoints(tmp_path / str(i - 1), here)
+            restored, progress = start(result, here)
+            result.close()
             want = here.abstract_state()
             assert jax.tree.map(lambda a: (a.shape, a.sharding), want) == jax.tree.map(
                 lambda a: (a.shape, a.sharding), restored
@@ -113,9 +113,9 @@ def test_a_save_that_orbax_declines_is_an_error(tmp_path):
     saved.wait()
     saved._manager.save = lambda *_, **__: False
     saved.save(Progress(step=10), state)
-    for told in (saved.wait, saved.check, saved.close):
+    for reported in (saved.wait, saved.check, saved.close):
         with pytest.raises(RuntimeError, match="step 10 was not saved"):
-            told()
+            reported()
 
 
 def test_the_same_step_is_saved_once(tmp_path):
@@ -166,8 +166,8 @@ def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, 
     assert addresses(negated) == before
     may_finish.set()
     saved.wait()
-    restored, told = saved.restore(ours.abstract_state(), 2)
-    assert (told.step, told.samples) == (2, 16)
+    restored, reported = saved.restore(ours.abstract_state(), 2)
+    assert (reported.step, reported.samples) == (2, 16)
     saved.close()
     for part in ("params", "opt_state", "guard"):
         jax.tree.map(np.testing.assert_array_equal, getattr(restored, part), getattr(want, part))
@@ -176,7 +176,7 @@ def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, 
 def test_saves_to_two_places_do_not_begin_within_each_other(tmp_path):
     """Directories of the one would be made when the other's are, and emptied of what is written."""
     ours, state = trained()
-    two = [checkpoints(tmp_path / place, ours) for place in "ab"]
+    two = [checkpoints(tmp_path / location, ours) for location in "ab"]
     both, met = threading.Barrier(2, None, 0.5), []
     for saved in two:
 
@@ -392,13 +392,13 @@ def test_weights_alone_are_checked_and_other_types_are_taken(tmp_path):
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
     saved.close()
-    found = checkpoints(tmp_path, ours)
+    result = checkpoints(tmp_path, ours)
 
     def load(dtype):
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), state.params
         )
-        return found.restore_model({"params": like}, 2)["params"]
+        return result.restore_model({"params": like}, 2)["params"]
 
     load(np.float32), load(jax.numpy.bfloat16)
     files = (tmp_path / "checkpoints" / "step_2" / "checksums").glob("metadata")

@@ -61,5 +61,12 @@ def test_orbax_keeps_the_milestones():
     policy = policies.AnyPreservationPolicy(
         [policies.LatestN(2), policies.CustomSteps(list(milestones(window)))]
     )
-    kept = policy.should_preserve(saved, context=policies.PreservationContext())
-    assert [one.step for one, keep in zip(saved, kept, strict=True) if keep] == [0, 1, 2, 4, 20, 30]
+    retained = policy.should_preserve(saved, context=policies.PreservationContext())
+    assert [item.step for item, keep in zip(saved, retained, strict=True) if keep] == [
+        0,
+        1,
+        2,
+        4,
+        20,
+        30,
+    ]

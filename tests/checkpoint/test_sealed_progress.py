@@ -20,10 +20,10 @@ PROGRESS = Progress(step=7, samples=56, tokens=1792, best_metric=2.5, best_step=
 def test_every_bit_flip_raises_or_changes_nothing():
     text = json.dumps(sealed(PROGRESS, 123)).encode()
     raised = 0
-    for place in range(len(text)):
+    for location in range(len(text)):
         for bit in range(8):
             damaged = bytearray(text)
-            damaged[place] ^= 1 << bit
+            damaged[location] ^= 1 << bit
             try:
                 assert unsealed(json.loads(damaged), 7) == PROGRESS
             except ValueError:

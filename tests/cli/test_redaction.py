@@ -86,10 +86,10 @@ def test_passwords_of_urls_are_removed(kind):
     for secret in secrets(300, LETTERS + "/+=-_.,:;@ {}[]'%&?#"):
         for scheme, path in (("s3", "/data"), ("sftp", "/data"), ("https", "")):
             text = URLS[kind](f"{scheme}://AKIA:{secret}@bucket{path}")
-            for found in (redacted(text, {}), redacted_message(text, {})):
-                assert not leaks(secret, found), text
-                assert f"{scheme}://bucket{path}" in found
-                assert "kept" in found
+            for result in (redacted(text, {}), redacted_message(text, {})):
+                assert not leaks(secret, result), text
+                assert f"{scheme}://bucket{path}" in result
+                assert "kept" in result
 
 
 def test_secrets_in_commands_are_removed():
@@ -114,11 +114,11 @@ def test_a_quoted_command_line_is_redacted_like_its_words():
 def test_secrets_in_values_are_removed():
     for secret in secrets(100, string.printable):
         for name in NAMES:
-            found = redacted_value(
+            result = redacted_value(
                 {"a": [{name: secret, "kept": 1}], name: [secret, {"b": secret}]}
             )
-            assert not leaks(secret, json.dumps(found))
-            assert found["a"][0]["kept"] == 1
+            assert not leaks(secret, json.dumps(result))
+            assert result["a"][0]["kept"] == 1
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_keys_are_known_by_their_looks(known):
         json.dumps([known, "kept"]),
         f"see {known}: no",
     ):
-        for found in (redacted(text, {}), redacted_message(text, {})):
-            assert not leaks(known, found, 9), found
+        for result in (redacted(text, {}), redacted_message(text, {})):
+            assert not leaks(known, result, 9), result
 
 
 @pytest.mark.parametrize(

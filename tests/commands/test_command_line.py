@@ -39,8 +39,8 @@ def parser(**options):
 )
 def test_a_setting_may_stand_before_or_after_what_is_not_one(line, settings):
     for words in ([*line, "runs/a"], ["runs/a", *line]):
-        args, found = parser().parse(words)
-        assert (args.run, found) == ("runs/a", settings)
+        args, result = parser().parse(words)
+        assert (args.run, result) == ("runs/a", settings)
 
 
 def test_what_follows_two_dashes_is_no_setting():

@@ -214,12 +214,12 @@ def test_several_processes_find_one_another_and_fail_together(child):
     )
     assert main([*QUICK, "--nproc=2", *child.command(body)]) == 0
     assert [child.starts(0), child.starts(1)] == [2, 2]
-    (host, *rest), (other, *rest_of_other) = (
+    (host, *remaining), (other, *rest_of_other) = (
         (child.directory / f"env-{index}-1").read_text().split() for index in (0, 1)
     )
     assert host == other
     assert host.startswith("127.0.0.1:")
-    assert [rest, rest_of_other] == [["2", "0"], ["2", "1"]]
+    assert [remaining, rest_of_other] == [["2", "0"], ["2", "1"]]
 
 
 def test_the_first_failure_speaks_for_all(child):

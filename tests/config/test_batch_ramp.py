@@ -29,10 +29,10 @@ def test_updates_are_the_fewest_that_draw_so_many(since):
 
 
 def test_places_count_from_where_the_run_was_seen_both_ways():
-    place = (5, 1000)
-    assert RAMP.samples_at(5, place) == 1000
-    assert RAMP.samples_at(12, place) == 1000 + 5 * (5 * 4 + 2 * 6)
-    assert RAMP.samples_at(2, place) == 1000 - 5 * (1 * 2 + 2 * 4)
+    location = (5, 1000)
+    assert RAMP.samples_at(5, location) == 1000
+    assert RAMP.samples_at(12, location) == 1000 + 5 * (5 * 4 + 2 * 6)
+    assert RAMP.samples_at(2, location) == 1000 - 5 * (1 * 2 + 2 * 4)
     assert RAMP.samples_at(2, (12, RAMP.samples_at(12, (2, 7)))) == 7
 
 
@@ -48,7 +48,7 @@ def test_places_count_from_where_the_run_was_seen_both_ways():
     ],
 )
 def test_stretches_of_one_size(step, n, spans):
-    assert list(RAMP.spans(step, n)) == [Span(*one) for one in spans]
+    assert list(RAMP.spans(step, n)) == [Span(*span) for span in spans]
 
 
 def test_without_a_ramp_the_batch_is_constant():

@@ -30,7 +30,7 @@ STOPPING = ["early_stop.active", "early_stop.patience_steps=5"]
 
 
 def small(*overrides: str):
-    return load_config(None, [*SMALL, *(f"--{one}" for one in overrides)])
+    return load_config(None, [*SMALL, *(f"--{override}" for override in overrides)])
 
 
 def complaints(config, n_devices: int) -> list[str]:
@@ -429,8 +429,8 @@ def test_a_broken_rule_says_what_to_change(n_devices, good, bad, message):
 def proposals(message):
     """The settings that a message proposes: alternatives, each as overrides."""
     changes = message.rpartition(": change ")[2] if ": change " in message else ""
-    for one in changes.split(" or "):
-        if pairs := re.findall(r"([a-z_]+\.[a-z_]+) to (-?\d+)", one):
+    for item in changes.split(" or "):
+        if pairs := re.findall(r"([a-z_]+\.[a-z_]+) to (-?\d+)", item):
             yield [f"{key}={value}" for key, value in pairs]
 
 
@@ -477,7 +477,7 @@ def test_no_proposal_breaks_another_rule():
             for change in proposals(message):
                 after = what_is_wrong(small(*settings, *change), n_devices)
                 if " devices, not " in what:  # then other rules may say other numbers
-                    assert not any(" devices, not " in one for one in after), (settings, message)
+                    assert not any(" devices, not " in item for item in after), (settings, message)
                 else:
                     assert after.keys() <= before.keys() - {what}, (settings, message)
                 tried += 1
@@ -569,7 +569,7 @@ def test_rules_of_parts_of_the_mesh(rule, good, bad, keys):
 @pytest.mark.parametrize("module", [mesh_rules, section_rules])
 def test_check_runs_every_rule_of_a_module(module):
     functions = (value for value in vars(module).values() if isfunction(value))
-    names = {one.__name__ for one in functions if one.__module__ == module.__name__}
+    names = {function.__name__ for function in functions if function.__module__ == module.__name__}
     public = {name for name in names if not name.startswith("_")}
     assert public == {rule.__name__ for rule in rules.RULES if rule.__module__ == module.__name__}
 

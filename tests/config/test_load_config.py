@@ -114,7 +114,7 @@ def test_lists_of_tables_replace_those_of_the_file(load):
         "[[data.datasets]]\npath = 'a'\n[[data.datasets]]\npath = 'b'",
         "--data.datasets=[{'path': 'c', 'weight': 2}]",
     )
-    assert [(one.path, one.weight) for one in config.data.datasets] == [("c", 2.0)]
+    assert [(dataset.path, dataset.weight) for dataset in config.data.datasets] == [("c", 2.0)]
 
 
 def test_one_table_stands_for_a_list_of_it():

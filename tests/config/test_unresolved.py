@@ -18,7 +18,9 @@ RAMP = (
 
 
 def unresolved(*settings, file=None):
-    return load_unresolved(file, [*BATCH, *(f"--{one}".replace("----", "--") for one in settings)])
+    return load_unresolved(
+        file, [*BATCH, *(f"--{setting}".replace("----", "--") for setting in settings)]
+    )
 
 
 def epoch_of(n):

@@ -69,7 +69,7 @@ def files(tmp_path):
     for name, part in (("a", RECORDS[:40]), ("b", RECORDS[40:])):
         path = tmp_path / "set" / f"{name}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(one) + "\n" for one in part))
+        path.write_text("".join(json.dumps(item) + "\n" for item in part))
     (tmp_path / "set" / "README.md").write_text("no conversation")
     return tmp_path / "set"
 
@@ -83,8 +83,8 @@ def expected(tokenizer, records=RECORDS):
     """The entries of each record, as ids and labels."""
     tokenizer = load_tokenizer(tokenizer)
     chats = Conversations(tokenizer)
-    for one in records:
-        text = ("train", chats.document(one), True)
+    for item in records:
+        text = ("train", chats.document(item), True)
         entries = encode_conversations(tokenizer, [text], "uint32")["train"]
         ids = (entries & ID).astype(int)
         yield ids.tolist(), np.where(entries <= ID, ids, IGNORE).tolist()
@@ -109,15 +109,15 @@ def batches(given, n, first=0):
 
 def conversations_of(examples):
     """Return (inputs, labels) of each document of some examples, both as in `expected`."""
-    found = []
+    result = []
     rows = (examples[name].reshape(-1, SEQ) for name in ("input_ids", "labels", "segment_ids"))
     for ids, labels, documents in zip(*rows, strict=True):
         for document in range(documents.max() + 1):
             here = documents == document
-            found.append((ids[here].tolist(), labels[here].tolist()))
-            if found[-1][1][-1] != IGNORE:  # the window's last token is a label only
-                found[-1] = ([*found[-1][0], int(labels[-1])], [*found[-1][1], IGNORE])
-    return [(ids, labels) for ids, labels in found if any(ids)]  # no padding
+            result.append((ids[here].tolist(), labels[here].tolist()))
+            if result[-1][1][-1] != IGNORE:  # the window's last token is a label only
+                result[-1] = ([*result[-1][0], int(labels[-1])], [*result[-1][1], IGNORE])
+    return [(ids, labels) for ids, labels in result if any(ids)]  # no padding
 
 
 def inputs_and_labels(conversations):
@@ -163,8 +163,8 @@ def test_batches_hold_every_conversation_once_an_epoch(files, tokenizer, tmp_pat
     for epoch in (twice[:n], twice[n:]):
         assert sorted(chain.from_iterable(map(conversations_of, epoch))) == records
     resumed = batches(given, 3, first=n + 2)
-    for one, other in zip(resumed, twice[n + 2 : n + 5], strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+    for item, other in zip(resumed, twice[n + 2 : n + 5], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, item, other)
 
 
 def test_shards_hold_whole_conversations(files, tokenizer, tmp_path):
@@ -271,7 +271,7 @@ def test_another_template_starts_over(files, tmp_path, monkeypatch, capsys):
 def test_parquet_and_hugging_face_datasets_give_the_same(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "jsonl")
     (tmp_path / "table").mkdir()
-    rows = [{**one, "id": i, "prompt": "x"} for i, one in enumerate(RECORDS)]
+    rows = [{**item, "id": i, "prompt": "x"} for i, item in enumerate(RECORDS)]
     table = pyarrow.Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "table" / "a.parquet", row_group_size=7)
     run(tmp_path / "table", tokenizer, tmp_path / "parquet")
@@ -291,11 +291,11 @@ def test_other_templates_are_tokenized_anew(files, tokenizer, tmp_path):
     save_tokenizer(tmp_path / "other", UNMARKED)
     (files / "README.md").unlink()
     data = {"hf_dataset_name": str(files), "hf_dataset_conversations": True}
-    places = {
+    locations = {
         sources.open_training_data(config(directory, data=data)).source.directory
         for directory in (tokenizer, tmp_path / "other", tokenizer)
     }
-    assert len(places) == 2
+    assert len(locations) == 2
 
 
 def streaming(files, tokenizer, run, **data):
@@ -325,8 +325,8 @@ def test_streams_resume_anywhere(files, tokenizer, tmp_path):
     assert all(len(path.read_text().splitlines()) > 4 for path in anchors)
     without = streaming(files, tokenizer, tmp_path / "other")
     for resumed, first in ((given, 1), (given, 17), (given, 33), (without, 33)):
-        for one, other in zip(batches(resumed, 3, first=2 * first), every[first:], strict=False):
-            jax.tree.map(np.testing.assert_array_equal, one, other)
+        for batch, other in zip(batches(resumed, 3, first=2 * first), every[first:], strict=False):
+            jax.tree.map(np.testing.assert_array_equal, batch, other)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -407,7 +407,7 @@ def test_packed_conversations_cost_what_each_costs_alone(files, tokenizer, tmp_p
     conversations = inputs_and_labels(expected(tokenizer))
     assert sums.tokens == sum(i != IGNORE for _, labels in conversations for i in labels)
     assert sums.nats == pytest.approx(by_hand(given, params, conversations), rel=1e-5)
-    said = [message["content"] for one in RECORDS for message in one["messages"][1::2]]
+    said = [message["content"] for item in RECORDS for message in item["messages"][1::2]]
     assert sums.n_bytes == sum(len(text) + 1 for text in said)  # and the line's end
 
 

@@ -38,7 +38,7 @@ def names(order, start, stop):
 
 
 def grain(*segments, sizes=SIZES, block=20, seed=3, shuffle=True):
-    return GrainMixture(sizes, [Segment(*one) for one in segments], seed, shuffle, block)
+    return GrainMixture(sizes, [Segment(*segment) for segment in segments], seed, shuffle, block)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -105,11 +105,11 @@ def test_orders_are_pure_across_threads_and_pickles(kind, batch):
 
 
 def test_epochs_that_meet_are_shuffled_once_each(monkeypatch):
-    made = []
+    result = []
     monkeypatch.setattr(
-        order_module, "randperm", lambda n, seed: made.append(seed) or randperm(n, seed)
+        order_module, "randperm", lambda n, seed: result.append(seed) or randperm(n, seed)
     )
     order = TorchOrder(8, 10, True, 8)
     for position in (6, 8, 7, 9, 5, 10, 16, 15, 17):
         order[position]
-    assert made == [10, 11, 12]
+    assert result == [10, 11, 12]

@@ -32,9 +32,9 @@ def open_shards(directory, pattern="*.npy", vocab_size=300, **options) -> TokenS
     return TokenShards(directory, pattern, WINDOW - 1, vocab_size=vocab_size, **options)
 
 
-def flip(path, place: int, bit: int) -> None:
+def flip(path, location: int, bit: int) -> None:
     data = bytearray(path.read_bytes())
-    data[place] ^= 1 << bit
+    data[location] ^= 1 << bit
     path.write_bytes(data)
 
 
@@ -45,8 +45,8 @@ def test_manifest_has_crc32_of_each_64_kib_of_tokens(tmp_path, file_format):
     for shard, part in zip(manifest.shards, parts, strict=True):
         data = part.astype("<u2").tobytes()
         blocks = [data[at : at + 65_536] for at in range(0, len(data), 65_536)]
-        found = np.frombuffer(base64.b64decode(shard.crc32), "<u4").tolist()
-        assert found == [zlib.crc32(block) for block in blocks]
+        result = np.frombuffer(base64.b64decode(shard.crc32), "<u4").tolist()
+        assert result == [zlib.crc32(block) for block in blocks]
 
 
 def test_writer_resumes_hashes_within_a_block(tmp_path):

@@ -191,9 +191,9 @@ def test_bin_types_are_guessed_as_kempnerforge_does_and_that_is_said(
 def test_a_wrong_guess_or_type_of_bin_files_does_not_train(tmp_path):
     path = tmp_path / "a.bin"
     np.arange(100, dtype="<u2").tofile(path)  # 200 bytes: as many uint16 as make whole uint32
-    for told in (None, "uint32"):
+    for reported in (None, "uint32"):
         with pytest.raises(UserError, match=r"another type than uint32 .*set data\.token_dtype"):
-            shards(tmp_path, "*.bin", token_dtype=told)
+            shards(tmp_path, "*.bin", token_dtype=reported)
     assert shards(tmp_path, "*.bin", token_dtype="uint16")[1].tolist() == [5, 6, 7, 8, 9]
     for name in ("float32", "nonsense"):
         with pytest.raises(UserError, match="no integer type"):

@@ -140,14 +140,14 @@ def follow_with_ties(ours, params, batches, run):
 
 def first_turned(final, run):
     """The (step, name, index) that differs first: by two of its steps, which tell when it was."""
-    rates, found = run["lr_used"], []
+    rates, result = run["lr_used"], []
     for key, reference in part(run, "final/").items():
         off = np.abs(final[key] - reference)
         for index in zip(*np.nonzero(off > rates[rates > 0].min()), strict=True):
             apart = np.abs(off[index] / (2 * rates[1:]) - 1)
             if apart.min() < 1e-3:
-                found.append((1 + int(apart.argmin()), key, index))
-    return min(found, default=None)
+                result.append((1 + int(apart.argmin()), key, index))
+    return min(result, default=None)
 
 
 def momentum(state):

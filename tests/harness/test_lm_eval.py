@@ -57,8 +57,11 @@ def run(tmp_path_factory):
     prepare.main([*map(str, sorted(path.glob("*.txt"))), *data])
     (path / "run.toml").write_text(BASE)
     settings = ["--model.vocab_size=304", "--train.max_steps=60", "--optimizer.lr=1e-2"]
-    places = [f"--checkpoint.dir={path / 'run'}", f"--data.dataset_path={path / 'data' / 'train'}"]
-    train.main(["--config", str(path / "run.toml"), *settings, *places])
+    locations = [
+        f"--checkpoint.dir={path / 'run'}",
+        f"--data.dataset_path={path / 'data' / 'train'}",
+    ]
+    train.main(["--config", str(path / "run.toml"), *settings, *locations])
     return path / "run"
 
 
@@ -74,7 +77,9 @@ def tasks(tmp_path_factory):
     """Register the tasks of this file with lm_eval."""
     path = tmp_path_factory.mktemp("tasks")
     for name, (documents, kind, more, metrics) in TASKS.items():
-        (path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))
+        (path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(document) + "\n" for document in documents)
+        )
         task = {
             "task": name, "dataset_path": "json", "test_split": "test", "output_type": kind,
             "dataset_kwargs": {"data_files": {"test": str(path / f"{name}.jsonl")}},
@@ -91,9 +96,9 @@ def evaluated(model, tasks, **arguments):
     )
 
 
-def answers(found, name):
+def answers(result, name):
     """Each request's, of all documents in order."""
-    samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
+    samples = sorted(result["samples"][name], key=lambda sample: sample["doc_id"])
     return [answer for sample in samples for (answer,) in sample["resps"]]
 
 
@@ -105,14 +110,14 @@ def test_tasks_come_to_what_they_come_to_for_the_export(run, tasks, monkeypatch)
         for metric, value in theirs["results"][name].items():
             if metric.partition(",")[0] in TASKS[name][3]:
                 assert ours["results"][name][metric] == pytest.approx(value, rel=1e-5), metric
-    for one, other in zip(*(answers(x, "local_choices") for x in (ours, theirs)), strict=True):
-        assert one[0] == pytest.approx(other[0], rel=1e-5, abs=1e-5)
-        assert one[1] == other[1]
+    for item, other in zip(*(answers(x, "local_choices") for x in (ours, theirs)), strict=True):
+        assert item[0] == pytest.approx(other[0], rel=1e-5, abs=1e-5)
+        assert item[1] == other[1]
     assert {greedy for _, greedy in answers(ours, "local_choices")} == {True, False}
     assert answers(ours, "local_prompts") == answers(theirs, "local_prompts")
     assert len(set(answers(ours, "local_prompts"))) == len(PROMPTS)
-    for one, other in zip(*(answers(x, "local_texts") for x in (ours, theirs)), strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
+    for item, other in zip(*(answers(x, "local_texts") for x in (ours, theirs)), strict=True):
+        assert item == pytest.approx(other, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +170,9 @@ def test_stop_sequences_and_sampling(lm):
     )
     assert cut == greedy.partition("fox")[0] != greedy
     drawn = {"do_sample": True, "temperature": 5.0, "max_gen_toks": 12}
-    one, other = generate(("the quick", drawn), ("the quick", drawn))
-    assert one != other  # each request draws for itself
-    assert generate(("the quick", drawn), ("the quick", drawn)) == [one, other]
+    item, other = generate(("the quick", drawn), ("the quick", drawn))
+    assert item != other  # each request draws for itself
+    assert generate(("the quick", drawn), ("the quick", drawn)) == [item, other]
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ def test_settings_are_of_the_model_and_the_rest_is_lm_evals(options):
     arguments = ["--step", "7", "--distributed.tp=2", "--tasks", "a", "b", "--limit", "0.5"]
     more = ["--model_args", "add_bos_token=True,max_length=64", "--include_path", "tasks"]
     assert command.main(["runs/x", *arguments, *more]) == 0
-    told = dict(zip(options[::2], options[1::2], strict=True))
-    assert told.pop("--model") == "jaxforge"
-    assert told.pop("--batch_size") == "32"
-    assert json.loads(told.pop("--model_args")) == {
+    reported = dict(zip(options[::2], options[1::2], strict=True))
+    assert reported.pop("--model") == "jaxforge"
+    assert reported.pop("--batch_size") == "32"
+    assert json.loads(reported.pop("--model_args")) == {
         "run": "runs/x", "step": 7, "add_bos_token": "True", "max_length": "64",
         "distributed.tp": "2",
     }  # fmt: skip
-    assert told == {"--tasks": "a,b", "--include_path": "tasks", "--limit": "0.5"}
+    assert reported == {"--tasks": "a,b", "--include_path": "tasks", "--limit": "0.5"}
 
 
 def test_of_several_processes_the_first_prints(monkeypatch):

@@ -61,7 +61,7 @@ def test_without_a_template_all_is_one_text():
 def test_the_oldest_messages_make_room(chat):
     tokenizer = chat(CHATML)
     sizes = Dialogue(tokenizer, room=1000)
-    one = len(sizes.ask("x")[0])
+    item = len(sizes.ask("x")[0])
     sizes.answered("y")
     two = len(sizes.ask("x")[0])
     dialogue = Dialogue(tokenizer, room=two)
@@ -72,7 +72,7 @@ def test_the_oldest_messages_make_room(chat):
     assert len(ids) == two
     with pytest.raises(ValueError, match=f"there is room for {two}: say less, or lower --max"):
         dialogue.ask("a longer question" * 10)
-    assert one < len(dialogue.ask("x")[0]) == two  # as if it had not been asked
+    assert item < len(dialogue.ask("x")[0]) == two  # as if it had not been asked
 
 
 def test_the_beginning_of_a_text_makes_room():

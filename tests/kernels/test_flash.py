@@ -37,11 +37,11 @@ def random_documents(length, batch=2):
     return np.sort(ids, axis=1).astype(np.int32)
 
 
-def values_and_gradients(attend, q, k, v, sinks=None, **rest):
+def values_and_gradients(attend, q, k, v, sinks=None, **remaining):
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
     def loss(q, k, v, sinks):
-        y = attend(q, k, v, sinks=sinks, **rest)
+        y = attend(q, k, v, sinks=sinks, **remaining)
         return jnp.sum(y * weights), y
 
     of = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
@@ -114,15 +114,15 @@ def test_pieces_of_the_keys_put_together_are_the_whole():
     keys = [Tokens(*each) for each in zip(pieces(at, size), pieces(ids, size), strict=True)]
     kv = list(zip(pieces(k, size), pieces(v, size), keys, strict=True))
 
-    found = [map(np.asarray, FORWARD(q, k, v, queries, t, window, scoring)) for k, v, t in kv]
-    outputs, sums = zip(*found, strict=True)
+    result = [map(np.asarray, FORWARD(q, k, v, queries, t, window, scoring)) for k, v, t in kv]
+    outputs, sums = zip(*result, strict=True)
     lse = np.logaddexp(*sums)
-    shares = [np.exp(one - lse).swapaxes(1, 2)[..., None] for one in sums]
+    shares = [np.exp(item - lse).swapaxes(1, 2)[..., None] for item in sums]
     y = outputs[0] * shares[0] + outputs[1] * shares[1]
     delta = flash.delta_of(y, d_y)
     gradients = [BACKWARD(q, k, v, queries, t, lse, delta, d_y, window, scoring) for k, v, t in kv]
     dq = gradients[0][0] + gradients[1][0]
-    dk, dv = (np.concatenate([one[i] for one in gradients], axis=1) for i in (1, 2))
+    dk, dv = (np.concatenate([item[i] for item in gradients], axis=1) for i in (1, 2))
     for ours, theirs in zip((y, dq, dk, dv), expected, strict=True):
         CLOSE(ours, theirs)
 
@@ -206,9 +206,9 @@ def test_no_block_of_the_keys_is_visited_by_queries_that_come_before():
 def test_flash_attention_compiles_for_h100(monkeypatch, h):
     monkeypatch.undo()
     jax.config.update("jax_enable_compilation_cache", False)
-    one = jax.sharding.SingleDeviceSharding(targets.gpus("h100")[0])
+    item = jax.sharding.SingleDeviceSharding(targets.gpus("h100")[0])
     shapes = [((1, 1024, n, h), jnp.bfloat16) for n in (8, 2, 2)] + [((1, 1024), jnp.int32)]
-    given = [jax.ShapeDtypeStruct(*shape, sharding=one) for shape in shapes]
+    given = [jax.ShapeDtypeStruct(*shape, sharding=item) for shape in shapes]
 
     def loss(q, k, v, ids):
         return jnp.sum(flash.flash_attention(q, k, v, ids, 300).astype(jnp.float32))

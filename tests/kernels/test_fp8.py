@@ -53,15 +53,15 @@ def expected(scaling, x, w, d_y):
 def numbers():
     """x, W, dy: values of bf16; their sizes differ so much between blocks that scales matter."""
     rng = np.random.default_rng(0)
-    made = []
+    result = []
     for rows, columns, size in (
         (TOKENS, INPUTS, 1.0), (OUTPUTS, INPUTS, 0.02), (TOKENS, OUTPUTS, 1e-6),
     ):  # fmt: skip
         by_row = 4.0 ** rng.integers(-8, 1, (rows, 1))
         by_column = np.where(np.arange(columns) < 128, 1.0, 2.0**-12)
         x = size * rng.standard_normal((rows, columns)) * by_row * by_column
-        made.append(x.astype(ml_dtypes.bfloat16))
-    return made
+        result.append(x.astype(ml_dtypes.bfloat16))
+    return result
 
 
 def multiply(scaling, is_on=True, regathers=True, w=None):
@@ -88,17 +88,19 @@ def test_products_are_those_of_rounded_numbers(scaling, is_on):
     wanted = expected(scaling, *(np.float64(each) for each in numbers()))
     y, d_x, d_w, d_b = multiply(scaling, is_on)
     assert (y.dtype, d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    for found, want, bits in zip((y, d_x, d_w), wanted, (8, 8, 16), strict=True):
+    for result, want, bits in zip((y, d_x, d_w), wanted, (8, 8, 16), strict=True):
         size = np.abs(want)  # rows and columns differ widely
         near = np.minimum(size.mean(1, keepdims=True), size.mean(0))
-        off = np.abs(np.float64(found) - want)
+        off = np.abs(np.float64(result) - want)
         assert (off <= 2.0**-bits * (size + near)).all()
     np.testing.assert_allclose(d_b, np.float64(numbers()[2]).sum(0), rtol=1e-5, atol=1e-12)
 
 
 def test_a_kept_weight_gives_the_same_gradients():
-    for kept, again in zip(multiply("tensor", regathers=False), multiply("tensor"), strict=True):
-        np.testing.assert_array_equal(kept, again)
+    for retained, again in zip(
+        multiply("tensor", regathers=False), multiply("tensor"), strict=True
+    ):
+        np.testing.assert_array_equal(retained, again)
 
 
 def test_what_is_not_finite_shows():

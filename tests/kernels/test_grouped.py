@@ -99,11 +99,11 @@ def test_rows_beyond_may_hold_anything():
 def test_any_sizes_are_covered_once():
     """Weights of one and rows of one: each row of the result is the width, or zero."""
     rng = np.random.default_rng(0)
-    ones = [np.ones(shape, np.float32) for shape in ((97, 8), (5, 8, 8), (97, 8))]
+    units = [np.ones(shape, np.float32) for shape in ((97, 8), (5, 8, 8), (97, 8))]
     for _ in range(40):
         total = rng.integers(0, 98)
         sizes = rng.multinomial(total, rng.dirichlet(np.full(5, 0.3))).astype(np.int32)
-        y, dx, dw = map(np.asarray, compiled(*ones, sizes))
+        y, dx, dw = map(np.asarray, compiled(*units, sizes))
         np.testing.assert_array_equal(y[:, 0], 8 * (np.arange(97) < total))
         np.testing.assert_array_equal(dx[:, 0], 8 * (np.arange(97) < total))
         np.testing.assert_array_equal(dw[:, 0, 0], sizes)
@@ -193,19 +193,19 @@ def test_megablox_in_the_interpreter(monkeypatch, rows, sizes, dtype):
     total, sizes = sum(sizes), np.asarray(sizes, np.int32)
     matmul = functools.partial(grouped_matmul, backend="megablox")
     ours = jax.jit(functools.partial(value_and_gradients, matmul))
-    found = [
-        run(with_rest(x, total, rest), w, with_rest(dy, total, rest), sizes)
-        for run, rest in ((ours, np.nan), (reference, 0))
+    result = [
+        run(with_rest(x, total, remaining), w, with_rest(dy, total, remaining), sizes)
+        for run, remaining in ((ours, np.nan), (reference, 0))
     ]
-    got, expected = ((np.asarray(y)[:total], np.asarray(dx)[:total], dw) for y, dx, dw in found)
+    got, expected = ((np.asarray(y)[:total], np.asarray(dx)[:total], dw) for y, dx, dw in result)
     assert_close(got, expected, 1e-6 if dtype == jnp.float32 else 2**-8)
 
 
 def test_tiles_of_megablox_waste_little():
     for size in (64, 128, 512, 1408, 2048, 4096, 11008, 14336):
-        found = megablox.tile(size, 1024)
-        assert -(-size // found) * found <= 1.1 * size
-        assert found == size or found % 128 == 0
+        result = megablox.tile(size, 1024)
+        assert -(-size // result) * result <= 1.1 * size
+        assert result == size or result % 128 == 0
 
 
 def test_rows_laid_apart_for_mosaic():
@@ -217,8 +217,8 @@ def test_rows_laid_apart_for_mosaic():
     np.testing.assert_array_equal(row[is_row], np.arange(135))
     group = np.repeat(np.arange(6), sizes)
     for g in np.flatnonzero(count):
-        places = slice(64 * first[g], 64 * (first[g] + count[g]))
-        assert set(group[row[places][is_row[places]]]) == {g}
+        offsets = slice(64 * first[g], 64 * (first[g] + count[g]))
+        assert set(group[row[offsets][is_row[offsets]]]) == {g}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPU")

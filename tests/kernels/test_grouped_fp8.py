@@ -25,7 +25,7 @@ def test_products_are_those_of_the_rounded_numbers():
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(ROWS, INPUTS)), rng.normal(size=(ROWS, OUTPUTS))
     w = rng.normal(size=(3, OUTPUTS, INPUTS)) * np.array([1.0, 9.0, 0.01])[:, None, None]
-    x, w, dy = (one.astype(BFLOAT16).astype(np.float32) for one in (x, w, dy))
+    x, w, dy = (item.astype(BFLOAT16).astype(np.float32) for item in (x, w, dy))
     own = int(SIZES.sum())
     x[own:], dy[own:] = 1e6, np.nan  # no scale may go by these
 
@@ -40,7 +40,7 @@ def test_products_are_those_of_the_rounded_numbers():
 
     y, dx, dw = map(np.asarray, with_gradients(x.astype(BFLOAT16), dy.astype(BFLOAT16)))
     x_8, dy_8 = held(x[:own], E4M3), held(dy[:own], E5M2)
-    w_8 = np.stack([held(one, E4M3) for one in w])
+    w_8 = np.stack([held(item, E4M3) for item in w])
     begin = 0
     for expert, size in enumerate(SIZES):
         rows = slice(begin, begin + size)

@@ -101,8 +101,8 @@ def test_only_keys_of_their_chunks_are_computed():
 
     def products(segment_ids, chunk):
         attend = functools.partial(attend_over, "blockwise", (Mask(chunk=chunk),), 0)
-        made = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, segment_ids))(q, k, v)
-        return str(made).count("1,2,32,128]"), str(made).count("1,2,32,32]")
+        result = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, segment_ids))(q, k, v)
+        return str(result).count("1,2,32,128]"), str(result).count("1,2,32,32]")
 
     assert products(None, 128)[0] > 0
     assert products(None, 32)[0] == 0
@@ -156,11 +156,11 @@ def test_a_packed_document_is_what_it_is_alone():
     segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
     packed = np.asarray(ours.hidden(ours.params, tokens, segment_ids))
     for row, document in np.ndindex(2, 3):
-        place = segment_ids[row] == document
+        location = segment_ids[row] == document
         alone = np.zeros((2, 24), int)
-        alone[0, : place.sum()] = tokens[row, place]
-        expected = np.asarray(ours.hidden(ours.params, alone))[0, : place.sum()]
-        np.testing.assert_allclose(packed[row, place], expected, rtol=0, atol=2e-5)
+        alone[0, : location.sum()] = tokens[row, location]
+        expected = np.asarray(ours.hidden(ours.params, alone))[0, : location.sum()]
+        np.testing.assert_allclose(packed[row, location], expected, rtol=0, atol=2e-5)
 
 
 def test_chunks_go_by_positions_where_those_are_given():
@@ -168,8 +168,8 @@ def test_chunks_go_by_positions_where_those_are_given():
     whole = np.asarray(ours.hidden(ours.params, tokens))
     counted = np.broadcast_to(np.arange(24), (2, 24))
     for positions, same in ((counted, True), (counted + 4, True), (counted + 2, False)):
-        found = ours.forward(ours.params, {"input_ids": tokens, "positions": positions})
-        assert np.allclose(found, whole, rtol=0, atol=2e-5) == same
+        result = ours.forward(ours.params, {"input_ids": tokens, "positions": positions})
+        assert np.allclose(result, whole, rtol=0, atol=2e-5) == same
 
 
 def test_rows_of_a_cache_stand_in_chunks_of_their_own():

@@ -106,9 +106,9 @@ def test_two_parts_of_the_keys_are_the_whole(name, case):
     want, d_want = whole(options)
     np.testing.assert_allclose(got, want, atol=2e-6)
     np.testing.assert_allclose(of_first.q + of_second.q, d_want[0], atol=5e-6)
-    for name, one in (("k", d_want[1]), ("v", d_want[2])):
+    for name, item in (("k", d_want[1]), ("v", d_want[2])):
         joined = np.concatenate([getattr(of_first, name), getattr(of_second, name)], axis=1)
-        np.testing.assert_allclose(joined, one, atol=5e-6)
+        np.testing.assert_allclose(joined, item, atol=5e-6)
 
 
 def test_who_sees_nothing_gets_nothing():
@@ -121,9 +121,9 @@ def test_who_sees_nothing_gets_nothing():
         return part, part.merged(part), gradients
 
     part, again, gradients = jax.device_get(of_later_keys(*drawn()))
-    for found in (part, again):
-        assert (found.o == 0).all()
-        assert (found.lse == -np.inf).all()
+    for result in (part, again):
+        assert (result.o == 0).all()
+        assert (result.lse == -np.inf).all()
     for gradient in gradients:
         assert (gradient == 0).all()
 

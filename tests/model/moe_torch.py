@@ -35,15 +35,15 @@ def rotated(c: ModelConfig, x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = c.rope_theta ** -(torch.arange(half, dtype=x.dtype) / half)
     angles = torch.outer(torch.arange(x.shape[-2], dtype=x.dtype), frequencies)
-    cos, sin, (one, two) = angles.cos(), angles.sin(), x.split(half, -1)
-    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+    cos, sin, (item, two) = angles.cos(), angles.sin(), x.split(half, -1)
+    return torch.cat([item * cos - two * sin, two * cos + item * sin], -1)
 
 
 def attention(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
     channels, length = c.dim // c.n_heads, x.shape[1]
     q, k, v = (
-        linear(p, f"{name}.{one}_proj", x).unflatten(-1, (-1, channels)).transpose(1, 2)
-        for one in "qkv"
+        linear(p, f"{name}.{item}_proj", x).unflatten(-1, (-1, channels)).transpose(1, 2)
+        for item in "qkv"
     )
     k, v = (y.repeat_interleave(c.n_heads // y.shape[1], 1) for y in (rotated(c, k), v))
     scores = rotated(c, q) @ k.mT / math.sqrt(channels)
@@ -94,13 +94,13 @@ def in_best_groups(c: ModelConfig, ranking: Tensor) -> Tensor:
     return grouped.masked_fill(out[..., None], -math.inf).flatten(-2)
 
 
-def route(c: ModelConfig, p: Named, kept: Named, name: str, x: Tensor) -> Routing:
+def route(c: ModelConfig, p: Named, named: Named, name: str, x: Tensor) -> Routing:
     logits, bias = linear(p, f"{name}.gate", x), f"{name}.expert_bias"
     if bias_update(c) == "kempnerforge":
         scores = ranking = torch.sigmoid(logits + p[bias])
     else:
         scores = logits.softmax(-1) if c.moe_router == "softmax_topk" else torch.sigmoid(logits)
-        ranking = scores + kept[bias] if bias_update(c) == "sign" else scores
+        ranking = scores + named[bias] if bias_update(c) == "sign" else scores
     chosen = in_best_groups(c, ranking.detach()).topk(c.moe_top_k).indices
     weights = scores.gather(-1, chosen)
     if c.moe_norm_topk:
@@ -141,8 +141,8 @@ def penalties(c: ModelConfig, r: Routing, sequences: int) -> Tensor:
     scores = r.scores / r.scores.sum(-1, keepdim=True)
     switch = experts * (share * scores.mean(0)).sum()
     each = [
-        balance(c, one, chosen)
-        for one, chosen in zip(scores.chunk(sequences), r.chosen.chunk(sequences), strict=True)
+        balance(c, item, chosen)
+        for item, chosen in zip(scores.chunk(sequences), r.chosen.chunk(sequences), strict=True)
     ]
     within = torch.stack(each).mean()
     return z + c.moe_aux_loss_weight * switch + c.moe_sequence_aux_loss_weight * within
@@ -156,7 +156,7 @@ def balance(c: ModelConfig, scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def forward(
-    c: ModelConfig, p: Named, kept: Named, tokens: Tensor, training: bool = True
+    c: ModelConfig, p: Named, named: Named, tokens: Tensor, training: bool = True
 ) -> tuple[Tensor, Tensor, dict[int, Routing]]:
     """Logits of tokens [batch, length], penalties, and each layer's choice of experts."""
     x, total, routings = p["token_embedding.embedding.weight"][tokens], torch.zeros(()), {}
@@ -168,7 +168,7 @@ def forward(
             x = x + feed_forward(c, p, name, y)
             continue
         flat = y.flatten(0, 1)
-        r = routings[i] = route(c, p, kept, f"{name}.router", flat)
+        r = routings[i] = route(c, p, named, f"{name}.router", flat)
         out = routed(c, p, f"{name}.experts", flat, r, training)
         if c.moe_shared_experts:
             out = out + shared(c, p, f"{name}.shared_expert", flat)
@@ -192,8 +192,8 @@ class Training:
     Experts without tokens have gradients of zeros, or none where `skips_idle`.
     """
 
-    def __init__(self, config: JobConfig, params: Named, kept: Named, *, skips_idle: bool = False):
-        self.config, self.params, self.kept, self.step = config, params, kept, 0
+    def __init__(self, config: JobConfig, params: Named, named: Named, *, skips_idle: bool = False):
+        self.config, self.params, self.kept, self.step = config, params, named, 0
         self.skips_idle = skips_idle
         o = config.optimizer
         decay = [x for name, x in params.items() if x.ndim > 1 and "bias" not in name]

@@ -262,8 +262,8 @@ def test_splash_computes_no_tile_of_other_documents(monkeypatch, window):
         return jnp.sum(jnp.where(broken, 0, y)), y
 
     gradients, y = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
-    for found in (y, *gradients):
-        np.testing.assert_array_equal(np.isfinite(found).all(-1), ~broken[..., 0])
+    for result in (y, *gradients):
+        np.testing.assert_array_equal(np.isfinite(result).all(-1), ~broken[..., 0])
 
 
 @pytest.mark.parametrize(
@@ -272,16 +272,16 @@ def test_splash_computes_no_tile_of_other_documents(monkeypatch, window):
 )
 def test_tiles_of_splash_see_what_they_should(window, chunk):
     """Tiles are either computed, or known to be fully visible or invisible."""
-    length, side = 64, 8
+    length, edge = 64, 8
     mask = splash._mask(length, window, chunk)
-    parts = [slice(at, at + side) for at in range(0, length, side)]
-    found = np.block([[mask[rows, columns] for columns in parts] for rows in parts])
+    parts = [slice(at, at + edge) for at in range(0, length, edge)]
+    result = np.block([[mask[rows, columns] for columns in parts] for rows in parts])
     at = np.arange(length)
     back = at[:, None] - at
     seen = (back >= 0) & (back < (window or length))
     if chunk:
         seen &= at[:, None] // chunk == at // chunk
-    np.testing.assert_array_equal(found, seen)
+    np.testing.assert_array_equal(result, seen)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="these run on GPUs only")
@@ -343,10 +343,10 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
     ],
 )  # fmt: skip
 def test_the_choice_of_a_kernel(asked, at, chosen, why):
-    found = choose(ModelConfig(sdpa_backend=asked), at)
-    assert found.name == chosen
-    assert why in found.why
-    assert bool(why) == bool(found.why)
+    result = choose(ModelConfig(sdpa_backend=asked), at)
+    assert result.name == chosen
+    assert why in result.why
+    assert bool(why) == bool(result.why)
 
 
 @pytest.mark.parametrize(
@@ -420,14 +420,14 @@ def test_a_packed_document_is_what_it_is_alone():
         np.testing.assert_allclose(packed[row, at], hidden(alone)[0, : len(at)], rtol=0, atol=1e-5)
 
 
-def extended(tokens, pieces):
+def extended(tokens, chunks):
     """Logits of `tokens`, fed to the cache in pieces of these sizes."""
     model, params = toy()
     cache, logits, at = model.empty_cache(2, LENGTH), [], 0
-    for size in pieces:
+    for size in chunks:
         positions = np.broadcast_to(np.arange(at, at + size), (2, size))
-        piece = tokens[:, at : at + size]
-        out, cache = compiled("extend")(params, piece, positions, cache)
+        chunk = tokens[:, at : at + size]
+        out, cache = compiled("extend")(params, chunk, positions, cache)
         logits.append(out)
         at += size
     return np.concatenate(logits, axis=1)

@@ -1,6 +1,6 @@
 """Attention sinks: each kernel against the formula, with gradients, packed and on several devices.
 
-A sink beside the scores of a query takes sigmoid(sink - lse) of its weight: the output is that
+A sink next to the scores of a query takes sigmoid(sink - lse) of its weight: the output is that
 without sinks, times sigmoid(lse - sink).
 """
 
@@ -189,7 +189,7 @@ def test_the_sinks_of_a_model_are_those_of_its_layers(backend):
     without = {k: v for k, v in attention.items() if k != "sinks"}
     bare = {**params, "layers": {**params["layers"], "attention": without}}
     np.testing.assert_allclose(before, jax.jit(plain.hidden)(bare, tokens), rtol=0, atol=1e-6)
-    for place in np.ndindex(2, 4):
+    for location in np.ndindex(2, 4):
         attention["sinks"] = nothing.copy()
-        attention["sinks"][place] = 5.0
+        attention["sinks"][location] = 5.0
         assert np.abs(np.asarray(hidden(params, tokens)) - before).max() > 1e-6

@@ -19,7 +19,7 @@ DOCUMENTS = np.array([[1] * 5 + [2] * 7, [1] * 12])
 
 def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=None, sinks=None):
     """Query by query, over the keys that it sees."""
-    found = np.zeros((B, HEADS, S, S))
+    result = np.zeros((B, HEADS, S, S))
     documents = np.ones((B, S), int) if documents is None else documents
     for b, h, i in np.ndindex(B, HEADS, S):
         seen = [j for j in range(i + 1) if documents[b, j] == documents[b, i]]
@@ -28,9 +28,9 @@ def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=N
         seen = [j for j in seen if chunk is None or (j - begin) // chunk == (i - begin) // chunk]
         scores = k[b, seen, h // (HEADS // KV)] @ q[b, i, h] * (scale or WIDTH**-0.5)
         scores = scores if cap is None else cap * np.tanh(scores / cap)
-        rest = 0.0 if sinks is None else np.exp(sinks[h])
-        found[b, h, i, seen] = np.exp(scores) / (np.exp(scores).sum() + rest)
-    return found
+        remaining = 0.0 if sinks is None else np.exp(sinks[h])
+        result[b, h, i, seen] = np.exp(scores) / (np.exp(scores).sum() + remaining)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_weights_are_those_of_numpy(mask, scoring, documents, has_sinks):
     def weights(which, q, k, documents, sinks):
         return attention_weights([Mask(window=2), mask], which, q, k, documents, scoring, sinks)
 
-    found = np.asarray(weights(np.int32(1), q, k, documents, sinks))
+    result = np.asarray(weights(np.int32(1), q, k, documents, sinks))
     right = expected(q, k, window=mask.window, chunk=mask.chunk, documents=documents,
                      scale=scoring.scale, cap=scoring.softcap, sinks=sinks)  # fmt: skip
-    np.testing.assert_allclose(found, right, atol=2e-6)
-    assert not np.triu(found, 1).any()
-    sums = found.sum(-1)
+    np.testing.assert_allclose(result, right, atol=2e-6)
+    assert not np.triu(result, 1).any()
+    sums = result.sum(-1)
     assert (sums < 0.999).all() if has_sinks else np.allclose(sums, 1, atol=1e-6)
 
 

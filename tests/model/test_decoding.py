@@ -55,7 +55,7 @@ def test_greedy_decoding_takes_the_likeliest_by_the_full_forward(shape):
         padded[0, : len(tokens)] = tokens
         best = np.asarray(forward(params, padded))[0].argmax(-1)
         assert best[len(prompt) - 1 : len(tokens) - 1].tolist() == continuation
-    assert len({tuple(one.tokens) for one in completions}) == len(PROMPTS)
+    assert len({tuple(completion.tokens) for completion in completions}) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("row", range(len(PROMPTS)))
@@ -198,18 +198,18 @@ def test_prompts_are_padded_no_further_than_the_model_goes():
 
 def test_a_batch_ends_where_all_have_enough(monkeypatch):
     monkeypatch.setattr(decoding, "_TURNS", 3)
-    found, looked_at = generated(PROMPTS, n=12), []
+    result, looked_at = generated(PROMPTS, n=12), []
 
     def is_enough(tokens):
         looked_at.append(len(tokens))
-        return len(tokens) >= 6 or tokens[0] == found[0][0]  # one row has before the others
+        return len(tokens) >= 6 or tokens[0] == result[0][0]  # one row has before the others
 
-    made = Decoder(*toy(), 12, GREEDY).complete(PROMPTS, NUMBERS, is_enough)
-    assert made == [Completion(row[:7], "length") for row in found]  # turns 1, 4, 7
+    output = Decoder(*toy(), 12, GREEDY).complete(PROMPTS, NUMBERS, is_enough)
+    assert output == [Completion(row[:7], "length") for row in result]  # turns 1, 4, 7
     assert max(looked_at) == 7
-    eos = found[0][1]  # what has ended needs no more
-    made = Decoder(*toy(), 12, GREEDY, (eos,)).complete(PROMPTS[:1], [0], lambda tokens: False)
-    assert made == [Completion(found[0][:1], "stop")]
+    eos = result[0][1]  # what has ended needs no more
+    output = Decoder(*toy(), 12, GREEDY, (eos,)).complete(PROMPTS[:1], [0], lambda tokens: False)
+    assert output == [Completion(result[0][:1], "stop")]
 
 
 @pytest.mark.slow

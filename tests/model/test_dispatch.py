@@ -30,12 +30,12 @@ def drawn():
 
 def there_and_back(x, weights, keys):
     """A function of each row, by its key; rows that have none give what is not a number."""
-    places, sizes = sorted_places(keys, KEYS)
+    assignments, sizes = sorted_places(keys, KEYS)
     n = TOKENS * K
     key_of_row = jnp.repeat(jnp.arange(KEYS), sizes, total_repeat_length=n)
-    rows = jnp.sin(to_rows(x, places)) * (1 + key_of_row[:, None])
-    rows = rows * weights_of_rows(weights, places)[:, None]
-    return summed(_spoiled(rows, jnp.sum(sizes)), places)
+    rows = jnp.sin(to_rows(x, assignments)) * (1 + key_of_row[:, None])
+    rows = rows * weights_of_rows(weights, assignments)[:, None]
+    return summed(_spoiled(rows, jnp.sum(sizes)), assignments)
 
 
 @jax.custom_vjp

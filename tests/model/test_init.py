@@ -134,9 +134,9 @@ def test_every_parameter_has_an_axis_of_the_rules_for_each_dimension(variant):
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])
 def test_init_makes_what_the_abstract_parameters_say(variant):
-    made = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params(variant))
+    result = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params(variant))
     said = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model(variant).abstract)
-    assert made == said
+    assert result == said
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])

@@ -26,7 +26,7 @@ SHARED = tokens(9)
 CONTINUATIONS = [
     Continuation(tokens(3), tokens(2)),
     *(Continuation(SHARED, [letter]) for letter in (3, 7, 3, *range(20, 30))),
-    Continuation(SHARED[:-1], [SHARED[-1], 7]),  # the same tokens, two of which are scored
+    Continuation(SHARED[:-1], [SHARED[-1], 7]),  # the same tokens; two are scored
     Continuation(tokens(1), tokens(MOST)),  # as long as may be
     Continuation(tokens(70), tokens(5)),  # the context is cut on the left
     Continuation(tokens(20), tokens(18)),
@@ -68,10 +68,10 @@ def whole_forward():
     return said
 
 
-def check(found):
-    for one, (log_p, is_greedy) in zip(found, whole_forward(), strict=True):
-        assert one.log_probability == pytest.approx(log_p, rel=1e-5)
-        assert one.is_greedy == is_greedy
+def check(result):
+    for item, (log_p, is_greedy) in zip(result, whole_forward(), strict=True):
+        assert item.log_probability == pytest.approx(log_p, rel=1e-5)
+        assert item.is_greedy == is_greedy
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -99,9 +99,9 @@ def test_what_the_model_would_say_itself_is_greedy():
 
     first, wrong = best(), best() ^ 1
     said = [[first], [wrong], [first, best(first)], [wrong, best(wrong)]]
-    found = Scorer(model, params, MOST).score([Continuation(context, one) for one in said])
-    assert [one.is_greedy for one in found] == [True, False, True, False]
-    assert found[0].log_probability > found[1].log_probability
+    result = Scorer(model, params, MOST).score([Continuation(context, item) for item in said])
+    assert [item.is_greedy for item in result] == [True, False, True, False]
+    assert result[0].log_probability > result[1].log_probability
 
 
 def test_continuations_that_share_all_but_their_end_are_read_once():

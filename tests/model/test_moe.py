@@ -88,19 +88,21 @@ def begin(config):
     ours = setup(config, collect=("grads",))
     params = with_random_biases(ours.state().params)
     named = torch_names.to_torch(params, config.model)
-    kept = torch_names.to_torch(jax.device_get(ours.state().model_state), config.model)
+    retained = torch_names.to_torch(jax.device_get(ours.state().model_state), config.model)
     rng = np.random.default_rng(1)
-    for name in named | kept:
+    for name in named | retained:
         if name.endswith("expert_bias"):  # sixteenths, which add up without rounding
-            where = named if name in named else kept
+            where = named if name in named else retained
             where[name] = rng.integers(-8, 9, where[name].shape).astype(np.float32) / 16
-    state = with_kept(ours, ours.state(torch_names.from_torch(named, params, config.model)), kept)
-    double = ({n: torch.tensor(x).double() for n, x in part.items()} for part in (named, kept))
+    state = with_kept(
+        ours, ours.state(torch_names.from_torch(named, params, config.model)), retained
+    )
+    double = ({n: torch.tensor(x).double() for n, x in part.items()} for part in (named, retained))
     return ours, state, moe_torch.Training(config, *double)
 
 
-def with_kept(ours, state, kept):
-    tree = torch_names.from_torch(kept, state.model_state, ours.config.model)
+def with_kept(ours, state, retained):
+    tree = torch_names.from_torch(retained, state.model_state, ours.config.model)
     like = jax.tree.map(lambda leaf: leaf.sharding, state.model_state)
     return dataclasses.replace(state, model_state=jax.tree.map(placed, tree, like))
 
@@ -211,7 +213,7 @@ def test_the_same_experts_in_the_same_order(router, groups):
         variable[...] = rng.uniform(-1, 1, variable.shape).astype(np.float32)
     if c.bias_update != "none":
         ours.expert_bias[...] -= 1.0  # scores below 0 are still better than those of other groups
-    double = {name: torch.tensor(np.array(one[...])).double() for name, one in named.items()}
+    double = {name: torch.tensor(np.array(item[...])).double() for name, item in named.items()}
     x = rng.standard_normal((4, 64, 8), np.float32)
 
     routing = jax.device_get(jax.jit(lambda x: ours(x, None)[0])(x))

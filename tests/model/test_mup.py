@@ -72,10 +72,10 @@ def test_at_the_base_width_the_step_is_that_of_the_standard():
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
 def test_at_the_base_width_every_update_is_that_of_the_standard(name):
     plain, same = (
-        str(jax.make_jaxpr(one.optimizer.update)(params, state, params))
-        for one in (made(name=name), made(name=name, **BASE))
-        for params in [one.model.abstract]
-        for state in [jax.eval_shape(one.optimizer.init, params)]
+        str(jax.make_jaxpr(item.optimizer.update)(params, state, params))
+        for item in (made(name=name), made(name=name, **BASE))
+        for params in [item.model.abstract]
+        for state in [jax.eval_shape(item.optimizer.init, params)]
     )
     assert same == plain
 
@@ -102,7 +102,7 @@ def test_the_outputs_and_the_scores_have_their_multipliers():
         names = [key.key for key in path]
         if {"output_head", "gate", "shared_expert_gate"} & set(names):
             return leaf / FOUR if names[-1] == "weight" else leaf
-        return leaf * FOUR**-0.5 if "q_proj" in names else leaf  # √4/16 beside 1/√16
+        return leaf * FOUR**-0.5 if "q_proj" in names else leaf  # √4/16 next to 1/√16
 
     tokens = np.random.default_rng(0).integers(0, 256, (2, 16))
     logits = [

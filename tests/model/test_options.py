@@ -50,11 +50,11 @@ def test_a_packed_document_is_what_it_is_alone(name):
     packed = np.asarray(hidden(params, tokens, segment_ids))
     for row in range(2):
         for document in range(3):
-            place = segment_ids[row] == document
+            location = segment_ids[row] == document
             alone = np.zeros((2, 24), int)  # what follows is seen by nobody before it
-            alone[0, : place.sum()] = tokens[row, place]
-            expected = np.asarray(hidden(params, alone))[0, : place.sum()]
-            np.testing.assert_allclose(packed[row, place], expected, rtol=0, atol=2e-5)
+            alone[0, : location.sum()] = tokens[row, location]
+            expected = np.asarray(hidden(params, alone))[0, : location.sum()]
+            np.testing.assert_allclose(packed[row, location], expected, rtol=0, atol=2e-5)
     assert np.abs(packed - np.asarray(hidden(params, tokens))).max() > 0.1
 
 

@@ -166,10 +166,10 @@ def total_of_one_by_one(**layers):
 def test_the_scan_runs_each_layer_in_its_turn(save, unroll, layers):
     model, params = toy(**layers)
     scanned = Model(model.config, runtime=Runtime(save=save, unroll=unroll))
-    found = total(lambda params: scanned.hidden(params, random_tokens()), params)
+    result = total(lambda params: scanned.hidden(params, random_tokens()), params)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4),
-        found,
+        result,
         total_of_one_by_one(**layers),
     )
 

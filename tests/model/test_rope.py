@@ -41,7 +41,7 @@ def random_heads(n, seed=0):
 def test_both_ways_of_swapping_halves_agree(dtype):
     x = random_heads(6).astype(dtype).reshape(2, 3, 2, HEAD)
     positions = np.array([[0, 1, 50], [7, 8, 9]])
-    ours, other = (turned(rope(), x, positions, way) for way in (True, False))
+    ours, other = (turned(rope(), x, positions, method) for method in (True, False))
     assert ours.dtype == dtype
     np.testing.assert_allclose(ours, other, rtol=1e-6 if dtype == jnp.float32 else 0)
 
@@ -113,7 +113,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones(scaling):
     assert ours.dtype == np.float32
     expected = [stretched(float(f), scaling) for f in plain]
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
-    kept, whole = ours == plain, np.isclose(ours * scaling.factor, plain, rtol=1e-6)
-    assert kept.any()
+    retained, whole = ours == plain, np.isclose(ours * scaling.factor, plain, rtol=1e-6)
+    assert retained.any()
     assert whole.any()
-    assert (~kept & ~whole).any()  # the ramp between them
+    assert (~retained & ~whole).any()  # the ramp between them

@@ -55,8 +55,8 @@ def test_cudnn_serves_no_sinks():
 
 def test_packed_documents_get_a_kernel_without_a_mask_and_the_banner_says_why():
     config = JobConfig.model_validate({"data": {"pack_sequences": True}})
-    found = runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0")
-    assert (found.attention, found.why_attention[:30]) == (
+    result = runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0")
+    assert (result.attention, result.why_attention[:30]) == (
         "triton",
         "not cudnn: documents are packe",
     )

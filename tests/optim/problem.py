@@ -119,9 +119,9 @@ def assert_params(params, expected, atol):
 
 def assert_moments(moments, states, name, rtol, keys=None):
     """Moments agree to `rtol` of the largest; `keys` lists all that there should be."""
-    found = dict(matrices(moments))
-    assert found.keys() == (set(states) if keys is None else keys)
-    for key, moment in found.items():
+    result = dict(matrices(moments))
+    assert result.keys() == (set(states) if keys is None else keys)
+    for key, moment in result.items():
         expected = states[key][name]
         worst = np.abs(moment.astype(np.float64) - expected).max()
         assert worst <= rtol * np.abs(expected).max(), (key, name)

@@ -54,14 +54,14 @@ def test_a_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
     x[BLOCK : 2 * BLOCK, 3] = 0
     x = (np.square(x) if kind == ROOT else x).astype(np.float32)
     u = rng.uniform(0, 1, x.shape).astype(np.float32)
-    packed, found = jax.device_get(packed_and_unpacked(x, kind, u))
-    size, back = (np.sqrt(np.abs(a)) if kind == ROOT else np.abs(a) for a in (x, found))
+    packed, result = jax.device_get(packed_and_unpacked(x, kind, u))
+    size, back = (np.sqrt(np.abs(a)) if kind == ROOT else np.abs(a) for a in (x, result))
     largest = size.reshape(4, BLOCK, 8).max(axis=1)
     scales = np.where(largest > 0, 2.0 ** (np.asarray(packed.scales, np.float64) - 127), 0)
     assert np.all((largest <= scales) & (scales < 2 * largest + (largest == 0)))
     whole = np.repeat(np.maximum(scales, 1e-30), BLOCK, axis=0)
     assert np.abs(np.sqrt(size / whole) - np.sqrt(back / whole)).max() <= 1.001 / top
-    assert np.all(np.sign(found) == np.sign(x)) if kind == ROOT else np.all(found * x >= 0)
+    assert np.all(np.sign(result) == np.sign(x)) if kind == ROOT else np.all(result * x >= 0)
 
 
 def test_rounding_is_right_on_average():
@@ -73,13 +73,13 @@ def test_rounding_is_right_on_average():
     assert abs(q.mean() - 127 * np.sqrt(0.3)) < 4 * 0.5 / np.sqrt(q.size)
 
 
-def run(name, kept, gradients):
+def run(name, retained, gradients):
     """Parameters, and the largest change of one in each update."""
     averages = name == "schedule_free_adamw"
     config = tiny_config(
         optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.0},
         scheduler={"name": "none" if averages else "constant", "warmup_steps": 0},
-        train={"opt_state_dtype": kept},
+        train={"opt_state_dtype": retained},
     )
     tx = build_optimizer(config, AXES)
 
@@ -108,12 +108,12 @@ def bias(n):
 def test_parameters_go_where_float32_takes_them(name):
     """Each moment is within some per cent of the wide one, so is the way that parameters go."""
     start = drawn(0, normal)
-    (wide, _), (ours, _) = (run(name, kept, bias) for kept in ("float32", "8bit"))
-    way, off = (
+    (wide, _), (ours, _) = (run(name, retained, bias) for retained in ("float32", "8bit"))
+    method, off = (
         np.concatenate([(a - b).ravel() for a, b in zip(*map(jax.tree.leaves, pair), strict=True)])
         for pair in ((wide, start), (ours, wide))
     )
-    assert 0 < np.linalg.norm(off) < 0.1 * np.linalg.norm(way)
+    assert 0 < np.linalg.norm(off) < 0.1 * np.linalg.norm(method)
 
 
 def test_no_update_explodes():
@@ -127,15 +127,15 @@ def test_parts_and_meshes_change_no_bit(monkeypatch):
     g = drawn(1, normal)["layers"]["tall"]
 
     def advanced(mesh_config=None):
-        kept = moments.EightBit(AXES, 5)
-        place = moments.places(params, kept)["layers"]["tall"]
+        retained = moments.EightBit(AXES, 5)
+        location = moments.places(params, retained)["layers"]["tall"]
         m, v = (
-            moments.joined(*moments.zeros(params, kept, kind))["layers"]["tall"]
+            moments.joined(*moments.zeros(params, retained, kind))["layers"]["tall"]
             for kind in (SIGNED, ROOT)
         )
-        turn = moments.Turn(kept, jnp.int32(3))
+        turn = moments.Turn(retained, jnp.int32(3))
         rule = lambda _, g, m, v: (g - m, m + g, v + g * g)  # noqa: E731
-        once = jax.jit(functools.partial(turn.advance, rule, place))
+        once = jax.jit(functools.partial(turn.advance, rule, location))
         if mesh_config is None:
             return jax.device_get(once(*once(jnp.asarray(g), m, v)))
         mesh = make_mesh(mesh_config, jax.devices()[:6])

@@ -71,7 +71,7 @@ def test_the_warm_up_is_that_of_the_config(name):
     """Norm weights have no decay: a first step from zero moments is as long as its rate."""
     params, _ = problem.run(make(name, lr=LR), 2)
     step = np.abs(params["norm"] - problem.initial()["norm"]).max()
-    # f(0) = 0 and f(1) = 1/4; schedule-free: 1/4 and 2/4, of which y takes most.
+    # f(0) = 0 and f(1) = 1/4; schedule-free: 1/4 and 2/4; y takes most of it.
     low, high = (0.4, 0.8) if name == "schedule_free_adamw" else (0.15, 0.36)
     assert low < step / LR < high
 

@@ -113,11 +113,11 @@ def test_each_expert_is_updated_as_a_parameter_of_its_own(name):
                 if isinstance(value, dict):
                     leaf = flatten_dict(value, sep=".").get(key)
                     if leaf is not None:
-                        found = flatten_dict(fields[field], sep=".")[key][layer, expert]
-                        np.testing.assert_allclose(found, leaf, rtol=1e-5, atol=1e-9)
+                        result = flatten_dict(fields[field], sep=".")[key][layer, expert]
+                        np.testing.assert_allclose(result, leaf, rtol=1e-5, atol=1e-9)
                 else:
-                    found = flatten_dict(fields[f"expert_{field}"], sep=".")[key]
-                    assert found[layer, expert] == value, field
+                    result = flatten_dict(fields[f"expert_{field}"], sep=".")[key]
+                    assert result[layer, expert] == value, field
             assert flatten_dict(fields["expert_updates"], sep=".")[key][layer, expert] == n
     assert fields["updates"] == UPDATES
     np.testing.assert_array_equal(params[WEIGHT][0, 1], values(0)[WEIGHT][0, 1])

@@ -178,12 +178,12 @@ def test_a_sharded_matrix_steps_as_on_one_device():
     ours, sharded, sharded_metrics = on_mesh(**mesh)
     np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-5)
     np.testing.assert_allclose(sharded_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-4)
-    for one, other in zip(
+    for leave, other in zip(
         jax.tree.leaves((sharded.params, sharded.opt_state)),
         jax.tree.leaves((state.params, state.opt_state)),
         strict=True,
     ):
-        np.testing.assert_allclose(one, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
+        np.testing.assert_allclose(leave, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
     wanted = ours.shardings
     assert jax.tree.map(lambda a: a.sharding, sharded) == wanted
     _, moments = sharded.opt_state

@@ -59,11 +59,11 @@ def test_its_state_has_names_and_survives_a_checkpoint():
     params, opt_state = problem.run(tx, 3)
     assert opt_state[1]._fields == ("updates", "count", "mu", "nu", "count_2")
     assert updates_made(opt_state) == 3
-    rest = GuardState.fresh(), Counts.of(Progress())
-    state = TrainState(jnp.int32(3), params, opt_state, *rest)
+    remaining = GuardState.fresh(), Counts.of(Progress())
+    state = TrainState(jnp.int32(3), params, opt_state, *remaining)
     tree = layout.to_tree(state)
     assert tree["optimizer"].keys() == {"updates", "count", "mu", "nu", "count_2"}
-    fresh = TrainState(jnp.int32(0), params, tx.init(params), *rest)
+    fresh = TrainState(jnp.int32(0), params, tx.init(params), *remaining)
     again = layout.from_tree(tree, fresh)
     jax.tree.map(np.testing.assert_array_equal, again, state)
 

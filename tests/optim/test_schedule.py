@@ -82,8 +82,8 @@ def test_a_run_of_warmup_alone_reaches_its_rate_and_does_not_decay(name):
 
 
 def test_a_plateau_to_the_end_does_not_decay():
-    ones = factors(24, name="wsd", stable_steps=16)[4:]
-    np.testing.assert_array_equal(ones, np.ones(20))
+    units = factors(24, name="wsd", stable_steps=16)[4:]
+    np.testing.assert_array_equal(units, np.ones(20))
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant", "none"])

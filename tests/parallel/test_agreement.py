@@ -45,15 +45,15 @@ def facts(tmp_path):
     ],
 )
 def test_setting_of_one_process_is_named_with_values_and_hosts(facts, setting, line):
-    found = differences([("a", facts()), ("b", facts(setting))])
-    assert re.search(line, found)
-    assert found.endswith("start all processes with the same command, config, code and data")
+    result = differences([("a", facts()), ("b", facts(setting))])
+    assert re.search(line, result)
+    assert result.endswith("start all processes with the same command, config, code and data")
 
 
 def test_versions_code_and_environment_are_compared(facts, monkeypatch):
     ours = facts()
     monkeypatch.setattr("jaxforge.runs.starts.version", lambda name: "0.0.1")
-    monkeypatch.setattr("jaxforge.runs.job_facts.source_hash", lambda place: "1234")
+    monkeypatch.setattr("jaxforge.runs.job_facts.source_hash", lambda location: "1234")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     lines = differences([("a", ours), ("b", facts())]).splitlines()
     for name in ("version of jaxlib", "version of numpy", "version of grain", "code of jaxforge",

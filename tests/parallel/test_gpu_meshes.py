@@ -128,7 +128,7 @@ def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
     lowered = Program(config, make_mesh(config, h100s())).lower()
     text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
     results = re.findall(r"= (.+?) reduce-scatter(?:-start)?\(", text)
-    shapes = [shape for one in results for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
+    shapes = [shape for result in results for shape in re.findall(r"(\w+)\[([\d,]+)\]", result)]
     of_layers = {dtype for dtype, shape in shapes if "," in shape and "8192" not in shape}
     assert of_layers == {found}
 
@@ -145,7 +145,7 @@ def test_no_weight_travels_in_float32(mode, precision):
     lowered = Program(config, make_mesh(config, h100s())).lower()
     text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
     results = re.findall(r"= (.+?) all-gather(?:-start)?\(", text)
-    gathered = {dtype for one in results for dtype in re.findall(r"(\w+)\[\d+,[\d,]+\]", one)}
+    gathered = {dtype for result in results for dtype in re.findall(r"(\w+)\[\d+,[\d,]+\]", result)}
     assert "bf16" in gathered
     assert "f32" not in gathered
 

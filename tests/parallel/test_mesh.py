@@ -34,9 +34,9 @@ class Device:
     core_on_chip: int = 0
 
 
-def slices_of_tpus(n, sides, kind="TPU v5p"):
+def slices_of_tpus(n, lengths, kind="TPU v5p"):
     """n slices, each a torus; four chips a host; in the order of their ids."""
-    coords = [xyz[::-1] for xyz in itertools.product(*(range(side) for side in sides[::-1]))]
+    coords = [xyz[::-1] for xyz in itertools.product(*(range(length) for length in lengths[::-1]))]
     each = len(coords)
     return [
         Device(part * each + i, "tpu", kind, (part * each + i) // 4, part, xyz)
@@ -47,8 +47,8 @@ def slices_of_tpus(n, sides, kind="TPU v5p"):
 
 def without_slice_index(device):
     """Return a chip of a single slice as a compiler describes it."""
-    told = {key: value for key, value in vars(device).items() if key != "slice_index"}
-    return types.SimpleNamespace(**told)
+    reported = {key: value for key, value in vars(device).items() if key != "slice_index"}
+    return types.SimpleNamespace(**reported)
 
 
 def nodes_of_gpus(n, each=8, processes=1):
@@ -86,8 +86,8 @@ def spread(arranged, axis):
 )
 def test_slices_are_along_the_outer_axes(n, axes, over, caplog):
     shape = mesh_shape(**axes)
-    sides = (4, 2, math.prod(axes.values()) // n // 8)
-    devices = slices_of_tpus(n, sides, "TPU v5 lite")
+    lengths = (4, 2, math.prod(axes.values()) // n // 8)
+    devices = slices_of_tpus(n, lengths, "TPU v5 lite")
     arranged = arrange(shape, devices)
     assert arranged.shape == tuple(shape.values())
     assert {d.id for d in arranged.flat} == {d.id for d in devices}
@@ -96,7 +96,7 @@ def test_slices_are_along_the_outer_axes(n, axes, over, caplog):
         assert spread(arranged, axis) == whole, axis
     warned = [r.getMessage() for r in caplog.records if "goes over" in r.getMessage()]
     assert len(warned) == (over == "dp_shard")
-    assert all("set dp_replicate = 2" in one for one in warned)
+    assert all("set dp_replicate = 2" in item for item in warned)
 
 
 def test_several_axes_share_the_slices():
@@ -150,7 +150,7 @@ def test_an_axis_may_be_a_part_of_a_side_of_the_torus(n):
     pairs = arranged.reshape(-1, 2)
     apart = [np.abs(np.subtract(a.coords, b.coords)) for a, b in pairs]
     assert len(pairs) == 32 * n
-    assert all(sorted(one) == [0, 0, 1] for one in apart)  # tp's two are neighbours
+    assert all(sorted(item) == [0, 0, 1] for item in apart)  # tp's two are neighbours
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_gpus_are_in_the_order_of_their_nodes(n, axes, leave, processes, caplog)
     arranged = arrange(mesh_shape(**axes), nodes_of_gpus(n, processes=processes))
     assert [d.id for d in arranged.flat] == list(range(8 * n))
     warned = [r.getMessage() for r in caplog.records]
-    assert [one.partition(",")[0] for one in warned] == leave
+    assert [item.partition(",")[0] for item in warned] == leave
     if not leave:
         assert spread(arranged, "tp") == {(i,) for i in range(n)}
 

@@ -113,8 +113,8 @@ def test_a_wrong_flag_of_the_user_is_an_error(name, value):
 
 def test_a_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
     lost = Flag("cpu", "xla_nope", "1", "", "")
-    kept = Flag("cpu", "xla_cpu_enable_fast_math", "false", "", "")
-    monkeypatch.setattr(xla_flags, "FLAGS", (lost, kept))
+    retained = Flag("cpu", "xla_cpu_enable_fast_math", "false", "", "")
+    monkeypatch.setattr(xla_flags, "FLAGS", (lost, retained))
     assert compilation.accepted_flags(JobConfig()) == {"xla_cpu_enable_fast_math": False}
     assert "does not take xla_nope=1; going on without" in caplog.text
     assert "XLA flags: xla_cpu_enable_fast_math=False" in caplog.text

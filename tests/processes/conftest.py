@@ -101,8 +101,8 @@ class Run:
         return losses
 
     def steps(self) -> list[int]:
-        found = (self.directory / "checkpoints").glob("step_*")
-        return sorted(int(p.name.split("_")[1]) for p in found if p.name.split("_")[1].isdigit())
+        paths = (self.directory / "checkpoints").glob("step_*")
+        return sorted(int(p.name.split("_")[1]) for p in paths if p.name.split("_")[1].isdigit())
 
     def wait_for_step(self, step: int, process: subprocess.Popen) -> None:
         path = self.directory / "metrics.jsonl"

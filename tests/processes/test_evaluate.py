@@ -65,7 +65,7 @@ def test_the_command_gives_what_training_logged(run, tmp_path):
     assert values["metrics"] == pytest.approx(logged(run, 8), rel=1e-5)
     assert set(values["metrics"]) == set(logged(run, 8))
     assert (values["step"], values["mesh"]) == (8, {"dp_shard": 2, "tp": 2})
-    assert [(one["name"], one["tokens"]) for one in values["sets"]] == [
+    assert [(value["name"], value["tokens"]) for value in values["sets"]] == [
         (name, sums.tokens) for name, sums in evaluate(run.directory)[1].items()
     ]
     assert "bits/byte" in result.stdout
@@ -106,16 +106,16 @@ def test_parameters_are_restored_in_shares(run, monkeypatch):
 
 
 def test_other_sets_and_parts_of_them(run):
-    place = f"x={run.directory.parent / 'b'}"
-    trained, sums = evaluate(run.directory, sets=[place], devices=jax.devices()[:1])
+    location = f"x={run.directory.parent / 'b'}"
+    trained, sums = evaluate(run.directory, sets=[location], devices=jax.devices()[:1])
     metrics = report(trained, sums)["metrics"]
     assert metrics["eval/x/loss"] == pytest.approx(logged(run, 8)["eval/b/loss"], rel=1e-5)
     assert metrics["eval/loss"] == metrics["eval/x/loss"]
-    _, pattern = evaluate(run.directory, sets=[f"{place}/*.npy"], devices=jax.devices()[:1])
+    _, pattern = evaluate(run.directory, sets=[f"{location}/*.npy"], devices=jax.devices()[:1])
     assert pattern == sums
-    _, few = evaluate(run.directory, sets=[place], steps=1, batch_size=8)
+    _, few = evaluate(run.directory, sets=[location], steps=1, batch_size=8)
     _, by_two = evaluate(
-        run.directory, sets=[place], steps=2, batch_size=2, devices=jax.devices()[:2]
+        run.directory, sets=[location], steps=2, batch_size=2, devices=jax.devices()[:2]
     )
     assert few["x"].tokens == sums["x"].tokens  # all five sequences
     assert by_two["x"].tokens < sums["x"].tokens

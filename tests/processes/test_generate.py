@@ -124,9 +124,9 @@ def test_a_completion_stops_at_the_end_of_text(run, tmp_path, here):
     reasons = {r["finish_reason"] for r in ended}
     assert {r["finish_reason"] for r in endless} == {"length"}
     assert len({r["completion"] for r in endless}) == 3  # each prompt draws for itself
-    for one, other in zip(ended, endless, strict=True):
-        assert one["tokens"] == other["tokens"][: len(one["tokens"])]
-        assert (one["finish_reason"] == "stop") == (256 in other["tokens"])
+    for item, other in zip(ended, endless, strict=True):
+        assert item["tokens"] == other["tokens"][: len(item["tokens"])]
+        assert (item["finish_reason"] == "stop") == (256 in other["tokens"])
     assert results("--batch-size", "1") == ended
     assert reasons <= {"stop", "length"}
 
@@ -234,9 +234,9 @@ def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
     losses = {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
     assert ours.metrics["train/loss"].dropna().to_dict() == losses
     assert ours.metrics.index.is_unique  # a save is logged when it ends, several perhaps in a step
-    found = ours.evaluate(steps=1, text=str(run.directory.parent / "data" / "train"))
-    assert found["step"] == 60
-    assert found["sets"][0]["name"] == "text"
+    result = ours.evaluate(steps=1, text=str(run.directory.parent / "data" / "train"))
+    assert result["step"] == 60
+    assert result["sets"][0]["name"] == "text"
     assert (ours.export(tmp_path / "model") / "model.safetensors").is_file()
     card = (tmp_path / "model" / "README.md").read_text()
     assert "| steps | 60 of 120 |" in card

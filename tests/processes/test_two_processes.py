@@ -74,7 +74,7 @@ def test_it_does_not_matter_how_many_processes_begin_and_end(new_run, count, mes
     assert "[step 1]" in outputs[0]
     assert not any("[step 1]" in output for output in outputs[1:])
     run.finish_here(*OVERRIDES)
-    losses = [list(one.losses().values()) for one in (run, alone)]
+    losses = [list(item.losses().values()) for item in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)
 
 
@@ -90,13 +90,13 @@ def test_processes_that_differ_are_refused_on_each(new_run):
 
 def check_both_capture_the_same(run, alone):
     """After step 1; of several processes, by the first of them alone."""
-    of_both = [one.directory / "activations" / "step_1" for one in (run, alone)]
+    of_both = [item.directory / "activations" / "step_1" for item in (run, alone)]
     captured = {path.name for path in of_both[0].parent.iterdir()}
     assert captured == {f"step_{step}" for step in range(1, run.steps()[-1] + 1)}
     assert (
         np.load(of_both[0] / "tokens.npy").tolist() == np.arange(66).reshape(2, -1)[:, :-1].tolist()
     )
-    residuals = [np.load(one / "residual.npy") for one in of_both]
+    residuals = [np.load(item / "residual.npy") for item in of_both]
     np.testing.assert_allclose(*residuals, rtol=1e-4, atol=1e-6)
 
 
@@ -133,7 +133,7 @@ def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
     outputs = finish_both(processes, code=75)
     assert "ep 2" in outputs[0]
     (step,) = run.steps()
-    for one in (run, alone):
-        one.finish_here(*overrides, f"--train.max_steps={step + 2}")
-    losses = [list(one.losses().values()) for one in (run, alone)]
+    for item in (run, alone):
+        item.finish_here(*overrides, f"--train.max_steps={step + 2}")
+    losses = [list(item.losses().values()) for item in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -23,7 +23,7 @@ def test_each_start_adds_a_line(tmp_path, monkeypatch):
     assert set(first) == {"step", "time", "command", "versions", "git", "parameters"}
     assert first["time"] <= second["time"]
     assert {"python", "jax", "numpy"} <= set(first["versions"])
-    assert [one.name for one in tmp_path.iterdir()] == ["starts.jsonl"]
+    assert [item.name for item in tmp_path.iterdir()] == ["starts.jsonl"]
 
 
 def test_secrets_are_left_out(tmp_path, monkeypatch):

@@ -29,8 +29,8 @@ def captured(points, layers, rows, distributed):
     compute = Activations(ours.model, points, layers, ours.mesh)
     with jax.set_mesh(ours.mesh):
         params = ours.state().variables
-        found = jax.device_get(list(compute(params, ours.put(batch), rows)))
-    return batch, found
+        result = jax.device_get(list(compute(params, ours.put(batch), rows)))
+    return batch, result
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def alone():
 
 
 def test_they_are_of_the_sequences_asked_for(alone):
-    batch, found = alone
-    for row, values in enumerate(found):
+    batch, result = alone
+    for row, values in enumerate(result):
         np.testing.assert_array_equal(values["tokens"], batch["input_ids"][0, row])
         assert set(values) == {"tokens", *POINTS}
         shapes = {"residual": (4, 32, 64), ATTENTION_WEIGHTS: (4, 4, 32, 32), "logits": (32, 256)}
@@ -59,9 +59,9 @@ def test_they_are_of_the_sequences_asked_for(alone):
 )
 def test_the_mesh_does_not_matter(alone, distributed, points):
     _, whole = alone
-    _, found = captured(points, (2, 0), (3, 1), distributed)
-    assert len(found) == 2
-    for values, row in zip(found, (3, 1), strict=True):
+    _, result = captured(points, (2, 0), (3, 1), distributed)
+    assert len(result) == 2
+    for values, row in zip(result, (3, 1), strict=True):
         assert set(values) == {"tokens", *points}
         for name, value in values.items():
             right = whole[row][name]

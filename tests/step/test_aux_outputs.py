@@ -78,12 +78,12 @@ MESHES = [
 
 @pytest.mark.parametrize(("groups", "axes", "train"), MESHES)
 def test_all_is_the_same_on_a_mesh(groups, axes, train):
-    expected, found = on_one_device(), run(config(groups, train, **axes))
+    expected, result = on_one_device(), run(config(groups, train, **axes))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     for key in ("loss", "grad_norm", "losses", "side"):
-        jax.tree.map(close, found[0][key], expected[0][key])
+        jax.tree.map(close, result[0][key], expected[0][key])
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5)
-    jax.tree.map(close, found[1:], expected[1:])
+    jax.tree.map(close, result[1:], expected[1:])
 
 
 def test_the_state_is_saved_and_restored_on_another_mesh(tmp_path):
@@ -127,8 +127,8 @@ class Noting(Hook):
 @functools.cache
 def logged(*axes):
     """A run on all eight devices; the lines of its log by what they are of, and its hook."""
-    with tempfile.TemporaryDirectory() as place:
-        root = Path(place)
+    with tempfile.TemporaryDirectory() as location:
+        root = Path(location)
         tokens = np.random.default_rng(0).integers(0, 64, 4000)
         np.save(root / "a.npy", tokens.astype(np.uint16))
         sizes = dict(axes)

@@ -70,8 +70,8 @@ def learned(config):
     stacked = [rows for name, rows in grads.items() if name == "layers"]
     # Stages hold layers in other places: [batches, stages x rows, ...] either way.
     flat = jax.tree.map(lambda x: x.reshape(x.shape[0], config.model.n_layers, -1), stacked)
-    rest = {name: leaf for name, leaf in grads.items() if name != "layers"}
-    return losses, ravel_pytree((flat, rest))[0]
+    remaining = {name: leaf for name, leaf in grads.items() if name != "layers"}
+    return losses, ravel_pytree((flat, remaining))[0]
 
 
 @functools.cache
@@ -96,8 +96,8 @@ def evaluated(**mesh):
     first = {name: leaf[:1] for name, leaf in batch.items()}
     step = make_eval_step(ours.model, ours.config.train, ours.mesh)
     with jax.set_mesh(ours.mesh):
-        found = step(ours.state().params, ours.put(first), np.ones(256, np.int32))
-    return [float(one) for one in found[:3]]
+        result = step(ours.state().params, ours.put(first), np.ones(256, np.int32))
+    return [float(item) for item in result[:3]]
 
 
 @pytest.mark.parametrize("way", [RING, ULYSSES], ids=str)

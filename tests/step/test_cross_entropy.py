@@ -70,8 +70,8 @@ def test_nats_of_each_dataset(tiles):
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(h, mask=None):
-        found = weighted_loss(tiles, h, head, labels, SCALES, mask)
-        return found.value, found.by_dataset
+        result = weighted_loss(tiles, h, head, labels, SCALES, mask)
+        return result.value, result.by_dataset
 
     (value, nats), gradient = loss(hidden, dataset_mask)
     logits = (hidden @ head.T).astype(np.float64)

@@ -99,9 +99,9 @@ def test_a_loss_makes_the_logits_that_the_model_caps(loss, axes):
     config = tiny_config(model=CAPPED, train={**train, "batch_size": 4 // groups}, distributed=axes)
     own = setup(config)
     batches, expected = capped_by_ours()
-    _, found = own.run(own.state(), batches)
+    _, result = own.run(own.state(), batches)
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
+        np.testing.assert_allclose(result[name], expected[name], rtol=1e-4)
 
 
 def test_nobody_makes_logits_and_forgets_the_cap():

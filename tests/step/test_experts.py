@@ -92,12 +92,12 @@ MESHES = [
 ]
 
 
-def check_same(found, expected):
+def check_same(result, expected):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     for key in ("loss", "grad_norm", "losses", "side"):
-        jax.tree.map(close, found[0][key], expected[0][key])
+        jax.tree.map(close, result[0][key], expected[0][key])
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
-    jax.tree.map(close, found[1:], expected[1:])
+    jax.tree.map(close, result[1:], expected[1:])
 
 
 @pytest.mark.parametrize(("model", "train", "axes"), MESHES, ids=str)

@@ -46,10 +46,10 @@ def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync):
     state, metrics = ours.run(ours.state(), random_batches(ours.config, 2))
     np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=2e-5)
     np.testing.assert_allclose(metrics["grad_norm"], want["grad_norm"], rtol=5e-3)
-    for found, wanted in zip(
+    for leave, wanted in zip(
         jax.tree.leaves(state.model_state), jax.tree.leaves(want_state.model_state), strict=True
     ):
-        np.testing.assert_allclose(found, wanted, rtol=2**-5)  # a few of bf16
+        np.testing.assert_allclose(leave, wanted, rtol=2**-5)  # a few of bf16
     is_kept = [np.asarray(leaf)[1, :2].all() for leaf in jax.tree.leaves(state.model_state)]
     assert all(is_kept)
 

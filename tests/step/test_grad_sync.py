@@ -59,8 +59,8 @@ def needs(config, n_devices, mode="update"):
 def test_it_is_update_where_that_fits_with_room_to_spare_and_says_so():
     config = tiny_config(distributed={"dp_shard": 4})
     total = needs(config, 4).total
-    found = {percent: resolved(config, 4, 100 * total // percent).mode for percent in (84, 86)}
-    assert found == {84: "update", 86: "microbatch"}
+    result = {percent: resolved(config, 4, 100 * total // percent).mode for percent in (84, 86)}
+    assert result == {84: "update", 86: "microbatch"}
     why = resolved(config, 4, 2 * total).why
     amounts = device_memory.gigabytes(total), device_memory.gigabytes(2 * total)
     assert why == f"whole weights and gradients fit: about {amounts[0]} of {amounts[1]} per device"
@@ -246,8 +246,14 @@ def added_up(config, directory):
     lowered(new_setup(config)).compile({**options, "xla_dump_hlo_as_text": True})
     (path,) = directory.glob("*train_step*after_spmd-partitioning*.txt")
     reductions = re.findall(r"= (.+?) (?:all-reduce|reduce-scatter)\((.+)", path.read_text())
-    among_devices = [result for result, rest in reductions if len(first_group(rest, 4)) > 1]
-    shapes = [shape for one in among_devices for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
+    among_devices = [
+        result for result, remaining in reductions if len(first_group(remaining, 4)) > 1
+    ]
+    shapes = [
+        shape
+        for among_device in among_devices
+        for shape in re.findall(r"(\w+)\[([\d,]+)\]", among_device)
+    ]
     # Matrices of a layer, embedding and head: other sums are of tokens or of single numbers.
     return {dtype for dtype, shape in shapes if set(shape.split(",")) & SIZES and "," in shape}
 

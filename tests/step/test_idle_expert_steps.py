@@ -78,13 +78,13 @@ def test_experts_without_tokens_stand_still():
 )
 def test_skipped_experts_do_not_depend_on_the_mesh(train, axes):
     _, _, expected, counts = run(config())
-    _, _, found, same = run(config(train, **axes))
+    _, _, result, same = run(config(train, **axes))
     np.testing.assert_array_equal(same, counts)
-    for one, other in zip(found, expected, strict=True):
+    for item, other in zip(result, expected, strict=True):
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), one, other
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), item, other
         )
-        np.testing.assert_array_equal(one[1]["expert_updates"], other[1]["expert_updates"])
+        np.testing.assert_array_equal(item[1]["expert_updates"], other[1]["expert_updates"])
 
 
 def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
@@ -96,9 +96,9 @@ def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
     saved.save(progress_of(state), state)
     there = run(config())[0]
     with jax.set_mesh(there.mesh):
-        found, _ = start_from(Saved(saved, STEPS), there)
+        result, _ = start_from(Saved(saved, STEPS), there)
     saved.close()
-    counts = found.opt_state[1].expert_updates["layers"]["mlp"]["experts"]["up_proj"]["weight"]
+    counts = result.opt_state[1].expert_updates["layers"]["mlp"]["experts"]["up_proj"]["weight"]
     np.testing.assert_array_equal(counts, states[-1][1]["expert_updates"])
 
 

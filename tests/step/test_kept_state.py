@@ -14,8 +14,8 @@ from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
 
-def config_of(rounding="kahan", kept="8bit", **axes):
-    train = {"param_dtype": "bfloat16", "param_rounding": rounding, "opt_state_dtype": kept}
+def config_of(rounding="kahan", retained="8bit", **axes):
+    train = {"param_dtype": "bfloat16", "param_rounding": rounding, "opt_state_dtype": retained}
     model = {"n_layers": 1, "n_kv_heads": 4}
     return tiny_config(model=model, train=train, distributed={"dp_shard": 1, **axes})
 
@@ -118,14 +118,14 @@ def test_stages_go_on_from_there_and_so_does_one_device(tmp_path):
     save(tmp_path, ours, state)
     after, metrics = ours.run(state, batches[2:])
     assert_same(bits(ours.run(start(tmp_path, ours), batches[2:])[0]), bits(after))
-    found = start(tmp_path, alone)
+    result = start(tmp_path, alone)
     wanted, _ = alone.run(alone.state(), batches[:2])
     pairs = zip(
-        *(jax.tree.leaves(jax.device_get(s.opt_state)) for s in (found, wanted)), strict=True
+        *(jax.tree.leaves(jax.device_get(s.opt_state)) for s in (result, wanted)), strict=True
     )
     differ = [np.mean(a != b) for a, b in pairs if a.dtype in (np.int8, np.uint8)]
     assert max(differ) < 0.01
-    _, of_one = alone.run(found, batches[2:])
+    _, of_one = alone.run(result, batches[2:])
     np.testing.assert_allclose(of_one["loss"], metrics["loss"], rtol=1e-5)
 
 

@@ -98,9 +98,9 @@ def test_biases_are_split_with_their_heads():
     state, b = split.run(split.state(params), batches)
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
     for name, width in [("q_proj", 96), ("k_proj", 48), ("v_proj", 48)]:
-        one, many = (run["grads"]["layers"]["attention"][name]["bias"][0] for run in (a, b))
-        assert one.shape == (2, width)
-        assert (one != 0).all()
-        np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-4 * np.abs(one).max())
+        item, many = (run["grads"]["layers"]["attention"][name]["bias"][0] for run in (a, b))
+        assert item.shape == (2, width)
+        assert (item != 0).all()
+        np.testing.assert_allclose(item, many, rtol=1e-4, atol=1e-4 * np.abs(item).max())
         bias = state.params["layers"]["attention"][name]["bias"]
         assert bias.sharding.shard_shape(bias.shape) == (2, width // 2)

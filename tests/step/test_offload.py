@@ -47,7 +47,7 @@ def assert_near(a, b):
 def three_updates():
     """With AdamW, without and with moments on the host; the second step is a bad one."""
     batches = random_batches(config_of(), 3)
-    found = []
+    result = []
     for offload in ((), ("optimizer",)):
         ours = setup(config_of(offload=offload))
         state, _ = ours.run(ours.state(), batches[:1])
@@ -57,8 +57,8 @@ def three_updates():
         state, _ = ours.run(state, batches[1:2])
         assert int(state.guard.total) == 1
         state.params["output_head"]["proj"]["weight"] = jax.device_put(sound, head.sharding)
-        found.append((ours, *ours.run(state, batches[2:])))
-    return found
+        result.append((ours, *ours.run(state, batches[2:])))
+    return result
 
 
 def test_losses_and_state_are_the_same(three_updates):

@@ -85,15 +85,16 @@ def without_padding(model, z_loss_weight):
 
 @pytest.mark.parametrize(("model", "train", "axes"), CASES, ids=str)
 def test_padded_conversations_are_trained_as_without_padding(model, train, axes):
-    found, weights = run(model, train, axes, PADDED)
+    result, weights = run(model, train, axes, PADDED)
     expected, expected_weights = without_padding(model, train.get("z_loss_weight", 0.0))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    for key in ("loss", "grad_norm", *({"losses", "side"} & found.keys())):
-        jax.tree.map(close, found[key], expected[key])
+    for key in ("loss", "grad_norm", *({"losses", "side"} & result.keys())):
+        jax.tree.map(close, result[key], expected[key])
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
     jax.tree.map(close, weights, expected_weights)
     counted = [
-        dict(zip(Counts._fields, one["counts"][-1, :, 1], strict=True)) for one in (found, expected)
+        dict(zip(Counts._fields, item["counts"][-1, :, 1], strict=True))
+        for item in (result, expected)
     ]
     assert counted[0]["tokens"] == 3 * 16 * PADDED
     assert counted[0]["tokens"] - counted[0]["padding"] == counted[1]["tokens"]
@@ -102,9 +103,9 @@ def test_padded_conversations_are_trained_as_without_padding(model, train, axes)
 
 @pytest.mark.parametrize("model", ["softmax", "sigmoid with sign bias"])
 def test_experts_count_the_inputs_of_conversations(model):
-    side = without_padding(model, 0.0)[0]["side"]
+    edge = without_padding(model, 0.0)[0]["side"]
     assignments = 16 * LENGTH * MODELS[model].get("moe_top_k", 2)
-    np.testing.assert_array_equal(np.sum(side["expert_counts"], axis=-1), assignments)
+    np.testing.assert_array_equal(np.sum(edge["expert_counts"], axis=-1), assignments)
 
 
 def test_prompts_are_read_as_without_padding():
@@ -114,10 +115,10 @@ def test_prompts_are_read_as_without_padding():
     params, prompts = ours.state().params, rng.integers(0, 64, (3, 5))
     logits = np.asarray(ours.model.logits(params, ours.model.hidden(params, prompts)))[:, -1]
     decoder = Decoder(ours.model, params, max_tokens=1, sampling=Sampling(0.0), rows=4)
-    found = decoder.complete(prompts.tolist(), range(3))
-    assert [one.tokens for one in found] == logits.argmax(-1)[:, None].tolist()
+    result = decoder.complete(prompts.tolist(), range(3))
+    assert [item.tokens for item in result] == logits.argmax(-1)[:, None].tolist()
     scored = Scorer(ours.model, params, max_length=64).score(
         [Continuation(prompt, [7]) for prompt in prompts.tolist()]
     )
     expected = jax.nn.log_softmax(logits)[:, 7]
-    np.testing.assert_allclose([one.log_probability for one in scored], expected, rtol=1e-5)
+    np.testing.assert_allclose([item.log_probability for item in scored], expected, rtol=1e-5)

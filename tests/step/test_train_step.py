@@ -68,13 +68,13 @@ def test_a_batch_without_labels_is_attempted_and_changes_nothing():
     assert (metrics["skipped"][0], metrics["nonfinite"][0]) == (1, 0)
     for part in ("params", "opt_state"):
         jax.tree.map(
-            np.testing.assert_array_equal, *(getattr(one, part) for one in (before, after))
+            np.testing.assert_array_equal, *(getattr(count, part) for count in (before, after))
         )
     np.testing.assert_array_equal(before.guard.losses, after.guard.losses)
     assert (int(after.step), int(after.guard.good), int(after.guard.consecutive)) == (2, 1, 0)
-    counts = [one.counts._asdict() for one in (before, after)]
+    counts = [count.counts._asdict() for count in (before, after)]
     samples, tokens, valid = (
-        [int(one[name]) for one in counts] for name in ("samples", "tokens", "valid_tokens")
+        [int(count[name]) for count in counts] for name in ("samples", "tokens", "valid_tokens")
     )
     assert (samples[1], tokens[1], valid[1]) == (2 * samples[0], tokens[0], valid[0])
     _, metrics = ours.run(state, batches[2:])
@@ -161,8 +161,8 @@ def test_no_collective_in_a_loop_when_reducing_per_update():
 def test_reducing_per_microbatch_does_so_in_the_loop():
     """The counterpart: the reader of HLO above does find collectives where there are some."""
     train = {"grad_accum_steps": 4, "batch_size": 2, "grad_sync": "microbatch"}
-    found = collectives_in_loops(hlo(setup(tiny_config(train=train, distributed={"dp_shard": 4}))))
-    kinds = {kind for _, kind, _ in found}
+    result = collectives_in_loops(hlo(setup(tiny_config(train=train, distributed={"dp_shard": 4}))))
+    kinds = {kind for _, kind, _ in result}
     assert "all-gather" in kinds
     assert kinds & {"all-reduce", "reduce-scatter", "all-to-all"}  # which, depends on the release
 
@@ -175,12 +175,12 @@ def with_tp():
 
 
 def test_with_tp_only_neighbours_in_tp_talk_in_the_loops(with_tp):
-    found = collectives_in_loops(with_tp)
-    assert found
-    assert {groups for _, _, groups in found} == {"{{0,1},{2,3}}"}
+    result = collectives_in_loops(with_tp)
+    assert result
+    assert {groups for _, _, groups in result} == {"{{0,1},{2,3}}"}
     weights = re.compile(r"\[(2,)?(\d+,64|64,\d+)\]")
     tokens = re.compile(r"\b48\b|\[2,24,")
-    shapes = [shape for shape, _, _ in found if weights.search(shape)]
+    shapes = [shape for shape, _, _ in result if weights.search(shape)]
     assert not [shape for shape in shapes if not tokens.search(shape)]
 
 

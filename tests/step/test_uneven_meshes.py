@@ -54,26 +54,28 @@ CASES = [  # axes asked for, and what dp_replicate and dp_shard become
 
 @pytest.mark.parametrize(("kind", "train", "axes", "built"), CASES, ids=str)
 def test_updates_are_those_of_one_device(kind, train, axes, built):
-    ours, state, found = run(config(train, **KINDS[kind], **axes))
+    ours, state, result = run(config(train, **KINDS[kind], **axes))
     _, expected_state, expected = on_one_device(kind)
     assert (ours.mesh.shape["dp_replicate"], ours.mesh.shape["dp_shard"]) == built
     for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose(found[key], expected[key], rtol=1e-5)
-    for one, other in zip(
-        jax.tree.leaves(found["grads"]), jax.tree.leaves(expected["grads"]), strict=True
+        np.testing.assert_allclose(result[key], expected[key], rtol=1e-5)
+    for leave, other in zip(
+        jax.tree.leaves(result["grads"]), jax.tree.leaves(expected["grads"]), strict=True
     ):
-        np.testing.assert_allclose(one[0], other[0], rtol=1e-5, atol=1e-5 * np.abs(other[0]).max())
-    for one, other in zip(
+        np.testing.assert_allclose(
+            leave[0], other[0], rtol=1e-5, atol=1e-5 * np.abs(other[0]).max()
+        )
+    for leave, other in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(expected_state.params), strict=True
     ):
-        np.testing.assert_allclose(one, other, atol=2e-4)
+        np.testing.assert_allclose(leave, other, atol=2e-4)
     weight = state.params["layers"]["attention"]["q_proj"]["weight"]
     width = weight.shape[-1] // (built[1] * axes.get("ep", 1))
     assert weight.sharding.shard_shape(weight.shape)[-1] == width
 
 
 def job(path, name, **keys):
-    """Return a job on eight devices, four of which share a parameter: 8 does not divide 60."""
+    """Return a job on eight devices; four share a parameter, since 8 does not divide 60."""
     for data, n in (("a", 60), ("b", 20)):
         (path / data).mkdir(exist_ok=True)
         np.save(path / data / "x.npy", (np.arange(n * 33) % 251).astype(np.uint16))
@@ -89,8 +91,8 @@ def job(path, name, **keys):
 
 def test_a_run_resumes_evaluates_and_is_opened_on_other_devices(tmp_path, capsys):
     assert train.run(job(tmp_path, "whole")) is Exit.COMPLETED
-    told = [line for line in capsys.readouterr().err.splitlines() if "does not divide" in line]
-    assert told == [
+    reported = [line for line in capsys.readouterr().err.splitlines() if "does not divide" in line]
+    assert reported == [
         "WARNING distributed.dp_shard = 8 does not divide model.dim = 60: parameters and optimizer "
         "state are split over 4 devices and copied 2 times, 2 times the memory; dp_shard = 6 or 10 "
         "would split them all the way"
@@ -104,7 +106,7 @@ def test_a_run_resumes_evaluates_and_is_opened_on_other_devices(tmp_path, capsys
             return jax.device_get(params)
 
     jax.tree.map(np.testing.assert_array_equal, params("parts"), params("whole"))
-    one, seven = (
+    item, seven = (
         summary(evaluate(tmp_path / "whole", devices=jax.devices()[:n])[1]) for n in (1, 7)
     )
-    assert seven == pytest.approx(one, rel=1e-5)
+    assert seven == pytest.approx(item, rel=1e-5)

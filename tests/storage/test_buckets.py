@@ -107,9 +107,9 @@ def test_tokens_are_read_where_they_are(server, root):
     buckets.write(root / "t.bin", b"head" + tokens.tobytes())
     remote = RemoteTokens(root / "t.bin", tokens.dtype, 4)
     server.throttle(3)
-    pieces = [remote[start : start + 10] for start in range(0, 1000, 50)]
-    for start, piece in zip(range(0, 1000, 50), pieces, strict=True):
-        np.testing.assert_array_equal(piece, tokens[start : start + 10])
+    chunks = [remote[start : start + 10] for start in range(0, 1000, 50)]
+    for start, chunk in zip(range(0, 1000, 50), chunks, strict=True):
+        np.testing.assert_array_equal(chunk, tokens[start : start + 10])
     server.throttle(0)
     with pytest.raises(StorageError, match=r"t\.bin was whole when the run started"):
         np.asarray(remote[995:1001])

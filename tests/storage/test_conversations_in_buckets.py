@@ -23,8 +23,8 @@ def test_windows_of_a_bucket_are_those_of_a_disk(bucket, tmp_path):
         (there / path.name).write_bytes(path.read_bytes())
     assert holds_conversations(there, "data.dataset_path")
     here, copied = (
-        ConversationShards(place, "*.npy", 32, "truncate", vocab_size=99)
-        for place in (tmp_path / "train", there)
+        ConversationShards(location, "*.npy", 32, "truncate", vocab_size=99)
+        for location in (tmp_path / "train", there)
     )
     indices = range(len(here))
     np.testing.assert_array_equal(here.batch(indices), copied.batch(indices))

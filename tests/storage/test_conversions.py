@@ -41,11 +41,11 @@ def gathered(tmp_path):
     return list((tmp_path / "scratch").glob("jaxforge-*"))
 
 
-def fetch(place, directory):
+def fetch(location, directory):
     """Copy a directory of the bucket to this machine."""
-    for key in buckets.keys(str(place)):
+    for key in buckets.keys(str(location)):
         (directory / key).parent.mkdir(parents=True, exist_ok=True)
-        (directory / key).write_bytes((place / key).read_bytes())
+        (directory / key).write_bytes((location / key).read_bytes())
     return directory
 
 
@@ -90,8 +90,8 @@ def test_an_export_is_what_it_is_on_this_machine(bucket, made, tmp_path, to, cap
 def test_import_keeps_the_documents_of_the_model(bucket, made):
     run = urls.path(f"{bucket}/run")
     assert torch_compat.main(["import", f"{made}/hf", str(run)]) == 0
-    kept = run / "huggingface" / "config.json"
-    assert kept.read_bytes() == (made / "hf" / "config.json").read_bytes()
+    retained = run / "huggingface" / "config.json"
+    assert retained.read_bytes() == (made / "hf" / "config.json").read_bytes()
     assert hf_state.imported(run).config["model_type"]
 
 
@@ -142,10 +142,10 @@ def refused(name):
     """The bucket takes no object of that name."""
     write = buckets.write
 
-    def refusing(place, data):
-        if str(place).endswith(f"/{name}"):
-            raise StorageError(f"{place}: no")
-        write(place, data)
+    def refusing(location, data):
+        if str(location).endswith(f"/{name}"):
+            raise StorageError(f"{location}: no")
+        write(location, data)
 
     with mock.patch.object(buckets, "write", refusing):
         yield

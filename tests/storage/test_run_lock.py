@@ -158,9 +158,9 @@ def test_all_processes_of_a_job_share_it_and_hear_the_same(tmp_path, monkeypatch
     def broadcast(page):
         """Broadcast of process 0, which refuses here."""
         broadcasts.append(page)
-        told = np.zeros_like(page)
-        told[:6] = np.frombuffer("in üse".encode()[:6], np.uint8)
-        return told if process else page
+        reported = np.zeros_like(page)
+        reported[:6] = np.frombuffer("in üse".encode()[:6], np.uint8)
+        return reported if process else page
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
@@ -210,7 +210,7 @@ class TakesOver(Hook):
 
     def on_step_end(self, context):
         if context.step == 1:
-            (heart,) = [one for one in threading.enumerate() if one.name == "run.lock"]
+            (heart,) = [item for item in threading.enumerate() if item.name == "run.lock"]
             left_behind(self._directory, host="node7", process=42)
             heart.join()  # it ends as soon as it has seen that, perhaps before this line
 

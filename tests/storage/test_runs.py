@@ -78,8 +78,8 @@ def undisturbed(tmp_path_factory):
     (here / "run.toml").write_text(CONFIG)
     (here / "data").mkdir()
     put_shards(here / "data")
-    places = [f"--checkpoint.dir={here}/run", f"--data.dataset_path={here}/data"]
-    assert train.main([f"--config={here}/run.toml", *DATA, *places]) == 0
+    locations = [f"--checkpoint.dir={here}/run", f"--data.dataset_path={here}/data"]
+    assert train.main([f"--config={here}/run.toml", *DATA, *locations]) == 0
     return losses(here / "run")
 
 
@@ -127,8 +127,8 @@ def check_what_reads(bucket, tmp_path, steps):
     sets = f"--set=all={bucket}/data/*.npy"
     assert evaluate.main([f"{bucket}/run", sets, "--batch-size=8", f"--json={results}"]) == 0
     assert json.loads(results.read_text())["step"] == steps
-    one = f"{bucket}/run/checkpoints/step_{steps}"
-    assert generate.main([one, "--prompt=a", "--max-tokens=3"]) == 0
+    item = f"{bucket}/run/checkpoints/step_{steps}"
+    assert generate.main([item, "--prompt=a", "--max-tokens=3"]) == 0
     assert report_main.main([f"{bucket}/run"]) == 0
     assert b"</html>" in urls.path(f"{bucket}/run/report.html").read_bytes()
 
@@ -140,16 +140,16 @@ def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path)
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/run"]) == 0
     for path in filter(Path.is_file, (tmp_path / "run").rglob("*")):
         if path.stat().st_size:
-            place = urls.path(f"{bucket}/run") / path.relative_to(tmp_path / "run").as_posix()
-            place.write_bytes(path.read_bytes())
+            location = urls.path(f"{bucket}/run") / path.relative_to(tmp_path / "run").as_posix()
+            location.write_bytes(path.read_bytes())
     there = [f"--config={toml}", f"--checkpoint.dir={bucket}/run", "--checkpoint.keep_last_n=2"]
     assert train.main([*there, "--train.max_steps=17"]) == 0
     assert sorted(losses(urls.path(f"{bucket}/run"))) == list(range(1, 18))
-    kept = {path.name for path in urls.path(f"{bucket}/run/checkpoints").iterdir()}
-    assert kept == {"step_16", "step_17"}
+    paths = {path.name for path in urls.path(f"{bucket}/run/checkpoints").iterdir()}
+    assert paths == {"step_16", "step_17"}
     assert torch_compat.main(["export", f"{bucket}/run", f"{tmp_path}/hf", "--to=hf"]) == 0
-    one = f"{bucket}/run/checkpoints/step_17"
-    assert torch_compat.main(["verify", f"{bucket}/run", one]) == 0
+    item = f"{bucket}/run/checkpoints/step_17"
+    assert torch_compat.main(["verify", f"{bucket}/run", item]) == 0
     assert torch_compat.main(["inspect", f"{bucket}/run"]) == 0
     more = [f"--checkpoint.load_path={bucket}/run", "--train.max_steps=19"]
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/on", *more]) == 0

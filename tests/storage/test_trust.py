@@ -146,19 +146,19 @@ def test_trust_is_read_from_a_directory_of_this_user_alone(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "own_losses", sys)
     monkeypatch.setattr(sys, "__file__", str(tmp_path / "own_losses.py"), raising=False)
     trust.note(tmp_path / "run", NAMES)
-    kept = tmp_path / "jaxforge" / "trusted"
+    retained = tmp_path / "jaxforge" / "trusted"
     assert (tmp_path / "run").exists() is False
-    assert kept.stat().st_mode & 0o777 == 0o700
+    assert retained.stat().st_mode & 0o777 == 0o700
     assert is_trusted(tmp_path / "run")
     assert str(tmp_path) in sys.path
     (tmp_path / "link").symlink_to(tmp_path / "run")
     assert is_trusted(tmp_path / "link")
     assert not is_trusted(tmp_path / "other")
-    kept.chmod(0o770)
+    retained.chmod(0o770)
     assert not is_trusted(tmp_path / "run")
-    kept.chmod(0o700)
-    kept.rename(tmp_path / "elsewhere")
-    kept.symlink_to(tmp_path / "elsewhere")
+    retained.chmod(0o700)
+    retained.rename(tmp_path / "elsewhere")
+    retained.symlink_to(tmp_path / "elsewhere")
     assert not is_trusted(tmp_path / "run")
     with pytest.raises(OSError, match="belongs to this user alone"):
         trust.note(tmp_path / "run", NAMES)

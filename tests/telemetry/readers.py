@@ -12,20 +12,20 @@ _BLOCK, _WHOLE, _LAST = 32768, 1, 4  # of LevelDB's log format
 
 def events(directory: Path) -> list[Event]:
     """TensorBoard's events of all files, oldest file first: TFRecords."""
-    found = []
+    result = []
     for path in sorted(directory.glob("events.out.tfevents.*")):
         data = path.read_bytes()
         while data:
             (length,) = struct.unpack_from("<Q", data)
-            found.append(Event.FromString(data[12 : 12 + length]))
+            result.append(Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
-    return found
+    return result
 
 
 def wandb_records(run: Path) -> list[Record]:
     """W&B's records of an offline run."""
     (path,) = run.glob("*.wandb")
-    data, at, part, found = path.read_bytes(), 7, b"", []
+    data, at, part, result = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
         if (room := _BLOCK - at % _BLOCK) < 7:
             at += room
@@ -34,9 +34,9 @@ def wandb_records(run: Path) -> list[Record]:
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (_WHOLE, _LAST):
-            found.append(Record.FromString(part))
+            result.append(Record.FromString(part))
             part = b""
-    return found
+    return result
 
 
 def wandb_history(records: list[Record]) -> dict[int, dict[str, float]]:

@@ -20,7 +20,7 @@ from tests.helpers import devices_here
 def reported(monkeypatch):
     """Exceptions that are reported as uncaught."""
     seen = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, place: seen.append(str(error)))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, location: seen.append(str(error)))
     setup_logging(Console())
     return seen
 

@@ -148,7 +148,7 @@ def test_it_moves_while_a_step_takes_long_with_messages_above(screen):
     assert [line for line in shown if line][-1].startswith("step 1/10  10%  loss 3.2145")
     assert "\x1b[2K" not in terminal.getvalue().rpartition("step 1/10")[2]  # it stays
     wait_until(
-        lambda: "_RefreshThread" not in {type(one).__name__ for one in threading.enumerate()}
+        lambda: "_RefreshThread" not in {type(item).__name__ for item in threading.enumerate()}
     )
 
 

@@ -85,8 +85,8 @@ def test_the_documentation_lists_every_metric(run):
     logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
     logged |= {"smoothed/mfu", "train/rollbacks", "train/loss_scale"}
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
-    told = {name: np.ones(1) for name in TOLD} | {"expert_counts": np.ones((1, 2))}
-    logged |= {name for name in moe_metrics(told) if "/layers." not in name}
+    reported = {name: np.ones(1) for name in TOLD} | {"expert_counts": np.ones((1, 2))}
+    logged |= {name for name in moe_metrics(reported) if "/layers." not in name}
     table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]
     listed = set(re.findall(r"^\| `([a-z_/]+)` \|", table, re.MULTILINE))
     assert {name for name in listed if not name.startswith("eval/")} == logged
@@ -94,11 +94,11 @@ def test_the_documentation_lists_every_metric(run):
 
 def points(run):
     """Steps in TensorBoard, with their values."""
-    found = [
+    result = [
         (e.step, {value.tag: value.simple_value for value in e.summary.value})
         for e in events(run.directory / "tb_logs")
     ]
-    return [(step, values) for step, values in found if "train/loss" in values]
+    return [(step, values) for step, values in result if "train/loss" in values]
 
 
 def starts(run):

@@ -116,7 +116,9 @@ def test_damaged_lines_are_put_aside_and_cost_no_other_line(tmp_path, messages, 
     assert f"had 10 damaged lines ({numbers}, ...): moved to {aside.name}" in messages.text
     writer.write(7, {"train/loss": 2.0})
     assert writer.close()
-    assert [json.loads(one)["step"] for one in path.read_text().splitlines()] == [*range(1, 8)]
+    assert [json.loads(splitline)["step"] for splitline in path.read_text().splitlines()] == [
+        *range(1, 8)
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == [aside.name, path.name]
 
 
@@ -195,7 +197,10 @@ def test_tensorboard_has_the_config_and_hyperparameters(tmp_path):
     of_runs = {v.tag: HParamsPluginData.FromString(v.metadata.plugin_data.content)
                for v in values if v.metadata.plugin_data.plugin_name == "hparams"}  # fmt: skip
     experiment = of_runs["_hparams_/experiment"].experiment
-    assert {one.name.tag for one in experiment.metric_infos} == {"train/loss", "eval/loss"}
+    assert {metric_info.name.tag for metric_info in experiment.metric_infos} == {
+        "train/loss",
+        "eval/loss",
+    }
     started = of_runs["_hparams_/session_start_info"].session_start_info.hparams
     assert started["optimizer.lr"].number_value == 0.003
     assert started["optimizer.name"].string_value == "adamw"

@@ -288,8 +288,8 @@ def test_a_process_without_sinks_reads_at_the_same_steps():
 
 
 def test_speed_in_both_conventions_and_no_mfu_without_a_peak():
-    work = StepCost(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2, peak_tflops=8.0)
-    speed = work.speed(0.5, 1)
+    steps = StepCost(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2, peak_tflops=8.0)
+    speed = steps.speed(0.5, 1)
     assert speed == {
         "train/tokens_per_sec": 2000,
         "train/step_time_sec": 0.5,

@@ -61,8 +61,8 @@ def rotated(x: Tensor, base: float) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = base ** -(torch.arange(half) / half)
     angles = torch.outer(torch.arange(x.shape[-2]), frequencies)
-    cos, sin, (one, two) = angles.cos(), angles.sin(), x.float().split(half, -1)
-    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1).to(x.dtype)
+    cos, sin, (item, two) = angles.cos(), angles.sin(), x.float().split(half, -1)
+    return torch.cat([item * cos - two * sin, two * cos + item * sin], -1).to(x.dtype)
 
 
 class MLP(nn.Module):

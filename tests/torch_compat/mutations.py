@@ -57,12 +57,12 @@ def mutate(rng: Random, directory: Path) -> str:
     """Damages one file of a checkpoint; returns what was done."""
     files = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink())
     path = files[rng.integers(len(files))]
-    ways = [of_bytes, of_bytes, of_file, *_STRUCTURAL.get(path.suffix or path.name, [])]
-    ways += [of_pickle, of_metadata, of_metadata] if path.name == METADATA else []
-    ways += [of_json] * 2 if path.name == "metadata" else []
-    way = ways[rng.integers(len(ways))]
-    what = way(rng, path)
-    return f"{path.relative_to(directory)}: {way.__name__}: {what}"
+    methods = [of_bytes, of_bytes, of_file, *_STRUCTURAL.get(path.suffix or path.name, [])]
+    methods += [of_pickle, of_metadata, of_metadata] if path.name == METADATA else []
+    methods += [of_json] * 2 if path.name == "metadata" else []
+    method = methods[rng.integers(len(methods))]
+    what = method(rng, path)
+    return f"{path.relative_to(directory)}: {method.__name__}: {what}"
 
 
 def of_bytes(rng: Random, path: Path) -> str:
@@ -172,31 +172,31 @@ def _change(rng: Random, container: Any, key: Any) -> None:
 def of_pickle(rng: Random, path: Path) -> str:
     """Instructions taken out, repeated, exchanged, and some that want the world."""
     data = path.read_bytes()
-    made, what = _other_pickle(rng, data)
-    path.write_bytes(made)
+    result, what = _other_pickle(rng, data)
+    path.write_bytes(result)
     return what
 
 
 def _other_pickle(rng: Random, data: bytes) -> tuple[bytes, str]:
-    places = [at for _, _, at in pickletools.genops(data) if at is not None]
-    pieces = [data[a:b] for a, b in zip(places, [*places[1:], len(data)], strict=True)]
+    locations = [at for _, _, at in pickletools.genops(data) if at is not None]
+    chunks = [data[a:b] for a, b in zip(locations, [*locations[1:], len(data)], strict=True)]
     what = ""
-    for _ in range(int(rng.integers(1, 4)) if len(pieces) > 3 else 0):
-        at, other = (int(rng.integers(1, len(pieces))) for _ in range(2))
+    for _ in range(int(rng.integers(1, 4)) if len(chunks) > 3 else 0):
+        at, other = (int(rng.integers(1, len(chunks))) for _ in range(2))
         kind = int(rng.integers(5))
         what += f"{kind}@{at} "
         if kind == 0:
-            del pieces[at]
+            del chunks[at]
         elif kind == 1:
-            pieces[at:at] = [pieces[at]] * int(2 ** rng.integers(0, 16))
+            chunks[at:at] = [chunks[at]] * int(2 ** rng.integers(0, 16))
         elif kind == 2:
-            pieces[at], pieces[other] = pieces[other], pieces[at]
+            chunks[at], chunks[other] = chunks[other], chunks[at]
         elif kind == 3:
-            pieces[at] = pieces[other]
+            chunks[at] = chunks[other]
         else:
             snippets = list(_snippets(rng))
-            pieces.insert(at, snippets[rng.integers(len(snippets))])
-    return b"".join(pieces), what
+            chunks.insert(at, snippets[rng.integers(len(snippets))])
+    return b"".join(chunks), what
 
 
 def _snippets(rng: Random) -> Iterator[bytes]:
@@ -224,15 +224,17 @@ def _snippets(rng: Random) -> Iterator[bytes]:
 
 def of_metadata(rng: Random, path: Path) -> str:
     """The table of a DCP with other names, sizes, offsets, files."""
-    found = pickle.loads(path.read_bytes())  # our own, before anything was done to it
-    items = list(found.storage_data.items())
+    result = pickle.loads(path.read_bytes())  # our own, before anything was done to it
+    items = list(result.storage_data.items())
     _, item = items[rng.integers(len(items))]
-    keys = list(found.state_dict_metadata)
+    keys = list(result.state_dict_metadata)
     key = keys[rng.integers(len(keys))]
-    about = found.state_dict_metadata[key]
+    about = result.state_dict_metadata[key]
     other = value(rng)
-    targets: list[tuple[Any, str]] = [(item, "relative_path"), (item, "offset"), (item, "length"),
-                                      (found, "storage_data"), (found, "planner_data")]  # fmt: skip
+    targets: list[tuple[Any, str]] = [
+        *((item, name) for name in ("relative_path", "offset", "length")),
+        *((result, name) for name in ("storage_data", "planner_data")),
+    ]
     if hasattr(about, "chunks"):
         chunk = about.chunks[rng.integers(len(about.chunks))]
         targets += [(about, "size"), (about, "chunks"), (about, "properties"),
@@ -247,11 +249,11 @@ def of_metadata(rng: Random, path: Path) -> str:
     elif isinstance(getattr(target, field), int) and rng.random() < 0.5:
         other = getattr(target, field) + int(rng.integers(-70, 70))
     if rng.random() < 0.15:
-        found.state_dict_metadata[str(value(rng))] = found.state_dict_metadata.pop(key)
+        result.state_dict_metadata[str(value(rng))] = result.state_dict_metadata.pop(key)
     else:
         object.__setattr__(target, field, other)
     try:
-        path.write_bytes(pickle.dumps(found))
+        path.write_bytes(pickle.dumps(result))
     except RecursionError:  # Python cannot write it; `of_pickle` can
         return of_bytes(rng, path)
     return f"{field} = {str(other)[:60]}"
@@ -335,8 +337,8 @@ def of_capsule(rng: Random, path: Path) -> str:
     else:
         changed = path.with_name(name)
         changed.write_bytes(entries[name])
-        ways = {".jsonl": of_lines, ".toml": of_toml}
-        what = ways.get(changed.suffix, of_bytes)(rng, changed)
+        methods = {".jsonl": of_lines, ".toml": of_toml}
+        what = methods.get(changed.suffix, of_bytes)(rng, changed)
         entries[name] = changed.read_bytes()
         changed.unlink()
     if kind:
@@ -353,18 +355,18 @@ def of_items(rng: Random, path: Path) -> str:
     metadata = path.parent / METADATA
     if not metadata.is_file():
         return of_bytes(rng, path)
-    found = pickle.loads(metadata.read_bytes())
-    items = [item for item in found.storage_data.values() if item.relative_path == path.name]
+    result = pickle.loads(metadata.read_bytes())
+    items = [item for item in result.storage_data.values() if item.relative_path == path.name]
     item = items[rng.integers(len(items))]
     data = path.read_bytes()
-    one = path.with_name("one")
-    one.write_bytes(data[item.offset : item.offset + item.length])
-    what = of_archive(rng, one)
-    made = one.read_bytes()
-    one.unlink()
-    item.offset, item.length = len(data), len(made)
-    path.write_bytes(data + made)
-    metadata.write_bytes(pickle.dumps(found))
+    element = path.with_name("one")
+    element.write_bytes(data[item.offset : item.offset + item.length])
+    what = of_archive(rng, element)
+    output = element.read_bytes()
+    element.unlink()
+    item.offset, item.length = len(data), len(output)
+    path.write_bytes(data + output)
+    metadata.write_bytes(pickle.dumps(result))
     return what
 
 

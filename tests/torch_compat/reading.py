@@ -36,15 +36,15 @@ def read(path):
         capsule = archive.read(capsules[0])
         make_config(toml.parse(capsule.files["config.toml"], "config.toml"))
         return {"files": repr(capsule)}
-    found = checkpoints.find(path)
-    json.dumps(inspect(found))
-    if found.format == "dcp":
-        opened = found.dcp()
+    reference = checkpoints.find(path)
+    json.dumps(inspect(reference))
+    if reference.format == "dcp":
+        opened = reference.dcp()
         for key in opened.objects:
             opened.objects(key)
         checkpoint = dcp_state.read(opened, _declared(), Options())
     else:
-        checkpoint = found.read(found.config(None), Options())
+        checkpoint = reference.read(reference.config(None), Options())
     values = {name: _digest(tensor.all()) for name, tensor in checkpoint.tensors()}
     values |= {f"scalar {name}": str(scalar) for name, scalar in checkpoint.scalars.items()}
     progress = checkpoint.progress.to_json() if checkpoint.progress else {}
@@ -92,7 +92,7 @@ def judge(answer, original, mutation=""):
         return ("refused", message) if plain else ("MESSAGE", message[:400])
     if answer["checkpoint"] == original:
         return "read as it was", ""
-    if answer["says so"] or any(way in mutation for way in mutations.WITH_CHECKSUMS):
+    if answer["says so"] or any(method in mutation for method in mutations.WITH_CHECKSUMS):
         return "read as it says", ""  # by the reference reader of a format without checksums, too
     changed = sorted(k for k, v in original.items() if answer["checkpoint"].get(k) != v)
     return "DIFFERENT", ", ".join(changed[:5])

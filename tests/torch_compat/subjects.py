@@ -69,7 +69,7 @@ def write_torch(directory: Path) -> Path:
         into[entry.path[-1]] = to_torch(value.all()) if isinstance(value, LazyTensor) else value
     dcp.save(state, checkpoint_id=directory, no_dist=True)
     about = train_state.to_torch(Progress(step=3, samples=6, tokens=96), 3, config(), 1)
-    ours = b"".join(bytes(piece) for piece in torch_zip.archive(about))
+    ours = b"".join(bytes(chunk) for chunk in torch_zip.archive(about))
     torch.save(torch.load(io.BytesIO(ours), weights_only=False), directory / "train_state.pt")
     return directory
 
@@ -79,27 +79,27 @@ def write_subjects(directory: Path) -> dict[str, Path]:
     directory.mkdir(parents=True)
     toml = directory / "run.toml"
     toml.write_text(config().to_toml())
-    made = {"torch": write_torch(directory / "torch")}
+    result = {"torch": write_torch(directory / "torch")}
     run = directory / "jaxforge"
 
     def convert(request):
         plan = conversion.plan(request)
         return conversion.run(request, plan, Share(), lambda nbytes: None, Workers())
 
-    convert(Request(checkpoints.find(made["torch"]), run, "jaxforge", toml, max_memory=1 << 20))
+    convert(Request(checkpoints.find(result["torch"]), run, "jaxforge", toml, max_memory=1 << 20))
 
     def export(name, **how):
-        made[name] = convert(Request(checkpoints.find(run), directory / name, **how))
+        result[name] = convert(Request(checkpoints.find(run), directory / name, **how))
 
     export("ours", to="dcp")
     export("stages", to="dcp", stages=2)
     export("torchtitan", to="dcp", dialect="torchtitan")
     export("hf", to="hf")
     export("sharded", to="hf", largest_file=4096)
-    made |= {"report": directory / "report", "capsule": directory / "capsule"}
-    write_report(made["report"])
-    write_capsule(made["capsule"])
-    return made | {"jaxforge": run}
+    result |= {"report": directory / "report", "capsule": directory / "capsule"}
+    write_report(result["report"])
+    write_capsule(result["capsule"])
+    return result | {"jaxforge": run}
 
 
 def write_report(directory: Path) -> None:
@@ -114,7 +114,7 @@ def write_report(directory: Path) -> None:
     lines = {"metrics": metrics, "starts": [start(0), start(9)], "samples": [sample, sample]}
     (run / "config.toml").write_text(config().to_toml())
     for name, values in lines.items():
-        (run / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in values))
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
 def write_capsule(directory: Path) -> None:
@@ -125,7 +125,7 @@ def write_capsule(directory: Path) -> None:
     tables |= {name: {"x": "1"} for name in ("machine", "environment", "packages")}
     curve = [{"step": i, "train/loss": 5.0, "train/grad_norm": 1.0} for i in range(1, 9)]
     files = {"config.toml": config().to_toml(), "packages.txt": "x==1\n"}
-    files["curve.jsonl"] = "".join(json.dumps(one) + "\n" for one in curve)
+    files["curve.jsonl"] = "".join(json.dumps(item) + "\n" for item in curve)
     directory.mkdir(parents=True)
     about = {**tables, "mesh": {"dp_shard": 1}}
     archive.write(directory / "run.capsule.zip", archive.Capsule(about, files))

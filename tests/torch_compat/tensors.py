@@ -36,10 +36,10 @@ def to_torch(array):
     return raw.view(dtype).reshape(array.shape)
 
 
-def assert_same(found, expected):
+def assert_same(result, expected):
     """Shape, dtype and every bit."""
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert found.tobytes() == expected.tobytes()
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+    assert result.tobytes() == expected.tobytes()
 
 
 def random_index(rng, shape):

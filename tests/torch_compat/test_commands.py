@@ -38,18 +38,18 @@ from torch_compat.formats.files import Directory
 
 def trained(directory, steps=2, **sections):
     """A run directory after a few steps, and its config."""
-    made = run_of(tiny_config(**sections).model_dump_json(), steps)
-    shutil.copytree(made.name, directory, dirs_exist_ok=True)
+    result = run_of(tiny_config(**sections).model_dump_json(), steps)
+    shutil.copytree(result.name, directory, dirs_exist_ok=True)
     return directory / "config.toml"
 
 
 @functools.cache
 def run_of(config, steps):
     """The directory, made once for all that are alike."""
-    made = tempfile.TemporaryDirectory()
+    result = tempfile.TemporaryDirectory()
     ours = setup(JobConfig.model_validate_json(config))
-    saved(Path(made.name), ours, underway(ours, steps), steps)
-    return made
+    saved(Path(result.name), ours, underway(ours, steps), steps)
+    return result
 
 
 def saved(directory, ours, state, steps):
@@ -115,8 +115,8 @@ def test_every_optimizer_goes_to_torch_and_back(tmp_path, name, layout):
 
 
 def test_moments_in_eight_bits_leave_as_float32_and_do_not_come_back(tmp_path):
-    kept = {"opt_state_dtype": "8bit", "param_dtype": "bfloat16", "param_rounding": "kahan"}
-    ours = setup(tiny_config(model={"n_layers": 1}, train=kept))
+    retained = {"opt_state_dtype": "8bit", "param_dtype": "bfloat16", "param_rounding": "kahan"}
+    ours = setup(tiny_config(model={"n_layers": 1}, train=retained))
     rng = np.random.default_rng(0)
     narrow = lambda a: rng.integers(0, 127, a.shape).astype(a.dtype) if a.itemsize == 1 else a  # noqa: E731
     state = underway(ours, 0)
@@ -124,11 +124,11 @@ def test_moments_in_eight_bits_leave_as_float32_and_do_not_come_back(tmp_path):
     config = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=moments), steps=0)
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     name, (_, adam, _) = "layers.0.mlp.up_proj.weight", moments
-    found = open_dcp(Directory(tmp_path / "dcp" / "step_0")).tensors
+    result = open_dcp(Directory(tmp_path / "dcp" / "step_0")).tensors
     for field, theirs in {"mu": "exp_avg", "nu": "exp_avg_sq"}.items():
         q, scales = (getattr(adam, key)["layers"]["mlp"]["up_proj"]["weight"][0]
                      for key in (field, f"{field}_scales"))  # fmt: skip
-        expected, tensor = unpack(Packed(q, scales)), found[f"optimizer.state.{name}.{theirs}"]
+        expected, tensor = unpack(Packed(q, scales)), result[f"optimizer.state.{name}.{theirs}"]
         np.testing.assert_allclose(tensor.all(), expected, rtol=1e-6, atol=1e-37)  # subnormal: 0
         rows = slice(17, 70), slice(3, 9)
         np.testing.assert_array_equal(tensor.read(rows), tensor.all()[rows])
@@ -148,8 +148,8 @@ def test_every_dialect_comes_back_bit_for_bit(tmp_path, dialect, dtype):
     config = trained(tmp_path / "a", train={"param_dtype": dtype, "opt_state_dtype": dtype})
     arguments = ["--to=dcp", f"--dialect={dialect}"]
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), *arguments])
-    found = checkpoints.find(tmp_path / "dcp")
-    assert found.dcp().tensors  # a checkpoint of its own
+    reference = checkpoints.find(tmp_path / "dcp")
+    assert reference.dcp().tensors  # a checkpoint of its own
     main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
     step = orbax_store.open_orbax(tmp_path / "b")[0].progress
@@ -160,19 +160,19 @@ def test_verify_names_what_differs(tmp_path, capsys):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     tensor = open_dcp(Directory(tmp_path / "dcp" / "step_2")).tensors["model.norm.weight"]
-    place = tensor.all().tobytes()
+    location = tensor.all().tobytes()
     file = tmp_path / "dcp" / "step_2" / "__0_0.distcp"
     data = file.read_bytes()
-    assert data.count(place) == 1
-    changed = np.frombuffer(place, np.float32).copy()
+    assert data.count(location) == 1
+    changed = np.frombuffer(location, np.float32).copy()
     changed[3] += 0.5
-    sums = [zlib.crc32(values).to_bytes(4, "little") for values in (place, changed.tobytes())]
-    file.write_bytes(data.replace(place, changed.tobytes()).replace(*sums))
+    sums = [zlib.crc32(values).to_bytes(4, "little") for values in (location, changed.tobytes())]
+    file.write_bytes(data.replace(location, changed.tobytes()).replace(*sums))
     capsys.readouterr()
     arguments = ["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), "--json"]
     assert main([*arguments, f"--config={config}"]) == 1
-    found = json.loads(capsys.readouterr().out)["differences"]
-    assert [(d["name"], d["what"], d["largest"]) for d in found] == [
+    result = json.loads(capsys.readouterr().out)["differences"]
+    assert [(d["name"], d["what"], d["largest"]) for d in result] == [
         ("params.norm.weight", "values", pytest.approx(0.5))
     ]
 
@@ -253,9 +253,9 @@ def test_weights_alone_start_at_step_0(tmp_path):
 def test_missing_optimizer_state_is_said_and_filled_on_request(tmp_path, capsys):
     config = trained(tmp_path / "a", optimizer={"name": "muon"})
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
-    found = open_dcp(Directory(tmp_path / "dcp" / "step_2"))
+    result = open_dcp(Directory(tmp_path / "dcp" / "step_2"))
     without_inner_adam(tmp_path / "dcp" / "step_2")
-    assert "optimizer.state.norm.weight.exp_avg" in found.tensors
+    assert "optimizer.state.norm.weight.exp_avg" in result.tensors
     arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
     with pytest.raises(UserError, match=r"exp_avg of \d+ parameters is missing.*--fill-optimizer"):
         main(["import", *arguments])
@@ -439,8 +439,8 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(big, tmp_path, command, mo
 
     def watching(path, *args, **kwargs):
         if Path(path).name == "marks" or Path(path).name.endswith(".partial"):
-            found = Path(path) / "marks" if Path(path).name.endswith(".partial") else Path(path)
-            seen.append({p.name: p.stat().st_mtime_ns for p in found.glob("*.json")})
+            result = Path(path) / "marks" if Path(path).name.endswith(".partial") else Path(path)
+            seen.append({p.name: p.stat().st_mtime_ns for p in result.glob("*.json")})
         return keep(path, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", watching)
@@ -527,10 +527,10 @@ def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     like = ours.abstract_state()
     imported = Checkpoints(tmp_path / "b", ours.config.checkpoint, read_only=True)
     state = tmp_path / "b/checkpoints/step_2/state"
-    places = ocdbt._places(state)
+    locations = ocdbt._places(state)
     names = "params.norm.weight", "optimizer.nu.layers.mlp.up_proj.weight"
     for name, byte in itertools.product(names, (0, -1)):
-        chunks = [place for place in places[name].values() if isinstance(place, tuple)]
+        chunks = [location for location in locations[name].values() if isinstance(location, tuple)]
         file, start, length = chunks[byte]
         flip(state / file, start + byte % length)
         with pytest.raises(UserError, match=rf"step_2 is damaged \(not what was saved: {name}\)"):
@@ -540,10 +540,10 @@ def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     imported.close()
 
 
-def flip(path, place):
+def flip(path, location):
     """Flip the lowest bit of a byte of a file."""
     content = bytearray(path.read_bytes())
-    content[place] ^= 1
+    content[location] ^= 1
     path.write_bytes(content)
 
 

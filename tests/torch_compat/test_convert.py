@@ -55,19 +55,19 @@ def run(tmp_path_factory):
 def sources(run, tmp_path_factory):
     """Each source by name, with the run that an import makes of it."""
     directory = tmp_path_factory.mktemp("sources")
-    made = {}
+    result = {}
     for name, options in SOURCES.items():
         source = directory / name.replace(" ", "_")
         if options is None:
-            made[name] = run, run
+            result[name] = run, run
             continue
         main(["export", str(run), str(source), *options])
         if name.endswith("base class"):
             without_prefix(source / "model.safetensors")
         imported = directory / f"{source.name}_imported"
         main(["import", str(source), str(imported), *config_for(source, run)])
-        made[name] = source, imported
-    return made
+        result[name] = source, imported
+    return result
 
 
 def without_prefix(path):
@@ -84,23 +84,25 @@ def config_for(source, run):
 
 def contents(path):
     """Tensors by their own keys, and all else that a reader may go by."""
-    found = checkpoints.find(path)
-    tensors = {name: tensor.all() for name, tensor in found.raw().items()}
-    if found.format == "jaxforge":
+    reference = checkpoints.find(path)
+    tensors = {name: tensor.all() for name, tensor in reference.raw().items()}
+    if reference.format == "jaxforge":
         checkpoint, config = orbax_store.open_orbax(path)
         progress = checkpoint.progress.to_json() | {"run_id": None}
         scalars = {n: x.tolist() for n, x in (checkpoint.scalars | checkpoint.guard).items()}
         return tensors, [progress, repr(scalars), config.model]
-    if found.format == "dcp":
-        objects = found.dcp().objects
-        place = found.directory.read(TRAIN_STATE) if found.directory.has(TRAIN_STATE) else b""
-        return tensors, [{key: repr(objects(key)) for key in objects}, place]
-    names = (*found.directory.names(), "config.json", "generation_config.json")
-    return tensors, [names, *(found.directory.read(n) for n in names if n.endswith("json"))]
+    if reference.format == "dcp":
+        objects = reference.dcp().objects
+        location = (
+            reference.directory.read(TRAIN_STATE) if reference.directory.has(TRAIN_STATE) else b""
+        )
+        return tensors, [{key: repr(objects(key)) for key in objects}, location]
+    names = (*reference.directory.names(), "config.json", "generation_config.json")
+    return tensors, [names, *(reference.directory.read(n) for n in names if n.endswith("json"))]
 
 
-def assert_same_checkpoint(made, expected):
-    (tensors, others), (expected_tensors, expected_others) = contents(made), contents(expected)
+def assert_same_checkpoint(result, expected):
+    (tensors, others), (expected_tensors, expected_others) = contents(result), contents(expected)
     assert tensors.keys() == expected_tensors.keys()
     for name, array in tensors.items():
         assert_same(array, expected_tensors[name])
@@ -123,8 +125,8 @@ def test_convert_equals_import_and_export(sources, run, tmp_path, name, target):
     else:
         shutil.copytree(imported, tmp_path / "steps")
     assert_same_checkpoint(direct, tmp_path / "steps")
-    made = {"direct", "steps", "dcp"} if (name, target) == ("run", "jaxforge") else None
-    assert {path.name for path in tmp_path.iterdir()} == (made or {"direct", "steps"})
+    result = {"direct", "steps", "dcp"} if (name, target) == ("run", "jaxforge") else None
+    assert {path.name for path in tmp_path.iterdir()} == (result or {"direct", "steps"})
 
 
 def test_experts_change_their_layout_in_one_go(tmp_path):

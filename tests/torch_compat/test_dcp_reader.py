@@ -57,16 +57,16 @@ def saved(path, **tensors):
 
 def edited(path, change):
     """The checkpoint with other metadata."""
-    found = pickle.loads((path / METADATA).read_bytes())
-    change(found)
-    (path / METADATA).write_bytes(pickle.dumps(found))
+    result = pickle.loads((path / METADATA).read_bytes())
+    change(result)
+    (path / METADATA).write_bytes(pickle.dumps(result))
 
 
 def test_two_ranks_of_kempnerforge_equal_the_tensors_that_it_gathered(golden):
     expected = np.load(golden / "dcp_fsdp2_bf16" / "expected_full.npz")
-    found = opened(golden / "dcp_fsdp2_bf16" / "step_3").tensors
-    assert found.keys() == set(expected)
-    for name, tensor in found.items():
+    result = opened(golden / "dcp_fsdp2_bf16" / "step_3").tensors
+    assert result.keys() == set(expected)
+    for name, tensor in result.items():
         kind = "float32" if name.endswith(".step") else "bfloat16"
         assert tensor.dtype == DTYPES[kind]
         assert_same(np.asarray(tensor.all(), np.float32), expected[name])
@@ -75,16 +75,16 @@ def test_two_ranks_of_kempnerforge_equal_the_tensors_that_it_gathered(golden):
 @pytest.mark.parametrize("layout", ["nested", "flat", "strided", "replicated"])
 def test_every_layout_of_four_ranks_equals_the_full_tensors(layouts, layout):
     expected = np.load(layouts / f"{layout}.npz")
-    found = opened(layouts / layout).tensors
-    assert found.keys() == set(expected)
-    for name, tensor in found.items():
+    result = opened(layouts / layout).tensors
+    assert result.keys() == set(expected)
+    for name, tensor in result.items():
         assert_reads(tensor, expected[name].astype(tensor.dtype), parts=12)
 
 
 def test_chunks_lie_as_the_layouts_are_meant_to_have_them(layouts):
     def chunks(layout, name):
-        found = pickle.loads((layouts / layout / METADATA).read_bytes())
-        return [(c.offsets[0], c.sizes[0]) for c in found.state_dict_metadata[name].chunks]
+        result = pickle.loads((layouts / layout / METADATA).read_bytes())
+        return [(c.offsets[0], c.sizes[0]) for c in result.state_dict_metadata[name].chunks]
 
     assert chunks("nested", "model.up.weight") == [(0, 13), (13, 13), (26, 13), (39, 11)]
     assert chunks("nested", "model.down.weight") == [(0, 2), (2, 2), (4, 2), (6, 0)]
@@ -114,10 +114,10 @@ def test_every_dtype_is_read(tmp_path, name):
         "matrix": random_array(name, (5, 7)), "one": random_array(name, ()),
         "none": random_array(name, (0, 3)), "cube": random_array(name, (2, 3, 4)),
     }  # fmt: skip
-    found = saved(tmp_path / "d", **{key: to_torch(array) for key, array in arrays.items()})
-    assert found.keys() == arrays.keys()
+    result = saved(tmp_path / "d", **{key: to_torch(array) for key, array in arrays.items()})
+    assert result.keys() == arrays.keys()
     for key, array in arrays.items():
-        assert_reads(found[key], array)
+        assert_reads(result[key], array)
 
 
 def test_tensors_that_are_not_row_major_are_read_as_torch_sees_them(tmp_path):
@@ -131,9 +131,9 @@ def test_tensors_that_are_not_row_major_are_read_as_torch_sees_them(tmp_path):
         "row": base[3],
         "number": base[4, 7],
     }
-    found = saved(tmp_path / "d", **tensors)
+    result = saved(tmp_path / "d", **tensors)
     for key, tensor in tensors.items():
-        assert_reads(found[key], of_torch(tensor))
+        assert_reads(result[key], of_torch(tensor))
 
 
 def test_nested_containers_and_plain_objects_come_back(tmp_path):
@@ -144,15 +144,15 @@ def test_nested_containers_and_plain_objects_come_back(tmp_path):
     }  # fmt: skip
     tensors = {"layers": [{"w": torch.ones(2)}, {"w": torch.zeros(2), "n": 3}]}
     state = {**tensors, "plain": plain, "pair": (torch.arange(3), "beside a tensor")}
-    found = opened(save(state, tmp_path / "d"))
-    assert found.tensors.keys() == {"layers.0.w", "layers.1.w"}
-    assert_same(found.tensors["layers.0.w"].all(), np.ones(2, np.float32))
-    assert_same(found.tensors["layers.1.w"].all(), np.zeros(2, np.float32))
-    assert found.objects("layers.1.n") == 3
+    result = opened(save(state, tmp_path / "d"))
+    assert result.tensors.keys() == {"layers.0.w", "layers.1.w"}
+    assert_same(result.tensors["layers.0.w"].all(), np.ones(2, np.float32))
+    assert_same(result.tensors["layers.1.w"].all(), np.zeros(2, np.float32))
+    assert result.objects("layers.1.n") == 3
     known = {"dtype": DTYPES["bfloat16"], "device": "cpu", "gpu": "cuda:1"}
     for key, value in {**plain, **known}.items():
-        assert found.objects(f"plain.{key}") == value, key
-    tensor, text = found.objects("pair")
+        assert result.objects(f"plain.{key}") == value, key
+    tensor, text = result.objects("pair")
     assert_same(tensor.all(), np.arange(3))
     assert text == "beside a tensor"
 
@@ -170,10 +170,10 @@ def test_a_checkpoint_behind_a_url_is_read(layouts):
     memory.put(str(layouts / "nested"), "/ckpt/nested", recursive=True)
     try:
         expected = np.load(layouts / "nested.npz")
-        found = opened("memory://ckpt/nested")
-        for name, tensor in found.tensors.items():
+        result = opened("memory://ckpt/nested")
+        for name, tensor in result.tensors.items():
             assert_reads(tensor, expected[name])
-        assert found.objects("optimizer.param_groups.0.lr") == 0.01
+        assert result.objects("optimizer.param_groups.0.lr") == 0.01
         memory.rm("/ckpt/nested/__1_0.distcp")
         with pytest.raises(UserError, match=r"__1_0.distcp cannot be read"):
             opened("memory://ckpt/nested").tensors["model.up.weight"].all()
@@ -190,9 +190,9 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path):
     in_use = max(int(name) for name in map(str, (p.name for p in Path("/dev/fd").iterdir())))
     resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 30, hard))
     try:
-        found = opened(tmp_path / "d").tensors
+        result = opened(tmp_path / "d").tensors
         for key, tensor in tensors.items():
-            assert_same(found[key].read((slice(0, 3),)), of_torch(tensor))
+            assert_same(result[key].read((slice(0, 3),)), of_torch(tensor))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -211,11 +211,11 @@ def test_pipeline_stages_are_read_as_one(tmp_path):
         {"layers": {"1": torch.zeros(2)}, "lr": 0.1},
         {"head": torch.arange(6.0), "tok": tied.clone()},
     )
-    found = opened(tmp_path)
-    assert found.tensors.keys() == {"tok", "layers.0", "layers.1", "head"}
-    assert_reads(found.tensors["tok"], of_torch(tied))
-    assert_reads(found.tensors["layers.1"], np.zeros(2, np.float32))
-    assert found.objects("lr") == 0.1
+    result = opened(tmp_path)
+    assert result.tensors.keys() == {"tok", "layers.0", "layers.1", "head"}
+    assert_reads(result.tensors["tok"], of_torch(tied))
+    assert_reads(result.tensors["layers.1"], np.zeros(2, np.float32))
+    assert result.objects("lr") == 0.1
 
 
 def test_a_weight_that_two_stages_hold_otherwise_is_refused(tmp_path):
@@ -271,82 +271,82 @@ def broken(layouts, tmp_path):
 KEY = "model.up.weight"
 
 
-def lose_a_chunk(found):
-    del found.state_dict_metadata[KEY].chunks[1]
+def lose_a_chunk(result):
+    del result.state_dict_metadata[KEY].chunks[1]
 
 
-def overlap(found):
-    chunks = found.state_dict_metadata[KEY].chunks
+def overlap(result):
+    chunks = result.state_dict_metadata[KEY].chunks
     chunks[2] = metadata.ChunkStorageMetadata(torch.Size([25, 0]), chunks[2].sizes)
 
 
-def twice(found):
-    chunks = found.state_dict_metadata[KEY].chunks
+def twice(result):
+    chunks = result.state_dict_metadata[KEY].chunks
     chunks.append(chunks[0])
 
 
-def outside(found):
-    chunks = found.state_dict_metadata[KEY].chunks
+def outside(result):
+    chunks = result.state_dict_metadata[KEY].chunks
     chunks[3] = metadata.ChunkStorageMetadata(torch.Size([39, 0]), torch.Size([12, 6]))
 
 
-def before_the_beginning(found):
-    chunks = found.state_dict_metadata[KEY].chunks
+def before_the_beginning(result):
+    chunks = result.state_dict_metadata[KEY].chunks
     chunks[0] = metadata.ChunkStorageMetadata(torch.Size([-1, 0]), torch.Size([13, 6]))
 
 
-def other_rank(found):
-    chunks = found.state_dict_metadata[KEY].chunks
+def other_rank(result):
+    chunks = result.state_dict_metadata[KEY].chunks
     chunks[0] = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([13]))
 
 
-def larger(found):
-    found.state_dict_metadata[KEY].size = torch.Size([51, 6])
+def larger(result):
+    result.state_dict_metadata[KEY].size = torch.Size([51, 6])
 
 
-def other_dtype(found):
-    found.state_dict_metadata[KEY].properties.dtype = torch.int32
+def other_dtype(result):
+    result.state_dict_metadata[KEY].properties.dtype = torch.int32
 
 
-def unknown_dtype(found):
-    found.state_dict_metadata[KEY].properties.dtype = torch.complex128
+def unknown_dtype(result):
+    result.state_dict_metadata[KEY].properties.dtype = torch.complex128
 
 
-def no_file(found):
-    del found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
+def no_file(result):
+    del result.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
 
 
-def exchanged(found, other):
-    places, at = found.storage_data, metadata.MetadataIndex(KEY, torch.Size([13, 0]))
-    places[at], places[other] = places[other], places[at]
+def exchanged(result, other):
+    locations, at = result.storage_data, metadata.MetadataIndex(KEY, torch.Size([13, 0]))
+    locations[at], locations[other] = locations[other], locations[at]
 
 
-def another_item(found):
-    exchanged(found, metadata.MetadataIndex("model.down.weight", torch.Size([0, 0])))
+def another_item(result):
+    exchanged(result, metadata.MetadataIndex("model.down.weight", torch.Size([0, 0])))
 
 
-def same_bytes(found):
+def same_bytes(result):
     """Return the same bytes with the same shape and dtype, which would be read silently."""
-    places = found.storage_data
+    locations = result.storage_data
     at, there = (metadata.MetadataIndex(KEY, torch.Size([row, 0])) for row in (13, 26))
-    places[at] = places[there]
+    locations[at] = locations[there]
 
 
-def shifted(found):
-    at = found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
+def shifted(result):
+    at = result.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
     at.offset, at.length = at.offset + 1, at.length - 1
 
 
-def beyond_the_file(found):
-    found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))].offset = 10**9
+def beyond_the_file(result):
+    result.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))].offset = 10**9
 
 
-def an_object(found):
-    exchanged(found, metadata.MetadataIndex("optimizer.param_groups.0.lr"))
+def an_object(result):
+    exchanged(result, metadata.MetadataIndex("optimizer.param_groups.0.lr"))
 
 
-def of_an_extension(found):
-    at = found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
+def of_an_extension(result):
+    at = result.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
     at.transform_descriptors = ["zstd"]
 
 
@@ -382,8 +382,8 @@ def test_metadata_that_do_not_fit_are_refused_by_name(broken, change, says):
 
 
 def test_a_hole_is_seen_among_empty_chunks(broken):
-    def lose(found):
-        del found.state_dict_metadata["model.down.weight"].chunks[2]
+    def lose(result):
+        del result.state_dict_metadata["model.down.weight"].chunks[2]
 
     edited(broken, lose)
     with pytest.raises(UserError, match=r"model.down.weight: its chunks hold 200 of 300"):

@@ -83,20 +83,20 @@ def test_arrays_hold_layers_and_experts_in_their_order(tmp_path):
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     ours = setup(load_config(config))
     state = restored(ours, tmp_path / "run")
-    found = values(tmp_path / "run")
+    result = values(tmp_path / "run")
     moe, dense = (jax.device_get(state.params[name]) for name in ("moe_layers", "dense_layers"))
     for row, layer in enumerate((1, 3)):
         block = f"params.layers.{layer}.mlp."
         for expert in range(4):
             for m in ("gate", "up", "down"):
                 array = moe["mlp"]["experts"][f"{m}_proj"]["weight"][row, expert]
-                entry = found[f"{block}experts.{expert}.{m}_proj.weight"]
+                entry = result[f"{block}experts.{expert}.{m}_proj.weight"]
                 np.testing.assert_array_equal(entry, array)
         bias = moe["mlp"]["router"]["expert_bias"][row]
-        np.testing.assert_array_equal(found[f"{block}router.expert_bias"], bias)
+        np.testing.assert_array_equal(result[f"{block}router.expert_bias"], bias)
     for row, layer in enumerate((0, 2)):
         array = dense["mlp"]["up_proj"]["weight"][row]
-        np.testing.assert_array_equal(found[f"params.layers.{layer}.mlp.up_proj.weight"], array)
+        np.testing.assert_array_equal(result[f"params.layers.{layer}.mlp.up_proj.weight"], array)
 
 
 BLOCK = [
@@ -117,7 +117,7 @@ def keys_of_layers(experts):
 def test_keys_are_those_of_kempnerforge(tmp_path, packed):
     model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
     trained(tmp_path / "run", model=model)
-    found = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")
+    result = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")
     experts = [f"mlp.experts.{j}.{m}_proj.weight" for j in range(4) for m in ("gate", "up", "down")]
     of_layers = keys_of_layers(
         [f"mlp.{m}_w" for m in ("up", "down", "gate")] if packed else experts
@@ -126,15 +126,15 @@ def test_keys_are_those_of_kempnerforge(tmp_path, packed):
                           "token_embedding.embedding.weight"}  # fmt: skip
     state = {f"layers.{i}.mlp.router.expert_ema" for i in (1, 3)}
     fields = ("step", "exp_avg", "exp_avg_sq")
-    assert set(found.tensors) == {f"model.{key}" for key in params | state} | {
+    assert set(result.tensors) == {f"model.{key}" for key in params | state} | {
         f"optimizer.state.{key}.{field}" for key in params for field in fields
     }
     if packed:
         sizes = {
-            m: found.tensors[f"model.layers.1.mlp.{m}_w"].shape for m in ("up", "gate", "down")
+            m: result.tensors[f"model.layers.1.mlp.{m}_w"].shape for m in ("up", "gate", "down")
         }
         assert sizes == {"up": (4, 64, 32), "gate": (4, 64, 32), "down": (4, 32, 64)}
-    groups = [set(found.objects(f"optimizer.param_groups.{g}.params")) for g in (0, 1)]
+    groups = [set(result.objects(f"optimizer.param_groups.{g}.params")) for g in (0, 1)]
     still = {key for key in params if "norm" in key or key.endswith("expert_bias")}
     assert groups == [params - still, still]
 
@@ -154,13 +154,13 @@ def test_another_router_takes_the_bias_without_what_trained_it(kempnerforge, tmp
     assert "left out: the moments of layers.0.mlp.router.expert_bias" in said
     assert "left out: layers.0.mlp.router.expert_ema" in said
     assert "is within the sigmoid" in said
-    found, had = values(again), values(directory / "run")
+    result, had = values(again), values(directory / "run")
     biases = {n for n in had if n.endswith("router.expert_bias")}
     for name in {n for n in biases if n.startswith("params.")}:
         moved = name.replace("params.", "model_state.")
-        np.testing.assert_array_equal(found.pop(moved), had[name])
-    assert not {name for name in found if "expert_bias" in name or "expert_ema" in name}
-    assert_same(found, {n: v for n, v in had.items() if n not in biases and "expert_ema" not in n})
+        np.testing.assert_array_equal(result.pop(moved), had[name])
+    assert not {name for name in result if "expert_bias" in name or "expert_ema" in name}
+    assert_same(result, {n: v for n, v in had.items() if n not in biases and "expert_ema" not in n})
 
 
 @pytest.mark.parametrize(
@@ -201,10 +201,10 @@ def test_a_run_starts_from_it_directly(kempnerforge, tmp_path):
     like = ours.abstract_state()
     expected = restored(ours, directory / "run")
     with jax.set_mesh(ours.mesh):
-        found, progress = open_foreign(str(dcp), ours.config).restore(like)
+        result, progress = open_foreign(str(dcp), ours.config).restore(like)
     assert progress.step == 2
     for part in ("variables", "opt_state"):
-        of_both = (jax.device_get(getattr(state, part)) for state in (found, expected))
+        of_both = (jax.device_get(getattr(state, part)) for state in (result, expected))
         jax.tree.map(np.testing.assert_array_equal, *of_both)
 
 
@@ -265,12 +265,12 @@ def test_a_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
     with torch.no_grad():
         theirs = network.float()(torch.from_numpy(tokens)).numpy()
     assert np.abs(our_logits(run, tokens) - theirs).max() < 1e-5 * np.abs(theirs).max()
-    found = values(run)
-    mean = found["model_state.layers.3.mlp.router.expert_ema"]
+    result = values(run)
+    mean = result["model_state.layers.3.mlp.router.expert_ema"]
     assert mean.dtype == np.float32
     np.testing.assert_array_equal(mean, network.layers["3"].mlp.router.expert_ema.numpy())
     bias = of_torch(network.layers["3"].mlp.router.expert_bias.bfloat16())
-    np.testing.assert_array_equal(found["params.layers.3.mlp.router.expert_bias"], bias)
+    np.testing.assert_array_equal(result["params.layers.3.mlp.router.expert_bias"], bias)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -399,8 +399,8 @@ def test_patterns_of_the_optimizer_are_of_the_arrays(tmp_path):
     """Patterns match the model's names: `moe_layers...`."""
     patterns = {"no_decay_patterns": [r"^moe_layers\.mlp\.experts"]}
     trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer=patterns)
-    found = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")
-    decaying, still = (found.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1))
+    result = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")
+    decaying, still = (result.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1))
     assert sum(".experts." in key for key in still) == 2 * 4 * 3
     assert not any(".experts." in key for key in decaying)
     config = tiny_config(model=MIXTURE, optimizer=patterns)

@@ -75,7 +75,7 @@ GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sw
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
 CASES = {
-    # name: type of model, its keys beside the shape
+    # name: type of model, its keys in addition to the shape
     "llama": ("llama", {}),
     "llama, biases, gelu": ("llama", {**ALL_BIASES, "hidden_act": "gelu"}),
     "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
@@ -262,8 +262,8 @@ def test_logits_are_the_same_with_a_cache(imported):
         out, theirs = network(torch.from_numpy(tokens[:, :first]), use_cache=True), []
         theirs.append(out.logits)
         for i in range(first, LENGTH):
-            one = torch.from_numpy(tokens[:, i : i + 1])
-            out = network(one, past_key_values=out.past_key_values, use_cache=True)
+            item = torch.from_numpy(tokens[:, i : i + 1])
+            out = network(item, past_key_values=out.past_key_values, use_cache=True)
             theirs.append(out.logits)
     assert_close(np.concatenate(logits, axis=1), torch.cat(theirs, dim=1).numpy())
 
@@ -466,9 +466,9 @@ def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(m
     if model_type == "dots1":  # which has no default of these
         given |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
-    found = [ModelConfig(**hf_config.model_table(config, "here"))
+    result = [ModelConfig(**hf_config.model_table(config, "here"))
              for config in ({"model_type": model_type, **given}, theirs.to_dict())]  # fmt: skip
-    assert hf_config.computes(found[0]) == hf_config.computes(found[1])
+    assert hf_config.computes(result[0]) == hf_config.computes(result[1])
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
@@ -751,8 +751,8 @@ def another(key, value):
 def logits_of_theirs(config, weights):
     """Logits of transformers' model of a config; None if it cannot have these weights."""
     try:
-        made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
-        network = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+        result = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+        network = transformers.AutoModelForCausalLM.from_config(result, attn_implementation="eager")
         network.load_state_dict(weights)
         with torch.no_grad():
             return network.eval()(torch.from_numpy(tokens_of())).logits.numpy()
@@ -762,10 +762,10 @@ def logits_of_theirs(config, weights):
 
 def logits_of_ours(directory, params):
     """Logits of the model that an import makes, without a compilation; None if it is refused."""
-    found = checkpoints.find(directory)
+    reference = checkpoints.find(directory)
     try:
-        config = found.config(None)
-        found.read(config, Options())
+        config = reference.config(None)
+        reference.read(config, Options())
     except UserError:
         return None
     with jax.disable_jit():
@@ -807,8 +807,8 @@ def read_as(path, rename):
     tensors = load_file(path / "hf" / "model.safetensors")
     save_file({rename(key): t for key, t in tensors.items()}, renamed / "model.safetensors")
     shutil.copy(path / "hf" / "config.json", renamed)
-    found = checkpoints.find(renamed)
-    read = found.read(found.config(None), Options()).variables
+    reference = checkpoints.find(renamed)
+    read = reference.read(reference.config(None), Options()).variables
     return {name: tensor.all() for name, tensor in read.items()}
 
 
@@ -825,9 +825,9 @@ def test_prefixes_of_wrappers_and_of_the_base_class_make_no_difference(imported)
     _, path, *_ = imported
     plain = read_as(path, str)
     for what, rename in WRAPPERS.items():
-        found = read_as(path, rename)
-        assert found.keys() == plain.keys(), what
-        for name, tensor in found.items():
+        result = read_as(path, rename)
+        assert result.keys() == plain.keys(), what
+        for name, tensor in result.items():
             np.testing.assert_array_equal(tensor, plain[name], what)
 
 

@@ -68,17 +68,17 @@ def test_a_copy_in_several_goes(source, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_and_a_source_that_became_shorter_are_told_apart(source, tmp_path, monkeypatch):
-    piece = source(5_000, 200_000)
+    chunk = source(5_000, 200_000)
     os.truncate(tmp_path / "source", 100_000)
     with (
         pytest.raises(UserError, match="source cannot be read any more"),
         writing(tmp_path / "target") as put,
     ):
-        put(piece, 0)
+        put(chunk, 0)
 
     def full(*_):
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(os, "copy_file_range", full)
     with pytest.raises(OSError, match="full"), writing(tmp_path / "target") as put:
-        put(piece, 0)
+        put(chunk, 0)

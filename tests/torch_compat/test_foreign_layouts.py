@@ -95,8 +95,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_trainers_are_read(tmp_path, layout):
     model, optimizer = trained()
-    found = read(tmp_path / "dcp", LAYOUTS[layout](*get_state_dict(model, optimizer)))
-    assert_state_of(found, model, optimizer)
+    result = read(tmp_path / "dcp", LAYOUTS[layout](*get_state_dict(model, optimizer)))
+    assert_state_of(result, model, optimizer)
 
 
 @pytest.mark.parametrize("where", ["model", None], ids=["below a prefix", "at the root"])
@@ -107,9 +107,9 @@ def test_tensors_beside_the_model_are_left_out_with_a_note(tmp_path, where, opti
     beside = {"iter_num": torch.tensor(2), "best_val_loss": torch.tensor(2.5),
               "cpu_rng_state": torch.get_rng_state()}  # fmt: skip
     of_model = {where: weights} if where else weights
-    found = read(tmp_path / "dcp", {**of_model, "optimizer": state, **beside}, **options)
-    assert_state_of(found, model, None if "weights_only" in options else optimizer)
-    (note,) = (note for note in found.notes if "left out" in note)
+    result = read(tmp_path / "dcp", {**of_model, "optimizer": state, **beside}, **options)
+    assert_state_of(result, model, None if "weights_only" in options else optimizer)
+    (note,) = (note for note in result.notes if "left out" in note)
     assert all(key in note for key in beside)
 
 
@@ -128,13 +128,13 @@ def test_a_dialect_that_does_not_fit_names_the_keys_of_the_file(tmp_path):
 def test_numbers_of_an_optimizer_are_the_parameters_of_its_groups(tmp_path, groups, tied):
     model, optimizer = trained(groups, tied=tied)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    found = read(tmp_path / "dcp", state, tied=tied)
-    assert_state_of(found, model, optimizer)
+    result = read(tmp_path / "dcp", state, tied=tied)
+    assert_state_of(result, model, optimizer)
 
 
 def first_layer_apart(model):
     layer = list(model.model.layers[0].parameters())
-    others = [p for p in model.parameters() if all(p is not one for one in layer)]
+    others = [p for p in model.parameters() if all(p is not item for item in layer)]
     return [{"params": layer}, {"params": others}]
 
 

@@ -123,7 +123,7 @@ def torch_run(data, tmp_path_factory):
 def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
     """The other layout is below."""
     run, expected = jax_run
-    # The position in batches of so many ranks' size: KempnerForge's is per rank.
+    # The position in batches of all ranks: KempnerForge's is per rank.
     compat("export", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp", "--layout=flat",
            "--ranks=2")  # fmt: skip
     source = tmp_path / "dcp" / "latest"

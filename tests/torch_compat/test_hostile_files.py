@@ -79,16 +79,16 @@ def broken(original, tmp_path):
 
 def read_all(path):
     """Whatever any command reads of a checkpoint."""
-    found = read_everything(path)
+    result = read_everything(path)
     read_train_state(opened(path))
     inspect(checkpoints.find(path))
-    return found
+    return result
 
 
 def edit(path, change):
-    found = pickle.loads((path / METADATA).read_bytes())
-    change(found)
-    (path / METADATA).write_bytes(pickle.dumps(found))
+    result = pickle.loads((path / METADATA).read_bytes())
+    change(result)
+    (path / METADATA).write_bytes(pickle.dumps(result))
 
 
 def plant(path, key, archive):
@@ -97,8 +97,8 @@ def plant(path, key, archive):
     start = data.stat().st_size
     data.write_bytes(data.read_bytes() + archive)
 
-    def change(found):
-        for index, item in found.storage_data.items():
+    def change(result):
+        for index, item in result.storage_data.items():
             if index.fqn == key:
                 item.offset, item.length = start, len(archive)
 
@@ -108,10 +108,10 @@ def plant(path, key, archive):
 def archive_of(data, **records):
     """An archive with this pickle and some records."""
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as made:
-        made.writestr("archive/data.pkl", data)
+    with zipfile.ZipFile(out, "w") as result:
+        result.writestr("archive/data.pkl", data)
         for name, content in {"data/0": bytes(96), **records}.items():
-            made.writestr(f"archive/{name}", content)
+            result.writestr(f"archive/{name}", content)
     return out.getvalue()
 
 
@@ -147,11 +147,11 @@ def in_metadata(path, exploit):
 
 
 def deep_in_metadata(path, exploit):
-    edit(path, lambda found: setattr(found, "planner_data", {"x": [exploit]}))
+    edit(path, lambda result: setattr(result, "planner_data", {"x": [exploit]}))
 
 
 def as_a_path(path, exploit):
-    edit(path, lambda found: setattr(found.storage_meta, "checkpoint_id", exploit))
+    edit(path, lambda result: setattr(result.storage_meta, "checkpoint_id", exploit))
 
 
 def in_a_tensor(path, exploit):
@@ -250,8 +250,8 @@ def test_paths_that_lead_out_are_refused(broken, path, url):
     (broken / "link.distcp").symlink_to(outside)
     (broken / "linked").symlink_to(broken.parent)
 
-    def lead_out(found):
-        for item in found.storage_data.values():
+    def lead_out(result):
+        for item in result.storage_data.values():
             item.relative_path = path.format(outside=outside)
 
     edit(broken, lead_out)
@@ -265,8 +265,8 @@ def test_paths_within_the_checkpoint_are_followed(broken):
     (broken / "link").symlink_to("sub/data")
     for path in ("sub/data", "link", "sub/../link"):
 
-        def change(found, path=path):
-            for item in found.storage_data.values():
+        def change(result, path=path):
+            for item in result.storage_data.values():
                 item.relative_path = path
 
         edit(broken, change)
@@ -279,8 +279,8 @@ def test_paths_within_the_checkpoint_are_followed(broken):
      (0, 21), (100, 10**30), (1.5, 10), ("0", 10), (None, 10), (True, False), ([], 1)],
 )  # fmt: skip
 def test_places_beyond_a_file_are_refused(broken, offset, length):
-    def change(found):
-        for item in found.storage_data.values():
+    def change(result):
+        for item in result.storage_data.values():
             item.offset, item.length = offset, length
 
     edit(broken, change)
@@ -300,8 +300,8 @@ def tensor(offset=0, size=(2, 3), stride=(3, 1), storage=None, dtype=None):
 
 
 def test_the_geometry_that_the_next_test_damages_is_read():
-    found = read_archive(archive_of(pickles.dump(tensor(offset=18))))
-    assert_same(found.all(), np.zeros((2, 3), np.float32))
+    result = read_archive(archive_of(pickles.dump(tensor(offset=18))))
+    assert_same(result.all(), np.zeros((2, 3), np.float32))
 
 
 @pytest.mark.parametrize(
@@ -381,9 +381,9 @@ def shared(make, depth=60):
 
 def test_what_is_shared_in_an_object_is_looked_at_once():
     for make in (lambda a, b: [a, b], lambda a, b: (a, b), lambda a, b: {"a": a, "b": b}):
-        found = read_archive(archive_of(pickle.dumps(shared(make), 2)))
-        assert len(found) == 2
-        children = list(found.values() if isinstance(found, dict) else found)
+        result = read_archive(archive_of(pickle.dumps(shared(make), 2)))
+        assert len(result) == 2
+        children = list(result.values() if isinstance(result, dict) else result)
         assert children[0] is children[1]
 
 
@@ -488,9 +488,9 @@ def test_an_object_that_is_nested_too_deeply_is_refused(broken):
 
 def test_a_compressed_record_is_refused_unread(broken):
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
-        made.writestr("archive/data.pkl", pickles.dump(tensor()))
-        made.writestr("archive/data/0", bytes(64 << 20))
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as result:
+        result.writestr("archive/data.pkl", pickles.dump(tensor()))
+        result.writestr("archive/data/0", bytes(64 << 20))
     assert len(out.getvalue()) < 400_000
     plant(broken, "model.matrix", out.getvalue())
     with pytest.raises(UserError, match=rf"model.matrix in {FILE}: record .* is compressed"):

@@ -165,11 +165,11 @@ def tensors_of(directory):
     return {k: t.all() for k, t in checkpoints.find(directory).raw().items()}
 
 
-def assert_same_bits(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].dtype == other[name].dtype
-        assert one[name].tobytes() == other[name].tobytes(), name
+def assert_same_bits(first, other):
+    assert first.keys() == other.keys()
+    for name in first:
+        assert first[name].dtype == other[name].dtype
+        assert first[name].tobytes() == other[name].tobytes(), name
 
 
 def normal(model):
@@ -343,8 +343,8 @@ def test_direct_start_keeps_the_documents_of_the_model(imported, tmp_path):
     train.run(train.parse_command_line(arguments))
     names = ("config.json", "generation_config.json")
     for name in names:
-        kept = tmp_path / "run" / "huggingface" / name
-        assert kept.read_bytes() == (path / "hf" / name).read_bytes()
+        retained = tmp_path / "run" / "huggingface" / name
+        assert retained.read_bytes() == (path / "hf" / name).read_bytes()
     for run in (tmp_path / "run", path / "run"):
         export(run, tmp_path / "hf" / run.parent.name)
     a, b = ((run / "config.json").read_text() for run in (tmp_path / "hf").iterdir())
@@ -372,7 +372,7 @@ def test_a_tokenizer_is_exported_with_its_model(tmp_path, case):
     run = save_run(tmp_path / "run", config_of(model, data=data))
     directory = export(run, tmp_path / "hf", dialect=f"hf-{case.lower()}")
     kind, noted = transformers.AutoTokenizer, export_notes(run)
-    if case == "Qwen2":  # of which AutoTokenizer makes Qwen2's own, whatever the files say
+    if case == "Qwen2":  # AutoTokenizer makes it Qwen2's own, whatever the files say
         kind = transformers.PreTrainedTokenizerFast
         assert "PreTrainedTokenizerFast.from_pretrained" in noted[0]
     else:
@@ -702,14 +702,14 @@ def test_layers_of_several_dtypes_are_refused(tmp_path):
 
 def test_files_are_cut_where_they_get_too_large(tmp_path):
     run = save_run(tmp_path / "run", config_of(model_of("Llama")))
-    one = tensors_of(export(run, tmp_path / "one"))
+    item = tensors_of(export(run, tmp_path / "one"))
     directory = export(run, tmp_path / "several", largest_file=50_000)
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in directory.glob("*.safetensors"))
     assert len(files) > 3
     assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors"
                      for i in range(1, len(files) + 1)]  # fmt: skip
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in one.values())
-    assert_same_bits(one, tensors_of(directory))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in item.values())
+    assert_same_bits(item, tensors_of(directory))
     loaded = open_theirs(directory).state_dict()
-    assert all(np.array_equal(loaded[name].numpy(), tensor) for name, tensor in one.items())
+    assert all(np.array_equal(loaded[name].numpy(), tensor) for name, tensor in item.items())

@@ -66,8 +66,8 @@ def test_weights_that_were_replaced_under_the_same_names_are_all_new(
         assert metadata[0] == metadata[1]
     replace(tmp_path / "old" / file, tmp_path / "new" / file)
     assert main(arguments) == 0
-    made = values(tmp_path / "run")
-    assert_same(made, {n: v for n, v in values(runs[1]).items() if n in made})
+    result = values(tmp_path / "run")
+    assert_same(result, {n: v for n, v in values(runs[1]).items() if n in result})
 
 
 def add_step_5(steps, run):
@@ -129,27 +129,27 @@ def test_a_source_that_changes_while_it_is_read_makes_nothing(runs, tmp_path, mo
 @pytest.mark.parametrize("store", ["memory", "file"])
 def test_what_tells_files_apart_is_known_of_every_store(tmp_path, store):
     fs = pytest.importorskip("fsspec").filesystem(store)
-    place = f"memory://{tmp_path}/step_3" if store == "memory" else str(tmp_path)
+    location = f"memory://{tmp_path}/step_3" if store == "memory" else str(tmp_path)
     seen = []
     for content in (b"a", b"b", b"b"):
-        fs.pipe(f"{place}/new", content)
-        fs.mv(f"{place}/new", f"{place}/__0_0.distcp")  # another file, however soon it comes
-        seen += [Directory(place).stamps(), Directory(place).stamps()]
+        fs.pipe(f"{location}/new", content)
+        fs.mv(f"{location}/new", f"{location}/__0_0.distcp")  # another file, however soon it comes
+        seen += [Directory(location).stamps(), Directory(location).stamps()]
     assert [a == b for a, b in itertools.pairwise(seen)] == [True, False, True, False, True]
     assert seen[0].keys() == {"__0_0.distcp"}
-    assert Directory(f"{place}/none").stamps() == {}
+    assert Directory(f"{location}/none").stamps() == {}
 
 
 def test_what_was_found_stays_what_it_is(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "run")
     main(["export", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp"])
-    found = [checkpoints.find(tmp_path / name) for name in ("run", "dcp")]
+    reference = [checkpoints.find(tmp_path / name) for name in ("run", "dcp")]
     steps = tmp_path / "run" / "checkpoints"
     shutil.copytree(steps / "step_3", steps / "step_5")
     (tmp_path / "dcp" / "step_3").rename(tmp_path / "dcp" / "step_5")
     (tmp_path / "dcp" / "latest").unlink()
     (tmp_path / "dcp" / "latest").symlink_to("step_5")
-    assert [one.directory.name for one in found] == ["step_3", "step_3"]
+    assert [item.directory.name for item in reference] == ["step_3", "step_3"]
     assert [checkpoints.find(tmp_path / n).directory.name for n in ("run", "dcp")] == ["step_5"] * 2
 
 
@@ -258,8 +258,8 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with Staging(tmp_path / "a", {}, Share()) as one:
-        one.commit()
+    with Staging(tmp_path / "a", {}, Share()) as item:
+        item.commit()
     assert (tmp_path / "a").is_dir()
     assert "no locks ([Errno 95] Operation not supported)" in caplog.text
 

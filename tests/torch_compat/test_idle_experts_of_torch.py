@@ -65,15 +65,15 @@ def module_of(tensors, buffers):
     root = torch.nn.Module()
     for name, tensor in {**tensors, **buffers}.items():
         *path, last = name.split(".")
-        place = root
+        location = root
         for part in path:
-            if part not in place._modules:
-                place.add_module(part, torch.nn.Module())
-            place = place._modules[part]
+            if part not in location._modules:
+                location.add_module(part, torch.nn.Module())
+            location = location._modules[part]
         if name in tensors:
-            place.register_parameter(last, torch.nn.Parameter(tensor))
+            location.register_parameter(last, torch.nn.Parameter(tensor))
         else:
-            place.register_buffer(last, tensor)
+            location.register_buffer(last, tensor)
     return root
 
 
@@ -103,12 +103,12 @@ def initial(config):
 def begin(router):
     """A module with initial weights, its training, and its schedule."""
     config = config_of(router)
-    kept = {
+    retained = {
         f"layers.{i}.mlp.router.expert_ema": torch.full((8,), 1 / 8)
         for i in range(2)
         if router == "sigmoid"
     }
-    module = module_of(initial(config), kept)
+    module = module_of(initial(config), retained)
     training = moe_torch.Training(
         config, dict(module.named_parameters()), dict(module.named_buffers()), skips_idle=True
     )
@@ -145,10 +145,10 @@ def runs(tmp_path_factory):
         for n, batch in enumerate(batches_of(router), 1):
             losses.append(update(training, schedule, batch))
             if n == SAVED:
-                place = {"step": n, "tokens_seen": n * 64, "scheduler": schedule.state_dict()}
+                location = {"step": n, "tokens_seen": n * 64, "scheduler": schedule.state_dict()}
                 state = state_of(module, training)
                 dcp.save(state, checkpoint_id=directory / f"step_{n}", no_dist=True)
-                torch.save(place, directory / f"step_{n}" / "train_state.pt")
+                torch.save(location, directory / f"step_{n}" / "train_state.pt")
         (directory / "run.toml").write_text(config_of(router).to_toml())
         final = {name: p.detach().numpy() for name, p in module.named_parameters()}
         return Run(directory, np.array(losses), steps_of(module, training), final)
@@ -208,8 +208,8 @@ def test_continued_run_follows_torch(runs, tmp_path, router, mesh):
     experts = {name: n for name, n in torchs.steps.items() if ".experts." in name}
     assert {name: int(n) for name, n in counts.items()} == experts
     assert int(state.opt_state[1].updates) == END
-    for name, found in torch_names.to_torch(state.params, config.model).items():
-        np.testing.assert_allclose(found, torchs.final[name], atol=2e-4, err_msg=name)
+    for name, result in torch_names.to_torch(state.params, config.model).items():
+        np.testing.assert_allclose(result, torchs.final[name], atol=2e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -245,8 +245,8 @@ def test_torch_resumes_an_export_with_the_counts(runs, tmp_path, router):
     dcp.load(state, checkpoint_id=tmp_path / "back" / f"step_{SAVED}", no_dist=True)
     torch_state.set_model_state_dict(module, state["model"])
     torch_state.set_optimizer_state_dict(module, training.optimizer, state["optimizer"])
-    place = torch.load(tmp_path / "back/latest/train_state.pt", weights_only=False)
-    schedule.load_state_dict(place["scheduler"])
+    location = torch.load(tmp_path / "back/latest/train_state.pt", weights_only=False)
+    schedule.load_state_dict(location["scheduler"])
     training.step = SAVED
     losses = [update(training, schedule, batch) for batch in batches_of(router)[SAVED:]]
     np.testing.assert_allclose(losses, torchs.losses[SAVED:], rtol=1e-6)
@@ -276,22 +276,22 @@ def test_other_optimizers_come_back_with_what_torch_keeps(tmp_path, name):
     config = JobConfig.model_validate(sections)
     ours, rng = setup(config), np.random.default_rng(0)
     state = underway(ours, SAVED)
-    clip, fields, *rest = state.opt_state
-    one = rng.integers(0, 11, (1, 8), np.int32)
-    counts = jax.tree.map(lambda _: one, fields.expert_updates)
+    clip, fields, *remaining = state.opt_state
+    item = rng.integers(0, 11, (1, 8), np.int32)
+    counts = jax.tree.map(lambda _: item, fields.expert_updates)
     own = {"expert_updates": counts}
     if name.startswith("schedule"):
         weight = np.float32(config.optimizer.lr * (1 - config.optimizer.betas[0]))
         own["expert_weight_sum"] = jax.tree.map(lambda n: n * weight, counts)
-    opt_state = clip, fields._replace(**jax.tree.map(jnp.asarray, own)), *rest
+    opt_state = clip, fields._replace(**jax.tree.map(jnp.asarray, own)), *remaining
     path = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=opt_state), SAVED)
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
     options = [f"--config={path}", "--fill-optimizer"]  # of what Muon leaves to AdamW
     assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), *options]) == 0
-    expected, found = values(tmp_path / "a"), values(tmp_path / "b")
+    expected, result = values(tmp_path / "a"), values(tmp_path / "b")
     if "expert_weight_sum" not in own:
         expected |= {key: 0 * n + SAVED for key, n in expected.items() if "expert_updates" in key}
-    assert_same(found, expected)
+    assert_same(result, expected)
 
 
 UP = r"layers\.1\.mlp\.experts\.\d\.up_proj\.weight"

@@ -139,5 +139,5 @@ def test_a_cast_rounds_as_torch_does(name):
     torch = pytest.importorskip("torch")
     values = random_array("float32", (4000,))
     expected = torch.from_numpy(values).to(getattr(torch, name)).float().numpy()
-    found = of_array(values).cast(DTYPES[name]).all()
-    np.testing.assert_array_equal(found.astype(np.float32), expected)
+    result = of_array(values).cast(DTYPES[name]).all()
+    np.testing.assert_array_equal(result.astype(np.float32), expected)

@@ -474,15 +474,15 @@ def test_names_that_no_file_can_have_are_refused(tmp_path):
 
 def test_a_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
     """transformers takes `model.safetensors` if both exist."""
-    one = {"a": of_array(np.ones(4, np.float32)), "b": of_array(np.ones(2, np.float32))}
+    item = {"a": of_array(np.ones(4, np.float32)), "b": of_array(np.ones(2, np.float32))}
     two = {"a": of_array(np.zeros(4, np.float32)), "b": of_array(np.zeros(2, np.float32))}
     write_safetensors(tmp_path / "model-00001-of-00001.safetensors", two)
     index = {"weight_map": dict.fromkeys(two, "model-00001-of-00001.safetensors")}
     (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
     assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 0
-    write_safetensors(tmp_path / "model.safetensors", one)
+    write_safetensors(tmp_path / "model.safetensors", item)
     assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 1
-    for other in ({"a": one["a"]}, one | {"b": of_array(np.ones((2, 1), np.float32))}):
+    for other in ({"a": item["a"]}, item | {"b": of_array(np.ones((2, 1), np.float32))}):
         write_safetensors(tmp_path / "model.safetensors", other)
         with pytest.raises(UserError, match="hold different tensors, of which transformers"):
             safetensors.open_directory(Directory(tmp_path))
@@ -505,7 +505,7 @@ def test_a_cast_makes_no_infinities(largest, dtype):
     values = np.array([1.0, -largest, np.inf, np.nan], np.float32)
     with pytest.raises(UserError, match=f"w: values up to .* are infinite as {dtype}"):
         of_array(values, "w").cast(DTYPES[dtype]).all()
-    kept = of_array(values[[0, 2, 3]], "w").cast(DTYPES[dtype]).all().astype(np.float32)
-    assert kept[0] == 1
-    assert np.isinf(kept[1])
-    assert np.isnan(kept[2])
+    retained = of_array(values[[0, 2, 3]], "w").cast(DTYPES[dtype]).all().astype(np.float32)
+    assert retained[0] == 1
+    assert np.isinf(retained[1])
+    assert np.isnan(retained[2])

@@ -38,11 +38,11 @@ def config(precision):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Return a DCP checkpoint with its config."""
-    made = tmp_path_factory.mktemp("lockstep")
+    result = tmp_path_factory.mktemp("lockstep")
     model = llama_torch.random_weights(Llama())
-    dcp.save({"model": model.state_dict()}, checkpoint_id=made / "step_1", no_dist=True)
-    (made / "run.toml").write_text(config("float32").to_toml())
-    return made
+    dcp.save({"model": model.state_dict()}, checkpoint_id=result / "step_1", no_dist=True)
+    (result / "run.toml").write_text(config("float32").to_toml())
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def our_side(directory):
 
     @functools.cache
     def of(precision):
-        found, its = checkpoints.find(directory), config(precision)
-        checkpoint = found.read(its, Options(weights_only=True))
+        result, its = checkpoints.find(directory), config(precision)
+        checkpoint = result.read(its, Options(weights_only=True))
         batch, _ = batches.batch(its, None, (2, 32))
         return its, ours.compute(its, checkpoint, batch), batch, checkpoint
 
@@ -60,9 +60,9 @@ def our_side(directory):
 
 
 def report_of(our_side, built, precision="float32"):
-    its, side, batch, checkpoint = our_side(precision)
+    its, edge, batch, checkpoint = our_side(precision)
     command.load(built, checkpoint.params, KEMPNERFORGE, its)
-    return command.compared(side, built, KEMPNERFORGE, its, batch)
+    return command.compared(edge, built, KEMPNERFORGE, its, batch)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -94,27 +94,27 @@ FORWARD = {
 @pytest.mark.parametrize("fault", FORWARD)
 def test_a_fault_of_the_model_is_named(our_side, fault):
     point, hint = FORWARD[fault]
-    found = first_difference(report_of(our_side, Built(Llama(fault))).rows)
-    assert (found.stage, found.name) == ("forward", point)
-    assert hint in found.hint
+    result = first_difference(report_of(our_side, Built(Llama(fault))).rows)
+    assert (result.stage, result.name) == ("forward", point)
+    assert hint in result.hint
 
 
 @pytest.mark.parametrize("fault", ["rope base", "heads", "embedding multiplier", "gate and up"])
 def test_large_faults_are_seen_in_bfloat16(our_side, fault):
-    found = first_difference(report_of(our_side, Built(Llama(fault)), "bfloat16").rows)
-    assert found.name == FORWARD[fault][0]
+    result = first_difference(report_of(our_side, Built(Llama(fault)), "bfloat16").rows)
+    assert result.name == FORWARD[fault][0]
 
 
 def test_a_head_that_is_not_tied_is_named(our_side):
-    found = first_difference(report_of(our_side, Built(Llama("untied"), adamw)).rows)
-    assert (found.stage, found.name) == ("gradients", "token_embedding.embedding.weight")
-    assert "parameter of its own" in found.hint
+    result = first_difference(report_of(our_side, Built(Llama("untied"), adamw)).rows)
+    assert (result.stage, result.name) == ("gradients", "token_embedding.embedding.weight")
+    assert "parameter of its own" in result.hint
 
 
 def test_another_division_of_the_loss_is_named(our_side):
-    found = first_difference(report_of(our_side, Built(Llama(), adamw, loss_over_all)).rows)
-    assert found.stage == "loss"
-    assert "48/64 times ours: divided by all 64 labels" in found.hint
+    result = first_difference(report_of(our_side, Built(Llama(), adamw, loss_over_all)).rows)
+    assert result.stage == "loss"
+    assert "48/64 times ours: divided by all 64 labels" in result.hint
 
 
 OPTIMIZERS = {
@@ -129,9 +129,9 @@ OPTIMIZERS = {
 def test_another_setting_of_the_optimizer_is_named(our_side, hint):
     settings, stage = OPTIMIZERS[hint]
     optimizer = functools.partial(adamw, **settings)
-    found = first_difference(report_of(our_side, Built(Llama(), optimizer)).rows)
-    assert found.stage == stage
-    assert hint in found.hint
+    result = first_difference(report_of(our_side, Built(Llama(), optimizer)).rows)
+    assert result.stage == stage
+    assert hint in result.hint
 
 
 def lockstep(directory, factory, *options):

@@ -28,7 +28,7 @@ def extra_state(step, tokens, logged):
     }
 
 
-def written(run, directory, step, **place):
+def written(run, directory, step, **location):
     """A checkpoint of it as `get_model_state_dict` and its manager write one."""
     main(["export", str(run), str(run / "hf"), "--to=dcp", "--dialect=hf-llama"])
     tensors = open_dcp(Directory(run / "hf" / "step_2")).tensors
@@ -46,7 +46,9 @@ def written(run, directory, step, **place):
     dcp.save(both, checkpoint_id=str(path), no_dist=True)
     (path / "extra_state").mkdir()
     for rank in range(2):
-        torch.save(extra_state(step, **place), path / "extra_state" / f"extra_state_rank_{rank}.pt")
+        torch.save(
+            extra_state(step, **location), path / "extra_state" / f"extra_state_rank_{rank}.pt"
+        )
     return path
 
 
@@ -59,8 +61,8 @@ def test_a_run_is_imported_from_its_parent(tmp_path):
     command = ["import", str(tmp_path / "theirs"), str(tmp_path / "ours"), f"--config={config}"]
     assert main(command) == 0
     assert_same(values(tmp_path / "run"), values(tmp_path / "ours"))
-    place = orbax_store.open_orbax(tmp_path / "ours")[0].progress
-    assert (place.step, place.samples, place.tokens) == (2, 16, 512)
+    location = orbax_store.open_orbax(tmp_path / "ours")[0].progress
+    assert (location.step, location.samples, location.tokens) == (2, 16, 512)
 
 
 def test_tokens_count_only_where_they_are_the_step_s(tmp_path):
@@ -70,10 +72,10 @@ def test_tokens_count_only_where_they_are_the_step_s(tmp_path):
         state = {"norm.weight": torch.ones(4)}
         dcp.save(state, checkpoint_id=str(path), no_dist=True)
         (path / "extra_state").mkdir()
-        place = extra_state(step, 256 * logged, logged)
-        torch.save(place, path / "extra_state" / "extra_state_rank_0.pt")
-        found = read_train_state(open_dcp(Directory(path)))
-        assert (found.step, found.updates, found.tokens) == (step, step, tokens)
+        location = extra_state(step, 256 * logged, logged)
+        torch.save(location, path / "extra_state" / "extra_state_rank_0.pt")
+        result = read_train_state(open_dcp(Directory(path)))
+        assert (result.step, result.updates, result.tokens) == (step, step, tokens)
 
 
 def test_the_newest_step_counts_as_a_number(tmp_path):

@@ -73,15 +73,15 @@ def test_data_go_by_name_and_count(tmp_path):
     path = tmp_path / "secret" / "web" / "train"
     path.mkdir(parents=True)
     Manifest(1, "uint16", 1_500_000, 20, 9, 9, 10, "byte", "0", ()).write(path)
-    one = card(data={"dataset_path": str(path)})
-    assert section(one, "Data") == "- web/train: 1.5M tokens in 20 documents"
+    item = card(data={"dataset_path": str(path)})
+    assert section(item, "Data") == "- web/train: 1.5M tokens in 20 documents"
     several = card(data={"datasets": [
         {"path": str(path), "name": "web", "weight": 3}, {"hf_name": "me/code"},
     ], "tokenizer_path": "byte"})  # fmt: skip
     assert section(several, "Data") == (
         "- web: 1.5M tokens in 20 documents, weight 0.75\n- me/code, weight 0.25"
     )
-    assert str(tmp_path) not in one + several
+    assert str(tmp_path) not in item + several
     assert section(card(), "Data") == "Random tokens."
     (path / "manifest.json").write_text("torn")
     assert section(card(data={"dataset_path": str(path)}), "Data") == "- web/train"

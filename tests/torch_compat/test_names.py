@@ -110,8 +110,8 @@ def lazy(arrays):
 
 def theirs_of(dialect, features, dtype="float32"):
     """Return the tensors under a dialect's names, as its own code saves them."""
-    found = NAME_MAPS[dialect].to_theirs(lazy(ours_of(features, dtype)), model_of(**features))
-    return {key: np.ascontiguousarray(tensor.all()) for key, tensor in found.items()}
+    result = NAME_MAPS[dialect].to_theirs(lazy(ours_of(features, dtype)), model_of(**features))
+    return {key: np.ascontiguousarray(tensor.all()) for key, tensor in result.items()}
 
 
 def translated(dialect, features, theirs, *, resize_vocab=False):
@@ -264,8 +264,8 @@ def test_scores_are_those_of_complex_rotation_in_torchtitan(dialect, features):
     as_they_are = [theirs[NAME_MAPS[dialect].their_name(name)] for name in names]
     back = translated(dialect, features, theirs)
     expected = scores(*map(meta, as_they_are))
-    found = scores(*(halves(back[name].all()) for name in names))
-    np.testing.assert_allclose(found, expected, atol=2e-4)
+    result = scores(*(halves(back[name].all()) for name in names))
+    np.testing.assert_allclose(result, expected, atol=2e-4)
     assert np.abs(scores(*map(halves, as_they_are)) - expected).max() > 1  # it does matter
 
 
@@ -292,9 +292,9 @@ def test_a_dialect_is_found_from_the_keys(dialect, features, prefix):
     same = dict.fromkeys(("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite"), "hf-llama")
     expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # the very same names
     for wrapped in WRAPPERS:
-        found = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
-        assert found.dialect is NAME_MAPS[expected]
-        assert list(found.params) == keys
+        result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
+        assert result.dialect is NAME_MAPS[expected]
+        assert list(result.params) == keys
 
 
 @pytest.mark.parametrize("dialect", ["torchtitan", "torchtitan-2025", "kempnerforge", "hf-llama"])
@@ -308,11 +308,11 @@ def test_keys_beside_the_model_do_not_hide_it():
     keys = [f"model.{key}" for key in theirs_of("torchtitan", LLAMA)]
     beside = ["optimizer.state.norm.weight.exp_avg", "train_state.step", "dataloader.dp_rank_0",
               "model.layers.0._extra_state", "lr_scheduler.last_epoch", "rng_state"]  # fmt: skip
-    found = dcp_state.sort_keys(as_dcp([*keys, *beside]))
-    assert found.dialect is NAME_MAPS["torchtitan"]
-    assert len(found.params) == len(keys)
-    assert found.state.keys() == {"norm.weight"}
-    assert set(found.others) == set(beside[1:])
+    result = dcp_state.sort_keys(as_dcp([*keys, *beside]))
+    assert result.dialect is NAME_MAPS["torchtitan"]
+    assert len(result.params) == len(keys)
+    assert result.state.keys() == {"norm.weight"}
+    assert set(result.others) == set(beside[1:])
 
 
 @pytest.mark.parametrize(
@@ -334,14 +334,14 @@ def test_the_number_of_updates_is_a_number(step, says):
         for key, array in params.items()
         for field, value in (("exp_avg", array), ("exp_avg_sq", array), ("step", step))
     }
-    found = Dcp(Directory("/nowhere"), lazy({**params, **state}), Objects())
+    result = Dcp(Directory("/nowhere"), lazy({**params, **state}), Objects())
     settings = abstract_target(tiny_config(model=SMALL, train={"seq_len": 8}))
     if says is None:
-        checkpoint = dcp_state.read(found, settings, dcp_state.Options())
+        checkpoint = dcp_state.read(result, settings, dcp_state.Options())
         assert checkpoint.scalars["updates"] == checkpoint.progress.step == 4
         return
     with pytest.raises(UserError, match=says):
-        dcp_state.read(found, settings, dcp_state.Options())
+        dcp_state.read(result, settings, dcp_state.Options())
 
 
 def test_tables_of_frequencies_are_passed_over():
@@ -423,9 +423,9 @@ LOST = r"only 2 of 4 experts are there: .*distributed\.ep = 2 wrote .* the other
 @pytest.mark.parametrize("features", FEATURES["kempnerforge-packed"], ids=str)
 def test_packed_experts_that_expert_parallel_ranks_overwrote_are_called_lost(features):
     theirs = theirs_of("kempnerforge-packed", features)
-    kept = {key: a[:2] if key.endswith("_w") else a for key, a in theirs.items()}
+    retained = {key: a[:2] if key.endswith("_w") else a for key, a in theirs.items()}
     with pytest.raises(UserError, match=LOST) as caught:
-        translated("kempnerforge-packed", features, kept)
+        translated("kempnerforge-packed", features, retained)
     assert "up_proj" not in str(caught.value), "and not each of them"
 
 
@@ -442,15 +442,15 @@ def test_another_number_of_experts_is_not_called_lost():
 def test_experts_that_expert_parallel_ranks_overwrote_are_called_lost():
     features = FEATURES["hf-mixtral"][0]
     theirs = theirs_of("hf-mixtral", features)
-    kept = {
+    retained = {
         key: a for key, a in theirs.items() if ".experts.2" not in key and ".experts.3" not in key
     }
     with pytest.raises(UserError, match=LOST) as caught:
-        translated("hf-mixtral", features, kept)
+        translated("hf-mixtral", features, retained)
     assert "missing" not in str(caught.value)
-    one = {key: a for key, a in theirs.items() if "layers.0.block_sparse_moe.experts.3" not in key}
+    item = {key: a for key, a in theirs.items() if "layers.0.block_sparse_moe.experts.3" not in key}
     with pytest.raises(UserError, match=r"missing: layers\.0\.mlp\.experts\.3\.") as caught:
-        translated("hf-mixtral", features, one)
+        translated("hf-mixtral", features, item)
     assert "lost" not in str(caught.value)
     dense = {key: array for key, array in theirs.items() if "moe" not in key}
     with pytest.raises(UserError) as caught:

@@ -57,13 +57,13 @@ def mapped_only(monkeypatch):
 
 def test_what_orbax_saves_is_mapped(tmp_path, mapped_only):
     arrays = {name: array for name, array in ARRAYS.items() if array.size}
-    found = ocdbt.open_arrays(saved(tmp_path / "state", arrays, chunks=(0, 1)))
-    assert found.keys() == arrays.keys()
+    result = ocdbt.open_arrays(saved(tmp_path / "state", arrays, chunks=(0, 1)))
+    assert result.keys() == arrays.keys()
     for name, array in arrays.items():
-        assert_same(found[name].all(), array)
+        assert_same(result[name].all(), array)
     for index in INDICES:
-        assert_same(found["stacked"].read(index), arrays["stacked"][index])
-    view = found["of.float32"].all()
+        assert_same(result["stacked"].read(index), arrays["stacked"][index])
+    view = result["of.float32"].all()
     assert not view.flags.writeable
     assert view.base is not None  # not a copy
 
@@ -71,9 +71,9 @@ def test_what_orbax_saves_is_mapped(tmp_path, mapped_only):
 @pytest.mark.parametrize("chunk", [(1, 5, 7), (1, 2, 7), (2, 3, 4), (3, 5, 7)])
 def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
     array = ARRAYS["stacked"]
-    found = ocdbt.open_arrays(written(tmp_path, array, chunks=chunk))["a"]
+    result = ocdbt.open_arrays(written(tmp_path, array, chunks=chunk))["a"]
     for index in [whole(array.shape), *INDICES]:
-        assert_same(found.read(index), array[index])
+        assert_same(result.read(index), array[index])
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_what_is_not_as_in_memory_is_read_by_tensorstore(tmp_path, monkeypatch, 
     monkeypatch.setattr(
         ocdbt, "_by_tensorstore", lambda store, name: asked.append(name) or general(store, name)
     )
-    found = ocdbt.open_arrays(written(tmp_path, array, fill_value=0, **unlike))["a"]
+    result = ocdbt.open_arrays(written(tmp_path, array, fill_value=0, **unlike))["a"]
     assert asked == ["a"]
-    assert np.array_equal(found.all(), array)
+    assert np.array_equal(result.all(), array)
 
 
 def test_an_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
@@ -129,22 +129,22 @@ def test_a_path_is_not_a_url(tmp_path):
 @pytest.mark.parametrize("most", [16, 40, 1 << 20])
 def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
     """Files have several chunks; the last one of an array may be partial."""
-    places = {}
+    locations = {}
     for number, (name, array) in enumerate(ARRAYS.items()):
         chunks = list(orbax_store._chunks(name, of_array(array), most))
         orbax_store._write_file(tmp_path / "d" / str(number), chunks)
         for i, chunk in enumerate(chunks):
-            places[chunk.key] = f"d/{number}", i * chunk.nbytes, chunk.nbytes
+            locations[chunk.key] = f"d/{number}", i * chunk.nbytes, chunk.nbytes
         shape = extent(orbax_store._blocks(of_array(array), most)[0])
-        places[f"{name}/.zarray"] = ocdbt_writer.description(array.shape, shape, array.dtype)
-    places["short/.zarray"] = ocdbt_writer.description((2,), (2,), np.dtype(np.int32))
-    places["short/0"] = np.arange(2, dtype=np.int32).tobytes()
-    ocdbt_writer.write_index(tmp_path, places)
+        locations[f"{name}/.zarray"] = ocdbt_writer.description(array.shape, shape, array.dtype)
+    locations["short/.zarray"] = ocdbt_writer.description((2,), (2,), np.dtype(np.int32))
+    locations["short/0"] = np.arange(2, dtype=np.int32).tobytes()
+    ocdbt_writer.write_index(tmp_path, locations)
     expected = {**ARRAYS, "short": np.arange(2, dtype=np.int32)}
-    found = ocdbt.open_arrays(tmp_path)
-    assert found.keys() == expected.keys()
+    result = ocdbt.open_arrays(tmp_path)
+    assert result.keys() == expected.keys()
     for name, array in expected.items():
-        assert_same(found[name].all(), array)
+        assert_same(result[name].all(), array)
         general = ts.open(ocdbt.spec(tmp_path, name)).result()
         assert_same(general.read().result(), array)
 

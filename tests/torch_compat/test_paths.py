@@ -28,17 +28,17 @@ def hf(run, tmp_path_factory):
 def test_no_name_of_a_directory_means_another_one(run, hf, tmp_path):
     """Each is a directory of its own, that of the run and those above it."""
     parent = tmp_path / "a%20b #1 50%"
-    made = parent / "run 100%25;{x}:~'\""
-    assert main(["import", str(hf), str(made)]) == 0
-    params = values(made)
+    result = parent / "run 100%25;{x}:~'\""
+    assert main(["import", str(hf), str(result)]) == 0
+    params = values(result)
     assert_same(params, {name: v for name, v in values(run).items() if name in params})
     odd = parent / "h[1]f\\*?%41"
-    assert main(["export", str(made), str(odd / "hf"), "--to=hf"]) == 0
-    assert main(["export", str(made), str(odd / "dcp"), "--to=dcp", "--weights-only"]) == 0
-    for one, other in ((odd / "hf", odd / "dcp"), (odd / "dcp", run)):
-        assert main(["verify", str(one), str(other)]) == 0
+    assert main(["export", str(result), str(odd / "hf"), "--to=hf"]) == 0
+    assert main(["export", str(result), str(odd / "dcp"), "--to=dcp", "--weights-only"]) == 0
+    for item, other in ((odd / "hf", odd / "dcp"), (odd / "dcp", run)):
+        assert main(["verify", str(item), str(other)]) == 0
     assert [p.name for p in tmp_path.iterdir()] == [parent.name]
-    assert sorted(p.name for p in parent.iterdir()) == sorted([made.name, odd.name])
+    assert sorted(p.name for p in parent.iterdir()) == sorted([result.name, odd.name])
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a\\b", "a*", "what?"])
@@ -84,7 +84,7 @@ def test_an_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypa
             write = dcp_writer.write_metadata
             patched.setattr(
                 dcp_writer, "write_metadata",
-                lambda entries, *rest: write(dict(list(entries.items())[1:]), *rest),
+                lambda entries, *remaining: write(dict(list(entries.items())[1:]), *remaining),
             )  # fmt: skip
         with pytest.raises(StorageError, match="does not read as it was written"):
             main(["export", str(run), str(tmp_path / form), f"--to={form}"])

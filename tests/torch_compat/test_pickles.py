@@ -27,9 +27,9 @@ OURS = {("ours", "Record"): Record, ("ours", "pair"): lambda a, b: (a, b), ("our
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:20])
 def test_python_reads_plain_values_as_they_were(value, protocol):
-    found = pickle.loads(pickles.dump(value, protocol))
-    assert found == value
-    assert repr(found) == repr(value)  # 1, 1.0 and True are equal
+    result = pickle.loads(pickles.dump(value, protocol))
+    assert result == value
+    assert repr(result) == repr(value)  # 1, 1.0 and True are equal
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -133,7 +133,7 @@ def test_an_instance_keeps_what_its_pickle_sets():
         pickle.dumps([1, 2, "text"])[:-4],
         b"\x80\x02K\x01K\x02R.",  # a number that is called
         b"\x80\x02]K\x01b.",  # the state of a list
-        b"\x80\x02h\x07.",  # an entry of the memo that is not there
+        b"\x80\x02h\x07.",  # a missing entry of the memo
         b"\x80\x02}]K\x01s.",  # a list as a key
         b"\x80\x04\x8e" + b"\xff" * 8 + b"x.",  # a text of 2**64 bytes
         b"\x80\x02\x82\x01.",  # the registry of extensions

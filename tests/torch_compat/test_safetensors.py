@@ -55,20 +55,20 @@ def save(path, tensors):
 def test_the_library_reads_every_dtype_and_shape_that_we_write(tmp_path, name):
     expected = arrays(name)
     assert write(tmp_path, expected) == [FILE]
-    found = reference.load_file(tmp_path / FILE)
-    assert found.keys() == expected.keys()
+    result = reference.load_file(tmp_path / FILE)
+    assert result.keys() == expected.keys()
     for key, array in expected.items():
-        assert_same(of_torch(found[key]), array)
+        assert_same(of_torch(result[key]), array)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_we_read_every_dtype_and_shape_that_the_library_writes(tmp_path, name):
     expected = arrays(name)
     save(tmp_path / FILE, expected)
-    found = opened(tmp_path)
-    assert found.keys() == expected.keys()
+    result = opened(tmp_path)
+    assert result.keys() == expected.keys()
     for key, array in expected.items():
-        assert_reads(found[key], array)
+        assert_reads(result[key], array)
 
 
 def test_all_dtypes_share_a_file(tmp_path):
@@ -87,9 +87,9 @@ def test_all_dtypes_share_a_file(tmp_path):
 
 def test_a_number_keeps_its_value(tmp_path):
     write(tmp_path, {"n": np.array(3.5, np.float32), "i": np.array(7)})
-    found = reference.load_file(tmp_path / FILE)
-    assert (found["n"].item(), found["i"].item()) == (3.5, 7)
-    assert (found["n"].shape, found["i"].shape) == ((), ())
+    result = reference.load_file(tmp_path / FILE)
+    assert (result["n"].item(), result["i"].item()) == (3.5, 7)
+    assert (result["n"].shape, result["i"].shape) == ((), ())
 
 
 def test_views_are_written_as_the_values_they_have(tmp_path):
@@ -98,9 +98,9 @@ def test_views_are_written_as_the_values_they_have(tmp_path):
     views = {"t": lazy.transposed(), "rows": lazy.rows([5, 0, 0]), "cut": lazy.resized(2)}
     (unit,), _ = safetensors.units(views, tmp_path, 10**9, 20)
     unit.write()
-    found = reference.load_file(tmp_path / FILE)
+    result = reference.load_file(tmp_path / FILE)
     for key, expected in (("t", base.T), ("rows", base[[5, 0, 0]]), ("cut", base[:2])):
-        assert_same(of_torch(found[key]), np.ascontiguousarray(expected))
+        assert_same(of_torch(result[key]), np.ascontiguousarray(expected))
 
 
 def test_several_files_have_an_index_and_are_within_their_size(tmp_path):
@@ -109,14 +109,14 @@ def test_several_files_have_an_index_and_are_within_their_size(tmp_path):
     assert names == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
     index = json.loads((tmp_path / safetensors.INDEX).read_text())
     assert index["metadata"]["total_size"] == 2800
-    found = {}
+    result = {}
     for name in names:
         part = reference.load_file(tmp_path / name)
         assert {key for key, file in index["weight_map"].items() if file == name} == part.keys()
         assert sum(tensor.nbytes for tensor in part.values()) <= 900
-        found |= part
+        result |= part
     for key, array in expected.items():
-        assert_same(of_torch(found[key]), array)
+        assert_same(of_torch(result[key]), array)
         assert_reads(opened(tmp_path)[key], array)
 
 
@@ -128,9 +128,9 @@ def test_parts_of_a_file_are_written_in_any_order(tmp_path, monkeypatch):
     assert sum(unit.nbytes for unit in units) == sum(a.nbytes for a in expected.values())
     for unit in [*reversed(units), units[1]]:  # one was killed and is done again
         unit.write()
-    found = reference.load_file(tmp_path / FILE)
+    result = reference.load_file(tmp_path / FILE)
     for key, array in expected.items():
-        assert_same(of_torch(found[key]), array)
+        assert_same(of_torch(result[key]), array)
 
 
 def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path):

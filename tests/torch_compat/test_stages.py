@@ -112,19 +112,19 @@ def test_a_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tm
     ]  # fmt: skip
     assert (tmp_path / "latest").readlink() == Path("step_3")
     for i, directory in enumerate(directories):
-        found, names = opened(step / directory), names_of(i, n)
+        result, names = opened(step / directory), names_of(i, n)
         fields = ("step", "exp_avg", "exp_avg_sq")
         states = {f"optimizer.state.{name}.{field}" for name in names for field in fields}
-        assert found.tensors.keys() == {f"model.{name}" for name in names} | states
-        settings = {key.removeprefix("optimizer.param_groups.") for key in found.objects}
+        assert result.tensors.keys() == {f"model.{name}" for name in names} | states
+        settings = {key.removeprefix("optimizer.param_groups.") for key in result.objects}
         if layout == "flat":
             assert {key.rpartition(".")[0] for key in settings} == names
             continue
         assert {key.partition(".")[0] for key in settings} == {"0", "1"}
-        groups = [found.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1)]
+        groups = [result.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1)]
         norms = {name for name in names if "norm" in name}
         assert [set(group) for group in groups] == [names - norms, norms]
-        assert [found.objects(f"optimizer.param_groups.{g}.weight_decay") for g in (0, 1)] == [
+        assert [result.objects(f"optimizer.param_groups.{g}.weight_decay") for g in (0, 1)] == [
             0.1, 0.0,
         ]  # fmt: skip
 
@@ -132,18 +132,18 @@ def test_a_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tm
 def test_every_tensor_is_in_one_stage(run_of):
     checkpoint = orbax_store.open_orbax(run_of("muon"))[0]
     parts = stages.split(checkpoint, MODEL["n_layers"], 3).values()
-    found = [name for part in parts for name, _ in part.tensors()]
-    assert sorted(found) == sorted(name for name, _ in checkpoint.tensors())
+    result = [name for part in parts for name, _ in part.tensors()]
+    assert sorted(result) == sorted(name for name, _ in checkpoint.tensors())
 
 
 def test_weights_alone_come_in_stages_without_a_place(run_of, tmp_path):
     step = export(run_of("adamw"), tmp_path, 2, "--weights-only", "--dtype=bfloat16")
     assert sorted(p.name for p in step.iterdir()) == ["pp0", "pp1"]
     for i in (0, 1):
-        found = opened(step / f"pp{i}")
-        assert found.tensors.keys() == {f"model.{name}" for name in names_of(i, 2)}
-        assert {tensor.dtype.name for tensor in found.tensors.values()} == {"bfloat16"}
-        assert not found.objects
+        result = opened(step / f"pp{i}")
+        assert result.tensors.keys() == {f"model.{name}" for name in names_of(i, 2)}
+        assert {tensor.dtype.name for tensor in result.tensors.values()} == {"bfloat16"}
+        assert not result.objects
 
 
 def test_inspect_finds_the_same_as_without_stages(run_of, tmp_path, capsys):
@@ -300,8 +300,8 @@ def test_killed_between_two_stages_it_leaves_nothing_and_goes_on(run_of, tmp_pat
     assert [f"{p.parent.name}/{p.name}" for p in files] == [f"pp{i}/__0_0.distcp" for i in range(3)]
     before = [p.stat().st_mtime_ns for p in files]
     assert main(arguments) == 0
-    made = sorted((tmp_path / "step_3").rglob("*.distcp"))
-    assert [p.stat().st_mtime_ns for p in made] == before  # none was written twice
+    paths = sorted((tmp_path / "step_3").rglob("*.distcp"))
+    assert [p.stat().st_mtime_ns for p in paths] == before  # none was written twice
     assert main(["verify", str(run_of("adamw")), str(tmp_path)]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_3"]
 

@@ -23,7 +23,7 @@ SHAPES = [(), (0,), (1,), (5,), (3, 7), (2, 0, 4), (2, 3, 4, 5)]
 
 
 def written(value):
-    return b"".join(bytes(piece) for piece in torch_zip.archive(value))
+    return b"".join(bytes(chunk) for chunk in torch_zip.archive(value))
 
 
 class InMemory:
@@ -51,12 +51,12 @@ def torch_saved(value):
 @pytest.mark.parametrize("name", DTYPES)
 def test_torch_reads_every_dtype_and_shape_that_we_write(name):
     arrays = {str(shape): random_array(name, shape) for shape in SHAPES}
-    found = torch.load(io.BytesIO(written(arrays)), weights_only=True)
-    assert found.keys() == arrays.keys()
+    result = torch.load(io.BytesIO(written(arrays)), weights_only=True)
+    assert result.keys() == arrays.keys()
     for key, array in arrays.items():
-        assert str(found[key].dtype) == f"torch.{name}"
-        assert_same(of_torch(found[key]), array)
-        assert found[key].is_contiguous()
+        assert str(result[key].dtype) == f"torch.{name}"
+        assert_same(of_torch(result[key]), array)
+        assert result[key].is_contiguous()
     ours = read(written(arrays))
     for key, array in arrays.items():
         assert_reads(ours[key], array)
@@ -68,10 +68,10 @@ def test_torch_reads_nested_values():
         "b": {"tensors": [np.arange(3), (np.float32(2) * np.ones((2, 2), np.float32),)]},
         "big": 2**80,
     }
-    found = torch.load(io.BytesIO(written(value)), weights_only=True)
-    assert found["a"] == value["a"]
-    assert found["big"] == value["big"]
-    first, (second,) = found["b"]["tensors"]
+    result = torch.load(io.BytesIO(written(value)), weights_only=True)
+    assert result["a"] == value["a"]
+    assert result["big"] == value["big"]
+    first, (second,) = result["b"]["tensors"]
     assert_same(of_torch(first), np.arange(3))
     assert_same(of_torch(second), np.full((2, 2), 2, np.float32))
 
@@ -79,8 +79,8 @@ def test_torch_reads_nested_values():
 def test_an_array_that_is_not_row_major_keeps_its_values():
     base = random_array("bfloat16", (6, 4))
     for array in (base.T, base[::2, 1:3], np.broadcast_to(base[0], (3, 4))):
-        found = torch.load(io.BytesIO(written(array)), weights_only=True)
-        assert_same(of_torch(found), np.ascontiguousarray(array))
+        result = torch.load(io.BytesIO(written(array)), weights_only=True)
+        assert_same(of_torch(result), np.ascontiguousarray(array))
 
 
 def test_data_are_aligned_and_every_checksum_holds():
@@ -139,16 +139,16 @@ def test_what_torch_saves_comes_back_with_its_structure():
         "shape": torch.Size([2, 3]), "dtype": torch.float8_e5m2, "device": torch.device("cuda:2"),
         "rng": np.random.RandomState(0).get_state(), "set": {1, 2}, "empty": b"", "i": 2j,
     }  # fmt: skip
-    found = read(torch_saved(value))
-    assert found["ordered"] == {"a": 1, "b": [2, {"c": (3, None)}]}
-    assert_reads(found["module"]["weight"], np.ones(3, np.float32))
-    assert_reads(found["module"]["num_batches_tracked"], np.array(0))
-    for tensor, expected in zip(found["shared"], value["shared"], strict=True):
+    result = read(torch_saved(value))
+    assert result["ordered"] == {"a": 1, "b": [2, {"c": (3, None)}]}
+    assert_reads(result["module"]["weight"], np.ones(3, np.float32))
+    assert_reads(result["module"]["num_batches_tracked"], np.array(0))
+    for tensor, expected in zip(result["shared"], value["shared"], strict=True):
         assert_reads(tensor, expected.numpy())
-    known = (found["shape"], found["dtype"], found["device"])
+    known = (result["shape"], result["dtype"], result["device"])
     assert known == ((2, 3), DTYPES["float8_e5m2"], "cuda:2")
-    assert found["rng"][0] == "MT19937"
-    assert (found["set"], found["empty"], found["i"]) == ({1, 2}, b"", 2j)
+    assert result["rng"][0] == "MT19937"
+    assert (result["set"], result["empty"], result["i"]) == ({1, 2}, b"", 2j)
 
 
 def test_an_object_is_read_without_its_data_and_a_slice_without_the_rest():
@@ -166,14 +166,14 @@ def test_an_object_is_read_without_its_data_and_a_slice_without_the_rest():
 
 def test_an_archive_among_others_is_read_at_any_offset():
     arrays = [random_array("float32", (4, 5), seed) for seed in range(3)]
-    data, places = b"", []
+    data, locations = b"", []
     for i, array in enumerate(arrays):
         data += b"?" * (13 * i + 1)
         saved = torch_saved(torch.from_numpy(array))
-        places.append((len(data), len(saved)))
+        locations.append((len(data), len(saved)))
         data += saved
     file = InMemory(data + b"after")
-    for array, (start, length) in zip(arrays, places, strict=True):
+    for array, (start, length) in zip(arrays, locations, strict=True):
         assert_reads(Archive(file, start, length, "here").object(), array)
 
 

@@ -29,17 +29,17 @@ def counts(progress):
 def test_the_tokens_seen_say_how_many_sequences_were_read_whatever_the_ranks():
     config = tiny_config(data={"order": "torch"})
     for batches, ranks in ((10, 1), (10, 4), (None, None)):
-        place = TorchTrainState(
+        location = TorchTrainState(
             step=10, tokens=10 * PER_STEP, updates=10, batches=batches, ranks=ranks
         )
-        progress, notes = progress_of(place, 10, config)
+        progress, notes = progress_of(location, 10, config)
         assert counts(progress) == Progress(step=10, samples=80, tokens=2560, run_id="")
         assert notes == []
 
 
 def test_skipped_steps_drew_data_that_were_not_learned_from():
-    place = TorchTrainState(step=10, tokens=7 * PER_STEP, updates=7, batches=10, ranks=1)
-    progress, _ = progress_of(place, 7, tiny_config(data={"order": "torch"}))
+    location = TorchTrainState(step=10, tokens=7 * PER_STEP, updates=7, batches=10, ranks=1)
+    progress, _ = progress_of(location, 7, tiny_config(data={"order": "torch"}))
     assert counts(progress) == Progress(step=10, samples=80, tokens=7 * 256, skipped=3, run_id="")
 
 
@@ -53,8 +53,8 @@ def test_without_tokens_the_batches_count_and_it_is_said():
 
 
 def test_another_order_and_another_count_are_said():
-    place = TorchTrainState(step=10, tokens=10 * PER_STEP, updates=10)
-    _, notes = progress_of(place, 11, tiny_config())
+    location = TorchTrainState(step=10, tokens=10 * PER_STEP, updates=10)
+    _, notes = progress_of(location, 11, tiny_config())
     assert any('data.order = "torch"' in note for note in notes)
     assert any("counts 11 updates and the LR scheduler 10" in note for note in notes)
 
@@ -77,8 +77,8 @@ def test_the_position_comes_back_through_train_state(tmp_path, ranks):
         epoch, batches = divmod(step, 6)
         data = state["dataloader"]
         assert (data["epoch"], data["batches_yielded"]) == (epoch, batches)
-        place = TorchTrainState(step, PER_STEP * step, step, epoch, batches, ranks)
-        assert counts(progress_of(place, step, config)[0]) == counts(progress)
+        location = TorchTrainState(step, PER_STEP * step, step, epoch, batches, ranks)
+        assert counts(progress_of(location, step, config)[0]) == counts(progress)
 
 
 def test_a_position_within_a_batch_is_refused():
@@ -90,7 +90,7 @@ def test_torch_reads_train_state_and_its_random_states(tmp_path):
     torch = pytest.importorskip("torch")
     state = to_torch(Progress(step=2, samples=16, tokens=512), 2, tiny_config(), 1)
     path = tmp_path / "train_state.pt"
-    path.write_bytes(b"".join(bytes(piece) for piece in torch_zip.archive(state)))
+    path.write_bytes(b"".join(bytes(chunk) for chunk in torch_zip.archive(state)))
     read = torch.load(path, weights_only=False)
     generator = torch.Generator().manual_seed(tiny_config().train.seed)
     assert torch.equal(read["rng"]["torch_cpu"], generator.get_state())
@@ -117,5 +117,5 @@ def test_keys_within_the_checkpoint_are_found(tmp_path):
         "lr_scheduler": {"last_epoch": 6},
     }
     dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
-    place = read_train_state(open_dcp(Directory(tmp_path / "step-7")))
-    assert place == TorchTrainState(step=7, tokens=2**40, updates=6)
+    location = read_train_state(open_dcp(Directory(tmp_path / "step-7")))
+    assert location == TorchTrainState(step=7, tokens=2**40, updates=6)

@@ -145,12 +145,12 @@ def test_a_run_starts_from_it_directly(run, tmp_path):
     ours = setup(load_config(path))
     like, expected = ours.abstract_state(), restored(ours, run)
     with jax.set_mesh(ours.mesh):
-        found, progress = open_foreign(str(dcp), ours.config).restore(like)
+        result, progress = open_foreign(str(dcp), ours.config).restore(like)
         alone = ours.config.checkpoint.model_copy(update={"exclude_from_loading": ("optimizer",)})
         job = ours.config.model_copy(update={"checkpoint": alone})
         started, _ = start_from(open_foreign(str(dcp), job), ours, ("optimizer",))
     assert progress.step == 2
-    for state in (found, started):
+    for state in (result, started):
         jax.tree.map(np.testing.assert_array_equal, state.variables, expected.variables)
 
 
@@ -159,9 +159,9 @@ def test_safetensors_hold_it_in_float32(run, tmp_path, dtype):
     run, config = run
     of_weights = [f"--dtype={dtype}"] if dtype else []
     hf = export(run, tmp_path / "hf", "--to=hf", "--dialect=hf-gauged", *of_weights)
-    found = open_directory(Directory(hf))
-    assert found["layers.1.router.bias"].dtype == np.float32
-    assert found["model.norm.weight"].dtype.name == (dtype or "float32")
+    result = open_directory(Directory(hf))
+    assert result["layers.1.router.bias"].dtype == np.float32
+    assert result["model.norm.weight"].dtype.name == (dtype or "float32")
     about = json.loads((hf / "config.json").read_text())
     assert (about["model_type"], about["dtype"]) == ("gauged", dtype or "float32")
     again = bring(hf, tmp_path / "again", config)
@@ -204,10 +204,10 @@ def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_pa
     assert said in capsys.readouterr().err
     assert not state_of(run)
     ours = setup(load_config(path))
-    found = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    result = Checkpoints(run, ours.config.checkpoint, read_only=True)
     with jax.set_mesh(ours.mesh):
-        state, _ = start_from(Saved(found, 0), ours)
-    found.close()
+        state, _ = start_from(Saved(result, 0), ours)
+    result.close()
     jax.tree.map(np.testing.assert_array_equal, state.model_state, ours.model.initial_state())
     export(run, tmp_path / "again", "--to=dcp", "--weights-only", "--dialect=gauged")
     assert said in capsys.readouterr().err
@@ -293,8 +293,8 @@ def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys):
     for options in ([], ["--weights-only"]):
         capsys.readouterr()
         assert main(["verify", str(other), str(dcp), "--json", *options]) == 1
-        found = json.loads(capsys.readouterr().out)["differences"]
-        assert [d["name"] for d in found] == ["model_state.gauge"]
+        result = json.loads(capsys.readouterr().out)["differences"]
+        assert [d["name"] for d in result] == ["model_state.gauge"]
 
 
 def test_stages_hold_that_of_their_layers():

@@ -40,14 +40,14 @@ def with_place(dcp, directory, change):
     state = torch_zip.Archive(file, 0, file.size, "").object()
     change(state)
     state["rng"] = {}
-    pieces = torch_zip.archive(state)
-    (directory / TRAIN_STATE).write_bytes(b"".join(bytes(piece) for piece in pieces))
+    chunks = torch_zip.archive(state)
+    (directory / TRAIN_STATE).write_bytes(b"".join(bytes(chunk) for chunk in chunks))
     return directory
 
 
 def test_an_export_says_the_same_as_the_run_of_all_that_both_know(run, dcp, capsys):
-    for one, other in ((run, dcp), (dcp, run), (dcp, dcp), (run, run)):
-        assert verify(capsys, one, other)[:2] == (0, {})
+    for item, other in ((run, dcp), (dcp, run), (dcp, dcp), (run, run)):
+        assert verify(capsys, item, other)[:2] == (0, {})
     assert main(["verify", str(run), str(dcp)]) == 0
     assert "place, schedule and optimizer: 9 are the same" in capsys.readouterr().out
 
@@ -62,11 +62,11 @@ PLACES = {
 @pytest.mark.parametrize("name", PLACES)
 def test_another_place_is_named(run, dcp, tmp_path, capsys, name):
     other = with_place(dcp, tmp_path / "step_3", PLACES[name])
-    for one in (run, dcp):
-        code, found, _ = verify(capsys, one, other)
+    for item in (run, dcp):
+        code, result, _ = verify(capsys, item, other)
         assert code == 1
-        assert name in found
-        assert all(each.startswith(("place.", "schedule.")) for each in found)
+        assert name in result
+        assert all(each.startswith(("place.", "schedule.")) for each in result)
     assert verify(capsys, run, other, "--weights-only")[:2] == (0, {})
     assert verify(capsys, dcp, other, "--weights-only")[:2] == (0, {})
 
@@ -83,19 +83,19 @@ def test_another_place_is_named(run, dcp, tmp_path, capsys, name):
 )
 def test_other_settings_are_named(run, dcp, tmp_path, capsys, setting, names):
     main(["export", str(run), str(tmp_path), "--to=dcp", setting])
-    for one in (run, dcp):
-        code, found, _ = verify(capsys, one, tmp_path)
-        assert (code, found.keys()) == (1, names)
-        assert verify(capsys, one, tmp_path, "--weights-only")[:2] == (0, {})
+    for item in (run, dcp):
+        code, result, _ = verify(capsys, item, tmp_path)
+        assert (code, result.keys()) == (1, names)
+        assert verify(capsys, item, tmp_path, "--weights-only")[:2] == (0, {})
 
 
 def test_runs_are_compared_by_what_no_other_format_says(run, dcp, tmp_path, capsys):
     settings = ["--scheduler.decay_steps=9", "--train.max_steps=50", "--model.rope_theta=5e5"]
     config = f"--config={run / 'config.toml'}"
     main(["import", str(dcp), str(tmp_path / "run"), config, *settings])
-    code, found, _ = verify(capsys, run, tmp_path / "run")
+    code, result, _ = verify(capsys, run, tmp_path / "run")
     assert code == 1
-    assert found == {
+    assert result == {
         "schedule.decay_steps": "None and 9",
         "schedule.max_steps": "20 and 50",
         "model.rope_theta": "10000.0 and 500000.0",
@@ -104,8 +104,8 @@ def test_runs_are_compared_by_what_no_other_format_says(run, dcp, tmp_path, caps
 
 def test_ranks_count_the_place_in_their_own_way(run, dcp, tmp_path, capsys):
     main(["export", str(run), str(tmp_path), "--to=dcp", "--ranks=3"])
-    code, found, notes = verify(capsys, dcp, tmp_path)
-    assert (code, found) == (0, {})
+    code, result, notes = verify(capsys, dcp, tmp_path)
+    assert (code, result) == (0, {})
     assert any("place.batches of 1 ranks, place.batches of 3 ranks" in note for note in notes)
     assert verify(capsys, run, tmp_path)[:2] == (0, {})
 
@@ -116,12 +116,12 @@ def test_weights_alone_may_be_of_any_step_and_optimizer(run, dcp, tmp_path, caps
     main(["import", str(dcp), str(tmp_path / "run"), config, "--weights-only"])
     for other in (tmp_path / "hf", tmp_path / "run", dcp):
         assert verify(capsys, run, other, "--weights-only")[:2] == (0, {})
-    code, found, notes = verify(capsys, run, tmp_path / "run")
-    assert (code, found) == (0, {})
+    code, result, notes = verify(capsys, run, tmp_path / "run")
+    assert (code, result) == (0, {})
     assert notes == ["only one has optimizer state: weights were compared, nothing else"]
     other = write_run(tmp_path / "other", seed=2)
-    found = verify(capsys, run, other, "--weights-only")[1]
-    assert {name.partition(".")[0] for name in found} == {"params"}
+    result = verify(capsys, run, other, "--weights-only")[1]
+    assert {name.partition(".")[0] for name in result} == {"params"}
 
 
 def test_a_model_that_is_to_compute_otherwise_is_noted(run, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
     torch_job.py SETTINGS.json RANKS PORT
 
-One process imports torch and forks so many ranks, which find each other by the port.
+One process imports torch and forks the ranks, which find each other by the port.
 
 Trains from `load` (a DCP directory, `flat` or not) or from scratch for `steps` steps, and writes
 their losses and gradient norms to `out`. `saves` are directories `step_N`, each flat or not.
@@ -193,7 +193,7 @@ def batches(dataset, per_rank, epoch, skip):
         epoch, skip = epoch + 1, 0
 
 
-def save(where, flat, model, optimizer, place):
+def save(where, flat, model, optimizer, location):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state = {
         "model": get_model_state_dict(model),
@@ -202,7 +202,7 @@ def save(where, flat, model, optimizer, place):
     dcp.save(state, checkpoint_id=where)
     if dist.get_rank() == 0:
         rng = {"torch_cpu": torch.get_rng_state(), "numpy": np.random.get_state()}
-        torch.save({**place, "rng": rng}, Path(where, "train_state.pt"))
+        torch.save({**location, "rng": rng}, Path(where, "train_state.pt"))
 
 
 def fork(settings, ranks, port):
@@ -255,12 +255,12 @@ def main(settings):
         dcp.load(state, checkpoint_id=settings["load"])
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-        place = torch.load(Path(settings["load"], "train_state.pt"), weights_only=False)
-        step, tokens = place["step"], place["tokens_seen"]
-        scheduler.load_state_dict(place["scheduler"])
-        epoch, drawn = place["dataloader"]["epoch"], place["dataloader"]["batches_yielded"]
-        torch.set_rng_state(place["rng"]["torch_cpu"])
-        np.random.set_state(place["rng"]["numpy"])
+        location = torch.load(Path(settings["load"], "train_state.pt"), weights_only=False)
+        step, tokens = location["step"], location["tokens_seen"]
+        scheduler.load_state_dict(location["scheduler"])
+        epoch, drawn = location["dataloader"]["epoch"], location["dataloader"]["batches_yielded"]
+        torch.set_rng_state(location["rng"]["torch_cpu"])
+        np.random.set_state(location["rng"]["numpy"])
     data = Windows(settings["tokens"], settings["seq_len"])
     source = batches(data, settings["rows"] // ranks, epoch, drawn)
     logged = []
@@ -277,7 +277,7 @@ def main(settings):
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         logged.append([step, mean.item() / ranks, float(norm.full_tensor())])
-        place = {
+        location = {
             "step": step,
             "tokens_seen": tokens,
             "scheduler": scheduler.state_dict(),
@@ -289,7 +289,7 @@ def main(settings):
         }
         for where, flat in settings["saves"]:
             if Path(where).name == f"step_{step}":
-                save(where, flat, model, optimizer, place)
+                save(where, flat, model, optimizer, location)
     if dist.get_rank() == 0:
         Path(settings["out"]).write_text(json.dumps(logged))
     dist.barrier()

@@ -16,22 +16,24 @@ def sequences(n, of=1.0):
 
 def test_numpy_reads_what_was_written(tmp_path):
     assert activation_files.write(tmp_path / "a", sequences(1200), {"step": 5}) == 1200
-    found = activation_files.read(tmp_path / "a")
-    assert found["residual"].shape == (1200, 2, 3)
-    assert found["residual"].dtype == np.float32
-    assert found["residual"][:, 1, 2].tolist() == list(range(1200))
-    assert isinstance(found["tokens"], np.memmap)
+    result = activation_files.read(tmp_path / "a")
+    assert result["residual"].shape == (1200, 2, 3)
+    assert result["residual"].dtype == np.float32
+    assert result["residual"][:, 1, 2].tolist() == list(range(1200))
+    assert isinstance(result["tokens"], np.memmap)
     assert json.loads((tmp_path / "a" / "activations.json").read_text()) == {"step": 5}
 
 
 def test_one_that_is_there_is_replaced_and_torn_ones_are_no_trouble(tmp_path):
     for torn in (".step_5.partial", ".step_5.old.partial"):
-        place = tmp_path / "activations" / torn
-        place.mkdir(parents=True)
-        (place / "residual.npy").write_text("half")
+        location = tmp_path / "activations" / torn
+        location.mkdir(parents=True)
+        (location / "residual.npy").write_text("half")
     directory = activation_files.of_step(tmp_path, 5)
     activation_files.write(directory, sequences(4), {})
-    activation_files.write(directory, ({"mlp": one["residual"]} for one in sequences(2, 3.0)), {})
+    activation_files.write(
+        directory, ({"mlp": sequence["residual"]} for sequence in sequences(2, 3.0)), {}
+    )
     assert [path.name for path in (tmp_path / "activations").iterdir()] == ["step_5"]
     assert {name: x.tolist() for name, x in activation_files.read(directory).items()} == {
         "mlp": [[[0.0] * 3] * 2, [[3.0] * 3] * 2]
@@ -51,9 +53,9 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(activation_files._Growing, "add", add)
-    rest = sequences(4)
+    remaining = sequences(4)
     with pytest.raises(OSError, match="No space"):
-        activation_files.write(directory, rest, {})
-    assert len(list(rest)) == 2  # whoever else computes them goes on
+        activation_files.write(directory, remaining, {})
+    assert len(list(remaining)) == 2  # whoever else computes them goes on
     assert [path.name for path in (tmp_path / "activations").iterdir()] == ["step_5"]
     assert len(activation_files.read(directory)["residual"]) == 1

@@ -19,23 +19,23 @@ def said(progress, **sections):
 
 def test_totals_of_the_run():
     train = {"max_steps": 1000, "seed": 7, "data_seed": 8}
-    told = said(Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"})
-    assert told["length"] == "1,000 steps, 512K tokens, 4 epochs"
-    assert told["data"] == "texts: 128K tokens"
-    assert told["seed"] == "7, of the data 8"
-    assert f"jax {jax.__version__}, Python 3." in told["versions"]
-    assert told["memory"].startswith("about ")
-    assert told["memory"].endswith(
+    reported = said(Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"})
+    assert reported["length"] == "1,000 steps, 512K tokens, 4 epochs"
+    assert reported["data"] == "texts: 128K tokens"
+    assert reported["seed"] == "7, of the data 8"
+    assert f"jax {jax.__version__}, Python 3." in reported["versions"]
+    assert reported["memory"].startswith("about ")
+    assert reported["memory"].endswith(
         " per device, for a step's arrays; libraries, compiler, data and saves take more"
     )
-    assert "on the host" not in told
+    assert "on the host" not in reported
 
 
 def test_a_run_without_data_has_no_epochs_and_a_resumed_one_says_where_it_is():
-    told = said(Progress(step=5))
-    assert told["length"] == "20 steps, 10.2K tokens; from step 5 on"
-    assert told["data"] == "synthetic random tokens (no data)"
-    assert told["seed"] == "42"
+    reported = said(Progress(step=5))
+    assert reported["length"] == "20 steps, 10.2K tokens; from step 5 on"
+    assert reported["data"] == "synthetic random tokens (no data)"
+    assert reported["seed"] == "42"
 
 
 def test_it_fits_a_narrow_terminal():

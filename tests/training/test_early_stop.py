@@ -99,9 +99,9 @@ def test_reasons_come_in_the_order_of_the_keys():
 def test_a_restart_goes_on_with_its_patience_and_its_rate():
     ours = stop(patience_steps=30, min_lr=1e-4)
     ours.reason(10, {"eval/loss": 4.0, "train/lr": 3e-4})
-    kept = json.loads(json.dumps(ours.memory))
+    retained = json.loads(json.dumps(ours.memory))
     again = stop(patience_steps=30, min_lr=1e-4)
-    again.memory = {**kept, "of_another_version": 1}
+    again.memory = {**retained, "of_another_version": 1}
     assert again.reason(39, {"eval/loss": 5.0}) is None
     assert again.reason(40, {"eval/loss": 5.0}) is not None
     assert again.reason(41, {"train/lr": 5e-5}) is not None

@@ -16,10 +16,10 @@ from torch_compat.checkpoint import checkpoints
 def test_every_nth_checkpoint_is_exported_and_the_last_one(tmp_path):
     trained(tmp_path, steps=2)
     exporter = Exporter(CheckpointConfig(export_interval=2, export_last=True))
-    made = tmp_path / "checkpoints" / "step_2"
+    result = tmp_path / "checkpoints" / "step_2"
     absent = tmp_path / "checkpoints" / "step_1"
     exporter.on_checkpoint_save(1, absent)  # the first of two: not due
-    exporter.on_checkpoint_save(2, made)
+    exporter.on_checkpoint_save(2, result)
     exporter.on_train_end(2, 0, None)
     assert [p.name for p in (tmp_path / "exports").iterdir()] == ["step_2"]
     exported = tmp_path / "exports" / "step_2"
@@ -29,12 +29,12 @@ def test_every_nth_checkpoint_is_exported_and_the_last_one(tmp_path):
 
 def test_a_failed_export_is_the_last_word_and_never_silent(tmp_path):
     trained(tmp_path, steps=2)
-    made = tmp_path / "checkpoints" / "step_2"
+    result = tmp_path / "checkpoints" / "step_2"
     exporter = Exporter(CheckpointConfig(export_interval=1))
-    for file in (made / "state").rglob("*"):
+    for file in (result / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    exporter.on_checkpoint_save(2, made)
+    exporter.on_checkpoint_save(2, result)
     with pytest.raises(StorageError, match=r"not every export was made:\n.*step_2: .*damaged"):
         exporter.on_train_end(2, 0, None)
 

@@ -131,8 +131,8 @@ class Signals:
         self.asked += 1
         return Exit.SIGNAL if self.at and self.asked >= self.at else None
 
-    def wait_for(self, work):
-        return work()
+    def wait_for(self, task):
+        return task()
 
 
 class Sampler(samples.Sampler):

@@ -127,10 +127,10 @@ def test_dry_run_compares_the_data(tmp_path):
 @pytest.fixture(scope="module")
 def trained_on_data(tmp_path_factory):
     """A run of one step on token shards."""
-    place = tmp_path_factory.mktemp("data")
-    np.save(place / "a.npy", np.arange(999, dtype=np.uint16) % 256)
-    run = place / "run"
-    assert train.run(config(run, 1, data={"dataset_path": str(place)})) is Exit.COMPLETED
+    location = tmp_path_factory.mktemp("data")
+    np.save(location / "a.npy", np.arange(999, dtype=np.uint16) % 256)
+    run = location / "run"
+    assert train.run(config(run, 1, data={"dataset_path": str(location)})) is Exit.COMPLETED
     return run
 
 
@@ -162,10 +162,10 @@ def test_loaded_weights_train_on_random_tokens_only_where_the_config_says_so(
 
 def test_source_wins_over_random_tokens(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(999, dtype=np.uint16) % 256)
-    found = open_training_data(
+    result = open_training_data(
         tiny_config(data={"dataset_type": "synthetic", "dataset_path": str(tmp_path)})
     )
-    assert len(found) == 999 // 33
+    assert len(result) == 999 // 33
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_home_directory_is_expanded_in_every_path(monkeypatch):
             "data.dataset_path", "data.tokenizer_path", "train.executable", "profiling.trace_dir",
             "train.compilation_cache_dir", "metrics.tensorboard_dir"]  # fmt: skip
     listed = ["--data.datasets=[{path='~/a'}]", "--eval.datasets=[{name='x',dataset_path='~/a'}]"]
-    found = load_config(None, [*(f"--{key}=~/a" for key in keys), *listed])
+    result = load_config(None, [*(f"--{key}=~/a" for key in keys), *listed])
     for key in keys:
         section, _, name = key.partition(".")
-        assert getattr(getattr(found, section), name) == "/home/me/a", key
-    assert found.data.datasets[0].path == found.eval.datasets[0].dataset_path == "/home/me/a"
+        assert getattr(getattr(result, section), name) == "/home/me/a", key
+    assert result.data.datasets[0].path == result.eval.datasets[0].dataset_path == "/home/me/a"
     with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory that ~"):
         load_config(None, ["--checkpoint.dir=~nobody0/x"])
 

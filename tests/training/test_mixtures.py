@@ -31,14 +31,14 @@ def config(train=None, **axes):
 
 def batches(n=2):
     """Datasets a and b everywhere, c in one sequence without a label, and nothing of the last."""
-    made = random_batches(config(), n)
-    for batch in made:
+    result = random_batches(config(), n)
+    for batch in result:
         numbers = np.random.default_rng(0).integers(0, 2, (MICROBATCHES, ROWS))
         numbers[1, 2] = 2
         batch["labels"][1, 2] = -100
         batch["labels"][0, :, 5:] = -100
         batch["dataset_idx"] = numbers
-    return made
+    return result
 
 
 @functools.cache
@@ -51,8 +51,8 @@ def by_hand():
     def log_p(params, tokens):
         return jax.nn.log_softmax(ours.model.logits(params, ours.model.hidden(params, tokens)))
 
-    found = np.asarray(log_p(ours.state().params, batch["input_ids"].reshape(-1, 16)))
-    of_label = np.take_along_axis(found, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    result = np.asarray(log_p(ours.state().params, batch["input_ids"].reshape(-1, 16)))
+    of_label = np.take_along_axis(result, np.maximum(labels, 0)[..., None], -1)[..., 0]
     nats = -np.sum(np.where(labels >= 0, of_label, 0.0), -1)
     numbers = batch["dataset_idx"].reshape(-1)
     tokens = np.sum(labels >= 0, -1)

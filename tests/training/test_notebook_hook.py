@@ -90,7 +90,7 @@ def test_a_long_run_is_thinned(shown, now):
 
 
 def places(svg, tag):
-    return [one.attrib for one in ElementTree.fromstring(svg).iter(tag)]
+    return [item.attrib for item in ElementTree.fromstring(svg).iter(tag)]
 
 
 def test_the_curve_is_of_all_steps_and_knows_no_nan():

@@ -35,7 +35,9 @@ def config(tmp_path, unlabelled, steps=3, **sections):
 
 def lines(tmp_path):
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
-    return [one for one in map(json.loads, text.splitlines()) if "train/loss" in one]
+    return [
+        splitline for splitline in map(json.loads, text.splitlines()) if "train/loss" in splitline
+    ]
 
 
 def test_a_run_without_any_label_is_a_mistake_of_the_user(tmp_path, capsys):

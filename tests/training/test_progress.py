@@ -49,8 +49,8 @@ def test_all_of_it_survives_json_and_says_what_follows_from_it():
         rollbacks=[{"from": 9, "to": 4, "samples": 40}], early_stop={"best": 2.5}, run_id="ours",
     )  # fmt: skip
     assert through_json(progress) == progress
-    told = progress.to_json()
-    assert (told["updates"], told["epoch"], told["stage"]) == (5, 2, "validation")
+    reported = progress.to_json()
+    assert (reported["updates"], reported["epoch"], reported["stage"]) == (5, 2, "validation")
 
 
 def test_what_was_written_does_not_change_with_the_run():

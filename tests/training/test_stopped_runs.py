@@ -90,8 +90,8 @@ def test_an_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, st
     assert halfway["validation"]["pending"] == ["a", "b"]
     second = Log()
     assert train.run(config(tmp_path, "run"), [second]) is Exit.COMPLETED
-    rest = [] if step == 8 else ["begin 8", "end 8", "save 8"]
-    assert second.events == [f"end {step}", *rest, "Exit.COMPLETED 8"]
+    remaining = [] if step == 8 else ["begin 8", "end 8", "save 8"]
+    assert second.events == [f"end {step}", *remaining, "Exit.COMPLETED 8"]
     assert lines(tmp_path, "run") == whole
     assert progress(tmp_path, "run", step)["validation"] is None
     third = Log()

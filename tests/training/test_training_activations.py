@@ -54,12 +54,12 @@ def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("captured")
     assert train.run(config(path, "whole")) is Exit.COMPLETED
     assert train.run(config(path, "silent", interval=0)) is Exit.COMPLETED
-    place = path / "stopped" / "activations"
-    place.parent.mkdir()
-    place.write_text("no directory")
+    location = path / "stopped" / "activations"
+    location.parent.mkdir()
+    location.write_text("no directory")
     assert train.run(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
-    place.unlink()
-    (place / ".step_4.partial").mkdir(parents=True)
+    location.unlink()
+    (location / ".step_4.partial").mkdir(parents=True)
     once = [{"mlp": np.zeros(3)}]  # of a step that is run again
     activation_files.write(activation_files.of_step(path / "stopped", 4), once, {})
     assert train.run(config(path, "stopped")) is Exit.COMPLETED
@@ -69,18 +69,23 @@ def runs(tmp_path_factory):
 def test_each_interval_has_its_files(runs):
     run = jaxforge.Run(runs / "whole")
     assert run.captured_steps == [2, 4, 6]
-    found = run.activations(4)
-    assert {name: x.shape for name, x in found.items()} == {
+    result = run.activations(4)
+    assert {name: x.shape for name, x in result.items()} == {
         "tokens": (10, LENGTH),
         "residual": (10, 1, LENGTH, 64),
         "attention_weights": (10, 1, 4, LENGTH, LENGTH),
         "logits": (10, LENGTH, 256),
     }
     windows = np.load(runs / "data" / "a.npy")[: 10 * (LENGTH + 1)].reshape(10, -1)
-    np.testing.assert_array_equal(found["tokens"], windows[:, :-1])
-    told = json.loads((runs / "whole/activations/step_4/activations.json").read_text())
-    assert told == {"step": 4, "set": "web", "points": ["residual", "attention_weights", "logits"],
-                    "layers": [1], "sequences": list(range(10))}  # fmt: skip
+    np.testing.assert_array_equal(result["tokens"], windows[:, :-1])
+    reported = json.loads((runs / "whole/activations/step_4/activations.json").read_text())
+    assert reported == {
+        "step": 4,
+        "set": "web",
+        "points": ["residual", "attention_weights", "logits"],
+        "layers": [1],
+        "sequences": list(range(10)),
+    }
     with pytest.raises(UserError, match=r"no activations of step 5: there are \[2, 4, 6\]"):
         run.activations(5)
 
@@ -92,8 +97,8 @@ def test_they_are_those_of_the_checkpoint(runs, tmp_path):
     assert activations.main([str(runs / "whole"), "--output", str(output), *arguments]) == 0
     last = jaxforge.Run(runs / "whole").activations(6)
     for name in (*POINTS, "tokens"):
-        found = np.load(output / f"{name}.npy")
-        np.testing.assert_allclose(found, last[name][[1, 9]], rtol=1e-4, atol=1e-5, err_msg=name)
+        result = np.load(output / f"{name}.npy")
+        np.testing.assert_allclose(result, last[name][[1, 9]], rtol=1e-4, atol=1e-5, err_msg=name)
     assert not np.allclose(
         last["residual"], jaxforge.Run(runs / "whole").activations(2)["residual"]
     )
@@ -166,5 +171,5 @@ def test_a_share_of_the_run_is_an_interval_of_captures():
 )
 def test_points_that_there_are_not_are_refused(settings, message):
     with pytest.raises(UserError) as caught:
-        load_config(None, [f"--eval.{one}" for one in settings])
+        load_config(None, [f"--eval.{setting}" for setting in settings])
     assert message in str(caught.value)

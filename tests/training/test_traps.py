@@ -65,10 +65,10 @@ def checkpoints(directory, ours):
 @pytest.fixture
 def restored(run):
     """State and progress, as a run has them that is started again."""
-    ours, found = run.ours, checkpoints(run.directory, run.ours)
+    ours, result = run.ours, checkpoints(run.directory, run.ours)
     with jax.set_mesh(ours.mesh):
-        yield starting_state(ours, found)
-    found.close()
+        yield starting_state(ours, result)
+    result.close()
 
 
 def test_the_batch_of_a_bad_step_is_consumed_and_its_tokens_are_not_learned(run, restored):
@@ -133,8 +133,8 @@ def test_a_ramp_goes_on_where_it_stands(monkeypatch):
         lambda c, m, d, first, n, _, accum: [(first, n, accum)],
     )
     config = tiny_config(train=RAMP)
-    place, phases = Progress(step=2, samples=100), Phases.of(config.data)
-    spans = training_data.batches_from(place, config, None, None, phases, config.train.ramp(1))
+    location, phases = Progress(step=2, samples=100), Phases.of(config.data)
+    spans = training_data.batches_from(location, config, None, None, phases, config.train.ramp(1))
     assert list(spans) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
 
 
@@ -157,7 +157,7 @@ def test_the_floor_of_the_learning_rate_is_scaled_with_its_peak():
     settings = ["lr=1e-3", "lr_scale_rule=linear", "lr_base_batch=256"]
     config = load_unresolved(
         None,
-        [*(f"--optimizer.{one}" for one in settings), "--train.global_batch_size=4096",
+        [*(f"--optimizer.{setting}" for setting in settings), "--train.global_batch_size=4096",
          "--train.max_steps=100", "--scheduler.warmup_steps=10"],
     ).resolve(1)  # fmt: skip
     rate = learning_rate(config)

@@ -56,8 +56,8 @@ class CheckpointRef:
         Raises:
             UserError: the config is wrong, or is needed and cannot be read.
         """
-        place = self.run if self.format == "jaxforge" else self.directory.path
-        trusts = trust.if_told(place) if is_compared else trust.of_run(place)
+        directory = self.run if self.format == "jaxforge" else self.directory.path
+        trusts = trust.if_told(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
             if self.format == "dcp" and (usual := _usual_settings(config)):
@@ -172,11 +172,11 @@ def find(path: str | os.PathLike) -> CheckpointRef:
         run, step = find_step(urls.path(given))
         return CheckpointRef("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
     directory = Directory(given)
-    for place in (directory, *_latest(directory)):
-        if is_dcp(place):
-            return CheckpointRef("dcp", place.resolved())
-        if hf_state.is_hf(place):
-            return CheckpointRef("hf", place.resolved())
+    for position in (directory, *_latest(directory)):
+        if is_dcp(position):
+            return CheckpointRef("dcp", position.resolved())
+        if hf_state.is_hf(position):
+            return CheckpointRef("hf", position.resolved())
     raise UserError(
         f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
         "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
@@ -203,11 +203,11 @@ def _usual_settings(config: JobConfig) -> list[str]:
 
 def _latest(directory: Directory) -> list[Directory]:
     """Return the target of `latest` and the steps, newest first, here or in `checkpoints/`."""
-    found = []
-    for place in (directory, *(directory / room for room in _ROOMS)):
-        names = place.names()
+    candidates = []
+    for position in (directory, *(directory / room for room in _ROOMS)):
+        names = position.names()
         if "latest" in names:
-            found.append(place / "latest")
+            candidates.append(position / "latest")
         steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
-        found += [place / name for _, name in sorted(steps, reverse=True)]
-    return found
+        candidates += [position / name for _, name in sorted(steps, reverse=True)]
+    return candidates

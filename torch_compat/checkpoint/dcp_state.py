@@ -44,7 +44,7 @@ class Options:
         weights_only: leave the optimizer and the place in the run.
         keep_place: but keep the place.
         keep_step: but keep the step and the count of tokens, without the position in the data.
-        fill_optimizer: zeros for optimizer state that is not there.
+        fill_optimizer: zeros for absent optimizer state.
         resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
     """
 
@@ -103,10 +103,12 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
             if stripped in model:
                 raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
-    found = find_model(model, dialect)
-    state = {found.owner(owner): fields for owner, fields in state.items()}
-    others += found.left_out
-    return Keys(found.dialect, found.params, state, list(groups.values()), others, found.left_out)
+    result = find_model(model, dialect)
+    state = {result.owner(owner): fields for owner, fields in state.items()}
+    others += result.left_out
+    return Keys(
+        result.dialect, result.params, state, list(groups.values()), others, result.left_out
+    )
 
 
 def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
@@ -128,17 +130,17 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
         notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
     alone = options.weights_only or not keys.state
-    params, kept, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
+    params, state, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
     notes += more
-    checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=kept)
+    checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=state)
     where = train_state.read_train_state(dcp)
     if alone:
         if not options.weights_only:
             notes.append("the checkpoint has no optimizer state: training starts at step 0")
         progress = None
         if options.keep_place and where.step is not None:
-            made = where.step if where.updates is None else where.updates
-            progress, more = train_state.progress_of(where, made, target.config)
+            result = where.step if where.updates is None else where.updates
+            progress, more = train_state.progress_of(where, result, target.config)
             notes += more
         elif options.keep_step and where.step is not None:
             progress = Progress(step=where.step, tokens=where.tokens or 0)
@@ -196,7 +198,7 @@ def entries(
     """
     config = target.config.model
     params = dialect.to_theirs(checkpoint.params, config)
-    kept = dialect.to_theirs(checkpoint.model_state, config)
+    state = dialect.to_theirs(checkpoint.model_state, config)
     written: dict[str, Entry] = {}
     root = tuple(prefix.rstrip(".").split(".")) if prefix else ()
 
@@ -204,7 +206,7 @@ def entries(
         entry = Entry(path, value)
         written[entry.key] = entry
 
-    with_head = params | kept
+    with_head = params | state
     if config.tie_embeddings and dialect.writes_tied_head:
         with_head[dialect.their_name(HEAD)] = params[dialect.their_name(EMBEDDING)]
     for key, tensor in with_head.items():
@@ -322,14 +324,14 @@ def _moments(
                 "them from zero"
             )
         missing += len(absent)
-        found = translate(
+        result = translate(
             tensors,
             {name: shape for name, shape in shapes.items() if name in there},
             by._replace(where=f"{by.where}: {theirs}"),
         )
-        dtype = next((tensor.dtype for tensor in found.values()), np.dtype(np.float32))
+        dtype = next((tensor.dtype for tensor in result.values()), np.dtype(np.float32))
         moments[ours] = {
-            name: found[name] if name in there else zeros(shape, dtype)
+            name: result[name] if name in there else zeros(shape, dtype)
             for name, shape in shapes.items()
         }
     return moments, missing
@@ -388,9 +390,9 @@ def _counts_of_experts(
             name: optimizer_state.schedule_free_updates(weight_sum, target.config)
             for name, weight_sum in own.items()
         }
-    made = {n: optimizer_state.number_of_updates(step, by.where) for n, step in steps.items()}
-    expert_counts.check(made, int(scalars["updates"]), target, by.where)
-    return expert_counts.fields({field: own, "updates": made})
+    result = {n: optimizer_state.number_of_updates(step, by.where) for n, step in steps.items()}
+    expert_counts.check(result, int(scalars["updates"]), target, by.where)
+    return expert_counts.fields({field: own, "updates": result})
 
 
 def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)

@@ -19,8 +19,8 @@ def unpacked(leaves: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The arrays of a checkpoint, moments with scales as the numbers that they stand for."""
     wide = dict(leaves)
     for name, scales in leaves.items():
-        section, _, rest = name.partition(".")
-        field, _, parameter = rest.partition(".")
+        section, _, remaining = name.partition(".")
+        field, _, parameter = remaining.partition(".")
         if section == "optimizer" and field.endswith(_SCALES):
             whose = f"{section}.{field.removesuffix(_SCALES)}.{parameter}"
             wide[whose] = _unpacked(leaves[whose], scales)

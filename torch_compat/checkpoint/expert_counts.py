@@ -93,12 +93,12 @@ def unreached(states: States, target: AbstractTarget, dialect: NameMap) -> set[s
     sharing = Counter(keys.values())
     kind = kind_of(target.config)
     saved = {name for field in kind.always for name in target.moments[field]}
-    found: set[str] = set()
+    result: set[str] = set()
     for names in by_expert(keys, target):
         own = [keys[name] for name in names if name in saved and sharing[keys[name]] == 1]
         if own and not any(key in states for key in own):
-            found.update(names)
-    return found
+            result.update(names)
+    return result
 
 
 def without_experts(counts: Counts, target: AbstractTarget, dialect: NameMap) -> Counts:
@@ -176,14 +176,14 @@ def by_their_keys(checkpoint: CheckpointState, field: str, dialect: NameMap) -> 
     """
     own = (checkpoint.moments or {}).get(EXPERT_FIELD + field, {})
     shared = checkpoint.scalars[field]
-    found: dict[str, float] = {}
+    names: dict[str, float] = {}
     for name in checkpoint.params:
         key = dialect.their_name(name)
         value = float(own[name].all() if name in own else shared)
-        if found.setdefault(key, value) != value:
+        if names.setdefault(key, value) != value:
             raise UserError(
                 f"{key} holds several experts, which have had different numbers of updates "
                 f"(optimizer.skip_idle_experts), and {dialect.name} has one number for all: "
                 "export with --dialect kempnerforge, or with --weights-only"
             )
-    return found
+    return names

@@ -189,8 +189,8 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
         again = ModelConfig(**model_table(written, family.model_type))
     except (UserError, ValueError) as error:
         return [f"{_NO_SUCH} ({error})"]
-    wanted, found = computes(model), computes(again)
-    return [f"{key} = {wanted[key]!r}" for key in wanted if not _same(wanted[key], found[key])]
+    wanted, settings = computes(model), computes(again)
+    return [f"{key} = {wanted[key]!r}" for key in wanted if not _same(wanted[key], settings[key])]
 
 
 def _far(lacks: Sequence[str]) -> tuple[bool, int]:
@@ -198,11 +198,11 @@ def _far(lacks: Sequence[str]) -> tuple[bool, int]:
     return lacks[0].startswith(_NO_SUCH), len(lacks)
 
 
-def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
+def _same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
     """Return whether two values are equal, numbers to float32 precision."""
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-7)
-    return one == other
+    if isinstance(first, float) and isinstance(other, float):
+        return math.isclose(first, other, rel_tol=1e-7)
+    return first == other
 
 
 def computes(model: ModelConfig) -> dict[str, Any]:

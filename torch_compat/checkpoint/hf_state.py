@@ -79,15 +79,18 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     dialect = (
         name_map(options.dialect) if options.dialect else FAMILIES[config["model_type"]].dialect
     )
-    found = safetensors.open_directory(directory)
-    if quantized := [key for key in found if key.endswith(_MXFP4)]:
+    contents = safetensors.open_directory(directory)
+    if quantized := [key for key in contents if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
-    tensors = _by_name(found, dialect, str(directory))
+    tensors = _by_name(contents, dialect, str(directory))
     tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
-    params, kept, more = untrained.translate_model(tensors, target, into, goes_on=False)
+    params, target_files, more = untrained.translate_model(tensors, target, into, goes_on=False)
     return CheckpointState(
-        params, dialect=dialect.name, notes=(*differences, *left_out, *more), model_state=kept
+        params,
+        dialect=dialect.name,
+        notes=(*differences, *left_out, *more),
+        model_state=target_files,
     )
 
 
@@ -133,11 +136,11 @@ def keep_documents(directory: Directory, target: Path) -> None:
         directory: the checkpoint.
         target: the run directory.
     """
-    kept = target / IMPORTED
-    kept.mkdir(exist_ok=True)
+    target_files = target / IMPORTED
+    target_files.mkdir(exist_ok=True)
     for name in (CONFIG, _GENERATION):
         if directory.has(name):
-            (kept / name).write_bytes(directory.read(name))
+            (target_files / name).write_bytes(directory.read(name))
 
 
 def imported(run: Path) -> Imported | None:
@@ -149,8 +152,10 @@ def imported(run: Path) -> Imported | None:
     config, generation = (run / IMPORTED / name for name in (CONFIG, _GENERATION))
     if not config.is_file():
         return None
-    found = load_object(generation.read_bytes(), str(generation)) if generation.is_file() else None
-    return Imported(load_object(config.read_bytes(), str(config)), found)
+    contents = (
+        load_object(generation.read_bytes(), str(generation)) if generation.is_file() else None
+    )
+    return Imported(load_object(config.read_bytes(), str(config)), contents)
 
 
 def documents(directory: Directory) -> Imported:
@@ -211,11 +216,14 @@ def units(
     of_family = FAMILIES[family].dialect
     tensors = of_family.to_theirs(checkpoint.variables, config.model)
     weights = of_family.to_theirs(checkpoint.params, config.model)
-    made, index = safetensors.units(tensors, directory, largest, block)
+    result, index = safetensors.units(tensors, directory, largest, block)
     documents = _documents(config, family, _one_dtype(weights), tokenizer, before)
     if index is not None:
         documents[safetensors.INDEX] = index
-    return [*made, Unit("documents", 0, lambda: _write_documents(documents, directory, tokenizer))]
+    return [
+        *result,
+        Unit("documents", 0, lambda: _write_documents(documents, directory, tokenizer)),
+    ]
 
 
 def _documents(
@@ -228,9 +236,9 @@ def _documents(
             CONFIG: config_json(config, family, dtype, eos_ids),
             _GENERATION: {"eos_token_id": eos_token_id(eos_ids), "do_sample": True},
         }
-    made = config_json(config, family, dtype, eos_ids, before.config)
+    result = config_json(config, family, dtype, eos_ids, before.config)
     generation = {} if before.generation is None else {_GENERATION: before.generation}
-    return {CONFIG: made, **generation}
+    return {CONFIG: result, **generation}
 
 
 def _config(directory: Directory) -> dict[str, Any]:
@@ -238,7 +246,7 @@ def _config(directory: Directory) -> dict[str, Any]:
 
 
 def _by_name(
-    found: Mapping[str, LazyTensor], dialect: NameMap, where: str
+    contents: Mapping[str, LazyTensor], dialect: NameMap, where: str
 ) -> dict[str, LazyTensor]:
     """Tensors by the dialect's names: without wrappers, with the base class's prefix.
 
@@ -249,7 +257,7 @@ def _by_name(
     """
     base = dialect.their_name(EMBEDDING).partition(".")[0]
     tensors: dict[str, LazyTensor] = {}
-    for key, tensor in found.items():
+    for key, tensor in contents.items():
         name = dialect.current(strip_wrappers(key))
         if not dialect.knows(name) and dialect.knows(f"{base}.{name}"):
             name = f"{base}.{name}"
@@ -269,8 +277,8 @@ def _of_model(
     }  # fmt: skip
     if not spare:
         return tensors, []
-    kept = {key: tensor for key, tensor in tensors.items() if key not in spare}
-    return kept, [
+    target_files = {key: tensor for key, tensor in tensors.items() if key not in spare}
+    return target_files, [
         f"left out: {len(spare)} tensors of layers from {further.start} on, which predict further "
         "tokens and are no part of the model here"
     ]
@@ -298,8 +306,8 @@ def _span(windows: Sequence[int | None]) -> str:
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
     files = {name: _json(document) for name, document in documents.items()}
     if tokenizer is not None and _is_huggingface(tokenizer):
-        found = (tokenizer / name for name in _TOKENIZER)
-        files |= {path.name: path.read_bytes() for path in found if path.is_file()}
+        contents = (tokenizer / name for name in _TOKENIZER)
+        files |= {path.name: path.read_bytes() for path in contents if path.is_file()}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
         files[_SETTINGS] = _json(settings)
     for name, content in files.items():

@@ -17,12 +17,12 @@ from torch_compat.formats.lazy import LazyTensor
 Tensors = Mapping[str, LazyTensor]
 
 
-def inspect(found: CheckpointRef) -> dict[str, Any]:
+def inspect(reference: CheckpointRef) -> dict[str, Any]:
     """Plain values: format, dialect, parameters, optimizer, step, and every tensor."""
-    details, raw = {"dcp": _dcp, "hf": _hf, "jaxforge": _jaxforge}[found.format](found)
+    details, raw = {"dcp": _dcp, "hf": _hf, "jaxforge": _jaxforge}[reference.format](reference)
     return {
-        "path": str(found.directory),
-        "format": found.format,
+        "path": str(reference.directory),
+        "format": reference.format,
         **details,
         "bytes": sum(tensor.nbytes for tensor in raw.values()),
         "tensors": {
@@ -60,8 +60,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *padded])
 
 
-def _dcp(found: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
-    dcp = found.dcp()
+def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
+    dcp = reference.dcp()
     keys = dcp_state.sort_keys(dcp)
     fields = {field for state in keys.state.values() for field in state}
     kinds = [
@@ -80,15 +80,15 @@ def _dcp(found: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     }, dcp.tensors
 
 
-def _hf(found: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
-    table, family = read_config(found.directory)
-    tensors = safetensors.open_directory(found.directory)
+def _hf(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
+    table, family = read_config(reference.directory)
+    tensors = safetensors.open_directory(reference.directory)
     name = FAMILIES[family].dialect.name
     return {"dialect": name, "parameters": _count(tensors.values()), "model": table}, tensors
 
 
-def _jaxforge(found: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
-    checkpoint, config = orbax_store.open_orbax(urls.path(found.directory.path))
+def _jaxforge(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
+    checkpoint, config = orbax_store.open_orbax(urls.path(reference.directory.path))
     return {
         "dialect": checkpoint.dialect,
         "parameters": _count(checkpoint.params.values()),

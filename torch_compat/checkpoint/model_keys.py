@@ -52,13 +52,13 @@ def find_model(tensors: Mapping[str, LazyTensor], name: str | None = None) -> Mo
     candidates = [name_map(name)] if name else list(NAME_MAPS.values())
     for prefix in ("", *PREFIXES):
         if tensors and all(key.startswith(prefix) for key in tensors):
-            found = _below(tensors, prefix, candidates)
-            if found.dialect:
-                return found
+            location = _below(tensors, prefix, candidates)
+            if location.dialect:
+                return location
     for prefix in PREFIXES:
-        found = _below(tensors, prefix, candidates)
-        if found.dialect:
-            return found
+        location = _below(tensors, prefix, candidates)
+        if location.dialect:
+            return location
     dotted = {key: tensor for key, tensor in tensors.items() if "." in key}
     if dialect := detect(list(dotted), candidates):
         return ModelKeys(dialect, dotted, "", tuple(key for key in tensors if key not in dotted))
@@ -92,7 +92,7 @@ def unknown(tensors: Mapping[str, LazyTensor], where: str) -> str:
     def is_known(dialect: NameMap, key: str) -> bool:
         return any(dialect.knows(key.removeprefix(prefix)) for prefix in ("", *PREFIXES))
 
-    nearest = max(NAME_MAPS.values(), key=lambda one: sum(is_known(one, key) for key in tensors))
+    nearest = max(NAME_MAPS.values(), key=lambda item: sum(is_known(item, key) for key in tensors))
     strange = [key for key in tensors if not is_known(nearest, key)]
     return (
         f"{where}: these names are none of {', '.join(NAME_MAPS)}; nearest is {nearest.name}, "

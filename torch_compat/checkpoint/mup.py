@@ -1,7 +1,7 @@
 """Conversion of muP models (`jaxforge.model.mup`) to the standard parametrisation.
 
 What a trained model computes, a standard one computes with other weights: output matrices times
-their multiplier, queries times what their scores are scaled by beside the usual. Its training is
+their multiplier, queries times the extra factor of their scores. Its training is
 another one there: moments, and rates by parameter, have no counterpart.
 """
 
@@ -91,12 +91,12 @@ def _factors(model: ModelConfig) -> Mapping[str, float]:
     """By regular expressions of names."""
     output = mup.output_multiplier(model)
     share = (model.mup_base_head_dim or model.head_size) / model.head_size
-    # Beside the usual 1/√head, scores have √base/head; beside a scale that is set, share of that.
+    # Relative to the usual 1/√head, scores have √base/head; relative to a set scale, its share.
     queries = math.sqrt(share) if model.attention_scale is None else share
-    found = {_ROUTERS: output, _HEAD: output, _QUERIES: queries}
+    factors = {_ROUTERS: output, _HEAD: output, _QUERIES: queries}
     if model.qk_norm:
-        del found[_QUERIES]
-    return {names: factor for names, factor in found.items() if factor != 1.0}
+        del factors[_QUERIES]
+    return {names: factor for names, factor in factors.items() if factor != 1.0}
 
 
 def _times(tensor: LazyTensor, factor: float) -> LazyTensor:

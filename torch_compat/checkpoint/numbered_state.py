@@ -53,9 +53,9 @@ def by_name(state: State, params: Mapping[str, LazyTensor], dcp: Dcp) -> dict[st
 
 def _groups(dcp: Dcp) -> list[list[Any]]:
     """The members of each group, in order."""
-    found = {int(match[1]): key for key in dcp.objects if (match := _MEMBERS.fullmatch(key))}
-    members = [dcp.objects(found[number]) for number in sorted(found)]
-    if not members or not all(isinstance(one, list) for one in members):
+    groups = {int(match[1]): key for key in dcp.objects if (match := _MEMBERS.fullmatch(key))}
+    members = [dcp.objects(groups[number]) for number in sorted(groups)]
+    if not members or not all(isinstance(member, list) for member in members):
         raise UserError(_refusal(dcp, "it has no list of each group's parameters"))
     return members
 

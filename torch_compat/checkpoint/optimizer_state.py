@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
     Attributes:
         fields: our field -> torch's.
-        keys: what a parameter group has besides lr, initial_lr, weight_decay and params.
+        keys: keys of a parameter group next to lr, initial_lr, weight_decay and params.
         counts: whether each parameter has a `step`.
         sometimes: our fields that KempnerForge does not save.
         scalars: our fields that are single numbers.
@@ -109,7 +109,7 @@ def number_of_updates(step: float, where: str) -> int:
     """Return a parameter's `step` as an integer.
 
     Raises:
-        UserError: no optimizer can have made so many updates.
+        UserError: no optimizer can have made this many updates.
     """
     try:
         updates = count(step)

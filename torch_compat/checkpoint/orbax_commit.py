@@ -52,7 +52,7 @@ def commit(
 
     Args:
         progress: where the run stands.
-        config: the config that goes beside the arrays.
+        config: the config that goes next to the arrays.
         run: the run directory.
         store: the database in which the arrays are staged.
         arrays: all of them, by name.
@@ -102,10 +102,10 @@ class _StagedHandler(ocp.type_handlers.NumpyHandler):
         store = values[0].store
         target = Path(infos[0].parent_dir) / store.name
         for directory, _, files in os.walk(store):
-            made = target / Path(directory).relative_to(store)
-            made.mkdir(parents=True, exist_ok=True)
+            path = target / Path(directory).relative_to(store)
+            path.mkdir(parents=True, exist_ok=True)
             for name in files:
-                if not (made / name).exists():
-                    link(Path(directory, name), made / name)
-            sync(made)
+                if not (path / name).exists():
+                    link(Path(directory, name), path / name)
+            sync(path)
         return []

@@ -87,20 +87,20 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
     moments: dict[str, dict[str, LazyTensor]] = {}
     scalars, guard = {}, {}
     for name, leaf in leaves.items():
-        section, _, rest = name.partition(".")
+        section, _, tail = name.partition(".")
         if is_of_precision(name):  # what no other framework knows, and a run may begin anew
             continue
         if section == "params":
-            params |= stacking.split(rest, leaf)
+            params |= stacking.split(tail, leaf)
         elif section == "model_state":
-            model_state |= stacking.split(rest, leaf)
-        elif section == "optimizer" and "." in rest:
-            field, _, parameter = rest.partition(".")
+            model_state |= stacking.split(tail, leaf)
+        elif section == "optimizer" and "." in tail:
+            field, _, parameter = tail.partition(".")
             moments.setdefault(field, {}).update(stacking.split(parameter, leaf))
         elif section == "optimizer":
-            scalars[rest] = leaf.all()
+            scalars[tail] = leaf.all()
         elif section == "guard":
-            guard[rest] = leaf.all()
+            guard[tail] = leaf.all()
     checkpoint = CheckpointState(
         params, moments or None, scalars, progress, guard, model_state=model_state
     )
@@ -182,8 +182,8 @@ class Import:
 
         progress = self._checkpoint.progress
         assert progress is not None
-        found = orbax_commit.scalars(self._checkpoint)
-        scalars = {name: of_array(value) for name, value in found.items()}
+        result = orbax_commit.scalars(self._checkpoint)
+        scalars = {name: of_array(value) for name, value in result.items()}
         arrays = {**self._tensors, **scalars}
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
@@ -210,11 +210,11 @@ class Import:
         directory = self.staging.destination
         try:
             open_orbax(directory)
-            made = ocdbt.open_arrays(directory / "state")
+            result = ocdbt.open_arrays(directory / "state")
             if names(directory / "state") != set(arrays):
                 raise StorageError(f"{directory}: Orbax finds other arrays than were written")
-            check_written(made, arrays, str(directory))
-            wrong = [name for name in arrays if _last(arrays[name]) != _last(made[name])]
+            check_written(result, arrays, str(directory))
+            wrong = [name for name in arrays if _last(arrays[name]) != _last(result[name])]
             if wrong:
                 raise StorageError(f"{directory}: {wrong[0]} has other values than were written")
         except (OSError, ValueError) as error:

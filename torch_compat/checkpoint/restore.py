@@ -48,7 +48,7 @@ class Foreign:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether a run can resume from the checkpoint; otherwise only its weights can be used."""
+        """True if a run can resume from the checkpoint; otherwise only its weights can be used."""
         return self.checkpoint.moments is not None
 
     def progress(self) -> Progress:
@@ -103,14 +103,14 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     Raises:
         UserError: there is none, it is damaged, or it is of another model than `[model]`.
     """
-    found = checkpoints.find(path)
+    reference = checkpoints.find(path)
     excluded = "optimizer" in config.checkpoint.exclude_from_loading
-    checkpoint = found.read(config, Options(weights_only=excluded, keep_place=excluded))
-    check_wide(checkpoint, config, str(found.directory))
+    checkpoint = reference.read(config, Options(weights_only=excluded, keep_place=excluded))
+    check_wide(checkpoint, config, str(reference.directory))
     for note in checkpoint.notes:
-        log.warning("%s: %s", found.directory, note)
+        log.warning("%s: %s", reference.directory, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
-    name = f"{step}{found.directory} ({checkpoint.dialect})"
+    name = f"{step}{reference.directory} ({checkpoint.dialect})"
     return Foreign(name, checkpoint, Stacking(config.model))
 
 
@@ -125,11 +125,11 @@ def keep_documents(path: str, run: Path) -> None:
     Raises:
         UserError: the files cannot be written.
     """
-    found = checkpoints.find(path)
-    source = found.directory
-    if found.format == "jaxforge":
+    reference = checkpoints.find(path)
+    source = reference.directory
+    if reference.format == "jaxforge":
         source = Directory(paths.find(urls.path(path))[0] / hf_state.IMPORTED)
-    if source.has(CONFIG) and found.format != "dcp":
+    if source.has(CONFIG) and reference.format != "dcp":
         try:
             hf_state.keep_documents(source, run)
         except OSError as error:
@@ -142,8 +142,8 @@ def counts_experts(path: str, config: JobConfig) -> bool:
     Raises:
         UserError: as of `open_foreign`.
     """
-    found = checkpoints.find(path)
-    return found.format == "dcp" and found.read(config, Options()).counts_experts
+    reference = checkpoints.find(path)
+    return reference.format == "dcp" and reference.read(config, Options()).counts_experts
 
 
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:

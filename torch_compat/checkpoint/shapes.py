@@ -21,8 +21,8 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
     head = {} if model.tie_embeddings else {HEAD: table}
     learned = model.position_embedding == "learned"
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
-    found = _in_layers(model, _block)
-    return {**found, **dict(sorted(norm.items())), **head, **positions, EMBEDDING: table}
+    shapes = _in_layers(model, _block)
+    return {**shapes, **dict(sorted(norm.items())), **head, **positions, EMBEDDING: table}
 
 
 def untrained(model: ModelConfig) -> dict[str, Shape]:
@@ -41,21 +41,21 @@ def _in_layers(
 ) -> dict[str, Shape]:
     """Return the shapes in all layers; `block` declares one layer."""
     stacking = Stacking(model)
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for stack, layers in sorted(model.stacks.items()):
         for name, shape in sorted(block(model, has_experts=model.has_experts[layers[0]])):
             of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
             array = (len(layers), *of_experts, *shape)
-            found |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
-    return found
+            shapes |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
+    return shapes
 
 
 def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
     """One layer; of experts, one."""
-    sides = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
-    for side in sides[model.norm_placement]:
-        yield from _norm(f"attention_{side}", model.dim, model.norm_type)
-        yield from _norm(f"mlp_{side}", model.dim, model.norm_type)
+    norm_names = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
+    for edge in norm_names[model.norm_placement]:
+        yield from _norm(f"attention_{edge}", model.dim, model.norm_type)
+        yield from _norm(f"mlp_{edge}", model.dim, model.norm_type)
     queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
     for name, size in (("q", queries), ("k", keys), ("v", keys)):
         yield from _linear(f"attention.{name}_proj", size, model.dim, bias=model.qkv_bias)
@@ -82,8 +82,8 @@ def _experts(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 
 def _feed_forward(name: str, width: int, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    for side in ("gate", "up") if model.is_gated else ("up",):
-        yield from _linear(f"{name}.{side}_proj", width, model.dim, bias=model.mlp_bias)
+    for edge in ("gate", "up") if model.is_gated else ("up",):
+        yield from _linear(f"{name}.{edge}_proj", width, model.dim, bias=model.mlp_bias)
     yield from _linear(f"{name}.down_proj", model.dim, width, bias=model.mlp_bias)
 
 

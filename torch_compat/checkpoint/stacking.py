@@ -46,19 +46,19 @@ class Stacking:
         Raises:
             UserError: it has not as many layers or experts as the model.
         """
-        stacked, _, rest = name.partition(".")
+        stacked, _, tail = name.partition(".")
         layers = self._stacks.get(stacked)
-        if layers is None or not rest:
+        if layers is None or not tail:
             yield name, ()
             return
-        has_experts = self._has_experts[layers[0]] and rest.startswith(EXPERTS)
-        experts, inner = self._experts, rest.removeprefix(EXPERTS)
+        has_experts = self._has_experts[layers[0]] and tail.startswith(EXPERTS)
+        experts, inner = self._experts, tail.removeprefix(EXPERTS)
         sizes = (len(layers), experts) if has_experts else (len(layers),)
         if shape[: len(sizes)] != sizes:
             raise UserError(f"{name} is {list(shape)}, and {list(sizes)} of them are in the model")
         for row, layer in enumerate(layers):
             if not has_experts:
-                yield f"{LAYERS}.{layer}.{rest}", (row,)
+                yield f"{LAYERS}.{layer}.{tail}", (row,)
                 continue
             for expert in range(experts):
                 yield f"{LAYERS}.{layer}.{EXPERTS}{expert}.{inner}", (row, expert)
@@ -69,10 +69,10 @@ class Stacking:
 
     def expert_of(self, entry: str) -> str | None:
         """Return the expert of an entry, "layers.3.mlp.experts.5"; None for other entries."""
-        _, place = self._place(entry)
-        if len(place) < len(("row", "expert")):
+        _, index = self._place(entry)
+        if len(index) < len(("row", "expert")):
             return None
-        return f"{entry.partition(EXPERTS)[0]}{EXPERTS}{place[1]}"
+        return f"{entry.partition(EXPERTS)[0]}{EXPERTS}{index[1]}"
 
     def split(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
         """The entries of an array.
@@ -81,8 +81,8 @@ class Stacking:
             UserError: it has not as many layers or experts as the model.
         """
         return {
-            entry: functools.reduce(LazyTensor.part, place, tensor)
-            for entry, place in self.entries(name, tensor.shape)
+            entry: functools.reduce(LazyTensor.part, index, tensor)
+            for entry, index in self.entries(name, tensor.shape)
         }
 
     def join(self, entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -93,8 +93,8 @@ class Stacking:
         """
         arrays: dict[str, dict[Place, LazyTensor]] = {}
         for entry, tensor in entries.items():
-            name, place = self._place(entry)
-            arrays.setdefault(name, {})[place] = tensor
+            name, index = self._place(entry)
+            arrays.setdefault(name, {})[index] = tensor
         for name, parts in arrays.items():
             if len({tensor.dtype for tensor in parts.values()}) > 1:
                 raise UserError(
@@ -107,12 +107,12 @@ class Stacking:
         match = _LAYER.fullmatch(entry)
         if not match or int(match[1]) not in self._rows:
             return entry, ()
-        layer, rest = int(match[1]), match[2]
+        layer, tail = int(match[1]), match[2]
         name, row = self._rows[layer]
-        expert = _EXPERT.fullmatch(rest) if self._has_experts[layer] else None
+        expert = _EXPERT.fullmatch(tail) if self._has_experts[layer] else None
         if expert:
             return f"{name}.{EXPERTS}{expert[2]}", (row, int(expert[1]))
-        return f"{name}.{rest}", (row,)
+        return f"{name}.{tail}", (row,)
 
 
 def _joined(parts: Mapping[Place, LazyTensor]) -> LazyTensor:
@@ -120,6 +120,6 @@ def _joined(parts: Mapping[Place, LazyTensor]) -> LazyTensor:
     if () in parts:
         return parts[()]
     rows: dict[int, dict[Place, LazyTensor]] = {}
-    for (row, *rest), tensor in parts.items():
-        rows.setdefault(row, {})[tuple(rest)] = tensor
+    for (row, *tail), tensor in parts.items():
+        rows.setdefault(row, {})[tuple(tail)] = tensor
     return stack([_joined(rows[row]) for row in range(len(rows))])

@@ -1,6 +1,6 @@
 """Position of a PyTorch run, read and written: its step, tokens and position in the data.
 
-KempnerForge keeps these in `train_state.pt` beside the DCP files, MindSpeed in `extra_state/`,
+KempnerForge keeps these in `train_state.pt` next to the DCP files, MindSpeed in `extra_state/`,
 torchtitan within them.
 """
 
@@ -67,56 +67,72 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
 
 
 def progress_of(
-    place: TorchTrainState, updates: int, config: JobConfig
+    torch_state: TorchTrainState, updates: int, config: JobConfig
 ) -> tuple[Progress, list[str]]:
     """Jaxforge's counters, and what the user should know of how they came about.
 
     Args:
-        place: where the run stands.
+        torch_state: where the run stands.
         updates: updates made, as the optimizer counts them.
         config: the run's config; its data are opened when the run is beyond their first epoch.
     """
     notes = []
-    step = updates if place.step is None else place.step
-    made = updates if place.updates is None else place.updates
-    if made != updates:
+    step = updates if torch_state.step is None else torch_state.step
+    n_updates = updates if torch_state.updates is None else torch_state.updates
+    if n_updates != updates:
         notes.append(
-            f"the optimizer counts {updates} updates and the LR scheduler {made}; jaxforge has one "
+            f"the optimizer counts {updates} updates and the LR scheduler {n_updates}; "
+            "jaxforge has one "
             f"count, so the schedule goes on from {updates}"
         )
     is_constant = len(config.train.stages()) == 1
-    samples = _samples_by_tokens(place, step, made, config.train.seq_len) if is_constant else None
+    samples = (
+        _samples_by_tokens(torch_state, step, n_updates, config.train.seq_len)
+        if is_constant
+        else None
+    )
     if samples is None:
-        samples, how = _samples_by_batches(place, step, config)
+        samples, how = _samples_by_batches(torch_state, step, config)
         notes.append(f"the tokens seen do not say how many sequences were read; {how}")
     if config.data.order != "torch" and config.data.shuffle:
         notes.append(
             'data.order = "grain" shuffles otherwise than PyTorch did: set data.order = "torch" to '
             "go on with the very next batch"
         )
-    tokens = samples * config.train.seq_len if place.tokens is None else place.tokens
-    return Progress(step=step, samples=samples, tokens=tokens, skipped=max(0, step - made)), notes
+    tokens = samples * config.train.seq_len if torch_state.tokens is None else torch_state.tokens
+    return Progress(
+        step=step, samples=samples, tokens=tokens, skipped=max(0, step - n_updates)
+    ), notes
 
 
-def _samples_by_tokens(place: TorchTrainState, step: int, updates: int, seq_len: int) -> int | None:
+def _samples_by_tokens(
+    torch_state: TorchTrainState, step: int, updates: int, seq_len: int
+) -> int | None:
     """Sequences read: those of the tokens seen, which applied updates count, and of skipped steps.
 
     Whatever the ranks and their batch size, and however many epochs it took.
     """
-    if not place.tokens or not updates or place.tokens % (seq_len * updates):
+    if not torch_state.tokens or not updates or torch_state.tokens % (seq_len * updates):
         return None
-    return place.tokens // (seq_len * updates) * step
+    return torch_state.tokens // (seq_len * updates) * step
 
 
-def _samples_by_batches(place: TorchTrainState, step: int, config: JobConfig) -> tuple[int, str]:
+def _samples_by_batches(
+    torch_state: TorchTrainState, step: int, config: JobConfig
+) -> tuple[int, str]:
     """Sequences read, by the sampler's position or else by the steps; and by which of them."""
-    ranks = place.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
+    ranks = (
+        torch_state.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
+    )
     rows = config.train.microbatch_size(ranks)
-    if place.batches is None:
+    if torch_state.batches is None:
         samples = config.train.ramp(ranks).samples(step)
         return samples, f"{samples} sequences of {step} steps are taken as read"
-    before = place.epoch * _epoch_length(config, rows, ranks) if place.epoch else 0
-    return before + place.batches * rows, f"{place.batches} batches of {rows} are taken as read"
+    before = torch_state.epoch * _epoch_length(config, rows, ranks) if torch_state.epoch else 0
+    return (
+        before + torch_state.batches * rows,
+        f"{torch_state.batches} batches of {rows} are taken as read",
+    )
 
 
 def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) -> dict[str, Any]:
@@ -194,7 +210,7 @@ def of_titan(progress: Progress, updates: int, config: JobConfig) -> dict[tuple[
 def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
     try:
         data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
-        place = TorchTrainState(
+        torch_state = TorchTrainState(
             step=count(state["step"]),
             tokens=count(state["tokens_seen"]),
             updates=_optional(scheduler.get("last_epoch")),
@@ -203,14 +219,14 @@ def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 
             ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
             skips_idle_experts=state.get(SKIPS_IDLE_EXPERTS),
         )
-        if not isinstance(place.skips_idle_experts, bool | None):
+        if not isinstance(torch_state.skips_idle_experts, bool | None):
             raise ValueError(f"{SKIPS_IDLE_EXPERTS} is no flag")
-        if place.ranks is not None and not 1 <= place.ranks <= limits.WIDTH:
-            raise ValueError(f"{place.ranks} ranks")
+        if torch_state.ranks is not None and not 1 <= torch_state.ranks <= limits.WIDTH:
+            raise ValueError(f"{torch_state.ranks} ranks")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         why = shown(repr(error))
         raise UserError(f"{where}: not a training state of KempnerForge ({why})") from error
-    return place
+    return torch_state
 
 
 def _of_extra_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)

@@ -49,5 +49,5 @@ def shapes(tree: dict[str, Any], model: ModelConfig) -> Iterator[tuple[str, Shap
     """Name and shape of each array, an entry per layer and expert."""
     stacking = Stacking(model)
     for name, leaf in flatten_dict(tree, sep=".").items():
-        for entry, place in stacking.entries(name, tuple(leaf.shape)):
-            yield entry, tuple(leaf.shape[len(place) :])
+        for entry, index in stacking.entries(name, tuple(leaf.shape)):
+            yield entry, tuple(leaf.shape[len(index) :])

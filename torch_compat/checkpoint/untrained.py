@@ -33,14 +33,14 @@ def translate_model(
             state, and the run would go on without its own.
     """
     theirs, more = _needed(theirs, target, by)
-    kept = {name for name in target.model_state if by.dialect.their_key(name) in theirs}
-    wanted = {**target.params, **(target.model_state if kept else {})}
-    found = translate(theirs, wanted, by)
-    notes = more + ([] if kept else missing(target, by.where, goes_on=goes_on))
-    state = {name: found.pop(name) for name in (target.model_state if kept else ())}
+    names = {name for name in target.model_state if by.dialect.their_key(name) in theirs}
+    wanted = {**target.params, **(target.model_state if names else {})}
+    translated = translate(theirs, wanted, by)
+    notes = more + ([] if names else missing(target, by.where, goes_on=goes_on))
+    state = {name: translated.pop(name) for name in (target.model_state if names else ())}
     if wide := [name for name, tensor in state.items() if tensor.dtype == np.float64]:
         notes.append(f"{some(wide)}: float64, and what no gradient moves is float32 here")
-    return found, {name: tensor.cast(_DTYPE) for name, tensor in state.items()}, notes
+    return translated, {name: tensor.cast(_DTYPE) for name, tensor in state.items()}, notes
 
 
 def _needed(
@@ -73,8 +73,8 @@ def of_trained(
     spare = [key for key in states if key in untrained]
     if not spare:
         return dict(states), []
-    kept = {key: state for key, state in states.items() if key not in untrained}
-    return kept, [f"left out: the moments of {some(spare)}: no gradient moves it here"]
+    names = {key: state for key, state in states.items() if key not in untrained}
+    return names, [f"left out: the moments of {some(spare)}: no gradient moves it here"]
 
 
 def check_present(checkpoint: CheckpointState, target: AbstractTarget, where: str) -> list[str]:

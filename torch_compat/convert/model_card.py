@@ -73,7 +73,7 @@ def model_card(
         model_type: Hugging Face's word for the family.
         logged: what the run has logged; None where the config does not say how the model was
             trained.
-        has_tokenizer: whether a tokenizer lies beside the card.
+        has_tokenizer: whether a tokenizer lies next to the card.
     """
     m = config.model
     size = human(parameters)
@@ -119,7 +119,7 @@ def _hub_names(config: JobConfig) -> Iterator[str]:
     data = config.data
     if not data.datasets and not data.dataset_path and data.hf_dataset_name:
         yield data.hf_dataset_name
-    yield from (one.hf_name for one in data.datasets if one.hf_name and not one.path)
+    yield from (name.hf_name for name in data.datasets if name.hf_name and not name.path)
 
 
 _ALONE = """\
@@ -141,7 +141,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 
 def _data(config: JobConfig) -> Iterator[str]:
     data = config.data
-    sources = [(one.path, one.name or one.hf_name, one.weight) for one in data.datasets]
+    sources = [(item.path, item.name or item.hf_name, item.weight) for item in data.datasets]
     if not sources:
         sources = [(data.dataset_path, data.hf_dataset_name or "", 1.0)]
     total = sum(weight for *_, weight in sources)
@@ -193,14 +193,17 @@ def _training(
 
 def _evaluation(logged: Logged) -> str:
     """The sets of the last evaluation, all together first."""
-    found = {name.removeprefix("eval/"): value for name, value in logged.evaluation.items()
+    metrics = {name.removeprefix("eval/"): value for name, value in logged.evaluation.items()
              if name.startswith("eval/") and _is_number(value)}  # fmt: skip
-    sets = list(dict.fromkeys(name.rpartition("/")[0] for name in found))
-    columns = [one for one in _EVALUATED if any(name.endswith(one) for name in found)]
+    sets = list(dict.fromkeys(name.rpartition("/")[0] for name in metrics))
+    columns = [item for item in _EVALUATED if any(name.endswith(item) for name in metrics)]
     if not sets:
         return ""
     rows = [
-        [_plain(of) or "all", *(_shown(found.get(f"{of}/{one}" if of else one)) for one in columns)]
+        [
+            _plain(of) or "all",
+            *(_shown(metrics.get(f"{of}/{item}" if of else item)) for item in columns),
+        ]
         for of in sets
     ]
     lines = [["set", *columns], ["---"] * (1 + len(columns)), *rows]

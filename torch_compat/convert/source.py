@@ -99,7 +99,7 @@ class Source:
         model's.
 
         Raises:
-            UserError: the config's data name one that is not there.
+            UserError: the config's data name one that does not exist.
         """
         if self.ref.format == "jaxforge":
             of_run = self.ref.run / hf_state.TOKENIZER

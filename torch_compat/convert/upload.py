@@ -35,19 +35,19 @@ from torch_compat.formats.workers import Share, Workers
 UNFINISHED = ".unfinished"
 
 _LAST = (safetensors.INDEX, COMMITTED, f"pp*/{METADATA}", METADATA, hf_config.CONFIG)
-_AT_ONCE = 8  # files, of so many bytes together: each passes through memory whole
+_AT_ONCE = 8  # files of this many bytes in all: each passes through memory whole
 _MEMORY = 1 << 30
 
 
 def notes(request: Request) -> list[str]:
     """Return notes for the user of a conversion into a bucket."""
-    found = [
+    notes_ = [
         f"it gathers in {_gathering(request.destination)} before it is copied: that disk must hold "
         "it once (TMPDIR names another)"
     ]
     if request.to == "dcp":
-        found.append("a bucket has no links, so there will be no `latest`: name the step itself")
-    return found
+        notes_.append("a bucket has no links, so there will be no `latest`: name the step itself")
+    return notes_
 
 
 def run(
@@ -71,10 +71,10 @@ def run(
         name = _name(here, plan)
         _check_free(destination / plan.within, name, gathering)
         _begin(gathering, name)
-        made = here.destination / plan.within
-        if not made.exists():
+        directory = here.destination / plan.within
+        if not directory.exists():
             conversion.run(here, plan, share, advance, workers)
-        orbax_store.settle(here.destination, made)  # what a kill just after its commit left
+        orbax_store.settle(here.destination, directory)  # what a kill just after its commit left
         _Copy(here.destination, destination, plan.within, name).run(lock)
         shutil.rmtree(gathering, ignore_errors=True)  # workers take their locks away meanwhile
     return destination / plan.within
@@ -127,8 +127,8 @@ class _Copy:
         at_once = max(1, min(_AT_ONCE, _MEMORY // max(1, largest)))
 
         def put(path: Path) -> None:
-            place = self._there / path.relative_to(self._here).as_posix()
-            buckets.write(place, path.read_bytes())
+            url = self._there / path.relative_to(self._here).as_posix()
+            buckets.write(url, path.read_bytes())
 
         for_each(put, files, at_once)
 
@@ -172,4 +172,4 @@ def _keys(target: Path) -> set[str]:
 
 def _visible(keys: Iterable[str]) -> list[str]:
     """Return the keys by which a reader finds the result."""
-    return [key for key in keys if any(fnmatch.fnmatchcase(key, one) for one in _LAST)]
+    return [key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in _LAST)]

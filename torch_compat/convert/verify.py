@@ -94,19 +94,21 @@ def verify(
         UserError: one of them is damaged, or not of that config.
     """
     declared = next(
-        (c for found in (a, b) if (c := found.config(config, overrides, is_compared=True))), None
+        (c for result in (a, b) if (c := result.config(config, overrides, is_compared=True))), None
     )
     if declared is None:
         notes = ["compared by their own keys; --config FILE compares by parameter"]
-        one, other = (_by_own_keys(found, options.weights_only) for found in (a, b))
+        first, other = (_by_own_keys(result, options.weights_only) for result in (a, b))
     else:
-        one, other, notes = _by_parameter(a, b, declared, options)
-    both = {name: (one.facts[name], other.facts[name]) for name in one.facts.keys() & other.facts}
-    differences = compare(one.tensors, other.tensors, max_memory // _FRACTION)
-    differences += _scalar_differences(one.scalars, other.scalars) + _fact_differences(both)
-    scalars = one.scalars.keys() | other.scalars.keys()
-    count = len(one.tensors.keys() | other.tensors.keys()) + len(scalars)
-    return Verified(count, len(both), differences, notes + _told_by_one(one.facts, other.facts))
+        first, other, notes = _by_parameter(a, b, declared, options)
+    both = {
+        name: (first.facts[name], other.facts[name]) for name in first.facts.keys() & other.facts
+    }
+    differences = compare(first.tensors, other.tensors, max_memory // _FRACTION)
+    differences += _scalar_differences(first.scalars, other.scalars) + _fact_differences(both)
+    scalars = first.scalars.keys() | other.scalars.keys()
+    count = len(first.tensors.keys() | other.tensors.keys()) + len(scalars)
+    return Verified(count, len(both), differences, notes + _told_by_one(first.facts, other.facts))
 
 
 def compare(
@@ -124,22 +126,22 @@ def compare(
         b: the other.
         block: bytes of each to hold at a time.
     """
-    found = []
+    differences = []
     for name in sorted(a.keys() | b.keys()):
         if name not in b:
-            found.append(Difference(name, "missing", note="only in A"))
+            differences.append(Difference(name, "missing", note="only in A"))
         elif name not in a:
-            found.append(Difference(name, "unexpected", note="only in B"))
+            differences.append(Difference(name, "unexpected", note="only in B"))
         elif a[name].shape != b[name].shape:
             shapes = f"{list(a[name].shape)} and {list(b[name].shape)}"
-            found.append(Difference(name, "shape", float("inf"), shapes))
+            differences.append(Difference(name, "shape", float("inf"), shapes))
         else:
             largest = _largest_difference(a[name], b[name], block)
             if largest:
                 kinds = {a[name].dtype.name, b[name].dtype.name}
                 note = " and ".join(sorted(kinds)) if len(kinds) > 1 else ""
-                found.append(Difference(name, "values", largest, note))
-    return found
+                differences.append(Difference(name, "values", largest, note))
+    return differences
 
 
 def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
@@ -160,9 +162,9 @@ def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
     return largest
 
 
-def _by_own_keys(found: CheckpointRef, weights_only: bool) -> _Side:
+def _by_own_keys(differences: CheckpointRef, weights_only: bool) -> _Side:
     """A DCP checkpoint without a config."""
-    dcp = found.dcp()
+    dcp = differences.dcp()
     keys = dcp_state.sort_keys(dcp)
     if weights_only:
         return _Side(keys.params, {})
@@ -185,16 +187,16 @@ def _by_parameter(
     return _side(a, x, weights_only=alone), _side(b, y, weights_only=alone), notes
 
 
-def _side(found: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bool) -> _Side:
+def _side(differences: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bool) -> _Side:
     if weights_only:
         return _Side(dict(checkpoint.model_tensors()), {})
     facts: dict[str, Any] = {}
-    if found.format == "dcp":
-        facts = _of_place(train_state.read_train_state(found.dcp())) | _prefixed(
+    if differences.format == "dcp":
+        facts = _of_place(train_state.read_train_state(differences.dcp())) | _prefixed(
             checkpoint.settings
         )
-    elif found.format == "jaxforge":
-        config = found.config(None, is_compared=True)
+    elif differences.format == "jaxforge":
+        config = differences.config(None, is_compared=True)
         assert config is not None
         facts = _of_run(checkpoint, config)
     if checkpoint.progress is not None and facts:
@@ -236,24 +238,24 @@ def _prefixed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scalar_differences(
-    one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
+    first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
 ) -> list[Difference]:
-    found = []
-    for name in sorted(one.keys() | other.keys()):
-        x, y = one.get(name), other.get(name)
+    differences = []
+    for name in sorted(first.keys() | other.keys()):
+        x, y = first.get(name), other.get(name)
         if x is None or y is None or not np.array_equal(x, y):
             largest = float(abs(x - y)) if x is not None and y is not None else float("inf")
-            found.append(Difference(f"optimizer.{name}", "values", largest, f"{x} and {y}"))
-    return found
+            differences.append(Difference(f"optimizer.{name}", "values", largest, f"{x} and {y}"))
+    return differences
 
 
 def _fact_differences(facts: Mapping[str, tuple[Any, Any]]) -> list[Difference]:
-    found = []
+    differences = []
     for name, (x, y) in sorted(facts.items()):
         distance = _distance(x, y)
         if distance:
-            found.append(Difference(name, "settings", distance, f"{x} and {y}"))
-    return found
+            differences.append(Difference(name, "settings", distance, f"{x} and {y}"))
+    return differences
 
 
 def _distance(x: Any, y: Any) -> float:  # noqa: ANN401 (numbers, texts, or some of them)
@@ -271,10 +273,10 @@ def _distance(x: Any, y: Any) -> float:  # noqa: ANN401 (numbers, texts, or some
     return largest if math.isfinite(largest) else float("inf")
 
 
-def _told_by_one(one: Facts, other: Facts) -> list[str]:
+def _told_by_one(first: Facts, other: Facts) -> list[str]:
     """Notes of what every format may say and only one of the two does."""
-    if not one or not other:
+    if not first or not other:
         return []
     shown = ("place.", "schedule.updates", "optimizer.lr", "optimizer.weight_decay")
-    names = [name for name in sorted(one.keys() ^ other.keys()) if name.startswith(shown)]
+    names = [name for name in sorted(first.keys() ^ other.keys()) if name.startswith(shown)]
     return [f"only one says, so that it was not compared: {', '.join(names)}"] if names else []

@@ -176,7 +176,7 @@ class DcpWriter(Writer):
         """Return notes for the user.
 
         Raises:
-            UserError: the position in the data falls within a batch of so many ranks.
+            UserError: the position in the data falls within a batch of this many ranks.
         """
         if self._has_place:
             self._train_state()
@@ -208,8 +208,8 @@ class DcpWriter(Writer):
             about = {"step": progress.step, "tokens_seen": progress.tokens}
             (directory / "metadata.json").write_text(json.dumps(about, indent=2))
         for stage, entries in self._stages.items():
-            places = {unit.name: results[unit.name] for unit in self._units[stage]}
-            dcp_writer.write_metadata(entries, places, directory / stage, self.block)
+            locations = {unit.name: results[unit.name] for unit in self._units[stage]}
+            dcp_writer.write_metadata(entries, locations, directory / stage, self.block)
         every = itertools.chain.from_iterable(part.items() for part in self._stages.values())
         written = {key: e.value for key, e in every if isinstance(e.value, LazyTensor)}
         check_written(open_dcp(Directory(directory)).tensors, written, str(directory))

@@ -329,12 +329,12 @@ def two_rotary_keys(model: ModelConfig) -> Table:
 def _rotary_table(theta: float, scaling: RopeScaling | None) -> Table:
     if scaling is None:
         return {"rope_type": "default", "rope_theta": theta}
-    found = {
+    table = {
         theirs: list(value) if isinstance(value, tuple) else value
         for ours, theirs in _SCALINGS[scaling.rope_type].items()
         if (value := getattr(scaling, ours)) is not None
     }
-    return {"rope_type": scaling.rope_type, "rope_theta": theta, **found}
+    return {"rope_type": scaling.rope_type, "rope_theta": theta, **table}
 
 
 def window_keys(model: ModelConfig) -> Table:

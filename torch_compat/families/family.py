@@ -25,7 +25,7 @@ class Family:
         read: (config, where it is from) -> `[model]`.
         write: `[model]` -> its keys by Llama's names (`keys` has its own); reading them again tells
             whether the family can be that model.
-        only: keys of which one value alone is built.
+        only: keys with a single supported value.
         names: its own name of a key -> Llama's, which transformers does not read in this family.
         aliases: another name of a key that transformers reads as well -> the usual one.
         unused: keys that its files have and its model does not look at.
@@ -47,7 +47,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the feed-forward has experts."""
+        """True if the feed-forward has experts."""
         return "num_experts_per_tok" in self.defaults
 
     def their_name(self, key: str) -> str:
@@ -125,7 +125,7 @@ def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
         name: what the command line calls it.
         about: the class in transformers.
         rules: the table.
-        ignored: patterns of keys that hold nothing to keep, besides frequencies.
+        ignored: patterns of keys that hold nothing to keep, in addition to frequencies.
         renamed: pattern of older names -> what they are now.
     """
     return NameMap(name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed)

@@ -21,8 +21,8 @@ def _windows(c: Config, where: str) -> Table:
 
 def _read(c: Config, where: str) -> Table:
     table = common.llama(c, where) | {"qkv_bias": c["qkv_bias"]} | _windows(c, where)
-    one = {"moe_shared_experts": 1, "moe_shared_expert_dim": c[_WIDTH]}
-    gate = {**one, "moe_shared_expert_gate": True}
+    shared = {"moe_shared_experts": 1, "moe_shared_expert_dim": c[_WIDTH]}
+    gate = {**shared, "moe_shared_expert_gate": True}
     return table | experts.softmax(c, *_SIZES) | experts.sparse(c, where) | gate
 
 

@@ -167,12 +167,12 @@ def open_dcp(directory: Directory) -> Dcp:
     tensors: dict[str, LazyTensor] = {}
     objects = Objects()
     for stage in stages:
-        found, others = _open_one(stage)
-        for key in sorted(found.keys() & tensors.keys()):
-            if not equal(tensors[key], found[key]):  # as tied weights are
-                both = f"{tensors[key].source}, {found[key].source}"
+        opened, others = _open_one(stage)
+        for key in sorted(opened.keys() & tensors.keys()):
+            if not equal(tensors[key], opened[key]):  # as tied weights are
+                both = f"{tensors[key].source}, {opened[key].source}"
                 raise UserError(f"{key} is in two pipeline stages and differs: {both}")
-        tensors |= found
+        tensors |= opened
         for key in others.keys() & objects.keys():
             del others[key]  # such as hyper-parameters, the same in all stages
         objects.update(others)
@@ -231,12 +231,12 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
     metadata = pickles.load(data, _NAMES, where)
     if not isinstance(metadata, _Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise UserError(f"{where}: holds no DCP metadata")
-    places = _places(metadata, _Files(directory), where)
+    locations = _places(metadata, _Files(directory), where)
     tensors, objects = {}, Objects()
     chunks = len(data) // limits.CHUNK  # a pickle can name the same ones again and again
     for key, value in metadata.state_dict_metadata.items():
         check_name(key, where)
-        of_key = places.get(key, {})
+        of_key = locations.get(key, {})
         if isinstance(value, _TensorMetadata):
             chunks -= len(value.chunks) if isinstance(value.chunks, list) else 0
             if chunks < 0:
@@ -253,7 +253,7 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
 
 def _places(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[str, _Place]]:
     """Key -> offset of a chunk -> place; objects have offset None."""
-    places: dict[str, dict[str, _Place]] = {}
+    locations: dict[str, dict[str, _Place]] = {}
     if not isinstance(metadata.storage_data, dict):
         raise UserError(f"{where}: says nothing of where the data lie")
     for index, item in metadata.storage_data.items():
@@ -263,16 +263,16 @@ def _places(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[st
             raise UserError(
                 f"{where}: {index.fqn} was compressed by a storage extension; save it without"
             )
-        place = _Place(files, index.fqn, item.relative_path, item.offset, item.length)
-        places.setdefault(index.fqn, {})[_key(index.offset)] = place
-    _check_apart([place for of_key in places.values() for place in of_key.values()], where)
-    return places
+        location = _Place(files, index.fqn, item.relative_path, item.offset, item.length)
+        locations.setdefault(index.fqn, {})[_key(index.offset)] = location
+    _check_apart([location for of_key in locations.values() for location in of_key.values()], where)
+    return locations
 
 
-def _check_apart(places: list[_Place], where: str) -> None:
+def _check_apart(locations: list[_Place], where: str) -> None:
     """No two items in the same bytes: of a shape and dtype, nothing else tells them apart."""
-    places.sort(key=lambda place: (place.name, place.offset))
-    for a, b in itertools.pairwise(places):
+    locations.sort(key=lambda location: (location.name, location.offset))
+    for a, b in itertools.pairwise(locations):
         if a.name == b.name and a.offset + a.length > b.offset:
             both = f"{a.key} and {b.key}"
             raise UserError(f"{where}: {both} lie in the same bytes of {shown(a.name)}")
@@ -297,7 +297,7 @@ def _are_sizes(value: Any) -> bool:  # noqa: ANN401
 
 
 def _tensor(
-    key: str, metadata: _TensorMetadata, places: Mapping[str, _Place], directory: str
+    key: str, metadata: _TensorMetadata, locations: Mapping[str, _Place], directory: str
 ) -> LazyTensor:
     where = f"{directory}: {key}"
     try:
@@ -315,9 +315,9 @@ def _tensor(
         raise UserError(f"{where}: its metadata are damaged")
     _check_cover(where, shape, indices)
     full = [(i, at) for i, (at, _) in zip(indices, chunks, strict=True) if math.prod(extent(i))]
-    if missing := [offset for _, offset in full if _key(offset) not in places]:
+    if missing := [offset for _, offset in full if _key(offset) not in locations]:
         raise UserError(f"{where}: no file is named for the chunk at {missing[0]}")
-    stored = [_Stored(index, places[_key(offset)], dtype) for index, offset in full]
+    stored = [_Stored(index, locations[_key(offset)], dtype) for index, offset in full]
 
     def read(index: Index) -> np.ndarray:
         if len(stored) == 1:
@@ -407,12 +407,12 @@ def _not_once(shape: tuple[int, ...], chunks: list[Index], where: str) -> tuple[
         sign = np.full(len(ends), (-1) ** sum(corner))
         sign[0] *= -1  # the whole tensor
         signs.append(sign)
-    places, which = np.unique(np.concatenate(corners), axis=0, return_inverse=True)
-    sums = np.bincount(which.reshape(-1), np.concatenate(signs), len(places))
+    locations, which = np.unique(np.concatenate(corners), axis=0, return_inverse=True)
+    sums = np.bincount(which.reshape(-1), np.concatenate(signs), len(locations))
     wrong = np.flatnonzero(sums)
     if not len(wrong):
         return None
-    first = dict(zip(cut, places[wrong[0]].tolist(), strict=True))
+    first = dict(zip(cut, locations[wrong[0]].tolist(), strict=True))
     return tuple(first.get(d, 0) for d in range(len(shape)))
 
 

@@ -68,19 +68,19 @@ def units(
 
 
 def write_metadata(
-    entries: Mapping[str, Entry], places: Mapping[str, Any], directory: Path, block: int
+    entries: Mapping[str, Entry], locations: Mapping[str, Any], directory: Path, block: int
 ) -> None:
     """Writes `.metadata`, which makes a checkpoint of the files.
 
     Args:
         entries: as given to `units`.
-        places: what the units returned, by name.
+        locations: what the units returned, by name.
         directory: where the files are.
         block: as given to `units`.
     """
     storage = [
         (_index(key, offset), _storage_info(name, start, length))
-        for items in places.values()
+        for items in locations.values()
         for key, offset, name, start, length in items
     ]
     tensors = {key: e.value for key, e in entries.items() if isinstance(e.value, LazyTensor)}
@@ -117,19 +117,19 @@ def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
 
 
 def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) -> list[Any]:
-    places = []
+    locations = []
     path.parent.mkdir(exist_ok=True)
     with writing(path) as put:
         end = 0
         for key, index, _ in items:
             value = entries[key].value
             start = end
-            for piece in torch_zip.archive(value if index is None else value.read(index)):
-                put(piece, end)
-                end += len(piece)
+            for part in torch_zip.archive(value if index is None else value.read(index)):
+                put(part, end)
+                end += len(part)
             offset = None if index is None else [s.start for s in index]
-            places.append([key, offset, path.name, start, end - start])
-    return places
+            locations.append([key, offset, path.name, start, end - start])
+    return locations
 
 
 def _index(key: str, offset: list[int] | None) -> New:

@@ -277,7 +277,7 @@ def in_file(
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, int], None]]:
-    """Open a file of which other processes may write other parts; yield a positional write.
+    """Open a file that several processes write in parts; yield a positional write.
 
     What lies in a file as it is to be written, the system copies, and no process touches it. All
     that was written is durable when this ends.

@@ -124,8 +124,8 @@ class LazyTensor:
         have = self.shape[0]
 
         def read(index: Index) -> np.ndarray:
-            first, *rest = index
-            there = self.read((slice(min(first.start, have), min(first.stop, have)), *rest))
+            first, *others = index
+            there = self.read((slice(min(first.start, have), min(first.stop, have)), *others))
             missing = (first.stop - first.start) - len(there)
             return np.concatenate([there, np.zeros((missing, *there.shape[1:]), there.dtype)])
 
@@ -150,10 +150,10 @@ def number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
         value = int(array) if array.dtype.kind in "iu" else float(array)
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
         raise ValueError(f"a {type(value).__name__}")
-    found = int(value) if isinstance(value, int | np.integer) else float(value)
-    if not abs(found) < 1e300:
+    number_ = int(value) if isinstance(value, int | np.integer) else float(value)
+    if not abs(number_) < 1e300:
         raise ValueError("not finite, or far too large")
-    return found
+    return number_
 
 
 def count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
@@ -162,10 +162,10 @@ def count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
     Raises:
         ValueError: it is none.
     """
-    found = number(value)
-    if not 0 <= found <= limits.COUNT or found != int(found):
-        raise ValueError(f"{found:g}, where a count should be")
-    return int(found)
+    number_ = number(value)
+    if not 0 <= number_ <= limits.COUNT or number_ != int(number_):
+        raise ValueError(f"{number_:g}, where a count should be")
+    return int(number_)
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> LazyTensor:
@@ -190,11 +190,11 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
     return LazyTensor((len(tensors), *first.shape), first.dtype, read, first.source)
 
 
-def interleaved(tensors: Sequence[LazyTensor], places: Sequence[np.ndarray]) -> LazyTensor:
+def interleaved(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarray]) -> LazyTensor:
     """Rows of several tensors of one dtype in one: row i of tensor t becomes row `places[t][i]`."""
-    first, n_rows = tensors[0], sum(map(len, places))
+    first, n_rows = tensors[0], sum(map(len, positions))
     owner, row = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
-    for number, of_tensor in enumerate(places):
+    for number, of_tensor in enumerate(positions):
         owner[of_tensor], row[of_tensor] = number, np.arange(len(of_tensor))
 
     def read(index: Index) -> np.ndarray:
@@ -225,8 +225,8 @@ def equal(a: LazyTensor, b: LazyTensor) -> bool:
     """Return whether two tensors hold the same bits, a block at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    pieces = blocks(a.shape, a.dtype.itemsize, _COMPARED)
-    return all(a.read(i).tobytes() == b.read(i).tobytes() for i in pieces)
+    indices = blocks(a.shape, a.dtype.itemsize, _COMPARED)
+    return all(a.read(i).tobytes() == b.read(i).tobytes() for i in indices)
 
 
 def whole(shape: Sequence[int]) -> Index:

@@ -74,15 +74,15 @@ def open_arrays(store: Path) -> dict[str, LazyTensor]:
     database = ts.KvStore.open(_database(store)).result()
     keys = [key.decode() for key in database.list().result()]
     described = {key: database.read(key) for key in keys if key.endswith(ZARRAY)}
-    places = _places(store)
+    locations = _places(store)
     directory = Directory(store)
     files = functools.cache(directory.open)
     arrays = {}
     for key, value in described.items():
         name = key.removesuffix(ZARRAY)
         about = _About.of(json.loads(value.result().value))
-        if about is not None and about.describes(places.get(name, {})):
-            arrays[name] = _Mapped(files, about, places[name], f"{store}: {name}").lazy()
+        if about is not None and about.describes(locations.get(name, {})):
+            arrays[name] = _Mapped(files, about, locations[name], f"{store}: {name}").lazy()
         else:
             arrays[name] = _by_tensorstore(store, name)
     return arrays
@@ -119,17 +119,17 @@ def _places(store: Path) -> dict[str, dict[str, Place]]:
         return {}
     base = ts.KvStore.open(_base(store)).result()
     version = ts.ocdbt.dump(base).result()["versions"][-1]
-    places: dict[str, dict[str, Place]] = {}
+    locations: dict[str, dict[str, Place]] = {}
     if version["root_height"] or "location" not in version["root"]:
-        return places
+        return locations
     for entry in ts.ocdbt.dump(base, version["root"]["location"]).result()["entries"]:
         name, _, key = entry["key"].decode().rpartition("/")
-        place = entry.get("inline_value")
-        if place is None and (match := _LOCATION.fullmatch(entry["indirect_value"])):
-            place = match[1] + match[2], int(match[3]), int(match[4])
-        if place is not None:
-            places.setdefault(name, {})[key] = place
-    return places
+        location = entry.get("inline_value")
+        if location is None and (match := _LOCATION.fullmatch(entry["indirect_value"])):
+            location = match[1] + match[2], int(match[3]), int(match[4])
+        if location is not None:
+            locations.setdefault(name, {})[key] = location
+    return locations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,14 +149,14 @@ class _About:
             return None
         return cls(tuple(described["shape"]), tuple(described["chunks"]), dtype)
 
-    def describes(self, places: Mapping[str, Place]) -> bool:
+    def describes(self, locations: Mapping[str, Place]) -> bool:
         """Return whether these are all chunks of the array, each of its required length."""
         cells = math.prod(-(-n // each) for n, each in zip(self.shape, self.chunk, strict=True))
         length = math.prod(self.chunk) * self.dtype.itemsize
-        if len(places) != cells + 1:  # with its description
+        if len(locations) != cells + 1:  # with its description
             return False
         keys = (chunk_key(cell) for cell in self.cells(whole(self.shape)))
-        sizes = {k: len(p) if isinstance(p, bytes) else p[2] for k, p in places.items()}
+        sizes = {k: len(p) if isinstance(p, bytes) else p[2] for k, p in locations.items()}
         return all(sizes.get(key) == length for key in keys)
 
     def cells(self, index: Index) -> Iterator[tuple[int, ...]]:
@@ -197,10 +197,10 @@ class _Mapped:
     def _part(self, cell: tuple[int, ...], index: Index) -> np.ndarray:
         """An index within one chunk."""
         within = relative(index, [s.start for s in self.about.bounds(cell)])
-        place, chunk = self.places[chunk_key(cell)], self.about.chunk
-        if isinstance(place, bytes):
-            return np.frombuffer(place, self.about.dtype).reshape(chunk)[within]
-        name, offset, length = place
+        location, chunk = self.places[chunk_key(cell)], self.about.chunk
+        if isinstance(location, bytes):
+            return np.frombuffer(location, self.about.dtype).reshape(chunk)[within]
+        name, offset, length = location
         file = self.files(name)
         if offset + length > file.size:
             raise UserError(f"{self.where}: {name} is truncated: it ends at byte {file.size}")

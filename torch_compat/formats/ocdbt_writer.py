@@ -35,7 +35,7 @@ def write_index(store: Path, values: Mapping[str, Place]) -> None:
         store: the directory of the database.
         values: every key, and where its value lies in the directory, or the value.
     """
-    lengths = [place[2] for place in values.values() if not isinstance(place, bytes)]
+    lengths = [location[2] for location in values.values() if not isinstance(location, bytes)]
     node = _node(values)
     root = {
         "location": f"btreenode::{_INDEX}:0:{len(node)}",
@@ -78,10 +78,10 @@ def description(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> 
 
 def _node(values: Mapping[str, Place]) -> bytes:
     """A leaf of the tree; keys and names are whole, as sharing their beginnings saves little."""
-    items = sorted((key.encode(), place) for key, place in values.items())
-    keys, places = [key for key, _ in items], [place for _, place in items]
-    inline = [place for place in places if isinstance(place, bytes)]
-    in_files = [place for place in places if not isinstance(place, bytes)]
+    items = sorted((key.encode(), location) for key, location in values.items())
+    keys, locations = [key for key, _ in items], [location for _, location in items]
+    inline = [location for location in locations if isinstance(location, bytes)]
+    in_files = [location for location in locations if not isinstance(location, bytes)]
     files = sorted({name.encode() for name, _, _ in in_files})
     number = {name.decode(): i for i, name in enumerate(files)}
     body = [
@@ -93,8 +93,8 @@ def _node(values: Mapping[str, Place]) -> bytes:
         _varints([len(keys)]),
         _lengths(keys),
         *keys,
-        _varints(len(p) if isinstance(p, bytes) else p[2] for p in places),
-        bytes(not isinstance(place, bytes) for place in places),
+        _varints(len(p) if isinstance(p, bytes) else p[2] for p in locations),
+        bytes(not isinstance(location, bytes) for location in locations),
         _varints(number[name] for name, _, _ in in_files),
         _varints(offset for _, offset, _ in in_files),
         *inline,
@@ -111,13 +111,13 @@ def _lengths(texts: Sequence[bytes]) -> bytes:
 
 def _varints(numbers: Iterable[int]) -> bytes:
     """Seven bits a byte, the lowest first; the highest bit says that there are more."""
-    made = bytearray()
+    encoded = bytearray()
     for number in numbers:
         while number > 0x7F:
-            made.append(number & 0x7F | 0x80)
+            encoded.append(number & 0x7F | 0x80)
             number >>= 7
-        made.append(number)
-    return bytes(made)
+        encoded.append(number)
+    return bytes(encoded)
 
 
 def crc32c(data: bytes) -> int:

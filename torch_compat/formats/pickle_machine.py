@@ -87,9 +87,9 @@ class Machine:
 
     def _since_mark(self) -> list[Any]:
         mark = self._marks.pop()
-        found = self._stack[mark:]
+        items = self._stack[mark:]
         del self._stack[mark:]
-        return found
+        return items
 
     def _push_tuple(self, items: list[Any]) -> None:
         self._made(_OBJECT + _ITEM * len(items))
@@ -154,9 +154,9 @@ class Machine:
     def _global(self, module: Any, name: Any) -> None:  # noqa: ANN401
         if not isinstance(module, str) or not isinstance(name, str):
             raise TypeError("a name that is no text")
-        found = self._find(module, name)
-        self._named.add(type(found))
-        self._stack.append(found)
+        items = self._find(module, name)
+        self._named.add(type(items))
+        self._stack.append(items)
 
     def _call(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()

@@ -74,10 +74,10 @@ def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, LazyT
         raise UserError(f"{directory}: no {SUFFIX} file in it")
     tensors: dict[str, LazyTensor] = {}
     for name in files:
-        found = open_file(directory.open(name), f"{directory}/{name}")
-        if twice := found.keys() & tensors.keys():
+        result = open_file(directory.open(name), f"{directory}/{name}")
+        if twice := result.keys() & tensors.keys():
             raise UserError(f"{directory}: {sorted(twice)[0]} is in two files")
-        tensors |= found
+        tensors |= result
     if absent := indexed.keys() - tensors.keys():
         raise UserError(f"{directory}: {shown(sorted(absent)[0])} is in the index and in no file")
     return tensors
@@ -154,16 +154,16 @@ def units(
     else:
         width = f"{len(shards):05d}"
         names = [f"model-{i:05d}-of-{width}{SUFFIX}" for i in range(1, len(shards) + 1)]
-    made = [
+    result = [
         unit
         for name, shard in zip(names, shards, strict=True)
         for unit in _units_of_file(directory / name, shard, block)
     ]
     if len(shards) == 1:
-        return made, None
+        return result, None
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    return made, {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return result, {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 class _Piece(NamedTuple):
@@ -181,19 +181,19 @@ def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) ->
     parts: list[list[_Piece]] = [[]]
     for tensor in tensors.values():
         for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
-            if sum(piece.nbytes for piece in parts[-1]) >= _UNIT:
+            if sum(chunk.nbytes for chunk in parts[-1]) >= _UNIT:
                 parts.append([])
             parts[-1].append(_Piece(tensor, index, len(header) + at))
             at += parts[-1][-1].nbytes
     for i, part in enumerate(parts):
         write = functools.partial(_write_part, path, b"" if i else header, part)
-        yield Unit(f"{path.name}.{i}", sum(piece.nbytes for piece in part), write)
+        yield Unit(f"{path.name}.{i}", sum(chunk.nbytes for chunk in part), write)
 
 
-def _write_part(path: Path, header: bytes, pieces: list[_Piece]) -> None:
+def _write_part(path: Path, header: bytes, parts: list[_Piece]) -> None:
     with writing(path) as put:
         put(header, 0)
-        for tensor, part, at in pieces:
+        for tensor, part, at in parts:
             values = np.asarray(tensor.read(part), order="C")
             put(values.reshape(-1).view(np.uint8), at)
 

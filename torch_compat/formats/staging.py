@@ -202,8 +202,8 @@ def for_each(do: Callable[[T], object], items: Iterable[T], at_once: int) -> Non
     with ThreadPoolExecutor(at_once) as pool:
         under_way = [pool.submit(do, item) for item in items]
         try:
-            for one in under_way:
-                one.result()
+            for unit in under_way:
+                unit.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -60,18 +60,18 @@ class Dtype(NamedTuple):
     numpy: np.dtype
 
 
-def _tensor_v2(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
-    offset, size, stride, *_ = rest
+def _tensor_v2(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
+    offset, size, stride, *_ = details
     if not isinstance(storage, _Storage):
         raise TypeError("a tensor without a storage")
     return _Tensor(storage, storage.dtype, offset, as_size(size), as_size(stride))
 
 
-def _tensor_v3(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
-    *_, dtype = rest[:6]
+def _tensor_v3(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
+    *_, dtype = details[:6]
     if not isinstance(dtype, Dtype):
         raise TypeError("a tensor without a dtype")
-    return _tensor_v2(storage, *rest)._replace(dtype=dtype.numpy)
+    return _tensor_v2(storage, *details)._replace(dtype=dtype.numpy)
 
 
 def as_size(sizes: Any) -> tuple:  # noqa: ANN401
@@ -154,9 +154,9 @@ class Archive:
         """
         if "byteorder" in self._records and self._read("byteorder", 8) != b"little":
             raise UserError(f"{self._where}: its numbers are big-endian, which is not read here")
-        found = pickles.load(self._read("data.pkl", limits.PICKLE), _NAMES, self._where, _storage)
+        loaded = pickles.load(self._read("data.pkl", limits.PICKLE), _NAMES, self._where, _storage)
         try:
-            return self._resolve(found, {})
+            return self._resolve(loaded, {})
         except RecursionError:
             raise UserError(f"{self._where}: the object is nested too deeply; refused") from None
 

@@ -35,17 +35,17 @@ def batch(
     tokens = min(tokens, config.train.seq_len, config.model.max_seq_len)
     has_data = config.data.datasets or config.data.dataset_path or config.data.hf_dataset_name
     if path is not None:
-        found, where = _of_file(path), str(path)
+        arrays, where = _of_file(path), str(path)
     elif has_data or config.data.dataset_type != "auto":
-        found, where = _of_data(config, rows, tokens), "the first of the config's data"
+        arrays, where = _of_data(config, rows, tokens), "the first of the config's data"
     else:
-        found, where = (
+        arrays, where = (
             _random(config.model.vocab_size, rows, tokens, avoided),
             f"random, seed {_SEED}",
         )
-    _check(found, config, where)
-    b, s = found["labels"].shape
-    return found, f"batch: {b} x {s} tokens, {where}"
+    _check(arrays, config, where)
+    b, s = arrays["labels"].shape
+    return arrays, f"batch: {b} x {s} tokens, {where}"
 
 
 def _of_file(path: Path) -> Named:
@@ -78,17 +78,17 @@ def _random(vocab: int, rows: int, tokens: int, avoided: Collection[int]) -> Nam
     return {"input_ids": drawn[:, :-1], "labels": labels}
 
 
-def _check(found: Named, config: JobConfig, where: str) -> None:
-    shapes = {name: x.shape for name, x in found.items()}
-    if len(set(shapes.values())) > 1 or found["labels"].ndim != 2 or not found["labels"].size:
+def _check(arrays: Named, config: JobConfig, where: str) -> None:
+    shapes = {name: x.shape for name, x in arrays.items()}
+    if len(set(shapes.values())) > 1 or arrays["labels"].ndim != 2 or not arrays["labels"].size:
         raise UserError(f"{where}: input_ids and labels must be [b, s] alike, not {shapes}")
-    vocab, length = config.model.vocab_size, found["labels"].shape[1]
-    least, most = int(found["input_ids"].min()), int(found["input_ids"].max())
-    if least < 0 or max(most, int(found["labels"].max())) >= vocab:
+    vocab, length = config.model.vocab_size, arrays["labels"].shape[1]
+    least, most = int(arrays["input_ids"].min()), int(arrays["input_ids"].max())
+    if least < 0 or max(most, int(arrays["labels"].max())) >= vocab:
         raise UserError(f"{where}: tokens must be from 0 to {vocab - 1} (model.vocab_size)")
     if length > config.model.max_seq_len:
         raise UserError(
             f"{where}: {length} tokens, and model.max_seq_len is {config.model.max_seq_len}"
         )
-    if not np.any(found["labels"] >= 0):
+    if not np.any(arrays["labels"] >= 0):
         raise UserError(f"{where}: no label counts: all are negative")

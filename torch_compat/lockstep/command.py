@@ -90,13 +90,13 @@ def lockstep(job: Job) -> Report:
     Raises:
         UserError: something of it cannot be read, or names do not match.
     """
-    found = checkpoints.find(job.checkpoint)
-    config = config_of(found, job)
+    reference = checkpoints.find(job.checkpoint)
+    config = config_of(reference, job)
     standard = config.model_copy(update={"model": mup.as_standard(config.model)})
     built = theirs.build(job.spec, standard)
     # The dialect that the user names is the module's; a checkpoint of other names has its own.
-    dialect_of_keys = job.dialect if found.format == "dcp" else None
-    checkpoint = found.read(config, Options(weights_only=True, dialect=dialect_of_keys))
+    dialect_of_keys = job.dialect if reference.format == "dcp" else None
+    checkpoint = reference.read(config, Options(weights_only=True, dialect=dialect_of_keys))
     params = mup.folded(checkpoint.params, config.model)
     checkpoint, notes = dataclasses.replace(checkpoint, params=params), _parametrisation(config)
     config = standard
@@ -109,7 +109,7 @@ def lockstep(job: Job) -> Report:
     if job.loaded:
         theirs.in_precision(built, ours.dtype_of(config))
     else:
-        load(built, weights_for(built, found, checkpoint, dialect, config), dialect, config)
+        load(built, weights_for(built, reference, checkpoint, dialect, config), dialect, config)
     report = compared(our_side, built, dialect, config, batch)
     notes += [*checkpoint.notes, of_batch]
     if ours.dtype_of(config) != "float32":
@@ -128,17 +128,17 @@ def compared(
     updates = None
     if built.optimizer is not None:
         updates = _updates(our_side, built, dialect, config)
-    sides = Sides(our_side, their_side, held, updates, dialect, config, batch["labels"], at)
-    return Report(*rows_of(sides))
+    comparison = Sides(our_side, their_side, held, updates, dialect, config, batch["labels"], at)
+    return Report(*rows_of(comparison))
 
 
-def config_of(found: CheckpointRef, job: Job) -> JobConfig:
+def config_of(reference: CheckpointRef, job: Job) -> JobConfig:
     """The config of the checkpoint, for one device.
 
     Raises:
         UserError: there is none, or it is of a precision that is not compared.
     """
-    config = found.required_config(job.config, (*_ONE_DEVICE, *job.overrides))
+    config = reference.required_config(job.config, (*_ONE_DEVICE, *job.overrides))
     if config.train.mixed_precision not in ("fp32", "bf16"):
         raise UserError(
             f'train.mixed_precision = "{config.train.mixed_precision}": lockstep compares in fp32 '
@@ -171,29 +171,29 @@ def dialect_of(built: Built, checkpoint: CheckpointState, named: str | None) -> 
     own = NAME_MAPS.get(checkpoint.dialect)
     if own is not None and all(map(own.knows, keys)):
         return own
-    found = detect(keys, NAME_MAPS.values())
-    if found is None and own is not None and any(map(own.knows, keys)):
+    reference = detect(keys, NAME_MAPS.values())
+    if reference is None and own is not None and any(map(own.knows, keys)):
         return own  # of a model of it that has more, or other names of experts
-    if found is None:
+    if reference is None:
         raise UserError(
             f"the module's names ({some(keys)}) are those of no dialect: return the module that "
             "has a dialect's names at its root, or register a name map and say --dialect "
             "(docs/torch_compat.md, Models of your own)"
         )
-    return found
+    return reference
 
 
 def weights_for(
-    built: Built, found: CheckpointRef, checkpoint: CheckpointState, dialect: NameMap,
+    built: Built, reference: CheckpointRef, checkpoint: CheckpointState, dialect: NameMap,
     config: JobConfig,
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
     """The checkpoint's tensors by the module's names: by their own where those are the module's."""
-    own, names = _raw(found, built.current), set(built.trained)
+    own, names = _raw(reference, built.current), set(built.trained)
     tied = {dialect.their_key(HEAD)} if config.model.tie_embeddings else set()
     if own.keys() >= names - tied:
         return own
-    made = dialect.to_theirs(checkpoint.variables, config.model)
-    return max(own, made, key=lambda tensors: len(tensors.keys() & names))
+    weights = dialect.to_theirs(checkpoint.variables, config.model)
+    return max(own, weights, key=lambda tensors: len(tensors.keys() & names))
 
 
 def load(
@@ -241,12 +241,12 @@ def _updates(
     return theirs.two_updates(built, grads)
 
 
-def _raw(found: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, LazyTensor]:
+def _raw(reference: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, LazyTensor]:
     """Tensors of the model by the checkpoint's names, prefixes taken off; none of a run of ours."""
-    if found.format == "dcp":
-        return dcp_state.sort_keys(found.dcp()).params
-    if found.format == "hf":
-        return {current(key): tensor for key, tensor in found.raw().items()}
+    if reference.format == "dcp":
+        return dcp_state.sort_keys(reference.dcp()).params
+    if reference.format == "hf":
+        return {current(key): tensor for key, tensor in reference.raw().items()}
     return {}
 
 

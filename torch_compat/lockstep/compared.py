@@ -60,98 +60,98 @@ class Sides(NamedTuple):
     def by_our_names(self, named: Mapping[str, np.ndarray]) -> Named:
         """Their tensors of parameters by our names, in our layout."""
         lazy = {key: of_array(array) for key, array in named.items()}
-        found = self.dialect.to_ours(lazy, self.ours.params, self.config.model)
-        return {name: tensor.all() for name, tensor in found.items()}
+        has_difference = self.dialect.to_ours(lazy, self.ours.params, self.config.model)
+        return {name: tensor.all() for name, tensor in has_difference.items()}
 
     def names(self, name: str) -> tuple[str, str]:
         """A parameter as both call it."""
         return name, self.dialect.their_name(name)
 
 
-def rows_of(sides: Sides) -> tuple[list[Row], list[str]]:
+def rows_of(comparison: Sides) -> tuple[list[Row], list[str]]:
     """A row for each value, in order, and notes; the first that differs has a hint."""
-    rows, found = list[Row](), False
-    for made, hint in _rows(sides):
-        is_first = made.differs and not found
-        rows.append(dataclasses.replace(made, hint=made.hint or hint()) if is_first else made)
-        found |= is_first
-    return rows, list(_notes(sides))
+    rows, has_difference = list[Row](), False
+    for row_, hint in _rows(comparison):
+        is_first = row_.differs and not has_difference
+        rows.append(dataclasses.replace(row_, hint=row_.hint or hint()) if is_first else row_)
+        has_difference |= is_first
+    return rows, list(_notes(comparison))
 
 
-def _rows(sides: Sides) -> Iterator[Hinted]:
-    for name, theirs in sides.by_our_names(sides.held).items():
-        made = row("weights", sides.names(name), sides.ours.params[name], theirs, 0.0)
-        yield made, lambda: hints.WEIGHTS
-    yield from _forward(sides)
-    yield from _loss(sides)
-    yield from _gradients(sides)
-    yield from _updates(sides)
+def _rows(comparison: Sides) -> Iterator[Hinted]:
+    for name, theirs in comparison.by_our_names(comparison.held).items():
+        row_ = row("weights", comparison.names(name), comparison.ours.params[name], theirs, 0.0)
+        yield row_, lambda: hints.WEIGHTS
+    yield from _forward(comparison)
+    yield from _loss(comparison)
+    yield from _gradients(comparison)
+    yield from _updates(comparison)
 
 
-def _forward(sides: Sides) -> Iterator[Hinted]:
-    modules = {place.point: place.module for place in sides.places}
-    pairs = _pairs(sides.ours.points, sides.theirs.points)
+def _forward(comparison: Sides) -> Iterator[Hinted]:
+    modules = {location.point: location.module for location in comparison.places}
+    pairs = _pairs(comparison.ours.points, comparison.theirs.points)
     for name, pair in pairs.items():
         names = name, modules.get(name, name)
-        unsure = _UNSURE * _share(sides.ours.unsure[name], root_mean_square(pair.ours))
-        allowed = max(_allowed(sides, _parts(sides, name)), unsure)
-        made = row("forward", names, pair.ours, pair.theirs, allowed)
-        yield made, functools.partial(hints.of_point, name, pairs, sides.config)
+        unsure = _UNSURE * _share(comparison.ours.unsure[name], root_mean_square(pair.ours))
+        allowed = max(_allowed(comparison, _parts(comparison, name)), unsure)
+        row_ = row("forward", names, pair.ours, pair.theirs, allowed)
+        yield row_, functools.partial(hints.of_point, name, pairs, comparison.config)
 
 
 def _pairs(ours: Named, theirs: Named) -> dict[str, Pair]:
-    found = {}
+    has_difference = {}
     for name, value in ours.items():
         if name in theirs:
             other = theirs[name]
             is_flat = other.size == value.size and other.shape != value.shape
-            found[name] = Pair(value, other.reshape(value.shape) if is_flat else other)
-    return found
+            has_difference[name] = Pair(value, other.reshape(value.shape) if is_flat else other)
+    return has_difference
 
 
-def _loss(sides: Sides) -> Iterator[Hinted]:
-    ours, theirs = sides.ours.loss, sides.theirs.loss
-    allowed = _allowed(sides, 2 * sides.config.model.n_layers + 2)
-    made = row("loss", ("loss", "loss"), np.array([ours]), np.array([theirs]), allowed)
-    yield made, lambda: hints.of_loss(ours, theirs, sides.labels)
+def _loss(comparison: Sides) -> Iterator[Hinted]:
+    ours, theirs = comparison.ours.loss, comparison.theirs.loss
+    allowed = _allowed(comparison, 2 * comparison.config.model.n_layers + 2)
+    row_ = row("loss", ("loss", "loss"), np.array([ours]), np.array([theirs]), allowed)
+    yield row_, lambda: hints.of_loss(ours, theirs, comparison.labels)
 
 
-def _gradients(sides: Sides) -> Iterator[Hinted]:
-    ours, layers = sides.ours.grads, sides.config.model.n_layers
-    theirs, beside = sides.by_our_names(sides.theirs.grads), gradients_beside(ours)
-    allowed = _allowed(sides, 3 * (2 * layers + 2))  # there, and back by two products for each
-    has_head = sides.dialect.their_key(HEAD) in sides.theirs.grads
-    is_untied = sides.config.model.tie_embeddings and has_head
+def _gradients(comparison: Sides) -> Iterator[Hinted]:
+    ours, layers = comparison.ours.grads, comparison.config.model.n_layers
+    theirs, beside = comparison.by_our_names(comparison.theirs.grads), gradients_beside(ours)
+    allowed = _allowed(comparison, 3 * (2 * layers + 2))  # there, and back by two products for each
+    has_head = comparison.dialect.their_key(HEAD) in comparison.theirs.grads
+    is_untied = comparison.config.model.tie_embeddings and has_head
     for name in from_the_loss(theirs, layers):
         pair = Pair(ours[name], theirs[name])
         least = SMALL * beside[name]
         size = max(least, root_mean_square(pair.ours))
-        unsure = _UNSURE * _share(sides.ours.unsure_grads[name], size)
-        made = row(
-            "gradients", sides.names(name), pair.ours, pair.theirs, max(allowed, unsure),
+        unsure = _UNSURE * _share(comparison.ours.unsure_grads[name], size)
+        row_ = row(
+            "gradients", comparison.names(name), pair.ours, pair.theirs, max(allowed, unsure),
             least=least,
         )  # fmt: skip
-        yield made, functools.partial(hints.of_gradient, pair, is_untied=is_untied)
+        yield row_, functools.partial(hints.of_gradient, pair, is_untied=is_untied)
 
 
-def _updates(sides: Sides) -> Iterator[Hinted]:
-    if sides.updates is None:
+def _updates(comparison: Sides) -> Iterator[Hinted]:
+    if comparison.updates is None:
         return
-    first, second = map(sides.by_our_names, sides.updates)
-    stacking, o = Stacking(sides.config.model), sides.config.optimizer
+    first, second = map(comparison.by_our_names, comparison.updates)
+    stacking, o = Stacking(comparison.config.model), comparison.config.optimizer
     for name, theirs in first.items():
-        pair, param = Pair(sides.ours.updates[0][name], theirs), sides.ours.params[name]
-        made = row(
-            "updates", sides.names(name), pair.ours, theirs, update_tolerance(pair.ours, param)
+        pair, param = Pair(comparison.ours.updates[0][name], theirs), comparison.ours.params[name]
+        row_ = row(
+            "updates", comparison.names(name), pair.ours, theirs, update_tolerance(pair.ours, param)
         )
         decay = o.weight_decay * o.decays(stacking.array_of(name), is_matrix=param.ndim > 1)
-        grad = sides.ours.grads[name]
-        yield made, functools.partial(hints.of_update, pair, grad, param, decay, o)
+        grad = comparison.ours.grads[name]
+        yield row_, functools.partial(hints.of_update, pair, grad, param, decay, o)
     for name, theirs in second.items():
-        pair = Pair(sides.ours.updates[1][name], theirs)
-        allowed = update_tolerance(pair.ours, sides.ours.params[name])
+        pair = Pair(comparison.ours.updates[1][name], theirs)
+        allowed = update_tolerance(pair.ours, comparison.ours.params[name])
         yield (
-            row("second updates", sides.names(name), pair.ours, theirs, allowed),
+            row("second updates", comparison.names(name), pair.ours, theirs, allowed),
             lambda: hints.SECOND,
         )
 
@@ -160,26 +160,26 @@ def _share(apart: float, size: float) -> float:
     return apart / size if size and np.isfinite(apart) else 0.0
 
 
-def _allowed(sides: Sides, parts: int) -> float:
-    return tolerance(dtype_of(sides.config), sides.config.model.dim, parts)
+def _allowed(comparison: Sides, parts: int) -> float:
+    return tolerance(dtype_of(comparison.config), comparison.config.model.dim, parts)
 
 
-def _parts(sides: Sides, point: str) -> int:
+def _parts(comparison: Sides, point: str) -> int:
     """Attentions and feed-forwards that a value has been through; embedding and norm are one."""
     if point == "embed":
         return 1
     layer = layer_number(point)
     if layer is None:
-        return 2 * sides.config.model.n_layers + 2
+        return 2 * comparison.config.model.n_layers + 2
     return 2 * layer + (2 if "attention" in point else 3)
 
 
-def _notes(sides: Sides) -> Iterator[str]:
-    if missing := [name for name in sides.ours.points if name not in sides.theirs.points]:
+def _notes(comparison: Sides) -> Iterator[str]:
+    if missing := [name for name in comparison.ours.points if name not in comparison.theirs.points]:
         yield f"not compared, as no module of theirs has it: {some(missing)}"
-    known = {sides.dialect.their_key(name) for name in sides.ours.params}
-    known.add(sides.dialect.their_key(HEAD))
-    if alone := [name for name in sides.theirs.grads if name not in known]:
-        yield f"not compared, as {sides.dialect.name} has no such name: {some(alone)}"
-    if sides.updates is None:
+    known = {comparison.dialect.their_key(name) for name in comparison.ours.params}
+    known.add(comparison.dialect.their_key(HEAD))
+    if alone := [name for name in comparison.theirs.grads if name not in known]:
+        yield f"not compared, as {comparison.dialect.name} has no such name: {some(alone)}"
+    if comparison.updates is None:
         yield "updates were not compared: the factory returned no optimizer"

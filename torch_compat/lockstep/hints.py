@@ -181,11 +181,11 @@ def _eps(update: np.ndarray, grad: np.ndarray, lr: float) -> float | None:
     """The eps that explains an update of AdamW without decay: at first, lr · |g| / (|g| + eps)."""
     size = np.abs(np.asarray(grad, np.float64))
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = size * (lr / np.abs(update) - 1)
-    found = found[(size > 0) & np.isfinite(found)]
-    if not found.size or (middle := float(np.median(found))) <= 0:
+        eps = size * (lr / np.abs(update) - 1)
+    eps = eps[(size > 0) & np.isfinite(eps)]
+    if not eps.size or (middle := float(np.median(eps))) <= 0:
         return None
-    quarters = np.quantile(found, (0.25, 0.75))
+    quarters = np.quantile(eps, (0.25, 0.75))
     return middle if np.ptp(quarters) < 0.05 * middle else None
 
 

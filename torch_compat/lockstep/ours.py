@@ -77,10 +77,10 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Our
         near = run(_moved(params, config), state, arrays)
         updates = jax.jit(_two_updates(program))(grads, params)
         held, of_loss, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
-        way, near_way = (_by_layer(model, x, held) for x in (points, near[1][1]))
+        values, near_way = (_by_layer(model, x, held) for x in (points, near[1][1]))
     return Ours(
-        held, way, float(loss), of_loss, (both[0], both[1]),
-        _apart(way, near_way), _apart(of_loss, _entries(stacking, near[0])),
+        held, values, float(loss), of_loss, (both[0], both[1]),
+        _apart(values, near_way), _apart(of_loss, _entries(stacking, near[0])),
     )  # fmt: skip
 
 
@@ -145,13 +145,13 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Name
     layers = jax.device_get(dict(points[LAYERS]))
     seen = {name: np.asarray(model.stack.unstack(x)) for name, x in layers.items()}
     stream = np.asarray(points["embed"])
-    found = {"embed": stream}
+    values = {"embed": stream}
     for i in range(model.config.n_layers):
         at, entering = f"{LAYERS}.{i}", stream
         attention, mlp, stream = (seen[name][i] for name in STREAM)
         between = entering + attention
         before_mlp = entering if model.config.parallel_residual else between
-        found |= {
+        values |= {
             **_normed(model, f"{at}.attention_norm", entering, params),
             f"{at}.attention": attention,
             f"{at}.after_attention": between,
@@ -159,7 +159,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Name
             f"{at}.mlp": mlp,
             f"{at}.residual": stream,
         }
-    return found | {name: np.asarray(points[name]) for name in ("final_norm", "logits")}
+    return values | {name: np.asarray(points[name]) for name in ("final_norm", "logits")}
 
 
 def _normed(model: Model, name: str, x: np.ndarray, params: Named) -> Named:
@@ -172,8 +172,8 @@ def _normed(model: Model, name: str, x: np.ndarray, params: Named) -> Named:
     }
     if not weights:
         return {}
-    made = jax.jit(model.final_norm)({"norm": weights}, jnp.asarray(x, model.dtype))
-    return {name: np.asarray(made, np.float32) * model.config.logits_scaling}
+    normed = jax.jit(model.final_norm)({"norm": weights}, jnp.asarray(x, model.dtype))
+    return {name: np.asarray(normed, np.float32) * model.config.logits_scaling}
 
 
 def _tree(stacking: Stacking, entries: Mapping[str, LazyTensor], dtype: str) -> Params:
@@ -186,8 +186,8 @@ def _tree(stacking: Stacking, entries: Mapping[str, LazyTensor], dtype: str) -> 
 
 
 def _entries(stacking: Stacking, tree: Params) -> Named:
-    found: Named = {}
+    values: Named = {}
     for name, leaf in flatten_dict(jax.device_get(tree), sep=".").items():
         parts = stacking.split(name, of_array(np.asarray(leaf)))
-        found |= {entry: tensor.all() for entry, tensor in parts.items()}
-    return found
+        values |= {entry: tensor.all() for entry, tensor in parts.items()}
+    return values

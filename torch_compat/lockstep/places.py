@@ -40,32 +40,32 @@ def places(
         modules: paths of its modules.
     """
     keys = {name: key for name in entries if (key := dialect.their_key(name)) is not None}
-    found = [Place("embed", _layer(keys, 0), is_input=True)]
+    locations = [Place("embed", _layer(keys, 0), is_input=True)]
     for i in range(model.n_layers):
-        found += _of_layer(keys, i, model)
+        locations += _of_layer(keys, i, model)
     scale = 1 / model.logits_scaling
-    found.append(Place("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
-    found = [_in_memory(place, modules) for place in found]
-    return [place for place in found if place.module in modules]
+    locations.append(Place("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
+    locations = [_in_memory(location, modules) for location in locations]
+    return [location for location in locations if location.module in modules]
 
 
-def _in_memory(place: Place, modules: Collection[str]) -> Place:
+def _in_memory(location: Place, modules: Collection[str]) -> Place:
     """Return the location of experts whose module names differ from file names, as in Mixtral."""
-    if place.module in modules or not place.point.endswith(".mlp"):
-        return place
-    return dataclasses.replace(place, module=f"{_owner(place.module)}.mlp")
+    if location.module in modules or not location.point.endswith(".mlp"):
+        return location
+    return dataclasses.replace(location, module=f"{_owner(location.module)}.mlp")
 
 
 def _of_layer(keys: dict[str, str], i: int, model: ModelConfig) -> list[Place]:
     at, times = f"layers.{i}", model.residual_multiplier
     norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("attention", "mlp")}
-    made = [Place(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
+    locations = [Place(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
     if norms["mlp"] is not None and not model.parallel_residual:
-        made.append(Place(f"{at}.after_attention", _owner(norms["mlp"]), is_input=True))
-    made += [Place(f"{at}.{part}_norm", _owner(key)) for part, key in norms.items() if key]
-    made.append(Place(f"{at}.mlp", _part(keys, f"{at}.mlp"), factor=times))
-    made.append(Place(f"{at}.residual", _layer(keys, i)))
-    return made
+        locations.append(Place(f"{at}.after_attention", _owner(norms["mlp"]), is_input=True))
+    locations += [Place(f"{at}.{part}_norm", _owner(key)) for part, key in norms.items() if key]
+    locations.append(Place(f"{at}.mlp", _part(keys, f"{at}.mlp"), factor=times))
+    locations.append(Place(f"{at}.residual", _layer(keys, i)))
+    return locations
 
 
 def _part(keys: dict[str, str], part: str) -> str:
@@ -96,10 +96,10 @@ def _owner(key: str) -> str:
 
 def by_path(named: Iterable[tuple[str, object]]) -> dict[str, object]:
     """Modules by their paths without wrappers; of a wrapper and what is in it, the wrapper."""
-    found: dict[str, object] = {}
+    locations: dict[str, object] = {}
     for name, module in named:
-        found.setdefault(strip_wrappers(name), module)
-    return found
+        locations.setdefault(strip_wrappers(name), module)
+    return locations
 
 
 def layer_number(point: str) -> int | None:

@@ -75,10 +75,10 @@ def build(spec: str, config: JobConfig) -> Built:
     except ImportError as error:
         raise UserError("lockstep runs a PyTorch model: pip install torch") from error
     with _saying(f"--torch {spec}"):
-        made = _called(_factory(spec), spec, config)
-    parts = made if isinstance(made, tuple) else (made,)
+        objects = _called(_factory(spec), spec, config)
+    parts = objects if isinstance(objects, tuple) else (objects,)
     is_right = isinstance(parts[0], torch.nn.Module) and len(parts) <= 3
-    if not is_right or not all(one is None or callable(one) for one in parts[1:]):
+    if not is_right or not all(value_ is None or callable(value_) for value_ in parts[1:]):
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise UserError(
             f"--torch {spec} returned {kinds}: return the torch.nn.Module, or (module, "
@@ -129,7 +129,7 @@ def in_precision(built: Built, dtype: str) -> None:
     built.module.to(getattr(torch, dtype))
 
 
-def run(built: Built, batch: Named, places: Sequence[Place]) -> Theirs:
+def run(built: Built, batch: Named, locations: Sequence[Place]) -> Theirs:
     """Forward and backward, without dropout.
 
     Raises:
@@ -139,7 +139,7 @@ def run(built: Built, batch: Named, places: Sequence[Place]) -> Theirs:
 
     module, seen = built.module.eval(), dict[str, Any]()
     modules = by_path(module.named_modules())
-    handles = [_hook(modules[place.module], place, seen) for place in places]
+    handles = [_hook(modules[location.module], location, seen) for location in locations]
     device = next(module.parameters()).device
     tokens, labels = (
         torch.from_numpy(np.asarray(batch[name], np.int64)).to(device)
@@ -171,15 +171,15 @@ def two_updates(built: Built, grads: Mapping[str, np.ndarray]) -> tuple[Named, N
     built.module.double()
     named = built.trained
     optimizer = built.optimizer(list(named.values()))
-    made = []
+    objects = []
     for scale in (1.0, -0.5):
         before = {name: p.detach().clone() for name, p in named.items()}
         for name, p in named.items():
             given = torch.from_numpy(np.asarray(grads[name], np.float64) * scale)
             p.grad = given.to(p.device)
         optimizer.step()
-        made.append({n: (p.detach() - before[n]).cpu().numpy() for n, p in named.items()})
-    return made[0], made[1]
+        objects.append({n: (p.detach() - before[n]).cpu().numpy() for n, p in named.items()})
+    return objects[0], objects[1]
 
 
 def values(built: Built) -> Named:
@@ -189,8 +189,8 @@ def values(built: Built) -> Named:
 
 def padding(built: Built) -> set[int]:
     """Tokens whose row of the embedding gets no gradient (`padding_idx`)."""
-    found = (getattr(module, "padding_idx", None) for module in built.module.modules())
-    return {int(one) for one in found if one is not None}
+    indices = (getattr(module, "padding_idx", None) for module in built.module.modules())
+    return {int(value_) for value_ in indices if value_ is not None}
 
 
 @contextlib.contextmanager
@@ -219,7 +219,9 @@ def _factory(spec: str) -> Callable[..., Any]:
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        there = [n for n, one in vars(module).items() if callable(one) and not n.startswith("_")]
+        there = [
+            n for n, value_ in vars(module).items() if callable(value_) and not n.startswith("_")
+        ]
         raise UserError(f"--torch {spec}: {name} has no function {attribute}; it has {some(there)}")
     return factory
 
@@ -235,10 +237,10 @@ def _called(factory: Callable[..., Any], spec: str, config: JobConfig) -> Any:  
     return factory(config) if wanted else factory()
 
 
-def _hook(module: Any, place: Place, seen: dict[str, Any]) -> Any:  # noqa: ANN401 (torch's)
+def _hook(module: Any, location: Place, seen: dict[str, Any]) -> Any:  # noqa: ANN401 (torch's)
     def note(value: Any) -> None:  # noqa: ANN401
-        if (tensor := _first(value)) is not None and place.point not in seen:
-            seen[place.point] = _array(tensor) * place.factor
+        if (tensor := _first(value)) is not None and location.point not in seen:
+            seen[location.point] = _array(tensor) * location.factor
 
     def before(_: Any, args: tuple, kwargs: dict) -> None:  # noqa: ANN401
         note((*args, *kwargs.values()))
@@ -246,7 +248,7 @@ def _hook(module: Any, place: Place, seen: dict[str, Any]) -> Any:  # noqa: ANN4
     def after(_: Any, args: tuple, output: Any) -> None:  # noqa: ANN401
         note(output)
 
-    if place.is_input:
+    if location.is_input:
         return module.register_forward_pre_hook(before, with_kwargs=True)
     return module.register_forward_hook(after)
 
@@ -254,7 +256,7 @@ def _hook(module: Any, place: Place, seen: dict[str, Any]) -> Any:  # noqa: ANN4
 def _first(value: Any) -> Any:  # noqa: ANN401 (what a module takes or gives)
     """The first tensor of floats."""
     if isinstance(value, tuple | list):
-        return next((found for one in value if (found := _first(one)) is not None), None)
+        return next((indices for value_ in value if (indices := _first(value_)) is not None), None)
     is_tensor = hasattr(value, "is_floating_point") and value.is_floating_point()
     return value if is_tensor else None
 

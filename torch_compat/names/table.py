@@ -127,7 +127,7 @@ class Rule(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether one tensor of the dialect holds all experts."""
+        """True if one tensor of the dialect holds all experts."""
         return "{j}" in self.ours and "{j}" not in self.theirs
 
 
@@ -202,7 +202,7 @@ class NameMap:
             wanted: our names.
             config: the model.
         """
-        found = {}
+        tensors = {}
         for name in wanted:
             rule, key, expert = self._find(name)
             if key not in theirs:
@@ -210,11 +210,11 @@ class NameMap:
             tensor = theirs[key]
             if rule.is_packed:
                 if tensor.shape[:1] != (config.num_experts,):
-                    found[name] = tensor  # not the model's, which its shape will tell
+                    tensors[name] = tensor  # not the model's, which its shape will tell
                     continue
                 tensor = tensor.part(expert)
-            found[name] = rule.change.to_ours(tensor, config) if rule.change else tensor
-        return found
+            tensors[name] = rule.change.to_ours(tensor, config) if rule.change else tensor
+        return tensors
 
     def to_theirs(
         self, ours: Mapping[str, LazyTensor], config: ModelConfig
@@ -225,14 +225,16 @@ class NameMap:
             UserError: a tensor has no counterpart.
         """
         rules: dict[str, Rule] = {}
-        found: dict[str, dict[int, dict[int, LazyTensor]]] = {}  # key, expert, part of a fused one
+        tensors: dict[
+            str, dict[int, dict[int, LazyTensor]]
+        ] = {}  # key, expert, part of a fused one
         for name, tensor in ours.items():
             rule, key, expert = self._find(name)
             changed = rule.change.to_theirs(tensor, config) if rule.change else tensor
             part = rule.change.part if isinstance(rule.change, Fused) else 0
-            found.setdefault(key, {}).setdefault(expert, {})[part] = changed
+            tensors.setdefault(key, {}).setdefault(expert, {})[part] = changed
             rules[key] = rule
-        return {key: _whole(rules[key], of_key, config, key) for key, of_key in found.items()}
+        return {key: _whole(rules[key], of_key, config, key) for key, of_key in tensors.items()}
 
     def distance(self, keys: Iterable[str]) -> tuple[int, int]:
         """Return the distance of known keys from the dialect's usual model; the least is the
@@ -275,16 +277,18 @@ def detect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
 
 
 def differences(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor], left_over: Iterable[str]
+    wanted: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, LazyTensor],
+    left_over: Iterable[str],
 ) -> Iterator[str]:
     """Yield the reasons why tensors are not exactly those of the model.
 
     Args:
         wanted: our name -> shape.
-        found: our name -> tensor.
+        tensors: our name -> tensor.
         left_over: keys of theirs that nothing uses.
     """
-    lost = _lost_experts(wanted, found)
+    lost = _lost_experts(wanted, tensors)
     if lost:
         there, total = lost
         yield (
@@ -293,30 +297,30 @@ def differences(
             "are lost; nothing can bring them back"
         )
         wanted = {name: shape for name, shape in wanted.items() if not _EXPERT.fullmatch(name)}
-    yield from (f"missing: {name}" for name in wanted if name not in found)
+    yield from (f"missing: {name}" for name in wanted if name not in tensors)
     yield from (f"left over: {key}" for key in left_over)
     for name, shape in wanted.items():
-        if name in found and found[name].shape != shape:
-            yield f"{name} is {list(found[name].shape)}, in the model {list(shape)}"
-        if name in found and found[name].dtype.kind == "c":
-            yield f"{name} is {found[name].dtype}: only tables that are computed may be complex"
+        if name in tensors and tensors[name].shape != shape:
+            yield f"{name} is {list(tensors[name].shape)}, in the model {list(shape)}"
+        if name in tensors and tensors[name].dtype.kind == "c":
+            yield f"{name} is {tensors[name].dtype}: only tables that are computed may be complex"
 
 
 def _lost_experts(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor]
+    wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor]
 ) -> tuple[int, int] | None:
     """Return the present and expected numbers of experts if they look like one rank's share.
 
-    In every layer it is the same share, from the first one on, beside a router of all: that one no
+    In every layer it is the same share, from the first one on, next to a router of all: that one no
     expert-parallel job divides.
     """
     numbers = {name: int(m[1]) for name in wanted if (m := _EXPERT.fullmatch(name))}
     routers = [name for name in wanted if _ROUTER.fullmatch(name)]
-    if not all(name in found and found[name].shape == wanted[name] for name in routers):
+    if not all(name in tensors and tensors[name].shape == wanted[name] for name in routers):
         return None
 
     def is_there(name: str) -> bool:
-        tensor, shape = found.get(name), wanted[name]
+        tensor, shape = tensors.get(name), wanted[name]
         if tensor is not None and len(tensor.shape) == len(shape) + 1:  # packed: [E, in, out]
             return tensor.shape[1:] == shape[::-1] and numbers[name] < tensor.shape[0]
         return tensor is not None
@@ -351,5 +355,5 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def _even_then_odd(rows: int, head: int) -> np.ndarray:
-    one = np.concatenate([np.arange(0, head, 2), np.arange(1, head, 2)])
-    return (np.arange(0, rows, head)[:, None] + one).reshape(-1)
+    order = np.concatenate([np.arange(0, head, 2), np.arange(1, head, 2)])
+    return (np.arange(0, rows, head)[:, None] + order).reshape(-1)

@@ -44,34 +44,36 @@ def translate(
     Raises:
         UserError: tensors are missing, left over, or of another shape; all of them are listed.
     """
-    found = by.dialect.to_ours(theirs, shapes, by.model)
+    translated = by.dialect.to_ours(theirs, shapes, by.model)
     if by.resize_vocab:
-        found = {
+        translated = {
             name: tensor.resized(by.model.vocab_size)
             if name in (EMBEDDING, HEAD) and tensor.shape
             else tensor
-            for name, tensor in found.items()
+            for name, tensor in translated.items()
         }
-    used = {by.dialect.their_name(name) for name in found}
+    used = {by.dialect.their_name(name) for name in translated}
     left = [key for key in theirs if key not in used and not by.dialect.ignores(key)]
     if by.model.tie_embeddings and (head := by.dialect.their_name(HEAD)) in left:
         left.remove(head)
-        if EMBEDDING in found and not equal(theirs[by.dialect.their_name(EMBEDDING)], theirs[head]):
+        if EMBEDDING in translated and not equal(
+            theirs[by.dialect.their_name(EMBEDDING)], theirs[head]
+        ):
             raise UserError(
                 f"{by.where}: model.tie_embeddings is true, but the output head differs from the "
                 "embedding; set it to false"
             )
-    problems = list(differences(shapes, found, left))
+    problems = list(differences(shapes, translated, left))
     problems += [
         f"{name} is {tensor.dtype.name}, which no weight can be without scales: quantized, or "
         "not the model's"
-        for name, tensor in found.items()
+        for name, tensor in translated.items()
         if tensor.dtype.name not in _FLOATS
     ]
     if problems:
-        listed = "\n  ".join(shortened(problems) + _advice(found, by.model))
+        listed = "\n  ".join(shortened(problems) + _advice(translated, by.model))
         raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
-    return {name: found[name] for name in shapes}
+    return {name: translated[name] for name in shapes}
 
 
 def some(names: Iterable[str]) -> str:
@@ -96,15 +98,15 @@ def shortened(problems: list[str]) -> list[str]:
     return lines
 
 
-def _advice(found: Mapping[str, LazyTensor], model: ModelConfig) -> list[str]:
-    router = next((name for name in found if name.endswith(".router.gate.weight")), "")
+def _advice(translated: Mapping[str, LazyTensor], model: ModelConfig) -> list[str]:
+    router = next((name for name in translated if name.endswith(".router.gate.weight")), "")
     counts = {
         EMBEDDING: ("the vocabulary has", "vocab_size", _RESIZE),
         router: ("the router has", "num_experts", "that is how many experts there are"),
     }
     advice = []
     for name, (what, key, how) in counts.items():
-        rows, wanted = found[name].shape[:1] if name in found else (), getattr(model, key)
+        rows, wanted = translated[name].shape[:1] if name in translated else (), getattr(model, key)
         if rows not in ((), (wanted,)):
             advice.append(f"{what} {rows[0]} rows there and model.{key} is {wanted}: {how}")
     return advice

@@ -93,9 +93,7 @@ def _place(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
     setting = _setting_of(path, rule if line else "", sources)
     if setting:
         return _Problem(math.inf, f"{setting.flag}: {text}")
-    location = (
-        f"{sources.file}:{line}" if line else sources.file
-    )  # not TOML, of which lines are known
+    location = f"{sources.file}:{line}" if line else sources.file  # not TOML, whose lines are known
     return _Problem(line or 0, f"{location}: {text}")
 
 

@@ -108,7 +108,7 @@ def pieces(
         inputs: in order.
         validation_fraction: part of the documents that are "validation"; which, depends on their
             names only. Of a single text file it is the last part, from a line on.
-        max_bytes: stop with the line that reaches so many bytes.
+        max_bytes: stop with the line that reaches this many bytes.
         skip_bad: leave records out that hold no text; otherwise they are errors.
         start: where to begin.
         before: bytes of text before `start`.

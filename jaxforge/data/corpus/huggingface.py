@@ -80,8 +80,8 @@ def cached_shards(
 
     Args:
         name: as for `load_dataset`.
-        config: likewise.
-        split: likewise.
+        config: the same.
+        split: the same.
         content: of its rows.
         tokenizer: has an EOS.
 

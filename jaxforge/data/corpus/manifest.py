@@ -80,7 +80,7 @@ class Manifest:
 
     Attributes:
         version: `VERSION`, or `CONVERSATIONS`: then each document is a conversation, no shard holds
-            a part of one, and `LENGTHS` lies beside them.
+            a part of one, and `LENGTHS` lies next to them.
         dtype: numpy name of the token type, the same in all shards ("uint16").
         tokens: tokens in all shards together, end-of-text tokens included.
         documents: documents in all shards together.
@@ -110,7 +110,7 @@ class Manifest:
 
     @property
     def conversations(self) -> bool:
-        """Whether shards hold conversation entries instead of plain tokens."""
+        """True if shards hold conversation entries instead of plain tokens."""
         return self.version == CONVERSATIONS
 
     @property

@@ -94,7 +94,7 @@ class _ArrowTable(File):
         """Yield the records of batches.
 
         Args:
-            batches: of rows, the first of which is `number + 1`.
+            batches: of rows; the first row is `number + 1`.
             number: rows before them.
             skipped: rows of them to leave out.
         """

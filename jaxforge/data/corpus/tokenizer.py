@@ -150,7 +150,7 @@ class HFTokenizer(Tokenizer):
         eos: the token that ends a document, or its id.
         chat: as of `Tokenizer`.
         bos: the token that texts begin with elsewhere.
-        eos_ids: ids at which generation ends, besides that of `eos`.
+        eos_ids: ids at which generation ends, in addition to that of `eos`.
         add_bos: put `bos` before texts where the file's post-processor does not.
         is_checked: the file has been loaded before, so that no child needs to try.
 
@@ -363,7 +363,7 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
 
     Args:
         spec: "byte", a `tokenizer.json`, the directory of one, or, where neither is there, a model
-            of the Hub, from its cache or the network. EOS is what the files beside it say:
+            of the Hub, from its cache or the network. EOS is what the files next to it say:
             tokenizer_config.json, special_tokens_map.json, config.json or generation_config.json,
             in this order; generation also ends at every id that generation_config.json names, or
             else config.json. BOS is put before texts by the post-processor of `tokenizer.json` or

@@ -41,7 +41,7 @@ class ShardWriter:
     """Writer of `shard_00000.npy`, `shard_00001.npy`, … and the final manifest.
 
     Documents run on from one shard into the next; conversations, which are added whole, do not. Use
-    it in a `with` statement, which closes the file at hand when something fails.
+    it in a `with` statement, which closes the current file when something fails.
 
     Args:
         directory: where to; must not exist, but for going on from `state`.
@@ -62,7 +62,7 @@ class ShardWriter:
 
     Raises:
         UserError: a file cannot be written (disk full, say), from all methods; `state` is of
-            files that are not there.
+            missing files.
     """
 
     def __init__(

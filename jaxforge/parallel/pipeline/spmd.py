@@ -53,7 +53,7 @@ class StageFunctions(NamedTuple):
 
     Attributes:
         embed: (params, microbatch) -> x [b, s, d], what the first layer takes.
-        context: (x, microbatch) -> what all layers are told besides.
+        context: (x, microbatch) -> the properties of its tokens for all layers.
         layer: (its kind, parameters of one layer, x, (context, the layer's non-trainable state)) ->
             (x, loss terms), other auxiliary outputs. A `jax.checkpoint` in it decides what is saved
             between its forward and its backward.

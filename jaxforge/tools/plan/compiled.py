@@ -98,7 +98,7 @@ def compile_step(
     """Compile the step as a run would.
 
     Args:
-        config: that `rules.check` has passed for so many devices.
+        config: that `rules.check` has passed for this many devices.
         topology: the machine.
         devices: of it, from `devices_of`.
         every_size: the smaller batches of a ramp as well.

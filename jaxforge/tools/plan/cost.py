@@ -7,7 +7,7 @@ bytes that they send and the links that they use.
 
 `update_seconds` needs no program: it is the model of jax-ml.github.io/scaling-book, from sizes
 alone, for what a search compiles first. Products run at a part of the peak; weights are gathered
-and gradients reduced beside them where every microbatch does it; tensor-parallel exchanges and the
+and gradients reduced next to them where every microbatch does it; tensor-parallel exchanges and the
 pipeline's bubble come on top.
 """
 
@@ -49,7 +49,7 @@ class Reached(NamedTuple):
         memory: part of the memory's bandwidth.
         launch: seconds between the end of a kernel and the beginning of the next.
         latency: seconds until the first byte of a collective has gone around.
-        waited: of the exchanges beside a microbatch's work, the part that is waited for.
+        waited: of the exchanges next to a microbatch's work, the part that is waited for.
         links: part of the links' rate that large collectives reach (0.75 to 0.9 in the makers' own
             tests).
     """

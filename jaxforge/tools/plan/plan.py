@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the run would start and fit."""
+        """True if the run would start and fit."""
         return self.step is not None and self.step.program is not None and self.step.memory.fits
 
 

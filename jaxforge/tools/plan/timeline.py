@@ -1,9 +1,9 @@
 """Timeline of a step: operations in sequence, collectives in parallel with them.
 
 A device computes in the order that the compiler has scheduled. A collective in two halves runs
-beside what stands between them, after those over the same axes that began earlier; where its second
-half comes too early, the device waits. A loop takes as long as its body as many times, and what
-its iterations begin they are taken to end.
+next to what stands between them, after those over the same axes that began earlier; where its
+second half comes too early, the device waits. A loop takes as long as its body as many times, and
+what its iterations begin they are taken to end.
 """
 
 import re

@@ -68,7 +68,7 @@ class Topology(NamedTuple):
     def prepare(self, env: MutableMapping[str, str]) -> None:
         """Set the environment that a compiler for this machine needs.
 
-        To be called before JAX is imported: the machine at hand is its CPU, whatever it has; the
+        To be called before JAX is imported: this machine is its CPU, whatever it has; the
         compiler for TPUs asks no network where it is, and several of them may run at once. Nothing
         comes from a cache: XLA:CPU writes no whole program from one it has read (docs/upstream.md).
         """

@@ -31,7 +31,7 @@ from jaxforge.tools.replay.past import Past, Walk, open_past
 Named = dict[str, np.ndarray]
 """Arrays of the host by name; of stacked parameters, one for each layer."""
 
-_ROWS, _TOKENS = 4, 64  # of the first microbatch, of which values of the forward pass are kept
+_ROWS, _TOKENS = 4, 64  # of the first microbatch, whose forward values are compared
 
 
 @dataclasses.dataclass(frozen=True)

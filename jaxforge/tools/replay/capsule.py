@@ -143,7 +143,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether every step matches the log."""
+        """True if every step matches the log."""
         return bool(self.steps) and all(
             step.difference is not None and step.difference <= allowed
             for step, allowed in zip(self.steps, self.tolerances, strict=True)

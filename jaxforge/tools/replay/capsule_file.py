@@ -74,7 +74,7 @@ def read(path: Path) -> Capsule:
     """Read a file that `write` has written.
 
     Raises:
-        UserError: it is not there, torn, or of another version.
+        UserError: it is missing, torn, or of another version.
     """
     try:
         if path.exists() and not path.is_file():

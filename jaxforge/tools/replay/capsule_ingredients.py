@@ -31,7 +31,7 @@ def ingredients_of(past: Past) -> dict[str, Any]:
     """Return the ingredients of a run's steps on this machine, as plain values by name.
 
     Raises:
-        UserError: the data are not there, or damaged.
+        UserError: the data are missing or damaged.
     """
     installed = {package.name: package.version for package in distributions() if package.name}
     return {

@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
     Attributes:
         points: names (`config.points`).
         layers: numbers from 0; None: all.
-        sequences: at most so many, the first; or their numbers, ascending.
+        sequences: the number of first sequences; or sequence numbers, ascending.
     """
 
     points: tuple[str, ...] = ("residual",)

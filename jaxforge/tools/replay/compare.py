@@ -4,8 +4,8 @@ Two programs that are right still round differently. How far that may take them 
 
     float32   a sum of n products in another order errs by about √n · 2^-24 of its size (a random
               walk of n roundings; Higham and Mary, 2019), and the parts that a value has been
-              through add up likewise: 2 · 2^-24 · √(width · parts), and 1e-5 at least, for what
-              exponentials and quotients make of it
+              through add up in the same way: 2 · 2^-24 · √(width · parts), and 1e-5 at least, for
+              what exponentials and quotients make of it
     bfloat16  products are added up in float32, and results rounded, by 2^-9 of themselves as a root
               mean square. A part rounds about ten times, in either program: √20 · 2^-9 is 2^-7; and
               where two values of one input are multiplied (gate by up, queries by keys), what was
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether the difference exceeds rounding."""
+        """True if the difference exceeds rounding."""
         return not self.error <= self.tolerance
 
 

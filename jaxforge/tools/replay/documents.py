@@ -19,7 +19,7 @@ from jaxforge.step.gradients import Batch
 _LOGITS = 1 << 24  # at a time
 _WINDOW = 32  # tokens of the range whose loss is largest
 _USUAL = 3.0  # standard scores of norms that tables and lists have
-_HALF = 0.6745  # half of a normal distribution is within so many standard deviations
+_HALF = 0.6745  # half of a normal distribution is within this many standard deviations
 
 
 class Document(NamedTuple):
@@ -140,7 +140,7 @@ def oddness(
     as it is above 3: text that repeats itself, whose terms agree, has norms up to there.
 
     A score is (x - median) / √(τ² + σ²/tokens). σ²/tokens is how far the mean of so few tokens
-    strays, τ by how much parts differ besides: half of all scores are within those of half of a
+    strays, τ by how much parts differ otherwise: half of all scores are within those of half of a
     normal distribution. What is not finite stands out most.
 
     Args:
@@ -148,8 +148,8 @@ def oddness(
         tokens: of each.
         norms: of the gradient of each one's sum.
         spread: standard deviation of a token's loss in its part; by default the median loss. Norms
-            stray as much, relative to their median, and differ besides at least as much.
-        before: losses and tokens of parts of other batches, of which there is no norm: with them
+            stray as much, relative to their median, and differ otherwise at least as much.
+        before: losses and tokens of parts of other batches, without norms: with them
             median and τ of losses are better known.
     """
     loss, norm, n = np.array(losses), np.array(norms), np.maximum(tokens, 1)

@@ -5,7 +5,7 @@ With g = Σ g_d over documents d, each weighted as in the update's loss:
     norm        ‖g_d‖
     without     ‖g - g_d‖, the norm of the gradient that the others make
 
-Exact, but for what a loss has besides a term for each token (the balance of experts), which counts
+Exact, except for what a loss adds to the terms of tokens (the balance of experts), which counts
 to no document.
 """
 

@@ -72,7 +72,7 @@ class Past(Program):
         """Return the state before a step: the next attempted update is number `step`.
 
         Raises:
-            UserError: there is no such step, or the run began with what is not there any more.
+            UserError: there is no such step, or the run began with files that no longer exist.
         """
         assert step > self.start, "that was made with another config"
         walk = Walk(self, *self._nearest(step))

@@ -33,7 +33,7 @@ class Name(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether the value is noise-free: set or counted."""
+        """True if the value is noise-free: set or counted."""
         return self.unit in ("so far", "of the next update", "of the next step")
 
 

@@ -29,7 +29,7 @@ class Live:
     """Runs in their current state; only appended data are read again.
 
     Args:
-        paths: run directories, also such as are not there yet.
+        paths: run directories, which need not exist yet.
         axis: as of `run_page.page`.
     """
 

@@ -21,7 +21,7 @@ from jaxforge.tools.starting.toml_file import Line, Tables, written
 FILE_NAME = "train.toml"
 """The config in a prepared directory."""
 
-_LARGE_VOCABULARY = 16_384  # logits of so many take more memory than all else
+_LARGE_VOCABULARY = 16_384  # logits of this size take more memory than all else
 _EVALUATED = 20  # batches
 _LINES = 100  # of a log
 _PLACEHOLDER = "data/mine"

@@ -28,7 +28,7 @@ class Machine(NamedTuple):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the machine has only CPUs."""
+        """True if the machine has only CPUs."""
         return self.memory is None
 
     def __str__(self) -> str:

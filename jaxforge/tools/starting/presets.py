@@ -22,7 +22,7 @@ class Preset(NamedTuple):
         lr: peak learning rate.
         is_on_cpu: whether it computes in float32, as CPUs do best.
         recomputes: whether blocks are computed again.
-        distributed: `[distributed]`, beside what is left to dp_shard.
+        distributed: `[distributed]`, next to what is left to dp_shard.
         active: parameters that a token meets, of a mixture of experts.
         steps: updates, where 20 tokens for each parameter would take too long.
     """

@@ -47,5 +47,5 @@ def parameters(model: ModelConfig) -> int:
     """Return the parameters of a Llama-style model, dense or with experts, without norm vectors."""
     layers = matrix_elements(model, 2 + model.is_gated, model.num_experts)
     routers = model.num_experts * model.dim * sum(model.has_experts)
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim  # beside the head
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim  # next to the head
     return layers + routers + embedding

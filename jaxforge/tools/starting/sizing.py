@@ -1,7 +1,7 @@
 """Size of a run: model, batch and length for the available data and machine.
 
 The rules are those of docs/configs.md ("A config to start with"), and each number's reason is
-written beside it in the config.
+written next to it in the config.
 """
 
 import math

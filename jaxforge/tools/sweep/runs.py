@@ -57,7 +57,7 @@ class PlannedRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run needs no other start."""
+        """True if the run needs no other start."""
         return (self.directory / _FINISHED).exists()
 
     @property

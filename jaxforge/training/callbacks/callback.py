@@ -120,10 +120,10 @@ class Callback:
     """Additional metrics of each step, among `step.collect.COLLECTED`."""
 
     waits: bool = True
-    """Whether `on_interval` is called once every launched step has ended, and off the clock."""
+    """True if `on_interval` is called once every launched step has ended, and off the clock."""
 
     follows_evaluation: bool = False
-    """Whether `on_interval` belongs to the evaluation of a step.
+    """True if `on_interval` belongs to the evaluation of a step.
 
     Such a callback acts also where a run resumes in an evaluation, before the step is compiled. It
     pauses the clock itself (`IntervalContext.examining_model`).

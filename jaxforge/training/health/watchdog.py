@@ -1,6 +1,6 @@
 """Watchdog: ends a hanging process with the stacks of all threads.
 
-A thread beside the loop counts the seconds since the loop last moved. Setting up and compiling,
+A thread next to the loop counts the seconds since the loop last moved. Setting up and compiling,
 steps, and checkpoints have a limit each (`[train] watchdog_*_sec`):
 
     with Watchdog(limits) as watchdog:        # "training": the set-up limit until the first tick,

@@ -94,9 +94,9 @@ def test_saved_copies_add_the_same(tmp_path, settings):
     assert (copy.prefix, copy.bos_id, copy.fingerprint) == ((BOS,), BOS, tokenizer.fingerprint)
     bare = tokenizer.without_bos()
     bare.save(tmp_path / "bare")
-    for one in (bare, load_tokenizer(tmp_path / "bare")):
-        assert one.prefix == ()
-        assert prompt_ids(one, "hello") == tokenizer.encode("hello")
+    for item in (bare, load_tokenizer(tmp_path / "bare")):
+        assert item.prefix == ()
+        assert prompt_ids(item, "hello") == tokenizer.encode("hello")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "bare")
     assert theirs("hello")["input_ids"] == tokenizer.encode("hello")
 

@@ -89,8 +89,8 @@ def test_an_interruption_does_not_show(tmp_path, monkeypatch, options, tokenizer
     run(*command, tmp_path / "out")
     for split in ("train", "validation"):
         assert tokens(tmp_path / "out" / split) == tokens(tmp_path / "whole" / split)
-        found, whole = (Manifest.read(tmp_path / name / split) for name in ("out", "whole"))
-        assert found == whole
+        result, whole = (Manifest.read(tmp_path / name / split) for name in ("out", "whole"))
+        assert result == whole
 
 
 def test_the_first_tokens_are_held_out_of_any_documents(tmp_path):

@@ -91,8 +91,8 @@ def test_a_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, m
     assert windows.reshape(-1).tolist() == expected
     monkeypatch.setattr(huggingface, "ingest", None)  # not needed again
     same(batches(given, 4), batches(given, 4))
-    [made] = (tmp_path / "cache" / "jaxforge").iterdir()
-    assert sorted(path.name for path in made.iterdir()) == ["tokenizer", "train"]
+    [result] = (tmp_path / "cache" / "jaxforge").iterdir()
+    assert sorted(path.name for path in result.iterdir()) == ["tokenizer", "train"]
 
 
 def test_other_data_or_tokenizers_are_tokenized_anew(directory, tmp_path):

@@ -172,8 +172,8 @@ def test_records_are_held_out_by_file_and_number(tmp_path):
         out = tmp_path / f"{name}.out"
         run(tmp_path / name, "--output", out, "--validation-fraction", 0.3)
         held_out[name] = documents_of(out / "validation")
-        rest = [text for text in TEXTS if text not in held_out[name]]
-        assert documents_of(out / "train") == rest
+        remaining = [text for text in TEXTS if text not in held_out[name]]
+        assert documents_of(out / "train") == remaining
         expected = [t for i, t in enumerate(TEXTS, 1) if documents._hash(f"{name}:{i}") < 0.3]
         assert held_out[name] == expected
     assert held_out["a.jsonl"] != held_out["a.parquet"]
@@ -208,6 +208,6 @@ def test_reading_goes_on_in_the_middle_of_a_record(tmp_path, monkeypatch, piece_
     inputs = find_inputs([tmp_path])
     every = list(pieces(inputs, max_bytes=100))
     assert len(every) >= 6
-    for i, piece in enumerate(every):
+    for i, chunk in enumerate(every):
         before = sum(p.size for p in every[: i + 1])
-        assert list(pieces(inputs, max_bytes=100, start=piece.end, before=before)) == every[i + 1 :]
+        assert list(pieces(inputs, max_bytes=100, start=chunk.end, before=before)) == every[i + 1 :]

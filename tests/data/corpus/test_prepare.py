@@ -69,8 +69,8 @@ def test_documents_in_order_of_names_each_with_its_end(corpus, tmp_path, capsys)
     assert (manifest.documents, manifest.eos_id, manifest.vocab_size) == (3, 256, 257)
     assert (manifest.dtype, manifest.tokenizer) == ("uint16", "byte")
     assert manifest.tokenizer_sha256 == load_tokenizer(output / "tokenizer").fingerprint
-    table, told = capsys.readouterr().out.split("\n\n", 1)
-    assert told.endswith(f"Next:\n  jaxforge train --config {output}/train.toml\n")
+    table, reported = capsys.readouterr().out.split("\n\n", 1)
+    assert reported.endswith(f"Next:\n  jaxforge train --config {output}/train.toml\n")
     said = settings(output)
     assert said["model"]["vocab_size"] == 257
     shards = TokenShards(said["data"]["dataset_path"], "*.npy", 5, vocab_size=257)
@@ -303,9 +303,9 @@ def test_a_killed_run_leaves_nothing_in_place(tmp_path):
 
 def test_pieces_of_nothing(tmp_path):
     (tmp_path / "a").write_text("x")
-    found = find_inputs([tmp_path])
+    result = find_inputs([tmp_path])
     (tmp_path / "a").write_text("")
-    assert list(pieces(found)) == []
+    assert list(pieces(result)) == []
 
 
 @pytest.mark.parametrize(

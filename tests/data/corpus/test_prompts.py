@@ -51,7 +51,7 @@ def test_objects_are_read_by_any_name(read, name):
 def test_standard_input_has_objects_where_the_first_line_is_one(content, expected, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
     prompts = read_prompts(STDIN)
-    assert [(one.text, one.fields) for one in prompts] == expected
+    assert [(prompt.text, prompt.fields) for prompt in prompts] == expected
     assert prompts[0].place == "standard input:1"
 
 

@@ -208,9 +208,9 @@ LARGE = "x" * 5000
 def test_records_beyond_the_limit_are_bad(tmp_path, name):
     content = ["a", LARGE, "b"]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in content).encode()
-    one = pyarrow.table({"text": content})
-    data = {"jsonl": lines, "gz": gzip.compress(lines), "parquet": parquet_of(one),
-            "arrow": arrow(pyarrow.ipc.new_file, one)}[name.rpartition(".")[2]]  # fmt: skip
+    item = pyarrow.table({"text": content})
+    data = {"jsonl": lines, "gz": gzip.compress(lines), "parquet": parquet_of(item),
+            "arrow": arrow(pyarrow.ipc.new_file, item)}[name.rpartition(".")[2]]  # fmt: skip
     command = (write(tmp_path / name, data), "--output", tmp_path / "out", "--max-record-bytes")
     with pytest.raises(UserError, match=rf"{name}:2: the record is larger than 4,000 bytes; raise"):
         run(*command, 4000)
@@ -277,13 +277,13 @@ def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
     for text in ("word " * 100, "ü" * 200, "€" * 99 + " end\nshort\n", "x" * 500):
         [source] = find_inputs([write(tmp_path / "a.txt", text)])
         every = list(pieces([source]))
-        assert "".join(piece.text for piece in every) == text
-        assert all(piece.valid and piece.size <= 60 for piece in every)
+        assert "".join(chunk.text for chunk in every) == text
+        assert all(chunk.valid and chunk.size <= 60 for chunk in every)
         assert len(every) > len(text.encode()) / 80
-        for i, piece in enumerate(every):
-            assert list(pieces([source], start=piece.end)) == every[i + 1 :]
+        for i, chunk in enumerate(every):
+            assert list(pieces([source], start=chunk.end)) == every[i + 1 :]
         if text.startswith("word"):
-            assert all(piece.text.startswith((" word", "word")) for piece in every)
+            assert all(chunk.text.startswith((" word", "word")) for chunk in every)
 
 
 def test_growth_is_what_no_text_has(monkeypatch, tmp_path):

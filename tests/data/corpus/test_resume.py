@@ -213,8 +213,8 @@ with atomic_directory(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    made = sorted(process.communicate()[0].strip() for process in processes)
-    assert made == ["False", "False", "True"]
+    result = sorted(process.communicate()[0].strip() for process in processes)
+    assert result == ["False", "False", "True"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -231,9 +231,9 @@ def test_lock_file_that_its_holder_removes_meanwhile_is_no_error(tmp_path, monke
     plan = {"options": {}, "inputs": []}
     with atomic_directory.atomic_directory(
         tmp_path / "out", plan, made_by="x", shared=True
-    ) as made:
+    ) as result:
         assert lock.exists()
-        (made.out / "x").touch()
+        (result.out / "x").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

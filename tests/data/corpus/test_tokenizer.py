@@ -110,7 +110,7 @@ def test_several_eos_ids_are_loaded_and_saved(tmp_path, bpe, files, ids):
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
     vocab = tokenizers.Tokenizer.from_str(bpe._file.decode()).get_vocab()
     loaded = load_tokenizer(tmp_path)
-    assert loaded.eos_ids == tuple(vocab.get(one, one) for one in ids)
+    assert loaded.eos_ids == tuple(vocab.get(item, item) for item in ids)
     loaded.save(tmp_path / "again")
     assert load_tokenizer(tmp_path / "again").eos_ids == loaded.eos_ids
 

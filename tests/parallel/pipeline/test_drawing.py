@@ -111,9 +111,9 @@ def letters(schedule):
     return listed[1].split(", ") if listed else [""]
 
 
-def cells_of(works, schedule):
+def cells_of(actions, schedule):
     names = letters(schedule)
-    return ["." if w is None else f"{w.microbatch}{names[w.chunk]}" for w in works]
+    return ["." if w is None else f"{w.microbatch}{names[w.chunk]}" for w in actions]
 
 
 def test_the_text_reads_back_by_its_columns(schedule):
@@ -127,9 +127,9 @@ def test_the_text_reads_back_by_its_columns(schedule):
     header, *cells = ([cell for cell in row.values() if cell != "|"] for row in rows)
     assert header == [str(t) for t in range(len(schedule.ticks))]
     wanted = [
-        cells_of([getattr(tick, way)[stage] for tick in schedule.ticks], schedule)
+        cells_of([getattr(tick, direction)[stage] for tick in schedule.ticks], schedule)
         for stage in range(schedule.stages)
-        for way in WAYS
+        for direction in WAYS
     ]
     assert cells == wanted
     assert all(line == line.rstrip() for line in [title, *lines, *facts.splitlines()])
@@ -165,10 +165,10 @@ def test_the_drawing_has_a_row_per_stage_in_order_of_time(schedule):
     ]
     wanted = [
         [
-            (way, work.microbatch)
+            (direction, action.microbatch)
             for tick in schedule.ticks
-            for way in WAYS
-            if (work := getattr(tick, way)[stage])
+            for direction in WAYS
+            if (action := getattr(tick, direction)[stage])
         ]
         for stage in range(schedule.stages)
     ]
@@ -189,11 +189,11 @@ def test_works_of_a_tick_stand_between_its_lines_and_below_its_number(schedule):
         for cell in cells_in(drawing)
     )
     assert drawn == Counter(
-        (t, way, work.microbatch)
+        (t, direction, action.microbatch)
         for t, tick in enumerate(schedule.ticks)
-        for way in WAYS
-        for work in getattr(tick, way)
-        if work
+        for direction in WAYS
+        for action in getattr(tick, direction)
+        if action
     )
 
 
@@ -209,8 +209,10 @@ def test_what_a_row_leaves_empty_is_the_bubble(schedule):
 
 def test_a_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
     drawing = parsed(schedule)
-    colours = {way: {c.colour for c in cells_in(drawing) if c.way == way} for way in WAYS}
-    assert [len(colours[way]) for way in WAYS] == [schedule.chunks] * 2
+    colours = {
+        direction: {c.colour for c in cells_in(drawing) if c.way == direction} for direction in WAYS
+    }
+    assert [len(colours[direction]) for direction in WAYS] == [schedule.chunks] * 2
     assert not colours["forward"] & colours["backward"]
     legend = drawing.findall(f"{SVG}g")[-1]
     swatches = [e.get("fill") for e in legend.iter(f"{SVG}rect")]

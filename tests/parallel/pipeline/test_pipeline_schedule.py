@@ -34,10 +34,10 @@ def schedule(request):
 def works(schedule):
     """Every work as (tick, direction, stage, work)."""
     for t, tick in enumerate(schedule.ticks):
-        for way in WAYS:
-            for stage, work in enumerate(getattr(tick, way)):
-                if work is not None:
-                    yield t, way, stage, work
+        for direction in WAYS:
+            for stage, action in enumerate(getattr(tick, direction)):
+                if action is not None:
+                    yield t, direction, stage, action
 
 
 def test_check_passes(schedule):
@@ -53,8 +53,8 @@ def test_is_of_the_size_that_was_asked_for(request, schedule):
 def test_a_microbatch_is_at_each_virtual_stage_once_each_way(schedule):
     n_virtual = schedule.stages * schedule.chunks
     seen = Counter(
-        (way, work.microbatch, work.chunk * schedule.stages + stage)
-        for _, way, stage, work in works(schedule)
+        (direction, action.microbatch, action.chunk * schedule.stages + stage)
+        for _, direction, stage, action in works(schedule)
     )
     wanted = itertools.product(WAYS, range(schedule.microbatches), range(n_virtual))
     assert seen == dict.fromkeys(wanted, 1)
@@ -67,22 +67,22 @@ def test_neighbours_hand_on_what_is_wanted_in_the_next_tick(schedule):
     arriving, returning, done = [None] * n, [None] * n, []
     for tick, spare in zip(schedule.ticks, schedule.spare, strict=True):
         onward, back = [None] * n, [None] * n
-        for stage, (ring, work) in enumerate(zip(rings, tick.forward, strict=True)):
-            if work is None:
+        for stage, (ring, action) in enumerate(zip(rings, tick.forward, strict=True)):
+            if action is None:
                 ring[spare[stage]] = "of nobody"
                 continue
-            k = work.chunk * n + stage
-            assert k == 0 or arriving[stage] == (work.microbatch, k)
-            ring[work.slot] = (work.microbatch, k)
-            onward[(stage + 1) % n] = (work.microbatch, k + 1)
-        for stage, (ring, work) in enumerate(zip(rings, tick.backward, strict=True)):
-            if work is None:
+            k = action.chunk * n + stage
+            assert k == 0 or arriving[stage] == (action.microbatch, k)
+            ring[action.slot] = (action.microbatch, k)
+            onward[(stage + 1) % n] = (action.microbatch, k + 1)
+        for stage, (ring, action) in enumerate(zip(rings, tick.backward, strict=True)):
+            if action is None:
                 continue
-            k = work.chunk * n + stage
-            assert k == last or returning[stage] == (work.microbatch, k)
-            assert ring[work.slot] == (work.microbatch, k)
-            back[stage - 1] = (work.microbatch, k - 1)
-            done += [work.microbatch] * (k == 0)
+            k = action.chunk * n + stage
+            assert k == last or returning[stage] == (action.microbatch, k)
+            assert ring[action.slot] == (action.microbatch, k)
+            back[stage - 1] = (action.microbatch, k - 1)
+            done += [action.microbatch] * (k == 0)
         arriving, returning = onward, back
     assert sorted(done) == list(range(schedule.microbatches))
     assert {slot for ring in rings for slot in ring} == set(range(schedule.slots))
@@ -103,12 +103,12 @@ def test_the_spare_slot_of_an_idle_stage_is_free(schedule):
 
 
 def test_phases_follow_one_another(schedule):
-    n, work = schedule.stages, schedule.chunks * schedule.microbatches
+    n, action = schedule.stages, schedule.chunks * schedule.microbatches
     if schedule.name == "gpipe":
-        wanted = [(True, False, work + n - 1), (False, True, work + n - 1)]
+        wanted = [(True, False, action + n - 1), (False, True, action + n - 1)]
     else:
         alone = n * schedule.chunks - 1
-        both = work + n - 1 - alone
+        both = action + n - 1 - alone
         wanted = [(True, False, alone), (True, True, both), (False, True, alone)]
     phases = schedule.phases()
     assert [(p.forward, p.backward, len(p.ticks)) for p in phases] == [w for w in wanted if w[2]]
@@ -158,10 +158,10 @@ KEPT = r"overwrites what stage \d holds|finds another microbatch where stage \d 
 def altered(schedule, *changes):
     """The schedule with (tick, direction, stage, work) in place of what is there."""
     ticks = list(schedule.ticks)
-    for t, way, stage, work in changes:
-        of_stages = list(getattr(ticks[t], way))
-        of_stages[stage] = work
-        ticks[t] = ticks[t]._replace(**{way: tuple(of_stages)})
+    for t, direction, stage, action in changes:
+        of_stages = list(getattr(ticks[t], direction))
+        of_stages[stage] = action
+        ticks[t] = ticks[t]._replace(**{direction: tuple(of_stages)})
     return dataclasses.replace(schedule, ticks=tuple(ticks))
 
 
@@ -171,8 +171,8 @@ def with_spare(schedule, t, stage, slot):
     return dataclasses.replace(schedule, spare=tuple(map(tuple, spare)))
 
 
-def idle_ticks(schedule, way, stage):
-    return [t for t, tick in enumerate(schedule.ticks) if getattr(tick, way)[stage] is None]
+def idle_ticks(schedule, direction, stage):
+    return [t for t, tick in enumerate(schedule.ticks) if getattr(tick, direction)[stage] is None]
 
 
 def refused(schedule, message):
@@ -184,41 +184,49 @@ def refused(schedule, message):
 class TestEveryChangeIsRefused:
     def test_dropped(self, case):
         schedule = build(*case)
-        for t, way, stage, _ in works(schedule):
-            refused(altered(schedule, (t, way, stage, None)), COUNTED)
+        for t, direction, stage, _ in works(schedule):
+            refused(altered(schedule, (t, direction, stage, None)), COUNTED)
 
     def test_doubled(self, case):
         schedule = build(*case)
-        for _, way, stage, work in works(schedule):
-            for t in idle_ticks(schedule, way, stage):
-                refused(altered(schedule, (t, way, stage, work)), COUNTED)
+        for _, direction, stage, action in works(schedule):
+            for t in idle_ticks(schedule, direction, stage):
+                refused(altered(schedule, (t, direction, stage, action)), COUNTED)
 
     def test_moved_in_time(self, case):
         schedule = build(*case)
-        for t, way, stage, work in works(schedule):
-            for to in idle_ticks(schedule, way, stage):
-                moved = altered(schedule, (t, way, stage, None), (to, way, stage, work))
+        for t, direction, stage, action in works(schedule):
+            for to in idle_ticks(schedule, direction, stage):
+                moved = altered(
+                    schedule, (t, direction, stage, None), (to, direction, stage, action)
+                )
                 refused(moved, TIMED)
 
     def test_moved_to_another_stage(self, case):
         schedule = build(*case)
-        for t, way, stage, work in works(schedule):
+        for t, direction, stage, action in works(schedule):
             other = (stage + 1) % schedule.stages
-            refused(altered(schedule, (t, way, stage, None), (t, way, other, work)), COUNTED)
+            refused(
+                altered(schedule, (t, direction, stage, None), (t, direction, other, action)),
+                COUNTED,
+            )
 
     def test_swapped(self, case):
         schedule = build(*case)
-        for (t, way, stage, one), (at, way2, stage2, two) in itertools.combinations(
+        for (t, direction, stage, item), (at, way2, stage2, two) in itertools.combinations(
             works(schedule), 2
         ):
-            if (way, stage) == (way2, stage2):
-                refused(altered(schedule, (t, way, stage, two), (at, way, stage, one)), TIMED)
+            if (direction, stage) == (way2, stage2):
+                refused(
+                    altered(schedule, (t, direction, stage, two), (at, direction, stage, item)),
+                    TIMED,
+                )
 
     def test_in_the_slot_of_another(self, case):
         schedule = build(*case)
-        for t, way, stage, work in works(schedule):
-            for slot in {*range(schedule.slots)} - {work.slot}:
-                refused(altered(schedule, (t, way, stage, work._replace(slot=slot))), KEPT)
+        for t, direction, stage, action in works(schedule):
+            for slot in {*range(schedule.slots)} - {action.slot}:
+                refused(altered(schedule, (t, direction, stage, action._replace(slot=slot))), KEPT)
 
     def test_a_slot_too_few(self, case):
         schedule = build(*case)

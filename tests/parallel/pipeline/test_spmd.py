@@ -53,14 +53,14 @@ def config(layers, microbatches, model=None, train=None, optimizer=None, **distr
 
 def batches(job, n, packed=False):
     """Microbatches of unequal weight; packed: of two or three documents a row."""
-    made = random_batches(job, n)
+    result = random_batches(job, n)
     rng = np.random.default_rng(1)
-    for batch in made:
+    for batch in result:
         batch["labels"][0, :, :8] = -100
         if packed:
             ends = rng.random(batch["labels"].shape) < 0.15
             batch["segment_ids"] = np.cumsum(ends, axis=-1)
-    return made
+    return result
 
 
 def run(job, n=3, packed=False, make=setup):
@@ -102,7 +102,7 @@ CASES = [  # each schedule, reduction, recomputation and axis with several of th
         TIED,
         marks=pytest.mark.slow,
     ),
-    # Stages of which no two have the same kinds of layers, and one program.
+    # No two stages have the same kinds of layers, and there is one program.
     (6, 8, {"pp": 4, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, KINDS),
     (6, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, KINDS),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, {**UPDATE, **CHUNKED}, EVERY_OPTION),
@@ -202,8 +202,8 @@ def test_memory_does_not_grow_with_the_microbatches():
     assert temporary_bytes("gpipe", 32) > 1.5 * first
 
 
-def permutes(found):
-    return [shape for shape, kind, _ in found if kind == "collective-permute"]
+def permutes(result):
+    return [shape for shape, kind, _ in result if kind == "collective-permute"]
 
 
 def test_a_tick_talks_to_its_neighbours_and_about_the_vocabulary():
@@ -212,13 +212,13 @@ def test_a_tick_talks_to_its_neighbours_and_about_the_vocabulary():
     Even and odd devices are the stages of one data-parallel rank each.
     """
     job = config(4, 8, train={**UPDATE, **FULL}, pp=4, dp_shard=2)
-    found = collectives_in_loops(hlo(setup(job)))
-    assert len(permutes(found)) == 4  # forwards alone: 1, both ways: 2, backwards alone: 1
-    assert {kind for _, kind, _ in found} == {"collective-permute", "all-reduce"}
-    groups = {where for _, kind, where in found if kind == "all-reduce"}
+    result = collectives_in_loops(hlo(setup(job)))
+    assert len(permutes(result)) == 4  # forwards alone: 1, both ways: 2, backwards alone: 1
+    assert {kind for _, kind, _ in result} == {"collective-permute", "all-reduce"}
+    groups = {where for _, kind, where in result if kind == "all-reduce"}
     assert groups == {"{{0,2,4,6},{1,3,5,7}}"}, "only stages talk in the loops"
     rows, length, dim = ROWS // 2, job.train.seq_len, job.model.dim
-    largest = max(np.prod(sizes) for shape, _, _ in found for sizes in sizes_in(shape))
+    largest = max(np.prod(sizes) for shape, _, _ in result for sizes in sizes_in(shape))
     assert largest == rows * length * dim
 
 
@@ -250,5 +250,5 @@ def evaluated(layers, axes=(), make=setup, model=None):
 )
 def test_evaluation_uses_the_same_parameters(layers, axes, model):
     model = tuple(model.items())
-    found, expected = (evaluated(layers, tuple(a.items()), model=model) for a in (axes, {}))
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    result, expected = (evaluated(layers, tuple(a.items()), model=model) for a in (axes, {}))
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

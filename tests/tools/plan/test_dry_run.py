@@ -122,7 +122,7 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(request):
     config = load_config(request.config.rootpath / DEBUG)
     model, mesh = build_model(config, "gpu", "9.0"), abstract_mesh(config, 4)
     like, capacity = Program(config, mesh, model=model).abstract_state(), 50_000_000
-    found = fit(config, model, like, mesh, capacity)
+    result = fit(config, model, like, mesh, capacity)
     state = per_device(like)
 
     def needs(rows):
@@ -130,9 +130,9 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(request):
         of = with_rows(config, rows)
         return min(step_memory(of, model, mesh, mode, state).total for mode in modes)
 
-    assert found.rows == 4
-    assert found.most_rows > 4
-    assert needs(found.most_rows) <= capacity < needs(found.most_rows + 1)
+    assert result.rows == 4
+    assert result.most_rows > 4
+    assert needs(result.most_rows) <= capacity < needs(result.most_rows + 1)
     assert fit(config, model, like, mesh, 1).most_rows == 0
 
 

@@ -40,20 +40,20 @@ def losses(directory):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-def arguments(place):
+def arguments(location):
     """To plan a config that says where its run goes, and to keep its steps."""
-    (place / "planned.toml").write_text(config(place / "planned").to_toml())
-    return [f"--config={place / 'planned.toml'}", "--topology=cpu:8", "--json",
-            f"--save-executable={place / 'step.zip'}"]  # fmt: skip
+    (location / "planned.toml").write_text(config(location / "planned").to_toml())
+    return [f"--config={location / 'planned.toml'}", "--topology=cpu:8", "--json",
+            f"--save-executable={location / 'step.zip'}"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The file, written as the command does."""
-    place = tmp_path_factory.mktemp("plan")
-    args, _ = plan_main.parser().parse(arguments(place))
+    location = tmp_path_factory.mktemp("plan")
+    args, _ = plan_main.parser().parse(arguments(location))
     assert plan_report.run(args, Topology.parse("cpu:8"), []) == 0
-    return place / "step.zip"
+    return location / "step.zip"
 
 
 @pytest.mark.slow
@@ -154,9 +154,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_a_mistake_of_the_command_line(tmp_path):
-    place = tmp_path / "none" / "step.zip"
+    location = tmp_path / "none" / "step.zip"
     with (
         pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),
-        plan_report._told("--save-executable", str(place)),
+        plan_report._told("--save-executable", str(location)),
     ):
-        write(place, {}, config(tmp_path), make_mesh(config(tmp_path)))
+        write(location, {}, config(tmp_path), make_mesh(config(tmp_path)))

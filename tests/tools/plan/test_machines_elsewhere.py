@@ -56,7 +56,7 @@ def check(report, devices):
     assert step["seconds_by_kind"]["attention"] > 0
     parts = sum(v for k, v in memory.items() if k not in ("peak_bytes", "capacity_bytes"))
     assert memory["peak_bytes"] <= parts * 1.01
-    assert any(one["axes"] == ["dp_shard"] for one in report["collectives"])
+    assert any(item["axes"] == ["dp_shard"] for item in report["collectives"])
 
 
 @needs_gpu

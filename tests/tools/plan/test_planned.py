@@ -37,9 +37,9 @@ def test_a_step_is_compiled_and_told_of(made):
     assert report["errors"] == []
     assert report["mesh"] == MESH
     assert "step" not in report  # of a CPU too little is known
-    assert {one["kind"] for one in report["collectives"]} >= {"all-gather", "all-reduce"}
-    assert {axis for one in report["collectives"] for axis in one["axes"]} == set(MESH)
-    assert all(one["count"] > 0 and one["bytes"] > 0 for one in report["collectives"])
+    assert {item["kind"] for item in report["collectives"]} >= {"all-gather", "all-reduce"}
+    assert {axis for item in report["collectives"] for axis in item["axes"]} == set(MESH)
+    assert all(item["count"] > 0 and item["bytes"] > 0 for item in report["collectives"])
     json.dumps(report)
 
 

@@ -31,17 +31,17 @@ def config():
 
 
 def test_candidates_are_valid_and_of_the_same_update(node):
-    found = [one for one, _ in search.candidates(config(), NODE)]
-    assert len(found) > 50
-    for one in found:
-        rules.check(one.config, 8)
-        rows = one.config.train.microbatch_size(axes.data_parallel(one.mesh))
-        assert rows * one.config.train.grad_accum_steps == 2 * 8 * 4
-    meshes = {tuple(one.mesh.items()) for one in found}
+    result = [item for item, _ in search.candidates(config(), NODE)]
+    assert len(result) > 50
+    for item in result:
+        rules.check(item.config, 8)
+        rows = item.config.train.microbatch_size(axes.data_parallel(item.mesh))
+        assert rows * item.config.train.grad_accum_steps == 2 * 8 * 4
+    meshes = {tuple(item.mesh.items()) for item in result}
     for axis in ("pp", "dp_replicate", "dp_shard", "tp"):
         assert {dict(mesh)[axis] for mesh in meshes} >= {1, 2}
-    assert {one.config.train.activation_checkpointing for one in found} == set(search.REMAT)
-    assert {one.config.train.grad_sync for one in found} == {"update", "microbatch"}
+    assert {item.config.train.activation_checkpointing for item in result} == set(search.REMAT)
+    assert {item.config.train.grad_sync for item in result} == {"update", "microbatch"}
 
 
 def test_a_global_batch_says_how_large_the_update_is():
@@ -52,15 +52,15 @@ def test_a_global_batch_says_how_large_the_update_is():
 def test_what_is_given_says_its_rows(node):
     train = TrainConfig(global_batch_size=32, grad_accum_steps=2, seq_len=32)
     given = config().model_copy(update={"train": train})
-    (one,) = search.as_given(given, NODE)
-    assert one.config.train.batch_size == 2
-    rules.check(one.config, 8)
+    (item,) = search.as_given(given, NODE)
+    assert item.config.train.batch_size == 2
+    rules.check(item.config, 8)
 
 
 def test_what_computes_again_or_exchanges_more_comes_later(node):
-    found = list(search.that_fit(config(), NODE))
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert found[0].config.train.activation_checkpointing == "none"
+    result = list(search.that_fit(config(), NODE))
+    assert [item.seconds for item in result] == sorted(item.seconds for item in result)
+    assert result[0].config.train.activation_checkpointing == "none"
 
 
 def test_what_cannot_fit_is_not_compiled(node, monkeypatch):
@@ -93,14 +93,14 @@ def speeds(monkeypatch):
 
 
 def test_the_best_comes_first(node, speeds):
-    found = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
-    assert [one.tokens_per_second for one in found] == [300, 299, 200, 100, 50, 10, 0]
+    match = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
+    assert [item.tokens_per_second for item in match] == [300, 299, 200, 100, 50, 10, 0]
 
 
 def test_the_best_is_tried_with_other_flags(node, monkeypatch):
     faster = {"optimization_level": "default"}
     monkeypatch.setattr(
-        search, "compiled", lambda one, _: report(2.0 if one.train.xla_flags == faster else 1.0)
+        search, "compiled", lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0)
     )
     best, *others = search.search(config(), NODE, most=1, jobs=1, console=QUIET)
     assert best.candidate.config.train.xla_flags == faster
@@ -112,18 +112,20 @@ def test_the_best_is_tried_with_other_flags(node, monkeypatch):
     assert len(list(search.with_other_flags(of_own, "gpu"))) == 1
 
 
-def load_config_of(found):
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "best.toml")
-        path.write_text(found.candidate.config.to_toml())
+def load_config_of(result):
+    with tempfile.TemporaryDirectory() as location:
+        path = Path(location, "best.toml")
+        path.write_text(result.candidate.config.to_toml())
         return load_config(path)
 
 
 def test_what_is_given_is_compiled_too(node, monkeypatch):
-    monkeypatch.setattr(search, "compiled", lambda one, _: report(2.0 if one == config() else 1.0))
-    found = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
-    assert found[0].candidate.config == config()
-    assert len(found) == 5
+    monkeypatch.setattr(
+        search, "compiled", lambda item, _: report(2.0 if item == config() else 1.0)
+    )
+    match = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
+    assert match[0].candidate.config == config()
+    assert len(match) == 5
 
 
 def test_the_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
@@ -166,5 +168,5 @@ def test_a_compiler_that_aborts_ends_its_own_candidate(monkeypatch, tmp_path):
     ended = argparse.Namespace(returncode=-6, stdout="", stderr="one\nCheck failed: two\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search.subprocess, "run", lambda *_, **__: ended)
-    found = search.compiled(config(), NODE)
-    assert found == {"fits": False, "errors": ["the compiler ended with -6: Check failed: two"]}
+    result = search.compiled(config(), NODE)
+    assert result == {"fits": False, "errors": ["the compiler ended with -6: Check failed: two"]}

@@ -96,8 +96,8 @@ PAIRS = 2 * 8 * 128 * 128
     ],
 )
 def test_floating_point_operations(name, kind, flops):
-    work = work_of(name)
-    assert (work.kind, work.flops) == (kind, flops)
+    task = work_of(name)
+    assert (task.kind, task.flops) == (kind, flops)
 
 
 def test_attention_that_sees_all_costs_twice_as_much():
@@ -186,14 +186,14 @@ NODES = Mesh([Device([node, 0, i], node) for node in range(2) for i in range(8)]
     ],
 )
 def test_gpus_talk_over_nvlink_or_their_adapters(group, axes, rate):
-    found = gather(NODES, "h100", group)
-    assert found.axes == axes
-    assert found.sent == 4000 * (len(group) - 1)
-    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "gpu"))
+    result = gather(NODES, "h100", group)
+    assert result.axes == axes
+    assert result.sent == 4000 * (len(group) - 1)
+    assert result.seconds == pytest.approx(seconds_to_send(result.sent, rate, "gpu"))
 
 
-def torus(*sides, slices=1):
-    x, y, z = (*sides, 1)[:3]
+def torus(*edges, slices=1):
+    x, y, z = (*edges, 1)[:3]
     coords = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
     devices = [Device(at, s) for s in range(slices) for at in coords]
     return Mesh(devices, (slices, len(coords), 1))
@@ -210,13 +210,13 @@ def torus(*sides, slices=1):
     ],
 )
 def test_tpus_talk_over_the_links_of_their_torus(mesh, chip, group, links):
-    found = gather(mesh, chip, group)
+    result = gather(mesh, chip, group)
     rate = links * CHIPS[chip].link
-    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "tpu"))
+    assert result.seconds == pytest.approx(seconds_to_send(result.sent, rate, "tpu"))
 
 
 def test_slices_talk_over_the_network():
-    found = gather(torus(2, 2, slices=2), "v5e", [0, 4])
+    result = gather(torus(2, 2, slices=2), "v5e", [0, 4])
     rate = CHIPS["v5e"].network
-    assert found.axes == ("dp_replicate",)
-    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "tpu"))
+    assert result.axes == ("dp_replicate",)
+    assert result.seconds == pytest.approx(seconds_to_send(result.sent, rate, "tpu"))

@@ -48,7 +48,7 @@ class Wrong(NamedTuple):
     """Wrong config.
 
     Attributes:
-        values: what is wrong, besides `RIGHT`.
+        values: what is wrong, on top of `RIGHT`.
         key: that the message names.
         value: as the message has it.
         topology: of the plan.
@@ -208,7 +208,11 @@ def told(tmp_path, monkeypatch):
     np.save(tmp_path / "data" / "web" / "a.npy", (np.arange(1_000_000) % 256).astype("uint16"))
 
     def of(values: Values, topology: str, *, is_compiled: bool = False) -> list[str]:
-        return [one for one in messages(planned(values, topology, is_compiled)) if one != NO_DATA]
+        return [
+            message
+            for message in messages(planned(values, topology, is_compiled))
+            if message != NO_DATA
+        ]
 
     def planned(values: Values, topology: str, is_compiled: bool) -> Plan:
         (tmp_path / "run.toml").write_text(written(values))
@@ -228,8 +232,8 @@ def stop(*_: object, **__: object) -> None:
     raise UserError(VALID)
 
 
-def messages(made: Plan) -> list[str]:
-    return [one for one in (*made.errors, *made.warnings) if one != VALID]
+def messages(result: Plan) -> list[str]:
+    return [item for item in (*result.errors, *result.warnings) if item != VALID]
 
 
 def written(values: Values) -> str:
@@ -283,7 +287,7 @@ def proposed(message: str) -> Iterator[Change]:
 
 
 def some(expected: str) -> Any:
-    """Return a value of which a message says what it must be."""
+    """Return a value that satisfies a message's requirement."""
     if match := re.match(r"one of ([^;]*)", expected):
         return match[1].split(", ")[0]
     if match := re.match(r"an integer greater than (\d+)", expected):
@@ -307,8 +311,8 @@ def path_of(key: str) -> list[str | int]:
 
 
 def put(values: Any, key: str, value: object) -> None:
-    *way, last = path_of(key)
-    for part in way:
+    *method, last = path_of(key)
+    for part in method:
         values = values.setdefault(part, {}) if isinstance(values, dict) else values[part]
     if isinstance(value, dict) and last in values:
         values[last].update(value)
@@ -317,8 +321,8 @@ def put(values: Any, key: str, value: object) -> None:
 
 
 def take(values: Any, key: str) -> object:
-    *way, last = path_of(key)
-    return functools.reduce(lambda table, part: table[part], way, values).pop(last)
+    *method, last = path_of(key)
+    return functools.reduce(lambda table, part: table[part], method, values).pop(last)
 
 
 def test_nothing_is_wrong_with_what_is_right(told):
@@ -329,8 +333,10 @@ def test_nothing_is_wrong_with_what_is_right(told):
 def test_the_message_names_key_value_and_a_change_that_works(told, wrong):
     values = merged(wrong.values)
     of = functools.partial(told, topology=wrong.topology)
-    found = of(values, is_compiled=wrong.is_compiled)
-    (message,) = (one for one in found if re.search(rf"(^|[^\w.]){re.escape(wrong.key)}\b", one))
+    result = of(values, is_compiled=wrong.is_compiled)
+    (message,) = (
+        item for item in result if re.search(rf"(^|[^\w.]){re.escape(wrong.key)}\b", item)
+    )
     assert wrong.value in message
     changes = list(proposed(message))
     assert changes, message
@@ -415,14 +421,14 @@ def test_a_step_too_large_is_told_what_makes_it_fit(monkeypatch):
     values, of = LARGE, on_cpus(2)
     peak = of(values).step.memory.peak
     monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_of_each", lambda: peak // 2)
-    made = of(values)
+    result = of(values)
     tried = []
-    while not made.fits:
-        assert "does not fit" in plan_report.verdict(made)
-        change = next(one for one in map(settings, made.advice) if one and one not in tried)
+    while not result.fits:
+        assert "does not fit" in plan_report.verdict(result)
+        change = next(item for item in map(settings, result.advice) if item and item not in tried)
         tried.append(change)
         values = applied(values, change)
-        made = of(values)
+        result = of(values)
     assert 1 <= len(tried) <= 4
     config = JobConfig.model_validate(values)
     assert config.train.ramp(2).rows * config.train.grad_accum_steps == 64  # the same update
@@ -434,9 +440,9 @@ def test_a_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
     memory = on_cpus(1)(values).step.memory
     state = memory.parameters + memory.gradients + memory.optimizer
     monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_of_each", lambda: int(0.95 * state))
-    made = on_cpus(1)(values)
-    assert not made.fits
-    (times,) = re.findall(r"(\d+) times as many devices", " ".join(made.advice))
+    result = on_cpus(1)(values)
+    assert not result.fits
+    (times,) = re.findall(r"(\d+) times as many devices", " ".join(result.advice))
     assert on_cpus(int(times))(values).fits
 
 

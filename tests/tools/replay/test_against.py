@@ -62,10 +62,10 @@ def made(run):
 @pytest.mark.parametrize("setting", FIRST)
 def test_what_another_setting_changes_first_is_named(run, made, setting):
     other = make(Way(run, [setting]), 5, made.whole_grads)
-    found = first_difference(list(rows_of(made, other)))
+    result = first_difference(list(rows_of(made, other)))
     stage, name = FIRST[setting]
-    assert found.stage == stage
-    assert found.name.startswith(name)
+    assert result.stage == stage
+    assert result.name.startswith(name)
 
 
 def test_the_users_mistakes_are_said(run):

@@ -63,14 +63,14 @@ def test_steps_come_out_bit_for_bit_from_the_beginning(capsule, tmp_path, capsys
     said = json.loads(said.read_text())
     assert said["holds"]
     assert not any(said["ingredients"].values())
-    found = [(one["step"], one["difference"], one["tolerance"]) for one in said["steps"]]
-    assert found == [(1, 0.0, 0.0), (2, 0.0, 0.0)]
+    result = [(item["step"], item["difference"], item["tolerance"]) for item in said["steps"]]
+    assert result == [(1, 0.0, 0.0), (2, 0.0, 0.0)]
 
 
 def test_steps_come_out_from_a_checkpoint(run, capsule):
-    found = verify(capsule, 2, run)
-    assert [one.step for one in found.steps] == [5, 6]
-    assert found.holds
+    result = verify(capsule, 2, run)
+    assert [step.step for step in result.steps] == [5, 6]
+    assert result.holds
 
 
 def test_which_steps_are_made_again(run, capsule):
@@ -83,10 +83,12 @@ def test_which_steps_are_made_again(run, capsule):
 
 
 def test_a_curve_that_is_another_by_a_bit_is_told(capsule, tmp_path, capsys):
-    _, second, *rest = capsule.files[archive.CURVE].splitlines()  # the first was not logged, say
+    _, second, *remaining = capsule.files[
+        archive.CURVE
+    ].splitlines()  # the first was not logged, say
     values = json.loads(second)
     values["train/loss"] *= ONE_MORE_BIT
-    files = {**capsule.files, archive.CURVE: "\n".join([json.dumps(values), *rest, ""])}
+    files = {**capsule.files, archive.CURVE: "\n".join([json.dumps(values), *remaining, ""])}
     archive.write(tmp_path / "x.zip", dataclasses.replace(capsule, files=files))
     assert main(["verify", str(tmp_path / "x.zip"), "--steps", "1"]) == 1
     said = capsys.readouterr().out
@@ -100,20 +102,20 @@ def test_what_else_differs_is_named_and_leaves_room_for_rounding(capsule):
     packages = {**about["packages"], "jaxlib": "0.9.0", "rich": "1.0"}
     code = {"jaxforge": {**about["code"]["jaxforge"], "sha256": "0" * 64}}
     changed = {"packages": packages, "code": code, "environment": {"XLA_FLAGS": "--a=1"}}
-    found = verify(with_about(capsule, **changed), 2)
-    assert found.differing() == ["environment", "code", "JAX", "packages"]
-    said = {one.name: one.differences for one in found.ingredients}
+    result = verify(with_about(capsule, **changed), 2)
+    assert result.differing() == ["environment", "code", "JAX", "packages"]
+    said = {ingredient.name: ingredient.differences for ingredient in result.ingredients}
     assert said["JAX"] == [f"jaxlib: 0.9.0 -> {about['packages']['jaxlib']}"]
-    assert found.holds
-    assert 0 < found.tolerances[0] < found.tolerances[1]
-    assert "to within rounding; what differs: environment, code, JAX" in found.verdict
+    assert result.holds
+    assert 0 < result.tolerances[0] < result.tolerances[1]
+    assert "to within rounding; what differs: environment, code, JAX" in result.verdict
 
 
 def test_on_another_mesh_sums_may_differ_by_rounding(capsule):
-    found = verify(capsule, 1, overrides=MESH)
-    assert {"mesh", "program", "config"} <= set(found.differing())
-    assert found.holds
-    assert found.tolerances[0] > 0
+    result = verify(capsule, 1, overrides=MESH)
+    assert {"mesh", "program", "config"} <= set(result.differing())
+    assert result.holds
+    assert result.tolerances[0] > 0
 
 
 def test_other_data_are_told_and_nothing_is_made_again(capsule, tmp_path, capsys):
@@ -176,8 +178,8 @@ def test_it_keeps_secrets_to_itself(run, tmp_path, monkeypatch):
     (planted / "config.toml").write_text(text)
     file = tmp_path / "x.zip"
     assert main([str(planted), "--output", str(file)]) == 0
-    with zipfile.ZipFile(file) as found:
-        whole = "".join(found.read(name).decode() for name in found.namelist())
+    with zipfile.ZipFile(file) as result:
+        whole = "".join(result.read(name).decode() for name in result.namelist())
     assert not [secret for secret in secrets if secret in whole]
     assert 'load_path = "s3://bucket/x"' in whole
     assert "--dump_to=/tmp/removed" in whole
@@ -246,10 +248,10 @@ def _flipped(content, at):
     ],
 )
 def test_a_file_of_another_make_is_refused(tmp_path, about, files, message):
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as made:
-        made.writestr("capsule.json", json.dumps(about))
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as result:
+        result.writestr("capsule.json", json.dumps(about))
         for name, text in files.items():
-            made.writestr(name, text)
+            result.writestr(name, text)
     with pytest.raises(UserError, match=message):
         archive.read(tmp_path / "x.zip")
 
@@ -258,8 +260,8 @@ def _rewritten(file, capsule, about=(), **files):
     """A capsule with other ingredients and files, whose hashes are right."""
     names = {"curve": "curve.jsonl", "config": "config.toml"}
     changed = {**capsule.files, **{names.get(name, name): text for name, text in files.items()}}
-    kept = {name: text for name, text in changed.items() if text is not None}
-    archive.write(file, archive.Capsule({**capsule.about, **dict(about)}, kept))
+    retained = {name: text for name, text in changed.items() if text is not None}
+    archive.write(file, archive.Capsule({**capsule.about, **dict(about)}, retained))
     return file
 
 

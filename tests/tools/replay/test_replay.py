@@ -74,7 +74,7 @@ def run(tmp_path_factory):
 
 
 def differences(run, first, last, *overrides):
-    return {one.step: one.difference for one in replayed(run, first, last, overrides)}
+    return {item.step: item.difference for item in replayed(run, first, last, overrides)}
 
 
 def test_steps_are_what_was_logged_bit_for_bit(run):
@@ -99,7 +99,7 @@ def test_each_step_has_the_config_that_was_in_force(run):
 
 def test_on_another_mesh_steps_are_nearly_the_same(run):
     mesh = ("--distributed.dp_shard=1", "--distributed.tp=2", "--train.batch_size=8")
-    assert all(0 <= one < 1e-6 for one in differences(run, 13, 14, *mesh).values())
+    assert all(0 <= difference < 1e-6 for difference in differences(run, 13, 14, *mesh).values())
 
 
 def test_fewer_devices_make_the_same_batch(run, monkeypatch):
@@ -126,16 +126,16 @@ def last_step_with(run, sequence):
 def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeypatch):
     step, row = last_step_with(run, POISON)
     with open_past(run, step) as past:
-        found = account(past, step, around=1, rows=2)
-    first = found.suspects[0]
+        result = account(past, step, around=1, rows=2)
+    first = result.suspects[0]
     assert (first.document.row, first.name) == (row, f"sequence {POISON}")
-    assert found.made.difference == 0
-    assert found.without_first[1] < found.made.grad_norm
-    assert first.document.loss == max(one.document.loss for one in found.suspects)
+    assert result.made.difference == 0
+    assert result.without_first[1] < result.made.grad_norm
+    assert first.document.loss == max(suspect.document.loss for suspect in result.suspects)
     layers = {f"layers.{i}" for i in range(2)}
-    assert layers < set(found.norms[step].parts)
-    assert {name for _, name, _ in found.odd} == {*NORMS.values(), *STREAM}
-    monkeypatch.setattr("jaxforge.tools.replay.replay_steps.account", lambda *_, **__: found)
+    assert layers < set(result.norms[step].parts)
+    assert {name for _, name, _ in result.odd} == {*NORMS.values(), *STREAM}
+    monkeypatch.setattr("jaxforge.tools.replay.replay_steps.account", lambda *_, **__: result)
     arguments = ["--step", str(step), "--check", "--json", str(run / "o.json")]
     arguments += ["--html", str(run / "<o>.html")]
     assert command.main([str(run), *arguments]) == 0
@@ -145,12 +145,12 @@ def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, mon
     drawn = Page((run / "<o>.html").read_text())
     assert f"sequence {POISON}, row {row}" in drawn.all("p", class_="sample")[0]["text"]
     assert drawn.facts()["what was logged"] == "the same, bit for bit"
-    assert len(drawn.rows()) == 2 + min(12, len(found.odd)) + len(found.suspects)
+    assert len(drawn.rows()) == 2 + min(12, len(result.odd)) + len(result.suspects)
     titles = {name.capitalize() for name in (*NORMS.values(), *STREAM)}
     assert {chart["title"] for chart in drawn.json()["charts"]} == titles
     curves = drawn.json()["charts"][0]["curves"]
     assert curves[-1]["label"] == f"step {step}"
-    assert len(curves) == len(found.norms)
+    assert len(curves) == len(result.norms)
     with pytest.raises(UserError, match="--html is for the account of one step"):
         command.main([str(run), "--steps", "1:2", "--html", "o.html"])
 
@@ -172,7 +172,7 @@ def test_influences_are_those_of_the_gradients_themselves(run):
         assert 0 < influence.norm < float(metrics["grad_norm"])
         rows = influences.of_rows()
         assert loss != float(metrics["loss"])
-    assert sum(one.norm for one in rows) >= float(metrics["grad_norm"])
+    assert sum(row.norm for row in rows) >= float(metrics["grad_norm"])
 
 
 def test_losses_of_tokens_are_those_of_the_step(run):
@@ -188,13 +188,19 @@ def test_documents_end_with_their_token_or_their_segment():
     labels = np.array([[[6, 0, 7, 8, 0, 9, -100, -100]]])
     losses = np.arange(8.0).reshape(1, 1, 8)
     batch = {"input_ids": tokens, "labels": labels}
-    found = find_documents(batch, losses, eos=0)
-    assert [(one.start, one.end, one.tokens, one.loss) for one in found] == [
+    result = find_documents(batch, losses, eos=0)
+    assert [
+        (find_document.start, find_document.end, find_document.tokens, find_document.loss)
+        for find_document in result
+    ] == [
         (0, 3, 3, 1.0),
         (3, 6, 3, 4.0),
     ]
     packed = {**batch, "segment_ids": np.array([[[1, 1, 1, 1, 2, 2, 2, 2]]])}
-    assert [(one.start, one.end) for one in find_documents(packed, losses, eos=0)] == [
+    assert [
+        (find_document.start, find_document.end)
+        for find_document in find_documents(packed, losses, eos=0)
+    ] == [
         (0, 4),
         (4, 8),
     ]
@@ -247,9 +253,9 @@ def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
     batch = {"input_ids": tokens, "labels": tokens}
     asked = []
 
-    def influence_of(one):
-        asked.append(one.row)
-        return Influence(one.tokens**0.5, 1.0)
+    def influence_of(item):
+        asked.append(item.row)
+        return Influence(item.tokens**0.5, 1.0)
 
     order = in_order(
         find_documents(batch, losses, eos=0), losses, [Influence(8.0, 1.0)] * 4, influence_of,
@@ -295,8 +301,8 @@ def test_norms_are_of_the_values_at_their_points(run):
             last = past.model.final_norm(params, out.activations["residual"][-1])
             return hidden, last, *(out.activations[name] for name in names)
 
-        found = map(np.asarray, seen(walk.state.variables, tokens))
-        hidden, last, residual, attention, mlp = found
+        result = map(np.asarray, seen(walk.state.variables, tokens))
+        hidden, last, residual, attention, mlp = result
         np.testing.assert_allclose(last, hidden, rtol=1e-5, atol=1e-6)
         added = attention[1] + mlp[1]
         np.testing.assert_allclose(residual[1] - residual[0], added, rtol=1e-4, atol=1e-5)

@@ -117,7 +117,7 @@ def write_run(path, lines, starts=(0,), tail="", **config):
     path.mkdir(parents=True)
     config = {"train": {"max_steps": 50}, **config}
     (path / "config.toml").write_text(tiny_config(**config).to_toml())
-    (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + tail)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in lines) + tail)
     begun = [json.dumps(start(step)) + "\n" for step in starts]
     (path / "starts.jsonl").write_text("".join(begun))
     return path
@@ -168,18 +168,18 @@ def test_charts_facts_and_values(tmp_path):
 
 def test_what_never_changes_is_told_in_a_table(tmp_path):
     lines = [line(s, **{f"moe/router_bias/layers.{i}": 0.0 for i in range(5)}) for s in (1, 2, 3)]
-    one = write_run(tmp_path / "one", lines)
+    item = write_run(tmp_path / "one", lines)
     two = write_run(tmp_path / "two", [line(s, **{"train/lr": 1e-4}) for s in (1, 2, 3)])
-    rows = page_of(one, two).rows()
+    rows = page_of(item, two).rows()
     assert ["Learning rate (of the next update)", "one: 3e-4, two: 1e-4"] in rows
     assert ["Throughput (tokens per second)", "2,048"] in rows
     assert ["Largest router bias by layer: layer 0 to layer 4", "0"] in rows
-    assert not {"Learning rate", "Throughput"} & set(page_of(one, two).titles())
+    assert not {"Learning rate", "Throughput"} & set(page_of(item, two).titles())
 
 
 def test_several_evaluation_sets(tmp_path):
     sets = [{"eval/code.py/loss": x, "eval/loss": x + 0.5, "eval/web/loss": x + 1} for x in (5, 4)]
-    lines = [line(1), *({"step": s, "time": 1e9, **one} for s, one in enumerate(sets, 1))]
+    lines = [line(1), *({"step": s, "time": 1e9, **item} for s, item in enumerate(sets, 1))]
     page = page_of(write_run(tmp_path / "run", lines))
     assert [c["label"] for c in page.curves("Loss")] == ["training", "evaluation"]
     labels = [c["label"] for c in page.curves("Evaluation loss")]
@@ -222,7 +222,7 @@ def test_what_runs_say_is_escaped(tmp_path):
 def test_samples_are_told_the_newest_first(tmp_path):
     path = write_run(tmp_path / "run", [line(1)])
     said = [{"step": s, "prompt": "So", "text": f" {s}", "time": 1e9} for s in range(200)]
-    (path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
+    (path / "samples.jsonl").write_text("".join(json.dumps(item) + "\n" for item in said))
     samples = [p["text"] for p in page_of(path).all("p", class_="sample")]
     assert samples[:2] == ["step 199So 199", "step 198So 198"]
     assert len(samples) == 120
@@ -311,9 +311,9 @@ def test_lines_are_read_in_parts_and_by_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_of, "_BLOCK", 1000)
     parts = list(lines_of.read(path))
     assert (len(whole), len(parts) > 5, parts[-1].end) == (1, True, path.stat().st_size)
-    found = lines_of.joined([p.values["train/loss"] for p in parts if "train/loss" in p.values])
-    for one, other in zip(whole[0], found, strict=True):
-        assert one.tolist() == other.tolist()
+    result = lines_of.joined([p.values["train/loss"] for p in parts if "train/loss" in p.values])
+    for item, other in zip(whole[0], result, strict=True):
+        assert item.tolist() == other.tolist()
     monkeypatch.setattr(lines_of, "_LARGE", 5000)
     monkeypatch.setattr(lines_of.os, "cpu_count", lambda: 2)
     again = list(lines_of.read(path, processes=True))
@@ -334,11 +334,11 @@ def test_lines_read_at_once_are_those_of_json():
         'x{"step": 1, "time": 1.0, "x/y": 1, "z": 1}', "",
     ]  # fmt: skip
     texts = [*map(json.dumps, rows[:50]), *strange, *map(json.dumps, rows[50:])]
-    columns, left = alike.read("".join(one + "\n" for one in texts).encode())
+    columns, left = alike.read("".join(text + "\n" for text in texts).encode())
     assert left.decode().splitlines() == strange
-    for name, found in columns.items():
+    for name, column in columns.items():
         expected = np.array([row[name] for row in rows], float)
-        np.testing.assert_allclose(found, expected, rtol=1e-15, atol=0)
+        np.testing.assert_allclose(column, expected, rtol=1e-15, atol=0)
     lists = b'{"step": 1, "time": 1.0, "x": [1, 2]}\n'
     assert alike.read(lists * 2) == ({}, lists * 2)
 
@@ -375,13 +375,13 @@ def test_a_page_that_cannot_be_written(tmp_path):
 
 def test_runs_are_laid_over_each_other(tmp_path):
     lines = [line(s) for s in range(1, 11)]
-    one = write_run(tmp_path / "one" / "run", lines + EVALUATIONS)
+    item = write_run(tmp_path / "one" / "run", lines + EVALUATIONS)
     better = [line(s, **{"train/loss": 2.0}) for s in range(1, 5)]
     two = write_run(tmp_path / "two" / "run", better, (0, 2), optimizer={"lr": 1e-4})
-    page = page_of(one, two)
-    told = [(c["name"], c["run"], c["colour"]) for c in page.curves("Loss")]
-    assert told == [
-        (f"{one} training", 0, 0), (f"{two} training", 1, 1), (f"{one} evaluation", 0, 0)
+    page = page_of(item, two)
+    reported = [(c["name"], c["run"], c["colour"]) for c in page.curves("Loss")]
+    assert reported == [
+        (f"{item} training", 0, 0), (f"{two} training", 1, 1), (f"{item} evaluation", 0, 0)
     ]  # fmt: skip
     head, first, second = page.rows()[:3]
     assert head == [
@@ -389,7 +389,7 @@ def test_runs_are_laid_over_each_other(tmp_path):
         "tokens", "wall time", "time in steps", "resumed",
     ]  # fmt: skip
     assert first[:4] == [str(two), "0.0001", "2", "none"]
-    assert second[:4] == [str(one), "0.003", "5.9000", "5.2500 at step 20"]
+    assert second[:4] == [str(item), "0.003", "5.9000", "5.2500 at step 20"]
     assert [r.get("data-run") for r in page.all("tr")[:3]] == [None, "1", "0"]
     assert [run["resumes"] for run in page.json()["runs"]] == [[], [2]]
 
@@ -417,8 +417,8 @@ def test_a_long_run_keeps_its_spikes_and_gaps_in_a_small_page(tmp_path):
     loss = np.random.default_rng(0).normal(3, 0.1, 50_000)
     loss[12_345], loss[45_678] = 77.0, -5.0
     lines = [line(i, **{"train/loss": x}) for i, x in enumerate(loss.tolist(), 1)]
-    for one in lines[20_000:21_000]:
-        one["train/loss"] = None
+    for item in lines[20_000:21_000]:
+        item["train/loss"] = None
     page = page_of(write_run(tmp_path / "run", lines))
     (train,), (drawn,) = page.curves("Loss"), page.points("Loss")
     assert drawn[12_346] == 77
@@ -446,9 +446,9 @@ def test_many_curves_share_the_points_of_a_page(tmp_path):
 
 def test_thinning():
     x, y = np.arange(10_000), np.sin(np.arange(10_000) / 7)
-    kept = thin(x, y, buckets=50)
-    assert {0, 9_999, int(np.argmax(y)), int(np.argmin(y))} <= set(kept.tolist())
-    assert len(kept) <= 102
+    retained = thin(x, y, buckets=50)
+    assert {0, 9_999, int(np.argmax(y)), int(np.argmin(y))} <= set(retained.tolist())
+    assert len(retained) <= 102
     assert (thin(x[:100], y[:100], buckets=50) == np.arange(100)).all()
 
 

@@ -45,7 +45,7 @@ def damaged_lines(sound):
         flipped = bytes([text[at] ^ 1 << random.integers(8)])
         yield from (text[:at], text[:at] + flipped + text[at + 1 :])
         yield text[:at] + b"\xff" + text[at:]
-    yield from (one.encode("utf-8", "surrogatepass") for one in WHOLE_LINES)
+    yield from (item.encode("utf-8", "surrogatepass") for item in WHOLE_LINES)
 
 
 def cases():
@@ -128,7 +128,7 @@ def test_loads_of_other_shapes_are_left_out(tmp_path, capsys):
     lines += [{**line(3), "moe/load/layers.0": [1.0, 1.0]}, {**line(4), **MOE}]
     page = page_of(write_run(tmp_path / "run", lines))
     columns = page.json()["columns"]
-    assert [len(one) for one in (page.json()["maps"], columns)] == [2, len(columns)]
+    assert [len(item) for item in (page.json()["maps"], columns)] == [2, len(columns)]
     assert list(page.points("Loss")[0]) == [1, 2, 3, 4]
     warned = capsys.readouterr().err
     assert "step 2: the load of experts is not as many numbers for each layer" in warned

@@ -19,18 +19,19 @@ LOADS = [[0.0, 1.0, 2.5, 0.5], [1.0, 1.0, 1.0, 1.0]]
 
 def moe_line(step, loads=LOADS, layers=(1, 3), **more):
     """A line of a run whose layers 1 and 3 have experts."""
-    metrics = {f"moe/load/layers.{i}": one for i, one in zip(layers, loads, strict=True)}
+    metrics = {f"moe/load/layers.{i}": load for i, load in zip(layers, loads, strict=True)}
     return line(step, **metrics, **more)
 
 
 def maps(page):
     """The pictures of a page, with their levels as [experts, columns]."""
     data = page.json()
-    return [
-        {**one, "levels": np.frombuffer(zlib.decompress(base64.b64decode(one["levels"])), np.uint8)
-         .reshape(one["experts"], -1), "x": numbers(data["columns"][one["x"]])}
-        for one in data["maps"]
-    ]  # fmt: skip
+    pictures = []
+    for item in data["maps"]:
+        levels = np.frombuffer(zlib.decompress(base64.b64decode(item["levels"])), np.uint8)
+        x = numbers(data["columns"][item["x"]])
+        pictures.append({**item, "levels": levels.reshape(item["experts"], -1), "x": x})
+    return pictures
 
 
 def test_a_picture_has_a_row_for_each_expert_and_the_bands_of_its_loads(tmp_path):
@@ -40,16 +41,16 @@ def test_a_picture_has_a_row_for_each_expert_and_the_bands_of_its_loads(tmp_path
     assert (second["levels"][:, 0] == EVEN).all()
     assert first["x"] == [1, 2]
     titles = ["Load of experts, layer 1", "Load of experts, layer 3"]
-    assert [one["title"] for one in (first, second)] == titles
+    assert [item["title"] for item in (first, second)] == titles
 
 
 def test_the_least_and_the_most_loaded_are_told(tmp_path):
     lines = [moe_line(1), moe_line(2, [[0.25, 0.75, 2.0, 1.0], [0.5, 1.5, 1, 1]])]
     page = page_of(write_run(tmp_path / "run", lines))
-    ends = [(numbers(one["least"]), numbers(one["most"])) for one in maps(page)]
+    ends = [(numbers(item["least"]), numbers(item["most"])) for item in maps(page)]
     assert ends == [([0, 0.25], [2.5, 2]), ([1, 0.5], [1, 1.5])]
-    told = "at step 2 from 0.25000, of expert 0, to 2, of expert 2"
-    assert maps(page)[0]["told"] == told
+    reported = "at step 2 from 0.25000, of expert 0, to 2, of expert 2"
+    assert maps(page)[0]["told"] == reported
     assert ["1", "0.25000 (expert 0)", "2 (expert 2)", "0"] in page.rows()
 
 
@@ -85,8 +86,8 @@ def test_what_is_not_finite_has_no_band(tmp_path):
 
 def test_columns_of_a_long_run_are_means_of_consecutive_steps():
     reader, loads = LoadReader(), np.random.default_rng(0).uniform(0, 2, (1001, 1, 4))
-    for step, one in enumerate(loads.tolist()):
-        reader.take({"step": step, "moe/load/layers.0": one[0], "train/loss": 1.0})
+    for step, load in enumerate(loads.tolist()):
+        reader.take({"step": step, "moe/load/layers.0": load[0], "train/loss": 1.0})
     read = reader.loads()
     assert (read.each, read.most, len(read.step)) == (4, 300, 251)
     assert read.step[:2].tolist() == [1.5, 5.5]
@@ -106,10 +107,10 @@ def test_many_experts_get_few_columns_and_a_small_page(tmp_path):
         for step in range(1, 193)
     ]
     page = page_of(write_run(tmp_path / "run", lines))
-    found = maps(page)
-    assert len(found) == 48
-    assert len(found[0]["x"]) == 96
-    assert found[0]["unit"] == "mean of 2 logged steps each"
+    result = maps(page)
+    assert len(result) == 48
+    assert len(result[0]["x"]) == 96
+    assert result[0]["unit"] == "mean of 2 logged steps each"
     assert len(page.source) < 1_300_000
 
 
@@ -130,10 +131,10 @@ def test_the_rest_is_told_by_titles(tmp_path):
 
 def test_each_run_has_its_maps_and_dense_ones_have_none(tmp_path):
     more = [{"moe/aux_loss": x, "moe/balance/layers.1": x} for x in (0.25, 0.5, 0.75)]
-    one = write_run(tmp_path / "one", [moe_line(s, **more[s - 1]) for s in (1, 2, 3)])
+    item = write_run(tmp_path / "one", [moe_line(s, **more[s - 1]) for s in (1, 2, 3)])
     two = write_run(tmp_path / "two", [moe_line(s, **more[s]) for s in (1, 2)])
     dense = write_run(tmp_path / "dense", [line(s) for s in (1, 2, 3)])
-    page = page_of(one, two, dense)
+    page = page_of(item, two, dense)
     titles = ["Load-balancing loss", "Balance by layer: one", "Balance by layer: two"]
     assert page.titles()[-3:] == titles
     assert len(page.curves("Load-balancing loss")) == 2
@@ -162,8 +163,8 @@ def test_a_run_that_went_back_shows_what_it_did_then(tmp_path):
     sink = JsonlSink(path / "metrics.jsonl", 0)
 
     def log(step, loads):
-        one = moe_line(step, loads)
-        sink.write(step, {name: one[name] for name in one if name not in ("step", "time")})
+        item = moe_line(step, loads)
+        sink.write(step, {name: item[name] for name in item if name not in ("step", "time")})
 
     for step in (1, 2, 3):
         log(step, [[4.0, 0, 0, 0]] * 2)
@@ -172,9 +173,9 @@ def test_a_run_that_went_back_shows_what_it_did_then(tmp_path):
     for step in (2, 3):
         log(step, [[1.0, 1, 1, 1]] * 2)
     sink.close(0)
-    found = maps(page_of(path))[0]
-    assert found["x"] == [1, 2, 3]
-    assert found["levels"][0].tolist() == [14, EVEN, EVEN]
+    result = maps(page_of(path))[0]
+    assert result["x"] == [1, 2, 3]
+    assert result["levels"][0].tolist() == [14, EVEN, EVEN]
 
 
 POINT = """<script>

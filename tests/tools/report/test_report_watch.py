@@ -38,7 +38,7 @@ def served(tmp_path):
 
 def append(path, *lines):
     with (path / "metrics.jsonl").open("a") as file:
-        file.write("".join(json.dumps(one) + "\n" for one in lines))
+        file.write("".join(json.dumps(item) + "\n" for item in lines))
 
 
 def test_a_run_that_goes_on(tmp_path, served):

@@ -146,8 +146,8 @@ def test_a_preset_loads_and_fits_its_machine(tmp_path, name):
 def test_the_page_has_a_row_for_each_preset():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (\d+) \| (.*) \|$", PAGE, re.M)
     assert rows == [
-        (name, one.about, one.machine, str(one.devices), f"{one.parameters / 1e6:,.0f}M")
-        for name, one in PRESETS.items()
+        (name, item.about, item.machine, str(item.devices), f"{item.parameters / 1e6:,.0f}M")
+        for name, item in PRESETS.items()
     ]
 
 

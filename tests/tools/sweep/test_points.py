@@ -25,16 +25,16 @@ def ladder(tmp_path, text=LADDER):
 
 
 def test_a_grid_has_every_combination():
-    found = points(["optimizer.lr=1e-3,3e-3", "model.dim=64,128"], None)
-    assert [point.name for point in found] == [
+    result = points(["optimizer.lr=1e-3,3e-3", "model.dim=64,128"], None)
+    assert [point.name for point in result] == [
         "lr=1e-3,dim=64", "lr=1e-3,dim=128", "lr=3e-3,dim=64", "lr=3e-3,dim=128",
     ]  # fmt: skip
-    assert found[1].overrides == ["--optimizer.lr=1e-3", "--model.dim=128"]
+    assert result[1].overrides == ["--optimizer.lr=1e-3", "--model.dim=128"]
 
 
 def test_commas_within_a_value_do_not_split_it():
-    (one, other) = points(["optimizer.betas=[0.9,0.95],(0.9,0.99)"], None)
-    assert one.values == {"optimizer.betas": "[0.9,0.95]"}
+    (item, other) = points(["optimizer.betas=[0.9,0.95],(0.9,0.99)"], None)
+    assert item.values == {"optimizer.betas": "[0.9,0.95]"}
     assert other.name == "betas=_0.9,0.99_"
     assert [p.values["data.dataset_path"] for p in points(["data.dataset_path='a,b',c"], None)] == [
         "'a,b'", "c",
@@ -42,18 +42,18 @@ def test_commas_within_a_value_do_not_split_it():
 
 
 def test_keys_of_the_same_end_keep_their_section():
-    (one,) = points(["optimizer.name=lion", "scheduler.name=linear"], None)
-    assert one.name == "optimizer.name=lion,scheduler.name=linear"
+    (item,) = points(["optimizer.name=lion", "scheduler.name=linear"], None)
+    assert item.name == "optimizer.name=lion,scheduler.name=linear"
 
 
 def test_keys_of_a_ladder_go_together_and_a_grid_multiplies_it(tmp_path):
-    found = points(["optimizer.lr=1,2"], ladder(tmp_path))
-    assert [point.name for point in found] == [
+    result = points(["optimizer.lr=1,2"], ladder(tmp_path))
+    assert [point.name for point in result] == [
         "dim=128,n_heads=2,betas=_0.9,_0.95_,lr=1", "dim=128,n_heads=2,betas=_0.9,_0.95_,lr=2",
         "wide,lr=1", "wide,lr=2",
     ]  # fmt: skip
-    assert found[0].values["optimizer.betas"] == "[0.9, 0.95]"
-    assert found[3].overrides == [
+    assert result[0].values["optimizer.betas"] == "[0.9, 0.95]"
+    assert result[3].overrides == [
         "--model.dim=256", "--model.tie_embeddings=True", "--model.rope_scaling.factor=2.0",
         "--optimizer.lr=2",
     ]  # fmt: skip

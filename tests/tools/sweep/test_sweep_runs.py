@@ -51,11 +51,11 @@ def planned(base, *grid, code=LOGS, settings=()):
     before = "import json, os, signal, sys; d = sys.argv[1]; "
     before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     return [
-        one.__class__(
-            one.point, one.directory, one.config,
-            [sys.executable, "-c", before + code, str(one.directory)],
+        item.__class__(
+            item.point, item.directory, item.config,
+            [sys.executable, "-c", before + code, str(item.directory)],
         )
-        for one in runs
+        for item in runs
     ]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_a_failed_run_is_reported_and_the_others_go_on(base):
     fails = "print('no memory'); sys.exit(3) if '=2' in d else " + LOGS
     code, said = run(runs := planned(base, "train.seed=1,2,3", code=fails))
     assert code == 3
-    assert [one.is_finished for one in runs] == [True, False, True]
+    assert [item.is_finished for item in runs] == [True, False, True]
     assert any("code 3" in line and line.endswith("no memory") for line in said)
     assert "not finished" in table(results(runs))
 
@@ -96,9 +96,9 @@ def test_a_signal_goes_to_the_run_and_ends_the_sweep(base):
 
 
 def test_a_directory_of_another_config_is_refused(base):
-    (one,) = planned(base, "train.seed=1")
-    one.directory.mkdir(parents=True)
-    (one.directory / "config.toml").write_text(one.config.to_toml())
+    (item,) = planned(base, "train.seed=1")
+    item.directory.mkdir(parents=True)
+    (item.directory / "config.toml").write_text(item.config.to_toml())
     planned(base, "train.seed=1", settings=["--checkpoint.interval=3"])  # decides nothing
     with pytest.raises(UserError, match=r"another config \(train.max_steps 8 -> 9\)"):
         planned(base, "train.seed=1", settings=["--train.max_steps=9"])
@@ -128,8 +128,8 @@ def test_the_array_has_a_task_for_each_point(base, capsys, tmp_path):
         sweep.main([*arguments, "--slurm"])
 
 
-def finished(one, losses, evaluated=None):
-    one.directory.mkdir(parents=True)
+def finished(item, losses, evaluated=None):
+    item.directory.mkdir(parents=True)
     lines = [
         {"step": i, "time": 1e9 + i, "train/loss": x, "train/tokens": 16 * i}
         for i, x in enumerate(losses, 1)
@@ -137,41 +137,43 @@ def finished(one, losses, evaluated=None):
     if evaluated is not None:
         values = {4: 9.0, 8: evaluated}
         lines += [{"step": i, "time": 1e9, "eval/loss": x} for i, x in values.items()]
-    one.directory.joinpath("metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"st')
-    one.finish()
+    item.directory.joinpath("metrics.jsonl").write_text(
+        "\n".join(map(json.dumps, lines)) + '\n{"st'
+    )
+    item.finish()
 
 
 def test_points_are_sorted_by_their_validation_loss_where_there_is_one(base):
     runs = planned(base, "train.seed=1,2,3")
-    for one, loss in zip(runs, (3.0, None, 2.0), strict=True):
-        finished(one, [5.0, 4.0], loss) if loss else None
-    found = results(runs)
-    assert found.metric == "eval/loss"
-    assert [one.run.point.name for one in found.points] == ["seed=3", "seed=1", "seed=2"]
-    assert [one.loss for one in found.points[:2]] == [2.0, 3.0]
-    assert "not finished (new)" in table(found)
+    for item, loss in zip(runs, (3.0, None, 2.0), strict=True):
+        finished(item, [5.0, 4.0], loss) if loss else None
+    result = results(runs)
+    assert result.metric == "eval/loss"
+    assert [item.run.point.name for item in result.points] == ["seed=3", "seed=1", "seed=2"]
+    assert [item.loss for item in result.points[:2]] == [2.0, 3.0]
+    assert "not finished (new)" in table(result)
 
 
 def test_of_the_training_loss_the_last_tenth_counts(base):
-    (one,) = planned(base, "train.seed=1")
-    finished(one, [*[5.0] * 18, 3.0, 2.0])
-    found = results([one])
-    assert (found.metric, found.points[0].loss) == ("train/loss", 2.5)
+    (item,) = planned(base, "train.seed=1")
+    finished(item, [*[5.0] * 18, 3.0, 2.0])
+    result = results([item])
+    assert (result.metric, result.points[0].loss) == ("train/loss", 2.5)
 
 
 def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
     runs = planned(base, "model.dim=64,128,256,512", "optimizer.lr=1e-3,3e-3")
-    for one in runs:
-        size = one.config.model.dim**2
-        worse = 0.5 if one.point.values["optimizer.lr"] == "3e-3" else 0.0
-        finished(one, [2 + 40 * size**-0.5 + worse])
-    found = results(runs)
-    assert [one.run.config.model.dim for one in found.best_by_size] == [64, 128, 256, 512]
-    assert found.law.error < 0.03
-    told = table(found)
-    assert "L(N) = " in told
-    assert "predicted for" in told
-    drawn = page(found, "a <ladder>")
+    for item in runs:
+        size = item.config.model.dim**2
+        worse = 0.5 if item.point.values["optimizer.lr"] == "3e-3" else 0.0
+        finished(item, [2 + 40 * size**-0.5 + worse])
+    result = results(runs)
+    assert [item.run.config.model.dim for item in result.best_by_size] == [64, 128, 256, 512]
+    assert result.law.error < 0.03
+    reported = table(result)
+    assert "L(N) = " in reported
+    assert "predicted for" in reported
+    drawn = page(result, "a <ladder>")
     data = json.loads(re.search(r'id="data">(.*?)</script>', drawn)[1])
     titles = ["Loss by size", "Loss by model.dim", "Loss by optimizer.lr"]
     assert [chart["title"] for chart in data["charts"]] == titles
@@ -183,7 +185,7 @@ def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
 
 def test_the_base_loads_as_its_points_do(base):
     """Settings of a point take effect."""
-    (one,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
-    again = load_config(base, one.command[one.command.index("--config") + 2 :])
+    (item,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
+    again = load_config(base, item.command[item.command.index("--config") + 2 :])
     assert functools.reduce(getattr, ("model", "dim"), again) == 128
-    assert (again.train.seed, again.checkpoint.dir) == (3, str(one.directory))
+    assert (again.train.seed, again.checkpoint.dir) == (3, str(item.directory))

@@ -23,7 +23,7 @@ def of_agent(values):
     flags = create_sweep_command_args({"args": args})["args"]
     known = {"${env}": ["/usr/bin/env"], "${args}": flags}
     command = create_sweep_command(copy.deepcopy(SWEEP["command"]))
-    return [part for one in command for part in known.get(one, [one])]
+    return [part for item in command for part in known.get(item, [item])]
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def argv(tmp_path):
 
     def argv(run_id, values):
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WANDB_RUN_ID": run_id}
-        told = subprocess.run(of_agent(values), env=environment, text=True, check=True,
+        process = subprocess.run(of_agent(values), env=environment, text=True, check=True,
                               stdout=subprocess.PIPE).stdout  # fmt: skip
-        return json.loads(told)
+        return json.loads(process)
 
     return argv
 
@@ -49,9 +49,9 @@ def test_each_run_has_its_values_and_its_directory(argv, monkeypatch):
             "optimizer.lr": lr, "scheduler.warmup_steps": 20, "data.pack_sequences": False,
             "data.file_pattern": "a b*.npy", "model.n_kv_heads": None,
         }  # fmt: skip
-        command, *rest = argv(run_id, values)
+        command, *remaining = argv(run_id, values)
         assert command == "train"
-        config = train.parse_command_line(rest).known
+        config = train.parse_command_line(remaining).known
         assert (config.optimizer.lr, config.scheduler.warmup_steps) == (lr, 20)
         assert (config.data.pack_sequences, config.data.file_pattern) == (False, "a b*.npy")
         assert config.model.n_kv_heads is None

@@ -34,7 +34,10 @@ def test_health_callbacks_are_off_until_asked_for(calls):
     mesh = jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1])
 
     def names(**sections):
-        return [type(made).__name__ for made in health_callbacks(tiny_config(**sections), mesh)]
+        return [
+            type(health_callback).__name__
+            for health_callback in health_callbacks(tiny_config(**sections), mesh)
+        ]
 
     assert names() == ["MemoryReport"]
     assert calls == []

@@ -113,9 +113,9 @@ def test_the_checksum_sees_every_element_and_its_place(dtype):
     x = np.arange(24).reshape(2, 3, 4).astype(jnp.dtype(dtype))
     x[0, 0] = 7
     seen = {int(checksum(jnp.asarray(x)))}
-    for place in np.ndindex(x.shape):
+    for location in np.ndindex(x.shape):
         changed = x.copy()
-        changed[place] += 1
+        changed[location] += 1
         seen.add(int(checksum(jnp.asarray(changed))))
     seen.add(int(checksum(jnp.asarray(x[::-1]))))
     assert len(seen) == 1 + x.size + 1

@@ -79,5 +79,5 @@ def test_devices_that_agree_are_not_accused():
 
 def test_the_worst_rows_are_those_that_are_not_finite_else_the_largest():
     losses = np.array([[1.0, np.nan], [np.inf, 2.0]])
-    assert [place for place, _ in worst_rows(losses)] == [1, 2]
+    assert [location for location, _ in worst_rows(losses)] == [1, 2]
     assert worst_rows(np.array([[1.0, 3.0], [4.0, 2.0]]))[:2] == [(2, 4.0), (1, 3.0)]
