@@ -27,7 +27,7 @@ class Scale:
     log: bool = False
     whole: bool = False
 
-    def place(self, values: ArrayLike) -> np.ndarray:
+    def positions(self, values: ArrayLike) -> np.ndarray:
         """Fractions of the axis' length; on a log axis, what is not positive lies at its start."""
         if self.log:
             over_low = np.maximum(values, self.low) / self.low

@@ -219,13 +219,13 @@ def compare(nbytes: int, repeats: int, directory: Path) -> list[results.Row]:
     case = f"{name}: export to Hugging Face"
     rows += speed(case, weights, (to_hf, hf), {"cp -r": (copying(hf, copy), copy)}, repeats)
     _remove(copy)
-    saving = python(_SAVE_PRETRAINED, _kept(hf, directory), pretrained)
+    saving = python(_SAVE_PRETRAINED, _cached_model(hf, directory), pretrained)
     peer = {"transformers: load, save_pretrained": (saving, pretrained)}
     rows += speed(case, weights, (to_hf, hf), peer, repeats)
     return rows
 
 
-def _kept(hf: Path, directory: Path) -> Path:
+def _cached_model(hf: Path, directory: Path) -> Path:
     """A copy for the peer to load, while ours is written anew."""
     source = directory / "source"
     shutil.copytree(hf, source)

@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 _COMPARISON = ("case", "ours", "peer", "theirs", "unit", "ratio")
-_KEPT = {
+_STORED = {
     "none": "everything",
     "everything_saveable": "everything, by `jax.checkpoint`",
     "selective": "everything but the inside of attention",
@@ -88,7 +88,7 @@ def everything() -> str:
 def remat() -> str:
     """Memory and time of each policy."""
     rows = []
-    for policy, retained in _KEPT.items():
+    for policy, retained in _STORED.items():
         memory, time = (compared("remat-cpu", f"{policy}: {what}") for what in ("memory", "time"))
         relative = f"{time['ours'] / time['theirs']:.2f}"
         rows.append([f"`{policy}`", retained, f"{memory['ours']:.0f}", relative])
@@ -221,7 +221,7 @@ def precision_kept() -> str:
     return _whole("precision_kept-cpu")
 
 
-def kept() -> str:
+def storage() -> str:
     """A step by what its state is kept in, on each of the machines."""
     return "\n\n".join(_whole(f"kept-{chip}") for chip in ("v5e", "h100"))
 
@@ -272,7 +272,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "drill": drill,
     "precision": precision,
     "precision-kept": precision_kept,
-    "kept": kept,
+    "kept": storage,
     "mup-coordinates": mup_coordinates,
     "mup-rates": mup_rates,
     "poison": poison,

@@ -34,7 +34,7 @@ NEEDS = ("jax", "jaxlib", "jax_cuda13_plugin", "flax", "optax", "orbax.checkpoin
          "huggingface_hub", "jaxtyping", "numpy", "pydantic", "rich", "tokenizers", "torch",
          "triton", "pytest")  # fmt: skip
 GPU_ONLY = ("jax_cuda13_plugin", "triton")
-_KEPT = 6000  # characters of what a failed check has said
+_OUTPUT_LIMIT = 6000  # characters of what a failed check has said
 _SHORTEST = 10.0  # seconds in which a check can still come to something
 _PROBE = """
 import importlib, json, sys
@@ -171,7 +171,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _tail(output: Any) -> str:  # noqa: ANN401 (a file of bytes)
-    output.seek(max(0, output.seek(0, os.SEEK_END) - _KEPT))
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _OUTPUT_LIMIT))
     return output.read().decode(errors="replace").strip()
 
 

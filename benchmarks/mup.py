@@ -168,7 +168,7 @@ def picture(panels: Mapping[str, Curves], x_label: str, *, log_y: bool) -> str:
         parts.append(f'<text y="-12" font-weight="bold">{escape(title)}</text>')
         parts += _axes(x, y, width, height, sorted(set(xs)), x_label)
         for j, points in enumerate(curves.values()):
-            at = [(x.place(a) * width, (1 - y.place(b)) * height) for a, b in points]
+            at = [(x.positions(a) * width, (1 - y.positions(b)) * height) for a, b in points]
             line = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
             stroke = f'fill="none" stroke="{COLOURS[j]}" stroke-width="2"'
             parts.append(f'<polyline points="{line}" {stroke}/>')
@@ -188,11 +188,11 @@ def _axes(
 ) -> Iterator[str]:
     yield f'<path d="M0 0V{height}H{width}" fill="none" stroke="#888"/>'
     for value, label in y.ticks(6):
-        at = float(1 - y.place(value)) * height
+        at = float(1 - y.positions(value)) * height
         yield f'<path d="M0 {at:.1f}H{width}" stroke="#ddd"/>'
         yield f'<text x="-6" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
     for value in xs:
-        at, label = float(x.place(value)) * width, _power(value)
+        at, label = float(x.positions(value)) * width, _power(value)
         yield f'<text x="{at:.1f}" y="{height + 18}" text-anchor="middle">{label}</text>'
     yield f'<text x="{width}" y="{height + 36}" text-anchor="end">{escape(x_label)}</text>'
 

@@ -76,11 +76,11 @@ def rolled_gradients(program: Program) -> Callable[..., tuple[Params, Array]]:
     def stage(layers: Params, x: Array) -> Array:
         context = model.context(x)
 
-        def one(x: Array, layer: Params) -> tuple[Array, None]:
+        def layer_step(x: Array, layer: Params) -> tuple[Array, None]:
             settings = LayerSettings(model.plan.layers[0], model.plan, model.runtime)
             return model.module("layers", layer)(x, context, settings=settings)[0], None
 
-        return jax.lax.scan(block("dots_saveable", one), x, layers)[0]
+        return jax.lax.scan(block("dots_saveable", layer_step), x, layers)[0]
 
     def split(x: Array) -> Array:
         spec = P("pp", ("dp_replicate", "dp_shard"))
@@ -210,7 +210,7 @@ def two_processes(microbatches: int, repeats: int) -> dict[str, float]:
     return json.loads(outputs[0].splitlines()[-1])
 
 
-def work(microbatches: int, repeats: int, address: str, index: int) -> None:
+def run_process(microbatches: int, repeats: int, address: str, index: int) -> None:
     """One of the processes."""
     jax.distributed.initialize(address, PROCESSES, index)
     print(json.dumps(times(jobs_of(PROCESSES, microbatches), repeats)))
@@ -252,6 +252,6 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         given = sys.argv[2:]
-        work(int(given[0]), int(given[1]), given[2], int(given[3]))
+        run_process(int(given[0]), int(given[1]), given[2], int(given[3]))
     else:
         main()

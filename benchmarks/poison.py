@@ -211,7 +211,7 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
                 walk.advance()
 
 
-def place(item: Planted, measured: Measured) -> dict[str, object]:
+def rank(item: Planted, measured: Measured) -> dict[str, object]:
     """Return the rank of the planted document among those of its step."""
     order = in_order(
         measured.documents, measured.losses, measured.of_rows,
@@ -254,13 +254,13 @@ def main() -> None:
         multihost.initialize()
         eos = load_tokenizer(here / "data/tokenizer").eos_id
         rows = [
-            place(document, result)
+            rank(document, result)
             for document, result in zip(planted, measure(here / "run", planted, eos), strict=True)
         ]
-    raise SystemExit(told(rows, write=not quick))
+    raise SystemExit(report(rows, write=not quick))
 
 
-def told(rows: list[dict[str, object]], *, write: bool) -> int:
+def report(rows: list[dict[str, object]], *, write: bool) -> int:
     """Prints and writes the places; an exit code."""
     print(*rows, sep="\n")
     first = sum(str(row["place"]).startswith("1 ") for row in rows)

@@ -30,7 +30,7 @@ PRECISIONS = {
 }
 NARROW, EIGHT = "--train.param_dtype=bfloat16", "--train.opt_state_dtype=8bit"
 STOCHASTIC, KAHAN = (f"--train.param_rounding={how}" for how in ("stochastic", "kahan"))
-KEPT = {
+STORAGES = {
     "bf16": ("bf16",),
     "moments in bfloat16": ("bf16", "--train.opt_state_dtype=bfloat16"),
     "moments in 8 bits": ("bf16", EIGHT),
@@ -68,7 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     curves = {
         name: losses(precision, tuple(more), 3 if args.quick else 300)
-        for name, (precision, *more) in (KEPT if args.kept else PRECISIONS).items()
+        for name, (precision, *more) in (STORAGES if args.kept else PRECISIONS).items()
     }
     final = {name: statistics.fmean(curve[-LAST:]) for name, curve in curves.items()}
     rows = [

@@ -82,7 +82,7 @@ class Claim:
     """
 
     case: str
-    found: float | str
+    measured: float | str
     expected: str = "-"
     holds: bool = True
 
@@ -159,7 +159,7 @@ def judge(
     """
     console = Console()
     for claim in claims:
-        console.print("holds" if claim.holds else "FAILS", claim.case, claim.found,
+        console.print("holds" if claim.holds else "FAILS", claim.case, claim.measured,
                       f"(expected: {claim.expected})", sep=": ", highlight=False)  # fmt: skip
     if write or ELSEWHERE in os.environ:
         write_json(name, [asdict(claim) for claim in claims], packages, notes=notes)

@@ -117,7 +117,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchModel(nn.Module):
-    """The same decoder in plain PyTorch."""
+    """Decoder in plain PyTorch with the same architecture."""
 
     def __init__(
         self, c: ModelConfig, block: Callable[[ModelConfig], nn.Module] | None = None

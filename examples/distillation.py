@@ -41,7 +41,7 @@ TEACHER = "TEACHER_RUN"
 """The environment variable that names its run."""
 
 
-class Kept(Declare):
+class StoredDeclare(Declare):
     """Declares arrays that are not trained."""
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> Untrained:
@@ -77,7 +77,7 @@ class StudentAndTeacher(Transformer):
                 f"the teacher, {teacher_run()}: their logits cannot be compared. Train on data "
                 "prepared with the teacher's tokenizer, with its vocab_size"
             )
-        self.teacher = Transformer(teacher, Kept(*declare))
+        self.teacher = Transformer(teacher, StoredDeclare(*declare))
 
 
 @register_model("distilled")

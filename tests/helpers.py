@@ -153,13 +153,13 @@ def setup(config: JobConfig, **options) -> Setup:
     key = (config.model_dump_json(), *sorted(options.items()))
     result = _SETUPS.pop(key, None) or new_setup(config, **options)
     _SETUPS[key] = result  # the latest
-    while len(_SETUPS) > _KEPT:
+    while len(_SETUPS) > _MAX_PROGRAMS:
         del _SETUPS[next(iter(_SETUPS))]
     return result
 
 
 _SETUPS: dict[tuple, Setup] = {}
-_KEPT = 8  # programs take memory
+_MAX_PROGRAMS = 8  # programs take memory
 
 
 def forget() -> None:
@@ -248,7 +248,7 @@ def lowered(ours: Setup, batch: dict | None = None) -> jax.stages.Lowered:
         return ours.step.lower(state, ours.put(batch), Controls())
 
 
-@functools.lru_cache(_KEPT)
+@functools.lru_cache(_MAX_PROGRAMS)
 def hlo(ours: Setup) -> str:
     """The compiled step."""
     return lowered(ours).compile().as_text()

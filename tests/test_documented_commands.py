@@ -45,9 +45,9 @@ META = {
     },
 }  # fmt: skip
 """What stands for the words in capitals, by page."""
-PLACES = {"/data/": "data/", "/tmp/": "tmp/"}
+DIRECTORIES = {"/data/": "data/", "/tmp/": "tmp/"}
 """Where such directories are here."""
-MADE = re.compile(r"--(?:output|checkpoint\.dir)[= ](\S+)")
+OUTPUTS = re.compile(r"--(?:output|checkpoint\.dir)[= ](\S+)")
 DESTINATION = re.compile(r"(?:convert|import|export) \S+ (\S+)")
 
 
@@ -69,7 +69,7 @@ def test_what_is_not_run_is_still_documented():
 
 def here_of(line, page):
     """The words of a documented line, with the places of the scene."""
-    for there, here in PLACES.items():
+    for there, here in DIRECTORIES.items():
         line = line.replace(there, here)
     return [META.get(page, {}).get(word, word) for word in words_of(line)]
 
@@ -82,7 +82,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def built_scene(tmp_path_factory):
     """The scene, and the place that it was made in: configs have that in their paths."""
     location = tmp_path_factory.mktemp("scene")
     scene.make(location)
@@ -90,9 +90,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def here(made, monkeypatch):
+def here(built_scene, monkeypatch):
     """The scene, to be in; a command's own processes find `python`, and this checkout."""
-    retained, location = made
+    retained, location = built_scene
     shutil.copytree(retained, location, symlinks=True)
     monkeypatch.chdir(location)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -107,7 +107,7 @@ def here(made, monkeypatch):
 def made_by(words):
     """Yield the paths that a command line creates."""
     line = " ".join(words)
-    yield from (Path(name) for name in [*MADE.findall(line), *DESTINATION.findall(line)])
+    yield from (Path(name) for name in [*OUTPUTS.findall(line), *DESTINATION.findall(line)])
     if config := re.search(r"train --config (\S+)(?!.*(dry-run|checkpoint.dir))", line):
         run = Path(tomllib.loads(Path(config[1]).read_text())["checkpoint"]["dir"])
         if not Path(config[1]).resolve().is_relative_to(run.resolve()):  # else it goes on

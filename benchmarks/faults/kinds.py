@@ -122,7 +122,7 @@ def one_bad_step(what: str) -> Callable[[Case], None]:
     """Skipped: as if the update of that batch had been left out."""
 
     def scenario(case: Case) -> None:
-        bad = place(case)
+        bad = moment_of(case)
         guard = ["--train.on_spike=skip", "--train.spike_warmup=20"] if what == "spike" else []
         case.ends(case.run.start(*guard, fault=("spoil", {"what": what, "first": bad})), 0)
         require(case.run.progress(STEPS)["skipped"] == 1, "not counted as skipped")
@@ -132,14 +132,14 @@ def one_bad_step(what: str) -> Callable[[Case], None]:
     return scenario
 
 
-def place(case: Case) -> int:
+def moment_of(case: Case) -> int:
     """A batch to spoil; few, as each makes another program to compile."""
     return case.rng.choice([63, 125])
 
 
 def gives_up(case: Case) -> None:
     """Plant as many bad steps in a row as are allowed, then none."""
-    bad = place(case)
+    bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad, "count": 3})
     output = case.ends(case.run.start(fault=fault), GAVE_UP)
     case.says(output, f"gave up at step {bad + 3}: 3 steps in a row")
@@ -152,7 +152,7 @@ def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
     """`stop`: ends before the update; then whatever it was is gone."""
 
     def scenario(case: Case) -> None:
-        bad = place(case)
+        bad = moment_of(case)
         overrides = [f"--train.{rule}=stop", "--train.spike_warmup=20"]
         fault = ("spoil", {"what": what, "first": bad})
         case.ends(case.run.start(*overrides, fault=fault), GAVE_UP)
@@ -165,7 +165,7 @@ def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
 
 def same_answer_again(case: Case) -> None:
     """Run again, the step answers the same: its sequences are named, and it is skipped."""
-    bad = place(case)
+    bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), 0)
     case.says(output, f"step {bad + 1}, run again from the same state, gave the same answer")
@@ -175,7 +175,7 @@ def same_answer_again(case: Case) -> None:
 
 def another_answer_again(case: Case) -> None:
     """Run again, the step answers otherwise: nothing of what the machine made since is kept."""
-    bad = place(case)
+    bad = moment_of(case)
     fault = ("mend_when_run_again", {"first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), MACHINE)
     case.says(output, f"step {bad + 1}, run again from the same state, gave another answer")
@@ -186,7 +186,7 @@ def another_answer_again(case: Case) -> None:
 
 def warned(case: Case) -> None:
     """`warn`: a loss that is not finite, with gradients that are."""
-    bad = place(case)
+    bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     case.ends(case.run.start("--train.on_nonfinite=warn", fault=fault), 0)
     case.matches(case.shared.undisturbed(), unlike=[bad + 1])
@@ -196,7 +196,7 @@ def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
     """The run equals one whose data never held what was drawn since the good checkpoint."""
 
     def scenario(case: Case) -> None:
-        bad, rule = place(case), "on_spike" if what == "spike" else "on_nonfinite"
+        bad, rule = moment_of(case), "on_spike" if what == "spike" else "on_nonfinite"
         overrides = [f"--train.{rule}=rollback", "--train.spike_warmup=20",
                      "--checkpoint.keep_last_n=0"]  # fmt: skip
         fault = ("spoil", {"what": what, "first": bad, "count": 3})
@@ -426,7 +426,7 @@ def one_of_two_is_killed(case: Case) -> None:
 
 def nan_from_one_host(case: Case) -> None:
     """The bad batch's marked row is read by the second process alone."""
-    bad = place(case)
+    bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     case.ends(case.run.start(fault=fault, n=2), 0)
     left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]", n=2)

@@ -524,12 +524,12 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     """`keep_last_n` newest (0: all), `keep_best_n` by evaluation, and those of the window."""
     if config.keep_last_n <= 0:
         return policies.LatestN(n=None)
-    kept = [
+    permanent = [
         policies.LatestN(config.keep_last_n),
         policies.CustomSteps(list(milestones(config.dyn_ckpt_window))),
     ]
     if config.keep_best_n:
-        kept.append(
+        permanent.append(
             policies.BestN(
                 # Absent where it was not finite, or the run went by another one then: never best.
                 get_metric_fn=lambda metrics: metrics.get(config.best_metric, math.inf),
@@ -538,7 +538,7 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
                 keep_checkpoints_without_metrics=False,
             )
         )
-    return policies.AnyPreservationPolicy(kept)
+    return policies.AnyPreservationPolicy(permanent)
 
 
 def _gist(error: BaseException) -> str:

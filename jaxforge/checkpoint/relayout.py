@@ -51,12 +51,14 @@ Leaf = Any
 """An array or its abstract value."""
 
 
-def _rearranged(tree: PyTree, one: Callable[[Array], Array], at: PyTree, result: PyTree) -> PyTree:
+def _rearranged(
+    tree: PyTree, reorder: Callable[[Array], Array], at: PyTree, result: PyTree
+) -> PyTree:
     """The tree with its stacked parameters in another order.
 
     Args:
         tree: arrays.
-        one: what rearranges the rows of one.
+        reorder: rearranges the rows of an array.
         at: shardings that do not split rows: only there each device rearranges its own. Left to
             the partitioner, which knows no way to do it in place, that of jax 0.11 aborts.
         result: shardings of the result.
@@ -65,7 +67,7 @@ def _rearranged(tree: PyTree, one: Callable[[Array], Array], at: PyTree, result:
     def rearrange(tree: PyTree) -> PyTree:
         return _map_stacked(
             lambda leaf, at: jax.lax.with_sharding_constraint(
-                one(jax.lax.with_sharding_constraint(leaf, at)), at
+                reorder(jax.lax.with_sharding_constraint(leaf, at)), at
             ),
             tree, at,
         )  # fmt: skip

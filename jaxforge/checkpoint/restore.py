@@ -99,9 +99,9 @@ def starting_state(
         local: the run's own that need not last.
     """
     config = program.config
-    own = [found for found in (checkpoints, local) if found and found.latest() is not None]
+    own = [source for source in (checkpoints, local) if source and source.latest() is not None]
     if own:
-        newest = max(own, key=lambda found: found.latest() or 0)
+        newest = max(own, key=lambda source: source.latest() or 0)
         return start_from(Saved(newest, newest.latest() or 0), program)
     if not config.checkpoint.load_path:
         return program.init(), Progress()

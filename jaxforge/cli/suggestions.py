@@ -51,10 +51,10 @@ def path_hint(path: str | Path, quote: str = "") -> str:
 def _alike(name: str, names: Iterable[str]) -> list[str]:
     """By what stands before suffixes, which make any two files look alike; the nearest first."""
     by_stem: dict[str, list[str]] = {}
-    for one in names:
-        by_stem.setdefault(Path(one).stem, []).append(one)
+    for known in names:
+        by_stem.setdefault(Path(known).stem, []).append(known)
     stems = difflib.get_close_matches(Path(name).stem, by_stem, n=5)
-    return [one for stem in stems for one in sorted(by_stem[stem])]
+    return [known for stem in stems for known in sorted(by_stem[stem])]
 
 
 def _names(directory: Path) -> list[str]:

@@ -8,7 +8,7 @@ from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_paral
 from jaxforge.config.fixes import smaller_axis
 from jaxforge.config.job import JobConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
-from jaxforge.config.problems import Problem, divisors, multiples, nearest, one
+from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 
 
 def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -34,7 +34,10 @@ def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(
             f'distributed.cp_strategy = "ulysses" splits heads: model.n_heads = {n_heads} must be '
             f"a multiple of distributed.cp * tp = {mesh['cp']} * {mesh['tp']} = {product}",
-            (one("distributed.cp_strategy", "ring"), smaller_axis(config, "cp", mesh["cp"])),
+            (
+                single_change("distributed.cp_strategy", "ring"),
+                smaller_axis(config, "cp", mesh["cp"]),
+            ),
         )
 
 
@@ -59,7 +62,10 @@ def attention_weights_are_of_whole_sequences(config: JobConfig, mesh: Mesh) -> I
             f"eval.activations_points = {json.dumps(section.activations_points)} takes in "
             f"{ATTENTION_WEIGHTS}, and with distributed.cp = {mesh['cp']} no device has all keys "
             "of a query",
-            (smaller_axis(config, "cp", mesh["cp"]), one("eval.activations_points", "residual")),
+            (
+                smaller_axis(config, "cp", mesh["cp"]),
+                single_change("eval.activations_points", "residual"),
+            ),
         )
 
 
@@ -111,7 +117,10 @@ def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
             f"train.global_batch_size = {train.global_batch_size}, but train.batch_size = "
             f"{train.batch_size} on {dp} data-parallel ranks with train.grad_accum_steps = "
             f"{train.grad_accum_steps} makes {total}",
-            (one("train.batch_size", share), one("train.global_batch_size", total)),
+            (
+                single_change("train.batch_size", share),
+                single_change("train.global_batch_size", total),
+            ),
         )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.problems import Problem, divisors, multiples, nearest, one
+from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
 
@@ -437,8 +437,8 @@ class ModelConfig(Section):
             yield Problem(
                 f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}",
                 (
-                    one("moe_top_k", min(experts, max(1, self.moe_top_k))),
-                    one("num_experts", max(experts, self.moe_top_k)),
+                    single_change("moe_top_k", min(experts, max(1, self.moe_top_k))),
+                    single_change("num_experts", max(experts, self.moe_top_k)),
                 ),
             )
             return

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
-from jaxforge.config.problems import Problem, one
+from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import Section
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
@@ -95,7 +95,7 @@ class OptimizerConfig(Section):
             yield Problem(
                 f'lr_scale_rule = "{self.lr_scale_rule}" needs lr_base_batch, the sequences per '
                 "update that lr is meant for",
-                (one("lr_scale_rule", "none"),),
+                (single_change("lr_scale_rule", "none"),),
             )
         yield from self.large_rates(LARGEST_LR)
         for key in ("decay_patterns", "no_decay_patterns"):

@@ -28,10 +28,10 @@ class Changes(Iterable[Change]):
         self._key, self._values = key, values
 
     def __iter__(self) -> Iterator[Change]:
-        return iter(self._made)
+        return iter(self._as_changes)
 
     @functools.cached_property
-    def _made(self) -> tuple[Change, ...]:
+    def _as_changes(self) -> tuple[Change, ...]:
         return tuple({self._key: new} for new in self._values())
 
 
@@ -46,7 +46,7 @@ class Problem(NamedTuple):
     what: str
     fixes: tuple[Iterable[Change], ...] = ()
 
-    def told(self, is_mended: Callable[[Change], bool]) -> str:
+    def text_with_fix(self, is_mended: Callable[[Change], bool]) -> str:
         """The problem, and the first change of each alternative that mends it; if any does.
 
         Args:
@@ -70,11 +70,11 @@ def said(change: Change) -> str:
 
 def by_what(problems: Iterable[str | Problem]) -> dict[str, Problem]:
     """Problems by what is wrong; sentences are problems that nothing is known to mend."""
-    every = (one if isinstance(one, Problem) else Problem(one) for one in problems)
+    every = (p if isinstance(p, Problem) else Problem(p) for p in problems)
     return {problem.what: problem for problem in every}
 
 
-def one(key: str, value: Value) -> tuple[Change, ...]:
+def single_change(key: str, value: Value) -> tuple[Change, ...]:
     """The one value for a key that may do."""
     return ({key: value},)
 

@@ -69,19 +69,19 @@ def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
 
 def _broken_mesh(config: JobConfig, n_devices: int) -> Iterator[str]:
     """A sentence, with changes after which no new rule is broken, or else those of the mesh."""
-    known = _found(config, declared(config)).keys()
+    known = _broken(config, declared(config)).keys()
     for problem in _mesh_problems(config, n_devices):
         is_clean = functools.partial(_leaves_only, config, known, n_devices)
         is_mended = functools.partial(_leaves_only, config, None, n_devices)
-        yield problem.told(is_clean if problem.working(is_clean) else is_mended)
+        yield problem.text_with_fix(is_clean if problem.working(is_clean) else is_mended)
 
 
 def _broken_rules(config: JobConfig, mesh: Mesh, n_devices: int) -> Iterator[str]:
     """A sentence for each, with changes after which it is not broken, nor another one."""
-    broken = _found(config, mesh)
+    broken = _broken(config, mesh)
     for what, problem in broken.items():
         others = broken.keys() - {what}
-        yield problem.told(functools.partial(_leaves_only, config, others, n_devices))
+        yield problem.text_with_fix(functools.partial(_leaves_only, config, others, n_devices))
 
 
 def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, change: Change) -> bool:
@@ -92,10 +92,10 @@ def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, chan
     new = changed(config, change)
     if new is None or any(_mesh_problems(new, n_devices)):
         return False
-    return known is None or _found(new, mesh_shape(new, n_devices)).keys() <= known
+    return known is None or _broken(new, mesh_shape(new, n_devices)).keys() <= known
 
 
-def _found(config: JobConfig, mesh: Mesh) -> dict[str, Problem]:
+def _broken(config: JobConfig, mesh: Mesh) -> dict[str, Problem]:
     """Return the broken rules by their message."""
     return by_what(problem for rule in RULES for problem in rule(config, mesh))
 

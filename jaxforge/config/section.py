@@ -43,13 +43,15 @@ class Section(BaseModel):
     def _obey_the_rules(self) -> Self:
         broken = by_what(self.problems())
         if broken:
-            raise ValueError("\n".join(self._told(broken)))
+            raise ValueError("\n".join(self._messages(broken)))
         return self
 
-    def _told(self, broken: Mapping[str, Problem]) -> Iterator[str]:
+    def _messages(self, broken: Mapping[str, Problem]) -> Iterator[str]:
         """A sentence for each, with changes after which it is not broken, nor another one."""
         for what, problem in broken.items():
-            yield problem.told(functools.partial(self._leaves_only, broken.keys() - {what}))
+            yield problem.text_with_fix(
+                functools.partial(self._leaves_only, broken.keys() - {what})
+            )
 
     def _leaves_only(self, known: Set[str], change: Change) -> bool:
         return by_what(self.model_copy(update=change).problems()).keys() <= known

@@ -6,7 +6,7 @@ from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS
-from jaxforge.config.problems import Problem, nearest, one
+from jaxforge.config.problems import Problem, nearest, single_change
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
 
 
@@ -18,7 +18,7 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
             f"train.seq_len = {seq_len} exceeds model.max_seq_len = {longest}",
             (
                 nearest("train.seq_len", longest, range(1, longest + 1)),
-                one("model.max_seq_len", seq_len),
+                single_change("model.max_seq_len", seq_len),
             ),
         )
 
@@ -81,7 +81,7 @@ def eos_is_in_the_vocabulary(config: JobConfig, mesh: Mesh) -> Iterator[Problem]
         yield Problem(
             f"data.eos_token_id = {eos} is outside model.vocab_size = {vocab_size}, and ends no "
             "document",
-            (one("model.vocab_size", eos + 1),),
+            (single_change("model.vocab_size", eos + 1),),
         )
 
 
@@ -170,7 +170,7 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
             f'leave none of model.n_layers = {layers} for train.mixed_precision = "fp8"',
             (
                 ({"train.num_layers_at_start_in_bf16": 0, "train.num_layers_at_end_in_bf16": 0},),
-                one("train.mixed_precision", "bf16"),
+                single_change("train.mixed_precision", "bf16"),
             ),
         )
 
@@ -197,7 +197,7 @@ def moments_in_8_bits_are_ours(config: JobConfig, mesh: Mesh) -> Iterator[Proble
         yield Problem(
             f'train.opt_state_dtype = "8bit" is not for optimizer.name = "{name}": of those that '
             f"have it ({', '.join(OPTIMIZERS.ours)}) it is none",
-            (one("train.opt_state_dtype", "float32"),),
+            (single_change("train.opt_state_dtype", "float32"),),
         )
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
-from jaxforge.config.problems import Problem, one
+from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import PathText, Section, Words, WordTable
 from jaxforge.registry import Registry
 
@@ -183,7 +183,10 @@ class TrainConfig(Section):
             yield Problem(
                 f'param_rounding = "{self.param_rounding}" is for parameters in bfloat16, and '
                 f'param_dtype = "{self.param_dtype}"',
-                (one("param_rounding", "nearest"), one("param_dtype", "bfloat16")),
+                (
+                    single_change("param_rounding", "nearest"),
+                    single_change("param_dtype", "bfloat16"),
+                ),
             )
         if "activations" in self.offload and self.activation_checkpointing not in _CAN_OFFLOAD:
             yield (
@@ -196,7 +199,7 @@ class TrainConfig(Section):
             yield Problem(
                 'offload = ["optimizer"] is for moments in a floating-point type, and '
                 'opt_state_dtype = "8bit"',
-                (one("opt_state_dtype", "bfloat16"),),
+                (single_change("opt_state_dtype", "bfloat16"),),
             )
 
     def _loss_scale_problems(self) -> Iterator[str]:

@@ -67,19 +67,19 @@ def _data(config: JobConfig) -> Iterator[str]:
 
 def _evaluated_on_training_data(config: JobConfig) -> Iterator[str]:
     section = config.data
-    paths = [one.path for one in section.datasets] or [section.dataset_path]
-    trained = {_place(path) for path in paths if path}
+    paths = [source.path for source in section.datasets] or [section.dataset_path]
+    trained = {_absolute(path) for path in paths if path}
     theirs = (section.hf_dataset_name, section.hf_dataset_config, section.hf_dataset_split)
     for i, source in enumerate(config.eval.sources().values()):
         key = f"eval.datasets[{i}]" if config.eval.datasets else "eval"
         if source.dataset_path:
-            if _place(source.dataset_path) in trained:
+            if _absolute(source.dataset_path) in trained:
                 yield _same(f"{key}.dataset_path = {shown(source.dataset_path)}")
         elif not trained and _hugging_face(source) == theirs:
             yield _same(f"{key}.hf_dataset_split = {shown(source.hf_dataset_split)}")
 
 
-def _place(path: str) -> str:
+def _absolute(path: str) -> str:
     return path.rstrip("/") if urls.in_bucket(path) else str(Path(path).resolve())
 
 

@@ -53,7 +53,7 @@ class ConversationShards(TokenFiles):
         assert self.manifest is not None
         self.window = seq_len + 1
         lengths = _read_lengths(self.directory, self.manifest)
-        self._file, self._start, lengths = self._places(self.manifest, lengths)
+        self._file, self._start, lengths = self._window_spans(self.manifest, lengths)
         self._packed = Packed(lengths, self.window, overlong)
         if not len(self):
             raise UserError(f"{self.directory}: {self._packed.in_words}; raise train.seq_len")
@@ -74,7 +74,7 @@ class ConversationShards(TokenFiles):
             [Span(int(file[i]), int(start[i]), int(start[i] + length[i])) for i in self._packed[n]]
             for n in indices
         ]
-        parts = [[self.piece(span) for span in row] for row in spans]
+        parts = [[self.read_span(span) for span in row] for row in spans]
         rows = [fill_window([*map(np.asarray, row)], self.window) for row in parts]
         windows = np.stack(rows)
         self.check_ids(windows, spans)
@@ -84,7 +84,7 @@ class ConversationShards(TokenFiles):
         windows = f"{len(self)} windows of {self.window} entries"
         return f"ConversationShards({str(self.directory)!r}: {windows})"
 
-    def _places(
+    def _window_spans(
         self, manifest: Manifest, lengths: Int[np.ndarray, "n"]
     ) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
         """File, place in it and length of each conversation of the files that are read."""

@@ -43,17 +43,17 @@ class LastTwo(Generic[T]):
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
-        self._made: dict[tuple[int, ...], T] = {}
+        self._values: dict[tuple[int, ...], T] = {}
         self._lock = Lock()
 
     def __call__(self, *key: int) -> T:
         """Return the value for `key`, computed once; other threads wait for it."""
         with self._lock:
-            if key not in self._made:
-                while len(self._made) > 1:
-                    del self._made[next(iter(self._made))]
-                self._made[key] = self._make(*key)
-            return self._made[key]
+            if key not in self._values:
+                while len(self._values) > 1:
+                    del self._values[next(iter(self._values))]
+                self._values[key] = self._make(*key)
+            return self._values[key]
 
 
 class Rebuilt:

@@ -30,7 +30,7 @@ class RemoteTokens:
         offset: int,
         hashes: BlockHashes | None = None,
     ) -> None:
-        self._place, self._dtype, self._offset = url, dtype, offset
+        self._url, self._dtype, self._offset = url, dtype, offset
         self._hashes = hashes
         self._store = buckets.open_store(url)
 
@@ -43,7 +43,7 @@ class RemoteTokens:
         future = self._store.read("", byte_range=slice(first, end))
         check = functools.partial(hashes.check_from, first=start) if hashes else None
         wanted = slice(span.start - start, span.stop - start)
-        return _Asked(future, self._dtype, os.fspath(self._place), wanted, check)
+        return _Asked(future, self._dtype, os.fspath(self._url), wanted, check)
 
 
 class _Asked:
@@ -57,7 +57,7 @@ class _Asked:
         wanted: slice,
         check: Callable[[np.ndarray], None] | None,
     ) -> None:
-        self._future, self._dtype, self._place = future, dtype, url
+        self._future, self._dtype, self._url = future, dtype, url
         self._wanted, self._check = wanted, check
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: ANN401
@@ -65,12 +65,12 @@ class _Asked:
             data = self._future.result()
         except ValueError as error:
             raise StorageError(
-                f"{self._place} was whole when the run started and cannot be read now "
+                f"{self._url} was whole when the run started and cannot be read now "
                 f"({buckets.gist(error)}); put that right, then run the same command to go on"
             ) from error
         if data.state != "value":
             raise StorageError(
-                f"{self._place} is gone since the run started; bring it back, then run the same "
+                f"{self._url} is gone since the run started; bring it back, then run the same "
                 "command to go on"
             )
         tokens = np.frombuffer(data.value, self._dtype)

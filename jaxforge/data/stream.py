@@ -40,7 +40,7 @@ from jaxtyping import Int
 
 from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
-from jaxforge.data.corpus.documents import Place, pieces
+from jaxforge.data.corpus.documents import ReadPosition, text_parts
 from jaxforge.data.corpus.entries import FIRST, ID
 from jaxforge.data.corpus.ingest import batches, encode, texts_of
 from jaxforge.data.corpus.inputs import HuggingFace
@@ -263,7 +263,7 @@ class _Stream:
         self._source, self._index, self._files = source, index, files
         self._path, self._writes = path, writes
         self._anchored = time.monotonic()
-        self._told = False  # that some conversations are too long
+        self._warned = False  # that some conversations are too long
 
     def windows(self, first: int) -> Iterator[Int[np.ndarray, "S+1"]]:
         """The windows from `first` on; the next block is read while one is used."""
@@ -328,8 +328,8 @@ class _Stream:
         starts = np.flatnonzero(entries & FIRST)
         lengths = np.diff(starts, append=len(entries))
         packed = Packed(lengths, self._source.window, self._source.overlong)
-        if packed.overlong and not self._told:
-            self._told = True
+        if packed.overlong and not self._warned:
+            self._warned = True
             log.warning("%s: %s", self._source.name, packed.in_words)
         windows = [
             fill_window(
@@ -342,14 +342,14 @@ class _Stream:
 
     def _chunks(self, start: Anchor) -> "Iterator[tuple[_InFile, Int[np.ndarray, '_']]]":
         """Tokens from `start` to the end of its epoch, with the place where each chunk begins."""
-        source, position = self._source, Place(0, start.record, start.offset)
+        source, position = self._source, ReadPosition(0, start.record, start.offset)
         order = self._permutation(len(self._files), 0, start.epoch)
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file])
-            for batch in batches(pieces([rows], start=position)):
+            for batch in batches(text_parts([rows], start=position)):
                 yield _InFile(i, position.record, position.offset), source.encode(texts_of(batch))
                 position = batch[-1].end
-            position = Place()
+            position = ReadPosition()
 
     def _permutation(self, n: int, kind: int, number: int) -> Int[np.ndarray, "n"]:
         """0 ... n-1, shuffled if asked for: by raw words, as numpy may change its shuffles."""

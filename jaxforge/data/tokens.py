@@ -121,7 +121,7 @@ class TokenFiles(ABC):
             raise IndexError(f"window {index} of {len(self)}")
         return self.batch([index])[0]
 
-    def piece(self, span: Span) -> ArrayLike:
+    def read_span(self, span: Span) -> ArrayLike:
         """Return tokens of a file; of one in a bucket, on their way.
 
         Raises:
@@ -161,7 +161,7 @@ class TokenFiles(ABC):
     def warn_without(self, eos: int) -> None:
         """Log a warning if a token that should end documents is not among the first tokens."""
         first = Span(0, 0, min(_CHUNK, self.files[0].tokens))
-        if not np.any(np.asarray(self.piece(first)) == eos):
+        if not np.any(np.asarray(self.read_span(first)) == eos):
             log.warning(
                 "data.pack_sequences: token %d, which ends documents, is not among the first %s "
                 "tokens of %s; without it documents leak into one another: look at "
@@ -173,7 +173,7 @@ class TokenFiles(ABC):
         for number, file in enumerate(self.files):
             if file.hashes:
                 for at in range(0, file.tokens, _CHUNK):
-                    np.asarray(self.piece(Span(number, at, min(at + _CHUNK, file.tokens))))
+                    np.asarray(self.read_span(Span(number, at, min(at + _CHUNK, file.tokens))))
             else:
                 log.warning(
                     "data.verify: %s has no hashes in a %s; prepare it again to have some",
@@ -239,7 +239,7 @@ class TokenShards(TokenFiles):
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
         spans = [Span(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
-        parts = [self.piece(span) for span in spans]  # of a bucket: all of them are asked for
+        parts = [self.read_span(span) for span in spans]  # of a bucket: all of them are asked for
         for row, part in zip(windows, parts, strict=True):
             row[:] = part
         self.check_ids(windows, [[span] for span in spans])

@@ -93,7 +93,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def warn_about_spaces(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
     """Log a warning if prompts end in a space that would begin a token of the continuation."""
-    locations = [prompt.place for prompt in prompts if splits_a_token(tokenizer, prompt.text)]
+    locations = [prompt.location for prompt in prompts if splits_a_token(tokenizer, prompt.text)]
     if locations:
         log.warning(
             "%s%s: the prompt ends in a space, and tokens of this tokenizer begin with theirs: "

@@ -237,9 +237,9 @@ def _answer(decoder: Decoder, ids: list[int], tokenizer: Tokenizer, end: str, sa
     """Prints the answer as it comes, until Ctrl-C, and returns it."""
     tokens, text = _tokens(decoder, ids), ""
     try:
-        for piece in answer(tokens, ids, tokenizer, end):
-            say(piece)
-            text += piece
+        for part in answer(tokens, ids, tokenizer, end):
+            say(part)
+            text += part
     except KeyboardInterrupt:
         say(" (stopped)")
     say("\n")

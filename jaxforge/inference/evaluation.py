@@ -101,13 +101,13 @@ def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]
 
 
 def set_overrides(sets: Sequence[str]) -> list[str]:
-    """`--set NAME=DIR` as settings of `[eval]`, in place of the sets that are there."""
+    """Return the settings of `[eval]` for `--set NAME=DIR`; they replace configured sets."""
     tables = []
     for text in sets:
-        name, equals, place = text.partition("=")
-        if not (name and equals and place):
+        name, equals, location = text.partition("=")
+        if not (name and equals and location):
             raise UserError(f"--set {text}: expected NAME=DIR")
-        table, path = {"name": name, "dataset_path": place}, urls.path(place, f"--set {name}")
+        table, path = {"name": name, "dataset_path": location}, urls.path(location, f"--set {name}")
         if "*" in path.name:
             table |= {"dataset_path": str(path.parent), "file_pattern": path.name}
         tables.append(table)

@@ -163,19 +163,19 @@ def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> A
     return jax.lax.dynamic_slice_in_dim(spread(ids, "ring", devices), first, length, axis=1)
 
 
-_Way = tuple[str, Scoring]
+_RingSettings = tuple[str, Scoring]
 """The kernel of each turn, a key of `PARTS`, and what becomes of products."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    strategy: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Array:
     return _ring_saving(strategy, q, k, v, at, window, sinks)[0]
 
 
 def _go_round(
-    strategy: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Part:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
     queries, own = Queries(q, at), Keys(k, v, at)
@@ -203,13 +203,13 @@ def _passed_on(x: PyTree) -> PyTree:
 
 
 def _ring_saving(
-    strategy: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> tuple[Array, tuple[Any, ...]]:
     part = _go_round(strategy, q, k, v, at, window, sinks)
     return part.o, (q, k, v, at, window, sinks, part)
 
 
-def _ring_back(strategy: _Way, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
+def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
     """Keys go round again, and with them, a turn behind, what becomes their gradients."""
     q, k, v, at, window, sinks, whole = saved
     delta = jnp.sum(whole.o * d_o, axis=-1)

@@ -36,7 +36,7 @@ from jaxforge.kernels.flash_blocks import (
     meetings,
     spans,
 )
-from jaxforge.kernels.flash_kernels import Kind, Side, Tiles
+from jaxforge.kernels.flash_kernels import Kind, Tiles, TokenBlock
 from jaxforge.kernels.masking import chunk_ids
 from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
 
@@ -294,8 +294,8 @@ def _by_queries(given: _Given) -> _Layout:
     arguments = [
         (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), spans(some, every)),
         (of_q, given.q), (of_k, given.k), (of_k, given.v),
-        _side(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
-        _side(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
+        _sides_of(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
+        _sides_of(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
         _once(given.window),
     ]  # fmt: skip
     rows = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
@@ -312,8 +312,8 @@ def _by_keys(given: _Given, parts: int) -> _Layout:
     arguments = [
         (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), spans(some, every)),
         (of_q, given.q), (of_k, given.k), (of_k, given.v),
-        _side(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
-        _side(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
+        _sides_of(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
+        _sides_of(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
         _once(given.window),
     ]  # fmt: skip
     heads = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, h, 0))
@@ -329,8 +329,8 @@ def _meetings(given: _Given) -> tuple[Array, Array]:
 _spec = pl.BlockSpec
 
 
-def _side(tokens: Tokens, spec: pl.BlockSpec) -> tuple[Side, Side]:
-    return Side(spec, None if tokens.documents is None else spec), Side(*tokens)
+def _sides_of(tokens: Tokens, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
+    return TokenBlock(spec, None if tokens.documents is None else spec), TokenBlock(*tokens)
 
 
 def _once(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:

@@ -70,7 +70,7 @@ class Kind(NamedTuple):
         return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))  # tanh, also of large x
 
 
-class Side(NamedTuple):
+class TokenBlock(NamedTuple):
     """References to the rows of one side: positions, and documents or None."""
 
     at: Ref
@@ -103,8 +103,8 @@ def flash_forward(
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    queries: Side,
-    keys: Side,
+    queries: TokenBlock,
+    keys: TokenBlock,
     window: Ref | None,
     sinks: Ref | None,
     o_ref: Ref,
@@ -145,8 +145,8 @@ def flash_dq(
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    queries: Side,
-    keys: Side,
+    queries: TokenBlock,
+    keys: TokenBlock,
     window: Ref | None,
     do_ref: Ref,
     lse_ref: Ref,
@@ -180,8 +180,8 @@ def flash_dkv(
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    queries: Side,
-    keys: Side,
+    queries: TokenBlock,
+    keys: TokenBlock,
     window: Ref | None,
     do_ref: Ref,
     lse_ref: Ref,

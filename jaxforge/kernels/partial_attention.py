@@ -146,16 +146,16 @@ def gradients_of_part(
     queries = _in_place(queries)
     key_tiles = _tiles(keys, AFTER)
 
-    def one(sums: tuple[Array, Array], tile: tuple[Queries, OfQueries]) -> Any:  # noqa: ANN401
+    def add_tile(sums: tuple[Array, Array], tile: tuple[Queries, OfQueries]) -> Any:  # noqa: ANN401
         def of_keys(d_q: Array, keys: Keys) -> tuple[Array, tuple[Array, Array]]:
-            def found() -> Gradients:
+            def tile_gradients() -> Gradients:
                 return _gradients_of_tile(*tile, keys, scoring, window)
 
             def none() -> Gradients:
                 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys[:2])
                 return Gradients(jnp.zeros_like(d_q), *zeros)
 
-            got = jax.lax.cond(_may_see(tile[0], keys, window), found, none)
+            got = jax.lax.cond(_may_see(tile[0], keys, window), tile_gradients, none)
             return d_q + got.q, (got.k, got.v)
 
         d_q, of_tiles = jax.lax.scan(of_keys, jnp.zeros_like(tile[1].d_o), key_tiles)
@@ -163,7 +163,7 @@ def gradients_of_part(
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), key_tiles[:2])
     tiles = _tiles(queries, BEFORE), _tiles(of_queries, 0)
-    (d_k, d_v), d_q = jax.lax.scan(one, nothing, tiles)
+    (d_k, d_v), d_q = jax.lax.scan(add_tile, nothing, tiles)
     length = keys.k.shape[1]
     return Gradients(_joined(d_q, queries.q.shape[1]), _joined(d_k, length), _joined(d_v, length))
 

@@ -21,15 +21,15 @@ class Order(NamedTuple):
     """A permutation of rows: which row each place has, and which place each row."""
 
     row: Int[Array, "n"]
-    place: Int[Array, "n"]
+    position: Int[Array, "n"]
 
     @property
     def back(self) -> "Order":
         """Return the inverse order."""
-        return Order(self.place, self.row)
+        return Order(self.position, self.row)
 
 
-class Places(NamedTuple):
+class Assignments(NamedTuple):
     """Assignment of every row of the grouped products.
 
     Attributes:
@@ -49,15 +49,15 @@ def sorted_order(key_N: Int[Array, "n"], n_keys: int) -> tuple[Order, Int[Array,
     return Order(order, jnp.zeros_like(key_N).at[order].set(ascending, unique_indices=True)), sizes
 
 
-def sorted_places(key_TK: Int[Array, "t k"], n_keys: int) -> tuple[Places, Int[Array, "keys"]]:
+def sorted_places(key_TK: Int[Array, "t k"], n_keys: int) -> tuple[Assignments, Int[Array, "keys"]]:
     """Rows for all assignments in the order of a key, and how many there are of each key.
 
     Assignments whose key is `n_keys` come last and have no row.
     """
     order, sizes = sorted_order(key_TK.reshape(-1), n_keys)
     n, end = key_TK.size, jnp.sum(sizes)
-    row = jnp.where(order.place < end, order.place, n).reshape(key_TK.shape)
-    return Places(row, jnp.where(jnp.arange(n) < end, order.row, n)), sizes
+    row = jnp.where(order.position < end, order.position, n).reshape(key_TK.shape)
+    return Assignments(row, jnp.where(jnp.arange(n) < end, order.row, n)), sizes
 
 
 @jax.custom_vjp
@@ -73,13 +73,13 @@ reordered.defvjp(
 
 
 @jax.custom_vjp
-def to_rows(x_TD: Float[Array, "t d"], assignments: Places) -> Float[Array, "n d"]:
+def to_rows(x_TD: Float[Array, "t d"], assignments: Assignments) -> Float[Array, "n d"]:
     """The token of each row's assignment; anything where it has none."""
     return x_TD.at[assignments.assignment // assignments.row.shape[1]].get(mode="clip")
 
 
 @jax.custom_vjp
-def summed(rows_ND: Float[Array, "n d"], assignments: Places) -> Float[Array, "t d"]:
+def summed(rows_ND: Float[Array, "n d"], assignments: Assignments) -> Float[Array, "t d"]:
     """The rows of each token's assignments, added up in float32; `to_rows` transposed."""
     # One by one: XLA:CPU runs a sum over an axis apart from what makes its terms.
     of_tokens = (rows_ND.at[row].get(mode="fill", fill_value=0) for row in assignments.row.T)
@@ -98,7 +98,7 @@ summed.defvjp(
 
 
 @jax.custom_vjp
-def weights_of_rows(weight_TK: Float[Array, "t k"], assignments: Places) -> Float[Array, "n"]:
+def weights_of_rows(weight_TK: Float[Array, "t k"], assignments: Assignments) -> Float[Array, "n"]:
     """The weight of each row's assignment; anything where it has none."""
     return weight_TK.reshape(-1).at[assignments.assignment].get(mode="clip")
 

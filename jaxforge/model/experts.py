@@ -26,7 +26,7 @@ from jaxforge.kernels.grouped import grouped_matmul
 from jaxforge.kernels.grouped_fp8 import by_expert, grouped_matmul_fp8
 from jaxforge.model.attention import residual_std
 from jaxforge.model.dispatch import (
-    Places,
+    Assignments,
     reordered,
     sorted_order,
     sorted_places,
@@ -305,7 +305,7 @@ def _by_all_to_all(
         by_device = rows.reshape(devices, room, *rows.shape[1:])
         return collectives.all_to_all(by_device, EXPERTS).reshape(rows.shape)
 
-    def one(number: Array | int, operands: Operands, load: _Load) -> Array:
+    def run_round(number: Array | int, operands: Operands, load: _Load) -> Array:
         x_TD, weight_TK, linears = operands
         assignments = _places_in_round(load, number * room, room)
         expert = load.local_expert.at[assignments.assignment].get(
@@ -318,10 +318,10 @@ def _by_all_to_all(
         return summed(back, assignments)
 
     operands = (x_TD, weight_TK, linears)
-    y_TD = one(0, operands, load)
+    y_TD = run_round(0, operands, load)
     if (rounds := -(-most // room)) > 1:
         fullest = collectives.pmax(jnp.max(load.sizes), "tokens")
-        y_TD = y_TD + _further(one, rounds, fullest > room, operands, load)
+        y_TD = y_TD + _further(run_round, rounds, fullest > room, operands, load)
     return y_TD
 
 
@@ -336,7 +336,7 @@ class _Load(NamedTuple):
         first: the first row of each device.
     """
 
-    places: Places
+    assignments: Assignments
     device: Int[Array, "t k"]
     local_expert: Int[Array, "n"]
     sizes: Int[Array, "p"]
@@ -353,16 +353,16 @@ def _load_of_devices(expert_TK: Int[Array, "t k"], n_experts: int, devices: int)
     )
 
 
-def _places_in_round(load: _Load, begin: Array | int, room: int) -> Places:
+def _places_in_round(load: _Load, begin: Array | int, room: int) -> Assignments:
     """Rows [devices x room]: of each device's load, `room` assignments from `begin` on."""
     none, at = load.local_expert.shape[0], begin + jnp.arange(room)
     position = load.first[:, None] + at
-    assignment = load.places.assignment.at[position].get(mode="fill", fill_value=none)
+    assignment = load.assignments.assignment.at[position].get(mode="fill", fill_value=none)
     assignment = jnp.where(at < load.sizes[:, None], assignment, none)
-    slot = load.places.row - load.first[load.device] - begin
-    is_in = (slot >= 0) & (slot < room) & (load.places.row < none)
+    slot = load.assignments.row - load.first[load.device] - begin
+    is_in = (slot >= 0) & (slot < room) & (load.assignments.row < none)
     row = jnp.where(is_in, load.device * room + slot, assignment.size)
-    return Places(row, assignment.reshape(-1))
+    return Assignments(row, assignment.reshape(-1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -401,6 +401,6 @@ def _further_back(
 
 
 _further.defvjp(
-    lambda one, rounds, *saved: (_further(one, rounds, *saved), saved),
+    lambda run_round, rounds, *saved: (_further(run_round, rounds, *saved), saved),
     _further_back,
 )

@@ -185,7 +185,7 @@ def _before(
         return at_label, jnp.argmax(logits, axis=-1) == labels
 
     rows, width = labels.shape
-    n = _pieces(size_per_device(rows, "batch"), width, model.config.vocab_size)
+    n = _n_parts(size_per_device(rows, "batch"), width, model.config.vocab_size)
 
     def cut(x: Array) -> Array:
         return x.reshape(rows, n, width // n, *x.shape[2:]).swapaxes(0, 1)
@@ -195,7 +195,7 @@ def _before(
     return jnp.sum(jnp.where(counts, log_p, 0.0), 1), jnp.all(is_greedy | ~counts, axis=1)
 
 
-def _pieces(rows: int, width: int, vocab: int) -> int:
+def _n_parts(rows: int, width: int, vocab: int) -> int:
     """Into how many parts of equal width a device's labels are cut."""
     least = -(-rows * width * vocab // _LOGITS)
     return next(n for n in range(min(least, width), width + 1) if width % n == 0)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.model.linear import times
 from jaxforge.optim.eight_bit import ROOT
-from jaxforge.optim.moments import Kept, zeros
+from jaxforge.optim.moments import MomentStorage, zeros
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.update_rule import Step, transform
 
@@ -37,7 +37,7 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: PyTree,
-    state_dtype: Kept,
+    state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW as one transform.

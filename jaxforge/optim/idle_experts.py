@@ -123,10 +123,10 @@ def _update_experts(
         extra = {**extra, "applied": extra["applied"] & mask}
     updates, new = rule.update(grads, old, params, **extra)
 
-    def kept(n: Array, o: Array) -> Array:
+    def selected(n: Array, o: Array) -> Array:
         return n if advances_in_place(o) else jnp.where(mask, n, o)
 
-    new = type(new)(*(jax.tree.map(kept, n, o) if n is not None else None
+    new = type(new)(*(jax.tree.map(selected, n, o) if n is not None else None
                       for n, o in zip(new, old, strict=True)))  # fmt: skip
     counts = {name: getattr(new, name).reshape(shape[:2]) for name in counts}
     return jax.tree.map(lambda u: jnp.where(mask, u, 0), updates), new._replace(**counts)

@@ -7,7 +7,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from jaxforge.model.linear import times
-from jaxforge.optim.moments import Kept, zeros
+from jaxforge.optim.moments import MomentStorage, zeros
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.update_rule import Step, transform
 
@@ -25,7 +25,7 @@ def lion(
     *,
     betas: tuple[float, float],
     weight_decay: PyTree,
-    state_dtype: Kept,
+    state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion as one transform.

@@ -55,7 +55,7 @@ class OnHost:
     dtype: jnp.dtype
 
 
-Kept = jnp.dtype | EightBit | OnHost
+MomentStorage = jnp.dtype | EightBit | OnHost
 """What moments are stored in, and where."""
 
 Moment = Array | Packed
@@ -64,22 +64,24 @@ Bits = Callable[[Int[Array, ""] | int, int], UInt32[Array, "r c"]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """A parameter: its name, and its logical axes where they are needed."""
 
     name: str
     axes: Axes = ()
 
 
-def places(params: PyTree, storage: Kept) -> PyTree:
-    """The `Place` of every parameter."""
+def locations(params: PyTree, storage: MomentStorage) -> PyTree:
+    """The `Location` of every parameter."""
     axes = flatten_dict(storage.axes) if isinstance(storage, EightBit) else {}
     return unflatten_dict(
-        {path: Place(".".join(path), axes.get(path, ())) for path in flatten_dict(params)}
+        {path: Location(".".join(path), axes.get(path, ())) for path in flatten_dict(params)}
     )
 
 
-def zeros(params: PyTree, storage: Kept, dtype: jnp.dtype = SIGNED) -> tuple[PyTree, PyTree | None]:
+def zeros(
+    params: PyTree, storage: MomentStorage, dtype: jnp.dtype = SIGNED
+) -> tuple[PyTree, PyTree | None]:
     """Moments before the first update, and their scales: None where there are none.
 
     Args:
@@ -142,14 +144,14 @@ class Turn:
             do is up to the caller, who has both then: here the old ones are gone.
     """
 
-    kept: Kept
+    storage: MomentStorage
     number: Int[Array, "..."]
     applied: Bool[Array, "..."] | bool = True
 
     def advance(
         self,
         rule: Rule,
-        location: Place,
+        location: Location,
         g: Array,
         *moments: Moment,
         scalars: tuple[Array, ...] = (),
@@ -180,15 +182,15 @@ class Turn:
     def _in_place(
         self,
         rule: Rule,
-        location: Place,
+        location: Location,
         g: Array,
         moments: tuple[Packed, ...],
         scalars: tuple[Array, ...],
     ) -> tuple[Array, tuple[Packed, ...]]:
         """Each device's part on its own: blocks are whole there (`state.train_state`)."""
-        assert isinstance(self.kept, EightBit)
+        assert isinstance(self.storage, EightBit)
         number = jnp.sum(self.number) if self.number.ndim else self.number
-        key = key_of(self.kept.seed, f"moments/{location.name}", number)
+        key = key_of(self.storage.seed, f"moments/{location.name}", number)
         whole, spec = g.shape, partition_spec(location.axes)
         mesh = jax.sharding.get_abstract_mesh()
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.linear import is_matrix, times
 from jaxforge.optim.adamw import AdamWState, adamw
-from jaxforge.optim.moments import Kept, zeros
+from jaxforge.optim.moments import MomentStorage, zeros
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split
 from jaxforge.optim.update_rule import Step, transform
@@ -60,7 +60,7 @@ def muon(
     betas: tuple[float, float],
     eps: float,
     weight_decay: PyTree,
-    state_dtype: Kept,
+    state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
     muon_factors: PyTree | None = None,
     takes: Takes | None = None,

@@ -19,7 +19,7 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.idle_experts import skip_idle_experts
 from jaxforge.optim.lion import lion
-from jaxforge.optim.moments import EightBit, Kept, OnHost
+from jaxforge.optim.moments import EightBit, MomentStorage, OnHost
 from jaxforge.optim.muon import muon, muon_takes
 from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Rate, learning_rate
@@ -102,7 +102,7 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
         # Adam's, as much smaller as gradients are (`model.mup`).
         "eps": config.optimizer.eps * mup.output_multiplier(config.model),
         "weight_decay": decay_groups(axes, config.optimizer),
-        "state_dtype": _kept(config.train, axes),
+        "state_dtype": _moment_storage(config.train, axes),
         "lr_factors": _factors(mup.lr_factor, config, axes),
     }
 
@@ -115,7 +115,7 @@ def _factors(
     return unflatten_dict({path: factor(config.model, of) for path, of in named.items()})
 
 
-def _kept(train: TrainConfig, axes: PyTree) -> Kept:
+def _moment_storage(train: TrainConfig, axes: PyTree) -> MomentStorage:
     """Return the storage format of moments."""
     if train.opt_state_dtype == EIGHT_BIT:
         return EightBit(axes, train.seed)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
 from jaxforge.state.block_checksum import FACTOR
-from jaxforge.state.checksum import fmix32, places
+from jaxforge.state.checksum import element_indices, fmix32
 
 
 def key_of(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
@@ -28,7 +28,7 @@ def key_of(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
 
 def words_of(key: UInt32[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """32 random bits for each number of an array, laid out by the partitioner."""
-    return fmix32(places(shape) * jnp.uint32(FACTOR) + key)
+    return fmix32(element_indices(shape) * jnp.uint32(FACTOR) + key)
 
 
 def words(

@@ -60,14 +60,14 @@ def stochastic(params: PyTree, updates: PyTree, seed: int, step: Int[Array, ""])
         step: steps made; each has bits of its own.
     """
 
-    def one(path: jax.tree_util.KeyPath, p: Array, u: Array) -> Array:
+    def round_leaf(path: jax.tree_util.KeyPath, p: Array, u: Array) -> Array:
         if p.dtype != jnp.bfloat16:  # a part of the model that is always wider
             return (p + u).astype(p.dtype)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         key = key_of(seed, f"params/{name}", step)
         return round_up_or_down(p.astype(jnp.float32) + u, words_of(key, p.shape))
 
-    return jax.tree_util.tree_map_with_path(one, params, updates)
+    return jax.tree_util.tree_map_with_path(round_leaf, params, updates)
 
 
 def round_up_or_down(x: Float[Array, "..."], bits: Array) -> Array:

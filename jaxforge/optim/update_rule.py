@@ -7,7 +7,7 @@ import jax
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxforge.optim.moments import Kept, Rule, Turn, joined, parted, places
+from jaxforge.optim.moments import MomentStorage, Rule, Turn, joined, locations, parted
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import unzip
 
@@ -59,7 +59,7 @@ class Step(NamedTuple):
         given = (unit_factors if tree is None else tree for tree in trees)
         stored = [joined(getattr(state, m), getattr(state, f"{m}_scales")) for m in moments]
         stored += [getattr(state, name) for name in weights]
-        at = places(params, self.turn.kept)
+        at = locations(params, self.turn.storage)
         leaves = jax.tree.map(update_leaf, params, grads, at, *stored, *given)
         changes, *results = unzip(1 + len(stored), leaves, params)
         fields = dict(zip((*weights, *moments), results, strict=True))
@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
 def transform(
     schedule: Schedule,
-    state_dtype: Kept,
+    state_dtype: MomentStorage,
     init: Callable[[PyTree], State],
     update: Callable[[Step, PyTree, State, PyTree], tuple[PyTree, State]],
 ) -> optax.GradientTransformationExtraArgs:

@@ -64,7 +64,7 @@ class Chip(NamedTuple):
     link: float = 0
     network: float = 0
     flops_per_cycle: int = 0
-    sides: int = 2
+    n_sides: int = 2
     torus_side: int = 0
     target: GpuTarget | None = None
 
@@ -87,7 +87,7 @@ _CHIPS = (
     Chip("v5e", "tpu", ("TPU v5 lite", "TPU v5e"), 197e12, int(15.75 * _GIB), 819e9,
          link=50e9, network=3.125e9, flops_per_cycle=131_072, torus_side=16),
     Chip("v5p", "tpu", ("TPU v5", "TPU v5p"), 459e12, int(95.74 * _GIB), 2765e9,
-         link=100e9, network=6.25e9, flops_per_cycle=262_144, sides=3, torus_side=4),
+         link=100e9, network=6.25e9, flops_per_cycle=262_144, n_sides=3, torus_side=4),
     Chip("v6e", "tpu", ("TPU v6 lite", "TPU v6e"), 918e12, int(31.25 * _GIB), 1640e9,
          link=100e9, network=12.5e9, flops_per_cycle=524_288, torus_side=16),
     Chip("h100", "gpu", ("H100",), 989e12, 84_942_979_072, 3_352_320_000_000,

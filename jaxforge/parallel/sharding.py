@@ -80,13 +80,13 @@ def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh | AbstractMesh) -
         UserError: a dimension does not divide by the mesh axis that splits it.
     """
 
-    def place(
+    def sharding_of(
         path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, names: Axes
     ) -> NamedSharding:
         _check_divides(jax.tree_util.keystr(path, simple=True, separator="."), leaf, names, mesh)
         return NamedSharding(mesh, partition_spec(names))
 
-    return jax.tree_util.tree_map_with_path(place, abstract, axes)
+    return jax.tree_util.tree_map_with_path(sharding_of, abstract, axes)
 
 
 TOKENS: Axes = (None, "batch", "context")

@@ -79,11 +79,11 @@ def _numbers(
     numerals = is_digit.sum(axis=0)
     good = (numerals > 0) & (dots < 2) & (numerals + dots + negative == length)
     for i in np.flatnonzero(asked & ~good):  # with exponents, or null
-        values[i], good[i] = _one(text[starts[i] : stops[i]])
+        values[i], good[i] = _parse_value(text[starts[i] : stops[i]])
     return values, good
 
 
-def _one(text: bytes) -> tuple[float, bool]:
+def _parse_value(text: bytes) -> tuple[float, bool]:
     if text == b"null":
         return np.nan, True
     try:

@@ -230,12 +230,12 @@ def start_before(run: Path, step: int) -> int:
 
 def steps_by_start(run: Path, first: int, last: int) -> list[tuple[int, int]]:
     """Steps from `first` to `last`, cut where the run was started with another config."""
-    found = []
+    starts = []
     while last >= first:
         start = start_before(run, last)
-        found.append((max(first, start + 1), last))
+        starts.append((max(first, start + 1), last))
         last = start
-    return found[::-1]
+    return starts[::-1]
 
 
 def _starts(run: Path) -> list[int]:

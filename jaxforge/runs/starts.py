@@ -70,7 +70,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that compute."""
     return {"python": platform.python_version()} | {
-        name: found for name in PACKAGES if (found := _version(name))
+        name: version for name in PACKAGES if (version := _version(name))
     }
 
 

@@ -23,10 +23,10 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     any other.
     """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    return jnp.sum(fmix32(bits + places(x.shape) * jnp.uint32(FACTOR)), dtype=jnp.uint32)
+    return jnp.sum(fmix32(bits + element_indices(x.shape) * jnp.uint32(FACTOR)), dtype=jnp.uint32)
 
 
-def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+def element_indices(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """Return the place of each element of an array in row-major order, modulo 2^32."""
     index = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):

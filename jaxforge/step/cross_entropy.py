@@ -203,11 +203,11 @@ def _sums(
     if _by_chunks(tiling, head_VD):
         return _by_vocab(tiling, hidden_BSD, weights, labels_BS, masks)[0]
 
-    def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
+    def fold_tile(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
         return total.plus(_tile_sums(tile, weights, masks.dataset, tiling.softcap)[0]), None
 
     tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS, masks.padding)
-    return _fold(one, _tile_sums(none, weights, masks.dataset, tiling.softcap)[0], tiles)[0]
+    return _fold(fold_tile, _tile_sums(none, weights, masks.dataset, tiling.softcap)[0], tiles)[0]
 
 
 def _gathered(head_VD: Array, dtype: jnp.dtype) -> Array:
@@ -420,13 +420,13 @@ def _gradient_by_tokens(
         d_hidden = product("tv,vd->td", d_logits, weights)
         return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
 
-    def one(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
+    def fold_tile(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
         sums, d_hidden, d_head = of_tile(tile)
         return (carry[0].plus(sums), constrain(carry[1] + d_head, "embed", "vocab")), d_hidden
 
     tiles, none = _tiles(tiling.tokens, hidden, labels, masks.padding)
     no_sums, _, no_gradient = of_tile(none)  # zeros that vary over the same mesh axes
-    (sums, d_head), d_tiles = _fold(one, (no_sums, no_gradient), tiles)
+    (sums, d_head), d_tiles = _fold(fold_tile, (no_sums, no_gradient), tiles)
     batch, length, dim = hidden.shape
     d_hidden = d_tiles.reshape(-1, batch, tiling.tokens, dim).swapaxes(0, 1)
     d_hidden = d_hidden.reshape(batch, -1, dim)[:, :length]
@@ -439,7 +439,7 @@ def _by_vocab(
     """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
     tile = _whole(hidden, labels, masks.padding)
 
-    def one(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
+    def fold_tile(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
         top, total, label_logits = carry
         logits = chunk.logits(tile.hidden, tiling.softcap)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
@@ -449,7 +449,7 @@ def _by_vocab(
 
     zeros = jnp.sum(_zeros(tile.hidden, weights)[:, :0], axis=-1)
     chunks = chunks_of(weights, tiling.vocab)
-    (top, total, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
+    (top, total, label_logits), _ = jax.lax.scan(fold_tile, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(total))
     return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), masks.dataset), lse
 
@@ -465,7 +465,7 @@ def _gradient_by_vocab(
 ) -> tuple[Array, Array]:
     """Gradients of the hidden states [b, s, d], and of the head [v, d] in `dtype`."""
 
-    def one(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
+    def fold_tile(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
         is_label = chunk.ids == tile.labels[:, None]
         logits = chunk.logits(tile.hidden, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse[:, None], is_label, tiling.softcap)
@@ -473,7 +473,7 @@ def _gradient_by_vocab(
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(dtype)
 
     chunks = chunks_of(weights, tiling.vocab)
-    d_hidden, d_chunks = jax.lax.scan(one, _zeros(tile.hidden, weights), chunks)
+    d_hidden, d_chunks = jax.lax.scan(fold_tile, _zeros(tile.hidden, weights), chunks)
     d_head = constrain(joined(d_chunks, len(weights)), *_HEAD)
     return collectives.psum(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
 

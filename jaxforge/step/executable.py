@@ -152,7 +152,7 @@ def _surroundings(mesh: Mesh) -> dict[str, Any]:
     devices: list[jax.Device] = list(mesh.devices.flat)
     packages = PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
     return {
-        "versions": {name: found for name in packages if (found := version_of(name))},
+        "versions": {name: version for name in packages if (version := version_of(name))},
         "devices": sorted({device.device_kind for device in devices}),
         "ids": [device.id for device in devices],
     }

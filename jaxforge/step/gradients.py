@@ -234,7 +234,7 @@ def pipelined(
         loss_terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.loss_terms)
     )
     losses = Loss(carry.loss_aux.with_layer_losses(whole), layers._replace(loss_terms={}))
-    grads = {**carry.rest, LAYERS: carry.layers}
+    grads = {**carry.outer, LAYERS: carry.layers}
     return _of_group(grads, losses) if by_group else (grads, losses)
 
 
@@ -380,7 +380,7 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
         params = jax.tree.map(gather, params, model.axes)
         state = jax.tree.map(gather, state, model.state.axes)
         grads, losses = groups(params, state, batch, token)
-        add, largest = (functools.partial(one, axis=0) for one in (jnp.sum, jnp.max))
+        add, largest = (functools.partial(function, axis=0) for function in (jnp.sum, jnp.max))
         return reduce(grads), combine(add, largest, losses)
 
     return gradients
@@ -401,7 +401,7 @@ def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params],
     Manual over every axis: left to the partitioner, the tp shards would be gathered first.
     """
 
-    def one(grad: Array, axes: Axes) -> Array:
+    def reduce_gradient(grad: Array, axes: Axes) -> Array:
         grad, groups = grad[0], group_axes(axes)
         if is_matrix(axes):
             grad = grad.astype(dtype)
@@ -412,7 +412,7 @@ def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params],
         return jax.lax.psum(grad, groups).astype(jnp.float32)
 
     return jax.shard_map(
-        lambda grads: jax.tree.map(one, grads, axes),
+        lambda grads: jax.tree.map(reduce_gradient, grads, axes),
         mesh=mesh,
         in_specs=(_specs(axes, mesh.axis_names, grouped=True),),
         out_specs=_by_axes(partition_spec, axes),

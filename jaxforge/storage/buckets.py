@@ -180,13 +180,13 @@ class _Upload(io.BytesIO):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self._place = url
+        self._url = url
 
     def close(self) -> None:
         if not self.closed:
             data = self.getvalue()
             super().close()
-            write(self._place, data)
+            write(self._url, data)
 
     def abandon(self) -> None:
         """Closes it without an object."""

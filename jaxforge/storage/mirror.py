@@ -27,7 +27,7 @@ INTERVAL = 30.0
 """Seconds between looks at the files."""
 
 _UNFINISHED = ".partial"
-_PIECE = 1 << 24  # bytes in memory of a file that is copied
+_BLOCK = 1 << 24  # bytes in memory of a file that is copied
 
 
 def files(run: str) -> Path:
@@ -155,7 +155,7 @@ class Mirror:
             return
         url = self._run / path.relative_to(self._here).as_posix()
         with path.open("rb") as source, url.open("wb") as file:
-            shutil.copyfileobj(source, file, _PIECE)
+            shutil.copyfileobj(source, file, _BLOCK)
         self._copied[path] = state
 
     def _watch(self) -> None:

@@ -56,7 +56,7 @@ def of_run(run: str | os.PathLike) -> Decision:
     Args:
         run: its directory, on this machine or in a bucket.
     """
-    path = _place(run)
+    path = _resolved(run)
 
     def is_trusted(names: PluginNames) -> bool:
         if _ALL in _granted or path in _granted:
@@ -77,7 +77,7 @@ def if_told(run: str | os.PathLike) -> Decision:
 
 def grant(run: str | os.PathLike) -> None:
     """Trust the plugins of a run for as long as this process lasts."""
-    _granted.add(_place(run))
+    _granted.add(_resolved(run))
 
 
 def grant_all(is_granted: bool) -> None:
@@ -87,7 +87,7 @@ def grant_all(is_granted: bool) -> None:
 
 def is_granted(run: str | os.PathLike) -> bool:
     """Return whether this process was told to trust the plugins of a run."""
-    return bool({_ALL, _place(run)} & _granted)
+    return bool({_ALL, _resolved(run)} & _granted)
 
 
 def note(run: str | os.PathLike, names: PluginNames) -> None:
@@ -98,7 +98,7 @@ def note(run: str | os.PathLike, names: PluginNames) -> None:
     """
     if not names.all_modules():
         return
-    path, directory = _place(run), _directory()
+    path, directory = _resolved(run), _directory()
     safe_files.private_directory(directory)
     record = {"run": path, "plugins": names._asdict(), "path": _roots(names.all_modules())}
     safe_files.replace_text(directory / _file(path, names), json.dumps(record) + "\n")
@@ -116,7 +116,7 @@ def _directory() -> Path:
     return Path(state) / "jaxforge" / "trusted"
 
 
-def _place(run: str | os.PathLike) -> str:
+def _resolved(run: str | os.PathLike) -> str:
     return os.fspath(run) if urls.in_bucket(run) else os.path.realpath(run)
 
 
@@ -124,13 +124,13 @@ def _file(path: str, names: PluginNames) -> str:
     return hashlib.sha256(json.dumps([path, *names]).encode()).hexdigest() + ".json"
 
 
-def _record(place: str, names: PluginNames) -> list[str] | None:
+def _record(path: str, names: PluginNames) -> list[str] | None:
     """The directories in which the plugins were found when this user trained the run."""
     directory = _directory()
-    path = directory / _file(place, names)
-    if not safe_files.is_private(directory) or not path.is_file():
+    record = directory / _file(path, names)
+    if not safe_files.is_private(directory) or not record.is_file():
         return None
-    return json.loads(path.read_text())["path"]
+    return json.loads(record.read_text())["path"]
 
 
 def _roots(modules: Sequence[str]) -> list[str]:

@@ -55,7 +55,7 @@ def fault(text: str | os.PathLike) -> str | None:
     match = _URL.match(os.fspath(text))
     if match is None:
         return None
-    scheme, slashes, rest = match.groups()
+    scheme, slashes, tail = match.groups()
     given = os.fspath(text)
     if scheme not in SCHEMES:
         return (
@@ -63,7 +63,7 @@ def fault(text: str | os.PathLike) -> str | None:
             "and name a directory in it"
         )
     if slashes != "//":
-        return f"{given}: a URL has two slashes; write {scheme}://{rest}"
-    if not all(rest.partition("/")[::2]):
+        return f"{given}: a URL has two slashes; write {scheme}://{tail}"
+    if not all(tail.partition("/")[::2]):
         return f"{given} names no directory of a bucket; write {scheme}://bucket/directory"
     return None

@@ -106,7 +106,7 @@ def add_log_file(run: Path) -> None:
 class _LogFile(logging.FileHandler):
     """A log that a full disk stops, once with a word: what is logged is on the terminal, too."""
 
-    _told = False
+    _has_warned = False
 
     def _open(self) -> TextIOWrapper:
         file = safe_files.open_to_append(Path(self.baseFilename))
@@ -117,8 +117,8 @@ class _LogFile(logging.FileHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._told:
-            self._told = True
+        elif not self._has_warned:
+            self._has_warned = True
             said = streams.tolerant(sys.stderr)
             print(f"{self.baseFilename} takes no messages: {error}", file=said)
 

@@ -8,7 +8,14 @@ from jaxtyping import Float
 
 from jaxforge.telemetry.sinks import Metrics
 
-TOLD = ("expert_counts", "aux_loss", "router_z", "router_entropy", "router_bias", "dropped")
+ROUTER_OUTPUTS = (
+    "expert_counts",
+    "aux_loss",
+    "router_z",
+    "router_entropy",
+    "router_bias",
+    "dropped",
+)
 """What routers tell of every layer (`model.router`)."""
 LOAD = "moe/load/layers."
 """Name of a layer's list of loads, without the layer."""
@@ -27,13 +34,18 @@ def moe_metrics(outputs: Mapping[str, Any]) -> Metrics:
         moe/load/…            of each expert its assignments, relative to an even load: a list
 
     Args:
-        outputs: by the names of `TOLD`, one row for each layer; NaN or 0 of layers without experts.
+        outputs: values by the names of `ROUTER_OUTPUTS`, one row for each layer; NaN or 0 for
+            layers without experts.
     """
     if "expert_counts" not in outputs:
         return {}
     counts_LE = np.asarray(outputs["expert_counts"], np.float64)
     layers = np.flatnonzero(counts_LE.sum(axis=1))
-    means = {name: np.asarray(outputs[name], np.float64) for name in TOLD[1:] if name in outputs}
+    means = {
+        name: np.asarray(outputs[name], np.float64)
+        for name in ROUTER_OUTPUTS[1:]
+        if name in outputs
+    }
     metrics: Metrics = {
         "moe/aux_loss": float(means["aux_loss"][layers].sum()),
         "moe/router_z_loss": float(means["router_z"][layers].sum()),

@@ -13,7 +13,7 @@ import jax
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel import hardware
 from jaxforge.telemetry import flops
-from jaxforge.telemetry.expert_load import TOLD, moe_metrics
+from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
 from jaxforge.telemetry.sinks import Metrics
 
 
@@ -216,7 +216,7 @@ def side_metrics(values: Mapping[str, Any]) -> Metrics:
     aux = values.get("side", {})
     metrics |= moe_metrics(aux)
     for name, value in aux.items():
-        if name in TOLD and "expert_counts" in aux:
+        if name in ROUTER_OUTPUTS and "expert_counts" in aux:
             continue
         if value.ndim == 0:
             metrics[f"model/{name}"] = float(value)

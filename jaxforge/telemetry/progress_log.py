@@ -142,8 +142,8 @@ def _parse(line: str) -> tuple[datetime.datetime, int, str, dict[str, str]]:
     Raises:
         ValueError: it is not such a line.
     """
-    when, _, devices, event, *rest = line.split("\t")
-    fields = dict(field.split(": ", 1) for field in rest)
+    when, _, devices, event, *pairs = line.split("\t")
+    fields = dict(field.split(": ", 1) for field in pairs)
     return (
         datetime.datetime.strptime(when, _TIME),
         int(devices.removeprefix("# GPUs: ")),

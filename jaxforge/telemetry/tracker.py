@@ -124,7 +124,7 @@ class Tracker:
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
         of_datasets = _OF_DATASETS if self._datasets else ()
-        besides = [name for name in (*_SIDE, "loss_scale") if name in metrics]
+        besides = [name for name in (*_AUX, "loss_scale") if name in metrics]
         names = (*_FETCHED, *of_datasets, *self._extras, *besides)
         fetched = {name: metrics[name] for name in names}
         labels = metrics.get("valid_tokens", 1)
@@ -206,7 +206,7 @@ class Tracker:
 
     def _log_latest(self, latest: _Launched, writers: Sequence[int]) -> None:
         launched = list(self._launched)
-        each = [(one.loss, one.skipped, one.labels) for one in launched]
+        each = [(launch.loss, launch.skipped, launch.labels) for launch in launched]
         values, fetched = jax.device_get((latest.metrics, each))
         self._latest = None
         self._launched.clear()
@@ -219,8 +219,8 @@ class Tracker:
             latest = launched[took_place - 1]
             values = jax.device_get(latest.metrics)
         losses = [float(loss) for loss, *_ in fetched[:took_place]]
-        skipped, labels = ([int(one[i]) for one in fetched[:took_place]] for i in (1, 2))
-        left_out = sum(one.step in self._left_out for one in launched[:took_place])
+        skipped, labels = ([int(launch[i]) for launch in fetched[:took_place]] for i in (1, 2))
+        left_out = sum(launch.step in self._left_out for launch in launched[:took_place])
         self._sums = self._sums._replace(left_out=self._sums.left_out + left_out)
         self._sums = self._sums.plus(losses, skipped, labels)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
@@ -303,7 +303,7 @@ class Tracker:
 _MOST = 1000  # steps between two looks at the device
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
-_SIDE = ("losses", "side")
+_AUX = ("losses", "side")
 
 
 def _padding(values: dict[str, Any]) -> Metrics:

@@ -121,17 +121,17 @@ def curve_svg(trained: Sequence[Point], evaluated: Sequence[Point], max_steps: i
     span = (high - low) or 1.0
     width, height = _WIDTH - _LEFT, _HEIGHT - _BELOW
 
-    def place(point: Point) -> str:
+    def to_text(point: Point) -> str:
         step, loss = point
         x = _LEFT + width * step / max(1, max_steps)
         return f"{x:.1f},{4 + (height - 8) * (high - loss) / span:.1f}"
 
     def curve(points: Sequence[Point], colour: str) -> Iterator[str]:
-        positions = " ".join(place(point) for point in points if math.isfinite(point[1]))
+        positions = " ".join(to_text(point) for point in points if math.isfinite(point[1]))
         yield f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{positions}"/>'
 
     def dots(points: Sequence[Point], colour: str) -> Iterator[str]:
-        for x, y in (place(point).split(",") for point in points if math.isfinite(point[1])):
+        for x, y in (to_text(point).split(",") for point in points if math.isfinite(point[1])):
             yield f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>'
 
     def label(x: float, y: float, anchor: str, text: str, colour: str = "currentColor") -> str:

@@ -18,14 +18,14 @@ USUAL = {
 }
 
 
-def told(sections, platform="cpu"):
+def warnings_of(sections, platform="cpu"):
     merged = {name: {**USUAL.get(name, {}), **sections.get(name, {})}
               for name in (*USUAL, *(sections.keys() - USUAL.keys()))}  # fmt: skip
     return useless(JobConfig.model_validate(merged), platform)
 
 
 def test_nothing_is_said_of_what_does_something():
-    assert told({}) == []
+    assert warnings_of({}) == []
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_nothing_is_said_of_what_does_something():
     ],
 )  # fmt: skip
 def test_what_is_useless_is_named_with_its_value_and_a_change(sections, said):
-    (warning,) = told(sections)
+    (warning,) = warnings_of(sections)
     assert said in warning
 
 
 def test_what_is_off_is_not_asked_for():
     off = {"enabled": False, "interval": 1000, "dataset_path": "data/web/train"}
-    assert told({"eval": off, "metrics": {"straggler_report_interval": 999}}) == []
-    assert told({"train": {"mixed_precision": "bf16"}}, "gpu") == []
+    assert warnings_of({"eval": off, "metrics": {"straggler_report_interval": 999}}) == []
+    assert warnings_of({"train": {"mixed_precision": "bf16"}}, "gpu") == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -82,23 +82,23 @@ def test_the_beginning_of_a_text_makes_room():
     assert dialogue.ask("") == (list(b"23456789"), "the model sees the last 8 tokens of 9")
 
 
-def pieces(text, end="", prompt="a"):
+def printed_parts(text, end="", prompt="a"):
     tokens = iter(BYTES.encode(text))
     return list(answer(tokens, BYTES.encode(prompt), BYTES, end)), bytes(tokens)
 
 
 def test_characters_come_whole():
-    assert pieces("né!") == (["n", "é", "!", ""], b"")
-    assert "".join(pieces("né🙂")[0]) == "né🙂"
+    assert printed_parts("né!") == (["n", "é", "!", ""], b"")
+    assert "".join(printed_parts("né🙂")[0]) == "né🙂"
     assert "".join(answer(iter([0xC3]), [97], BYTES, "")) == "�"  # the end came within one
 
 
 def test_an_answer_ends_where_the_template_ends_it():
-    shown, unread = pieces("yes\nU and\nUser: more", end="\nUser:")
+    shown, unread = printed_parts("yes\nU and\nUser: more", end="\nUser:")
     assert "".join(shown) == "yes\nU and"
     assert unread == b" more"  # nothing is drawn in vain
     assert "\nU" not in shown  # it may have been the beginning of the end
-    assert "".join(pieces("yes\nUs", end="\nUser:")[0]) == "yes\nUs"
+    assert "".join(printed_parts("yes\nUs", end="\nUser:")[0]) == "yes\nUs"
 
 
 def test_a_special_token_ends_an_answer(chat):

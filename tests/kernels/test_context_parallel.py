@@ -11,12 +11,12 @@ def test_devices_of_a_ring_have_an_early_and_a_late_part():
     assert order_of_parts("ulysses", 4).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("way", ["ulysses", "ring"])
-def test_tokens_find_back_into_their_order(way):
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_tokens_find_back_into_their_order(strategy):
     tokens = np.arange(48).reshape(2, 24)
-    laid_out = spread(tokens, way, 4)
-    assert (laid_out[0].tolist() != tokens[0].tolist()) == (way == "ring")
-    np.testing.assert_array_equal(gathered(laid_out, way, 4), tokens)
+    laid_out = spread(tokens, strategy, 4)
+    assert (laid_out[0].tolist() != tokens[0].tolist()) == (strategy == "ring")
+    np.testing.assert_array_equal(gathered(laid_out, strategy, 4), tokens)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

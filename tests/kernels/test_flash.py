@@ -83,7 +83,7 @@ def test_heads_are_summed_in_the_kernel_or_after_it(monkeypatch, programs):
     jax.tree.map(CLOSE, ours, reference)
 
 
-def pieces(x, size):
+def chunks(x, size):
     return [x[:, at : at + size] for at in range(0, x.shape[1], size)]
 
 
@@ -111,8 +111,8 @@ def test_pieces_of_the_keys_put_together_are_the_whole():
     expected = [np.asarray(each)[:, order] for each in whole(q, k, v, d_y)]
     q, k, v, at, ids, d_y = (x[:, order] for x in (q, k, v, at, ids, d_y))
     queries = Tokens(at, ids)
-    keys = [Tokens(*each) for each in zip(pieces(at, size), pieces(ids, size), strict=True)]
-    kv = list(zip(pieces(k, size), pieces(v, size), keys, strict=True))
+    keys = [Tokens(*each) for each in zip(chunks(at, size), chunks(ids, size), strict=True)]
+    kv = list(zip(chunks(k, size), chunks(v, size), keys, strict=True))
 
     result = [map(np.asarray, FORWARD(q, k, v, queries, t, window, scoring)) for k, v, t in kv]
     outputs, sums = zip(*result, strict=True)

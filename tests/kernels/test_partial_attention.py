@@ -81,7 +81,7 @@ def _positions(start, end):
     return np.tile(np.arange(start, end), (ROWS, 1))
 
 
-def told(options):
+def described(options):
     window = options.get("window")
     window = None if window is None else jnp.int32(window)
     return options.get("scoring", Scoring()), window
@@ -95,7 +95,7 @@ def test_two_parts_of_the_keys_are_the_whole(name, case):
 
     @jax.jit
     def in_parts(q, k, v, d_o):
-        looking, how = queries(q, options.get("segment_ids")), told(options)
+        looking, how = queries(q, options.get("segment_ids")), described(options)
         keys = parts(k, v, options.get("segment_ids"))
         first, second = (kernel.attend(looking, each, *how) for each in keys)
         got = first.merged(second)

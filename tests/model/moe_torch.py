@@ -1,6 +1,6 @@
 """A small decoder with experts in plain torch, and its training, written from the formulas.
 
-Parameters have KempnerForge's names, and so does what no gradient moves, the `kept`: the mean load
+Parameters have KempnerForge's names, and so does what no gradient moves, the `state`: the mean load
 or, chosen with only, the bias of each expert. Nothing is sorted, grouped or fused.
 """
 
@@ -193,7 +193,7 @@ class Training:
     """
 
     def __init__(self, config: JobConfig, params: Named, named: Named, *, skips_idle: bool = False):
-        self.config, self.params, self.kept, self.step = config, params, named, 0
+        self.config, self.params, self.state, self.step = config, params, named, 0
         self.skips_idle = skips_idle
         o = config.optimizer
         decay = [x for name, x in params.items() if x.ndim > 1 and "bias" not in name]
@@ -214,7 +214,7 @@ class Training:
         self.optimizer.zero_grad()
         whole, counts = 0.0, {}
         for x, y in zip(tokens, labels, strict=True):
-            logits, extra, routings = forward(self.config.model, self.params, self.kept, x)
+            logits, extra, routings = forward(self.config.model, self.params, self.state, x)
             loss = functional.cross_entropy(logits.flatten(0, 1), y.flatten()) + extra
             (loss / len(tokens)).backward()
             whole += loss.item() / len(tokens)
@@ -237,8 +237,8 @@ class Training:
         rate = bias_rate(c, self.step / self.config.train.max_steps)
         if bias_update(c) == "sign":
             missing = counts.sum() - counts * c.num_experts  # from the mean, without rounding
-            self.kept[f"{name}.expert_bias"] += rate * torch.sign(missing)
+            self.state[f"{name}.expert_bias"] += rate * torch.sign(missing)
         if bias_update(c) == "kempnerforge":
-            ema = self.kept[f"{name}.expert_ema"]
+            ema = self.state[f"{name}.expert_ema"]
             ema.lerp_(counts / counts.sum(dtype=ema.dtype), 0.01)
             self.params[f"{name}.expert_bias"] += rate * (1 / c.num_experts - ema)

@@ -438,15 +438,15 @@ def full_logits(tokens):
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "chunks",
     [[LENGTH], [10] + [1] * (LENGTH - 10), [1] * LENGTH, [10, 7, 7]],
     ids=["prefill", "prefill, then one by one", "one by one", "prefill, then several at once"],
 )
-def test_the_cache_gives_the_logits_of_the_full_forward(pieces):
+def test_the_cache_gives_the_logits_of_the_full_forward(chunks):
     tokens = random_tokens()
     full = full_logits(tokens)
     assert full.std() > 0.1
-    np.testing.assert_allclose(extended(tokens, pieces), full, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(extended(tokens, chunks), full, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 7])

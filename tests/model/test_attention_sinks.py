@@ -146,7 +146,7 @@ def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, p
     mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # whose axes are the partitioner's
 
     @functools.partial(jax.jit, static_argnums=0 if is_known else ())
-    def found(which, *given):
+    def gradients_of(which, *given):
         def attend(q, k, v, sinks):
             return attend_over(backend, MASKS, which, q, k, v, segment_ids, sinks=sinks)
 
@@ -155,7 +155,7 @@ def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, p
     for which, mask in enumerate(MASKS):
         allowed = allowed_keys(LENGTH, segment_ids, mask.window)
         with jax.set_mesh(mesh):
-            ours = found(which if is_known else np.int32(which), *given)
+            ours = gradients_of(which if is_known else np.int32(which), *given)
         assert_alike(ours, expected_of(*given, allowed=allowed))
 
 

@@ -32,7 +32,7 @@ def is_hidden(path):
 
 
 @functools.cache
-def made(**keys):
+def program_of(**keys):
     """A model with its step on a mesh."""
     model = {k: v for k, v in keys.items() if k not in ("name", "axes")}
     name = keys.get("name", "adamw")
@@ -50,7 +50,7 @@ def made(**keys):
 
 def steps(**keys):
     """Metrics of three steps."""
-    ours = made(**keys)
+    ours = program_of(**keys)
     batches = random_batches(tiny_config(train={"batch_size": 8}), 3)
     if "pp" in dict(keys.get("axes", ())):
         batches = [{k: v.reshape(4, 2, -1) for k, v in b.items()} for b in batches]
@@ -63,7 +63,7 @@ BASE = {"mup_base_width": 64, "mup_base_head_dim": 16}
 
 def test_at_the_base_width_the_step_is_that_of_the_standard():
     """The program and its initial values are equal."""
-    plain, same = made(), made(**BASE)
+    plain, same = program_of(), program_of(**BASE)
     assert lowered(same).as_text() == lowered(plain).as_text()
     key = jax.random.key(0)
     assert str(jax.make_jaxpr(same.model.init)(key)) == str(jax.make_jaxpr(plain.model.init)(key))
@@ -73,7 +73,7 @@ def test_at_the_base_width_the_step_is_that_of_the_standard():
 def test_at_the_base_width_every_update_is_that_of_the_standard(name):
     plain, same = (
         str(jax.make_jaxpr(item.optimizer.update)(params, state, params))
-        for item in (made(name=name), made(name=name, **BASE))
+        for item in (program_of(name=name), program_of(name=name, **BASE))
         for params in [item.model.abstract]
         for state in [jax.eval_shape(item.optimizer.init, params)]
     )

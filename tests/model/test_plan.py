@@ -213,13 +213,13 @@ def programs_of(**layers):
 
 
 @PLANS
-@pytest.mark.parametrize("pieces", [[10, 7, 7], [10] + [1] * (LENGTH - 10)], ids=len)
-def test_the_cache_gives_the_logits_of_the_full_forward(layers, pieces):
+@pytest.mark.parametrize("chunks", [[10, 7, 7], [10] + [1] * (LENGTH - 10)], ids=len)
+def test_the_cache_gives_the_logits_of_the_full_forward(layers, chunks):
     model, params = toy(**layers)
     tokens = random_tokens()
     full, extend = programs_of(**layers)
     cache, logits, at = model.empty_cache(2, LENGTH), [], 0
-    for size in pieces:
+    for size in chunks:
         positions = np.broadcast_to(np.arange(at, at + size), (2, size))
         out, cache = extend(params, tokens[:, at : at + size], positions, cache)
         logits.append(out)

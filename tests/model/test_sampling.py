@@ -54,21 +54,21 @@ def test_temperature_divides_the_logits(temperature):
 
 
 @pytest.mark.parametrize(
-    ("k", "kept"),
+    ("k", "expected"),
     [(0, {0, 1, 2, 3, 4}), (1, {0}), (2, {0, 1, 2}), (3, {0, 1, 2}), (4, {0, 1, 2, 3}),
      (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})],
 )  # fmt: skip
-def test_top_k_keeps_tokens_as_likely_as_the_last(k, kept):
-    assert drawn([0.4, 0.2, 0.2, 0.15, 0.05], top_k=k) == kept
+def test_top_k_keeps_tokens_as_likely_as_the_last(k, expected):
+    assert drawn([0.4, 0.2, 0.2, 0.15, 0.05], top_k=k) == expected
 
 
 @pytest.mark.parametrize(
-    ("p", "kept"),
+    ("p", "expected"),
     [(0.0, {2}), (0.49, {2}), (0.51, {0, 2}), (0.79, {0, 2}), (0.81, {0, 2, 3}),
      (0.94, {0, 2, 3}), (0.96, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})],
 )  # fmt: skip
-def test_top_p_drops_tokens_after_p_is_reached(p, kept):
-    assert drawn([0.3, 0.05, 0.5, 0.15], top_p=p) == kept
+def test_top_p_drops_tokens_after_p_is_reached(p, expected):
+    assert drawn([0.3, 0.05, 0.5, 0.15], top_p=p) == expected
 
 
 def test_top_p_counts_equally_likely_tokens_one_by_one():

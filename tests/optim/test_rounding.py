@@ -16,8 +16,8 @@ from tests.conftest import tiny_config
 DIGIT = 2.0**-7  # the last one of numbers from 1 to 2
 
 
-def ones(*shape):
-    return {"w": np.ones(shape, jnp.bfloat16)}
+def unit_factors(*shape):
+    return {"w": np.unit_factors(shape, jnp.bfloat16)}
 
 
 by_chance = jax.jit(stochastic, static_argnums=2)
@@ -32,30 +32,32 @@ def rounded(params, update, step=0):
 @pytest.mark.parametrize("share", [0.3, -0.07])
 def test_chance_rounds_right_on_average_and_to_a_neighbour(share):
     digit = DIGIT if share > 0 else DIGIT / 2  # below 1 digits are finer
-    digits = (rounded(ones(256, 256), share * digit) - 1) / digit
+    digits = (rounded(unit_factors(256, 256), share * digit) - 1) / digit
     assert set(np.unique(digits)) == {0.0, np.sign(share)}
     deviation = np.sqrt(abs(share) * (1 - abs(share)) / digits.size)
     assert abs(digits.mean() - share) < 4 * deviation
 
 
 def test_chance_is_another_one_in_each_step_and_the_same_on_each_mesh():
-    first = rounded(ones(8, 64), DIGIT / 2)
-    np.testing.assert_array_equal(first, rounded(ones(8, 64), DIGIT / 2))
-    assert 0.3 < np.mean(first != rounded(ones(8, 64), DIGIT / 2, step=1)) < 0.7
+    first = rounded(unit_factors(8, 64), DIGIT / 2)
+    np.testing.assert_array_equal(first, rounded(unit_factors(8, 64), DIGIT / 2))
+    assert 0.3 < np.mean(first != rounded(unit_factors(8, 64), DIGIT / 2, step=1)) < 0.7
     mesh = make_mesh(tiny_config(distributed={"dp_shard": 2, "tp": 4}), jax.devices()[:8])
     at = NamedSharding(mesh, P("tp", "dp_shard"))
-    np.testing.assert_array_equal(first, rounded(jax.device_put(ones(8, 64), at), DIGIT / 2))
+    np.testing.assert_array_equal(
+        first, rounded(jax.device_put(unit_factors(8, 64), at), DIGIT / 2)
+    )
 
 
 def test_what_is_exact_or_not_finite_stays():
-    assert np.all(rounded(ones(8, 64), 3 * DIGIT) == 1 + 3 * DIGIT)
-    assert np.all(rounded(ones(8, 64), np.inf) == np.inf)
-    assert np.all(np.isnan(rounded(ones(8, 64), np.nan)))
+    assert np.all(rounded(unit_factors(8, 64), 3 * DIGIT) == 1 + 3 * DIGIT)
+    assert np.all(rounded(unit_factors(8, 64), np.inf) == np.inf)
+    assert np.all(np.isnan(rounded(unit_factors(8, 64), np.nan)))
 
 
 @pytest.mark.parametrize("update", [DIGIT / 50, -DIGIT / 50])
 def test_compensation_adds_up_what_bfloat16_loses(update):
-    p, c = np.ones(4, jnp.bfloat16), np.zeros(4, jnp.bfloat16)
+    p, c = np.unit_factors(4, jnp.bfloat16), np.zeros(4, jnp.bfloat16)
     assert (p + jnp.bfloat16(update) == p).all()
     add = jax.jit(kahan)
     for _ in range(200):

@@ -119,9 +119,9 @@ def test_a_step_compiles_and_attends_in_a_kernel(name):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
-@pytest.mark.parametrize(("reduce_dtype", "found"), [("float32", "f32"), ("compute", "bf16")])
+@pytest.mark.parametrize(("reduce_dtype", "expected"), [("float32", "f32"), ("compute", "bf16")])
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
-def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
+def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, expected):
     """All but the head's, which the loss gives in float32 (docs/kernels.md)."""
     train = {"grad_sync": mode, "reduce_dtype": reduce_dtype}
     config = config_of(case({"dp_shard": 8}, train, model={"vocab_size": 8192}))
@@ -130,7 +130,7 @@ def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
     results = re.findall(r"= (.+?) reduce-scatter(?:-start)?\(", text)
     shapes = [shape for result in results for shape in re.findall(r"(\w+)\[([\d,]+)\]", result)]
     of_layers = {dtype for dtype, shape in shapes if "," in shape and "8192" not in shape}
-    assert of_layers == {found}
+    assert of_layers == {expected}
 
 
 @compiles

@@ -104,7 +104,7 @@ def test_a_wrong_name_is_told_the_right_one():
 def test_hooks_collect_together_and_are_told_of_evaluations():
     events = []
 
-    class One(Hook):
+    class OneNorm(Hook):
         collect = ("grads", "params_norm")
 
         def on_eval_begin(self, step):
@@ -116,7 +116,7 @@ def test_hooks_collect_together_and_are_told_of_evaluations():
         def on_eval_end(self, metrics, step):
             events.append(("end", step))
 
-    runner = Callbacks([One(), Other()])
+    runner = Callbacks([OneNorm(), Other()])
     assert check_collect(runner.collect) == ("grads", "params_norm")
     for hook in runner:
         hook.on_eval_begin(3)

@@ -100,9 +100,9 @@ def evaluated(**mesh):
     return [float(item) for item in result[:3]]
 
 
-@pytest.mark.parametrize("way", [RING, ULYSSES], ids=str)
-def test_evaluation_gives_the_same_sums(way):
-    np.testing.assert_allclose(evaluated(cp=2, **way), evaluated(), rtol=1e-5)
+@pytest.mark.parametrize("strategy", [RING, ULYSSES], ids=str)
+def test_evaluation_gives_the_same_sums(strategy):
+    np.testing.assert_allclose(evaluated(cp=2, **strategy), evaluated(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

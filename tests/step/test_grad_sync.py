@@ -211,11 +211,11 @@ MESHES = {
 }
 
 
-WAYS = [
+VARIANTS = [
     {"grad_sync": "microbatch"}, {"grad_sync": "microbatch", **COMPUTE},
     {"grad_sync": "update", **COMPUTE},
 ]  # fmt: skip
-COMPARED = {"biases, learned positions, tied": WAYS[1:], "experts": WAYS[:1]}
+COMPARED = {"biases, learned positions, tied": VARIANTS[1:], "experts": VARIANTS[:1]}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -276,15 +276,15 @@ def no_cache():
 def test_devices_add_up_their_gradients_in_float32(tmp_path, mode):
     """One layer has experts, the other has none."""
 
-    def found(name, model, **keys):
+    def dtypes_of(name, model, **keys):
         of_train = {**BF16, "grad_sync": mode, **keys}
         config = tiny_config(model=model, train=of_train, distributed={"dp_shard": 4})
         (tmp_path / name).mkdir()
         return added_up(config, tmp_path / name)
 
     experts = {"num_experts": 4, "moe_frequency": 2}
-    assert found("default", experts) == {"f32"}
-    assert "bf16" in found("compute", {}, **COMPUTE)  # those of a layer without tell
+    assert dtypes_of("default", experts) == {"f32"}
+    assert "bf16" in dtypes_of("compute", {}, **COMPUTE)  # those of a layer without tell
 
 
 @pytest.mark.usefixtures("no_cache")

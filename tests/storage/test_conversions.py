@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def exported(tmp_path_factory):
     """A run of this machine, and what it is as a DCP and for Hugging Face."""
     directory = tmp_path_factory.mktemp("made")
     (directory / "run.toml").write_text(CONFIG.replace("max_steps = 12", "max_steps = 4"))
@@ -49,17 +49,17 @@ def fetch(location, directory):
     return directory
 
 
-def test_an_import_is_a_run_in_the_bucket(server, bucket, made, tmp_path):
+def test_an_import_is_a_run_in_the_bucket(server, bucket, exported, tmp_path):
     run = urls.path(f"{bucket}/run")
-    command = ["import", f"{made}/dcp", str(run), f"--config={made}/run.toml"]
+    command = ["import", f"{exported}/dcp", str(run), f"--config={exported}/run.toml"]
     processes = 2 if server.scheme == "s3" else 1
     assert torch_compat.main([*command, f"--processes={processes}"]) == 0
-    assert torch_compat.main(["verify", f"{made}/run", str(run)]) == 0
+    assert torch_compat.main(["verify", f"{exported}/run", str(run)]) == 0
     assert (run / "checkpoints/step_4" / COMMITTED).exists()
     assert f'dir = "{run}"' in (run / "config.toml").read_text()
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml"]
     assert gathered(tmp_path) == []
-    more = [f"--config={made}/run.toml", f"--checkpoint.dir={run}", "--train.max_steps=5"]
+    more = [f"--config={exported}/run.toml", f"--checkpoint.dir={run}", "--train.max_steps=5"]
     assert train.main(more) == 0
     assert (run / "checkpoints/step_5" / COMMITTED).exists()
     with pytest.raises(UserError, match=f"{run}/checkpoints/step_4 is there already"):
@@ -68,40 +68,40 @@ def test_an_import_is_a_run_in_the_bucket(server, bucket, made, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf"])
-def test_an_export_is_what_it_is_on_this_machine(bucket, made, tmp_path, to, capsys):
+def test_an_export_is_what_it_is_on_this_machine(bucket, exported, tmp_path, to, capsys):
     there = urls.path(f"{bucket}/out")
-    command = ["export", f"{made}/run", str(there), f"--to={to}"]
+    command = ["export", f"{exported}/run", str(there), f"--to={to}"]
     assert torch_compat.main(command) == 0
     said = capsys.readouterr().err
     assert "disk must hold it once" in said
     assert ("no `latest`" in said) == (to == "dcp")
     back = fetch(there, tmp_path / "back")
     names = {path.relative_to(back).as_posix() for path in back.rglob("*") if path.is_file()}
-    here = made / to
+    here = exported / to
     ours = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
     assert names == {name for name in ours if not name.startswith("latest")}
-    config = [f"--config={made}/run.toml"]
+    config = [f"--config={exported}/run.toml"]
     assert torch_compat.main(["verify", str(here), str(back), *config]) == 0
     assert gathered(tmp_path) == []
     with pytest.raises(UserError, match="is there already"):
         torch_compat.main(command)
 
 
-def test_import_keeps_the_documents_of_the_model(bucket, made):
+def test_import_keeps_the_documents_of_the_model(bucket, exported):
     run = urls.path(f"{bucket}/run")
-    assert torch_compat.main(["import", f"{made}/hf", str(run)]) == 0
+    assert torch_compat.main(["import", f"{exported}/hf", str(run)]) == 0
     retained = run / "huggingface" / "config.json"
-    assert retained.read_bytes() == (made / "hf" / "config.json").read_bytes()
+    assert retained.read_bytes() == (exported / "hf" / "config.json").read_bytes()
     assert hf_state.imported(run).config["model_type"]
 
 
-def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, made, tmp_path, monkeypatch):
+def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, exported, tmp_path, monkeypatch):
     """At one of its files, and when the checkpoint is there and its `config.toml` is not."""
     run = urls.path(f"{bucket}/run")
     step = run / "checkpoints/step_4"
     (step / "of" / "another").write_text("conversion")
     (step / upload.UNFINISHED).write_text("another")
-    command = ["import", f"{made}/dcp", str(run), f"--config={made}/run.toml"]
+    command = ["import", f"{exported}/dcp", str(run), f"--config={exported}/run.toml"]
     converted = mock.Mock(wraps=orbax_store.stage)
     monkeypatch.setattr(orbax_store, "stage", converted)
     for name in ("manifest.ocdbt", "config.toml"):
@@ -113,15 +113,15 @@ def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, made, tmp_path, monke
         torch_compat.main([*command, "--optimizer.lr=1"])
     assert torch_compat.main(command) == 0
     assert converted.call_count == 1
-    assert torch_compat.main(["verify", f"{made}/run", str(run)]) == 0
+    assert torch_compat.main(["verify", f"{exported}/run", str(run)]) == 0
     names = {path.name for path in step.iterdir()}
     assert not names & {"of", upload.UNFINISHED}
     assert gathered(tmp_path) == []
 
 
-def test_another_source_is_converted_anew(bucket, made, tmp_path):
+def test_another_source_is_converted_anew(bucket, exported, tmp_path):
     out = urls.path(f"{bucket}/out")
-    command = ["export", f"{made}/run", str(out), "--to=hf"]
+    command = ["export", f"{exported}/run", str(out), "--to=hf"]
     with refused("config.json"), pytest.raises(StorageError):
         torch_compat.main(command)
     assert not (out / "config.json").exists()
@@ -131,8 +131,8 @@ def test_another_source_is_converted_anew(bucket, made, tmp_path):
     assert {str(t.dtype) for t in checkpoints.find(back).raw().values()} == {"bfloat16"}
 
 
-def test_what_gathers_here_is_made_by_one_machine(bucket, made):
-    command = ["export", f"{made}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
+def test_what_gathers_here_is_made_by_one_machine(bucket, exported):
+    command = ["export", f"{exported}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
     with pytest.raises(UserError, match="gathers on one machine first"):
         torch_compat.main(command)
 

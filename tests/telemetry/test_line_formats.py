@@ -134,7 +134,7 @@ def test_segments_without_a_value_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("name", "expression", "found"),
+    ("name", "expression", "expected"),
     [
         ("kempnerforge", r"loss=([\d.]+)", "5.0213"),
         ("megatron", r"lm loss: ([\d.E+-]+)", "5.123457E+00"),
@@ -148,8 +148,8 @@ def test_segments_without_a_value_are_left_out():
         ("textbook", r"loss ([\d.]+)", "5.0213"),
     ],
 )
-def test_expressions_of_existing_parsers_match(name, expression, found):
-    assert re.search(expression, printed(name, 10, STEP, EVALUATION))[1] == found
+def test_expressions_of_existing_parsers_match(name, expression, expected):
+    assert re.search(expression, printed(name, 10, STEP, EVALUATION))[1] == expected
 
 
 def test_json_is_what_metrics_jsonl_has():

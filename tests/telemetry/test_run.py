@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxforge.telemetry.expert_load import TOLD, moe_metrics
+from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
 from jaxforge.telemetry.measures import StepCost, memory
 from tests.processes.conftest import ROOT, Run
 from tests.telemetry.readers import events, wandb_history, wandb_records
@@ -85,7 +85,7 @@ def test_the_documentation_lists_every_metric(run):
     logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
     logged |= {"smoothed/mfu", "train/rollbacks", "train/loss_scale"}
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
-    reported = {name: np.ones(1) for name in TOLD} | {"expert_counts": np.ones((1, 2))}
+    reported = {name: np.ones(1) for name in ROUTER_OUTPUTS} | {"expert_counts": np.ones((1, 2))}
     logged |= {name for name in moe_metrics(reported) if "/layers." not in name}
     table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]
     listed = set(re.findall(r"^\| `([a-z_/]+)` \|", table, re.MULTILINE))

@@ -18,7 +18,7 @@ from jaxforge.telemetry.sinks import format_line
 from jaxforge.telemetry.tracker import Tracker
 
 
-class Kept:
+class RecordingSink:
     """A sink that keeps what it gets."""
 
     def __init__(self, fails=()):
@@ -85,7 +85,7 @@ def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
 
 
 def test_each_sink_has_its_own_interval_and_means_over_it(clock):
-    often, seldom = Kept(), Kept()
+    often, seldom = RecordingSink(), RecordingSink()
     tracker = Tracker(
         [MetricWriter("a", often, 2), MetricWriter("b", seldom, 5)],
         StepCost(tokens=100),
@@ -105,7 +105,7 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
 
 def test_megatrons_line_counts_no_iteration_that_is_to_be_left_out(clock):
     """Steps 2 and 3 were not applied; 3 was named. A step without labels has no NaN."""
-    sink = Kept()
+    sink = RecordingSink()
     writers = [MetricWriter("a", sink, 4)]
     tracker = Tracker(writers, StepCost(100, 1), Progress(), 10**9, left_out=[3, 9])
     skipped, losses = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2}, {2: math.nan, 3: math.nan}
@@ -121,7 +121,7 @@ def test_megatrons_line_counts_no_iteration_that_is_to_be_left_out(clock):
 
 
 def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
-    sink = Kept()
+    sink = RecordingSink()
     tracker = Tracker([MetricWriter("a", sink, 4)], StepCost(100), Progress(4, 4), 10**9)
     tracker.start_clock()
     for step, wait in ((5, 0.1), (6, 0.1), (7, 0.1), (8, 0.5), (9, 7.0)):
@@ -144,7 +144,7 @@ def test_the_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
         if math.isfinite(loss):
             expected = loss if expected is None else 0.1 * loss + 0.9 * expected
     for interval in (1, 7, 40):
-        sink = Kept()
+        sink = RecordingSink()
         tracker = Tracker([MetricWriter("a", sink, interval)], StepCost(100), Progress(), 40)
         run(tracker, clock, range(1, 41), losses=losses)
         assert sink.lines[40]["smoothed/loss"] == pytest.approx(expected, rel=1e-6)
@@ -163,7 +163,7 @@ def test_the_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps(
 
 
 def test_each_dataset_has_its_loss_where_it_has_tokens():
-    sink = Kept()
+    sink = RecordingSink()
     names = ["web", "a/b", "none"]
     tracker = Tracker(
         [MetricWriter("a", sink, 1)], StepCost(100), Progress(), 10**9, datasets=names
@@ -179,7 +179,7 @@ def test_each_dataset_has_its_loss_where_it_has_tokens():
 
 
 def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
-    often, seldom = Kept(), Kept()
+    often, seldom = RecordingSink(), RecordingSink()
     tracker = Tracker(
         [MetricWriter("a", often, 2), MetricWriter("b", seldom, 4)],
         StepCost(100),
@@ -193,7 +193,7 @@ def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
 
 def test_the_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
     """MindSpeed takes all steps since the first, but only the losses since the resume."""
-    sink = Kept()
+    sink = RecordingSink()
     tracker = Tracker(
         [MetricWriter("a", sink, 2)], StepCost(100), Progress(10, 10, skipped=3), 10**9
     )
@@ -225,7 +225,7 @@ def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
 
 
 def test_tokens_are_the_devices_count(clock):
-    sink = Kept()
+    sink = RecordingSink()
     tracker = Tracker([MetricWriter("a", sink, 1)], StepCost(100), Progress(10, 10), 10**9)
     tracker.end_step(11, scalars(11, tokens=1000))
     tracker.end_step(12, scalars(12, tokens=5 * 2**30 + 7))
@@ -235,7 +235,7 @@ def test_tokens_are_the_devices_count(clock):
 
 
 def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
-    broken, whole = Kept(fails={1, 2, 4, 5, 6, 7}), Kept()
+    broken, whole = RecordingSink(fails={1, 2, 4, 5, 6, 7}), RecordingSink()
     writers = [MetricWriter("broken", broken, 1), MetricWriter("whole", whole, 1)]
     run(Tracker(writers, StepCost(100), Progress(), 8), clock, range(1, 9))
     assert list(whole.lines) == list(range(1, 9))
@@ -250,7 +250,7 @@ def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
 def test_bad_steps_are_told_once_whoever_counted_them_first(clock, messages):
     """Neither those from before a resume, nor only those that a save has not counted already."""
     progress = Progress(10, 10, nonfinite=3, spikes=1)
-    tracker = Tracker([MetricWriter("a", Kept(), 1)], StepCost(100), progress, 10**9)
+    tracker = Tracker([MetricWriter("a", RecordingSink(), 1)], StepCost(100), progress, 10**9)
     tracker.end_step(11, scalars(11) | {"nonfinite": 3, "spikes": 1})
     tracker.flush()
     assert not messages.records
@@ -264,11 +264,11 @@ def test_bad_steps_are_told_once_whoever_counted_them_first(clock, messages):
 
 
 def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
-    class Stuck(Kept):
+    class Stuck(RecordingSink):
         def close(self, exit_code):
             raise RuntimeError("no network")
 
-    after = Kept()
+    after = RecordingSink()
     Tracker(
         [MetricWriter("x", Stuck(), 1), MetricWriter("y", after, 1)], StepCost(1), Progress(), 1
     ).close()

@@ -131,14 +131,14 @@ def of_json(rng: Random, path: Path) -> str:
         data, after = data[8:end], data[end:]
     document = json.loads(data)
     for _ in range(int(rng.integers(1, 3))):
-        _change(rng, *_place(rng, document))
+        _change(rng, *_target(rng, document))
     text = json.dumps(document).encode()
     before = struct.pack("<Q", len(text)) if after or path.suffix == ".safetensors" else b""
     path.write_bytes(before + text + after)
     return text[:80].decode("ascii", "replace")
 
 
-def _place(rng: Random, document: Any) -> tuple[Any, Any]:
+def _target(rng: Random, document: Any) -> tuple[Any, Any]:
     """A container within it, and one of its keys."""
     key = None
     while True:
@@ -284,7 +284,7 @@ def of_lines(rng: Random, path: Path) -> str:
     if rng.integers(4):
         document = json.loads(lines[at])
         for _ in range(int(rng.integers(1, 4))):
-            _change(rng, *_place(rng, document))
+            _change(rng, *_target(rng, document))
         lines[at] = json.dumps(document, ensure_ascii=bool(rng.integers(2))).encode(
             "utf-8", "surrogatepass"
         )
@@ -331,7 +331,7 @@ def of_capsule(rng: Random, path: Path) -> str:
     name, what = names[rng.integers(len(names))], "about"
     kind = int(rng.integers(4))
     if kind == 0:
-        _change(rng, *_place(rng, about))
+        _change(rng, *_target(rng, about))
     elif kind == 1:
         entries[f"configs/from_step_{NUMBERS[rng.integers(len(NUMBERS))]}.toml"] = entries[name]
     else:

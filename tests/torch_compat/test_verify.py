@@ -52,16 +52,16 @@ def test_an_export_says_the_same_as_the_run_of_all_that_both_know(run, dcp, caps
     assert "place, schedule and optimizer: 9 are the same" in capsys.readouterr().out
 
 
-PLACES = {
+POSITIONS = {
     "place.step": lambda state: state.update(step=4),
     "place.tokens": lambda state: state.update(tokens_seen=1536),
     "schedule.updates": lambda state: state["scheduler"].update(last_epoch=2),
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", POSITIONS)
 def test_another_place_is_named(run, dcp, tmp_path, capsys, name):
-    other = with_place(dcp, tmp_path / "step_3", PLACES[name])
+    other = with_place(dcp, tmp_path / "step_3", POSITIONS[name])
     for item in (run, dcp):
         code, result, _ = verify(capsys, item, other)
         assert code == 1

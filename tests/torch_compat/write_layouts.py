@@ -54,7 +54,7 @@ class Parallel(nn.Module):
         return self.row(self.column(x))
 
 
-def work(rank, out):
+def run_rank(rank, out):
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -111,4 +111,4 @@ def gathered(value, path=""):
 
 if __name__ == "__main__":
     out = os.path.abspath(sys.argv[1])
-    torch.multiprocessing.start_processes(work, (out,), nprocs=RANKS, start_method="fork")
+    torch.multiprocessing.start_processes(run_rank, (out,), nprocs=RANKS, start_method="fork")

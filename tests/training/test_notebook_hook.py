@@ -89,17 +89,17 @@ def test_a_long_run_is_thinned(shown, now):
     assert 200 <= len(curve) <= 400
 
 
-def places(svg, tag):
+def points_of(svg, tag):
     return [item.attrib for item in ElementTree.fromstring(svg).iter(tag)]
 
 
 def test_the_curve_is_of_all_steps_and_knows_no_nan():
     assert curve_svg([(1, 3.0)], [], 100) == ""
     svg = curve_svg([(0, 5.0), (50, math.nan), (100, 1.0)], [(100, 3.0)], 100)
-    trained, evaluated = places(svg, "polyline")
+    trained, evaluated = points_of(svg, "polyline")
     assert trained["points"] == "48.0,4.0 640.0,198.0"
     assert evaluated["points"] == "640.0,101.0"
-    assert [dot["cy"] for dot in places(svg, "circle")] == ["101.0"]
+    assert [dot["cy"] for dot in points_of(svg, "circle")] == ["101.0"]
 
 
 STOPPED = """

@@ -173,7 +173,7 @@ class Import:
         self._tensors = tensors
         self._store = self.staging.path / _STORE
         self._block = min(block, _CHUNK)
-        self._places: dict[str, ocdbt.Place] = {}
+        self._locations: dict[str, ocdbt.Location] = {}
         self.units = list(self._units())
 
     def commit(self) -> None:
@@ -231,7 +231,7 @@ class Import:
         for number, of_file in enumerate(files):
             name, at = f"{ocdbt.DATA}/{number}", 0
             for chunk in of_file:
-                self._places[chunk.key] = name, at, chunk.nbytes
+                self._locations[chunk.key] = name, at, chunk.nbytes
                 at += chunk.nbytes
             write = functools.partial(_write_file, self._store / name, of_file)
             yield Unit(f"data-{number}", sum(_bytes(c.leaf, c.part) for c in of_file), write)
@@ -244,9 +244,9 @@ class Import:
 
     def _values(
         self, arrays: dict[str, LazyTensor], scalars: dict[str, LazyTensor]
-    ) -> dict[str, ocdbt.Place]:
+    ) -> dict[str, ocdbt.Location]:
         """All that the database holds, by key."""
-        values = dict(self._places)
+        values = dict(self._locations)
         for name, leaf in arrays.items():
             chunk = extent(_blocks(leaf, self._block)[0])
             about = ocdbt_writer.description(leaf.shape, chunk, leaf.dtype)

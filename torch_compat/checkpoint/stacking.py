@@ -14,7 +14,7 @@ from jaxforge.config.model import LAYERS, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, stack
 
-Place = tuple[int, ...]
+Index = tuple[int, ...]
 """Where an entry is in its array: row, and expert; nothing in one of no layer."""
 
 EXPERTS = "mlp.experts."
@@ -40,7 +40,7 @@ class Stacking:
             for row, layer in enumerate(layers)
         }
 
-    def entries(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Place]]:
+    def entries(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Index]]:
         """The entries of an array, and where in it they are.
 
         Raises:
@@ -65,11 +65,11 @@ class Stacking:
 
     def array_of(self, entry: str) -> str:
         """The array that an entry is of."""
-        return self._place(entry)[0]
+        return self._index_of(entry)[0]
 
     def expert_of(self, entry: str) -> str | None:
         """Return the expert of an entry, "layers.3.mlp.experts.5"; None for other entries."""
-        _, index = self._place(entry)
+        _, index = self._index_of(entry)
         if len(index) < len(("row", "expert")):
             return None
         return f"{entry.partition(EXPERTS)[0]}{EXPERTS}{index[1]}"
@@ -91,9 +91,9 @@ class Stacking:
         Raises:
             UserError: the entries of one differ in dtype.
         """
-        arrays: dict[str, dict[Place, LazyTensor]] = {}
+        arrays: dict[str, dict[Index, LazyTensor]] = {}
         for entry, tensor in entries.items():
-            name, index = self._place(entry)
+            name, index = self._index_of(entry)
             arrays.setdefault(name, {})[index] = tensor
         for name, parts in arrays.items():
             if len({tensor.dtype for tensor in parts.values()}) > 1:
@@ -103,7 +103,7 @@ class Stacking:
                 )
         return {name: _joined(parts) for name, parts in arrays.items()}
 
-    def _place(self, entry: str) -> tuple[str, Place]:
+    def _index_of(self, entry: str) -> tuple[str, Index]:
         match = _LAYER.fullmatch(entry)
         if not match or int(match[1]) not in self._rows:
             return entry, ()
@@ -115,11 +115,11 @@ class Stacking:
         return f"{name}.{tail}", (row,)
 
 
-def _joined(parts: Mapping[Place, LazyTensor]) -> LazyTensor:
+def _joined(parts: Mapping[Index, LazyTensor]) -> LazyTensor:
     """One tensor, with a leading axis for each number of a place."""
     if () in parts:
         return parts[()]
-    rows: dict[int, dict[Place, LazyTensor]] = {}
+    rows: dict[int, dict[Index, LazyTensor]] = {}
     for (row, *tail), tensor in parts.items():
         rows.setdefault(row, {})[tuple(tail)] = tensor
     return stack([_joined(rows[row]) for row in range(len(rows))])

@@ -92,15 +92,15 @@ class _Copy:
 
     def __init__(self, here: Path, there: Path, within: str, name: str) -> None:
         self._here, self._there, self._name = here, there, name
-        self._made, self._target = here / within, there / within
+        self._directory, self._target = here / within, there / within
 
     def run(self, lock: run_lock.RunLock) -> None:
         """Copies all, the lock willing."""
         self._begin()
-        last = [path for pattern in _LAST for path in sorted(self._made.glob(pattern))]
+        last = [path for pattern in _LAST for path in sorted(self._directory.glob(pattern))]
         beside = (_files(self._here / name) for name in (hf_state.TOKENIZER, hf_state.IMPORTED))
-        self._put({*_files(self._made), *itertools.chain(*beside)} - {*last})
-        ours = {path.relative_to(self._made).as_posix() for path in _files(self._made)}
+        self._put({*_files(self._directory), *itertools.chain(*beside)} - {*last})
+        ours = {path.relative_to(self._directory).as_posix() for path in _files(self._directory)}
         for key in _keys(self._target) - ours - {UNFINISHED}:  # of another that was not finished
             (self._target / key).unlink()
         lock.check()

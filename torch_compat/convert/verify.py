@@ -66,7 +66,7 @@ class Verified:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Side:
+class _Contents:
     tensors: Mapping[str, LazyTensor]
     facts: Facts
     scalars: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -162,46 +162,48 @@ def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
     return largest
 
 
-def _by_own_keys(differences: CheckpointRef, weights_only: bool) -> _Side:
+def _by_own_keys(reference: CheckpointRef, weights_only: bool) -> _Contents:
     """A DCP checkpoint without a config."""
-    dcp = differences.dcp()
+    dcp = reference.dcp()
     keys = dcp_state.sort_keys(dcp)
     if weights_only:
-        return _Side(keys.params, {})
+        return _Contents(keys.params, {})
     where = train_state.read_train_state(dcp)
     facts = _of_place(where) | _prefixed(settings_of(keys.groups))
     if where.batches is not None:  # which other ranks count otherwise
         facts[f"place.batches of {where.ranks} ranks"] = (where.epoch, where.batches)
-    return _Side(dcp.tensors, facts)
+    return _Contents(dcp.tensors, facts)
 
 
 def _by_parameter(
     a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: Options
-) -> tuple[_Side, _Side, list[str]]:
+) -> tuple[_Contents, _Contents, list[str]]:
     x, y = a.read(config, options), b.read(config, options)
     notes = [note for h in (x, y) if h.dialect.startswith("hf") for note in h.notes]
     alone = options.weights_only
     if not alone and (x.moments is None) != (y.moments is None):
         notes.append("only one has optimizer state: weights were compared, nothing else")
         alone = True
-    return _side(a, x, weights_only=alone), _side(b, y, weights_only=alone), notes
+    return _contents(a, x, weights_only=alone), _contents(b, y, weights_only=alone), notes
 
 
-def _side(differences: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bool) -> _Side:
+def _contents(
+    reference: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bool
+) -> _Contents:
     if weights_only:
-        return _Side(dict(checkpoint.model_tensors()), {})
+        return _Contents(dict(checkpoint.model_tensors()), {})
     facts: dict[str, Any] = {}
-    if differences.format == "dcp":
-        facts = _of_place(train_state.read_train_state(differences.dcp())) | _prefixed(
+    if reference.format == "dcp":
+        facts = _of_place(train_state.read_train_state(reference.dcp())) | _prefixed(
             checkpoint.settings
         )
-    elif differences.format == "jaxforge":
-        config = differences.config(None, is_compared=True)
+    elif reference.format == "jaxforge":
+        config = reference.config(None, is_compared=True)
         assert config is not None
         facts = _of_run(checkpoint, config)
     if checkpoint.progress is not None and facts:
         facts["place.sequences"] = checkpoint.progress.samples
-    return _Side(dict(checkpoint.tensors()), facts, checkpoint.scalars)
+    return _Contents(dict(checkpoint.tensors()), facts, checkpoint.scalars)
 
 
 def _of_place(where: train_state.TorchTrainState) -> dict[str, Any]:

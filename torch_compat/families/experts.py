@@ -9,7 +9,7 @@ from jaxforge.errors import UserError
 from torch_compat.families.family import OURS, THEIRS, Config, Table
 from torch_compat.names.table import Rule
 
-_SIDES = ("gate", "up", "down")
+_PROJECTIONS = ("gate", "up", "down")
 ROUTER = Rule(f"{OURS}mlp.router.gate.weight", f"{THEIRS}mlp.gate.weight")
 BIAS = Rule(f"{OURS}mlp.router.expert_bias", f"{THEIRS}mlp.gate.e_score_correction_bias")
 EXPERTS = (
@@ -19,7 +19,7 @@ EXPERTS = (
             f"{OURS}mlp.experts.{{j}}.{m}_proj.weight",
             f"{THEIRS}mlp.experts.{{j}}.{m}_proj.weight",
         )
-        for m in _SIDES
+        for m in _PROJECTIONS
     ),
 )
 
@@ -28,7 +28,7 @@ def shared(name: str) -> tuple[Rule, ...]:
     """The shared expert, which has a name of theirs."""
     return tuple(
         Rule(f"{OURS}mlp.shared_expert.{m}_proj.weight", f"{THEIRS}mlp.{name}.{m}_proj.weight")
-        for m in _SIDES
+        for m in _PROJECTIONS
     )
 
 

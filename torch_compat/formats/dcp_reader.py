@@ -129,7 +129,7 @@ class Dcp:
     objects: "Objects"
 
 
-class Objects(dict[str, "_Place"]):
+class Objects(dict[str, "_Location"]):
     """Keys of objects that are no tensors; an object is read by calling with its key."""
 
     def __call__(self, key: str) -> Any:  # noqa: ANN401 (torch.save holds anything)
@@ -195,7 +195,7 @@ def parts(directory: Directory) -> list[Directory]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Location:
     """Location of an item; files are opened on demand."""
 
     files: "_Files"
@@ -231,7 +231,7 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
     metadata = pickles.load(data, _NAMES, where)
     if not isinstance(metadata, _Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise UserError(f"{where}: holds no DCP metadata")
-    locations = _places(metadata, _Files(directory), where)
+    locations = _locations(metadata, _Files(directory), where)
     tensors, objects = {}, Objects()
     chunks = len(data) // limits.CHUNK  # a pickle can name the same ones again and again
     for key, value in metadata.state_dict_metadata.items():
@@ -251,9 +251,9 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
     return tensors, objects
 
 
-def _places(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[str, _Place]]:
+def _locations(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[str, _Location]]:
     """Key -> offset of a chunk -> place; objects have offset None."""
-    locations: dict[str, dict[str, _Place]] = {}
+    locations: dict[str, dict[str, _Location]] = {}
     if not isinstance(metadata.storage_data, dict):
         raise UserError(f"{where}: says nothing of where the data lie")
     for index, item in metadata.storage_data.items():
@@ -263,13 +263,13 @@ def _places(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[st
             raise UserError(
                 f"{where}: {index.fqn} was compressed by a storage extension; save it without"
             )
-        location = _Place(files, index.fqn, item.relative_path, item.offset, item.length)
+        location = _Location(files, index.fqn, item.relative_path, item.offset, item.length)
         locations.setdefault(index.fqn, {})[_key(index.offset)] = location
     _check_apart([location for of_key in locations.values() for location in of_key.values()], where)
     return locations
 
 
-def _check_apart(locations: list[_Place], where: str) -> None:
+def _check_apart(locations: list[_Location], where: str) -> None:
     """No two items in the same bytes: of a shape and dtype, nothing else tells them apart."""
     locations.sort(key=lambda location: (location.name, location.offset))
     for a, b in itertools.pairwise(locations):
@@ -297,7 +297,7 @@ def _are_sizes(value: Any) -> bool:  # noqa: ANN401
 
 
 def _tensor(
-    key: str, metadata: _TensorMetadata, locations: Mapping[str, _Place], directory: str
+    key: str, metadata: _TensorMetadata, locations: Mapping[str, _Location], directory: str
 ) -> LazyTensor:
     where = f"{directory}: {key}"
     try:
@@ -339,20 +339,20 @@ class _Stored:
     """One chunk of a tensor; its archive is opened at the first read, and checked."""
 
     index: Index
-    place: _Place
+    location: _Location
     dtype: np.dtype
     tensor: LazyTensor | None = None
 
     def read(self, index: Index) -> np.ndarray:
         if self.tensor is None:
-            tensor = self.place.archive().object()
+            tensor = self.location.archive().object()
             expected = extent(self.index)
             if not isinstance(tensor, LazyTensor):
-                raise UserError(f"{self.place.where}: an object lies where a tensor should")
+                raise UserError(f"{self.location.where}: an object lies where a tensor should")
             if tensor.shape != expected or tensor.dtype != self.dtype:
                 raise UserError(
-                    f"{self.place.where}: a tensor {tensor.dtype}{list(tensor.shape)} lies where "
-                    f"{self.dtype}{list(expected)} should: files were exchanged"
+                    f"{self.location.where}: a tensor {tensor.dtype}{list(tensor.shape)} lies "
+                    f"where {self.dtype}{list(expected)} should: files were exchanged"
                 )
             self.tensor = tensor
         return self.tensor.read(relative(index, [s.start for s in self.index]))

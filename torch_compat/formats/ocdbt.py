@@ -45,7 +45,7 @@ ZARRAY = "/.zarray"
 
 _LOCATION = re.compile(r"value:([^:%]*):([^:%]*):(\d+):(\d+)")
 
-Place = tuple[str, int, int] | bytes
+Location = tuple[str, int, int] | bytes
 """File, offset and length of a value; or the value itself, where it is short."""
 
 
@@ -74,7 +74,7 @@ def open_arrays(store: Path) -> dict[str, LazyTensor]:
     database = ts.KvStore.open(_database(store)).result()
     keys = [key.decode() for key in database.list().result()]
     described = {key: database.read(key) for key in keys if key.endswith(ZARRAY)}
-    locations = _places(store)
+    locations = _locations(store)
     directory = Directory(store)
     files = functools.cache(directory.open)
     arrays = {}
@@ -113,13 +113,13 @@ def _by_tensorstore(store: Path, name: str) -> LazyTensor:
     return LazyTensor(shape, dtype, read, where)
 
 
-def _places(store: Path) -> dict[str, dict[str, Place]]:
+def _locations(store: Path) -> dict[str, dict[str, Location]]:
     """Array -> key of a chunk -> where it lies; nothing where the index is of several nodes."""
     if urls.in_bucket(store):
         return {}
     base = ts.KvStore.open(_base(store)).result()
     version = ts.ocdbt.dump(base).result()["versions"][-1]
-    locations: dict[str, dict[str, Place]] = {}
+    locations: dict[str, dict[str, Location]] = {}
     if version["root_height"] or "location" not in version["root"]:
         return locations
     for entry in ts.ocdbt.dump(base, version["root"]["location"]).result()["entries"]:
@@ -149,7 +149,7 @@ class _About:
             return None
         return cls(tuple(described["shape"]), tuple(described["chunks"]), dtype)
 
-    def describes(self, locations: Mapping[str, Place]) -> bool:
+    def describes(self, locations: Mapping[str, Location]) -> bool:
         """Return whether these are all chunks of the array, each of its required length."""
         cells = math.prod(-(-n // each) for n, each in zip(self.shape, self.chunk, strict=True))
         length = math.prod(self.chunk) * self.dtype.itemsize
@@ -175,7 +175,7 @@ class _Mapped:
 
     files: Callable[[str], Bytes]
     about: _About
-    places: Mapping[str, Place]
+    locations: Mapping[str, Location]
     where: str
 
     def lazy(self) -> LazyTensor:
@@ -197,7 +197,7 @@ class _Mapped:
     def _part(self, cell: tuple[int, ...], index: Index) -> np.ndarray:
         """An index within one chunk."""
         within = relative(index, [s.start for s in self.about.bounds(cell)])
-        location, chunk = self.places[chunk_key(cell)], self.about.chunk
+        location, chunk = self.locations[chunk_key(cell)], self.about.chunk
         if isinstance(location, bytes):
             return np.frombuffer(location, self.about.dtype).reshape(chunk)[within]
         name, offset, length = location

@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from torch_compat.formats.files import sync
-from torch_compat.formats.ocdbt import DATA, Place
+from torch_compat.formats.ocdbt import DATA, Location
 
 _INDEX = f"{DATA}/index"
 _MANIFEST = "manifest.ocdbt"
@@ -28,7 +28,7 @@ _CONFIG = {
 }
 
 
-def write_index(store: Path, values: Mapping[str, Place]) -> None:
+def write_index(store: Path, values: Mapping[str, Location]) -> None:
     """Makes a database of files that were written; it is durable when this ends.
 
     Args:
@@ -76,7 +76,7 @@ def description(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> 
     return json.dumps(about).encode()
 
 
-def _node(values: Mapping[str, Place]) -> bytes:
+def _node(values: Mapping[str, Location]) -> bytes:
     """A leaf of the tree; keys and names are whole, as sharing their beginnings saves little."""
     items = sorted((key.encode(), location) for key, location in values.items())
     keys, locations = [key for key, _ in items], [location for _, location in items]

@@ -80,9 +80,9 @@ class Machine:
         ahead = bytes(self._data[self._at : self._at + limits.LINE])
         return self._take(ahead.index(b"\n") + 1)[:-1]
 
-    def _made(self, nbytes: int) -> None:
+    def _count_made_bytes(self, nbytes: int) -> None:
         self._nbytes += nbytes
-        if self._nbytes > limits.MADE + limits.MADE_PER_BYTE * self._at:
+        if self._nbytes > limits.PICKLED + limits.MADE_PER_BYTE * self._at:
             raise ValueError(f"its first {self._at} bytes would become far more")
 
     def _since_mark(self) -> list[Any]:
@@ -92,7 +92,7 @@ class Machine:
         return items
 
     def _push_tuple(self, items: list[Any]) -> None:
-        self._made(_OBJECT + _ITEM * len(items))
+        self._count_made_bytes(_OBJECT + _ITEM * len(items))
         self._stack.append(tuple(items))
 
     def _tuple_of(self, length: int) -> None:
@@ -124,14 +124,14 @@ class Machine:
     def _append(self, items: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
             raise TypeError(f"items for a {type(self._stack[-1]).__name__}")
-        self._made(_ITEM * len(items))
+        self._count_made_bytes(_ITEM * len(items))
         self._stack[-1].extend(items)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
             raise TypeError(f"keys for a {type(target).__name__}")
-        self._made(_OBJECT * (len(items) // 2))
+        self._count_made_bytes(_OBJECT * (len(items) // 2))
         self._check_keys(items[::2])
         target.update(zip(items[::2], items[1::2], strict=True))
 
@@ -142,12 +142,12 @@ class Machine:
     def _add_items(self, items: list[Any]) -> None:
         if type(self._stack[-1]) is not set:
             raise TypeError(f"members for a {type(self._stack[-1]).__name__}")
-        self._made(_MEMBER * len(items))
+        self._count_made_bytes(_MEMBER * len(items))
         self._check_keys(items)
         self._stack[-1].update(items)
 
     def _frozen(self, items: list[Any]) -> None:
-        self._made(_SET + _MEMBER * len(items))
+        self._count_made_bytes(_SET + _MEMBER * len(items))
         self._check_keys(items)
         self._stack.append(frozenset(items))
 
@@ -162,12 +162,12 @@ class Machine:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not callable(function) or type(arguments) is not tuple:
             raise TypeError(f"a {type(function).__name__} is called")
-        self._made(_SET + sum(map(_length, arguments)))
+        self._count_made_bytes(_SET + sum(map(_length, arguments)))
         if function in (set, frozenset) or (
             isinstance(function, type) and issubclass(function, dict)
         ):
             keys = _keys(function, *arguments)
-            self._made(_MEMBER * len(keys))
+            self._count_made_bytes(_MEMBER * len(keys))
             self._check_keys(keys)
         self._stack.append(function(*arguments))
 
@@ -176,12 +176,12 @@ class Machine:
         set_state = getattr(type(target), "__setstate__", None)
         if set_state is None:
             raise TypeError(f"the state of a {type(target).__name__}")
-        self._made(_OBJECT + 3 * _length(state))
+        self._count_made_bytes(_OBJECT + 3 * _length(state))
         set_state(target, state)
 
     def _put(self, index: int) -> None:
         if index >= len(self._memo):
-            self._made(_ENTRY * (index - len(self._memo)))  # those that it leaves out
+            self._count_made_bytes(_ENTRY * (index - len(self._memo)))  # those that it leaves out
             self._memo.extend([_NOTHING] * (index + 1 - len(self._memo)))
         self._memo[index] = self._stack[-1]
 
@@ -197,7 +197,7 @@ class Machine:
             self._stack.pop()
 
     def _push_new(self, value: list[Any] | dict[Any, Any] | set[Any]) -> None:
-        self._made(_SET if isinstance(value, set) else _OBJECT)
+        self._count_made_bytes(_SET if isinstance(value, set) else _OBJECT)
         self._stack.append(value)
 
     def _protocol(self) -> None:

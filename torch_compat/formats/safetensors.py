@@ -166,7 +166,7 @@ def units(
     return result, {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
-class _Piece(NamedTuple):
+class _Part(NamedTuple):
     tensor: LazyTensor
     part: Index
     at: int  # byte of the file
@@ -178,19 +178,19 @@ class _Piece(NamedTuple):
 
 def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) -> Iterator[Unit]:
     header, at = _header(tensors), 0
-    parts: list[list[_Piece]] = [[]]
+    parts: list[list[_Part]] = [[]]
     for tensor in tensors.values():
         for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
             if sum(chunk.nbytes for chunk in parts[-1]) >= _UNIT:
                 parts.append([])
-            parts[-1].append(_Piece(tensor, index, len(header) + at))
+            parts[-1].append(_Part(tensor, index, len(header) + at))
             at += parts[-1][-1].nbytes
     for i, part in enumerate(parts):
         write = functools.partial(_write_part, path, b"" if i else header, part)
         yield Unit(f"{path.name}.{i}", sum(chunk.nbytes for chunk in part), write)
 
 
-def _write_part(path: Path, header: bytes, parts: list[_Piece]) -> None:
+def _write_part(path: Path, header: bytes, parts: list[_Part]) -> None:
     with writing(path) as put:
         put(header, 0)
         for tensor, part, at in parts:

@@ -20,9 +20,9 @@ from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, of_array
 from torch_compat.lockstep import batches, ours, theirs
-from torch_compat.lockstep.compared import Sides, rows_of
+from torch_compat.lockstep.compared import Comparison, rows_of
+from torch_compat.lockstep.module_locations import by_path, locations
 from torch_compat.lockstep.ours import Ours
-from torch_compat.lockstep.places import by_path, places
 from torch_compat.lockstep.theirs import Built
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect
 from torch_compat.names.translation import some
@@ -122,13 +122,15 @@ def compared(
 ) -> Report:
     """Runs the module, which has its weights, and compares it with what ours made."""
     modules = by_path(built.module.named_modules())
-    at = places(our_side.params, dialect, config.model, set(modules))
+    at = locations(our_side.params, dialect, config.model, set(modules))
     held = theirs.values(built)
     their_side = theirs.run(built, batch, at)
     updates = None
     if built.optimizer is not None:
         updates = _updates(our_side, built, dialect, config)
-    comparison = Sides(our_side, their_side, held, updates, dialect, config, batch["labels"], at)
+    comparison = Comparison(
+        our_side, their_side, held, updates, dialect, config, batch["labels"], at
+    )
     return Report(*rows_of(comparison))
 
 

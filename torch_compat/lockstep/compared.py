@@ -22,8 +22,8 @@ from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.formats.lazy import of_array
 from torch_compat.lockstep import hints
 from torch_compat.lockstep.hints import Pair
+from torch_compat.lockstep.module_locations import ModuleLocation, layer_number
 from torch_compat.lockstep.ours import Ours, dtype_of
-from torch_compat.lockstep.places import Place, layer_number
 from torch_compat.lockstep.theirs import Named, Theirs
 from torch_compat.names.table import HEAD, NameMap
 from torch_compat.names.translation import some
@@ -34,7 +34,7 @@ Hinted = tuple[Row, Callable[[], str]]
 """A row, and what makes its hint where it is the first that differs."""
 
 
-class Sides(NamedTuple):
+class Comparison(NamedTuple):
     """Both sides of a comparison.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sides(NamedTuple):
     dialect: NameMap
     config: JobConfig
     labels: np.ndarray
-    places: Sequence[Place]
+    locations: Sequence[ModuleLocation]
 
     def by_our_names(self, named: Mapping[str, np.ndarray]) -> Named:
         """Their tensors of parameters by our names, in our layout."""
@@ -68,7 +68,7 @@ class Sides(NamedTuple):
         return name, self.dialect.their_name(name)
 
 
-def rows_of(comparison: Sides) -> tuple[list[Row], list[str]]:
+def rows_of(comparison: Comparison) -> tuple[list[Row], list[str]]:
     """A row for each value, in order, and notes; the first that differs has a hint."""
     rows, has_difference = list[Row](), False
     for row_, hint in _rows(comparison):
@@ -78,7 +78,7 @@ def rows_of(comparison: Sides) -> tuple[list[Row], list[str]]:
     return rows, list(_notes(comparison))
 
 
-def _rows(comparison: Sides) -> Iterator[Hinted]:
+def _rows(comparison: Comparison) -> Iterator[Hinted]:
     for name, theirs in comparison.by_our_names(comparison.held).items():
         row_ = row("weights", comparison.names(name), comparison.ours.params[name], theirs, 0.0)
         yield row_, lambda: hints.WEIGHTS
@@ -88,8 +88,8 @@ def _rows(comparison: Sides) -> Iterator[Hinted]:
     yield from _updates(comparison)
 
 
-def _forward(comparison: Sides) -> Iterator[Hinted]:
-    modules = {location.point: location.module for location in comparison.places}
+def _forward(comparison: Comparison) -> Iterator[Hinted]:
+    modules = {location.point: location.module for location in comparison.locations}
     pairs = _pairs(comparison.ours.points, comparison.theirs.points)
     for name, pair in pairs.items():
         names = name, modules.get(name, name)
@@ -109,14 +109,14 @@ def _pairs(ours: Named, theirs: Named) -> dict[str, Pair]:
     return has_difference
 
 
-def _loss(comparison: Sides) -> Iterator[Hinted]:
+def _loss(comparison: Comparison) -> Iterator[Hinted]:
     ours, theirs = comparison.ours.loss, comparison.theirs.loss
     allowed = _allowed(comparison, 2 * comparison.config.model.n_layers + 2)
     row_ = row("loss", ("loss", "loss"), np.array([ours]), np.array([theirs]), allowed)
     yield row_, lambda: hints.of_loss(ours, theirs, comparison.labels)
 
 
-def _gradients(comparison: Sides) -> Iterator[Hinted]:
+def _gradients(comparison: Comparison) -> Iterator[Hinted]:
     ours, layers = comparison.ours.grads, comparison.config.model.n_layers
     theirs, beside = comparison.by_our_names(comparison.theirs.grads), gradients_beside(ours)
     allowed = _allowed(comparison, 3 * (2 * layers + 2))  # there, and back by two products for each
@@ -134,7 +134,7 @@ def _gradients(comparison: Sides) -> Iterator[Hinted]:
         yield row_, functools.partial(hints.of_gradient, pair, is_untied=is_untied)
 
 
-def _updates(comparison: Sides) -> Iterator[Hinted]:
+def _updates(comparison: Comparison) -> Iterator[Hinted]:
     if comparison.updates is None:
         return
     first, second = map(comparison.by_our_names, comparison.updates)
@@ -160,11 +160,11 @@ def _share(apart: float, size: float) -> float:
     return apart / size if size and np.isfinite(apart) else 0.0
 
 
-def _allowed(comparison: Sides, parts: int) -> float:
+def _allowed(comparison: Comparison, parts: int) -> float:
     return tolerance(dtype_of(comparison.config), comparison.config.model.dim, parts)
 
 
-def _parts(comparison: Sides, point: str) -> int:
+def _parts(comparison: Comparison, point: str) -> int:
     """Attentions and feed-forwards that a value has been through; embedding and norm are one."""
     if point == "embed":
         return 1
@@ -174,7 +174,7 @@ def _parts(comparison: Sides, point: str) -> int:
     return 2 * layer + (2 if "attention" in point else 3)
 
 
-def _notes(comparison: Sides) -> Iterator[str]:
+def _notes(comparison: Comparison) -> Iterator[str]:
     if missing := [name for name in comparison.ours.points if name not in comparison.theirs.points]:
         yield f"not compared, as no module of theirs has it: {some(missing)}"
     known = {comparison.dialect.their_key(name) for name in comparison.ours.params}

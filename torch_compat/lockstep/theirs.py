@@ -13,7 +13,7 @@ import numpy as np
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
-from torch_compat.lockstep.places import Place, by_path
+from torch_compat.lockstep.module_locations import ModuleLocation, by_path
 from torch_compat.names.table import strip_wrappers
 from torch_compat.names.translation import some
 
@@ -129,7 +129,7 @@ def in_precision(built: Built, dtype: str) -> None:
     built.module.to(getattr(torch, dtype))
 
 
-def run(built: Built, batch: Named, locations: Sequence[Place]) -> Theirs:
+def run(built: Built, batch: Named, locations: Sequence[ModuleLocation]) -> Theirs:
     """Forward and backward, without dropout.
 
     Raises:
@@ -237,7 +237,7 @@ def _called(factory: Callable[..., Any], spec: str, config: JobConfig) -> Any:  
     return factory(config) if wanted else factory()
 
 
-def _hook(module: Any, location: Place, seen: dict[str, Any]) -> Any:  # noqa: ANN401 (torch's)
+def _hook(module: Any, location: ModuleLocation, seen: dict[str, Any]) -> Any:  # noqa: ANN401 (torch's)
     def note(value: Any) -> None:  # noqa: ANN401
         if (tensor := _first(value)) is not None and location.point not in seen:
             seen[location.point] = _array(tensor) * location.factor

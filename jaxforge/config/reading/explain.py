@@ -56,7 +56,7 @@ def explain(error: ValidationError, sources: Sources) -> str:
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
     problems = [problem for details in every[:_MOST] for problem in _problems(details, sources)]
-    texts = [problem.text for problem in sorted(problems, key=lambda one: one.line)]
+    texts = [problem.text for problem in sorted(problems, key=lambda change: change.line)]
     more = len(every) - _MOST
     return "\n".join([*texts, *([f"and {more:,} more problems"] if more > 0 else [])])
 
@@ -70,7 +70,7 @@ def explain_value(path: Path, value: object, text: str, sources: Sources) -> str
         text: What is wrong with it.
         sources: Of the value.
     """
-    return _place(_about(path, value, text, sources), path, "", sources).text
+    return _located(_about(path, value, text, sources), path, "", sources).text
 
 
 def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
@@ -79,15 +79,17 @@ def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
         path = path[:-1]
     if details["type"] == "value_error":  # rules between the keys of one section
         rules = str(details["ctx"]["error"]).splitlines()
-        return [_place(f"[{dotted(path)}] {rule}", path, rule, sources) for rule in rules]
+        return [_located(f"[{dotted(path)}] {rule}", path, rule, sources) for rule in rules]
     if details["type"] == "extra_forbidden" or not node_at(path):
-        return [_place(_unknown(path), path, "", sources)]
+        return [_located(_unknown(path), path, "", sources)]
     if details["type"] == "home":  # which the schema does not describe
-        return [_place(_about(path, details["input"], details["msg"], sources), path, "", sources)]
-    return [_place(_bad_value(path, details["input"], sources), path, "", sources)]
+        return [
+            _located(_about(path, details["input"], details["msg"], sources), path, "", sources)
+        ]
+    return [_located(_bad_value(path, details["input"], sources), path, "", sources)]
 
 
-def _place(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
+def _located(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
     """Puts in front of `text` the setting, or else the file and line, that it is about."""
     line = line_of(path, sources.lines)
     setting = _setting_of(path, rule if line else "", sources)

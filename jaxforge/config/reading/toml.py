@@ -16,7 +16,7 @@ _TOKENS = 200_000  # names, values and marks
 _LINES = 10_000  # that set a key or begin a table
 _DEPTH = 32  # parts of a key, or brackets in each other
 _WORD = 100  # characters of a number, or of a key without quotes
-_PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
+_LINE_COLUMN = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
@@ -36,9 +36,9 @@ def parse(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         what = str(error)
-        match = _PLACE.search(what)
+        match = _LINE_COLUMN.search(what)
         location = ":".join([where, *(match.groups() if match else ())])
-        raise UserError(f"{location}: not valid TOML: {_PLACE.sub('', what)}") from None
+        raise UserError(f"{location}: not valid TOML: {_LINE_COLUMN.sub('', what)}") from None
     except ValueError as error:  # a date that no calendar has
         raise UserError(f"{where}: not valid TOML: {error}") from None
 

@@ -133,12 +133,12 @@ class UnresolvedConfig:
             problems = []
             for path in paths:
                 try:
-                    batch.found[path] = batch.updates(path)
+                    batch.converted[path] = batch.updates(path)
                 except _Unknown as reason:
                     problems.append(self._complaint(path, str(reason)))
             if problems:
                 raise UserError("\n".join(problems))
-        return batch.found
+        return batch.converted
 
     def _complaint(self, path: Path, text: str) -> str:
         return explain_value(path, self._durations[path].text, text, self._sources)
@@ -162,7 +162,7 @@ class _Batch:
     durations: Mapping[Path, Duration]
     n_devices: int | None
     epoch_length: EpochLength | None
-    found: dict[Path, int] = field(default_factory=dict)
+    converted: dict[Path, int] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> int | None:
@@ -191,7 +191,7 @@ class _Batch:
     def _max_steps(self, path: Path) -> int:
         if path == _MAX_STEPS:
             raise _Unknown("this is the whole; expected updates, epochs or tokens")
-        if _MAX_STEPS in self.durations and _MAX_STEPS not in self.found:
+        if _MAX_STEPS in self.durations and _MAX_STEPS not in self.converted:
             raise _Unknown(
                 "train.max_steps itself depends on the ramp: give the one or the other in updates"
             )
@@ -199,10 +199,14 @@ class _Batch:
 
     def _number(self, path: Path) -> int:
         """The value of a key in updates, 0 where it is not set."""
-        if path == _WARMUP and path not in self.found and not self.known.is_set(".".join(_WARMUP)):
+        if (
+            path == _WARMUP
+            and path not in self.converted
+            and not self.known.is_set(".".join(_WARMUP))
+        ):
             return self.known.usual_warmup(self._number(_MAX_STEPS))
         section, key = path
-        return self.found.get(path, getattr(getattr(self.known, str(section)), str(key)) or 0)
+        return self.converted.get(path, getattr(getattr(self.known, str(section)), str(key)) or 0)
 
     def _begin(self, path: Path) -> int:
         """Updates before the length begins."""
@@ -221,7 +225,7 @@ class _Batch:
                 "distributed.dp_shard"
             )
         stages = [
-            Stage(self.found.get((*_RAMP, i, "start"), start), accum)
+            Stage(self.converted.get((*_RAMP, i, "start"), start), accum)
             for i, (start, accum) in enumerate(self.known.train.stages())
         ]
         if path in _INTERVALS:

@@ -22,7 +22,7 @@ _LINE_BYTES = 1 << 20  # beyond a piece, that its last line may have
 _Input = TypeVar("_Input", bound=Input)
 
 
-class Place(NamedTuple):
+class ReadPosition(NamedTuple):
     """Reading position in a list of documents.
 
     Attributes:
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPart:
     """Some whole lines of a document.
 
     Attributes:
@@ -59,7 +59,7 @@ class Piece:
     valid: bool
     first: bool
     last: bool
-    end: Place
+    end: ReadPosition
     skipped: bool = False
 
 
@@ -93,15 +93,15 @@ def first_bytes(inputs: Sequence[_Input], max_bytes: int | None) -> list[_Input]
     return [source for source, start in zip(inputs, before, strict=False) if start < limit]
 
 
-def pieces(
+def text_parts(
     inputs: Sequence[Input],
     *,
     validation_fraction: float = 0.0,
     max_bytes: int | None = None,
     skip_bad: bool = False,
-    start: Place | None = None,
+    start: ReadPosition | None = None,
     before: int = 0,
-) -> Iterator[Piece]:
+) -> Iterator[TextPart]:
     """Read documents in pieces of about a MiB; bytes that are not UTF-8 become U+FFFD.
 
     Args:
@@ -118,7 +118,7 @@ def pieces(
     """
     left = (max_bytes or sys.maxsize) - before
     inside = is_split_inside(inputs) and validation_fraction > 0
-    position = start or Place()
+    position = start or ReadPosition()
     for i, source in enumerate(inputs[position.input :], position.input):
         offset = position.offset if i == position.input else 0
         try:
@@ -144,12 +144,12 @@ def pieces(
             raise UserError(f"cannot read {source.where}: {reason}") from error
 
 
-def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> Piece:
+def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> TextPart:
     if not skip_bad:
         usual = "correct it, or have jaxforge.prepare leave such out: --skip-bad"
         raise UserError(f"{record.problem}; {record.advice or usual}")
-    end = Place(i, record.number)
-    return Piece(
+    end = ReadPosition(i, record.number)
+    return TextPart(
         source.document(record.number), "train", "", 0, True, False, False, end, skipped=True
     )
 
@@ -170,7 +170,7 @@ class Part(NamedTuple):
 
 def _of_record(
     i: int, source: Input, record: Record, offset: int, limit: int, parts: Sequence[Part]
-) -> Iterator[Piece]:
+) -> Iterator[TextPart]:
     document = source.document(record.number)
     for part in parts:
         if part.end is not None and part.end <= offset:
@@ -181,7 +181,11 @@ def _of_record(
             offset += len(data)
             limit -= len(data)
             is_done = last and part is parts[-1]
-            end = Place(i, record.number) if is_done else Place(i, record.number - 1, offset)
+            end = (
+                ReadPosition(i, record.number)
+                if is_done
+                else ReadPosition(i, record.number - 1, offset)
+            )
             # No byte of a multi-byte character equals a line end: lines decode on their own.
             try:
                 text, valid = data.decode(), True
@@ -189,7 +193,7 @@ def _of_record(
                 text, valid = data.decode(errors="replace"), False
             if offset == len(data):
                 text = text.removeprefix("\ufeff")  # a byte-order mark
-            yield Piece(document, part.split, text, len(data), valid, is_first, last, end)
+            yield TextPart(document, part.split, text, len(data), valid, is_first, last, end)
 
 
 def _size(file: BinaryIO) -> int:

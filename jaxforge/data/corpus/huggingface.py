@@ -126,7 +126,7 @@ def _progress_log(rows: int) -> Callable[[Corpus], None]:
             said = time.monotonic()
             tokens = corpus.splits["train"].writer.tokens
             log.info(
-                "%.0f%% tokenized: %.1f M tokens", 100 * corpus.place.record / rows, tokens / 1e6
+                "%.0f%% tokenized: %.1f M tokens", 100 * corpus.position.record / rows, tokens / 1e6
             )
 
     return show

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.conversations import encode_conversations
-from jaxforge.data.corpus.documents import Piece, Place, pieces
+from jaxforge.data.corpus.documents import ReadPosition, TextPart, text_parts
 from jaxforge.data.corpus.records import Input
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, with_prefix
 from jaxforge.data.corpus.workers import Text, Tokens, Workers, serve
@@ -68,7 +68,7 @@ class Options:
         return ("train", "validation") if holds_out else ("train",)
 
 
-Batch = list[Piece]
+Batch = list[TextPart]
 """Consecutive pieces, which a tokenizer gets together."""
 
 
@@ -93,7 +93,7 @@ class Split:
     broken: int = 0
     last_broken: str = ""
 
-    def add(self, chunks: Sequence[Piece], tokens: Int[np.ndarray, "_"]) -> None:
+    def add(self, chunks: Sequence[TextPart], tokens: Int[np.ndarray, "_"]) -> None:
         """Appends pieces and their tokens."""
         self.writer.add(tokens, sum(chunk.last for chunk in chunks))
         self.size += sum(chunk.size for chunk in chunks)
@@ -118,7 +118,7 @@ class Corpus:
     """
 
     splits: dict[str, Split]
-    place: Place = field(default_factory=Place)
+    position: ReadPosition = field(default_factory=ReadPosition)
     skipped: int = 0
 
     @property
@@ -132,12 +132,12 @@ class Corpus:
             chunks = [p for p in batch if p.split == name and not p.skipped]
             self.splits[name].add(chunks, arrived)
         self.skipped += sum(chunk.skipped for chunk in batch)
-        self.place = batch[-1].end
+        self.position = batch[-1].end
 
     def journal(self) -> dict[str, Any]:
         """Bring all tokens to the disk, and return the fields as JSON has them."""
         splits = {name: split.journal() for name, split in self.splits.items()}
-        return {"splits": splits, "place": self.place, "skipped": self.skipped}
+        return {"splits": splits, "place": self.position, "skipped": self.skipped}
 
 
 def ingest(
@@ -172,12 +172,12 @@ def ingest(
         for split in corpus.splits.values():
             stack.enter_context(split.writer)
         read = batches(
-            pieces(
+            text_parts(
                 inputs,
                 validation_fraction=options.validation_fraction,
                 max_bytes=options.max_bytes,
                 skip_bad=options.skip_bad,
-                start=corpus.place,
+                start=corpus.position,
                 before=corpus.size,
             )
         )
@@ -199,7 +199,7 @@ def ingest(
 
 def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) -> Corpus:
     """The corpus as the journal left it, or an empty one."""
-    journal = destination.journal or {"splits": {}, "place": Place(), "skipped": 0}
+    journal = destination.journal or {"splits": {}, "place": ReadPosition(), "skipped": 0}
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
             f"the run that this one goes on with left {journal['skipped']} bad records out; pass "
@@ -218,7 +218,7 @@ def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) 
             state=state["writer"],
         )
         splits[name] = Split(**{**state, "writer": writer})
-    return Corpus(splits, Place(*journal["place"]), journal["skipped"])
+    return Corpus(splits, ReadPosition(*journal["place"]), journal["skipped"])
 
 
 def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -> None:
@@ -259,9 +259,9 @@ def check_split(train: int, validation: int, fraction: float) -> None:
         )
 
 
-def batches(chunks: Iterable[Piece]) -> Iterator[Batch]:
+def batches(chunks: Iterable[TextPart]) -> Iterator[Batch]:
     """Pieces by the few MiB."""
-    batch: list[Piece] = []
+    batch: list[TextPart] = []
     size = 0
     for chunk in chunks:
         batch.append(chunk)
@@ -289,7 +289,7 @@ def _encoded(
             yield batch, _encode(tokenizer, texts_of(batch), options)
         return
     n = workers if len(first) > 1 else 1
-    with Workers(n, _work, directory, options, n, isolate) as pool:
+    with Workers(n, _encode_batches, directory, options, n, isolate) as pool:
         waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
         for batch in chain(first, batches):
             waiting.append((batch, pool.submit(texts_of(batch))))
@@ -300,7 +300,7 @@ def _encoded(
             yield batch, future.result()
 
 
-def _work(
+def _encode_batches(
     connection: Connection, directory: Path, options: Options, n: int, is_silent: bool
 ) -> None:
     """One of `n` workers; if `is_silent`, Rust's words on its panics are not shown."""

@@ -30,7 +30,7 @@ class Prompt:
     """
 
     text: str
-    place: str
+    location: str
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -55,13 +55,13 @@ def encode(
     if not ids:
         if tokenizer.eos_id is None:
             raise UserError(
-                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
-                "to start from; give a text"
+                f"{prompt.location}: the prompt is empty, and the tokenizer has no end-of-text "
+                "token to start from; give a text"
             )
         ids = [tokenizer.eos_id]
     if len(ids) + max_tokens > limit:
         raise UserError(
-            f"{prompt.place}: a prompt of {len(ids)} tokens and {key} {max_tokens} exceed "
+            f"{prompt.location}: a prompt of {len(ids)} tokens and {key} {max_tokens} exceed "
             f"model.max_seq_len = {limit}; shorten the one or lower the other"
         )
     return ids

@@ -86,20 +86,20 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
         )
 
 
-def how_to_prepare(place: Path) -> str:
+def how_to_prepare(path: Path) -> str:
     """Return advice, appended to a path that holds text instead of shards; "" if it holds no text.
 
     Args:
-        place: a file or directory, without shards.
+        path: a file or directory, without shards.
     """
-    every = itertools.islice(place.rglob("*"), _LOOKED_AT) if place.is_dir() else [place]
-    first = next((path for path in every if is_named(path.name, (*TEXTS, *RECORDS))), None)
+    every = itertools.islice(path.rglob("*"), _LOOKED_AT) if path.is_dir() else [path]
+    first = next((file for file in every if is_named(file.name, (*TEXTS, *RECORDS))), None)
     if first is None:
         return ""
-    output = place.with_name(f"{place.stem}_tokens")
+    output = path.with_name(f"{path.stem}_tokens")
     return (
         f"holds text ({first.name}), and training reads tokens; prepare it: jaxforge prepare "
-        f"{shlex.quote(str(place))} --output {shlex.quote(str(output))} --tokenizer bpe "
+        f"{shlex.quote(str(path))} --output {shlex.quote(str(output))} --tokenizer bpe "
         f"--validation-fraction 0.01, then train on {output / 'train'}, or with the config that it "
         f"writes: jaxforge train --config {shlex.quote(str(output / 'train.toml'))}"
     )

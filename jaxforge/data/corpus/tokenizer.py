@@ -119,9 +119,9 @@ class ByteTokenizer(Tokenizer):
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
         """Bytes of each text, each at its character."""
-        return [(self.encode(text), self._places(text)) for text in texts]
+        return [(self.encode(text), self._token_offsets(text)) for text in texts]
 
-    def _places(self, text: str) -> Int[np.ndarray, "n 2"]:
+    def _token_offsets(self, text: str) -> Int[np.ndarray, "n 2"]:
         n_bytes = [len(character.encode("utf-8", errors="replace")) for character in text]
         characters = np.repeat(np.arange(len(text)), n_bytes)
         return np.stack([characters, characters + 1], axis=1)

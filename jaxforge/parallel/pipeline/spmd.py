@@ -90,7 +90,7 @@ class Carry(NamedTuple):
     returning: Array
     ring: PyTree
     layers: Params
-    rest: Params
+    outer: Params
     loss_aux: AuxOutputs
     layer_aux: AuxOutputs
 
@@ -138,7 +138,7 @@ class Stage:
         batch: Microbatch,
     ) -> None:
         self.schedule, self.functions, self.state, self.batch = schedule, functions, state, batch
-        self.layers, self.rest = split_layers(params)
+        self.layers, self.outer = split_layers(params)
         self.index = jax.lax.axis_index(STAGES)
         of_rows = jax.tree.map(jnp.asarray, (functions.kinds, functions.is_layer))
         self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
@@ -152,10 +152,10 @@ class Stage:
             axes: logical axes of the parameters; gradients are laid out alike.
         """
         microbatch = self._microbatch(0)
-        idle = _laid_out(self._zeros(jax.eval_shape(self.functions.embed, self.rest, microbatch)))
+        idle = _laid_out(self._zeros(jax.eval_shape(self.functions.embed, self.outer, microbatch)))
         _, item, by_layers = jax.eval_shape(functools.partial(self._forward, 0, idle, microbatch))
         whole = self._zeros(idle, stages=False)
-        loss_aux = jax.eval_shape(lambda: self.functions.loss(self.rest, whole, microbatch))
+        loss_aux = jax.eval_shape(lambda: self.functions.loss(self.outer, whole, microbatch))
         loss_aux = jax.tree.map(lambda leaf: self._zeros(leaf, stages=False), loss_aux)
         layer_aux = jax.tree.map(
             lambda leaf: self._zeros(leaf, (len(self.is_layer), *leaf.shape[1:])), by_layers
@@ -165,7 +165,7 @@ class Stage:
         )
         outer = jax.tree.map(
             lambda p, axes: constrain(jnp.zeros_like(p, jnp.float32), *axes),
-            {**self.rest, LAYERS: self.layers}, axes,
+            {**self.outer, LAYERS: self.layers}, axes,
         )  # fmt: skip
         layers, outer = split_layers(outer)
         return Carry(idle, idle, rings, layers, outer, loss_aux, layer_aux)
@@ -204,15 +204,15 @@ class Stage:
             d_x, layers = self._backward(
                 actions.chunk, d_y, is_busy, saved, microbatch, carry.layers
             )
-            outer = self._embed_backward(carry.rest, rows, row, d_x, actions)
-            carry = carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=outer)
+            outer = self._embed_backward(carry.outer, rows, row, d_x, actions)
+            carry = carry._replace(returning=self._sent(d_x, -1), layers=layers, outer=outer)
         return carry, None
 
     def _input(self, carry: Carry, rows: Row, row: Row, actions: Actions) -> Array:
         """Return the input of a stage: the embedding, or the output of the stage before."""
 
         def embed() -> Array:
-            return self.functions.embed(self.rest, self._microbatch(row.embeds))
+            return self.functions.embed(self.outer, self._microbatch(row.embeds))
 
         nothing = self._zeros(carry.arriving, stages=False)
         entering = self._when(rows.embeds, row.embeds, embed, nothing, cheap=True)
@@ -231,13 +231,13 @@ class Stage:
                 aux = self.functions.loss(d_outer, x, microbatch)
                 return aux.loss, aux
 
-            value, of_loss, aux = jax.vjp(loss, self.rest, x, has_aux=True)
+            value, of_loss, aux = jax.vjp(loss, self.outer, x, has_aux=True)
             d_rest, d_x = of_loss(jnp.ones_like(value))
-            return _plus(carry.rest, d_rest), merge(carry.loss_aux, aux), d_x
+            return _plus(carry.outer, d_rest), merge(carry.loss_aux, aux), d_x
 
-        unchanged = (carry.rest, carry.loss_aux, self._zeros(y, stages=False))
+        unchanged = (carry.outer, carry.loss_aux, self._zeros(y, stages=False))
         d_outer, aux, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
-        carry = carry._replace(rest=d_outer, loss_aux=aux)
+        carry = carry._replace(outer=d_outer, loss_aux=aux)
         return carry, jnp.where(is_last, d_last, carry.returning)
 
     def _embed_backward(
@@ -248,7 +248,7 @@ class Stage:
         def backward() -> Params:
             microbatch = self._microbatch(row.embed_backwards)
             d_entering = self._to_all(jnp.where(self._is_first(actions), d_x, 0))
-            _, pull = jax.vjp(lambda d_outer: self.functions.embed(d_outer, microbatch), self.rest)
+            _, pull = jax.vjp(lambda outer: self.functions.embed(outer, microbatch), self.outer)
             return _plus(d_outer, pull(d_entering)[0])
 
         return self._when(rows.embed_backwards, row.embed_backwards, backward, d_outer, cheap=True)

@@ -69,10 +69,12 @@ def _row(
 
     idle = Action(0, 0, 0)
     return Row(
-        columns([one or Action(0, 0, slot) for one, slot in zip(forward, spare, strict=True)]),
-        columns([one or idle for one in backward]),
-        is_forward=np.array([one is not None for one in forward]),
-        is_backward=np.array([one is not None for one in backward]),
+        columns(
+            [action or Action(0, 0, slot) for action, slot in zip(forward, spare, strict=True)]
+        ),
+        columns([action or idle for action in backward]),
+        is_forward=np.array([action is not None for action in forward]),
+        is_backward=np.array([action is not None for action in backward]),
         embeds=at(forward[0], 0),
         losses=at(backward[-1], schedule.chunks - 1),
         embed_backwards=at(backward[0], 0),

@@ -175,18 +175,18 @@ class JaxforgeLM(TemplateLM):
         numbered = [(*request.args, number) for number, request in enumerate(requests)]
         collator = Collator(
             numbered,
-            sort_fn=lambda one: (-len(self.tok_encode(one[0])), one[0]),
-            group_fn=lambda one: one[1],
+            sort_fn=lambda request: (-len(self.tok_encode(request[0])), request[0]),
+            group_fn=lambda request: request[1],
             group_by="gen_kwargs",
         )
         texts: list[str] = []
         rows = padded_batch(len(requests), self._rows, self._trained.mesh)
         for chunk in collator.get_batched(n=rows):
             contexts, (how, *_), numbers = zip(*chunk, strict=True)
-            made = self._generate(contexts, how, numbers, rows)
-            for context, text in zip(contexts, made, strict=True):
+            generated = self._generate(contexts, how, numbers, rows)
+            for context, text in zip(contexts, generated, strict=True):
                 self.cache_hook.add_partial("generate_until", (context, how), text)
-            texts += made
+            texts += generated
         return collator.get_original(texts)
 
     def _generate(

@@ -155,16 +155,16 @@ class Pool:
     """Columns that several curves share, each stored once."""
 
     def __init__(self) -> None:
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
 
     def add(self, values: np.ndarray, kind: str) -> int:
         """Return the index of a column among `columns`; args as of `encoded`."""
-        return self._places.setdefault(encoded(values, kind), len(self._places))
+        return self._indices.setdefault(encoded(values, kind), len(self._indices))
 
     @property
     def columns(self) -> list[str]:
         """All columns, encoded."""
-        return list(self._places)
+        return list(self._indices)
 
 
 def curve(

@@ -87,8 +87,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
             raise UserError(f"{topology}: JAX has {len(devices)} CPU devices in this process")
         return devices[: topology.n_devices]
     if topology.chip not in TPUS:
-        return list(targets.gpus(topology.chip, *topology.sides))
-    name = f"{topology.chip}:{'x'.join(map(str, topology.sides))}"
+        return list(targets.gpus(topology.chip, *topology.shape))
+    name = f"{topology.chip}:{'x'.join(map(str, topology.shape))}"
     return list(targets.tpus(name, topology.slices))
 
 
@@ -121,8 +121,8 @@ def compile_step(
     start = time.perf_counter()
     try:
         steps = {
-            n: CompiledStep(one, _compiled(one, options, flags, device.platform))
-            for n, one in lowered.items()
+            n: CompiledStep(program, _compiled(program, options, flags, device.platform))
+            for n, program in lowered.items()
         }
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):

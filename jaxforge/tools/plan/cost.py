@@ -85,11 +85,11 @@ class Roofline:
     """
 
     def __init__(self, workload: Workload, chip: Chip) -> None:
-        self._work, self._chip, self._reached = workload, chip, REACHED[chip.platform]
+        self._workload, self._chip, self._reached = workload, chip, REACHED[chip.platform]
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
         """Return the kind of the work, and seconds."""
-        cost = self._work.of(operation, within)
+        cost = self._workload.of(operation, within)
         if cost.kind == "nothing":
             return cost.kind, 0
         products = 0.0

@@ -303,25 +303,25 @@ def _memory(fits: dict[Device, Fit]) -> Iterator[str]:
     """Yield the parts of memory on the first kind of device, and a line for each kind."""
     parts = next(iter(fits.values())).memory._asdict()
     yield ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
-    for device, found in fits.items():
-        most = f"{found.most_rows:,} at most fit" if found.most_rows else "not one fits"
+    for device, estimate in fits.items():
+        most = f"{estimate.most_rows:,} at most fit" if estimate.most_rows else "not one fits"
         yield (
-            f"{device.name}: {gigabytes(found.memory.total)} of {gigabytes(device.capacity)}; "
-            f"{found.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced per "
-            f"{found.grad_sync}"
+            f"{device.name}: {gigabytes(estimate.memory.total)} of {gigabytes(device.capacity)}; "
+            f"{estimate.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced "
+            f"per {estimate.grad_sync}"
         )
 
 
 def _too_large(config: JobConfig, mesh: AnyMesh, fits: dict[Device, Fit]) -> Iterator[str]:
     """Yield remedies if no kind of device has enough memory."""
-    if any(found.memory.total <= SLACK * device.capacity for device, found in fits.items()):
+    if any(estimate.memory.total <= SLACK * device.capacity for device, estimate in fits.items()):
         return
-    device, found = max(fits.items(), key=lambda item: item[0].capacity)
+    device, estimate = max(fits.items(), key=lambda item: item[0].capacity)
     dp = data_parallel_size(mesh)
     yield (
-        f"the step needs about {gigabytes(found.memory.total)} of a device, and {device.name} has "
-        f"{gigabytes(device.capacity)}. What helps: "
-        f"{'; '.join(_smaller(config, dp, found.most_rows))}"
+        f"the step needs about {gigabytes(estimate.memory.total)} of a device, and {device.name} "
+        f"has {gigabytes(device.capacity)}. What helps: "
+        f"{'; '.join(_smaller(config, dp, estimate.most_rows))}"
     )
 
 

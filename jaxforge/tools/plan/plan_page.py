@@ -107,7 +107,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"<h2>A step <small>an estimate: {escape(plan.estimate.estimated_from)}</small></h2>"
     yield _bar(parts, line.seconds, lambda seconds: f"{seconds:.3f} s")
     yield f'<div class="scroll">{picture("step", line.spans, line.seconds)}</div>'
-    loops = {(one.times, round(one.seconds, 6)): one for one in _all(line.spans) if one.inside}
+    loops = {(span.times, round(span.seconds, 6)): span for span in _all(line.spans) if span.inside}
     for loop in sorted(loops.values(), key=lambda span: -span.seconds)[:_LOOPS]:
         each = loop.seconds / loop.times
         name = f"{loop.name}: one of {loop.times} iterations"

@@ -123,19 +123,19 @@ def _keep(
         _write("--html", args.html, page(planned, others))
     path, step = args.save_executable, planned.step
     if path and step is not None and planned.config is not None and planned.fits:
-        with _told("--save-executable", path):
+        with _reporting("--save-executable", path):
             executable.write(
                 path, step.executables, step.grad_sync.applied_to(planned.config), step.mesh
             )
 
 
 def _write(option: str, path: str, text: str) -> None:
-    with _told(option, path):
+    with _reporting(option, path):
         Path(path).write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _told(option: str, path: str) -> Iterator[None]:
+def _reporting(option: str, path: str) -> Iterator[None]:
     """A file that cannot be written is a mistake of the command line."""
     try:
         yield

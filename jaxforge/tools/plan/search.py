@@ -76,7 +76,7 @@ class Candidate(NamedTuple):
     seconds: float
 
 
-class Found(NamedTuple):
+class CompiledCandidate(NamedTuple):
     """A candidate and what compiling it gave.
 
     Attributes:
@@ -96,7 +96,7 @@ class Found(NamedTuple):
 
 def search(
     config: JobConfig, topology: Topology, *, most: int, jobs: int, console: Console
-) -> list[Found]:
+) -> list[CompiledCandidate]:
     """Compiles the most promising candidates, and what is given; the best comes first.
 
     The best of them is then compiled with other flags.
@@ -132,21 +132,21 @@ def search(
     ):
         task = progress.add_task("compiling", total=len(chosen))
 
-        def one(candidate: Candidate) -> Found:
-            ranked = Found(candidate, compiled(candidate.config, topology))
+        def compile_candidate(candidate: Candidate) -> CompiledCandidate:
+            ranked = CompiledCandidate(candidate, compiled(candidate.config, topology))
             progress.advance(task)
             return ranked
 
-        ranked = _best_first(pool.map(one, chosen))
+        ranked = _best_first(pool.map(compile_candidate, chosen))
         if not ranked[0].tokens_per_second:
             return ranked
         variants = list(with_other_flags(ranked[0].candidate, CHIPS[topology.chip].platform))
         progress.update(task, total=len(chosen) + len(variants))
-        return _best_first([*ranked, *pool.map(one, variants)])
+        return _best_first([*ranked, *pool.map(compile_candidate, variants)])
 
 
-def _best_first(found: Iterable[Found]) -> list[Found]:
-    return sorted(found, key=lambda candidate: -candidate.tokens_per_second)
+def _best_first(compiled_candidates: Iterable[CompiledCandidate]) -> list[CompiledCandidate]:
+    return sorted(compiled_candidates, key=lambda candidate: -candidate.tokens_per_second)
 
 
 def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]:

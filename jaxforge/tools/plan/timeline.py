@@ -148,7 +148,7 @@ class Simulation:
                 if collective.axes:  # else every device is alone
                     clock.exchange(operation, collective)
             else:
-                clock.work(operation, *self._rates.seconds(operation, within))
+                clock.run(operation, *self._rates.seconds(operation, within))
         return clock.stop()
 
     def _nested(
@@ -207,7 +207,7 @@ class _Clock:
             self.end(name)
         return self._line
 
-    def work(self, operation: Operation, kind: str, seconds: float) -> None:
+    def run(self, operation: Operation, kind: str, seconds: float) -> None:
         """The device computes."""
         if seconds:
             self._picture(operation.name, kind, "device", seconds)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxforge.parallel.hardware import CHIPS
 
 CPU = "cpu"
-TPUS = {name: chip.sides for name, chip in CHIPS.items() if chip.platform == "tpu"}
+TPUS = {name: chip.n_sides for name, chip in CHIPS.items() if chip.platform == "tpu"}
 """Kinds of TPU and how many sides their slices have."""
 
 FORMS = "v5e:16x16, v6e:4x8, v5p:4x4x8, v5p:4x4x8*2 (slices), h100:8x8 (nodes x GPUs), cpu:8"
@@ -20,12 +20,12 @@ class Topology(NamedTuple):
 
     Attributes:
         chip: kind of its devices: a key of `CHIPS`, or `cpu`.
-        sides: of a slice, chips; nodes and GPUs of each; devices.
+        shape: of a slice, chips; nodes and GPUs of each; devices.
         slices: of TPUs; nodes of GPUs.
     """
 
     chip: str
-    sides: tuple[int, ...]
+    shape: tuple[int, ...]
     slices: int = 1
 
     @classmethod
@@ -40,7 +40,7 @@ class Topology(NamedTuple):
             raise ValueError(f"topology {text!r}: expected one of the forms {FORMS}")
         chip, slices = form[1], int(form[3] or 1)
         lengths = tuple(int(length) for length in form[2].split("x"))
-        known = {**{name: known.sides for name, known in CHIPS.items()}, CPU: 1}
+        known = {**{name: known.n_sides for name, known in CHIPS.items()}, CPU: 1}
         if chip not in known:
             raise ValueError(
                 f"topology {text!r}: expected one of {', '.join(known)} before the :"
@@ -57,13 +57,13 @@ class Topology(NamedTuple):
 
     def __str__(self) -> str:
         """Return the topology as it is written."""
-        text = f"{self.chip}:{'x'.join(map(str, self.sides))}"
+        text = f"{self.chip}:{'x'.join(map(str, self.shape))}"
         return f"{text}*{self.slices}" if self.slices > 1 else text
 
     @property
     def n_devices(self) -> int:
         """Devices of all hosts."""
-        return math.prod(self.sides) * self.slices
+        return math.prod(self.shape) * self.slices
 
     def prepare(self, env: MutableMapping[str, str]) -> None:
         """Set the environment that a compiler for this machine needs.

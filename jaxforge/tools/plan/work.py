@@ -26,7 +26,7 @@ _PRODUCTS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "bwd": 5}
 scores and their gradient anew."""
 
 
-class Work(NamedTuple):
+class OperationCost(NamedTuple):
     """Work of one execution on one device.
 
     Attributes:
@@ -53,32 +53,36 @@ class Workload:
     def __init__(self, program: HloProgram, visible: float) -> None:
         self._program, self._visible = program, visible
 
-    def of(self, operation: Operation, within: Computation) -> Work:
+    def of(self, operation: Operation, within: Computation) -> OperationCost:
         """Return the work of an operation; the body of a loop or call is not included."""
         if operation.kind in _NOTHING:
-            return Work("nothing", 0, 0)
+            return OperationCost("nothing", 0, 0)
         if operation.kind == "custom-call":
             return self._of_kernel(operation, within)
         flops = self._flops(operation, within)
-        return Work("products" if flops else "memory", flops, self._bytes(operation, within))
+        return OperationCost(
+            "products" if flops else "memory", flops, self._bytes(operation, within)
+        )
 
-    def _of_kernel(self, operation: Operation, within: Computation) -> Work:
+    def _of_kernel(self, operation: Operation, within: Computation) -> OperationCost:
         moved = operation.bytes + sum(within[name].bytes for name in operation.operands)
         target = operation.text("custom_call_target")
         name = f"{operation.name} {target}".lower()
         if target.endswith("triton") and (
             kernel := re.search(r'name = "flash_(\w+)"', operation.line)
         ):
-            return Work("attention", self._flash(operation, within, kernel[1]), moved, "triton")
+            return OperationCost(
+                "attention", self._flash(operation, within, kernel[1]), moved, "triton"
+            )
         if "fmha" in target or "splash" in name or "flash" in name:
             by = "masked cudnn" if "fmhaScaleBias" in target else ""
-            return Work("attention", self._attention(operation, within, name), moved, by)
+            return OperationCost("attention", self._attention(operation, within, name), moved, by)
         if "gemm" in target or "matmul" in target:
-            return Work("products", self._gemm(operation, within), moved)
+            return OperationCost("products", self._gemm(operation, within), moved)
         if target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu"):
             flops = _grouped(operation, within)
-            return Work("experts" if flops else "memory", flops, moved)
-        return Work("nothing", 0, 0)  # allocations and marks of the compiler's
+            return OperationCost("experts" if flops else "memory", flops, moved)
+        return OperationCost("nothing", 0, 0)  # allocations and marks of the compiler's
 
     def _attention(self, operation: Operation, within: Computation, name: str) -> float:
         """By the sizes of the queries [..., S, D] or [B, S, H, D], and of scores where named."""

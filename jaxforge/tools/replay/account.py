@@ -48,7 +48,7 @@ LOGGED = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class RepeatedStep:
     """A step made again.
 
     Attributes:
@@ -115,21 +115,23 @@ class Account:
         odd: (part, norm, ratio to the median of the neighbours), what differs most first.
     """
 
-    made: Made
+    step: RepeatedStep
     suspects: list[Suspect]
     without_first: tuple[float, float] | None
     norms: dict[int, LayerNorms]
     odd: list[tuple[str, str, float]]
 
 
-def replayed(run: Path, first: int, last: int, overrides: Sequence[str] = ()) -> Iterator[Made]:
+def replayed(
+    run: Path, first: int, last: int, overrides: Sequence[str] = ()
+) -> Iterator[RepeatedStep]:
     """Steps of a run made again, one by one, each with the config that it had."""
     logged = logged_steps(run)
     for begin, end in run_directory.steps_by_start(run, first, last):
         with open_past(run, end, overrides) as past:
             walk = past.walk(begin)
             while walk.progress.step < end:
-                yield _made(walk.advance(), logged)
+                yield _repeated_step(walk.advance(), logged)
 
 
 def account(past: Past, step: int, *, around: int, rows: int) -> Account:
@@ -160,7 +162,7 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
         elif at < step:
             before += reader.documents(walk)[0]
         del metrics
-        again = _made(walk.advance(), logged)
+        again = _repeated_step(walk.advance(), logged)
         created = again if at == step else created
     assert created is not None
     others = [norm for number, norm in norms.items() if number != step]
@@ -263,10 +265,12 @@ class _Reader:
         return self._tokenizer.decode([int(token) for token in tokens[:_SHOWN]])[:_SHOWN]
 
 
-def _made(metrics: Metrics, logged: dict[int, tuple[float, float]]) -> Made:
+def _repeated_step(metrics: Metrics, logged: dict[int, tuple[float, float]]) -> RepeatedStep:
     names = ("step", "loss", "grad_norm", "applied")
     step, loss, grad_norm, applied = jax.device_get([metrics[name] for name in names])
-    return Made(int(step), float(loss), float(grad_norm), bool(applied), logged.get(int(step)))
+    return RepeatedStep(
+        int(step), float(loss), float(grad_norm), bool(applied), logged.get(int(step))
+    )
 
 
 def logged_steps(run: Path) -> dict[int, tuple[float, float]]:
@@ -299,7 +303,7 @@ def as_json(result: Account) -> dict[str, Any]:
     """All of it as plain values; numbers that are not finite become null."""
     return _finite(
         {
-            "step": result.made.as_json(),
+            "step": result.step.as_json(),
             "documents": [_document_json(suspect) for suspect in result.suspects],
             "without_the_first": result.without_first,
             "norms": {

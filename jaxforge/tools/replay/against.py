@@ -35,7 +35,7 @@ _ROWS, _TOKENS = 4, 64  # of the first microbatch, whose forward values are comp
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class StepValues:
     """Inputs and results of a step.
 
     Attributes:
@@ -62,18 +62,18 @@ class Made:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class ReplayedRun:
     """A run, and settings over its config."""
 
     run: Path
     overrides: Sequence[str] = ()
 
 
-def against(one: Way, other: Way, step: int) -> tuple[list[Row], list[str]]:
+def against(run: ReplayedRun, other: ReplayedRun, step: int) -> tuple[list[Row], list[str]]:
     """A row for each value, in the order in which a step makes them, and notes.
 
     Args:
-        one: a run; its gradients make the updates of both.
+        run: a run; its gradients make the updates of both.
         other: the run that it is compared with.
         step: from 1.
 
@@ -82,7 +82,7 @@ def against(one: Way, other: Way, step: int) -> tuple[list[Row], list[str]]:
     """
     if jax.process_count() > 1:
         raise UserError("--against compares on one process: start it on one host")
-    first = make(one, step)
+    first = make(run, step)
     second = make(other, step, first.whole_grads)
     notes = []
     if not (first.points and second.points):
@@ -90,7 +90,7 @@ def against(one: Way, other: Way, step: int) -> tuple[list[Row], list[str]]:
     return list(rows_of(first, second)), notes
 
 
-def rows_of(a: Made, b: Made) -> Iterator[Row]:
+def rows_of(a: StepValues, b: StepValues) -> Iterator[Row]:
     """Yield the values of two steps side by side."""
     dtype = "bfloat16" if "bfloat16" in (a.dtype, b.dtype) else "float32"
     layers = len({name.split(".")[1] for name in a.params if name.startswith(f"{LAYERS}.")})
@@ -124,7 +124,7 @@ def _pairs(
             yield Row(stage, name, name, np.inf, np.inf, allowed, f"only in the {where} run")
 
 
-def make(run: Way, step: int, grads: PyTree | None = None) -> Made:
+def make(run: ReplayedRun, step: int, grads: PyTree | None = None) -> StepValues:
     """Makes a step of a run.
 
     Args:
@@ -140,7 +140,7 @@ def make(run: Way, step: int, grads: PyTree | None = None) -> Made:
         batch = {  # all microbatches as one: [m, b, ...] -> [m b, ...]
             name: np.asarray(leaf).reshape(-1, *leaf.shape[2:]) for name, leaf in walk.batch.items()
         }
-        return Made(
+        return StepValues(
             "float32" if past.model.dtype == jnp.float32 else "bfloat16",
             past.config.model.dim,
             params,

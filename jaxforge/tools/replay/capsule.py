@@ -31,7 +31,13 @@ from jaxforge.step.executable import PACKAGES
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
 from jaxforge.tools.replay import capsule_file, compare
-from jaxforge.tools.replay.account import LOGGED, Made, logged_steps, logged_values, replayed
+from jaxforge.tools.replay.account import (
+    LOGGED,
+    RepeatedStep,
+    logged_steps,
+    logged_values,
+    replayed,
+)
 from jaxforge.tools.replay.capsule_file import CURVE, Capsule
 from jaxforge.tools.replay.capsule_ingredients import differences, ingredients_of
 from jaxforge.tools.replay.past import open_past
@@ -138,7 +144,7 @@ class Verification:
     """
 
     ingredients: list[Ingredient]
-    steps: list[Made]
+    steps: list[RepeatedStep]
     tolerances: list[float]
 
     @property
@@ -205,10 +211,10 @@ def verify(
         if result.differing(["data"]):
             return result
         config = past.config
-        made = [step for step in replayed(directory, first, last, overrides) if step.logged]
+        repeated = [step for step in replayed(directory, first, last, overrides) if step.logged]
     allowed = _tolerance(config) if result.differing(_BITS) else 0.0
-    tolerances = [allowed * (step.step - first + 1) for step in made]
-    return Verification(result.ingredients, made, tolerances)
+    tolerances = [allowed * (step.step - first + 1) for step in repeated]
+    return Verification(result.ingredients, repeated, tolerances)
 
 
 def _range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:

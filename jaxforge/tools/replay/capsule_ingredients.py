@@ -84,8 +84,8 @@ def _program(past: Past) -> dict[str, str]:
 
 def _data(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return what is trained on, by the name of each source: files with their bytes and hashes."""
-    found = sources.open_training_data(config)
-    named = found.datasets if isinstance(found, Mixture) else {"": found}
+    dataset = sources.open_training_data(config)
+    named = dataset.datasets if isinstance(dataset, Mixture) else {"": dataset}
     return {name: _of_source(config, dataset) for name, dataset in named.items()}
 
 

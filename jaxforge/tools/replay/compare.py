@@ -144,7 +144,7 @@ def root_mean_square(x: np.ndarray) -> float:
 
 def first_difference(rows: Sequence[Row]) -> Row | None:
     """The first that differs; None where none does."""
-    return next((one for one in rows if one.differs), None)
+    return next((row for row in rows if row.differs), None)
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "same": first is None,
         "first": None if first is None else _entry(first),
-        "rows": [_entry(one) for one in rows],
+        "rows": [_entry(row) for row in rows],
     }
 
 
@@ -165,17 +165,17 @@ def show(console: Console, rows: Sequence[Row], names: tuple[str, str]) -> None:
         rows: in the order in which they were made.
         names: what the two are called.
     """
-    shown = [one for stage in dict.fromkeys(r.stage for r in rows) for one in _of(rows, stage)]
+    shown = [row for stage in dict.fromkeys(r.stage for r in rows) for row in _of(rows, stage)]
     table = Table("", *names, "error", "largest", "tolerance", "")
-    for one in shown:
-        figures = (f"{x:.2g}" for x in (one.error, one.largest, one.tolerance))
-        style = "red" if one.differs else None
-        mark = "differs" if one.differs else ""
-        table.add_row(one.stage, *map(escape, (one.name, one.other)), *figures, mark, style=style)
+    for row in shown:
+        figures = (f"{x:.2g}" for x in (row.error, row.largest, row.tolerance))
+        style = "red" if row.differs else None
+        mark = "differs" if row.differs else ""
+        table.add_row(row.stage, *map(escape, (row.name, row.other)), *figures, mark, style=style)
     console.print(table)
     for stage in _OF_PARAMETERS:
-        of_stage = [one for one in rows if one.stage == stage]
-        if more := len(of_stage) - sum(one.stage == stage for one in shown):
+        of_stage = [row for row in rows if row.stage == stage]
+        if more := len(of_stage) - sum(row.stage == stage for row in shown):
             console.print(f"{stage}: {more} more, none further apart than these", markup=False)
     console.print(verdict(rows, names), markup=False, soft_wrap=True)
 
@@ -200,12 +200,12 @@ def _part(name: str) -> str:
 
 def _of(rows: Sequence[Row], stage: str) -> list[Row]:
     """Return the rows to show of a stage: all, or the first difference and the largest ones."""
-    of_stage = [one for one in rows if one.stage == stage]
+    of_stage = [row for row in rows if row.stage == stage]
     if stage not in _OF_PARAMETERS or len(of_stage) <= _SHOWN:
         return of_stage
-    worst = sorted(of_stage, key=lambda one: -one.error)[:_SHOWN]
+    worst = sorted(of_stage, key=lambda row: -row.error)[:_SHOWN]
     first = first_difference(of_stage)
-    return [one for one in of_stage if one in worst or one is first]
+    return [row for row in of_stage if row in worst or row is first]
 
 
 def _entry(item: Row) -> dict[str, Any]:

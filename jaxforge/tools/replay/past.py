@@ -124,7 +124,8 @@ class Walk:
         self._past, self._step = past, past.step
         self.state, self.progress = state, progress
         self._data = TrainingData(
-            lambda place: batches_from(place, config, past.mesh, past.dataset, phases, ramp), phases
+            lambda progress: batches_from(progress, config, past.mesh, past.dataset, phases, ramp),
+            phases,
         )
         self._data.open(progress)
         self._look_ahead()

@@ -11,8 +11,8 @@ from jaxforge.cli.running import STDOUT, wide_console, write_json, write_text
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
 from jaxforge.tools.replay import compare
-from jaxforge.tools.replay.account import Account, Made, Suspect, account, as_json, replayed
-from jaxforge.tools.replay.against import Way, against
+from jaxforge.tools.replay.account import Account, RepeatedStep, Suspect, account, as_json, replayed
+from jaxforge.tools.replay.against import ReplayedRun, against
 from jaxforge.tools.replay.past import open_past
 from jaxforge.tools.replay.step_page import page
 
@@ -37,14 +37,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
             write_text("--html", args.html, page(result, run.name))
         if args.json != STDOUT:
             _print(wide_console(), result, args.top)
-    exact = result.made.difference in (None, 0.0)
+    exact = result.step.difference in (None, 0.0)
     return 0 if exact or not args.check else 1
 
 
 def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Exit code 1 where something differs."""
-    first = Way(urls.path(args.run), overrides)
-    other = Way(urls.path(args.against), [*overrides, *args.other])
+    first = ReplayedRun(urls.path(args.run), overrides)
+    other = ReplayedRun(urls.path(args.against), [*overrides, *args.other])
     rows, notes = against(first, other, args.step)
     if args.json:
         write_json(args.json, {**compare.as_json(rows), "notes": notes})
@@ -55,7 +55,7 @@ def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0 if compare.first_difference(rows) is None else 1
 
 
-def _print_steps(console: Console, steps: Iterable[Made]) -> bool:
+def _print_steps(console: Console, steps: Iterable[RepeatedStep]) -> bool:
     """A row each, as they are made; whether all are what was logged."""
     all_exact = True
     console.print(f"{'step':>8} {'loss':>14} {'grad norm':>14}  logged", highlight=False)
@@ -68,13 +68,13 @@ def _print_steps(console: Console, steps: Iterable[Made]) -> bool:
     return all_exact
 
 
-def _compared(item: Made) -> str:
-    left_out = "" if item.applied or item.logged is None else ", update left out"
-    return f"{item.comparison}{left_out}"
+def _compared(step: RepeatedStep) -> str:
+    left_out = "" if step.applied or step.logged is None else ", update left out"
+    return f"{step.comparison}{left_out}"
 
 
 def _print(console: Console, result: Account, top: int) -> None:
-    step = result.made
+    step = result.step
     console.print(
         f"[bold]step {step.step}[/]: loss {step.loss:.6g}, gradient norm {step.grad_norm:.6g}; "
         f"logged: {_compared(step)}",
@@ -119,12 +119,12 @@ def _line(text: str) -> str:
 
 
 def _layers(result: Account, top: int) -> Table:
-    steps = [step for step in result.norms if step != result.made.step]
+    steps = [step for step in result.norms if step != result.step.step]
     table = Table(title=f"what differs most from steps {min(steps)} to {max(steps)}",
                   title_justify="left")  # fmt: skip
     for name in ("part", "norm of", "here", "to their median"):
         table.add_column(name, justify="left" if name in ("part", "norm of") else "right")
-    here = result.norms[result.made.step]
+    here = result.norms[result.step.step]
     for part, name, ratio in result.odd[:top]:
         value = here.norms[name][here.parts.index(part)]
         table.add_row(part, name, f"{value:.4g}", f"{ratio:.3g}")

@@ -28,12 +28,12 @@ def page(account: Account, run: str) -> str:
     above += f"<h2>Documents that stand out</h2>{cards}" if cards else ""
     above += table("Layers that stand out", _ODD_HEAD, rows) if rows else ""
     below = table("All documents", _HEAD, _rows(account), sorts=True) if account.suspects else ""
-    title = f"Step {account.made.step:,} of {run}"
+    title = f"Step {account.step.step:,} of {run}"
     return chart_document(title, _charts(account, pool), pool, above, below)
 
 
 def _facts(account: Account) -> Mapping[str, str]:
-    step = account.made
+    step = account.step
     facts = {
         "loss": exact(step.loss),
         "gradient norm": exact(step.grad_norm),
@@ -76,7 +76,7 @@ def _rows(account: Account) -> Rows:
 
 def _charts(account: Account, pool: Pool) -> Iterator[dict[str, Any]]:
     """Each norm over the layers: of this step in colour, of its neighbours behind it."""
-    step = account.made.step
+    step = account.step.step
     order = sorted(account.norms, key=lambda number: (number == step, number))
     parts = account.norms[step].parts
     names = [part.removeprefix("layers.").replace("_", " ") for part in parts]

@@ -165,11 +165,10 @@ def _of_one_title(
 
 
 def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> dict[str, Any]:
-    name, curves = drawing.name, drawing.curves
-    made = []
-    for i, curve in enumerate(curves):
+    name, drawn = drawing.name, []
+    for i, curve in enumerate(drawing.curves):
         series = runs[curve.run].series[curve.metric]
-        colour = {"shade": i / max(len(curves) - 1, 1)} if drawing.ordered else {}
+        colour = {"shade": i / max(len(drawing.curves) - 1, 1)} if drawing.ordered else {}
         if not drawing.ordered:
             colour = {"colour": curve.run if len(runs) > 1 else i}
         points = _points(series, 100 if name.percent else 1, pool, buckets)
@@ -177,9 +176,9 @@ def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> 
         marks = {"skips": True} if curve.metric in _MARKED else {}
         of = f"{runs[curve.run].name} {curve.label}".strip() if len(runs) > 1 else ""
         shown = {"run": curve.run, "label": curve.label, "name": of, "dots": dots}
-        made.append({**shown, **colour, **marks, **points})
+        drawn.append({**shown, **colour, **marks, **points})
     return {"title": drawing.title, "unit": name.unit, "group": name.group, "zero": name.zero,
-            "smooth": not name.exact, "wide": name.group == LOSS, "curves": made}  # fmt: skip
+            "smooth": not name.exact, "wide": name.group == LOSS, "curves": drawn}  # fmt: skip
 
 
 def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[str, Any]:

@@ -118,10 +118,10 @@ def name_of(metric: str) -> Name:
     for pattern, name in _RULES:
         if match := re.fullmatch(pattern, metric):
             return name._replace(label=name.label.format(match[1]))
-    return _made(metric)
+    return _composed(metric)
 
 
-def _made(metric: str) -> Name:
+def _composed(metric: str) -> Name:
     """`mine/head_entropy/layers.3` is "Head entropy by layer" of layer 3, under "Mine"."""
     first, slash, tail = metric.partition("/")
     group = _GROUPS.get(first, _sentence(first)) if slash else "Other"

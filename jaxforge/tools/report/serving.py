@@ -53,14 +53,14 @@ class Live:
                     said.append(f"{reader.name}: waiting for its first step")
                 except UserError as error:
                     said.append(f"{reader.name}: {error}")
-        found = run_page.parts(runs) if runs else _NOTHING
-        facts = found["facts"] + paragraphs(said)
-        found = {
-            **found,
+        parts = run_page.parts(runs) if runs else _NOTHING
+        facts = parts["facts"] + paragraphs(said)
+        parts = {
+            **parts,
             "facts": facts,
             "title": run_page.title_of([r.name for r in self._readers]),
         }
-        return found | {"version": hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]}
+        return parts | {"version": hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}
 
 
 _NOTHING: dict[str, Any] = {
@@ -87,7 +87,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, live: Live, port: int) -> None:
         self.live = live
         self._open: list[Any] = []  # connections, the oldest first
-        self._places = threading.BoundedSemaphore(_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -97,10 +97,10 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """Answer in a thread. Where there are too many, the oldest connection is closed."""
-        if not self._places.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False):
             with contextlib.suppress(OSError, IndexError):  # it may have ended by now
                 self._open[0].shutdown(socket.SHUT_RDWR)
-            if not self._places.acquire(timeout=_SECONDS):
+            if not self._slots.acquire(timeout=_SECONDS):
                 super().shutdown_request(request)
                 return
         self._open.append(request)
@@ -110,7 +110,7 @@ class Server(ThreadingHTTPServer):
         """End a connection, and let another take its place."""
         super().shutdown_request(request)
         self._open.remove(request)
-        self._places.release()
+        self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         """Print a traceback, but of a reader that went away nothing."""

@@ -24,7 +24,7 @@ def facts(runs: Sequence[Run]) -> str:
     """The head of the page: a list for one run, a table of what differs for several."""
     if len(runs) > 1:
         return _comparison(runs)
-    return fact_list(_told(runs[0]))
+    return fact_list(_facts_of_run(runs[0]))
 
 
 def below(runs: Sequence[Run]) -> str:
@@ -48,7 +48,7 @@ def below(runs: Sequence[Run]) -> str:
     )
 
 
-def _told(run: Run) -> Mapping[str, str]:
+def _facts_of_run(run: Run) -> Mapping[str, str]:
     m = run.config.model
     return {
         **_reached(run),
@@ -108,7 +108,7 @@ def _resumed(run: Run) -> str:
 
 def _comparison(runs: Sequence[Run]) -> str:
     """A row for each run, the best loss first: settings that differ, what it came to, its code."""
-    results = [_told(run) for run in runs]
+    results = [_facts_of_run(run) for run in runs]
     names = list(dict.fromkeys(name for result in results for name in result))
     always = ("smoothed loss", "best evaluation loss", "tokens", "wall time")
     names = [
@@ -204,12 +204,12 @@ def _experts(run: Run) -> str:
 def _starts(run: Run) -> str:
     if len(run.starts) < 2:
         return ""
-    told = [
+    starts = [
         {"at": _moment(start["time"]), "from step": f"{start['step']:,}", **_of_start(start)}
         for start in reversed(run.starts)
     ]
-    rows = [[*start.values()] for start in told]
-    return details(f"starts of {run.name}", table("", list(told[0]), rows))
+    rows = [[*start.values()] for start in starts]
+    return details(f"starts of {run.name}", table("", list(starts[0]), rows))
 
 
 def _moment(time: float) -> str:

@@ -50,8 +50,9 @@ def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size
         "metrics": [Line("log_interval", max(1, size.max_steps // _LINES))],
     }
     about = (
-        f"{_in_millions(size.parameters)} parameters on {prepared.place.name}, sized for {machine} "
-        f"by jaxforge prepare.\n    jaxforge train --config {prepared.place / FILE_NAME}"
+        f"{_in_millions(size.parameters)} parameters on {prepared.directory.name}, sized for "
+        f"{machine} by jaxforge prepare.\n    jaxforge train --config "
+        f"{prepared.directory / FILE_NAME}"
     )
     if prepared.train.conversations:
         about += (

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from jaxforge.data.corpus.conversations import Conversations, fingerprint
 from jaxforge.data.corpus.documents import (
-    Piece,
+    TextPart,
     first_bytes,
     is_split_inside,
-    pieces,
     shuffled,
     split_of,
+    text_parts,
 )
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
@@ -178,7 +178,7 @@ def _bpe(
     if destination.journal is not None:
         return load_tokenizer(destination.out / "tokenizer")
     read = functools.partial(
-        pieces,
+        text_parts,
         inputs,
         validation_fraction=args.validation_fraction,
         max_bytes=args.max_bytes,
@@ -192,7 +192,7 @@ def _bpe(
     return train_bpe((part.text for part in read() if part.split == "train"), vocab_size)
 
 
-def _size_up_to(limit: int, read: Iterable[Piece]) -> int:
+def _size_up_to(limit: int, read: Iterable[TextPart]) -> int:
     """Return the bytes of text that are read, or some more than `limit` if there are as many."""
     size = 0
     for part in read:
@@ -235,7 +235,7 @@ def _given_tokenizer(spec: str) -> Tokenizer:
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
     """Writes the config to train on `output`, which is still `directory`; what it comes to."""
     prepared = Prepared.read(directory, output)
-    text, size = for_data(prepared, machine, Path("runs", prepared.place.name).absolute())
+    text, size = for_data(prepared, machine, Path("runs", prepared.directory.name).absolute())
     try:
         (directory / CONFIG).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -19,7 +19,7 @@ class Prepared(NamedTuple):
         validation: what was held out, if anything was.
     """
 
-    place: Path
+    directory: Path
     train: Manifest
     validation: Manifest | None = None
 
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
 
     def at(self, name: str) -> str:
         """The path of a part of it."""
-        return str(self.place / name)
+        return str(self.directory / name)
 
 
 def windows(manifest: Manifest, seq_len: int) -> int:

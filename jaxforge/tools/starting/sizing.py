@@ -95,7 +95,7 @@ def _flops(machine: Machine) -> float:
 
 def _shape(prepared: Prepared, machine: Machine, available: int) -> Shape:
     """The largest that data, memory and time suffice for; the smallest where none does."""
-    vocab_size, found = prepared.train.vocab_size, SHAPES[0]
+    vocab_size, largest = prepared.train.vocab_size, SHAPES[0]
     for shape in SHAPES:
         n = shape.parameters(vocab_size)
         fits = machine.memory is None or _STATE * n <= (
@@ -103,10 +103,10 @@ def _shape(prepared: Prepared, machine: Machine, available: int) -> Shape:
         )
         is_quick = machine.is_cpu or 6 * TOKENS_PER_PARAMETER * n * n <= _flops(machine)
         if TOKENS_PER_PARAMETER * n <= available and fits and is_quick:
-            found = shape
+            largest = shape
         if machine.is_cpu and shape == _LARGEST_ON_CPU:
             break
-    return found
+    return largest
 
 
 def _seq_len(prepared: Prepared, machine: Machine) -> int:

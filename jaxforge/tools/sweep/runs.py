@@ -124,12 +124,12 @@ class Runner:
         with listening(_STOPS, self._receive):
             for i, item in enumerate(runs, 1):
                 at = f"[{i}/{len(runs)}] {item.point.name}"
-                codes.append(self._one(item, at))
+                codes.append(self._run_point(item, at))
                 if self._stopping is not None:
                     return Exit.SIGNAL.code if codes[-1] == 0 else codes[-1]
         return next((code for code in codes if code), 0)
 
-    def _one(self, planned_run: PlannedRun, at: str) -> int:
+    def _run_point(self, planned_run: PlannedRun, at: str) -> int:
         self._await_others(planned_run)
         if planned_run.is_finished:
             self._say(f"{at}: finished before")

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import documents
-from jaxforge.data.corpus.documents import pieces
+from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.errors import UserError
@@ -206,8 +206,11 @@ def test_reading_goes_on_in_the_middle_of_a_record(tmp_path, monkeypatch, piece_
     write(tmp_path / "a.jsonl", TEXTS[:5])
     (tmp_path / "b.txt").write_text("".join(TEXTS[:5]))
     inputs = find_inputs([tmp_path])
-    every = list(pieces(inputs, max_bytes=100))
+    every = list(text_parts(inputs, max_bytes=100))
     assert len(every) >= 6
     for i, chunk in enumerate(every):
         before = sum(p.size for p in every[: i + 1])
-        assert list(pieces(inputs, max_bytes=100, start=chunk.end, before=before)) == every[i + 1 :]
+        assert (
+            list(text_parts(inputs, max_bytes=100, start=chunk.end, before=before))
+            == every[i + 1 :]
+        )

@@ -14,7 +14,7 @@ import pytest
 from jaxforge.cli.running import run_main
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import documents, ingest
-from jaxforge.data.corpus.documents import pieces, split_of
+from jaxforge.data.corpus.documents import split_of, text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.tokenizer import load_tokenizer
@@ -305,7 +305,7 @@ def test_pieces_of_nothing(tmp_path):
     (tmp_path / "a").write_text("x")
     result = find_inputs([tmp_path])
     (tmp_path / "a").write_text("")
-    assert list(pieces(result)) == []
+    assert list(text_parts(result)) == []
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import documents, json_files, records
-from jaxforge.data.corpus.documents import pieces
+from jaxforge.data.corpus.documents import text_parts
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.errors import UserError
 
@@ -276,12 +276,12 @@ def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "_LINE_BYTES", 30)
     for text in ("word " * 100, "ü" * 200, "€" * 99 + " end\nshort\n", "x" * 500):
         [source] = find_inputs([write(tmp_path / "a.txt", text)])
-        every = list(pieces([source]))
+        every = list(text_parts([source]))
         assert "".join(chunk.text for chunk in every) == text
         assert all(chunk.valid and chunk.size <= 60 for chunk in every)
         assert len(every) > len(text.encode()) / 80
         for i, chunk in enumerate(every):
-            assert list(pieces([source], start=chunk.end)) == every[i + 1 :]
+            assert list(text_parts([source], start=chunk.end)) == every[i + 1 :]
         if text.startswith("word"):
             assert all(chunk.text.startswith((" word", "word")) for chunk in every)
 

@@ -19,7 +19,7 @@ from jaxforge.parallel.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {"jax", "jaxlib", "numpy", "flax", "pydantic", "rich"}
-WAYS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward")
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [
     ("1f1b", 1, 1, 1), ("1f1b", 4, 8, 1), ("1f1b", 11, 4, 1), ("1f1b", 2, 120, 1),
@@ -129,7 +129,7 @@ def test_the_text_reads_back_by_its_columns(schedule):
     wanted = [
         cells_of([getattr(tick, direction)[stage] for tick in schedule.ticks], schedule)
         for stage in range(schedule.stages)
-        for direction in WAYS
+        for direction in DIRECTIONS
     ]
     assert cells == wanted
     assert all(line == line.rstrip() for line in [title, *lines, *facts.splitlines()])
@@ -137,7 +137,7 @@ def test_the_text_reads_back_by_its_columns(schedule):
 
 
 class Cell(NamedTuple):
-    way: str
+    direction: str
     microbatch: int
     x: float
     y: float
@@ -151,7 +151,7 @@ def parsed(schedule):
 
 def cells_in(drawing):
     for group in drawing.iter(f"{SVG}g"):
-        if group.get("class") in WAYS:
+        if group.get("class") in DIRECTIONS:
             rect, text = group
             x, y, width = (float(rect.get(name)) for name in ("x", "y", "width"))
             yield Cell(group.get("class"), int(text.text), x, y, width, rect.get("fill"))
@@ -167,12 +167,12 @@ def test_the_drawing_has_a_row_per_stage_in_order_of_time(schedule):
         [
             (direction, action.microbatch)
             for tick in schedule.ticks
-            for direction in WAYS
+            for direction in DIRECTIONS
             if (action := getattr(tick, direction)[stage])
         ]
         for stage in range(schedule.stages)
     ]
-    assert [[(cell.way, cell.microbatch) for cell in row] for row in rows] == wanted
+    assert [[(cell.direction, cell.microbatch) for cell in row] for row in rows] == wanted
     for row in rows:
         ends = [cell.x + cell.width for cell in row]
         assert all(end < after.x for end, after in zip(ends[:-1], row[1:], strict=True))
@@ -185,13 +185,13 @@ def test_works_of_a_tick_stand_between_its_lines_and_below_its_number(schedule):
     numbers = [(bisect.bisect(lines, float(e.get("x"))), e.text) for e in axis[1:]]
     assert numbers == [(t, str(t)) for t in range(len(schedule.ticks))]
     drawn = Counter(
-        (bisect.bisect(lines, cell.x + cell.width / 2), cell.way, cell.microbatch)
+        (bisect.bisect(lines, cell.x + cell.width / 2), cell.direction, cell.microbatch)
         for cell in cells_in(drawing)
     )
     assert drawn == Counter(
         (t, direction, action.microbatch)
         for t, tick in enumerate(schedule.ticks)
-        for direction in WAYS
+        for direction in DIRECTIONS
         for action in getattr(tick, direction)
         if action
     )
@@ -210,9 +210,10 @@ def test_what_a_row_leaves_empty_is_the_bubble(schedule):
 def test_a_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
     drawing = parsed(schedule)
     colours = {
-        direction: {c.colour for c in cells_in(drawing) if c.way == direction} for direction in WAYS
+        direction: {c.colour for c in cells_in(drawing) if c.direction == direction}
+        for direction in DIRECTIONS
     }
-    assert [len(colours[direction]) for direction in WAYS] == [schedule.chunks] * 2
+    assert [len(colours[direction]) for direction in DIRECTIONS] == [schedule.chunks] * 2
     assert not colours["forward"] & colours["backward"]
     legend = drawing.findall(f"{SVG}g")[-1]
     swatches = [e.get("fill") for e in legend.iter(f"{SVG}rect")]

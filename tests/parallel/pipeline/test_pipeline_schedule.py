@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.parallel.pipeline.schedule import SCHEDULES, Action, gpipe, one_f_one_b
 
-WAYS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward")
 
 
 def cases():
@@ -31,10 +31,10 @@ def schedule(request):
     return build(*request.param)
 
 
-def works(schedule):
+def actions_of(schedule):
     """Every work as (tick, direction, stage, work)."""
     for t, tick in enumerate(schedule.ticks):
-        for direction in WAYS:
+        for direction in DIRECTIONS:
             for stage, action in enumerate(getattr(tick, direction)):
                 if action is not None:
                     yield t, direction, stage, action
@@ -54,9 +54,9 @@ def test_a_microbatch_is_at_each_virtual_stage_once_each_way(schedule):
     n_virtual = schedule.stages * schedule.chunks
     seen = Counter(
         (direction, action.microbatch, action.chunk * schedule.stages + stage)
-        for _, direction, stage, action in works(schedule)
+        for _, direction, stage, action in actions_of(schedule)
     )
-    wanted = itertools.product(WAYS, range(schedule.microbatches), range(n_virtual))
+    wanted = itertools.product(DIRECTIONS, range(schedule.microbatches), range(n_virtual))
     assert seen == dict.fromkeys(wanted, 1)
 
 
@@ -152,7 +152,7 @@ def test_chunks_take_whole_groups_of_microbatches():
 SMALL = [("1f1b", 2, 3, 1), ("gpipe", 3, 4, 1), ("interleaved_1f1b", 2, 4, 2)]
 COUNTED = r"a (forward|backward) is missing, or there twice"
 TIMED = r"when it has not just arrived|before it is forwarded"
-KEPT = r"overwrites what stage \d holds|finds another microbatch where stage \d looks"
+OVERWRITES = r"overwrites what stage \d holds|finds another microbatch where stage \d looks"
 
 
 def altered(schedule, *changes):
@@ -184,18 +184,18 @@ def refused(schedule, message):
 class TestEveryChangeIsRefused:
     def test_dropped(self, case):
         schedule = build(*case)
-        for t, direction, stage, _ in works(schedule):
+        for t, direction, stage, _ in actions_of(schedule):
             refused(altered(schedule, (t, direction, stage, None)), COUNTED)
 
     def test_doubled(self, case):
         schedule = build(*case)
-        for _, direction, stage, action in works(schedule):
+        for _, direction, stage, action in actions_of(schedule):
             for t in idle_ticks(schedule, direction, stage):
                 refused(altered(schedule, (t, direction, stage, action)), COUNTED)
 
     def test_moved_in_time(self, case):
         schedule = build(*case)
-        for t, direction, stage, action in works(schedule):
+        for t, direction, stage, action in actions_of(schedule):
             for to in idle_ticks(schedule, direction, stage):
                 moved = altered(
                     schedule, (t, direction, stage, None), (to, direction, stage, action)
@@ -204,7 +204,7 @@ class TestEveryChangeIsRefused:
 
     def test_moved_to_another_stage(self, case):
         schedule = build(*case)
-        for t, direction, stage, action in works(schedule):
+        for t, direction, stage, action in actions_of(schedule):
             other = (stage + 1) % schedule.stages
             refused(
                 altered(schedule, (t, direction, stage, None), (t, direction, other, action)),
@@ -214,7 +214,7 @@ class TestEveryChangeIsRefused:
     def test_swapped(self, case):
         schedule = build(*case)
         for (t, direction, stage, item), (at, way2, stage2, two) in itertools.combinations(
-            works(schedule), 2
+            actions_of(schedule), 2
         ):
             if (direction, stage) == (way2, stage2):
                 refused(
@@ -224,13 +224,15 @@ class TestEveryChangeIsRefused:
 
     def test_in_the_slot_of_another(self, case):
         schedule = build(*case)
-        for t, direction, stage, action in works(schedule):
+        for t, direction, stage, action in actions_of(schedule):
             for slot in {*range(schedule.slots)} - {action.slot}:
-                refused(altered(schedule, (t, direction, stage, action._replace(slot=slot))), KEPT)
+                refused(
+                    altered(schedule, (t, direction, stage, action._replace(slot=slot))), OVERWRITES
+                )
 
     def test_a_slot_too_few(self, case):
         schedule = build(*case)
-        refused(dataclasses.replace(schedule, slots=schedule.slots - 1), KEPT)
+        refused(dataclasses.replace(schedule, slots=schedule.slots - 1), OVERWRITES)
 
 
 @pytest.mark.parametrize(

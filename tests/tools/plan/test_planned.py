@@ -27,12 +27,12 @@ def planned(**sections):
 
 
 @pytest.fixture(scope="module")
-def made():
+def tiny_plan():
     return plan(planned(), CPUS)
 
 
-def test_a_step_is_compiled_and_told_of(made):
-    report = as_json(made)
+def test_a_step_is_compiled_and_told_of(tiny_plan):
+    report = as_json(tiny_plan)
     assert report["fits"] is True
     assert report["errors"] == []
     assert report["mesh"] == MESH
@@ -43,9 +43,9 @@ def test_a_step_is_compiled_and_told_of(made):
     json.dumps(report)
 
 
-def test_the_parts_of_the_memory_are_those_of_the_state(made):
-    memory = made.step.memory
-    config = made.config
+def test_the_parts_of_the_memory_are_those_of_the_state(tiny_plan):
+    memory = tiny_plan.step.memory
+    config = tiny_plan.config
     state = checkpoint_bytes(config)
     assert memory.parameters == pytest.approx(state / 3 / 8, rel=0.05)  # AdamW: two moments
     assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=0.01)
@@ -58,7 +58,7 @@ class Stop(Exception):
     """Nothing has to run."""
 
 
-def test_the_live_step_is_the_planned_one(made, tmp_path, monkeypatch):
+def test_the_live_step_is_the_planned_one(tiny_plan, tmp_path, monkeypatch):
     live = []
 
     def compile_step(lowered, flags):
@@ -68,7 +68,7 @@ def test_the_live_step_is_the_planned_one(made, tmp_path, monkeypatch):
     monkeypatch.setattr(build.compilation, "compile_step", compile_step)
     with pytest.raises(Stop):
         train.run(planned(checkpoint={"dir": str(tmp_path / "run")}))
-    assert live == [made.step.executables[1].lowered.as_text()]
+    assert live == [tiny_plan.step.executables[1].lowered.as_text()]
 
 
 def test_what_a_run_would_refuse_is_not_compiled():
@@ -78,11 +78,12 @@ def test_what_a_run_would_refuse_is_not_compiled():
     assert any("distributed.dp_shard = 3" in error for error in refused.errors)
 
 
-def test_what_does_not_fit_is_advised(made, monkeypatch, capsys):
-    memory = made.step.memory
+def test_what_does_not_fit_is_advised(tiny_plan, monkeypatch, capsys):
+    memory = tiny_plan.step.memory
     small = memory._replace(capacity=memory.peak - 1)
     monkeypatch.setattr(
-        "jaxforge.tools.plan.plan.compile_step", lambda *_, **__: made.step._replace(memory=small)
+        "jaxforge.tools.plan.plan.compile_step",
+        lambda *_, **__: tiny_plan.step._replace(memory=small),
     )
     config = tiny_config(distributed=MESH, train={"batch_size": 4})
     monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: config)

@@ -4,7 +4,7 @@ from jaxforge.tools.plan.topology import Topology
 
 
 @pytest.mark.parametrize(
-    ("text", "chip", "sides", "slices", "devices"),
+    ("text", "chip", "lengths", "slices", "devices"),
     [
         ("v5e:16x16", "v5e", (16, 16), 1, 256),
         ("v5p:4x4x8*2", "v5p", (4, 4, 8), 2, 256),
@@ -12,9 +12,9 @@ from jaxforge.tools.plan.topology import Topology
         ("cpu:8", "cpu", (8,), 1, 8),
     ],
 )
-def test_a_topology_is_read_and_written(text, chip, sides, slices, devices):
+def test_a_topology_is_read_and_written(text, chip, lengths, slices, devices):
     topology = Topology.parse(text)
-    assert topology == (chip, sides, slices)
+    assert topology == (chip, lengths, slices)
     assert topology.n_devices == devices
     assert str(topology) == text.lower()
 

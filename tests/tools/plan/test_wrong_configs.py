@@ -201,7 +201,7 @@ WRONG = {
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch):
+def plan_messages(tmp_path, monkeypatch):
     """Return errors and warnings of a plan that do not appear for `RIGHT`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "web").mkdir(parents=True)
@@ -325,14 +325,14 @@ def take(values: Any, key: str) -> object:
     return functools.reduce(lambda table, part: table[part], method, values).pop(last)
 
 
-def test_nothing_is_wrong_with_what_is_right(told):
-    assert told(RIGHT, "cpu:8") == []
+def test_nothing_is_wrong_with_what_is_right(plan_messages):
+    assert plan_messages(RIGHT, "cpu:8") == []
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_the_message_names_key_value_and_a_change_that_works(told, wrong):
+def test_the_message_names_key_value_and_a_change_that_works(plan_messages, wrong):
     values = merged(wrong.values)
-    of = functools.partial(told, topology=wrong.topology)
+    of = functools.partial(plan_messages, topology=wrong.topology)
     result = of(values, is_compiled=wrong.is_compiled)
     (message,) = (
         item for item in result if re.search(rf"(^|[^\w.]){re.escape(wrong.key)}\b", item)
@@ -383,26 +383,28 @@ def test_a_slice_that_there_is_not_is_named_with_one_that_there_is():
 
 
 @needs_tpu
-def test_an_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(told):
+def test_an_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(plan_messages):
     values = merged({"distributed": {"tp": 8}, "model": {"n_heads": 8, "n_kv_heads": 8}})
-    (message,) = told(values, "v5e:2x2*2", is_compiled=True)
+    (message,) = plan_messages(values, "v5e:2x2*2", is_compiled=True)
     assert "distributed.tp = 8" in message
     (change,) = proposed(message)
-    assert told(applied(values, change), "v5e:2x2*2") == []
+    assert plan_messages(applied(values, change), "v5e:2x2*2") == []
     mesh = make_mesh(load_config("run.toml"), devices_of(Topology.parse("v5e:2x2*2")))
     assert mesh.shape["tp"] == 4
 
 
-def test_a_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(told, monkeypatch):
+def test_a_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(
+    plan_messages, monkeypatch
+):
     values = merged({"checkpoint": {"interval": 1, "keep_last_n": 50}})
     size = checkpoint_bytes(JobConfig.model_validate(RIGHT))
     disk = Disk(20 * size + 1)
     monkeypatch.setattr("jaxforge.tools.plan.checks.shutil.disk_usage", lambda _: disk)
-    (message,) = told(values, "cpu:8")
+    (message,) = plan_messages(values, "cpu:8")
     assert "checkpoint.keep_last_n = 50" in message
     assert 'checkpoint.dir = "checkpoints"' in message
     (change,) = proposed(message)
-    assert told(applied(values, change), "cpu:8") == []
+    assert plan_messages(applied(values, change), "cpu:8") == []
     assert change == {"checkpoint.keep_last_n": 19}  # and one that is being written
 
 

@@ -7,7 +7,7 @@ import pytest
 from jaxforge.commands import replay as command
 from jaxforge.commands import train
 from jaxforge.errors import UserError
-from jaxforge.tools.replay.against import Way, make, rows_of
+from jaxforge.tools.replay.against import ReplayedRun, make, rows_of
 from jaxforge.tools.replay.compare import first_difference
 from tests.conftest import tiny_config
 
@@ -54,15 +54,15 @@ FIRST = {
 
 
 @pytest.fixture(scope="module")
-def made(run):
+def values_of(run):
     """The step as it was."""
-    return make(Way(run), 5)
+    return make(ReplayedRun(run), 5)
 
 
 @pytest.mark.parametrize("setting", FIRST)
-def test_what_another_setting_changes_first_is_named(run, made, setting):
-    other = make(Way(run, [setting]), 5, made.whole_grads)
-    result = first_difference(list(rows_of(made, other)))
+def test_what_another_setting_changes_first_is_named(run, values_of, setting):
+    other = make(ReplayedRun(run, [setting]), 5, values_of.whole_grads)
+    result = first_difference(list(rows_of(values_of, other)))
     stage, name = FIRST[setting]
     assert result.stage == stage
     assert result.name.startswith(name)

@@ -84,13 +84,13 @@ def test_synchronizing_waits_for_the_state(monkeypatch):
 
 
 @pytest.fixture
-def told(caplog, monkeypatch):
+def reports(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     caplog.set_level(logging.INFO, "jaxforge")
     return caplog
 
 
-def test_memory_is_reported_once(told, monkeypatch):
+def test_memory_is_reported_once(reports, monkeypatch):
     stats = {"bytes_in_use": 12_345_678_901, "peak_bytes_in_use": 5e10, "bytes_limit": 8e10}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
@@ -102,7 +102,7 @@ def test_memory_is_reported_once(told, monkeypatch):
     callback.on_compiled(types.SimpleNamespace(largest=step))
     callback.on_interval(after(7, ()))
     callback.on_interval(after(8, ()))
-    assert told.messages == [
+    assert reports.messages == [
         "[Rank 0] (after 7 iterations) memory (GB) | mem-allocated-gigabytes: 12.346 | "
         "mem-max-allocated-gigabytes: 50.0 | mem-limit-gigabytes: 80.0 | "
         "step-arguments-gigabytes: 11.0 | step-temporaries-gigabytes: 25.0 | "
@@ -110,6 +110,6 @@ def test_memory_is_reported_once(told, monkeypatch):
     ]
 
 
-def test_devices_that_do_not_tell_have_no_memory_report(told):
+def test_devices_that_do_not_tell_have_no_memory_report(reports):
     MemoryReport().on_interval(after(1, ()))
-    assert told.messages == []
+    assert reports.messages == []

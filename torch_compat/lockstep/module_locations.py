@@ -12,7 +12,7 @@ _NORM = "norm.weight"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ModuleLocation:
     """A value of a torch module.
 
     Attributes:
@@ -28,9 +28,9 @@ class Place:
     factor: float = 1.0
 
 
-def places(
+def locations(
     entries: Collection[str], dialect: NameMap, model: ModelConfig, modules: Collection[str]
-) -> list[Place]:
+) -> list[ModuleLocation]:
     """Return the locations of values in the module; values without one are left out.
 
     Args:
@@ -40,31 +40,35 @@ def places(
         modules: paths of its modules.
     """
     keys = {name: key for name in entries if (key := dialect.their_key(name)) is not None}
-    locations = [Place("embed", _layer(keys, 0), is_input=True)]
+    locations = [ModuleLocation("embed", _layer(keys, 0), is_input=True)]
     for i in range(model.n_layers):
         locations += _of_layer(keys, i, model)
     scale = 1 / model.logits_scaling
-    locations.append(Place("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
+    locations.append(ModuleLocation("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
     locations = [_in_memory(location, modules) for location in locations]
     return [location for location in locations if location.module in modules]
 
 
-def _in_memory(location: Place, modules: Collection[str]) -> Place:
+def _in_memory(location: ModuleLocation, modules: Collection[str]) -> ModuleLocation:
     """Return the location of experts whose module names differ from file names, as in Mixtral."""
     if location.module in modules or not location.point.endswith(".mlp"):
         return location
     return dataclasses.replace(location, module=f"{_owner(location.module)}.mlp")
 
 
-def _of_layer(keys: dict[str, str], i: int, model: ModelConfig) -> list[Place]:
+def _of_layer(keys: dict[str, str], i: int, model: ModelConfig) -> list[ModuleLocation]:
     at, times = f"layers.{i}", model.residual_multiplier
     norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("attention", "mlp")}
-    locations = [Place(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
+    locations = [ModuleLocation(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
     if norms["mlp"] is not None and not model.parallel_residual:
-        locations.append(Place(f"{at}.after_attention", _owner(norms["mlp"]), is_input=True))
-    locations += [Place(f"{at}.{part}_norm", _owner(key)) for part, key in norms.items() if key]
-    locations.append(Place(f"{at}.mlp", _part(keys, f"{at}.mlp"), factor=times))
-    locations.append(Place(f"{at}.residual", _layer(keys, i)))
+        locations.append(
+            ModuleLocation(f"{at}.after_attention", _owner(norms["mlp"]), is_input=True)
+        )
+    locations += [
+        ModuleLocation(f"{at}.{part}_norm", _owner(key)) for part, key in norms.items() if key
+    ]
+    locations.append(ModuleLocation(f"{at}.mlp", _part(keys, f"{at}.mlp"), factor=times))
+    locations.append(ModuleLocation(f"{at}.residual", _layer(keys, i)))
     return locations
 
 
