@@ -52,6 +52,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/english.py
 
 bench: $(VENV)/.dev
 	for script in $(filter-out $(NOT_RUN),$(wildcard benchmarks/*.py)); do \

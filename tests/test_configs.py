@@ -88,7 +88,7 @@ def bytes_per_device(tree) -> int:
     )
 
 
-def test_it_lowers_for_its_machine(recipe):
+def test_config_lowers_for_its_machine(recipe):
     with jax.sharding.use_abstract_mesh(recipe.mesh):
         batch = recipe.program.abstract_batch()
         traced = recipe.program.step.trace(recipe.state, batch, Controls())
@@ -97,7 +97,7 @@ def test_it_lowers_for_its_machine(recipe):
     assert f"num_partitions = {recipe.devices}" in text
 
 
-def test_the_model_has_the_published_size(recipe):
+def test_model_has_the_published_size(recipe):
     assert parameter_count(recipe.model.abstract) == PARAMETERS[recipe.size]
 
 
@@ -112,7 +112,7 @@ def test_gradients_are_reduced_once_where_they_fit(recipe, path):
     assert (result.mode == "update") == (path.stem in WHOLE_GRADIENTS_FIT), result.why
 
 
-def test_the_page_says_what_a_device_holds(recipe, path):
+def test_page_says_what_a_device_holds(recipe, path):
     page = (Path(__file__).parents[1] / "docs" / "configs.md").read_text()
     name = path.stem.removeprefix("llama_")
     (reported,) = re.findall(rf"\| `{name}` \| ([\d.]+) \| (\d+) \|", page)

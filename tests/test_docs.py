@@ -95,7 +95,7 @@ def words_of(line):
 
 
 @pytest.mark.parametrize("line", list(commands()))
-def test_a_command_line_is_one_that_its_command_takes(line):
+def test_command_line_is_one_that_its_command_takes(line):
     match words_of(line):
         case ["make", *targets]:
             assert set(targets) <= TARGETS

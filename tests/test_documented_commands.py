@@ -62,7 +62,7 @@ DOCUMENTED = [
 ]
 
 
-def test_what_is_not_run_is_still_documented():
+def test_unrun_commands_are_still_documented():
     for pattern in ELSEWHERE:
         assert any(re.match(pattern, line) for _, line in DOCUMENTED), pattern
 
@@ -136,7 +136,7 @@ def code_of(words, monkeypatch):
 @pytest.mark.parametrize(
     ("page", "line"), [item for item in DOCUMENTED if not is_elsewhere(item[1])]
 )
-def test_a_documented_command_does_what_it_says(page, line, here, monkeypatch, capsys):
+def test_documented_command_does_what_it_says(page, line, here, monkeypatch, capsys):
     match = re.search(r"--topology ([vh])", line)
     if match and importlib.util.find_spec(COMPILERS[match[1]]) is None:
         pytest.skip(f"needs {COMPILERS[match[1]]} to compile")
@@ -171,7 +171,7 @@ name = "cosin"
 """
 
 
-def test_the_front_page_shows_what_two_mistakes_are_answered_with(tmp_path, monkeypatch, capsys):
+def test_front_page_shows_what_two_mistakes_are_answered_with(tmp_path, monkeypatch, capsys):
     (line, answer) = re.search(
         r"^\$ (jaxforge train .*)\n(error: (?:.+\n)+?)```", (ROOT / "README.md").read_text(), re.M
     ).groups()

@@ -96,7 +96,7 @@ def of_steps(lines):
 
 
 @pytest.mark.usefixtures("examples")
-def test_the_textbook_loop_keeps_best_and_newest_and_goes_on_exactly(tmp_path):
+def test_textbook_loop_keeps_best_and_newest_and_goes_on_exactly(tmp_path):
     import textbook
 
     lines: list[str] = []
@@ -121,13 +121,13 @@ def test_the_textbook_loop_keeps_best_and_newest_and_goes_on_exactly(tmp_path):
     assert nothing_left == []
 
 
-def test_the_textbook_loop_is_short():
+def test_textbook_loop_is_short():
     assert len((EXAMPLES / "textbook.py").read_text().splitlines()) <= 150
 
 
 @pytest.mark.usefixtures("examples")
 @pytest.mark.parametrize("cap", [None, 0.5])
-def test_the_custom_loss_is_cross_entropy_with_soft_labels(cap):
+def test_custom_loss_is_cross_entropy_with_soft_labels(cap):
     import custom_loss
 
     rng = np.random.default_rng(0)
@@ -148,7 +148,7 @@ def test_the_custom_loss_is_cross_entropy_with_soft_labels(cap):
 
 
 @pytest.mark.usefixtures("own_names")
-def test_what_the_page_registers_can_be_built():
+def test_documented_registrations_can_be_built():
     page = (ROOT / "docs" / "library.md").read_text()
     (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "@register" in b]
     exec(block, {"__name__": "page"})
@@ -184,7 +184,7 @@ class _Single:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("examples")
-def test_a_run_with_the_hook_and_the_loss(tmp_path):
+def test_run_with_the_hook_and_the_loss(tmp_path):
     run = tmp_path / "run"
     command = [
         sys.executable, str(EXAMPLES / "custom_hook.py"), "--config", "configs/debug.toml",
@@ -217,7 +217,7 @@ def steps_of(run):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("examples")
-def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
+def test_extra_head_predicts_the_token_after_the_next(tmp_path):
     import multi_token_prediction as example
 
     own = ["--model.model_type=with_after_next", "--train.loss_fn=next_two_tokens"]
@@ -263,7 +263,7 @@ def test_answers_are_judged_by_capped_logits():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("examples")
-def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tmp_path, monkeypatch):
+def test_student_that_is_its_teacher_has_nothing_to_learn_from_it(tmp_path, monkeypatch):
     import distillation as example
 
     teacher = tmp_path / "teacher"

@@ -29,7 +29,7 @@ def test_errors_have_their_codes():
         (3, False), (127, False), (200, False),
     ],
 )  # fmt: skip
-def test_what_is_run_again(code, expected):
+def test_restarted_exit_codes(code, expected):
     assert again(code) is expected
 
 
@@ -43,6 +43,6 @@ def test_every_code_is_explained():
     assert meaning(3) == meaning(200) == "not a code of jaxforge's"
 
 
-def test_the_documentation_has_the_same_table():
+def test_documentation_has_the_same_table():
     rows = re.findall(r"^\| (\d+) \| (.+) \| (yes|no) \|$", LAUNCHING.read_text(), re.MULTILINE)
     assert rows == [(str(x.code), x.meaning, "yes" if x.again else "no") for x in Exit]

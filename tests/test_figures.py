@@ -33,7 +33,7 @@ def test_every_table_and_with_them_every_result_is_on_a_page():
     assert all(f"## {name}\n" in page for name in results - FIGURES["SHOWN"])
 
 
-def test_a_stale_figure_is_found():
+def test_stale_figure_is_found():
     page = (ROOT / "docs" / "remat.md").read_text()
     memory = f"{FIGURES['compared']('remat-cpu', 'full: memory')['ours']:.0f}"
     stale = page.replace(f"| {memory} |", "| 1 |")
@@ -41,7 +41,7 @@ def test_a_stale_figure_is_found():
     assert FIGURES["with_figures"](stale) == page
 
 
-def test_what_the_front_page_says_of_the_drill():
+def test_front_page_figures_match_the_drill():
     kinds = FIGURES["result"]("faults-cpu")["rows"]
     runs, kinds_of_faults = re.search(
         r"breaks some (\d+) short runs in over (\d+) ways", (ROOT / "README.md").read_text()
@@ -52,7 +52,7 @@ def test_what_the_front_page_says_of_the_drill():
 
 
 @pytest.mark.processes
-def test_the_drill_starts_as_its_page_says():
+def test_drill_starts_as_its_page_says():
     module = re.search(
         r"`python -m (\S+)` breaks short runs", (ROOT / "docs" / "reliability.md").read_text()
     )[1]

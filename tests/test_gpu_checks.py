@@ -104,7 +104,7 @@ def test_every_check_is_a_script_that_is_there_and_has_its_options(gpu):
     assert names[0] == "gpu_train"
 
 
-def test_it_says_that_there_is_no_gpu():
+def test_missing_gpu_is_reported():
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu.py")], env={**os.environ, "JAX_PLATFORMS": "cpu"},
         text=True, capture_output=True, timeout=PATIENCE, check=False,
@@ -114,7 +114,7 @@ def test_it_says_that_there_is_no_gpu():
     assert done.stdout.startswith("missing: ")
 
 
-def test_what_is_missing_is_named(gpu, monkeypatch):
+def test_missing_packages_are_named(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "NEEDS", ("json", "nowhere", "nowhere.inside", "jax_cuda13_plugin"))
     monkeypatch.setattr(gpu, "GPU_ONLY", ("jax_cuda13_plugin",))
     assert gpu.missing(on_gpu=False) == ["nowhere", "nowhere.inside"]

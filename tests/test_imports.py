@@ -121,7 +121,7 @@ def test_commands_read_their_command_line_without_jax():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_supervisor_starts_without_numpy():
+def test_supervisor_starts_without_numpy():
     code = "import sys, jaxforge.commands.supervise; assert not {'jax', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -103,7 +103,7 @@ def submit(path, directory, env):
 
 @pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
 @pytest.mark.parametrize("sig", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig, cluster, tmp_path):
+def test_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig, cluster, tmp_path):
     script = submit(path, tmp_path, cluster)
     wait_until((tmp_path / "started").exists)
     script.send_signal(sig)
@@ -115,7 +115,7 @@ def test_a_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig,
 
 
 @pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
-def test_a_signal_before_the_script_knows_its_step_is_not_lost(path, cluster, tmp_path):
+def test_signal_before_the_script_knows_its_step_is_not_lost(path, cluster, tmp_path):
     """On a busy machine the step may be at work before the script has its number."""
     slow = tmp_path / "slow.sh"
     slow.write_text("case $0 in *sbatch) trap 'sleep 0.2' DEBUG;; esac\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 LIMIT = re.compile(r"timeout=\d|\.wait\(\d|monotonic\(\) \+ \d")
 
 
-def test_the_time_that_a_process_has_stands_in_one_place():
+def test_time_that_a_process_has_stands_in_one_place():
     here = Path(__file__).parent
     others = [path for path in here.rglob("*.py") if path != Path(__file__)]
     limits = [

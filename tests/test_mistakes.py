@@ -80,7 +80,7 @@ def tree(directory):
 
 
 @pytest.mark.parametrize(("line", "answer"), MISTAKES, ids=[line for line, _ in MISTAKES])
-def test_a_mistake_is_answered_with_what_is_wrong(line, answer, here, monkeypatch, capsys):
+def test_mistake_is_answered_with_what_is_wrong(line, answer, here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     before = tree(here / "data")
     code, answered = said(line, monkeypatch, capsys)

@@ -30,7 +30,7 @@ def test_every_command_has_an_entry():
         assert callable(importlib.import_module(item.module).entry)
 
 
-def test_what_there_is_not_is_told_with_what_is_near():
+def test_unknown_command_gets_a_suggestion():
     with pytest.raises(UserError, match=r"no command trian; did you mean train\?"):
         main(["trian"])
     with pytest.raises(UserError, match="no command xyzzy; `jaxforge --help` lists them"):
@@ -38,7 +38,7 @@ def test_what_there_is_not_is_told_with_what_is_near():
 
 
 @pytest.mark.parametrize("word", ["version", "--version", "-V"])
-def test_the_version_is_that_of_the_package(word, capsys):
+def test_version_is_that_of_the_package(word, capsys):
     assert main([word]) == 0
     assert capsys.readouterr().out == f"jaxforge {jaxforge.__version__}\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -67,7 +67,7 @@ def test_help_calls_a_command_as_the_process_was_called(monkeypatch):
     assert parser_of("torch_compat").prog == "python -m torch_compat"
 
 
-def test_the_doctor_finds_this_machine_well(capsys):
+def test_doctor_finds_this_machine_well(capsys):
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
     assert f"jax {importlib.metadata.version('jax')}" in " ".join(said.split())
@@ -75,7 +75,7 @@ def test_the_doctor_finds_this_machine_well(capsys):
     assert "nothing is wrong" in said
 
 
-def test_the_doctor_names_gpus_that_jax_does_not_see(monkeypatch, capsys):
+def test_doctor_names_gpus_that_jax_does_not_see(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(doctor, "_gpus", lambda: 8)
     assert doctor.main([]) == 1

@@ -42,7 +42,7 @@ def test_program_alone_assembles_a_run():
     }
 
 
-def test_the_textbook_loop_imports_three_names():
+def test_textbook_loop_imports_three_names():
     tree = ast.parse((ROOT / "examples" / "textbook.py").read_text())
     names = [alias for node in ast.walk(tree) if isinstance(node, ast.Import)
              for alias in node.names if alias.name.startswith("jaxforge")]  # fmt: skip

@@ -39,7 +39,7 @@ def test_every_name_of_ours_has_a_builder():
         assert all(callable(registry[name]) for name in registry.names())
 
 
-def test_a_name_that_is_taken_is_refused():
+def test_name_that_is_taken_is_refused():
     registry = Registry("optimizer.name", "adamw")
     registry.register("adamw")(builder)
     with pytest.raises(UserError) as caught:
@@ -55,7 +55,7 @@ def test_names_of_ours_cannot_be_taken():
         register_optimizer("adamw")(builder)
 
 
-def test_what_nobody_registered_is_refused_with_the_nearest_name():
+def test_unregistered_name_gets_a_suggestion():
     registry = Registry("optimizer.name", "adamw", "lion")
     for name in ("adamw", "lion"):
         registry.register(name)(builder)
@@ -70,7 +70,7 @@ def test_what_nobody_registered_is_refused_with_the_nearest_name():
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.usefixtures("own_names")
-def test_the_config_takes_registered_names_and_suggests_them(key, tmp_path):
+def test_config_takes_registered_names_and_suggests_them(key, tmp_path):
     section, name = key.split(".")
     path = tmp_path / "x.toml"
     path.write_text(f'[{section}]\n{name} = "my_ownn"')
@@ -131,7 +131,7 @@ def test_plugins_of_the_command_line(plugin):
     assert config.optimizer.name == "mine"
 
 
-def test_a_plugin_that_is_not_there_is_named_with_its_line(plugin, tmp_path):
+def test_plugin_that_is_not_there_is_named_with_its_line(plugin, tmp_path):
     (tmp_path / "x.toml").write_text('[train]\nseed = 1\n[plugins]\nmodules = ["no.such"]')
     with pytest.raises(UserError) as caught:
         load_config("x.toml")
@@ -151,12 +151,12 @@ def test_a_plugin_that_is_not_there_is_named_with_its_line(plugin, tmp_path):
         ("1 +", "SyntaxError: invalid syntax"),
     ],
 )
-def test_a_plugin_that_fails_is_named_with_what_it_raised_and_where(plugin, text, said):
+def test_plugin_that_fails_is_named_with_what_it_raised_and_where(plugin, text, said):
     with pytest.raises(UserError, match=rf"modules: my_plugin cannot be imported: .*{said}"):
         load_config(None, [f"--plugins.modules={plugin(text)}"])
 
 
-def test_a_plugin_that_takes_a_name_of_ours_is_told_so(plugin):
+def test_plugin_that_takes_a_name_of_ours_is_told_so(plugin):
     plugin(REGISTERS.replace('"mine"', '"lion"'))
     with pytest.raises(UserError, match=r'modules: my_plugin: optimizer.name = "lion" is regis'):
         load_config(None, ["--plugins.modules=my_plugin"])

@@ -52,7 +52,7 @@ def test_own_text_becomes_a_model_that_writes(texts):
 
 
 @pytest.mark.slow
-def test_a_run_of_kempnerforge_goes_on_and_back(texts):
+def test_run_of_kempnerforge_goes_on_and_back(texts):
     ours, old = texts / "runs" / "mine", texts / "old"
     jaxforge("export", str(ours), str(old / "checkpoints"), "--to", "dcp", cwd=texts)
     (old / "config.toml").write_text((ours / "config.toml").read_text())

@@ -27,7 +27,7 @@ SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b
 @pytest.mark.parametrize("shape", [(), (5,), (8, 16), (16, 8, 4), (4, 2048, 6), (8, 4, 4100)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 @pytest.mark.parametrize("small", [0, 1 << 30])
-def test_the_host_gives_what_devices_give_on_any_mesh(shape, dtype, small, monkeypatch):
+def test_host_gives_what_devices_give_on_any_mesh(shape, dtype, small, monkeypatch):
     monkeypatch.setattr(host_checksum, "_SMALL", small)  # elements that NumPy goes through
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
@@ -59,13 +59,13 @@ def test_block_checksum_counts_places_modulo_2_to_the_32():
     ) % 2**32  # fmt: skip
 
 
-def test_the_hash_of_the_host_stores_nothing():
+def test_hash_of_the_host_stores_nothing():
     bits, locations = jax.ShapeDtypeStruct((4096, 4096), "uint32"), jnp.zeros(4096, jnp.uint32)
     program = host_checksum._mixed_sum.lower(bits, locations, locations).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1 << 17
 
 
-def test_what_devices_hash_is_what_the_host_hashes(monkeypatch):
+def test_device_hashes_equal_host_hashes(monkeypatch):
     ours = setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
     tree = layout.to_tree(ours.state())
     of_host = checksums.begin(tree)()
@@ -73,7 +73,7 @@ def test_what_devices_hash_is_what_the_host_hashes(monkeypatch):
     assert checksums.begin(tree)() == of_host
 
 
-def test_a_save_waits_for_no_hash_and_the_state_may_go(tmp_path, monkeypatch):
+def test_save_waits_for_no_hash_and_the_state_may_go(tmp_path, monkeypatch):
     """Hashes are of what was saved, also where the update came first; the file is as ever."""
     may_hash, hash_one = threading.Event(), host_checksum.checksum
 
@@ -105,7 +105,7 @@ def _changed(tree):
     return jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree)
 
 
-def test_a_hash_that_fails_fails_the_save(tmp_path, monkeypatch):
+def test_hash_that_fails_fails_the_save(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("no memory for it")
 

@@ -51,7 +51,7 @@ def test_whoever_is_ready_first_waits_for_the_others(others):
                                              "process 1 on b: gone"),
     ],
 )  # fmt: skip
-def test_a_failure_of_any_process_is_raised_with_all_messages(others, own, other, message):
+def test_failure_of_any_process_is_raised_with_all_messages(others, own, other, message):
     answers, _ = others
     answers += [np.int32(WAITS), np.int32(FAILED if other else READY)]
     own_text = f"process 0 on {socket.gethostname()}: {own}" if own else ""
@@ -63,7 +63,7 @@ def test_a_failure_of_any_process_is_raised_with_all_messages(others, own, other
     assert str(failure.value) == message
 
 
-def test_a_failure_is_noticed_when_orbax_logs_it(tmp_path):
+def test_failure_is_noticed_when_orbax_logs_it(tmp_path):
     noted, log = [], logging.getLogger("absl")
     full = OSError(errno.ENOSPC, "No space left on device")
     with job_saves.noticing_failures(tmp_path / "a", noted.append):

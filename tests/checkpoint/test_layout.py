@@ -54,7 +54,7 @@ def on_device(ours, state):
 
 
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
-def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, name):
+def test_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, name):
     ours, state, final, batches = trained(name)
     saved = checkpoints(tmp_path, ours)
     saved.save(progress_of(state), on_device(ours, state))
@@ -80,7 +80,7 @@ def test_moments_of_a_part_of_the_parameters_move_to_another_mesh(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [16, 200])
-def test_an_optimizer_may_have_nothing_to_keep_for_a_part_of_the_parameters(tmp_path, rows):
+def test_optimizer_may_have_nothing_to_keep_for_a_part_of_the_parameters(tmp_path, rows):
     """Muon without parameters for AdamW, and the other way round."""
     axes = {"layers": {"weight": ("layers", "mlp", "embed")}}
     params = {"layers": {"weight": jnp.ones((2, rows, 16))}}

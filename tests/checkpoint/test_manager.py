@@ -79,7 +79,7 @@ def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
 
 
-def test_a_checkpoint_knows_no_stages(tmp_path):
+def test_checkpoint_knows_no_stages(tmp_path):
     """Through stages of unequal length, then through chunks, and back: not a bit has changed."""
 
     def layout(**axes):
@@ -105,7 +105,7 @@ def test_a_checkpoint_knows_no_stages(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
 
 
-def test_a_save_that_orbax_declines_is_an_error(tmp_path):
+def test_save_that_orbax_declines_is_an_error(tmp_path):
     """After a rollback a later step exists, and Orbax answers False."""
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
@@ -118,7 +118,7 @@ def test_a_save_that_orbax_declines_is_an_error(tmp_path):
             reported()
 
 
-def test_the_same_step_is_saved_once(tmp_path):
+def test_same_step_is_saved_once(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     assert saved.save(Progress(step=2), state) == tmp_path / "checkpoints" / "step_2"
@@ -127,7 +127,7 @@ def test_the_same_step_is_saved_once(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_how_long_saves_took_is_told_once_and_only_of_what_is_durable(tmp_path, mode):
+def test_save_durations_are_reported_once_after_durability(tmp_path, mode):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, async_mode=mode)
     began = time.time()
@@ -153,7 +153,7 @@ def steps(path):
 
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, distributed):
+def test_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, distributed):
     """Saved values are set aside first; everything else is background work."""
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
     before = addresses(state)
@@ -198,7 +198,7 @@ def addresses(tree):
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
 
-def test_a_file_is_on_its_way_to_the_disk_while_others_are_gathered(tmp_path, monkeypatch):
+def test_file_is_on_its_way_to_the_disk_while_others_are_gathered(tmp_path, monkeypatch):
     ours = setup(tiny_config())
     monkeypatch.setattr(layout, "_LEAST", 4096)
     tree = layout.to_tree(ours.state())
@@ -253,7 +253,7 @@ def test_damaged_metrics_raise_and_name_the_file(tmp_path, damaged):
     checkpoints(tmp_path, ours, keep_best_n=1).close()
 
 
-def test_what_lacks_the_metric_is_never_the_best(tmp_path):
+def test_checkpoint_without_metric_is_never_best(tmp_path):
     """Metrics of another name, of a run that went by another one before; and one that is NaN."""
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=1, best_metric="eval/a/loss")
@@ -273,7 +273,7 @@ def test_keep_last_n_of_zero_keeps_all(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_a_save_cut_short_is_not_seen_and_is_cleared_away(tmp_path):
+def test_save_cut_short_is_not_seen_and_is_cleared_away(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -342,7 +342,7 @@ def test_load_path_takes_over_and_leaves_out_what_is_asked(tmp_path):
     assert steps(tmp_path / "source") == [2]
 
 
-def test_a_model_that_does_not_fit_is_named(tmp_path):
+def test_model_that_does_not_fit_is_named(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -375,7 +375,7 @@ def flip(path):
 )
 @pytest.mark.usefixtures("collected")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, harm, what):
+def test_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, harm, what):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     for step in (1, 2):
@@ -417,7 +417,7 @@ def save_and_look(saved, state):
         time.sleep(0.01)
 
 
-def test_a_save_that_fails_is_told_before_the_next(tmp_path):
+def test_save_that_fails_is_told_before_the_next(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     (tmp_path / "checkpoints").rmdir()
@@ -426,7 +426,7 @@ def test_a_save_that_fails_is_told_before_the_next(tmp_path):
         save_and_look(saved, state)
 
 
-def test_a_process_that_fails_on_its_own_waits_for_its_save(tmp_path):
+def test_process_that_fails_on_its_own_waits_for_its_save(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     may_finish = held_up(saved)
@@ -453,7 +453,7 @@ def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*b", "a\\b", "what?"])
-def test_a_directory_that_could_not_be_read_again_is_refused(tmp_path, name):
+def test_directory_that_could_not_be_read_again_is_refused(tmp_path, name):
     config = tiny_config().checkpoint
     with pytest.raises(UserError, match=r"could not be read again: .* give a directory without"):
         Checkpoints(tmp_path / name, config)

@@ -20,7 +20,7 @@ def test_every_interval_and_never_at_the_start():
     assert [step for step in range(3500) if due()(step)] == [1000, 2000, 3000]
 
 
-def test_the_window_of_kempnerforge():
+def test_window_of_kempnerforge():
     got = [step for step in range(2100) if due(start=0, stop=512)(step)]
     assert got == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000]
 
@@ -31,7 +31,7 @@ def test_within_a_window_the_interval_does_not_count():
 
 
 @pytest.mark.parametrize(("start", "stop"), [(7, 7), (0, 0)])
-def test_a_window_of_one_step(start, stop):
+def test_window_of_one_step(start, stop):
     assert list(milestones(DynCkptWindow(start=start, stop=stop))) == [start]
 
 

@@ -31,7 +31,7 @@ leave(75, patience={patience})
         (0.1, 600, ""),
     ],
 )
-def test_a_thread_that_hangs_is_left_behind(seconds, patience, said):
+def test_thread_that_hangs_is_left_behind(seconds, patience, said):
     program = PROGRAM.format(seconds=seconds, patience=patience)
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -73,7 +73,7 @@ raise SystemExit(run_main(work, outlives_reader={outlives}))
         ("2>&$PIPE", False, 5, True),
     ],
 )
-def test_a_lost_reader_ends_only_commands_whose_text_is_the_result(
+def test_lost_reader_ends_only_commands_whose_text_is_the_result(
     tmp_path, redirected, outlives, code, finishes, flush
 ):
     """Nor does the interpreter end with 120, as it does where it cannot flush at its end."""

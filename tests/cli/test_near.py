@@ -3,13 +3,13 @@
 from jaxforge.cli.suggestions import hint, path_hint
 
 
-def test_a_name_that_is_near():
+def test_name_that_is_near():
     assert hint("cosin", ["linear", "cosine"]) == '; did you mean "cosine"?'
     assert hint("trian", ["train"], quote="") == "; did you mean train?"
     assert hint("xyzzy", ["linear", "cosine"]) == ""
 
 
-def test_a_path_whose_end_or_middle_is_near(tmp_path):
+def test_path_whose_end_or_middle_is_near(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.toml").touch()
     meant = f"; did you mean {tmp_path / 'configs/quickstart.toml'}?"
@@ -17,14 +17,14 @@ def test_a_path_whose_end_or_middle_is_near(tmp_path):
     assert path_hint(tmp_path / "config/quickstart.toml") == meant
 
 
-def test_of_two_that_are_near_the_one_that_leads_there(tmp_path):
+def test_path_hint_prefers_the_path_that_exists(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a").touch()
     assert path_hint(tmp_path / "runz/a") == f"; did you mean {tmp_path / 'run/a'}?"
 
 
-def test_what_is_nowhere_near_or_in_a_bucket_proposes_nothing(tmp_path):
+def test_distant_names_and_buckets_get_no_suggestion(tmp_path):
     (tmp_path / "configs").mkdir()
     assert path_hint(tmp_path / "xyzzy") == ""
     assert path_hint(tmp_path / "xyzzy" / "deeper") == ""

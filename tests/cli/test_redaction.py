@@ -103,7 +103,7 @@ def test_secrets_in_commands_are_removed():
         assert "s3://b/c" in command
 
 
-def test_a_quoted_command_line_is_redacted_like_its_words():
+def test_quoted_command_line_is_redacted_like_its_words():
     line = shlex.join(["train", "--x={'token': 'a b'}", "--my-password", "x y", "--seed=1"])
     words = ["train", "--x={'token': \"\"}", "--my-password", "removed", "--seed=1"]
     assert shlex.split(redaction.redacted_line(line, {})) == words
@@ -158,7 +158,7 @@ def test_keys_are_known_by_their_looks(known):
         ("s3://AKIA:abc/def", "s3://removed"),  # cut before its @
     ],
 )  # fmt: skip
-def test_what_stands_for_secrets(text, expected):
+def test_secret_values_are_replaced(text, expected):
     assert redacted(text, {}) == expected
 
 
@@ -217,7 +217,7 @@ def config(tmp_path):
     return tiny_config(data={"dataset_path": path}, checkpoint={"dir": str(tmp_path / "run")})
 
 
-def test_the_page_of_a_run_shows_no_secrets(config, tmp_path):
+def test_page_of_a_run_shows_no_secrets(config, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(config.to_toml())

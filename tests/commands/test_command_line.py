@@ -37,13 +37,13 @@ def parser(**options):
         (["--data.datasets", "[{'path': 'a'}]"], ["--data.datasets=[{'path': 'a'}]"]),
     ],
 )
-def test_a_setting_may_stand_before_or_after_what_is_not_one(line, settings):
+def test_setting_may_stand_before_or_after_what_is_not_one(line, settings):
     for words in ([*line, "runs/a"], ["runs/a", *line]):
         args, result = parser().parse(words)
         assert (args.run, result) == ("runs/a", settings)
 
 
-def test_what_follows_two_dashes_is_no_setting():
+def test_words_after_two_dashes_are_no_settings():
     args, settings = parser().parse(["--", "--train.lr=1"])
     assert (args.run, settings) == ("--train.lr=1", [])
 
@@ -60,13 +60,13 @@ def test_what_follows_two_dashes_is_no_setting():
         ("--format=np", "(choose from 'npy', 'bin'); did you mean npy?"),
     ],
 )  # fmt: skip
-def test_a_wrong_option_is_answered_with_what_is_near(word, answer):
+def test_wrong_option_is_answered_with_what_is_near(word, answer):
     with pytest.raises(UserError) as error:
         parser().parse(["runs/a", word])
     assert answer in str(error.value)
 
 
-def test_what_is_required_may_be_there_under_another_name():
+def test_required_option_accepts_an_alias():
     ours = CommandParser("prepare")
     ours.add_argument("--output", required=True)
     ours.add_argument("--tokenizer")
@@ -78,7 +78,7 @@ def test_what_is_required_may_be_there_under_another_name():
             ours.parse(line)
 
 
-def test_a_config_without_its_option():
+def test_config_without_its_option():
     with pytest.raises(UserError, match=r"argument run.toml; did you mean --config run.toml\?$"):
         parse_command_line(["run.toml"])
 
@@ -98,7 +98,7 @@ def test_values_that_look_like_slips_of_the_keyboard_are_read(line):
     ours.parse(line)
 
 
-def test_what_is_passed_on_is_not_judged():
+def test_forwarded_arguments_are_not_checked():
     _, others = parser(passes_on=True).parse(["a", "--num_fewshot", "--distributed.tp", "2"])
     assert others == ["--num_fewshot", "--distributed.tp=2"]
 
@@ -121,7 +121,7 @@ def test_help_explains_a_key(capsys):
         ("jaxforge export --to ", ["dcp", "hf"]),
     ],
 )
-def test_a_shell_is_told_what_may_follow(line, answers, tmp_path):
+def test_shell_is_told_what_may_follow(line, answers, tmp_path):
     asked = {
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_IFS": "\n",
@@ -134,6 +134,6 @@ def test_a_shell_is_told_what_may_follow(line, answers, tmp_path):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_part(shell, capsys):
+def test_shell_gets_its_part(shell, capsys):
     assert completion.main([shell]) == 0
     assert "jaxforge" in capsys.readouterr().out

@@ -82,7 +82,7 @@ def test_failures_are_run_again_until_it_succeeds(child, how):
 
 
 @pytest.mark.parametrize("codes", [[], [75]])
-def test_the_time_limit_of_a_job_is_that_of_all_its_starts(child, codes):
+def test_time_limit_of_a_job_is_that_of_all_its_starts(child, codes):
     """But not of starts that follow the limit, where these are asked for."""
     body = "print(os.environ.get('JAXFORGE_BEGAN'), file=open('began', 'a'))\nsys.exit(start < 1)\n"
     options = [f"--restart-on={code}" for code in codes]
@@ -106,7 +106,7 @@ def test_restarts_without_progress_are_bounded(child, caplog):
     assert "3 starts in a row without progress, --max-restarts 2: exit code 70" in caplog.text
 
 
-def test_a_newer_checkpoint_starts_the_count_anew(child, monkeypatch):
+def test_newer_checkpoint_starts_the_count_anew(child, monkeypatch):
     """Starts 0, 1, 2 and 4 leave a checkpoint; start 3 does not, nor do those after 4."""
     run = child.directory / "run"
     monkeypatch.setattr(supervise, "run_directory", lambda command: run)
@@ -127,7 +127,7 @@ def test_a_newer_checkpoint_starts_the_count_anew(child, monkeypatch):
     assert lines[0]["meaning"] == "killed by SIGKILL"
 
 
-def test_a_log_that_cannot_be_written_stops_nothing(child, monkeypatch, caplog):
+def test_log_that_cannot_be_written_stops_nothing(child, monkeypatch, caplog):
     (child.directory / "supervise.jsonl").mkdir()
     monkeypatch.setattr(supervise, "run_directory", lambda command: child.directory)
     assert main([*QUICK, *child.command("sys.exit(1 if start == 0 else 0)")]) == 0
@@ -142,7 +142,7 @@ def test_waits_double_up_to_a_cap():
 @pytest.mark.parametrize(
     ("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
-def test_a_signal_is_passed_on_and_the_code_is_the_childs(child, sig, code):
+def test_signal_is_passed_on_and_the_code_is_the_childs(child, sig, code):
     body = (
         f"signal.signal({sig.value}, lambda *_: sys.exit({code}))\n"
         "Path('ready').write_text(str(os.getpid()))\ntime.sleep(3600)"
@@ -155,14 +155,14 @@ def test_a_signal_is_passed_on_and_the_code_is_the_childs(child, sig, code):
     assert f"{sig.name}: passed on" in supervisor.stderr.read()
 
 
-def test_a_child_that_could_not_yet_listen_was_stopped_too(child):
+def test_child_that_could_not_yet_listen_was_stopped_too(child):
     supervisor = child.supervise(body="time.sleep(3600)")
     child.pid("started-0-0")
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(PATIENCE) == 75
 
 
-def test_a_child_that_does_not_listen_is_killed_with_what_it_started(child):
+def test_child_that_does_not_listen_is_killed_with_what_it_started(child):
     body = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3600)'])\n"
@@ -176,7 +176,7 @@ def test_a_child_that_does_not_listen_is_killed_with_what_it_started(child):
     wait_until(lambda: gone(worker))
 
 
-def test_a_signal_while_it_waits_ends_it(child):
+def test_signal_while_it_waits_ends_it(child):
     supervisor = child.supervise("--backoff=3600", "--backoff-cap=3600", body="sys.exit(1)")
     while "running again in" not in supervisor.stderr.readline():
         assert supervisor.poll() is None
@@ -185,7 +185,7 @@ def test_a_signal_while_it_waits_ends_it(child):
     assert child.starts() == 1
 
 
-def test_what_a_failed_child_started_is_gone_before_the_next_start(child):
+def test_children_of_a_failed_process_end_before_restart(child):
     body = (
         "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3600)'])\n"
         "Path(f'worker-{start}').write_text(str(worker.pid))\n"
@@ -222,7 +222,7 @@ def test_several_processes_find_one_another_and_fail_together(child):
     assert [remaining, rest_of_other] == [["2", "0"], ["2", "1"]]
 
 
-def test_the_first_failure_speaks_for_all(child):
+def test_first_failure_speaks_for_all(child):
     body = (
         "if index == '1': sys.exit(2)\n"
         "first = Path('started-1-0')\n"
@@ -264,7 +264,7 @@ def test_processes_that_agreed_to_end_have_time(child):
     assert (child.directory / "end-0").exists()
 
 
-def test_a_command_that_is_not_there():
+def test_command_that_is_not_there():
     with pytest.raises(UserError, match="cannot run /nowhere/python: No such file"):
         main(["--", "/nowhere/python"])
 
@@ -274,7 +274,7 @@ def test_no_command():
         main(["--max-restarts=3"])
 
 
-def test_the_run_directory_is_that_of_the_config(tmp_path):
+def test_run_directory_is_that_of_the_config(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text("[checkpoint]\ndir = 'a'\n")
     train = ["python", "-m", "jaxforge.train"]

@@ -151,7 +151,7 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ("[train", "x.toml: not valid TOML: "),
     ],
 )
-def test_what_the_file_gets_wrong(complaint, text, message):
+def test_mistakes_in_the_file_are_reported(complaint, text, message):
     got = complaint(text)
     assert got.startswith(message) if "not valid" in message else got == message
 
@@ -202,7 +202,7 @@ def test_what_the_file_gets_wrong(complaint, text, message):
         (["--vlm.arch=mot"], "--vlm.arch=mot: [vlm] cannot be used: jaxforge trains text models"),
     ],
 )
-def test_what_the_command_line_gets_wrong(complaint, settings, message):
+def test_mistakes_on_the_command_line_are_reported(complaint, settings, message):
     got = complaint("", *settings).splitlines()
     assert len(got) == len(message.splitlines())
     assert all(any(line.startswith(start) for line in got) for start in message.splitlines())
@@ -219,7 +219,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(complaint):
     ]
 
 
-def test_a_broken_rule_blames_the_setting_that_it_names(complaint):
+def test_broken_rule_blames_the_setting_that_it_names(complaint):
     text = "[model]\ndim = 64\nn_heads = 4"
     rule = (
         "[model] dim = 64 must be a multiple of n_heads = 5: change dim to 70 or n_heads to 4 or "
@@ -230,7 +230,7 @@ def test_a_broken_rule_blames_the_setting_that_it_names(complaint):
     assert complaint(wrong, "--model.vocab_size=5") == f"x.toml:1: {rule}"
 
 
-def test_a_broken_rule_without_a_line_blames_the_section_s_last_setting():
+def test_broken_rule_without_a_line_blames_the_section_s_last_setting():
     setting = Setting("--profiling.trace_dir=x", ("profiling", "trace_dir"), "x")
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate({"profiling": {"start_step": 9}})

@@ -28,7 +28,7 @@ def test_every_key_is_described():
     assert [key for key, node in all_keys().items() if not node.get("description")] == []
 
 
-def test_a_row_has_default_type_and_meaning():
+def test_row_has_default_type_and_meaning():
     [row] = [line for line in help_text(200).splitlines() if line.startswith("  seq_len ")]
     assert row.split("  ")[1] == "seq_len = 2048"
     assert row.split()[3:] == ["int", "Tokens", "per", "sequence."]
@@ -54,7 +54,7 @@ def said(name, width=100):
     return text.get()
 
 
-def test_a_section_comes_with_its_tables():
+def test_section_comes_with_its_tables():
     text = said("data")
     assert text.startswith("[data] ")
     assert "[[data.datasets]] " in text
@@ -62,7 +62,7 @@ def test_a_section_comes_with_its_tables():
     assert said("data.datasets").startswith("[[data.datasets]] ")
 
 
-def test_a_key_says_what_it_takes_and_where_it_stands():
+def test_key_says_what_it_takes_and_where_it_stands():
     assert said("optimizer.lr") == said("lr") == said("--optimizer.lr")
     assert said("lr").splitlines()[2:6] == [
         "  expected: a number greater than 0",
@@ -80,7 +80,7 @@ def test_every_key_of_a_name_is_explained():
     ]
 
 
-def test_what_there_is_not_is_told_with_what_is_near():
+def test_unknown_topic_gets_a_suggestion():
     with pytest.raises(UserError, match=r"--help optimzer: .*; did you mean optimizer\?"):
         topic("optimzer")
     with pytest.raises(UserError, match=r"no such section or key; did you mean train.max_steps\?"):
@@ -89,7 +89,7 @@ def test_what_there_is_not_is_told_with_what_is_near():
         topic("vlm")
 
 
-def test_the_contents_name_every_section():
+def test_contents_name_every_section():
     sections = [key for key, node in all_keys().items() if "." not in key]
     assert [line.split()[0] for line in contents().splitlines()[1:-2]] == sections
 

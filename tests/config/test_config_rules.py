@@ -39,7 +39,7 @@ def complaints(config, n_devices: int) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_a_small_run_passes_on_any_power_of_two():
+def test_small_run_passes_on_any_power_of_two():
     for n_devices in (1, 2, 4, 8):
         check(small(), n_devices)
 
@@ -421,7 +421,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("n_devices", "good", "bad", "message"), CASES)
-def test_a_broken_rule_says_what_to_change(n_devices, good, bad, message):
+def test_broken_rule_says_what_to_change(n_devices, good, bad, message):
     check(small(*good), n_devices)
     assert complaints(small(*bad), n_devices) == [message]
 
@@ -438,7 +438,7 @@ PROPOSED = [(n, [*bad, *change]) for n, _, bad, message in CASES for change in p
 
 
 @pytest.mark.parametrize(("n_devices", "settings"), PROPOSED, ids=str)
-def test_what_a_message_proposes_is_right(n_devices, settings):
+def test_proposed_changes_fix_the_rule(n_devices, settings):
     check(small(*settings), n_devices)
 
 
@@ -598,7 +598,7 @@ def test_mesh_shape_refuses_what_does_not_fit():
     ],
     ids=str,
 )
-def test_what_does_not_divide_the_width_is_copies(dim, sizes, built):
+def test_dp_shard_that_does_not_divide_replicates(dim, sizes, built):
     config = small(f"model.dim={dim}", *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
     asked = mesh_shape(config, math.prod(sizes.values()))
     mesh = axes.with_copies(config, asked)

@@ -153,7 +153,7 @@ def ramp(*stages, key="grad_accum_steps", **train):
         (ProfilingConfig, {"start_step": 1, "end_step": 2}, {"start_step": 2, "end_step": 2}),
     ],
 )
-def test_a_rule_refuses_the_bad_and_passes_its_twin(section, good, bad):
+def test_rule_refuses_the_bad_and_passes_its_twin(section, good, bad):
     section(**good)
     with pytest.raises(ValidationError):
         section(**bad)
@@ -184,7 +184,7 @@ def test_microbatch_size():
     assert TrainConfig(global_batch_size=60, grad_accum_steps=2).microbatch_size(dp=3) == 30
 
 
-def test_the_whole_is_immutable():
+def test_whole_is_immutable():
     config = JobConfig(data=DataConfig(anneal_weights={"a": 1}))
     with pytest.raises(ValidationError, match="frozen"):
         config.model = ModelConfig()
@@ -194,7 +194,7 @@ def test_the_whole_is_immutable():
         config.data.anneal_weights["a"] = 2.0
 
 
-def test_the_whole_is_hashable_and_copies():
+def test_whole_is_hashable_and_copies():
     weights = {"a": 1.0}
     phase = TrainingPhase(start_step=1, dataset_weights=weights)
     config = JobConfig(data=DataConfig(phases=(phase,)), model=ModelConfig(rope_scaling={}))

@@ -15,7 +15,7 @@ def warmup(*settings):
 @pytest.mark.parametrize(
     ("max_steps", "steps"), [(100_000, 2000), (20_000, 2000), (5000, 500), (100, 10), (7, 0)]
 )
-def test_it_is_a_tenth_of_the_run_and_at_most_kempnerforges(max_steps, steps):
+def test_warmup_is_a_tenth_of_the_run_at_most_kempnerforges(max_steps, steps):
     assert warmup(f"train.max_steps={max_steps}") == steps
     assert warmup(f"train.max_steps={max_steps}", "scheduler.warmup_steps=2000") == 2000
 
@@ -27,13 +27,13 @@ def test_its_files_warm_up_as_there(key):
     assert warmup("train.max_steps=100", f"{key}={value}") == 2000
 
 
-def test_the_config_of_a_run_holds_the_number_for_good(tmp_path):
+def test_config_of_a_run_holds_the_number_for_good(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(load_config(None, ["--train.max_steps=100"]).to_toml())
     assert load_config(path, ["--train.max_steps=50"]).scheduler.warmup_steps == 10
 
 
-def test_it_follows_a_length_in_tokens_and_what_follows_it_knows():
+def test_warmup_follows_a_length_in_tokens():
     config = load_unresolved(
         None,
         ["--train.batch_size=1", "--train.seq_len=10", "--train.max_steps=1K tok",
@@ -46,7 +46,7 @@ def test_it_follows_a_length_in_tokens_and_what_follows_it_knows():
 
 
 @pytest.mark.parametrize(("format", "steps"), [("dcp", 2000), ("hf", 10)])
-def test_a_config_beside_a_checkpoint_of_pytorchs_is_kempnerforges(tmp_path, format, steps):
+def test_config_beside_a_checkpoint_of_pytorchs_is_kempnerforges(tmp_path, format, steps):
     path = tmp_path / "theirs.toml"
     path.write_text("[train]\nmax_steps = 100")
     checkpoint = CheckpointRef(format, Directory(str(tmp_path)))
@@ -55,7 +55,7 @@ def test_a_config_beside_a_checkpoint_of_pytorchs_is_kempnerforges(tmp_path, for
     assert said.scheduler.warmup_steps == 7
 
 
-def test_a_start_says_what_it_is_and_what_it_would_be():
+def test_start_says_what_it_is_and_what_it_would_be():
     (line,) = answers(load_config(None, ["--train.max_steps=100"]))
     assert line == (
         "scheduler.warmup_steps is not set: 10 updates, a tenth of the run (in KempnerForge 2,000)"
@@ -70,5 +70,5 @@ def test_nobody_said_it():
 
 
 @pytest.mark.parametrize(("share", "steps"), [("10%", 2), ("1%", 1), ("0%", 0)])
-def test_a_share_of_a_short_run_is_one_update_at_least(share, steps):
+def test_share_of_a_short_run_is_one_update_at_least(share, steps):
     assert warmup("train.max_steps=20", f"scheduler.warmup_steps={share}") == steps

@@ -77,7 +77,7 @@ def test_files_for_12_and_24_gpus_run_with_three_copies(tmp_path, name):
 
 
 @pytest.mark.parametrize(("keys", "verdict", "why"), REFUSED)
-def test_what_the_page_calls_refused_is_refused_for_that_reason(tmp_path, keys, verdict, why):
+def test_files_are_refused_for_the_documented_reason(tmp_path, keys, verdict, why):
     assert verdict == "refused"
     for written in re.findall("`(.+?)`", keys):
         with pytest.raises(UserError, match=re.escape(f"{written} cannot be used: {why}")):
@@ -91,5 +91,5 @@ def test_its_file_in_8_bits_runs(tmp_path):
     assert config.train.fp8_scaling == "tensor"
 
 
-def test_the_page_names_all_that_is_refused():
+def test_page_names_all_that_is_refused():
     assert [len(re.findall("`", keys)) // 2 for keys, _, _ in REFUSED] == [4, 1]

@@ -91,7 +91,7 @@ def test_nested_keys_add_to_the_table_in_the_file(load):
     assert config.model.rope_scaling.low_freq_factor == 2.0
 
 
-def test_a_table_given_whole_sets_only_its_keys(load):
+def test_table_given_whole_sets_only_its_keys(load):
     config = load(
         "[model]\ndim = 64\nn_heads = 2\nrope_scaling = {factor = 4, low_freq_factor = 2}",
         "--model={'dim': 32, 'rope_scaling': {'factor': 3}}",
@@ -101,11 +101,11 @@ def test_a_table_given_whole_sets_only_its_keys(load):
     assert (scaling.factor, scaling.low_freq_factor) == (3, 2)
 
 
-def test_an_empty_table_stands_for_its_defaults():
+def test_empty_table_stands_for_its_defaults():
     assert load_config(None, ["--model.rope_scaling={}"]).model.rope_scaling == RopeScaling()
 
 
-def test_a_nested_table_can_be_taken_out(load):
+def test_nested_table_can_be_taken_out(load):
     assert load("[model.rope_scaling]", "--model.rope_scaling=None").model.rope_scaling is None
 
 
@@ -304,7 +304,7 @@ def test_toml_loads_back_equal(load, overrides):
     assert again.to_toml() == config.to_toml()
 
 
-def test_the_full_file_comes_back_equal(load):
+def test_full_file_comes_back_equal(load):
     assert load(load_config(FULL).to_toml()) == load_config(FULL)
 
 
@@ -341,7 +341,7 @@ def test_answers_to_every_such_key_of_the_full_file():
     assert len(said) == 9
 
 
-def test_an_error_is_a_user_error_without_a_chain():
+def test_error_is_a_user_error_without_a_chain():
     with pytest.raises(UserError) as caught:
         load_config(None, ["--train.seed=x"])
     assert caught.value.__suppress_context__
@@ -365,12 +365,12 @@ def test_settings_may_be_written_as_the_file_has_them():
 
 
 @pytest.mark.parametrize("text", ["[a", "{x = 1", "{x = 1}", '[1]\nother = "key"', "[" * 5000])
-def test_what_is_no_table_stays_text(text):
+def test_text_that_is_no_table_stays_text(text):
     assert load_config(None, [f"--metrics.wandb_run_name={text}"]).metrics.wandb_run_name == text
 
 
 @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
-def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path, mark):
+def test_byte_order_mark_is_no_part_of_the_file(tmp_path, mark):
     path = tmp_path / "x.toml"
     path.write_bytes(mark + b"[train]\nmax_steps = 7\n")
     assert load_config(path).train.max_steps == 7

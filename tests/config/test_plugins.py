@@ -39,12 +39,12 @@ def test_hooks_are_named_in_toml(tmp_path):
         ("my_watching.Wach", "hooks: my_watching has no Wach"),
     ],
 )
-def test_a_hook_that_is_not_there_is_refused(name, message):
+def test_hook_that_is_not_there_is_refused(name, message):
     with pytest.raises(UserError, match=message):
         load_config(None, [f"--plugins.hooks={name}"])
 
 
-def test_what_is_no_hook_is_refused():
+def test_non_hook_is_refused():
     (name,) = load_config(None, ["--plugins.hooks=my_watching.other"]).plugins.hooks
     with pytest.raises(UserError, match=r"my_watching\.other is no subclass of .*Hook"):
         named_hook(name)

@@ -22,7 +22,7 @@ from jaxforge.errors import UserError
         ("x = 1\ny = 2024-13-45", ":2:9: not valid TOML"),
     ],
 )
-def test_what_no_config_has_is_refused(tmp_path, text, message):
+def test_oversized_toml_is_refused(tmp_path, text, message):
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(UserError) as caught:
         load_config(tmp_path / "x.toml")
@@ -44,7 +44,7 @@ def test_strings_and_comments_may_hold_anything():
     assert toml.parse(text, "x.toml") == {"a": {"b": inner}}
 
 
-def test_of_many_problems_the_first_are_told():
+def test_only_the_first_problems_are_reported():
     text = "\n".join(f"k{i} = 1" for i in range(9000))
     with pytest.raises(UserError) as caught:
         _load(text)

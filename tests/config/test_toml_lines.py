@@ -80,7 +80,7 @@ LINES = {
 }
 
 
-def test_the_document_is_valid_toml():
+def test_document_is_valid_toml():
     assert tomllib.loads(DOCUMENT)["section"]["after"] == 1
 
 

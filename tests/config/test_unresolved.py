@@ -99,7 +99,7 @@ def test_one_table_that_stands_for_a_list():
     assert config.data.phases[0].start_step == 5
 
 
-def test_a_fraction_of_an_epoch_is_trained_in_full():
+def test_fraction_of_an_epoch_is_trained_in_full():
     config = unresolved("train.max_steps=2.5ep", "scheduler.warmup_steps=10%").resolve(
         1, epoch_of(100)
     )
@@ -127,7 +127,7 @@ def test_lengths_follow_the_ramp_from_where_they_begin():
     assert (config.eval.interval, config.eval.sample_interval) == (2, 4)  # of the full batch
 
 
-def test_a_plateau_is_one_of_wsd_alone():
+def test_plateau_is_one_of_wsd_alone():
     config = unresolved(
         *RAMP,
         "scheduler.warmup_steps=0",
@@ -137,14 +137,14 @@ def test_a_plateau_is_one_of_wsd_alone():
     assert config.scheduler.decay_steps == 10
 
 
-def test_a_ramp_in_shares_of_the_run():
+def test_ramp_in_shares_of_the_run():
     ramp = "train.batch_ramp=[{'grad_accum_steps': 1}, {'start': '10%', 'grad_accum_steps': 5}]"
     config = unresolved("train.grad_accum_steps=5", ramp, "train.max_steps=50").resolve(1)
     assert config.train.batch_ramp[1].start == 5
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])
-def test_the_batch_is_that_of_the_mesh(n_devices):
+def test_batch_is_that_of_the_mesh(n_devices):
     settings = ["--train.seq_len=100", "--train.batch_size=5", "--train.grad_accum_steps=2"]
     config = load_unresolved(None, [*settings, "--train.max_steps=8K tok"]).resolve(n_devices)
     assert config.train.max_steps == 8 // n_devices
@@ -180,7 +180,7 @@ def test_who_opens_the_data_sees_no_number_in_place_of_a_duration():
         assert isinstance(value, Duration)
 
 
-def test_the_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
+def test_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
     config = unresolved(
         *RAMP, "train.max_steps=3ep", "eval.interval=5%", "optimizer.lr_scale_rule=linear",
         "optimizer.lr_base_batch=5",
@@ -190,14 +190,14 @@ def test_the_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
     assert JobConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_a_wrong_mesh_or_batch_is_left_to_the_rules():
+def test_wrong_mesh_or_batch_is_left_to_the_rules():
     settings = ["train.max_steps=50", "eval.interval=10%", "distributed.tp=3"]
     assert unresolved(*settings).resolve(2).eval.interval == 5
     accum = unresolved("train.grad_accum_steps=20", "train.max_steps=20K tok").resolve(1)
     assert accum.train.max_steps == 10  # 10 sequences do not make 20 microbatches
 
 
-def test_what_needs_neither_data_nor_devices_resolves_for_any_reader():
+def test_durations_without_data_or_devices_resolve_anywhere():
     settings = ["--train.max_steps=100K tok", "--scheduler.warmup_steps=10%"]
     assert load_config(None, [*BATCH, *settings]).scheduler.warmup_steps == 10
     mesh = ["--train.seq_len=100", "--train.batch_size=5", "--distributed.dp_shard=2"]
@@ -252,7 +252,7 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
         ),
     ],
 )
-def test_what_does_not_resolve_is_said_with_its_place(complaint, text, message):
+def test_unresolvable_duration_names_file_and_line(complaint, text, message):
     assert complaint(text) == message
 
 
@@ -281,7 +281,7 @@ def test_settings_are_named_like_any_other(complaint):
 @pytest.mark.parametrize(
     ("rule", "n_devices", "lr", "batch"), [("linear", 1, 2e-3, 40), ("sqrt", 4, 2e-3, 160)]
 )
-def test_the_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
+def test_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
     """Four times the base batch, linearly; sixteen times, by the root."""
     settings = [
         "--train.batch_size=10", "--train.grad_accum_steps=4", "--optimizer.lr=5e-4",
@@ -295,12 +295,12 @@ def test_the_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
     assert (optimizer.lr_scale_rule, optimizer.lr_base_batch) == ("none", batch)
 
 
-def test_the_learning_rate_by_default_fits_too():
+def test_learning_rate_by_default_fits_too():
     config = unresolved("optimizer.lr_scale_rule=linear", "optimizer.lr_base_batch=5").resolve(1)
     assert config.optimizer.lr == pytest.approx(6e-4)
 
 
-def test_a_learning_rate_for_an_unknown_batch(complaint):
+def test_learning_rate_for_an_unknown_batch(complaint):
     text = "[optimizer]\nlr_scale_rule = 'linear'\nlr_base_batch = 256"
     assert complaint(text, n_devices=None) == (
         'optimizer.lr_scale_rule = "linear": the sequences of an update are not known here: set '

@@ -100,12 +100,12 @@ def test_nothing_is_said_of_what_does_something():
         ({"checkpoint": {"export_interval": 6}}, "exceeds the 5 checkpoints of the run"),
     ],
 )  # fmt: skip
-def test_what_is_useless_is_named_with_its_value_and_a_change(sections, said):
+def test_ineffective_setting_is_named_with_a_change(sections, said):
     (warning,) = warnings_of(sections)
     assert said in warning
 
 
-def test_what_is_off_is_not_asked_for():
+def test_disabled_features_give_no_warning():
     off = {"enabled": False, "interval": 1000, "dataset_path": "data/web/train"}
     assert warnings_of({"eval": off, "metrics": {"straggler_report_interval": 999}}) == []
     assert warnings_of({"train": {"mixed_precision": "bf16"}}, "gpu") == []

@@ -34,7 +34,7 @@ def test_other_data_have_none(data):
     assert sequences_per_epoch(tiny_config(data=data), 8) is None
 
 
-def test_a_run_in_epochs_of_its_data(shards):
+def test_run_in_epochs_of_its_data(shards):
     settings = [
         "--train.seq_len=32", "--train.batch_size=8", "--train.max_steps=2.5ep",
         "--scheduler.warmup_steps=10%", "--checkpoint.interval=1ep",

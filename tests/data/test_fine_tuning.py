@@ -130,7 +130,7 @@ def whole(dataset):
 
 
 @pytest.mark.processes
-def test_the_command_from_files_to_what_training_reads(files, tokenizer, tmp_path):
+def test_command_from_files_to_what_training_reads(files, tokenizer, tmp_path):
     command = [sys.executable, "-m", "jaxforge.prepare", str(files), "--output",
                str(tmp_path / "out"), "--conversations", "--tokenizer", str(tokenizer)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
@@ -236,7 +236,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_a_killed_run_goes_on(files, tokenizer, tmp_path):
+def test_killed_run_goes_on(files, tokenizer, tmp_path):
     def command(speed, output):
         return [sys.executable, "-c", SCRIPT, speed, str(files), "--conversations", "--tokenizer",
                 str(tokenizer), "--workers", "1", "--shard-tokens", "300",
@@ -331,7 +331,7 @@ def test_streams_resume_anywhere(files, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("how", ["truncate", "drop"])
-def test_what_is_too_long_is_cut_or_dropped_and_told(
+def test_overlong_conversations_are_cut_or_dropped_and_reported(
     files, tokenizer, tmp_path, how, streams, caplog
 ):
     (files / "README.md").unlink()
@@ -354,7 +354,7 @@ def test_what_is_too_long_is_cut_or_dropped_and_told(
     assert {"truncate": "cut there", "drop": "left out"}[how] in caplog.text
 
 
-def test_a_mixture_with_text_keeps_the_texts_whole(files, tokenizer, tmp_path):
+def test_mixture_with_text_keeps_the_texts_whole(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     (tmp_path / "text").mkdir()
     np.save(tmp_path / "text" / "a.npy", np.arange(9 * (SEQ + 1), dtype=np.uint16) % 290)
@@ -411,7 +411,7 @@ def test_packed_conversations_cost_what_each_costs_alone(files, tokenizer, tmp_p
     assert sums.n_bytes == sum(len(text) + 1 for text in said)  # and the line's end
 
 
-def test_a_run_learns_from_what_is_learned(files, tokenizer, tmp_path):
+def test_run_learns_from_what_is_learned(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train")}
     given = config(tokenizer, tmp_path / "run", batch=1, data=data, distributed={"dp_shard": 8})
@@ -426,7 +426,7 @@ def test_a_run_learns_from_what_is_learned(files, tokenizer, tmp_path):
     assert chat["chat_template"] == CHATML
 
 
-def test_the_example_is_a_config_that_runs():
+def test_example_is_a_config_that_runs():
     path = Path(__file__).parents[2] / "configs" / "fine_tuning.toml"
     rules.check(load_config(path, ["--train.max_steps=99"]), 8)  # epochs need the data
 
@@ -457,7 +457,7 @@ def test_damage_is_named_before_the_first_step(files, tokenizer, tmp_path, chang
         sources.open_training_data(given)
 
 
-def test_a_sequence_too_short_for_all_is_named(files, tokenizer, tmp_path):
+def test_sequence_too_short_for_all_is_named(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train"), "overlong": "drop"}
     given = config(tokenizer, data=data)

@@ -58,7 +58,7 @@ def test_every_epoch_shows_each_window_once_in_an_order_of_its_own(shards):
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}])
-def test_the_mesh_does_not_matter(shards, order, mesh):
+def test_mesh_does_not_matter(shards, order, mesh):
     alone = batches(config(shards, data={"order": order}), 15)
     split = batches(
         config(shards, batch=2, data={"order": order}, distributed=mesh),
@@ -68,7 +68,7 @@ def test_the_mesh_does_not_matter(shards, order, mesh):
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_the_accumulation_split_does_not_matter(shards):
+def test_accumulation_split_does_not_matter(shards):
     whole = windows(batches(config(shards), 15))
     for accum in (2, 4):
         split = batches(config(shards, accum=accum, batch=8 // accum), 15)
@@ -83,7 +83,7 @@ def test_starting_anywhere_gives_the_rest(shards, order):
     np.testing.assert_array_equal(windows(batches(given, 13, first=17 * 8)), windows(whole[17:]))
 
 
-def test_the_seed_decides(shards):
+def test_seed_decides(shards):
     by_train_seed = windows(batches(config(shards, train={"seed": 7}), 5))
     by_data_seed = windows(batches(config(shards, train={"seed": 1, "data_seed": 7}), 5))
     np.testing.assert_array_equal(by_train_seed, by_data_seed)
@@ -142,7 +142,7 @@ def test_several_evaluation_sets_go_by_name(shards, tmp_path):
         sources.open_eval_data(config(shards, eval={"datasets": tables}))
 
 
-def test_the_next_batch_is_on_its_way_before_it_is_asked_for(shards, monkeypatch):
+def test_next_batch_is_on_its_way_before_it_is_asked_for(shards, monkeypatch):
     monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
     given = config(shards, data={"num_workers": 0})
     mesh = make_mesh(given, jax.devices()[:1])
@@ -186,7 +186,7 @@ def test_torch_order_drops_what_does_not_fill_a_microbatch(shards):
 
 
 @pytest.mark.parametrize("item_tokens", [1, 3 * 8 * SEQ, 1 << 20])
-def test_how_many_updates_are_read_at_a_time_does_not_matter(shards, item_tokens, monkeypatch):
+def test_read_ahead_does_not_change_batches(shards, item_tokens, monkeypatch):
     expected = windows(batches(config(shards, accum=2, batch=4), 10))
     monkeypatch.setattr(loader, "_ITEM_TOKENS", item_tokens)
     got = batches(config(shards, accum=2, batch=4), 10)
@@ -194,6 +194,6 @@ def test_how_many_updates_are_read_at_a_time_does_not_matter(shards, item_tokens
     np.testing.assert_array_equal(windows(got), expected)
 
 
-def test_an_unknown_order_never_gets_here():
+def test_unknown_order_never_gets_here():
     with pytest.raises(ValueError, match="order"):
         DataConfig(order="random")

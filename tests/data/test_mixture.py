@@ -50,7 +50,7 @@ def test_kempnerforges_proportions_and_targets(temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_an_epoch_of_two_ranks_is_kempnerforges(temperature):
+def test_epoch_of_two_ranks_is_kempnerforges(temperature):
     shares = proportions({"a": 0.7, "b": 0.2, "c": 0.1}, temperature, as_torch=True)
     order = TorchMixture(SIZES, [Segment(0, shares)], seed=5, rows=4, ranks=2)
     for rank in range(2):
@@ -85,7 +85,7 @@ def test_kempnerforges_order_needs_enough_samples(rows, ranks, message):
         TorchMixture(SIZES, [Segment(0, FIRST)], seed=0, rows=rows, ranks=ranks)
 
 
-def test_a_temperature_evens_out_and_only_kempnerforge_draws_from_what_weighs_nothing():
+def test_temperature_evens_out_and_only_kempnerforge_draws_from_what_weighs_nothing():
     weights = {"a": 8.0, "b": 2.0, "c": 0.0}
     assert proportions(weights, 1.0, as_torch=False) == {"a": 0.8, "b": 0.2, "c": 0.0}
     warm = proportions(weights, 2.0, as_torch=False)
@@ -136,7 +136,7 @@ def test_no_sample_comes_again_before_its_datasets_epoch_is_over(cuts):
             assert sorted(seen[name][epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_a_dataset_has_its_order_whatever_stands_beside_it():
+def test_dataset_has_its_order_whatever_stands_beside_it():
     def of_b(order, sizes):
         drawn = [owner(order[i], sizes) for i in range(200)]
         return [index for name, index in drawn if name == "b"]
@@ -167,7 +167,7 @@ def test_unshuffled_datasets_are_read_from_end_to_end():
     assert [i for name, i in drawn if name == "a"] == [i % 11 for i in range(30)]
 
 
-def test_the_seed_decides():
+def test_seed_decides():
     def order_of(seed):
         order = grain((0, FIRST), seed=seed)
         return [order[i] for i in range(50)]
@@ -191,6 +191,6 @@ def test_mixtures_are_pure_across_threads_and_pickles(order):
         assert list(pool.map(copy.__getitem__, positions)) == expected
 
 
-def test_an_empty_dataset_is_refused():
+def test_empty_dataset_is_refused():
     with pytest.raises(UserError, match="no sample"):
         grain((0, FIRST), sizes={**SIZES, "c": 0})

@@ -56,6 +56,6 @@ def test_its_length_is_that_of_an_epoch():
     assert unresolved.resolve(1, sequences_per_epoch).train.max_steps == 5
 
 
-def test_it_is_no_part_of_a_mixture():
+def test_registered_dataset_is_refused_in_a_mixture():
     with pytest.raises(ValueError, match=r'dataset_type = "counting" does not mix: leave datasets'):
         DataConfig(dataset_type="counting", datasets=[{"path": "a"}])

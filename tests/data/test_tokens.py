@@ -100,7 +100,7 @@ def test_grain_reads_them(tmp_path):
     assert (np.concatenate(batches).ravel() == np.arange(50)).all()
 
 
-def test_a_file_that_is_gone_or_shorter_later_is_named(tmp_path):
+def test_file_that_is_gone_or_shorter_later_is_named(tmp_path):
     for name in "abc":
         np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
     source = shards(tmp_path)
@@ -188,7 +188,7 @@ def test_bin_types_are_guessed_as_kempnerforge_does_and_that_is_said(
     assert not caplog.messages
 
 
-def test_a_wrong_guess_or_type_of_bin_files_does_not_train(tmp_path):
+def test_wrong_guess_or_type_of_bin_files_does_not_train(tmp_path):
     path = tmp_path / "a.bin"
     np.arange(100, dtype="<u2").tofile(path)  # 200 bytes: as many uint16 as make whole uint32
     for reported in (None, "uint32"):
@@ -255,7 +255,7 @@ def test_manifests_that_are_torn_or_foreign(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["", "/data/*.npy", "***.npy"])
-def test_a_pattern_that_is_none_is_named(tmp_path, pattern):
+def test_pattern_that_is_none_is_named(tmp_path, pattern):
     refusal = f"data.file_pattern = {pattern!r} is no pattern of files below"
     if pattern == "***.npy" and sys.version_info >= (3, 13):  # pathlib reads it as *.npy there
         refusal = f"no file matches data.file_pattern = {pattern!r}"

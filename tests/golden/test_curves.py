@@ -56,7 +56,7 @@ def taken_over(ours, saved):
         ),
     ],
 )
-def test_the_continued_run_follows_the_curve(golden, tmp_path, name, overrides, compared):
+def test_continued_run_follows_the_curve(golden, tmp_path, name, overrides, compared):
     run = golden / name
     paths = [f"--data.dataset_path={golden / 'tokens'}", "--data.shuffle=false"]
     ours = setup(load_config(run / "config.toml", [*paths, *overrides]))

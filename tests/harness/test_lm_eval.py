@@ -182,12 +182,12 @@ def test_stop_sequences_and_sampling(lm):
         ({"max_gen_toks": 4, "num_beams": 2}, "generation arguments num_beams are not built"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(lm, how, message):
+def test_unsupported_generation_is_refused(lm, how, message):
     with pytest.raises(UserError, match=message):
         ask(lm, "generate_until", ("the quick", how))
 
 
-def test_a_continuation_longer_than_the_model_goes_is_refused(lm):
+def test_continuation_longer_than_the_model_goes_is_refused(lm):
     with pytest.raises(UserError, match=r"a continuation has \d+ tokens, and the model"):
         ask(lm, "loglikelihood", ("the", SENTENCE * 9))
 

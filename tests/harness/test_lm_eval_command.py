@@ -40,7 +40,7 @@ def test_settings_are_of_the_model_and_the_rest_is_lm_evals(options):
     assert reported == {"--tasks": "a,b", "--include_path": "tasks", "--limit": "0.5"}
 
 
-def test_of_several_processes_the_first_prints(monkeypatch):
+def test_first_process_prints(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)

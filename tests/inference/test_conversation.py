@@ -40,7 +40,7 @@ def test_turns_are_messages_of_the_template(chat, template):
     assert dialogue.ask("who are you?")[0] == tokenizer.encode(begun)
 
 
-def test_a_template_that_refuses_is_a_mistake_of_the_tokenizer(chat):
+def test_template_that_refuses_is_a_mistake_of_the_tokenizer(chat):
     refusing = INSTRUCTIONS.replace("['user', 'assistant']", "['user']")
     with pytest.raises(UserError, match=r"no conversation with this tokenizer: .*no such role"):
         Dialogue(chat(refusing), room=100)
@@ -58,7 +58,7 @@ def test_without_a_template_all_is_one_text():
     assert bytes(dialogue.ask("then")[0]) == b"once upon a time\nthen"
 
 
-def test_the_oldest_messages_make_room(chat):
+def test_oldest_messages_make_room(chat):
     tokenizer = chat(CHATML)
     sizes = Dialogue(tokenizer, room=1000)
     item = len(sizes.ask("x")[0])
@@ -75,7 +75,7 @@ def test_the_oldest_messages_make_room(chat):
     assert item < len(dialogue.ask("x")[0]) == two  # as if it had not been asked
 
 
-def test_the_beginning_of_a_text_makes_room():
+def test_beginning_of_a_text_makes_room():
     dialogue = Dialogue(BYTES, room=8)
     assert dialogue.ask("12345678") == (list(b"12345678"), "")
     dialogue.answered("9")
@@ -93,7 +93,7 @@ def test_characters_come_whole():
     assert "".join(answer(iter([0xC3]), [97], BYTES, "")) == "�"  # the end came within one
 
 
-def test_an_answer_ends_where_the_template_ends_it():
+def test_answer_ends_where_the_template_ends_it():
     shown, unread = printed_parts("yes\nU and\nUser: more", end="\nUser:")
     assert "".join(shown) == "yes\nU and"
     assert unread == b" more"  # nothing is drawn in vain
@@ -101,7 +101,7 @@ def test_an_answer_ends_where_the_template_ends_it():
     assert "".join(printed_parts("yes\nUs", end="\nUser:")[0]) == "yes\nUs"
 
 
-def test_a_special_token_ends_an_answer(chat):
+def test_special_token_ends_an_answer(chat):
     tokenizer = chat(CHATML)
     tokens = iter(tokenizer.encode("a bot<|im_end|>\n<|im_start|>user"))
     assert "".join(answer(tokens, tokenizer.encode("who"), tokenizer, "<|im_end|>")) == "a bot"
@@ -141,7 +141,7 @@ def talked(*lines, **decoder):
     return "".join(said).partition("\n")[2]
 
 
-def test_a_terminal():
+def test_terminal():
     assert talked("ab", "c", "/reset", "d") == ("> ab\nba\n> c\nc\nabba\n> /reset\n> d\nd\n\n")
     assert talked("ab", "/quit", "never") == "> ab\nba\n> /quit\n"
     assert talked("a\\", "b") == "> a\\\n. b\nb\na\n\n"

@@ -96,14 +96,14 @@ def test_products_are_those_of_rounded_numbers(scaling, is_on):
     np.testing.assert_allclose(d_b, np.float64(numbers()[2]).sum(0), rtol=1e-5, atol=1e-12)
 
 
-def test_a_kept_weight_gives_the_same_gradients():
+def test_kept_weight_gives_the_same_gradients():
     for retained, again in zip(
         multiply("tensor", regathers=False), multiply("tensor"), strict=True
     ):
         np.testing.assert_array_equal(retained, again)
 
 
-def test_what_is_not_finite_shows():
+def test_nonfinite_values_survive_rounding():
     """Overflow is clipped; NaN and infinity are kept."""
     _, w, _ = numbers()
     for bad in (np.nan, np.inf):
@@ -148,7 +148,7 @@ def test_layers_are_left_out_by_a_part_of_their_name(experts, exclude, names):
     assert set(model.module("layers", model.abstract["layers"]).fp8_names) == names
 
 
-def test_a_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
+def test_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
     recipe = Recipe.of(TrainConfig(mixed_precision="fp8"))
     assert "multiplied in 8 bits" in how_multiplied(recipe, "gpu", "9.0", "NVIDIA H100")
     assert "emulated" in how_multiplied(recipe, "tpu", None, "TPU v5 lite")

@@ -150,7 +150,7 @@ def tokens_of(length=24):
     return np.random.default_rng(0).integers(0, 64, (2, length))
 
 
-def test_a_packed_document_is_what_it_is_alone():
+def test_packed_document_is_what_it_is_alone():
     """Wherever in the row it lies: its chunks begin with it."""
     ours, tokens = toy(), tokens_of()
     segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])

@@ -342,7 +342,7 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
         ("math", AT, "reference", ""),
     ],
 )  # fmt: skip
-def test_the_choice_of_a_kernel(asked, at, chosen, why):
+def test_choice_of_a_kernel(asked, at, chosen, why):
     result = choose(ModelConfig(sdpa_backend=asked), at)
     assert result.name == chosen
     assert why in result.why
@@ -370,13 +370,13 @@ def test_the_choice_of_a_kernel(asked, at, chosen, why):
         ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is no multiple"),
     ],
 )  # fmt: skip
-def test_what_cannot_serve_raises(asked, at, message):
+def test_unsupported_backend_raises(asked, at, message):
     with pytest.raises(UserError, match=re.escape(message)):
         choose(ModelConfig(sdpa_backend=asked), at)
 
 
 @pytest.mark.parametrize("changed", [0, 11, LENGTH - 1])
-def test_a_token_is_seen_by_itself_and_later_ones_only(changed):
+def test_token_is_seen_by_itself_and_later_ones_only(changed):
     tokens = random_tokens()
     other = tokens.copy()
     other[:, changed] = (other[:, changed] + 1) % VOCAB
@@ -409,7 +409,7 @@ def test_without_document_ids_they_do():
     assert (np.abs(hidden(tokens) - hidden(other)).max(-1)[later] > 1e-6).all()
 
 
-def test_a_packed_document_is_what_it_is_alone():
+def test_packed_document_is_what_it_is_alone():
     """Its positions go on from the document before, but only their differences matter."""
     tokens = random_tokens()
     packed = hidden(tokens, DOC_IDS)
@@ -442,7 +442,7 @@ def full_logits(tokens):
     [[LENGTH], [10] + [1] * (LENGTH - 10), [1] * LENGTH, [10, 7, 7]],
     ids=["prefill", "prefill, then one by one", "one by one", "prefill, then several at once"],
 )
-def test_the_cache_gives_the_logits_of_the_full_forward(chunks):
+def test_cache_gives_the_logits_of_the_full_forward(chunks):
     tokens = random_tokens()
     full = full_logits(tokens)
     assert full.std() > 0.1
@@ -465,7 +465,7 @@ def test_rows_of_a_cache_may_stand_at_different_positions(size):
         np.testing.assert_allclose(logits, full_logits(tokens)[rows, at], rtol=0, atol=1e-5)
 
 
-def test_the_cache_keeps_the_dtype_of_the_computation_and_logits_are_float32():
+def test_cache_keeps_the_dtype_of_the_computation_and_logits_are_float32():
     config = toy()[0].config
     model = Model(config, dtype=jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)

@@ -91,7 +91,7 @@ def test_kernels_and_their_gradients_are_those_of_the_formula(
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
-def test_a_sink_that_takes_nothing_is_none(backend):
+def test_sink_that_takes_nothing_is_none(backend):
     attend, heads = jax.jit(BACKENDS[backend].attend), random_heads(LENGTH, 2)
     nothing = np.full(HEADS, -np.inf, np.float32)
     np.testing.assert_allclose(
@@ -163,7 +163,7 @@ SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 
          "ffn_hidden_dim": 32}  # fmt: skip
 
 
-def test_a_model_has_a_sink_of_each_head_and_one_without_has_none():
+def test_model_has_a_sink_of_each_head_and_one_without_has_none():
     ours = Model(ModelConfig(**SHAPE, attention_sinks=True))
     plain = Model(ModelConfig(**SHAPE))
     added = ours.abstract["layers"]["attention"].pop("sinks")
@@ -173,7 +173,7 @@ def test_a_model_has_a_sink_of_each_head_and_one_without_has_none():
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
-def test_the_sinks_of_a_model_are_those_of_its_layers(backend):
+def test_sinks_of_a_model_are_those_of_its_layers(backend):
     """Sinks of -inf change nothing; those of each layer and head do."""
     config = ModelConfig(**SHAPE, attention_sinks=True)
     model = Model(config)

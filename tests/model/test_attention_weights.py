@@ -63,7 +63,7 @@ def test_weights_are_those_of_numpy(mask, scoring, documents, has_sinks):
 
 
 @pytest.mark.parametrize("save", ["none", "selective", "full"])
-def test_they_make_what_attention_adds(save):
+def test_weights_reproduce_the_attention_output(save):
     """By the values of the first layer, in NumPy; and nothing else is other than without them."""
     config = tiny_config(
         model={"attention_sinks": True, "sliding_window": 5},

@@ -59,7 +59,7 @@ def test_greedy_decoding_takes_the_likeliest_by_the_full_forward(shape):
 
 
 @pytest.mark.parametrize("row", range(len(PROMPTS)))
-def test_a_prompt_does_not_feel_its_neighbours(row):
+def test_prompt_does_not_feel_its_neighbours(row):
     assert generated([PROMPTS[row]]) == [greedy()[row]]
 
 
@@ -101,7 +101,7 @@ def test_whole_batches_and_turns_give_the_same(how):
     assert completed(how=how) == [Completion(row, "length") for row in generated(PROMPTS, how)]
 
 
-def test_a_completion_says_why_it_ended():
+def test_completion_says_why_it_ended():
     eos = greedy()[0][3]
     results = completed(eos_ids=(eos,))
     assert results[0] == Completion(greedy()[0][:3], "stop")
@@ -119,7 +119,7 @@ def test_decoding_stops_at_any_of_several_eos_ids():
     assert {first[0], first[1]} == {3, 1}
 
 
-def test_what_a_prompt_draws_does_not_depend_on_its_batch():
+def test_draws_of_a_prompt_do_not_depend_on_its_batch():
     together = completed(how=DRAWN)
     assert completed(PROMPTS[::-1], NUMBERS[::-1], DRAWN, rows=5) == together[::-1]
     for number in (0, 3):
@@ -149,7 +149,7 @@ def on_mesh(**axes):
     [(MESHES[0], GREEDY), (MESHES[1], DRAWN), (MESHES[2], DRAWN), (MESHES[3], GREEDY)],
     ids=str,
 )
-def test_the_mesh_does_not_matter(axes, how):
+def test_mesh_does_not_matter(axes, how):
     """Three prompts on four groups of devices leave one of them a row without a prompt."""
     mesh, params = on_mesh(**axes)
     decoder = Decoder(toy()[0], params, N_TOKENS, how, eos_ids=greedy()[0][3:4], mesh=mesh)
@@ -158,7 +158,7 @@ def test_the_mesh_does_not_matter(axes, how):
         assert decoder.complete(PROMPTS[:3], NUMBERS[:3]) == alone[:3]
 
 
-def test_the_cache_is_split_over_rows_and_heads():
+def test_cache_is_split_over_rows_and_heads():
     mesh, params = on_mesh(**MESHES[-1])
     decoder = Decoder(toy()[0], params, N_TOKENS, GREEDY, mesh=mesh)
     with jax.set_mesh(mesh):
@@ -196,7 +196,7 @@ def test_prompts_are_padded_no_further_than_the_model_goes():
     assert lengths == [16, 16, 32, 64, 64, 70]
 
 
-def test_a_batch_ends_where_all_have_enough(monkeypatch):
+def test_batch_ends_where_all_have_enough(monkeypatch):
     monkeypatch.setattr(decoding, "_TURNS", 3)
     result, looked_at = generated(PROMPTS, n=12), []
 

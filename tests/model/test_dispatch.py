@@ -70,7 +70,7 @@ def test_there_and_back(full):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
 
 
-def test_an_order_is_stable_and_undone():
+def test_order_is_stable_and_undone():
     keys = np.array([2, 0, 3, 1, 0, 3], np.int32)
     rows = np.arange(12, dtype=np.float32).reshape(6, 2)
 

@@ -233,7 +233,7 @@ def test_published_models_have_their_number_of_parameters(shape, parameters):
 
 
 @pytest.mark.parametrize("save", ["none", "full"])
-def test_the_program_does_not_grow_with_depth(save):
+def test_program_does_not_grow_with_depth(save):
     """Nor its gradient."""
 
     def size(n_layers):

@@ -75,14 +75,14 @@ def check(result):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_they_are_those_of_the_whole_forward_pass(rows, monkeypatch):
+def test_likelihoods_equal_the_whole_forward_pass(rows, monkeypatch):
     monkeypatch.setattr(likelihood, "_LOGITS", 64 * 32)  # a few places at a time
     config, params = toy(dp_shard=1)
     check(Scorer(Model(config.model), params, MOST, rows=rows).score(CONTINUATIONS))
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "cp": 2}], ids=str)
-def test_they_are_the_same_on_every_mesh(mesh):
+def test_likelihoods_do_not_depend_on_the_mesh(mesh):
     config, params = toy(**mesh)
     mesh, model = make_mesh(config, jax.devices()), build_model(config)
     with jax.set_mesh(mesh):
@@ -90,7 +90,7 @@ def test_they_are_the_same_on_every_mesh(mesh):
         check(Scorer(model, placed, MOST, mesh, rows=3).score(CONTINUATIONS))
 
 
-def test_what_the_model_would_say_itself_is_greedy():
+def test_greedy_continuation_is_marked_greedy():
     config, params = toy(dp_shard=1)
     model, context = Model(config.model), tokens(4)
 

@@ -60,7 +60,7 @@ def by_torch(mlp, activation, x):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_block_agrees_with_torch(activation):
+def test_block_agrees_with_torch(activation):
     mlp = make(activation)
     x = np.random.default_rng(0).standard_normal((2, 5, DIM)).astype(np.float32)
     ours = jax.jit(lambda x: mlp(x))(x)
@@ -86,7 +86,7 @@ def test_only_silu_and_gpt_oss_have_a_gate(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_block_multiplies_in_the_dtype_of_its_input(activation):
+def test_block_multiplies_in_the_dtype_of_its_input(activation):
     x = jax.ShapeDtypeStruct((1, 2, DIM), jnp.bfloat16)
     assert jax.eval_shape(make(activation), x).dtype == jnp.bfloat16
 
@@ -152,7 +152,7 @@ def test_gelu_and_its_gradient_are_torchs(dtype):
         np.testing.assert_allclose(a.astype(np.float32), b.detach().float(), **tolerance)
 
 
-def test_the_backward_has_what_the_matrices_gave_and_no_more():
+def test_backward_has_what_the_matrices_gave_and_no_more():
     config = ModelConfig(dim=DIM, n_heads=2)
     up, gate = np.random.default_rng(0).standard_normal((2, 5, HIDDEN)).astype(np.float32)
     scale = np.arange(5, dtype=np.float32)

@@ -168,7 +168,7 @@ def test_outside_training_outputs_are_not_scaled_by_the_load():
 
 
 @pytest.mark.parametrize("name", ["kempnerforge, in groups and warming up", "deepseek"])
-def test_a_bad_update_moves_no_bias(name):
+def test_bad_update_moves_no_bias(name):
     config = config_of(CASES[name], **MESHES.get(name, {}))
     ours, state, _ = begin(config)
     good, bad = random_batches(config, 2)
@@ -197,7 +197,7 @@ ROUTERS = {
 
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (12, 3)])
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-def test_the_same_experts_in_the_same_order(router, groups):
+def test_same_experts_in_the_same_order(router, groups):
     """With the same weights; in groups of one, a group is as good as its expert."""
     c = ModelConfig(
         dim=8, n_heads=1, num_experts=12, moe_top_k=3, init_std=0.5, moe_norm_topk=False,
@@ -227,7 +227,7 @@ def test_the_same_experts_in_the_same_order(router, groups):
 
 
 @pytest.mark.parametrize("experts", [3, 4, 7, 60])
-def test_a_bias_that_chooses_moves_only_where_the_load_is_not_even(experts):
+def test_bias_that_chooses_moves_only_where_the_load_is_not_even(experts):
     c = ModelConfig(num_experts=experts, moe_bias_update="sign", moe_bias_update_rate=0.25)
     even, uneven = [7.0] * experts, [7.0] * (experts - 2) + [6.0, 8.0]
     bias = np.float32([[0.5] * experts] * 2)

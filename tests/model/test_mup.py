@@ -92,7 +92,7 @@ def test_hidden_matrices_alone_begin_smaller():
         np.testing.assert_array_equal(wide[path], factor * values, err_msg=str(path))
 
 
-def test_the_outputs_and_the_scores_have_their_multipliers():
+def test_outputs_and_the_scores_have_their_multipliers():
     """Weights of a standard model with all of it in them compute the same."""
     shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, **MOE}
     model, standard = Model(ModelConfig(**shape, **WIDER)), Model(ModelConfig(**shape))
@@ -137,7 +137,7 @@ def benchmark():
 
 
 @pytest.mark.slow
-def test_the_coordinate_check():
+def test_coordinate_check():
     """Values are as large at any width after some steps; without muP they grow."""
     grown = {
         how: {
@@ -153,7 +153,7 @@ def test_the_coordinate_check():
     assert min(grown[False][name] for name in ("attention", "mlp", "residual")) > 4
 
 
-def test_a_base_head_without_a_base_width_is_refused():
+def test_base_head_without_a_base_width_is_refused():
     with pytest.raises(ValidationError, match="set that to the dim of the model that was tuned"):
         ModelConfig(mup_base_head_dim=64)
     with pytest.raises(ValidationError, match="mup_base_width"):

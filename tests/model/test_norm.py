@@ -63,7 +63,7 @@ def test_bfloat16_is_rounded_once_after_the_weight(kind, weights):
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_a_zero_vector_is_no_problem(kind):
+def test_zero_vector_is_no_problem(kind):
     norm = make(kind, 1e-5)
     expected = np.zeros(DIM) if kind == "rmsnorm" else norm.bias[...]
     np.testing.assert_array_equal(norm(jnp.zeros(DIM)), expected)

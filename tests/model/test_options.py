@@ -43,7 +43,7 @@ def random_tokens(length=24):
 
 
 @BOTH
-def test_a_packed_document_is_what_it_is_alone(name):
+def test_packed_document_is_what_it_is_alone(name):
     _, params, hidden, _ = toy(name)
     tokens = random_tokens()
     segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
@@ -85,7 +85,7 @@ def test_generation_does_not_depend_on_the_mesh(name):
         assert Decoder(split, placed, 8, GREEDY, mesh=mesh).complete(prompts, range(2)) == alone
 
 
-def test_the_padding_of_a_prompt_does_not_lengthen_its_sequence():
+def test_padding_of_a_prompt_does_not_lengthen_its_sequence():
     """Prompts are padded to 16 tokens; from the ninth on, LongRoPE has other frequencies."""
     model, params, hidden, extend = toy("longrope")
     tokens, lengths = random_tokens(16), np.array([5, 10])

@@ -57,7 +57,7 @@ PLANS = pytest.mark.parametrize("layers", [PERIODIC, MIXED], ids=["period", "mix
         ("abc", (0, 1, 1)),
     ],
 )
-def test_the_fewest_layers_are_compiled(kinds, period):
+def test_fewest_layers_are_compiled(kinds, period):
     assert period_of(tuple(kinds)) == Period(*period)
 
 
@@ -114,7 +114,7 @@ def test_rows_without_a_layer_are_of_some_kind():
         ({"sliding_window": 4, "attention_chunk_size": 4}, "are for different layers"),
     ],
 )
-def test_what_makes_no_sense_is_refused(keys, message):
+def test_senseless_layer_kinds_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
         make_config({"model": keys})
 
@@ -163,7 +163,7 @@ def total_of_one_by_one(**layers):
     ],
     ids=lambda value: {id(MIXED): "mixed", id(PERIODIC): "period"}.get(id(value)),
 )  # fmt: skip
-def test_the_scan_runs_each_layer_in_its_turn(save, unroll, layers):
+def test_scan_runs_each_layer_in_its_turn(save, unroll, layers):
     model, params = toy(**layers)
     scanned = Model(model.config, runtime=Runtime(save=save, unroll=unroll))
     result = total(lambda params: scanned.hidden(params, random_tokens()), params)
@@ -187,7 +187,7 @@ def test_only_one_group_is_compiled():
 
 
 @PLANS
-def test_a_token_sees_its_window_and_no_further(layers):
+def test_token_sees_its_window_and_no_further(layers):
     """In one layer; what lies behind reaches it through others."""
     model, params = toy(**layers)
     sliding = model.plan.masks.index(Mask(5))
@@ -214,7 +214,7 @@ def programs_of(**layers):
 
 @PLANS
 @pytest.mark.parametrize("chunks", [[10, 7, 7], [10] + [1] * (LENGTH - 10)], ids=len)
-def test_the_cache_gives_the_logits_of_the_full_forward(layers, chunks):
+def test_cache_gives_the_logits_of_the_full_forward(layers, chunks):
     model, params = toy(**layers)
     tokens = random_tokens()
     full, extend = programs_of(**layers)

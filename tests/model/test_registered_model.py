@@ -27,7 +27,7 @@ class DoubledNetwork(Transformer):
 
 
 @pytest.mark.usefixtures("own_names")
-def test_a_registered_model_is_what_build_model_builds():
+def test_registered_model_is_what_build_model_builds():
     @register_model("doubled")
     class Doubled(Model):
         network = DoubledNetwork
@@ -46,7 +46,7 @@ def test_a_registered_model_is_what_build_model_builds():
     np.testing.assert_allclose(jax.jit(model.hidden)(params, TOKENS), 4 * embedded, rtol=1e-6)
 
 
-def test_a_network_of_its_own_declares_its_own_parameters():
+def test_network_of_its_own_declares_its_own_parameters():
     class Wider(Model):
         @staticmethod
         def network(config, declare):

@@ -94,7 +94,7 @@ def test_policies_by_name_keep_what_they_say():
         ("dots_with_no_batch_dims_saveable", {"8,128,32", "8,128,16", "8,128,64"}),
     ],
 )
-def test_what_layers_save_goes_to_the_host(save, offloaded):
+def test_saved_activations_go_to_the_host(save, offloaded):
     """On CPUs that is the same memory, so that nothing moves there."""
     loss, grads = loss_and_gradients(save, offload=True)
     jax.tree.map(np.testing.assert_array_equal, (loss, grads), loss_and_gradients(save))

@@ -97,7 +97,7 @@ def test_top_p_looks_at_what_top_k_has_left():
     assert drawn(probabilities, top_p=0.5, top_k=2) == {0}
 
 
-def test_a_row_draws_by_its_own_key():
+def test_row_draws_by_its_own_key():
     logits, five = np.zeros((5, 1000), np.float32), keys(5)
     tokens = np.asarray(compiled(logits, Sampling(), five))
     assert len(set(tokens.tolist())) == 5

@@ -156,7 +156,7 @@ def test_lr_scale_multiplies_the_rate(scale):
     assert furthest(scaled, run(make(), 20, lr_scale=np.float32(1))[0]) > 1e-3
 
 
-def test_a_rate_of_zero_moves_the_moments_and_the_count_only():
+def test_rate_of_zero_moves_the_moments_and_the_count_only():
     params, state = run(make(), 5, lr_scale=np.float32(0))
     jax.tree.map(np.testing.assert_array_equal, params, initial())
     assert state.updates == 5

@@ -52,7 +52,7 @@ def test_small_gradients_pass_untouched():
     jax.tree.map(np.testing.assert_array_equal, clipped(grads, 1.0), grads)
 
 
-def test_the_epsilon_counts_among_tiny_norms():
+def test_epsilon_counts_among_tiny_norms():
     np.testing.assert_allclose(norm_of(clipped(gradients(1e-6), 1e-6)), 0.5e-6, rtol=1e-5)
 
 
@@ -69,7 +69,7 @@ def test_bfloat16_gradients_are_measured_in_float32_and_stay_bfloat16():
     assert clipped(grads, 1.0)["a"].dtype == jnp.bfloat16
 
 
-def test_the_optimizer_clips_at_grad_clip_norm_before_the_moments():
+def test_optimizer_clips_at_grad_clip_norm_before_the_moments():
     config = tiny_config(train={"grad_clip_norm": 0.25})
     grads = gradients(5.0)
     axes = {"a": ("layers", "embed", "mlp"), "b": {"c": ("norm",), "d": ()}}

@@ -48,7 +48,7 @@ def packed_and_unpacked(x, kind, u):
 
 
 @pytest.mark.parametrize(("kind", "top"), [(SIGNED, 127), (ROOT, 255)])
-def test_a_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
+def test_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4 * BLOCK, 8)) * 10 ** rng.uniform(-12, 3, (4 * BLOCK, 8))
     x[BLOCK : 2 * BLOCK, 3] = 0

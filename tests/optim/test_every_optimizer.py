@@ -46,7 +46,7 @@ def test_lr_scale_multiplies_the_rate(name):
 
 
 @every_optimizer
-def test_a_rate_of_zero_moves_the_moments_and_the_count_only(name):
+def test_rate_of_zero_moves_the_moments_and_the_count_only(name):
     params, (_, state) = problem.run(make(name, lr=LR), 5, lr_scale=0.0)
     jax.tree.map(np.testing.assert_array_equal, params, problem.initial())
     assert state.updates == 5
@@ -55,7 +55,7 @@ def test_a_rate_of_zero_moves_the_moments_and_the_count_only(name):
 
 
 @every_optimizer
-def test_the_count_moves_with_updates_only(name):
+def test_count_moves_with_updates_only(name):
     params = problem.initial()
     init, update = problem.programs_of(make(name, lr=LR))
     state = init(params)
@@ -67,7 +67,7 @@ def test_the_count_moves_with_updates_only(name):
 
 
 @every_optimizer
-def test_the_warm_up_is_that_of_the_config(name):
+def test_warm_up_is_that_of_the_config(name):
     """Norm weights have no decay: a first step from zero moments is as long as its rate."""
     params, _ = problem.run(make(name, lr=LR), 2)
     step = np.abs(params["norm"] - problem.initial()["norm"]).max()
@@ -122,14 +122,14 @@ def model_with(name):
 
 
 @every_optimizer
-def test_a_model_learns_a_batch_by_heart(name):
+def test_model_learns_a_batch_by_heart(name):
     ours = model_with(name)
     _, metrics = ours.run(ours.state(), random_batches(ours.config, 1) * 15)
     assert metrics["loss"][-1] < metrics["loss"][0] - 0.5
 
 
 @every_optimizer
-def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(name):
+def test_step_that_is_not_finite_changes_nothing_but_the_counts(name):
     ours = model_with(name)
     batches = random_batches(ours.config, 3)
     state, _ = ours.run(ours.state(), batches[:2])

@@ -60,7 +60,7 @@ def test_patterns_override_what_dimensions_say():
     }
 
 
-def test_a_pattern_that_means_nothing_is_a_mistake():
+def test_pattern_that_means_nothing_is_a_mistake():
     axes = Model(ModelConfig(**TINY["model"])).axes
     asked = OptimizerConfig(no_decay_patterns=("norm", "embeding"))
     message = (

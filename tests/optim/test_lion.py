@@ -22,7 +22,7 @@ def update(p, g, state, k, decay):
     return p * (1 - lr * decay) - lr * np.sign(b1 * m + (1 - b1) * g)
 
 
-def test_a_hundred_updates_are_those_of_the_formula():
+def test_hundred_updates_are_those_of_the_formula():
     expected, states = problem.reference(update, N)
     params, state = problem.run(make(), N)
     problem.assert_params(params, expected, atol=1e-6)
@@ -30,7 +30,7 @@ def test_a_hundred_updates_are_those_of_the_formula():
     assert state.updates == N
 
 
-def test_a_bfloat16_moment_is_stored_so_and_computed_in_float32():
+def test_bfloat16_moment_is_stored_so_and_computed_in_float32():
     expected, states = problem.reference(update, 5, problem.BFLOAT16)
     params, state = problem.run(make(dtype=jnp.bfloat16), 5)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.mu)} == {np.dtype(problem.BFLOAT16)}

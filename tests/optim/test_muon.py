@@ -87,7 +87,7 @@ orthogonal_of = jax.jit(orthogonal, static_argnums=1)
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16), (40, 4), (1, 7), (7, 1)])
-def test_the_orthogonal_factor_of_each_matrix_is_its_own(shape):
+def test_orthogonal_factor_of_each_matrix_is_its_own(shape):
     rng = np.random.default_rng(0)
     g = rng.standard_normal((3, *shape)) * np.array([1e-6, 1.0, 1e4])[:, None, None]
     ours = np.asarray(orthogonal_of(g.astype(np.float32), STEPS))
@@ -98,7 +98,7 @@ def test_the_orthogonal_factor_of_each_matrix_is_its_own(shape):
     assert values.max() < 1.25
 
 
-def test_the_number_of_iterations_counts():
+def test_number_of_iterations_counts():
     g = np.random.default_rng(0).standard_normal((1, 8, 8), np.float32)
     for steps in (1, 3):
         expected = newton_schulz(g[0].astype(np.float64), steps)
@@ -171,7 +171,7 @@ def on_mesh(**distributed):
     return ours, *ours.run(ours.state(), random_batches(ours.config, 6))
 
 
-def test_a_sharded_matrix_steps_as_on_one_device():
+def test_sharded_matrix_steps_as_on_one_device():
     """Newton-Schulz of each shard on its own would give other directions altogether."""
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     _, state, metrics = on_mesh()

@@ -92,7 +92,7 @@ def test_eps_falls_as_gradients_do():
 
 
 @pytest.mark.usefixtures("own_names")
-def test_a_rule_of_ones_own_has_the_factors_of_adam():
+def test_rule_of_ones_own_has_the_factors_of_adam():
     register_optimizer("mine")(lambda config, schedule, axes: from_optax(optax.sgd(RATE)))
     plain, wide = moved("mine", False), moved("mine", True)
     for key in SHAPES:

@@ -46,7 +46,7 @@ def config_of(**sections):
 
 
 @pytest.mark.usefixtures("adam_of_optax")
-def test_an_optax_optimizer_is_what_optax_makes_of_it():
+def test_optax_optimizer_is_what_optax_makes_of_it():
     """optax's AdamW and ours are the same but for rounding."""
     theirs, _ = problem.run(build_optimizer(config_of(), problem.AXES), 5)
     ours, _ = problem.run(build_optimizer(tiny_config(), problem.AXES), 5)
@@ -92,7 +92,7 @@ def test_torch_has_nothing_in_its_place():
         kind_of(config_of())
 
 
-def test_a_schedule_of_one_s_own_is_the_rate_of_the_run():
+def test_schedule_of_one_s_own_is_the_rate_of_the_run():
     """torchtitan's warm-up, whose first update has rate 1 / warmup_steps."""
 
     @register_scheduler("from_one")
@@ -103,7 +103,7 @@ def test_a_schedule_of_one_s_own_is_the_rate_of_the_run():
     np.testing.assert_allclose([rate(jnp.int32(n)) for n in (0, 1, 3, 9)], [0.5, 1.0, 2.0, 2.0])
 
 
-def test_a_decay_of_one_s_own_has_the_warm_up_of_ours_and_follows_the_batch():
+def test_decay_of_one_s_own_has_the_warm_up_of_ours_and_follows_the_batch():
     @register_scheduler("straight")
     def build(config, max_steps, stages):
         return warmup_then(lambda p, floor: 1 - (1 - floor) * p, config, max_steps, stages)

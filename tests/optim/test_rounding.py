@@ -49,7 +49,7 @@ def test_chance_is_another_one_in_each_step_and_the_same_on_each_mesh():
     )
 
 
-def test_what_is_exact_or_not_finite_stays():
+def test_exact_and_nonfinite_values_stay():
     assert np.all(rounded(unit_factors(8, 64), 3 * DIGIT) == 1 + 3 * DIGIT)
     assert np.all(rounded(unit_factors(8, 64), np.inf) == np.inf)
     assert np.all(np.isnan(rounded(unit_factors(8, 64), np.nan)))

@@ -77,11 +77,11 @@ def test_no_decay_steps_means_all_that_are_left(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant"])
-def test_a_run_of_warmup_alone_reaches_its_rate_and_does_not_decay(name):
+def test_run_of_warmup_alone_reaches_its_rate_and_does_not_decay(name):
     np.testing.assert_allclose(factors(5, name=name, max_steps=4), [0, 0.25, 0.5, 0.75, 1])
 
 
-def test_a_plateau_to_the_end_does_not_decay():
+def test_plateau_to_the_end_does_not_decay():
     units = factors(24, name="wsd", stable_steps=16)[4:]
     np.testing.assert_array_equal(units, np.ones(20))
 
@@ -115,7 +115,7 @@ def test_update_n_has_the_rate_of_n_minus_one(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant"])
-def test_a_warm_up_may_start_above_zero(name):
+def test_warm_up_may_start_above_zero(name):
     shifted, usual = (factors(20, name=name, warmup_offset=offset) for offset in (1, 0))
     np.testing.assert_allclose(shifted[:4], [0.25, 0.5, 0.75, 1])
     np.testing.assert_array_equal(shifted[4:], usual[4:])
@@ -139,12 +139,12 @@ def test_boundaries(keys, boundaries):
 RAMP = (Stage(0, 1), Stage(2, 2), Stage(8, 4))
 
 
-def test_a_ramp_does_not_bend_a_schedule_of_updates():
+def test_ramp_does_not_bend_a_schedule_of_updates():
     config = SchedulerConfig(warmup_steps=4)
     assert build_schedule(config, 20, RAMP)(3) == build_schedule(config, 20)(3) == 0.75
 
 
-def test_a_schedule_of_samples_follows_the_ramp():
+def test_schedule_of_samples_follows_the_ramp():
     """In microbatches, 6 are read in the warm-up of 4 updates, 56 in the decay of 16."""
     config = SchedulerConfig(name="linear", warmup_steps=4, min_lr_ratio=0, unit="samples")
     schedule = build_schedule(config, 20, RAMP)
@@ -160,7 +160,7 @@ def test_without_a_ramp_samples_are_updates():
     np.testing.assert_array_equal(samples, updates)
 
 
-def test_the_optimizer_s_rate_follows_the_ramp():
+def test_optimizer_s_rate_follows_the_ramp():
     ramp = [{"grad_accum_steps": 1}, {"start": 3, "grad_accum_steps": 4}]
     train = {"max_steps": 20, "grad_accum_steps": 4, "batch_ramp": ramp}
     scheduler = {"warmup_steps": 4, "unit": "samples"}
@@ -169,7 +169,7 @@ def test_the_optimizer_s_rate_follows_the_ramp():
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd_cosine", "constant", "rex"])
-def test_a_run_may_be_longer_than_integers_of_the_device_are(name):
+def test_run_may_be_longer_than_integers_of_the_device_are(name):
     schedule = build_schedule(SchedulerConfig(warmup_steps=10, **SETTINGS[name]), 3_000_000_000)
     factors = [float(jax.jit(schedule)(jnp.int32(n))) for n in (0, 5, 10, 2**31 - 1)]
     assert factors[:3] == pytest.approx([0, 0.5, 1])

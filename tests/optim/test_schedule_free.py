@@ -40,7 +40,7 @@ def update(p, g, state, k, decay, warmup_steps=WARMUP):
     return (1 - b1) * z + b1 * x
 
 
-def test_a_hundred_updates_are_those_of_the_formula():
+def test_hundred_updates_are_those_of_the_formula():
     expected, states = problem.reference(update, N)
     params, state = problem.run(make(), N)
     problem.assert_params(params, expected, atol=1e-6)
@@ -50,7 +50,7 @@ def test_a_hundred_updates_are_those_of_the_formula():
     assert state.updates == N
 
 
-def test_a_bfloat16_moment_is_stored_so_and_the_weights_are_not():
+def test_bfloat16_moment_is_stored_so_and_the_weights_are_not():
     params, state = problem.run(make(dtype=jnp.bfloat16), 5)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.nu)} == {np.dtype(problem.BFLOAT16)}
     weights = jax.tree.leaves((state.x, state.z, state.weight_sum))
@@ -91,7 +91,7 @@ def test_updates_at_rate_zero_weigh_nothing_and_divide_by_nothing():
     assert before.weight_sum == after.weight_sum
 
 
-def test_it_starts_from_the_parameters_of_its_first_update():
+def test_schedule_free_starts_from_its_first_parameters():
     """Weights are loaded after the state was made."""
     tx, params = make(), problem.initial()
 
@@ -106,7 +106,7 @@ def test_it_starts_from_the_parameters_of_its_first_update():
 
 
 @pytest.mark.parametrize(("steps", "factors"), [(0, [1, 1, 1]), (2, [0.5, 1, 1]), (1, [1, 1])])
-def test_the_warm_up_begins_above_zero_and_is_what_is_logged(steps, factors):
+def test_warm_up_begins_above_zero_and_is_what_is_logged(steps, factors):
     config = tiny_config(
         optimizer={
             "name": "schedule_free_adamw", "lr": 0.5, "schedule_free_warmup_steps": steps,

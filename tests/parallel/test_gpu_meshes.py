@@ -106,7 +106,7 @@ def no_cache():
 @compiles
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_compiles_and_attends_in_a_kernel(name):
+def test_step_compiles_and_attends_in_a_kernel(name):
     """cuDNN's, or where documents are packed the one that needs no mask of all their pairs."""
     config = config_of(STEPS[name])
     lowered = Program(config, make_mesh(config, h100s())).lower()
@@ -154,7 +154,7 @@ def test_no_weight_travels_in_float32(mode, precision):
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
-def test_what_tp_adds_up_is_split_at_once(mode, rows):
+def test_tp_sums_are_reduce_scattered(mode, rows):
     """A reduce-scatter of [rows, tokens, dim], for all but the loss's own gradient."""
     train = {"grad_sync": mode, "batch_size": rows}
     config = config_of(case({"dp_shard": 4, "tp": 2}, train))
@@ -234,7 +234,7 @@ def test_without_triton_they_are_cublas_calls_of_8_bits(monkeypatch):
 @compiles
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("name", EXPERT_STEPS)
-def test_a_step_of_experts_compiles_to_hoppers_kernels(name):
+def test_step_of_experts_compiles_to_hoppers_kernels(name):
     """Rows of tokens travel, experts do not, and only those kernels multiply with them."""
     sections = EXPERT_STEPS[name]
     config = config_of({**sections, "model": EXPERTS})
@@ -298,7 +298,7 @@ def test_evaluation_and_generation_compile(distributed):
         start.compile()
 
 
-def test_a_missing_compiler_is_named(monkeypatch):
+def test_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(targets, "gpu_compiler_is_here", lambda: False)
     with pytest.raises(UserError, match="plan-gpu"):
         targets.gpus("h100")

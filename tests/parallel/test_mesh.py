@@ -132,7 +132,7 @@ def test_one_slice_is_laid_out_along_its_torus(described):
         ),
     ],
 )
-def test_what_talks_in_every_layer_stays_within_a_slice(n, axes, message):
+def test_per_layer_axes_stay_within_a_slice(n, axes, message):
     with pytest.raises(UserError, match=message):
         arrange(mesh_shape(**axes), slices_of_tpus(n, (2, 2, 2)))
 
@@ -144,7 +144,7 @@ def test_slices_of_two_sizes_are_refused():
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_axis_may_be_a_part_of_a_side_of_the_torus(n):
+def test_axis_may_be_a_part_of_a_side_of_the_torus(n):
     shape = mesh_shape(dp_replicate=n, dp_shard=32, tp=2)
     arranged = arrange(shape, slices_of_tpus(n, (4, 4, 4)))
     pairs = arranged.reshape(-1, 2)
@@ -178,7 +178,7 @@ def test_gpus_are_in_the_order_of_their_nodes(n, axes, leave, processes, caplog)
         assert spread(arranged, "tp") == {(i,) for i in range(n)}
 
 
-def test_a_warning_names_a_size_that_stays_within(caplog):
+def test_warning_names_a_size_that_stays_within(caplog):
     arrange(mesh_shape(tp=24), nodes_of_gpus(3))
     assert caplog.records[0].getMessage().endswith("; 8 would keep that within a node")
 
@@ -230,6 +230,6 @@ def test_missing_compilers_and_unknown_slices_are_named(monkeypatch):
         targets.tpus("v5e:4x4")
 
 
-def test_a_mesh_has_the_axes_of_its_config():
+def test_mesh_has_the_axes_of_its_config():
     mesh = make_mesh(tiny_config(distributed={"dp_shard": 4, "tp": 2}))
     assert dict(mesh.shape) == mesh_shape(dp_shard=4, tp=2)

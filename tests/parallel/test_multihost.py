@@ -46,12 +46,12 @@ def arguments(address):
         ({"SLURM_STEP_NUM_TASKS": "8", **TORCHRUN}, arguments("node1:29500")),
     ],
 )
-def test_what_the_environment_means(env, expected, monkeypatch):
+def test_environment_describes_the_job(env, expected, monkeypatch):
     monkeypatch.setattr(multihost, "_on_tpu_vm", lambda: False)
     assert multihost.distributed_arguments(env) == expected
 
 
-def test_a_cloud_tpu_asks_its_metadata_server(monkeypatch):
+def test_cloud_tpu_asks_its_metadata_server(monkeypatch):
     monkeypatch.setattr(multihost, "_on_tpu_vm", lambda: True)
     assert multihost.distributed_arguments({}) == {}
     assert multihost.distributed_arguments({"JAX_PLATFORMS": "cpu"}) is None
@@ -79,12 +79,12 @@ def test_half_a_set_of_variables_names_the_other_half(names, missing, value):
 
 
 @pytest.mark.parametrize("index", ["4", "-1"])
-def test_a_process_beyond_the_count_is_an_error(index):
+def test_process_beyond_the_count_is_an_error(index):
     with pytest.raises(UserError, match=f"index {index} must be at least 0 and below the count, 4"):
         multihost.distributed_arguments({**TORCHRUN, "RANK": index})
 
 
-def test_a_number_of_tasks_that_is_none_is_named():
+def test_number_of_tasks_that_is_none_is_named():
     with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE=two must be an integer"):
         multihost.distributed_arguments({"OMPI_COMM_WORLD_SIZE": "two"})
 
@@ -103,7 +103,7 @@ BROKEN = (
         (2, "process 0", ValueError),  # where the collective runs in the call that starts it
     ],
 )
-def test_a_connection_that_broke_names_the_lost_process(monkeypatch, count, peer, error):
+def test_connection_that_broke_names_the_lost_process(monkeypatch, count, peer, error):
     registered = []
     monkeypatch.setattr(multihost.atexit, "register", lambda *call: registered.append(call))
     monkeypatch.setattr(jax, "process_count", lambda: count)
@@ -123,7 +123,7 @@ def test_a_connection_that_broke_names_the_lost_process(monkeypatch, count, peer
     assert registered[1:] == [(multihost.end_now, Exit.ERROR.code)]
 
 
-def test_a_process_count_that_is_no_number():
+def test_process_count_that_is_no_number():
     with pytest.raises(UserError, match="'four'"):
         multihost.distributed_arguments({**EXPLICIT, "JAX_NUM_PROCESSES": "four"})
 
@@ -149,7 +149,7 @@ def environment(address, index):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_host_that_does_not_answer_is_named(port, caplog, monkeypatch):
+def test_host_that_does_not_answer_is_named(port, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     caplog.set_level(logging.INFO, "jaxforge")
     whom = f"process 0 of 3 at 127.0.0.1:{port}"
@@ -158,7 +158,7 @@ def test_a_host_that_does_not_answer_is_named(port, caplog, monkeypatch):
     assert set(caplog.messages) == {f"waiting for {whom}, up to 0.05 s"}
 
 
-def test_an_address_without_a_port():
+def test_address_without_a_port():
     with pytest.raises(UserError, match="no host and port: coordinator address 'node1'"):
         multihost.initialize(env=environment("node1", 1))
 
@@ -183,7 +183,7 @@ def test_who_is_alone_gives_up_before_jax_aborts(index, monkeypatch, capsys):
     assert f"error: waited 0.05 s for {whom} {address}: some did not" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_named(monkeypatch):
+def test_port_in_use_is_named(monkeypatch):
     def fails(**_):
         raise jax.errors.JaxRuntimeError("UNKNOWN: Failed to start RPC server")
 
@@ -199,7 +199,7 @@ def test_a_port_in_use_is_named(monkeypatch):
         (AssertionError(), "there is no such platform here. Install"),
     ],
 )
-def test_a_platform_that_is_not_there_is_named(error, said, monkeypatch):
+def test_platform_that_is_not_there_is_named(error, said, monkeypatch):
     monkeypatch.setattr(jax, "devices", raises(error))
     with pytest.raises(UserError) as caught:
         multihost.initialize(env={"JAX_PLATFORMS": "cuda"})

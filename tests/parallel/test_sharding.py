@@ -23,7 +23,7 @@ def test_every_rule_names_mesh_axes():
         assert set(axes) <= set(AXES)
 
 
-def test_the_mesh_takes_the_axes_in_order():
+def test_mesh_takes_the_axes_in_order():
     mesh = mesh_of(dp_replicate=2, dp_shard=-1, tp=2)
     assert tuple(mesh.axis_names) == AXES
     assert data_parallel_size(mesh) == 4
@@ -46,7 +46,7 @@ def test_the_mesh_takes_the_axes_in_order():
         ),
     ],
 )
-def test_a_dimension_that_does_not_divide_is_named(model, distributed, message):
+def test_dimension_that_does_not_divide_is_named(model, distributed, message):
     model = build_model(tiny_config(model=model))
     with pytest.raises(UserError, match=message):
         param_shardings(model.abstract, model.axes, mesh_of(**distributed))

@@ -28,7 +28,7 @@ print(len(jax.devices()), sum(name.startswith("tf_XLAEigen") for name in names))
         ("--xla_dump_to=x", {}, {}),
     ],
 )
-def test_a_virtual_device_gets_four_unless_the_user_says_how_many(flags, own, expected):
+def test_virtual_device_gets_four_unless_the_user_says_how_many(flags, own, expected):
     env = {"XLA_FLAGS": flags, **own}
     lend_threads(env)
     assert env == {"XLA_FLAGS": flags, **expected}

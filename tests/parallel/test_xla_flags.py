@@ -88,7 +88,7 @@ def test_loops_with_spread_experts_are_not_unrolled_on_gpus():
         assert (name in compiler_options(device, {}, env={}, has=(EXPERTS,))) == has_it
 
 
-def test_what_the_user_names_wins():
+def test_user_flags_win():
     own = {"optimization_level": "2", "xla_gpu_enable_triton_gemm": "False"}
     assert compiler_options(H100, own, env={}) == {
         "optimization_level": 29,
@@ -105,13 +105,13 @@ def test_what_the_user_names_wins():
     ("name", "value"),
     [("xla_gpu_nope", "true"), ("xla_gpu_autotune_level", "high"), ("optimization_level", "O1")],
 )
-def test_a_wrong_flag_of_the_user_is_an_error(name, value):
+def test_wrong_flag_of_the_user_is_an_error(name, value):
     config = JobConfig.model_validate({"train": {"xla_flags": {name: value}}})
     with pytest.raises(UserError, match=f"train.xla_flags.{name} = {value}"):
         compilation.accepted_flags(config)
 
 
-def test_a_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
+def test_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
     lost = Flag("cpu", "xla_nope", "1", "", "")
     retained = Flag("cpu", "xla_cpu_enable_fast_math", "false", "", "")
     monkeypatch.setattr(xla_flags, "FLAGS", (lost, retained))
@@ -120,7 +120,7 @@ def test_a_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
     assert "XLA flags: xla_cpu_enable_fast_math=False" in caplog.text
 
 
-def test_the_step_is_compiled_with_them():
+def test_step_is_compiled_with_them():
     lowered = jax.jit(lambda: 0).lower()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nope"):
         compilation.compile_step(lowered, {"xla_nope": True})
@@ -139,13 +139,13 @@ def test_where_compiled_programs_are_kept(monkeypatch, tmp_path):
     assert where(TrainConfig(compilation_cache_dir="")) == ""
 
 
-def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+def test_directory_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"train\.compilation_cache_dir: no directory .*file/below"):
         compilation.use_cache(TrainConfig(compilation_cache_dir=f"{tmp_path}/file/below"))
 
 
-def test_the_docs_show_the_table():
+def test_docs_show_the_table():
     lines = DOCS.read_text().splitlines()
     shown = [line for line in lines if line.startswith(("| gpu", "| tpu"))]
     assert shown == [

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_nothing_unless_it_is_switched_off(new_run, tmp_path):
+def test_second_start_compiles_nothing_unless_it_is_switched_off(new_run, tmp_path):
     """The first start is told the directory by the environment, the second by the config."""
     run, compiled = new_run(), tmp_path / "compiled"
     named = {"JAX_COMPILATION_CACHE_DIR": str(compiled)}
@@ -17,7 +17,7 @@ def test_a_second_start_compiles_nothing_unless_it_is_switched_off(new_run, tmp_
     assert run.losses().keys() == set(range(1, 8))
 
 
-def test_an_unknown_flag_ends_it_before_anything_is_written(new_run):
+def test_unknown_flag_ends_it_before_anything_is_written(new_run):
     run = new_run()
     output = run.finish("--train.xla_flags.xla_gpu_nope=true", code=2)
     assert "error: train.xla_flags.xla_gpu_nope = true: XLA for cpu" in output

@@ -58,7 +58,7 @@ def command(*arguments, code=0, devices=1):
 
 
 @pytest.mark.slow
-def test_the_command_gives_what_training_logged(run, tmp_path):
+def test_command_gives_what_training_logged(run, tmp_path):
     result = command(run.directory, "--json", tmp_path / "out.json", "--distributed.tp=2",
                      devices=4)  # fmt: skip
     values = json.loads((tmp_path / "out.json").read_text())
@@ -89,7 +89,7 @@ def test_json_has_stdout_to_itself(run):
     ],
     ids=str,
 )
-def test_the_devices_do_not_matter(run, devices, overrides):
+def test_devices_do_not_matter(run, devices, overrides):
     given = jax.devices()[:devices]
     _, sums = evaluate(run.directory, overrides, step=8, devices=given)
     assert summary(sums) == pytest.approx(logged(run, 8), rel=1e-5)
@@ -145,7 +145,7 @@ def test_exit_codes(tmp_path):
     assert "no checkpoint at" in command(tmp_path, code=2).stderr
 
 
-def test_an_unknown_best_metric_stops_training_before_it_starts(run, new_run):
+def test_unknown_best_metric_stops_training_before_it_starts(run, new_run):
     other = new_run("refused")
     data = run.directory.parent / "a"
     with pytest.raises(UserError, match='best_metric = "eval/bits_per_byte"'):

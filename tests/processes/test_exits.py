@@ -14,7 +14,7 @@ from tests.processes.conftest import ROOT, environment
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
+def test_signal_saves_and_the_run_goes_on_from_there(new_run):
     """Two starts of one run, each ended by another signal; the second goes on."""
     run, undisturbed = new_run(), new_run("undisturbed")
     overrides, stopped = ["--checkpoint.interval=100000", "--train.max_steps=100000"], 0
@@ -31,7 +31,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
     assert run.losses() == undisturbed.losses()
 
 
-def test_a_second_signal_ends_it_at_once(new_run):
+def test_second_signal_ends_it_at_once(new_run):
     run = new_run()
     process = run.start("--train.max_steps=100000")
     run.wait_for_step(5, process)
@@ -43,7 +43,7 @@ def test_a_second_signal_ends_it_at_once(new_run):
     assert process.returncode in (-signal.SIGINT, 130)
 
 
-def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, capsys):
+def test_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, capsys):
     """Three starts: steps 1 to 30, none, and two more after a line of the metrics was torn."""
     run = new_run()
     run.finish_here("--metrics.log_interval=8")
@@ -126,7 +126,7 @@ def test_metrics_have_the_names_and_evaluations(new_run, tmp_path, capsys):
     assert 20 in run.steps()
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_spares_the_others(new_run):
+def test_checkpoint_that_cannot_be_written_ends_the_run_and_spares_the_others(new_run):
     """A file size limit stands in for a full disk: the larger model's arrays do not fit."""
     run = new_run()
     run.finish_here("--train.max_steps=5")

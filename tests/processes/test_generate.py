@@ -70,7 +70,7 @@ def test_several_prompts_of_an_older_checkpoint(run, here):
     assert second.startswith("the")
 
 
-def test_the_seed_decides(run, here):
+def test_seed_decides(run, here):
     def draw(seed):
         return here(run.directory, "--prompt", "the ", "--max-tokens", 20,
                     "--temperature", 3, "--seed", seed)  # fmt: skip
@@ -82,7 +82,7 @@ def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_file_of_prompts_on_a_mesh(run, here, tmp_path):
+def test_file_of_prompts_on_a_mesh(run, here, tmp_path):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["the quick brown fox", "jumps", "", "over the", "lazy dog. the quick brown"]
     prompts.write_text("".join(json.dumps({"prompt": t, "id": i}) + "\n"
@@ -112,7 +112,7 @@ def test_generation_stops_at_any_eos_id(run, here, monkeypatch):
     assert ours.generate("the quick brown fox", max_tokens=12, temperature=0) == " ju"
 
 
-def test_a_completion_stops_at_the_end_of_text(run, tmp_path, here):
+def test_completion_stops_at_the_end_of_text(run, tmp_path, here):
     (tmp_path / "p.txt").write_text("lazy dog. \n" * 3)
     arguments = [run.directory, "--prompts", tmp_path / "p.txt", "--top-k", "5",
                  "--temperature", "3", "--max-tokens", "25", "--seed", "1"]  # fmt: skip
@@ -210,19 +210,19 @@ def test_mistakes_are_explained(run, arguments, message, monkeypatch):
         generate.main([str(run.directory), *arguments])
 
 
-def test_a_bad_line_of_a_file_has_its_place(run, tmp_path):
+def test_bad_line_of_a_file_has_its_place(run, tmp_path):
     path = tmp_path / "p.txt"
     path.write_text(f"good\n{'x' * 60}\n")
     with pytest.raises(UserError, match=f"{path}:2: a prompt of 60 tokens and --max-tokens 9"):
         generate.main([str(run.directory), "--prompts", str(path), "--max-tokens", "9"])
 
 
-def test_a_directory_without_a_checkpoint(tmp_path):
+def test_directory_without_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="no checkpoint at"):
         generate.main([str(tmp_path)])
 
 
-def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
+def test_run_in_python_is_what_the_commands_say(run, here, tmp_path):
     ours = jaxforge.Run(run.directory, step=60)
     prompts = ["the quick", "jumps over"]
     drawn = here(run.directory, "--step=60", "--prompt", prompts[1], "--max-tokens=20", "--seed=3")
@@ -247,7 +247,7 @@ def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
         ours.export(tmp_path / "model")
 
 
-def test_a_run_that_is_not_there_is_a_mistake(tmp_path):
+def test_run_that_is_not_there_is_a_mistake(tmp_path):
     with pytest.raises(UserError, match="none"):
         jaxforge.Run(tmp_path / "none").generate("a")
     with pytest.raises(UserError, match="top_p: expected above 0, at most 1"):

@@ -13,7 +13,7 @@ STEPS = 300  # far more than pass while the sweep is being killed
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on(tmp_path):
+def test_killed_sweep_goes_on(tmp_path):
     config, runs = tmp_path / "base.toml", tmp_path / "runs"
     config.write_text(BASE)
     command = [

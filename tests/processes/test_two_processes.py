@@ -54,7 +54,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("count", "mesh", "named"), MESHES)
-def test_it_does_not_matter_how_many_processes_begin_and_end(new_run, count, mesh, named):
+def test_number_of_processes_does_not_change_the_run(new_run, count, mesh, named):
     """Some, and one that goes on from their checkpoint.
 
     The first end because their time is up, and capture activations. Where a process is alone, it
@@ -107,7 +107,7 @@ def check_all_say_that_their_time_is_up(run, outputs):
         assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs
 
 
-def test_a_full_disk_of_one_process_ends_both_with_its_host_and_path(new_run):
+def test_full_disk_of_one_process_ends_both_with_its_host_and_path(new_run):
     """Orbax alone would have both wait for each other, twice for ten minutes."""
     run = new_run()
     started = start_both(run, "--distributed.dp_shard=2", "--train.max_steps=10")
@@ -121,7 +121,7 @@ def test_a_full_disk_of_one_process_ends_both_with_its_host_and_path(new_run):
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
+def test_signal_to_one_stops_both_at_the_same_step(new_run):
     """Each has experts of its own; what they saved, one process goes on from."""
     alone, run = new_run("alone"), new_run("stopped")
     overrides = ["--checkpoint.interval=100000", "--model.num_experts=4",

@@ -42,14 +42,14 @@ def test_secrets_are_left_out(tmp_path, monkeypatch):
     assert "secret" not in json.dumps(start)
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_damaged_file_is_named(tmp_path):
     assert starts.read(tmp_path) == []
     (tmp_path / "starts.jsonl").write_text("{}\n{")
     with pytest.raises(UserError, match=r"starts.jsonl: a line is not a JSON object"):
         starts.read(tmp_path)
 
 
-def test_a_damaged_file_stops_no_start(tmp_path, monkeypatch):
+def test_damaged_file_stops_no_start(tmp_path, monkeypatch):
     """A line torn by a power failure, and one that is not UTF-8."""
     starts.note(tmp_path, 0)
     path = tmp_path / "starts.jsonl"
@@ -60,7 +60,7 @@ def test_a_damaged_file_stops_no_start(tmp_path, monkeypatch):
     assert aside.read_bytes() == b'\xff\n{"step": 5, "ti\n'
 
 
-def test_a_damaged_config_of_the_run_stops_no_start(tmp_path, caplog, monkeypatch):
+def test_damaged_config_of_the_run_stops_no_start(tmp_path, caplog, monkeypatch):
     """A file system that lost its last writes leaves zeros."""
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     path, config = tmp_path / "config.toml", tiny_config(checkpoint={"dir": str(tmp_path)})

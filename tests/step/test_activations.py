@@ -38,7 +38,7 @@ def alone():
     return captured(POINTS, None, range(ROWS), {})
 
 
-def test_they_are_of_the_sequences_asked_for(alone):
+def test_activations_belong_to_the_requested_sequences(alone):
     batch, result = alone
     for row, values in enumerate(result):
         np.testing.assert_array_equal(values["tokens"], batch["input_ids"][0, row])
@@ -57,7 +57,7 @@ def test_they_are_of_the_sequences_asked_for(alone):
     ],
     ids=["ep", "pp", "ring"],
 )
-def test_the_mesh_does_not_matter(alone, distributed, points):
+def test_mesh_does_not_matter(alone, distributed, points):
     _, whole = alone
     _, result = captured(points, (2, 0), (3, 1), distributed)
     assert len(result) == 2

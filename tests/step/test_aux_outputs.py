@@ -86,7 +86,7 @@ def test_all_is_the_same_on_a_mesh(groups, axes, train):
     jax.tree.map(close, result[1:], expected[1:])
 
 
-def test_the_state_is_saved_and_restored_on_another_mesh(tmp_path):
+def test_state_is_saved_and_restored_on_another_mesh(tmp_path):
     job = config(1, {**MICROBATCH, **FULL}, pp=4)
     ours = setup(job)
     batch = random_batches(job, 1)
@@ -103,7 +103,7 @@ def test_the_state_is_saved_and_restored_on_another_mesh(tmp_path):
     np.testing.assert_array_equal(restored.model_state["layers"]["drift"], drift)
 
 
-def test_a_bad_step_leaves_it_alone():
+def test_bad_step_leaves_it_alone():
     job = config()
     ours = setup(job)
     batches = random_batches(job, 2)
@@ -151,7 +151,7 @@ def logged(*axes):
     return train, [row for row in rows if "eval/loss" in row], hook
 
 
-def test_a_run_logs_and_evaluates_all_by_name_and_stops_by_it():
+def test_run_logs_and_evaluates_all_by_name_and_stops_by_it():
     train, evaluated, hook = logged(("dp_shard", 8))
     assert len(train) == len(evaluated) == 3, "the first evaluation is the best"
     for row, (loss, terms) in zip(train, hook.losses, strict=True):

@@ -57,7 +57,7 @@ def test_zeros_are_counted(steps):
     assert metrics["num_zeros_in_grad"] == zeros > 0  # embeddings of tokens that did not come
 
 
-def test_a_skipped_step_adds_nothing(steps):
+def test_skipped_step_adds_nothing(steps):
     _, first, left_out, bad = (metrics for _, metrics in steps)
     assert [metrics["applied"] for metrics in (first, left_out, bad)] == [True, False, False]
     assert (left_out["skipped"], left_out["consecutive"], left_out["update_norm"]) == (1, 0, 0)
@@ -91,12 +91,12 @@ def test_layers_of_two_stacks_come_in_their_order():
     np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 10, 13])
 
 
-def test_what_is_not_asked_for_is_not_there():
+def test_unrequested_values_are_absent():
     assert collected((), None) == {}
     assert check_collect(["update_norm", "grads", "update_norm"]) == ("grads", "update_norm")
 
 
-def test_a_wrong_name_is_told_the_right_one():
+def test_wrong_name_is_told_the_right_one():
     with pytest.raises(UserError, match=r'collect: "grad": expected one of .*did you mean "grads"'):
         check_collect(["params_norm", "grad"])
 

@@ -114,7 +114,7 @@ def test_by_default_a_chunk_is_128_mib_of_logits():
     assert tiling(config, 4, 1024, 5000, None) == Tiling(1024, 5000)
 
 
-def test_the_plain_loss_takes_tiles_that_the_platform_likes():
+def test_plain_loss_takes_tiles_that_the_platform_likes():
     assert tiling(TrainConfig(), 8, 256, 4096, None) == Tiling(256, 4096)
     assert tiling(TrainConfig(), 8, 256, 4096, 1 << 22) == Tiling(128, 4096)
     assert tiling(TrainConfig(ce_chunk_size=16), 8, 256, 4096, None) == Tiling(256, 4096)

@@ -47,7 +47,7 @@ def with_ours():
     return batches, ours.run(ours.state(), batches)[1]
 
 
-def test_it_is_differentiated_on_a_mesh_and_over_microbatches():
+def test_custom_loss_is_differentiated_on_a_mesh():
     """Each dataset of a mixture also has its cross-entropy.
 
     Another loss of one's own is reduced per update in test_aux_outputs.py.
@@ -90,7 +90,7 @@ def capped_by_ours():
     ("loss", "axes"),
     [("plain", {"dp_shard": 1}), ("telling", {"pp": 2, "dp_shard": 2, "tp": 2})],
 )
-def test_a_loss_makes_the_logits_that_the_model_caps(loss, axes):
+def test_loss_makes_the_logits_that_the_model_caps(loss, axes):
     """On every mesh, and where each pipeline stage has a share of them."""
     register_loss("plain")(plainly)
     register_loss("telling", takes_vocab_share=True)(telling_loss)

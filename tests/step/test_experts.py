@@ -105,7 +105,7 @@ def test_updates_do_not_depend_on_the_mesh(model, train, axes):
     check_same(run(config(model, train, **axes)), on_one_device(model))
 
 
-def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
+def test_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
     """Bit for bit on the mesh that it was saved on."""
     other, job = (config(*of_mesh[:2], **of_mesh[2]) for of_mesh in MESHES[-2:])
     ours, batches = setup(job), random_batches(job, 2)

@@ -56,7 +56,7 @@ def needs(config, n_devices, mode="update"):
     return step_memory(config, model, mesh, mode, device_memory.per_device(state))
 
 
-def test_it_is_update_where_that_fits_with_room_to_spare_and_says_so():
+def test_auto_is_update_where_it_fits():
     config = tiny_config(distributed={"dp_shard": 4})
     total = needs(config, 4).total
     result = {percent: resolved(config, 4, 100 * total // percent).mode for percent in (84, 86)}
@@ -68,7 +68,7 @@ def test_it_is_update_where_that_fits_with_room_to_spare_and_says_so():
 
 
 @pytest.mark.parametrize("written", ["update", "microbatch"])
-def test_what_the_user_writes_is_done_whatever_fits(written):
+def test_explicit_grad_sync_is_obeyed(written):
     config = tiny_config(train={"grad_sync": written}, distributed={"dp_shard": 4})
     assert {resolved(config, 4, capacity) for capacity in (1, 1 << 60)} == {(written, "")}
 
@@ -78,7 +78,7 @@ def test_one_data_parallel_device_reduces_nothing():
     assert resolved(config, 2, 1) == ("update", "")
 
 
-def test_the_smallest_device_of_a_job_decides(monkeypatch):
+def test_smallest_device_of_a_job_decides(monkeypatch):
     config = tiny_config(distributed={"dp_shard": 2})
     mesh = make_mesh(config, jax.devices()[:2])
     monkeypatch.setattr(device_memory, "capacity", lambda: 64 << 30)
@@ -98,7 +98,7 @@ def test_devices_that_nobody_knows_are_a_users_error():
         resolved(config, 4, None)
 
 
-def test_a_run_says_what_was_chosen_and_keeps_the_users_word(tmp_path, capsys, monkeypatch):
+def test_run_says_what_was_chosen_and_keeps_the_users_word(tmp_path, capsys, monkeypatch):
     config = tiny_config(
         train={"max_steps": 1}, distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)}
     )
@@ -149,7 +149,7 @@ def test_large_models_of_kempnerforge_reduce_per_microbatch(name):
     assert resolved(config, 32, H100).mode == mode
 
 
-def test_the_quickstart_reduces_per_update_on_any_devices():
+def test_quickstart_reduces_per_update_on_any_devices():
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
     for n_devices in (2, 8):
         assert resolved(config, n_devices, 1 << 30).mode == "update"
@@ -177,7 +177,7 @@ CASES = {
     [(name, "update" if i % 2 else "microbatch") for i, name in enumerate(CASES)]
     + [("accumulated", "update"), pytest.param("1f1b", "microbatch", marks=pytest.mark.slow)],
 )
-def test_the_estimate_is_near_what_the_compiler_says(name, mode):
+def test_estimate_is_near_what_the_compiler_says(name, mode):
     """Weights and activations are of similar size; float32, as CPUs compute."""
     of_train, distributed = CASES[name]
     config = tiny_config(

@@ -35,7 +35,7 @@ SPIKES = {"on_spike": "skip", "spike_warmup": 20, "spike_threshold": 6.0}
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["loss", "norm"])
-def test_what_is_not_finite_is_skipped_wherever_it_shows(bad, where):
+def test_nonfinite_loss_or_gradient_is_skipped(bad, where):
     losses, norms = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
     (losses if where == "loss" else norms)[1] = bad
     applied, halted, state = judge(losses, norms)
@@ -62,7 +62,7 @@ def test_stop_halts_at_once_and_warn_applies():
     assert (int(state.nonfinite), int(state.total)) == (2, 0)
 
 
-def test_an_update_that_is_left_out_is_not_judged():
+def test_update_that_is_left_out_is_not_judged():
     guard, nan = Guard(TrainConfig(nan_consecutive_max=2)), jnp.float32(jnp.nan)
     _, after_one = guard.judge(GuardState.fresh(), nan, nan)
     for loss in (nan, jnp.float32(1)):
@@ -73,7 +73,7 @@ def test_an_update_that_is_left_out_is_not_judged():
         assert counts(state) == expected
 
 
-def test_a_spike_is_a_matter_of_what_was_normal():
+def test_spike_is_a_matter_of_what_was_normal():
     applied, _, state = judge([*NORMAL, 2.5, *NORMAL[:3], 2.06], **SPIKES)
     assert applied == [True] * 40 + [False] + [True] * 4
     assert int(state.spikes) == 1
@@ -101,12 +101,12 @@ def test_neither_a_nan_nor_a_spike_moves_what_is_normal():
     assert int(after.spikes) == 20
 
 
-def test_a_spike_that_stays_halts_like_nan():
+def test_spike_that_stays_halts_like_nan():
     _, halted, _ = judge(NORMAL + [5.0] * 4, **SPIKES, nan_consecutive_max=4)
     assert halted[-2:] == [False, True]
 
 
-def test_what_is_normal_is_the_last_losses():
+def test_spike_window_holds_the_last_losses():
     losses = [9.0 + 0.01 * (i % 5) for i in range(WINDOW)] + NORMAL * 4
     applied, _, state = judge([*losses, 5.0], **SPIKES)
     assert int(state.good) == WINDOW + 160

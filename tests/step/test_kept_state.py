@@ -64,7 +64,7 @@ def halfway(tmp_path_factory):
     return path, saved, batches[2:], bits(state), metrics["loss"]
 
 
-def test_a_restart_changes_no_bit(halfway):
+def test_restart_changes_no_bit(halfway):
     path, saved, batches, after, _ = halfway
     ours = setup(config_of(**SPLIT))
     state = start(path, ours)
@@ -72,7 +72,7 @@ def test_a_restart_changes_no_bit(halfway):
     assert_same(bits(ours.run(state, batches)[0]), after)
 
 
-def test_a_bad_step_changes_nothing(halfway):
+def test_bad_step_changes_nothing(halfway):
     path, _, batches, _, _ = halfway
     ours = setup(config_of(**SPLIT))
     state = start(path, ours)
@@ -141,7 +141,7 @@ def test_blocks_stay_on_one_device():
         setup(config_of(dp_shard=4)).state()
 
 
-def test_an_optimizer_of_ones_own_keeps_what_it_likes(own_names):
+def test_optimizer_of_ones_own_keeps_what_it_likes(own_names):
     OPTIMIZERS.register("mine")(lambda *_: None)
     config = tiny_config(train={"opt_state_dtype": "8bit"}, optimizer={"name": "mine"})
     with pytest.raises(UserError, match=r"change train.opt_state_dtype to .float32."):

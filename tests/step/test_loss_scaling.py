@@ -28,7 +28,7 @@ def judge(norms, losses=None, **config):
 INF = np.inf
 
 
-def test_an_overflow_halves_the_scale_and_is_no_bad_step():
+def test_overflow_halves_the_scale_and_is_no_bad_step():
     applied, scales, halted, state = judge([1.0, INF, np.nan, 1.0], nan_consecutive_max=1)
     assert applied == [True, False, False, True]
     assert scales == [65536.0, 32768.0, 16384.0, 16384.0]
@@ -44,13 +44,13 @@ def test_at_the_smallest_scale_it_is():
     assert judge([INF, INF, INF], **config)[2]
 
 
-def test_a_loss_that_is_not_finite_is_a_bad_step_whatever_the_scale():
+def test_loss_that_is_not_finite_is_a_bad_step_whatever_the_scale():
     _, scales, _, state = judge([1.0, INF], [1.0, np.nan])
     assert scales == [65536.0] * 2
     assert (int(state.nonfinite), int(state.consecutive)) == (1, 1)
 
 
-def test_the_scale_grows_after_a_window_without_overflow():
+def test_scale_grows_after_a_window_without_overflow():
     norms = [1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0]
     _, scales, *_ = judge(norms, initial_loss_scale=8.0, loss_scale_window=3)
     assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
@@ -78,7 +78,7 @@ def save(ours, path, state):
     checkpoints.close()
 
 
-def test_a_run_skips_recovers_and_resumes_bit_for_bit(tmp_path):
+def test_run_skips_recovers_and_resumes_bit_for_bit(tmp_path):
     """From a scale at which gradients overflow: it comes down, and a restart is exact."""
     ours = fp16(initial_loss_scale=2.0**26)
     batches = random_batches(ours.config, 12)
@@ -104,7 +104,7 @@ def plain_loss(batch):
     return plain.run(plain.state(), [batch])[1]["loss"][0]
 
 
-def test_a_checkpoint_without_a_scale_starts_with_the_initial_one(tmp_path):
+def test_checkpoint_without_a_scale_starts_with_the_initial_one(tmp_path):
     """A bf16 checkpoint has no scale, and a bf16 run ignores a stored one."""
     bf16 = setup(tiny_config(train={"mixed_precision": "bf16", "grad_accum_steps": 2}))
     ours = fp16()

@@ -54,7 +54,7 @@ def test_losses_do_not_depend_on_the_mesh(mesh, grad_sync):
 
 
 @pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
-def test_an_opaque_kernel_is_run_by_each_device_alone(grad_sync, monkeypatch):
+def test_opaque_kernel_is_run_by_each_device_alone(grad_sync, monkeypatch):
     use_unsplittable_kernel(monkeypatch)
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     ours = new_setup(config(grad_sync=grad_sync, z=1e-4, **mesh))

@@ -79,7 +79,7 @@ def test_moments_of_matrices_are_on_the_host_and_stay_there(three_updates):
     assert per_device(state.opt_state) < per_device(plain.opt_state) / 50
 
 
-def test_a_restart_finds_them_there(three_updates, tmp_path):
+def test_restart_finds_them_there(three_updates, tmp_path):
     ours, state, _ = three_updates[1]
     resolved = ours.config.model_dump(mode="json")
     saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes, resolved)
@@ -103,7 +103,7 @@ def test_muon_works_with_them_too():
     assert any("momentum" in name for name in on_host(states[1].opt_state))
 
 
-def test_what_cannot_be_offloaded_is_refused(own_names):
+def test_unsupported_offload_is_refused(own_names):
     OPTIMIZERS.register("mine")(lambda *_: None)
     with pytest.raises(UserError, match="moments stay on the device"):
         check(tiny_config(train={"offload": ["optimizer"]}, optimizer={"name": "mine"}), 1)

@@ -56,7 +56,7 @@ def test_microbatch_norm_is_the_mean_of_means():
     assert abs(means[0] - means[1]) > 1e-3
 
 
-def test_a_batch_without_labels_is_attempted_and_changes_nothing():
+def test_batch_without_labels_is_attempted_and_changes_nothing():
     """No decay, no moments, no update, no place among the losses that spikes are judged by."""
     ours = setup(tiny_config(optimizer={"weight_decay": 0.1}, train={"z_loss_weight": 1e-3}))
     batches = random_batches(ours.config, 3)
@@ -88,7 +88,7 @@ def test_token_scales_of_an_empty_microbatch():
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
+def test_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
     ours = setup(tiny_config(distributed={"dp_shard": 1, **mesh}))
     batches = random_batches(ours.config, 3, dp=1)
     state, _ = ours.run(ours.state(), batches[:2])
@@ -106,7 +106,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
     assert (int(state.step), int(state.guard.total), int(state.guard.consecutive)) == (3, 1, 1)
 
 
-def test_an_infinite_gradient_of_a_finite_loss_is_caught():
+def test_infinite_gradient_of_a_finite_loss_is_caught():
     """KempnerForge tests the loss alone; its clipping then spreads NaN over every weight."""
     ours = setup(tiny_config())
     (batch,) = random_batches(ours.config, 1)
@@ -140,7 +140,7 @@ def test_lr_scale_is_traced():
     assert ours.step._cache_size() == 1
 
 
-def test_the_step_compiles_once_and_donates_its_state():
+def test_step_compiles_once_and_donates_its_state():
     ours = new_setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
     with jax.set_mesh(ours.mesh):
         state = ours.init()

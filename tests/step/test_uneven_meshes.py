@@ -89,7 +89,7 @@ def job(path, name, **keys):
     )
 
 
-def test_a_run_resumes_evaluates_and_is_opened_on_other_devices(tmp_path, capsys):
+def test_run_resumes_evaluates_and_is_opened_on_other_devices(tmp_path, capsys):
     assert train.run(job(tmp_path, "whole")) is Exit.COMPLETED
     reported = [line for line in capsys.readouterr().err.splitlines() if "does not divide" in line]
     assert reported == [

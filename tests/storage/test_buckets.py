@@ -18,7 +18,7 @@ def root(bucket):
     return urls.path(bucket)
 
 
-def test_a_directory_is_there_as_long_as_something_is_in_it(root):
+def test_directory_is_there_as_long_as_something_is_in_it(root):
     assert not root.exists()
     (root / "a" / "b.txt").write_text("ü")
     (root / "a" / "step_1" / "x").write_bytes(b"1234")
@@ -35,14 +35,14 @@ def test_a_directory_is_there_as_long_as_something_is_in_it(root):
     assert not root.exists()
 
 
-def test_what_is_missing_is_a_missing_file(root):
+def test_missing_object_is_a_missing_file(root):
     for look in (root.read_bytes, root.unlink, root.rmtree, lambda: list(root.iterdir())):
         with pytest.raises(FileNotFoundError, match="a_missing_file"):
             look()
 
 
 @pytest.mark.parametrize(("mode", "half"), [("w", "half"), ("wb", b"half")])
-def test_what_fails_while_it_is_written_is_not_there(root, mode, half):
+def test_failed_write_leaves_no_object(root, mode, half):
     with pytest.raises(KeyError), (root / "a").open(mode) as file:  # noqa: PT012
         file.write(half)
         raise KeyError
@@ -50,7 +50,7 @@ def test_what_fails_while_it_is_written_is_not_there(root, mode, half):
 
 
 @pytest.mark.parametrize(("mode", "old"), [("w", "old"), ("wb", b"old")])
-def test_what_was_refused_or_forgotten_is_not_written_later(server, root, mode, old):
+def test_abandoned_write_never_appears(server, root, mode, old):
     """Nor by the garbage collector, over what was written since and while others hold locks."""
     server.forbid_after(0)
     refused = (root / "a").open(mode)
@@ -66,12 +66,12 @@ def test_what_was_refused_or_forgotten_is_not_written_later(server, root, mode, 
     assert (root / "a").read_text() == "new"
 
 
-def test_an_object_cannot_be_appended_to(root):
+def test_object_cannot_be_appended_to(root):
     with pytest.raises(OSError, match="appended"):
         (root / "a").open("ab")
 
 
-def test_a_checkpoint_that_is_removed_in_part_is_none(server, root):
+def test_checkpoint_that_is_removed_in_part_is_none(server, root):
     for name in ("a", "b", COMMITTED):
         (root / name).write_text(name)
     assert is_whole(root)
@@ -82,14 +82,14 @@ def test_a_checkpoint_that_is_removed_in_part_is_none(server, root):
     assert not is_whole(root)
 
 
-def test_a_refusal_is_one_message(server, root):
+def test_refusal_is_one_message(server, root):
     server.forbid_after(0)
     with pytest.raises(StorageError, match=rf"^{root}/a: .*") as error:
         (root / "a").write_text("text")
     assert len(str(error.value)) < 300
 
 
-def test_a_bucket_that_is_not_there_or_not_ours_is_the_users_mistake(server, root):
+def test_bucket_that_is_not_there_or_not_ours_is_the_users_mistake(server, root):
     server.forbid_after(0)
     if server.scheme == "gs":  # the emulator refuses listings without the words that belong to it
         with pytest.raises(UserError, match=rf"^{root}/a: PERMISSION_DENIED"):
@@ -138,7 +138,7 @@ def test_remote_tokens_are_compared_with_their_hashes(server, root):
         np.asarray(remote[65_000:65_010])
 
 
-def test_a_mirror_copies_what_changed_and_brings_it_back(server, root):
+def test_mirror_copies_what_changed_and_brings_it_back(server, root):
     first = mirror.Mirror(root, 0, ["metrics.jsonl", "logs"])
     here = mirror.directory(root, 0)
     (here / "logs").mkdir()

@@ -49,7 +49,7 @@ def fetch(location, directory):
     return directory
 
 
-def test_an_import_is_a_run_in_the_bucket(server, bucket, exported, tmp_path):
+def test_import_is_a_run_in_the_bucket(server, bucket, exported, tmp_path):
     run = urls.path(f"{bucket}/run")
     command = ["import", f"{exported}/dcp", str(run), f"--config={exported}/run.toml"]
     processes = 2 if server.scheme == "s3" else 1
@@ -68,7 +68,7 @@ def test_an_import_is_a_run_in_the_bucket(server, bucket, exported, tmp_path):
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf"])
-def test_an_export_is_what_it_is_on_this_machine(bucket, exported, tmp_path, to, capsys):
+def test_export_is_what_it_is_on_this_machine(bucket, exported, tmp_path, to, capsys):
     there = urls.path(f"{bucket}/out")
     command = ["export", f"{exported}/run", str(there), f"--to={to}"]
     assert torch_compat.main(command) == 0
@@ -95,7 +95,7 @@ def test_import_keeps_the_documents_of_the_model(bucket, exported):
     assert hf_state.imported(run).config["model_type"]
 
 
-def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, exported, tmp_path, monkeypatch):
+def test_copy_that_is_broken_off_is_gone_on_with(bucket, exported, tmp_path, monkeypatch):
     """At one of its files, and when the checkpoint is there and its `config.toml` is not."""
     run = urls.path(f"{bucket}/run")
     step = run / "checkpoints/step_4"
@@ -131,7 +131,7 @@ def test_another_source_is_converted_anew(bucket, exported, tmp_path):
     assert {str(t.dtype) for t in checkpoints.find(back).raw().values()} == {"bfloat16"}
 
 
-def test_what_gathers_here_is_made_by_one_machine(bucket, exported):
+def test_staged_conversion_refuses_several_machines(bucket, exported):
     command = ["export", f"{exported}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
     with pytest.raises(UserError, match="gathers on one machine first"):
         torch_compat.main(command)

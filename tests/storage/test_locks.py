@@ -9,7 +9,7 @@ from jaxforge.storage import run_lock, urls
 from jaxforge.storage.run_lock import RunLock
 
 
-def test_a_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeypatch):
+def test_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeypatch):
     run = urls.path(f"{bucket}/run")
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.2)
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 5.0)
@@ -23,7 +23,7 @@ def test_a_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeyp
     assert not (run / run_lock.NAME).exists()
 
 
-def test_what_does_not_beat_in_a_bucket_is_taken_over(bucket, monkeypatch):
+def test_bucket_lock_without_heartbeat_is_taken_over(bucket, monkeypatch):
     run = urls.path(f"{bucket}/run")
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 0.5)
     (run / run_lock.NAME).write_text("{}")

@@ -48,7 +48,7 @@ def is_refused(directory):
     return False
 
 
-def test_the_second_is_refused_with_the_name_of_the_first_and_goes_ahead_after_it(tmp_path):
+def test_second_is_refused_with_the_name_of_the_first_and_goes_ahead_after_it(tmp_path):
     with RunLock(tmp_path / "run") as first:
         first.acquire()
         named = f"in use by process {os.getpid()} on .*, since 20.*remove .*run.lock"
@@ -60,7 +60,7 @@ def test_the_second_is_refused_with_the_name_of_the_first_and_goes_ahead_after_i
     assert not is_refused(tmp_path / "run")
 
 
-def test_a_process_that_was_killed_has_left_it_behind_even_while_nobody_buries_it(tmp_path):
+def test_process_that_was_killed_has_left_it_behind_even_while_nobody_buries_it(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
         its = {"process": process.pid, "began": run_lock._began(process.pid)}
         left_behind(tmp_path, **its)
@@ -86,9 +86,7 @@ def test_another_process_may_have_the_number_by_now(tmp_path):
         b'{"machine": HERE, "process": 1e300, "began": "1"}', b"[" * 100_000,
     ],
 )  # fmt: skip
-def test_what_names_nobody_and_does_not_change_is_taken_over(
-    tmp_path, caplog, monkeypatch, content
-):
+def test_anonymous_unchanging_lock_is_taken_over(tmp_path, caplog, monkeypatch, content):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     machine = json.dumps(run_lock._machine()).encode()
     (tmp_path / run_lock.NAME).write_bytes(content.replace(b"HERE", machine))
@@ -97,7 +95,7 @@ def test_what_names_nobody_and_does_not_change_is_taken_over(
     assert "was left behind by " in caplog.text
 
 
-def test_an_unreadable_lock_that_changes_is_respected(tmp_path, monkeypatch):
+def test_unreadable_lock_that_changes_is_respected(tmp_path, monkeypatch):
     """Another version, or another tool, renews it while this process watches."""
     path = tmp_path / run_lock.NAME
     path.write_bytes(b"\xff")
@@ -133,7 +131,7 @@ def test_processes_of_another_user_may_be_hidden(tmp_path, monkeypatch):
     assert is_refused(tmp_path)
 
 
-def test_of_two_that_take_over_at_once_the_last_to_write_has_it(tmp_path, monkeypatch):
+def test_last_writer_wins_a_simultaneous_takeover(tmp_path, monkeypatch):
     left_behind(tmp_path, began="1")
     sleep = types.SimpleNamespace(**vars(run_lock.time))
     sleep.sleep = lambda seconds: left_behind(tmp_path)  # the other one writes
@@ -142,7 +140,7 @@ def test_of_two_that_take_over_at_once_the_last_to_write_has_it(tmp_path, monkey
     assert holder(tmp_path)["process"] == os.getpid()
 
 
-def test_a_disk_that_takes_nothing_is_named(tmp_path):
+def test_disk_that_takes_nothing_is_named(tmp_path):
     (tmp_path / "file").touch()
     with (
         RunLock(tmp_path / "file" / "run") as lock,
@@ -185,7 +183,7 @@ def contents(directory):
     return {path.relative_to(directory): path.read_bytes() for path in files}
 
 
-def test_a_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+def test_resume_that_is_refused_leaves_the_run_as_it_was(tmp_path):
     train.run(config(tmp_path))
     before = contents(tmp_path)
     assert "config.toml" in map(str, before)
@@ -215,7 +213,7 @@ class TakesOver(Hook):
             heart.join()  # it ends as soon as it has seen that, perhaps before this line
 
 
-def test_a_run_that_was_taken_over_ends_and_saves_nothing(tmp_path, monkeypatch):
+def test_run_that_was_taken_over_ends_and_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.01)
     with pytest.raises(UserError, match="taken over by process 42 on node7"):
         train.run(config(tmp_path), [TakesOver(tmp_path)])
@@ -223,7 +221,7 @@ def test_a_run_that_was_taken_over_ends_and_saves_nothing(tmp_path, monkeypatch)
     assert holder(tmp_path)["host"] == "node7"
 
 
-def test_a_run_is_refused_where_another_is_under_way_and_readers_are_not(tmp_path):
+def test_run_is_refused_where_another_is_under_way_and_readers_are_not(tmp_path):
     train.run(config(tmp_path))
     with RunLock(tmp_path) as other:
         other.acquire()

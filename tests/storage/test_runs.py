@@ -86,7 +86,7 @@ def undisturbed(tmp_path_factory):
 # One kind of bucket each: what of it a run needs is tested for both kinds in the other files.
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
-def test_a_killed_and_throttled_run_is_the_run_undisturbed(
+def test_killed_and_throttled_run_is_the_run_undisturbed(
     undisturbed, server, bucket, toml, tmp_path
 ):
     """Data, checkpoints, metrics and all in the bucket."""
@@ -135,7 +135,7 @@ def check_what_reads(bucket, tmp_path, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path):
+def test_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path):
     """The run retains two checkpoints, is exported, and another run starts from it."""
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/run"]) == 0
     for path in filter(Path.is_file, (tmp_path / "run").rglob("*")):
@@ -167,7 +167,7 @@ def test_metrics_in_a_bucket_are_read_line_by_line_as_they_come(bucket):
         assert series.value.tolist() == [0.25, 0.5, 0.75][:count]
 
 
-def test_a_shard_that_is_cut_short_is_named(bucket, toml, tmp_path):
+def test_shard_that_is_cut_short_is_named(bucket, toml, tmp_path):
     data = urls.path(f"{bucket}/data")
     put_shards(data)
     whole = (data / "b.bin").read_bytes()

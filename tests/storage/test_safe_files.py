@@ -35,7 +35,7 @@ def run(tmp_path):
     return path
 
 
-def test_a_file_is_replaced_as_a_whole(run, victim):
+def test_file_is_replaced_as_a_whole(run, victim):
     (run / "a.txt").symlink_to(victim)
     safe_files.replace_text(run / "a.txt", "new é")
     assert not (run / "a.txt").is_symlink()
@@ -113,7 +113,7 @@ def test_training_refuses_links_among_its_files(name, run, victim, tmp_path):
     assert list((tmp_path / "outside").iterdir()) == []
 
 
-def test_a_mirror_refuses_a_directory_that_others_have_made(tmp_path, monkeypatch):
+def test_mirror_refuses_a_directory_that_others_have_made(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror.tempfile, "gettempdir", lambda: str(tmp_path))
     here = mirror.directory(urls.path("s3://bucket/run"), 0)
     theirs = tmp_path / "theirs"

@@ -37,7 +37,7 @@ TABLES = {
         ("GS://bucket/run", "GS:// is not supported"),
     ],
 )
-def test_what_is_neither_a_path_nor_an_object_is_refused(text, what):
+def test_unsupported_urls_are_refused(text, what):
     with pytest.raises(UserError, match=what):
         urls.path(text)
 
@@ -49,7 +49,7 @@ def test_paths_of_this_machine_stay_what_they_are(text):
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_url_cut_short_is_refused_by_key(key):
+def test_url_cut_short_is_refused_by_key(key):
     with pytest.raises(UserError, match=rf"^{key} = .*gs:/bucket/r"):
         check(load_config(None, [f"--{key}=gs:/bucket/r", "--eval.enabled=false"]), 1)
 
@@ -72,7 +72,7 @@ def test_also_in_tables(key):
         ("--data.hf_streaming=true", "keeps its place in files"),
     ],
 )
-def test_what_cannot_be_in_a_bucket_says_so(override, what):
+def test_local_only_settings_refuse_buckets(override, what):
     with pytest.raises(UserError, match=what):
         check(load_config(None, ["--checkpoint.dir=gs://bucket/run", override]), 1)
 

@@ -16,7 +16,7 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("asked", [(), tuple(EXTRAS)])
-def test_what_was_asked_for_is_logged(asked):
+def test_collected_values_are_logged(asked):
     sink = Kept()
     tracker = Tracker([MetricWriter("it", sink, 1)], StepCost(100), Progress(), 10**9, extras=asked)
     tracker.end_step(1, {**scalars(1), **EXTRAS})

@@ -46,7 +46,7 @@ def test_setting_up_twice_changes_nothing(reported):
     assert sys.excepthook is hook
 
 
-def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
+def test_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
     """Readers disappear as in `train ... 2>&1 | head`, or the log's disk is full."""
     read, write = os.pipe()
     os.close(read)

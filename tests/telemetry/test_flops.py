@@ -57,7 +57,7 @@ def test_chunks_count_what_they_see():
     "mlp", [{}, {"activation": "relu"}, {"activation": "relu", "gated_mlp": True}], ids=str
 )
 @pytest.mark.parametrize("heads", [{}, {"head_dim": 24}], ids=str)
-def test_the_model_multiplies_as_much(mlp, heads):
+def test_model_multiplies_as_much(mlp, heads):
     config = ModelConfig(
         dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, ffn_hidden_dim=80,
         max_seq_len=32, sdpa_backend="math", **heads, **mlp,
@@ -103,5 +103,5 @@ def as_jaxpr(param):
         ("TPU7x", 1153.5), ("cpu", None), ("NVIDIA GeForce GTX 1080", None),
     ],
 )  # fmt: skip
-def test_the_longest_name_in_the_kind_decides(kind, peak):
+def test_longest_name_in_the_kind_decides(kind, peak):
     assert hardware.peak_tflops(kind) == peak

@@ -93,7 +93,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_bytes_are_theirs(name):
+def test_bytes_are_theirs(name):
     logged = [STEP | ON_GPU] if name == "mindspeed" else [STEP | ON_GPU, EVALUATION]
     assert printed(name, 10, *logged) == EXPECTED[name]
 
@@ -167,7 +167,7 @@ def test_every_set_is_named_in_megatrons_evaluation():
 
 
 @pytest.mark.parametrize("name", sorted(LINE_FORMATS.keys() - {"json"}))
-def test_what_is_neither_step_nor_evaluation_has_no_line(name):
+def test_other_metrics_have_no_line(name):
     assert printed(name, 7, {"other": 1.0}).removeprefix(LINE_FORMATS[name](RUN).banner()) in (
         "", "\n",
     )  # fmt: skip
@@ -184,7 +184,7 @@ def test_samples_and_batch_follow_a_batch_that_grew(name):
     assert "global batch size:   512 |" in line
 
 
-def test_a_terminal_gets_plain_lines_too_where_a_format_is_asked_for(tmp_path):
+def test_terminal_gets_plain_lines_too_where_a_format_is_asked_for(tmp_path):
     assert set(LINE_FORMATS) == set(
         MetricsConfig.model_json_schema()["properties"]["log_format"]["enum"]
     )

@@ -52,7 +52,7 @@ STEPPING = Moment(1200, "", 0.0)
         (120, "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  " + "─" * 30),
     ],
 )
-def test_what_does_not_fit_is_left_out_by_importance(width, expected):
+def test_narrow_line_drops_the_least_important_parts(width, expected):
     assert line_at(STEPPING, width) == expected
 
 
@@ -62,7 +62,7 @@ def test_nothing_less_important_takes_the_room():
     assert "3 skipped" in line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
 
 
-def test_a_wide_terminal_has_more_beside_a_bar():
+def test_wide_terminal_has_more_beside_a_bar():
     more = {"train/mfu": 0.413, "train/lr": 3e-4, "train/grad_norm": 1.2346,
             "gpu/peak_gb": 61.2, "gpu/total_gb": 80.0}  # fmt: skip
     begun = "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  "
@@ -78,7 +78,7 @@ def test_every_width_is_kept_to():
             assert len(line_at(moment, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
 
 
-def test_a_pause_is_named_beside_the_step_and_time_left_waits():
+def test_pause_is_named_beside_the_step_and_time_left_waits():
     assert line_at(Moment(1200, "evaluating", 75.2), 60) == (
         "step 1200/100000  ⠋ evaluating 1:16  1%  loss 3.2145"
     )
@@ -111,7 +111,7 @@ def test_time_left_is_by_the_recent_rate_and_runs_down_within_a_step():
     assert left(Moment(1, "", 0.0), steps=()) is None
 
 
-def test_a_run_that_resumes_counts_its_own_steps():
+def test_run_that_resumes_counts_its_own_steps():
     assert left(Moment(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
 
 
@@ -130,7 +130,7 @@ def screen():
     return terminal, Console(file=terminal, force_terminal=True, width=80, _environ=named)
 
 
-def test_it_moves_while_a_step_takes_long_with_messages_above(screen):
+def test_live_line_moves_during_a_long_step(screen):
     terminal, console = screen
     began = time.monotonic()
     setup_logging(console)
@@ -152,7 +152,7 @@ def test_it_moves_while_a_step_takes_long_with_messages_above(screen):
     )
 
 
-def test_a_start_that_fails_leaves_no_line(screen):
+def test_start_that_fails_leaves_no_line(screen):
     terminal, console = screen
     with pytest.raises(OSError, match="data"), LiveLine(console, lambda: STEPPING):
         raise OSError("data")
@@ -160,7 +160,7 @@ def test_a_start_that_fails_leaves_no_line(screen):
     assert terminal.getvalue().rstrip().endswith("\x1b[2K")  # erased
 
 
-def test_the_terminal_keeps_its_cursor(screen):
+def test_terminal_keeps_its_cursor(screen):
     terminal, console = screen
     with LiveLine(console, lambda: STEPPING):
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")

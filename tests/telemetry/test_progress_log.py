@@ -47,7 +47,7 @@ def path(tmp_path):
     return tmp_path / "progress.txt"
 
 
-def test_the_lines_are_megatrons(path, clock):
+def test_lines_are_megatrons(path, clock):
     progress = ProgressLog(path, 8, flops=0.0)
     clock.seconds = 100.0
     progress.append_checkpoint("Saved checkpoint", 200, flops=4e16, tokens=12_345_678_901)
@@ -72,7 +72,7 @@ def throughputs(path):
     return [float(field.split(": ")[1].split()[0]) for field in fields[5:7]]
 
 
-def test_a_job_counts_what_it_did_itself_and_the_first_job_counts_all_since(path, clock):
+def test_job_counts_what_it_did_itself_and_the_first_job_counts_all_since(path, clock):
     first = ProgressLog(path, 8, flops=0.0)
     clock.seconds = 100.0
     first.append_checkpoint("Saved checkpoint", 10, 4e16, 0)
@@ -134,7 +134,7 @@ EIGHT_AGAIN = line(4, 0, 3, 8, "Starting job")
         (LINES + DURABLE + FOUR_AGAIN + EIGHT_AGAIN, 8, 4, 2e15),
     ],
 )
-def test_the_earliest_job_on_as_many_devices(path, text, devices, day, flops):
+def test_earliest_job_on_as_many_devices(path, text, devices, day, flops):
     path.write_text(text)
     assert start_time_and_flops(path, devices) == (datetime.datetime(2026, 8, day), flops)
 
@@ -153,13 +153,13 @@ def test_lines_that_are_none_are_passed_over_with_a_warning(path, warnings, bad)
     assert warnings.messages == [f"{path}:2 is not a line of a progress log: passed over"]
 
 
-def test_a_file_without_such_a_job_is_said(path):
+def test_file_without_such_a_job_is_said(path):
     path.write_text(LINES)
     with pytest.raises(ValueError, match='has no "Starting job" on 16 devices'):
         start_time_and_flops(path, 16)
 
 
-def test_a_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
+def test_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
     progress = ProgressLog(tmp_path, 8, flops=0.0)  # a directory
     clock.seconds = 1.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
@@ -172,14 +172,14 @@ def test_a_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
     assert len(tmp_path.read_text().splitlines()) == 3
 
 
-def test_a_clock_that_is_set_back_stops_nothing(path, clock):
+def test_clock_that_is_set_back_stops_nothing(path, clock):
     progress = ProgressLog(path, 8, flops=0.0)
     clock.seconds = -100.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
     assert throughputs(path) == [0.0, 0.0]
 
 
-def test_an_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, clock):
+def test_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, clock):
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     progress = Progress(tokens=1000)
     hook = ProgressTxt(config, progress)
@@ -206,7 +206,7 @@ def test_an_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path
     assert flops / 0.001 / 8e12 > 0.1
 
 
-def test_a_synchronous_checkpoint_is_saved_at_once(path, tmp_path):
+def test_synchronous_checkpoint_is_saved_at_once(path, tmp_path):
     config = tiny_config(checkpoint={"dir": str(tmp_path), "async_mode": "disabled"})
     hook = ProgressTxt(config, Progress())
     hook.on_checkpoint_save(1, tmp_path / "step_1")

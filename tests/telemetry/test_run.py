@@ -64,7 +64,7 @@ def test_every_sink_has_the_same_values(run):
     assert of_tensorboard.keys() == line.keys() - {"step", "time"}
 
 
-def test_the_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
+def test_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
     ids = [r.run.run_id for records in starts(run) for r in records if r.HasField("run")]
     assert ids == ["ours", "ours"]  # the second time from the checkpoint
     codes = [r.exit.exit_code for records in starts(run) for r in records if r.HasField("exit")]
@@ -73,12 +73,12 @@ def test_the_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
     assert [e.step for e in rewinds] == [1, 11]
 
 
-def test_the_trace_has_the_steps_of_the_window(run):
+def test_trace_has_the_steps_of_the_window(run):
     traces = (run.directory / "profiler_traces").glob("plugins/profile/*/*.xplane.pb")
     assert sorted(map(steps_in, traces)) == [[11, 12], [11, 12, 13, 14]]
 
 
-def test_the_documentation_lists_every_metric(run):
+def test_documentation_lists_every_metric(run):
     stats = dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "bytes_limit"), 1)
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     logged = {name for line in run.lines() for name in line} - {"step", "time"}

@@ -147,7 +147,7 @@ def test_metrics_that_cannot_be_read_are_an_error_before_the_first_step(tmp_path
         open_writers(Console(file=io.StringIO()), config_in(tmp_path), "id", 3)
 
 
-def test_a_log_on_a_full_disk_says_so_once(tmp_path, capfd):
+def test_log_on_a_full_disk_says_so_once(tmp_path, capfd):
     log = logging.getLogger("jaxforge")
     setup_logging(Console(file=io.StringIO()))
     add_log_file(tmp_path)
@@ -262,7 +262,7 @@ def test_wandb_that_is_not_set_up_stops_before_anything_runs(tmp_path, wandb_env
 
 
 @pytest.mark.parametrize(("key", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, key, library):
+def test_library_that_is_missing_is_named_with_its_extra(monkeypatch, key, library):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else 1)
     check_libraries(MetricsConfig())
     with pytest.raises(UserError, match=rf"needs {library}: pip install 'jaxforge\[{key}\]'"):
@@ -282,14 +282,14 @@ def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monk
         assert due == [6, 6, expected, expected]
 
 
-def test_a_directory_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
+def test_directory_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
     (tmp_path / "file").touch()
     config = config_in(tmp_path, enable_tensorboard=True, tensorboard_dir="file/inside")
     with pytest.raises(UserError, match=r"metrics.tensorboard_dir: .*file/inside: Not a directory"):
         open_writers(Console(file=io.StringIO()), config, "id", 0)
 
 
-def test_a_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
+def test_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
     def no_network(*arguments):
         raise TimeoutError("no answer")
 

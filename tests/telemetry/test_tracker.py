@@ -135,7 +135,7 @@ def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
     assert sink.lines[8]["train/step_time_sec"] < 7
 
 
-def test_the_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
+def test_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
     rng = np.random.default_rng(0)
     losses = list(rng.normal(size=40) + 5)
     losses[6] = math.nan  # a skipped step
@@ -151,7 +151,7 @@ def test_the_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
         assert sink.lines[40]["smoothed/step_time"] == pytest.approx(2.0, rel=0.05)
 
 
-def test_the_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps():
+def test_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps():
     smoothed = measures.Smoothed()
     smoothed.update([1.0], 1, {"train/tokens_per_sec": 10.0, "train/step_time_sec": 3.0})
     got = smoothed.update([1.0] * 3, 3, {"train/tokens_per_sec": 20.0, "train/step_time_sec": 1.0})
@@ -191,7 +191,7 @@ def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
     assert [line["interval/loss"] for line in seldom.lines.values()] == [1.0, 3.0, 6.5]
 
 
-def test_the_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
+def test_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
     """MindSpeed takes all steps since the first, but only the losses since the resume."""
     sink = RecordingSink()
     tracker = Tracker(
@@ -209,7 +209,7 @@ def test_the_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
     assert line["train/loss"] == 7.0
 
 
-def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
+def test_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
     tracker = Tracker([], StepCost(100), Progress(), 10)
     before = tracker.host_times()
     for step in (1, 2):
@@ -234,7 +234,7 @@ def test_tokens_are_the_devices_count(clock):
     assert [sink.lines[step]["train/samples"] for step in (11, 12)] == [11, 12]
 
 
-def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
+def test_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
     broken, whole = RecordingSink(fails={1, 2, 4, 5, 6, 7}), RecordingSink()
     writers = [MetricWriter("broken", broken, 1), MetricWriter("whole", whole, 1)]
     run(Tracker(writers, StepCost(100), Progress(), 8), clock, range(1, 9))
@@ -263,7 +263,7 @@ def test_bad_steps_are_told_once_whoever_counted_them_first(clock, messages):
     )
 
 
-def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
+def test_sink_that_cannot_be_closed_stops_nothing(messages):
     class Stuck(RecordingSink):
         def close(self, exit_code):
             raise RuntimeError("no network")
@@ -276,7 +276,7 @@ def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
     assert "x could not be closed: RuntimeError: no network" in messages.text
 
 
-def test_a_process_without_sinks_reads_at_the_same_steps():
+def test_process_without_sinks_reads_at_the_same_steps():
     """Otherwise it would notice later than process 0 that the run has given up."""
     progress = Progress()
     tracker = Tracker([MetricWriter("a", None, 3)], StepCost(100), progress, 10**9)
@@ -315,7 +315,7 @@ def test_memory_is_that_of_the_fullest_device_and_hidden_where_unknown():
     assert measures.memory([device(1, 2, pool_bytes=60 * 2**30)])["gpu/reserved_gb"] == 60
 
 
-def test_the_line_is_kempnerforges():
+def test_line_is_kempnerforges():
     metrics = {
         "train/step_time_sec": 3.134, "gpu/peak_gb": 80.71, "gpu/total_gb": 140.4,
         "train/mfu": 0.5449, "train/tokens_per_sec": 10471.4, "train/grad_norm": 1.2345,

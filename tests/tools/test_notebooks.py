@@ -36,7 +36,7 @@ for path in sys.argv[1:]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_they_do_what_they_say(tmp_path):
+def test_notebooks_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", RUN, *map(str, NOTEBOOKS)],
         cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
@@ -46,7 +46,7 @@ def test_they_do_what_they_say(tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_they_are_kept_without_what_they_printed(path):
+def test_notebooks_are_stored_without_outputs(path):
     notebook = json.loads(path.read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)

@@ -81,7 +81,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize("name", ["curve_dense_1rank", "curve_dense_fsdp2"])
-def test_a_golden_run_comes_back_bit_for_bit(golden, tmp_path, name, capsys):
+def test_golden_run_comes_back_bit_for_bit(golden, tmp_path, name, capsys):
     source = golden / name
     settings = [f"--config={source / 'config.toml'}", "--data.shuffle=false"]
     assert main(["import", str(source), str(tmp_path / "run"), *settings]) == 0
@@ -216,7 +216,7 @@ def test_inspect_tells_what_there_is(tmp_path, capsys):
     assert described == {"dtype": "float32", "shape": [64, 64], "chunks": 1}
 
 
-def test_a_dry_run_writes_nothing(tmp_path, capsys):
+def test_dry_run_writes_nothing(tmp_path, capsys):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     before = sorted(tmp_path.rglob("*"))
@@ -226,7 +226,7 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_groups_of_an_export_decay_as_ours_do(tmp_path):
+def test_groups_of_an_export_decay_as_ours_do(tmp_path):
     patterns = {"no_decay_patterns": ["token_embedding"], "decay_patterns": ["mlp_norm"]}
     trained(tmp_path / "run", optimizer=patterns)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
@@ -368,7 +368,7 @@ def test_inspect_and_verify_import_no_plugins(tmp_path, capsys):
         main(["inspect", str(tmp_path / "run")])
 
 
-def test_a_mistake_has_exit_code_2_and_no_traceback(tmp_path):
+def test_mistake_has_exit_code_2_and_no_traceback(tmp_path):
     done = compat("import", tmp_path / "nothing", tmp_path / "b")
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -455,7 +455,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(big, tmp_path, command, mo
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", ["import", "export"])
-def test_a_full_disk_leaves_no_checkpoint_and_the_next_try_cleans_up(big, tmp_path, command):
+def test_full_disk_leaves_no_checkpoint_and_the_next_try_cleans_up(big, tmp_path, command):
     directory, config = big
     arguments = {
         "import": ["import", directory / "dcp", tmp_path / "b", f"--config={config}"],
@@ -489,7 +489,7 @@ def test_several_processes_share_the_work(big, tmp_path):
     assert main(["verify", str(tmp_path / "hf"), str(directory / "run")]) == 0
 
 
-def test_a_partial_conversion_of_something_else_is_begun_anew(tmp_path):
+def test_partial_conversion_of_something_else_is_begun_anew(tmp_path):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     partial = tmp_path / "b/checkpoints/.step_2.partial"
@@ -500,7 +500,7 @@ def test_a_partial_conversion_of_something_else_is_begun_anew(tmp_path):
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
-def test_an_imported_run_goes_on_as_if_it_had_never_left(tmp_path):
+def test_imported_run_goes_on_as_if_it_had_never_left(tmp_path):
     config_path = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])

@@ -143,7 +143,7 @@ def test_experts_change_their_layout_in_one_go(tmp_path):
     assert main(["verify", str(run), str(tmp_path / "hf")]) == 0
 
 
-def test_a_run_that_compensates_rounding_begins_with_zeros(sources, run, tmp_path):
+def test_run_that_compensates_rounding_begins_with_zeros(sources, run, tmp_path):
     options = ["--train.param_rounding=kahan", "--train.param_dtype=bfloat16", "--dtype=bfloat16"]
     source, config = sources["kempnerforge"][0], f"--config={run / 'config.toml'}"
     assert main(["import", str(source), str(tmp_path / "b"), config, *options]) == 0
@@ -172,7 +172,7 @@ def test_weights_alone_keep_the_step_of_a_dcp_and_start_a_run_at_0(sources, run,
     assert (checkpoint.progress.step, checkpoint.moments, checkpoint.scalars) == (0, None, {})
 
 
-def test_a_run_of_a_run_is_another_one_with_its_tokenizer_and_documents(run, tmp_path):
+def test_run_of_a_run_is_another_one_with_its_tokenizer_and_documents(run, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(run, source)
     ByteTokenizer().save(source / "tokenizer")
@@ -195,7 +195,7 @@ def test_a_run_of_a_run_is_another_one_with_its_tokenizer_and_documents(run, tmp
         main(["convert", str(source), str(tmp_path / "c"), "--to=jaxforge", *wrong])
 
 
-def test_a_run_of_mup_stays_one_and_is_standard_elsewhere(tmp_path):
+def test_run_of_mup_stays_one_and_is_standard_elsewhere(tmp_path):
     run = write_run(tmp_path / "run", model={"mup_base_width": 16})
     assert main(["convert", str(run), str(tmp_path / "b"), "--to=jaxforge"]) == 0
     assert load_config(tmp_path / "b" / "config.toml").model.mup_base_width == 16
@@ -208,7 +208,7 @@ def test_a_run_of_mup_stays_one_and_is_standard_elsewhere(tmp_path):
     np.testing.assert_array_equal(head[0]["lm_head.weight"].all(), halved)
 
 
-def test_a_model_of_hugging_face_keeps_its_documents(run, tmp_path):
+def test_model_of_hugging_face_keeps_its_documents(run, tmp_path):
     """Family, tokenizer and end-of-text ids stay; the card says nothing about data."""
     tokenizers = pytest.importorskip("tokenizers")
     hf, dst = tmp_path / "mine", tmp_path / "dst"
@@ -238,7 +238,7 @@ def test_a_model_of_hugging_face_keeps_its_documents(run, tmp_path):
         main(["convert", str(hf), str(tmp_path / "stolen"), "--to=hf"])
 
 
-def test_the_tokenizer_of_the_data_goes_with_a_dcp(sources, run, tmp_path):
+def test_tokenizer_of_the_data_goes_with_a_dcp(sources, run, tmp_path):
     ByteTokenizer().save(tmp_path / "tokenizer")
     options = [f"--config={run / 'config.toml'}", f"--data.tokenizer_path={tmp_path}/tokenizer"]
     source = str(sources["kempnerforge"][0])

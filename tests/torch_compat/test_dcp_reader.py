@@ -92,7 +92,7 @@ def test_chunks_lie_as_the_layouts_are_meant_to_have_them(layouts):
     assert chunks("replicated", "everywhere") == [(0, 3)]
 
 
-def test_a_slice_across_the_borders_of_chunks_is_one_array(layouts):
+def test_slice_across_the_borders_of_chunks_is_one_array(layouts):
     expected = np.load(layouts / "nested.npz")["model.up.weight"]
     tensor = opened(layouts / "nested").tensors["model.up.weight"]
     for rows in (slice(12, 14), slice(13, 26), slice(5, 45), slice(26, 26), slice(38, 50)):
@@ -157,7 +157,7 @@ def test_nested_containers_and_plain_objects_come_back(tmp_path):
     assert text == "beside a tensor"
 
 
-def test_a_module_state_dict_inside_an_object_is_read(tmp_path):
+def test_module_state_dict_inside_an_object_is_read(tmp_path):
     """The state dict is an OrderedDict with an attribute."""
     torch.save({"ema": torch.nn.Linear(3, 2).state_dict()}, tmp_path / "train_state.pt")
     file = Directory(tmp_path).open("train_state.pt")
@@ -165,7 +165,7 @@ def test_a_module_state_dict_inside_an_object_is_read(tmp_path):
     assert ema["weight"].shape == (2, 3)
 
 
-def test_a_checkpoint_behind_a_url_is_read(layouts):
+def test_checkpoint_behind_a_url_is_read(layouts):
     memory = fsspec.filesystem("memory")
     memory.put(str(layouts / "nested"), "/ckpt/nested", recursive=True)
     try:
@@ -218,7 +218,7 @@ def test_pipeline_stages_are_read_as_one(tmp_path):
     assert result.objects("lr") == 0.1
 
 
-def test_a_weight_that_two_stages_hold_otherwise_is_refused(tmp_path):
+def test_weight_that_two_stages_hold_otherwise_is_refused(tmp_path):
     tied = torch.zeros(4, 3)
     other = tied.clone()
     other[2, 1] = 1e-30
@@ -227,34 +227,34 @@ def test_a_weight_that_two_stages_hold_otherwise_is_refused(tmp_path):
         opened(tmp_path)
 
 
-def test_a_weight_of_two_stages_may_be_nan_in_both(tmp_path):
+def test_weight_of_two_stages_may_be_nan_in_both(tmp_path):
     stages(tmp_path, {"tok": torch.full((2,), torch.nan)}, {"tok": torch.full((2,), torch.nan)})
     assert np.isnan(opened(tmp_path).tensors["tok"].all()).all()
 
 
 @pytest.mark.parametrize(("lost", "named"), [(0, "pp0"), (1, "pp1")])
-def test_a_missing_stage_is_named(tmp_path, lost, named):
+def test_missing_stage_is_named(tmp_path, lost, named):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)}, {"c": torch.ones(1)})
     shutil.rmtree(tmp_path / f"pp{lost}")
     with pytest.raises(UserError, match=rf"stages are missing or torn: {named}$"):
         opened(tmp_path)
 
 
-def test_a_stage_whose_save_did_not_end_is_named(tmp_path):
+def test_stage_whose_save_did_not_end_is_named(tmp_path):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
     (tmp_path / "pp1" / METADATA).unlink()
     with pytest.raises(UserError, match=r"missing or torn: pp1$"):
         opened(tmp_path)
 
 
-def test_a_directory_that_is_no_stage_costs_nothing(tmp_path):
+def test_directory_that_is_no_stage_costs_nothing(tmp_path):
     save({"a": torch.ones(1)}, tmp_path / "pp0")
     for name in ("pp999999999999", "pp²", "pp-1", "pp01", "pptx"):
         (tmp_path / name).mkdir()
     assert opened(tmp_path).tensors.keys() == {"a"}
 
 
-def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path):
+def test_save_that_did_not_end_is_no_checkpoint(tmp_path):
     save({"a": torch.ones(1)}, tmp_path / "d")
     (tmp_path / "d" / METADATA).rename(tmp_path / "d" / ".metadata.tmp")
     assert not is_dcp(Directory(tmp_path / "d"))
@@ -381,7 +381,7 @@ def test_metadata_that_do_not_fit_are_refused_by_name(broken, change, says):
     assert str(broken) in str(caught.value)
 
 
-def test_a_hole_is_seen_among_empty_chunks(broken):
+def test_hole_is_seen_among_empty_chunks(broken):
     def lose(result):
         del result.state_dict_metadata["model.down.weight"].chunks[2]
 
@@ -390,7 +390,7 @@ def test_a_hole_is_seen_among_empty_chunks(broken):
         opened(broken)
 
 
-def test_a_truncated_data_file_is_named(broken):
+def test_truncated_data_file_is_named(broken):
     data = broken / "__3_0.distcp"
     data.write_bytes(data.read_bytes()[:20_000])
     with pytest.raises(UserError, match=r"broken: \S+ in __3_0.distcp: .* truncated"):
@@ -406,7 +406,7 @@ def test_data_files_that_were_exchanged_are_named(broken):
         read_everything(broken)
 
 
-def test_a_missing_data_file_is_named(broken):
+def test_missing_data_file_is_named(broken):
     (broken / "__2_0.distcp").unlink()
     with pytest.raises(UserError, match=r"broken: __2_0.distcp cannot be read"):
         read_everything(broken)

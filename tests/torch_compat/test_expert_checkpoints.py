@@ -51,7 +51,7 @@ def bring(source, destination, config, *options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
+def test_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
     config = trained(tmp_path / "run", model=MODELS[name])
     dcp = export(tmp_path / "run", tmp_path / "dcp")
     again = bring(dcp, tmp_path / "again", config)
@@ -172,7 +172,7 @@ def test_another_router_takes_the_bias_without_what_trained_it(kempnerforge, tmp
         ("--model.num_experts=0", "left over: layers.0.mlp.experts.0"),
     ],
 )
-def test_what_is_of_another_mixture_is_refused(kempnerforge, tmp_path, setting, message):
+def test_checkpoint_of_another_mixture_is_refused(kempnerforge, tmp_path, setting, message):
     _, dcp, config = kempnerforge
     with pytest.raises(UserError, match=message):
         bring(dcp, tmp_path / "run", config, setting)
@@ -195,7 +195,7 @@ def test_settings_over_a_runs_config_may_not_make_another_of_it(kempnerforge, tm
     assert "model.moe_capacity_factor is 2.0 and the weights were trained with 0.0" in said
 
 
-def test_a_run_starts_from_it_directly(kempnerforge, tmp_path):
+def test_run_starts_from_it_directly(kempnerforge, tmp_path):
     directory, dcp, path = kempnerforge
     ours = setup(load_config(path))
     like = ours.abstract_state()
@@ -247,7 +247,7 @@ def test_torchs_own_code_loads_it_and_computes_the_same(tmp_path, name):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
+def test_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
     """The mean of the load is a buffer, which torch casts with the model."""
     config = tiny_config(model={**SIGMOID, **SOME, "moe_packed_experts": packed})
     (tmp_path / "run.toml").write_text(config.to_toml())
@@ -274,7 +274,7 @@ def test_a_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_expert_parallel_ranks_left_is_refused_with_the_cause(tmp_path, packed):
+def test_expert_parallel_leftovers_are_refused_with_the_cause(tmp_path, packed):
     """KempnerForge's ranks save experts under numbers from 0 on; the last rank's stay."""
     model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
     config = tiny_config(model=model)
@@ -291,7 +291,7 @@ def test_what_expert_parallel_ranks_left_is_refused_with_the_cause(tmp_path, pac
     assert str(caught.value).count("\n") == 1, "nothing else is listed"
 
 
-def test_what_kempnerforge_lacks_is_said():
+def test_unsupported_experts_of_kempnerforge_are_named():
     def said(**keys):
         model = tiny_config(model={"ffn_hidden_dim": 64, **MIXTURE, **keys}).model
         return [note.removeprefix("KempnerForge has no model.") for note in unknown(model)]
@@ -327,7 +327,7 @@ def test_what_kempnerforge_lacks_is_said():
     ],
     ids=str,
 )
-def test_a_run_whose_config_is_of_other_arrays_is_damaged(kempnerforge, tmp_path, keys, message):
+def test_run_whose_config_is_of_other_arrays_is_damaged(kempnerforge, tmp_path, keys, message):
     shutil.copytree(kempnerforge[0] / "run", tmp_path / "run")
     change_stored_config(tmp_path / "run", "model", **keys)
     with pytest.raises(UserError, match=message):
@@ -337,7 +337,7 @@ def test_a_run_whose_config_is_of_other_arrays_is_damaged(kempnerforge, tmp_path
 # Memory
 
 
-def test_what_is_written_at_a_time_is_a_layers_expert_or_less(tmp_path):
+def test_written_unit_is_at_most_one_expert(tmp_path):
     """Chunks on disk, and so what an import has in memory."""
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
@@ -357,7 +357,7 @@ def stacking(**model):
     return Stacking(tiny_config(model=model).model)
 
 
-def test_an_entry_has_its_layers_number_whatever_holds_it():
+def test_entry_has_its_layers_number_whatever_holds_it():
     some = stacking(**{**SIGMOID, **SOME})
     assert list(some.entries("moe_layers.mlp.experts.up_proj.weight", (2, 4, 32, 64)))[3:5] == [
         ("layers.1.mlp.experts.3.up_proj.weight", (0, 3)),
@@ -389,7 +389,7 @@ def test_arrays_of_other_layers_or_experts_are_refused():
             list(some.entries(name, shape))
 
 
-def test_what_a_model_of_ones_own_calls_experts_is_its_own():
+def test_registered_model_may_name_its_own_experts():
     dense = stacking()
     assert dense.array_of("layers.1.mlp.experts.2.x") == "layers.mlp.experts.2.x"
     assert len(list(dense.entries("layers.mlp.experts.x", (2, 7)))) == 2

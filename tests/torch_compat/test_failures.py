@@ -68,7 +68,7 @@ def is_whole(sources, to):
         ("dcp", "fsync"), ("dcp", "rename"), ("dcp", "symlink"),
     ],
 )  # fmt: skip
-def test_a_disk_that_fills_up_leaves_all_or_nothing(sources, tmp_path, monkeypatch, command, call):
+def test_disk_that_fills_up_leaves_all_or_nothing(sources, tmp_path, monkeypatch, command, call):
     """At the first and at the last call of each kind; then the same command goes on."""
     with monkeypatch.context() as patched:
         counted = Disk(patched, call)
@@ -100,9 +100,7 @@ def test_file_systems_without_hard_links(sources, tmp_path, monkeypatch, number)
     assert is_whole(sources, tmp_path / "to")
 
 
-def test_an_import_that_was_killed_at_its_end_is_whole_at_the_next_try(
-    sources, tmp_path, monkeypatch
-):
+def test_import_that_was_killed_at_its_end_is_whole_at_the_next_try(sources, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(orbax_store, "settle", lambda run, at: at.exists() and 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -116,7 +114,7 @@ def test_an_import_that_was_killed_at_its_end_is_whole_at_the_next_try(
 
 
 @pytest.mark.parametrize("command", ["import", "hf", "dcp"])
-def test_a_source_that_vanishes_is_not_called_a_destination_that_cannot_be_written(
+def test_source_that_vanishes_is_not_called_a_destination_that_cannot_be_written(
     sources, tmp_path, monkeypatch, command
 ):
     own = tmp_path / "own"
@@ -133,7 +131,7 @@ def test_a_source_that_vanishes_is_not_called_a_destination_that_cannot_be_writt
     assert "written" not in str(raised.value)
 
 
-def test_a_source_that_becomes_shorter_is_named(tmp_path):
+def test_source_that_becomes_shorter_is_named(tmp_path):
     (tmp_path / "x").write_bytes(bytes(10_000))
     file = files.Directory(tmp_path).open("x")
     os.truncate(tmp_path / "x", 100)
@@ -149,14 +147,14 @@ def test_directories_that_cannot_be_synced_are_left_to_the_file_system(tmp_path,
         files.sync(tmp_path / "file")
 
 
-def test_a_failure_without_a_place_to_link_names_the_checkpoint(sources, tmp_path, monkeypatch):
+def test_failure_without_a_place_to_link_names_the_checkpoint(sources, tmp_path, monkeypatch):
     Disk(monkeypatch, "symlink", "always", errno.EPERM)
     with pytest.raises(StorageError, match=r"step_3 is whole, but .*latest"):
         convert(sources, tmp_path / "to", "dcp")
     assert is_whole(sources, tmp_path / "to")
 
 
-def test_what_is_wrong_with_a_file_is_not_hidden_behind_damage(sources, tmp_path):
+def test_file_errors_are_not_reported_as_damage(sources, tmp_path):
     shutil.copytree(sources / "hf", tmp_path / "hf")
     (tmp_path / "hf" / "config.json").unlink()
     (tmp_path / "hf" / "config.json").symlink_to("/etc/hostname")

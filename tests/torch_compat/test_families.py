@@ -268,7 +268,7 @@ def test_logits_are_the_same_with_a_cache(imported):
     assert_close(np.concatenate(logits, axis=1), torch.cat(theirs, dim=1).numpy())
 
 
-def test_an_export_is_the_same_again(imported, tmp_path):
+def test_export_is_the_same_again(imported, tmp_path):
     """The export has the imported family, keys and generation settings."""
     _, path, network, (model, _) = imported
     back = export(path / "run", tmp_path / "back")
@@ -422,7 +422,7 @@ def minimal(model_type, **keys):
         (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
     ],
 )  # fmt: skip
-def test_what_is_not_built_is_refused_by_name(config, message):
+def test_unsupported_settings_are_refused_by_name(config, message):
     with pytest.raises(UserError, match=message) as error:
         hf_config.model_table(config, "here")
     assert str(error.value).startswith("here: ")
@@ -472,7 +472,7 @@ def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(m
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
-def test_the_first_phi3_had_other_names_for_longrope(kind):
+def test_first_phi3_had_other_names_for_longrope(kind):
     old, new = (
         hf_config.model_table(minimal("phi3", rope_scaling={**LONGROPE, "type": each}), "")
         for each in (kind, "longrope")
@@ -498,7 +498,7 @@ def test_nonsense_is_refused_and_breaks_nothing(model_type):
             make_config({"model": table}, source="here")
 
 
-def test_what_is_built_is_not_among_what_is_not():
+def test_supported_families_are_not_listed_as_unsupported():
     assert not FAMILIES.keys() & NOT_BUILT.keys()
 
 
@@ -558,7 +558,7 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
     ],
     ids=str,
 )
-def test_an_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
+def test_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
     """KempnerForge's models among them; the logits are transformers'."""
     model = ModelConfig(**{**OURS, **keys}, init_std=0.2)
     assert hf_config.family_of(model) == family
@@ -569,7 +569,7 @@ def test_an_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
     assert_close(compiled(model)(variables, tokens_of()), theirs)
 
 
-def test_the_gemma_of_the_docs_is_one():
+def test_gemma_of_the_docs_is_one():
     page = (ROOT / "docs" / "configs.md").read_text()
     (text,) = re.findall(r"```toml\n(\[model\]\ndim.*?)```", page, re.DOTALL)
     assert hf_config.family_of(ModelConfig(**tomllib.loads(text)["model"])) == "gemma2"
@@ -605,7 +605,7 @@ def test_the_gemma_of_the_docs_is_one():
     ],
     ids=str,
 )
-def test_what_no_family_has_is_not_exported(keys, message):
+def test_model_without_a_family_is_not_exported(keys, message):
     with pytest.raises(UserError, match=message):
         hf_config.family_of(ModelConfig(**OURS, **keys))
 
@@ -648,7 +648,7 @@ def test_keys_are_those_of_published_files(name):
     assert len(of_experts & written.keys()) == 1
 
 
-def test_the_bias_of_a_router_stays_float32(tmp_path):
+def test_bias_of_a_router_stays_float32(tmp_path):
     """transformers stores it in float32 for weights of any dtype."""
     network = network_of("dots1").to(torch.bfloat16)
     router = network.model.layers[1].mlp.gate

@@ -113,7 +113,7 @@ def test_tensors_beside_the_model_are_left_out_with_a_note(tmp_path, where, opti
     assert all(key in note for key in beside)
 
 
-def test_a_dialect_that_does_not_fit_names_the_keys_of_the_file(tmp_path):
+def test_dialect_that_does_not_fit_names_the_keys_of_the_file(tmp_path):
     model, _ = trained()
     weights = {f"encoder.{key}": tensor for key, tensor in model.state_dict().items()}
     with pytest.raises(UserError, match=r"(?s)missing: .*left over: model\.encoder\."):
@@ -169,7 +169,7 @@ def test_numbers_that_may_be_other_parameters_are_refused(tmp_path, groups, froz
     ],
     ids=str,
 )  # fmt: skip
-def test_an_import_goes_on_in_pytorchs_order_unless_told_otherwise(tmp_path, said, order):
+def test_import_goes_on_in_pytorchs_order_unless_told_otherwise(tmp_path, said, order):
     """KempnerForge's sampler is PyTorch's, and its files have no key for it."""
     model, _ = trained()
     dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)

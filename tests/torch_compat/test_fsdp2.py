@@ -133,7 +133,7 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
+def test_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
     compat("import", nested, tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 40)
@@ -160,7 +160,7 @@ QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entro
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_changes_hands_too(data, tmp_path):
+def test_mixture_of_experts_changes_hands_too(data, tmp_path):
     config = config_of({**MIXTURE, **QUIET}, data, tmp_path / "run.toml")
     job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)
     expected = job(2, 30, saves=[(tmp_path / "torch" / "step_10", False)])

@@ -192,7 +192,7 @@ def test_nothing_in_a_checkpoint_runs(broken, tmp_path, name, plant_it):
      "copyreg._reconstructor",
      "torch.distributed.checkpoint.metadata.os", "torch._utils._rebuild_wrapper_subclass"],
 )  # fmt: skip
-def test_a_name_that_no_checkpoint_needs_is_refused(broken, name):
+def test_name_that_no_checkpoint_needs_is_refused(broken, name):
     module, _, function = name.rpartition(".")
     for protocol in (2, 4):
         data = pickles.dump({"a": Global(module, function)}, protocol)
@@ -226,7 +226,7 @@ def test_persistent_ids_are_refused_in_metadata(broken):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("into", [METADATA, "train_state.pt"])
-def test_a_pickle_cannot_change_what_it_names(broken, name, into):
+def test_pickle_cannot_change_what_it_names(broken, name, into):
     """NumPy would let it set the size of a bfloat16, for the whole process."""
     for state in ((3, ">", None, None, None, -1, -1, 0), {"numpy": 1}, (None, {"numpy": 1})):
         change = pickles.dump(Global("torch", name))[:-1] + pickles.dump(state)[2:-1] + b"b."
@@ -299,7 +299,7 @@ def tensor(offset=0, size=(2, 3), stride=(3, 1), storage=None, dtype=None):
     return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, dtype))
 
 
-def test_the_geometry_that_the_next_test_damages_is_read():
+def test_geometry_that_the_next_test_damages_is_read():
     result = read_archive(archive_of(pickles.dump(tensor(offset=18))))
     assert_same(result.all(), np.zeros((2, 3), np.float32))
 
@@ -341,7 +341,7 @@ def test_the_geometry_that_the_next_test_damages_is_read():
     ],
     ids=str,
 )
-def test_a_tensor_that_is_not_within_its_storage_is_refused(damaged):
+def test_tensor_that_is_not_within_its_storage_is_refused(damaged):
     with pytest.raises(UserError, match="here: "):
         read_archive(archive_of(pickles.dump({"a": damaged}))).get("a").all()
 
@@ -379,7 +379,7 @@ def shared(make, depth=60):
     return value
 
 
-def test_what_is_shared_in_an_object_is_looked_at_once():
+def test_shared_objects_are_visited_once():
     for make in (lambda a, b: [a, b], lambda a, b: (a, b), lambda a, b: {"a": a, "b": b}):
         result = read_archive(archive_of(pickle.dumps(shared(make), 2)))
         assert len(result) == 2
@@ -464,7 +464,7 @@ def test_small_settings_cannot_be_made_large(broken):
     assert inspect(checkpoints.find(broken))["settings"] == {}
 
 
-def test_an_object_that_contains_itself_is_refused():
+def test_object_that_contains_itself_is_refused():
     in_list = []
     in_list.append({"a": (1, in_list)})
     in_dict = {}
@@ -478,7 +478,7 @@ def nested(depth):
     return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
 
 
-def test_an_object_that_is_nested_too_deeply_is_refused(broken):
+def test_object_that_is_nested_too_deeply_is_refused(broken):
     with pytest.raises(UserError, match="here: the object is nested too deeply"):
         read_archive(archive_of(nested(200_000)))
     (broken / METADATA).write_bytes(nested(200_000))
@@ -486,7 +486,7 @@ def test_an_object_that_is_nested_too_deeply_is_refused(broken):
         read_all(broken)
 
 
-def test_a_compressed_record_is_refused_unread(broken):
+def test_compressed_record_is_refused_unread(broken):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as result:
         result.writestr("archive/data.pkl", pickles.dump(tensor()))
@@ -515,7 +515,7 @@ END = -22  # where the end record of an archive begins
         (END + 12, "<I", [0]),
     ],
 )
-def test_an_archive_whose_directory_lies_elsewhere_is_refused(at, form, values):
+def test_archive_whose_directory_lies_elsewhere_is_refused(at, form, values):
     data = archive_of(pickles.dump(tensor()))
     with pytest.raises(UserError, match="here: "):
         read_archive(patched(data, at, form, *values)).all()
@@ -534,7 +534,7 @@ def test_an_archive_whose_directory_lies_elsewhere_is_refused(at, form, values):
         (42, "<I", 2**32 - 1),
     ],
 )
-def test_an_entry_that_says_what_is_not_so_is_refused(field, form, value):
+def test_entry_that_says_what_is_not_so_is_refused(field, form, value):
     data = archive_of(pickles.dump(tensor()))
     last = data.rindex(b"PK\x01\x02")  # that of data/0
     with pytest.raises(UserError, match="here: "):
@@ -549,7 +549,7 @@ def test_both_sizes_of_an_entry_may_lie(broken):
         read_archive(data).all()
 
 
-def test_the_metadata_that_the_next_test_damages_are_read(broken):
+def test_metadata_that_the_next_test_damages_are_read(broken):
     (broken / METADATA).write_bytes(pickles.dump(metadata(), 4))
     assert opened(broken).tensors["w"].shape == (4, 6)
 
@@ -624,14 +624,14 @@ def test_metadata_of_other_types_are_refused(broken, damaged):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_place_of_other_types_is_refused(broken, state):
+def test_place_of_other_types_is_refused(broken, state):
     torch.save(state, broken / "train_state.pt")
     with pytest.raises(UserError, match=r"train_state\.pt: not a training state"):
         read_all(broken)
 
 
 @pytest.mark.parametrize("value", [np.zeros(2, np.float32), np.float32(np.inf), np.float32(np.nan)])
-def test_a_step_that_is_no_number_is_refused(tmp_path, value):
+def test_step_that_is_no_number_is_refused(tmp_path, value):
     step = torch.from_numpy(np.asarray(value))
     dcp.save({"train_state": {"step": step}}, checkpoint_id=tmp_path / "d", no_dist=True)
     with pytest.raises(UserError, match=r"train_state\.step is no number"):
@@ -664,7 +664,7 @@ def mutations(data, rng, count):
 
 
 @pytest.mark.parametrize(("name", "count"), [(METADATA, 400), (FILE, 400), ("train_state.pt", 150)])
-def test_a_damaged_byte_is_an_error_or_does_no_harm(original, broken, name, count):
+def test_damaged_byte_is_an_error_or_does_no_harm(original, broken, name, count):
     data = (original / name).read_bytes()
     rng = np.random.default_rng(1)
     refused = 0

@@ -190,7 +190,7 @@ def config_json(directory):
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_an_export_is_the_same_model_in_transformers(tmp_path, case):
+def test_export_is_the_same_model_in_transformers(tmp_path, case):
     model = model_of(case)
     run = save_run(tmp_path / "run", config_of(model))
     dialect = "hf-mistral" if case == "Mistral" else None
@@ -201,7 +201,7 @@ def test_an_export_is_the_same_model_in_transformers(tmp_path, case):
     np.testing.assert_allclose(ours, their_logits(network, tokens), rtol=0, atol=1e-5)
 
 
-def test_the_command_exports(tmp_path):
+def test_command_exports(tmp_path):
     model = model_of("Qwen2")
     run = save_run(tmp_path / "run", config_of(model))
     command = [sys.executable, "-m", "torch_compat", "export", run, tmp_path / "hf", "--to", "hf"]
@@ -218,7 +218,7 @@ def test_the_command_exports(tmp_path):
 @pytest.mark.parametrize(
     "dialect", ["hf-llama", "hf-qwen2", "hf-qwen3", "hf-qwen3-moe", "kempnerforge"]
 )
-def test_an_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
+def test_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
     """A Qwen2 of a model without biases would have biases of chance in transformers."""
     case = "Qwen3" if dialect == "hf-llama" else "Llama"
     run = save_run(tmp_path / "run", config_of(model_of(case)))
@@ -237,7 +237,7 @@ def test_an_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
     ],
     ids=str,
 )
-def test_what_no_family_has_is_refused(tmp_path, keys, message):
+def test_model_without_a_family_is_refused(tmp_path, keys, message):
     with pytest.raises(UserError, match=message):
         hf_config.family_of(ModelConfig(**{**SHAPE, **keys}))
     if "num_experts" not in keys:
@@ -264,7 +264,7 @@ def imported(request, tmp_path_factory):
     return case, path, network
 
 
-def test_an_import_is_the_same_model(imported):
+def test_import_is_the_same_model(imported):
     case, path, _ = imported
     model, params = params_of(path / "run")
     assert model == normal(model_of(case))
@@ -297,7 +297,7 @@ def starting_params(config, directory):
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 4, "tp": 2}], ids=str)
 @pytest.mark.parametrize("imported", [("Qwen2", "bfloat16")], indirect=True)
-def test_a_run_starts_with_the_weights(imported, tmp_path, distributed):
+def test_run_starts_with_the_weights(imported, tmp_path, distributed):
     """Weights of an imported run and of the directory itself are equal."""
     case, path, network = imported
     config = config_of(model_of(case), distributed={"dp_shard": 1, **distributed})
@@ -365,7 +365,7 @@ def bpe(path):
 
 
 @pytest.mark.parametrize("case", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_a_tokenizer_is_exported_with_its_model(tmp_path, case):
+def test_tokenizer_is_exported_with_its_model(tmp_path, case):
     ours = bpe(tmp_path / "tokenizer")
     model = model_of(case).model_copy(update={"vocab_size": 300})
     data = {"tokenizer_path": str(tmp_path / "tokenizer")}
@@ -418,7 +418,7 @@ def with_tokenizer(tmp_path_factory):
     return path, network
 
 
-def test_an_import_has_the_tokenizer(with_tokenizer, tmp_path):
+def test_import_has_the_tokenizer(with_tokenizer, tmp_path):
     path, _ = with_tokenizer
     tokenizer, theirs = run_directory.read_tokenizer(path / "run"), load_tokenizer(path / "hf")
     assert (tokenizer.fingerprint, tokenizer.eos_id) == (theirs.fingerprint, 0)
@@ -429,7 +429,7 @@ def test_an_import_has_the_tokenizer(with_tokenizer, tmp_path):
     assert run_directory.read_tokenizer(tmp_path / "other").eos_id == 256  # one's own wins
 
 
-def test_an_import_generates_and_is_evaluated(with_tokenizer, tmp_path, capsysbinary):
+def test_import_generates_and_is_evaluated(with_tokenizer, tmp_path, capsysbinary):
     path, network = with_tokenizer
     precise = "--train.mixed_precision=fp32"
     arguments = ["--prompt=the lazy fox", "--max-tokens=6", "--temperature=0", precise]
@@ -530,7 +530,7 @@ def test_config_json_means_what_transformers_takes_it_for(kind, keys):
                                  original_max_seq_len=33)},
     {"qkv_bias": True}, {**QK_NORM}, {"n_layers": 5},
 ], ids=str)  # fmt: skip
-def test_an_exported_config_gives_the_model_back(tmp_path, keys):
+def test_exported_config_gives_the_model_back(tmp_path, keys):
     """Also after transformers has rewritten it, and by what version 4 or 5 alone looks at."""
     model = ModelConfig(**{**SHAPE, **keys})
     family = hf_config.family_of(model)
@@ -565,7 +565,7 @@ def test_an_exported_config_gives_the_model_back(tmp_path, keys):
         ("llama", {"hidden_size": "64"}, "does not give hidden_size"),
     ],
 )  # fmt: skip
-def test_what_the_model_has_not_is_refused(tmp_path, kind, keys, message):
+def test_tensors_unknown_to_the_model_are_refused(tmp_path, kind, keys, message):
     (tmp_path / "config.json").write_text(json.dumps(minimal(kind, **keys)))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match=message) as error:
@@ -574,7 +574,7 @@ def test_what_the_model_has_not_is_refused(tmp_path, kind, keys, message):
 
 
 @pytest.mark.parametrize("text", ["[1]", "{"])
-def test_a_config_that_is_none_is_refused(tmp_path, text):
+def test_config_that_is_none_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json: not"):
         hf_state.read_config(Directory(tmp_path))
@@ -628,7 +628,7 @@ def test_other_windows_than_the_weights_were_trained_with_are_noted(tmp_path):
     assert "layers that see all tokens and [model] 8: the weights were trained" in note
 
 
-def test_a_config_of_ones_own_that_differs_is_noted(tmp_path, caplog):
+def test_config_of_ones_own_that_differs_is_noted(tmp_path, caplog):
     """Shapes tell nothing of these keys."""
     hugging_face("Qwen3", model_of("Qwen3")).save_pretrained(tmp_path / "hf")
     notes = load(tmp_path / "hf", tmp_path / "run", "--model.norm_eps=1e-3",
@@ -647,7 +647,7 @@ def test_a_config_of_ones_own_that_differs_is_noted(tmp_path, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_a_cast_is_torchs_own(tmp_path):
+def test_cast_is_torchs_own(tmp_path):
     """To the nearest, ties to even; what would become infinite is refused (see test_limits)."""
     model = model_of("Llama")
     params = random_params(model)
@@ -664,7 +664,7 @@ def test_a_cast_is_torchs_own(tmp_path):
         assert open_theirs(tmp_path / dtype, dtype="auto").dtype == getattr(torch, dtype)
 
 
-def test_an_import_casts_too(tmp_path):
+def test_import_casts_too(tmp_path):
     network = hugging_face("Llama", model_of("Llama"))
     network.save_pretrained(tmp_path / "hf")
     load(tmp_path / "hf", tmp_path / "run", dtype="bfloat16")

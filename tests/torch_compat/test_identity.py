@@ -76,7 +76,7 @@ def add_step_5(steps, run):
 
 
 @pytest.mark.parametrize("change", ["another step", "a newer step", "another tokenizer"])
-def test_a_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change):
+def test_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change):
     run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
     shutil.copytree(runs[0], run)
     arguments = ["export", str(run), str(tmp_path / "hf"), "--to=hf"]
@@ -94,9 +94,7 @@ def test_a_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change
     assert eos_id == (ByteTokenizer().eos_id if has_tokenizer else None)
 
 
-def test_a_config_that_was_corrected_in_its_file_makes_all_tensors_anew(
-    runs, tmp_path, monkeypatch
-):
+def test_config_that_was_corrected_in_its_file_makes_all_tensors_anew(runs, tmp_path, monkeypatch):
     """torchtitan's rotary layout goes by the number of heads."""
     config = tmp_path / "run.toml"
     right = (runs[0] / "config.toml").read_text()
@@ -110,7 +108,7 @@ def test_a_config_that_was_corrected_in_its_file_makes_all_tensors_anew(
     assert_same(values(tmp_path / "run"), values(runs[0]))
 
 
-def test_a_source_that_changes_while_it_is_read_makes_nothing(runs, tmp_path, monkeypatch):
+def test_source_that_changes_while_it_is_read_makes_nothing(runs, tmp_path, monkeypatch):
     main(["export", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
     weights, results = tmp_path / "hf" / "model.safetensors", Staging.results
 
@@ -127,7 +125,7 @@ def test_a_source_that_changes_while_it_is_read_makes_nothing(runs, tmp_path, mo
 
 
 @pytest.mark.parametrize("store", ["memory", "file"])
-def test_what_tells_files_apart_is_known_of_every_store(tmp_path, store):
+def test_every_store_has_a_file_identity(tmp_path, store):
     fs = pytest.importorskip("fsspec").filesystem(store)
     location = f"memory://{tmp_path}/step_3" if store == "memory" else str(tmp_path)
     seen = []
@@ -140,7 +138,7 @@ def test_what_tells_files_apart_is_known_of_every_store(tmp_path, store):
     assert Directory(f"{location}/none").stamps() == {}
 
 
-def test_what_was_found_stays_what_it_is(runs, tmp_path):
+def test_located_checkpoint_stays_the_same(runs, tmp_path):
     shutil.copytree(runs[0], tmp_path / "run")
     main(["export", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp"])
     reference = [checkpoints.find(tmp_path / name) for name in ("run", "dcp")]
@@ -182,7 +180,7 @@ def test_workers_take_what_process_0_has_found(runs, tmp_path, monkeypatch):
     assert main(["verify", str(tmp_path / "hf"), str(runs[0])]) == 0
 
 
-def test_a_worker_that_sees_another_source_ends_at_once(tmp_path):
+def test_worker_that_sees_another_source_ends_at_once(tmp_path):
     with (
         Staging(tmp_path / "a", {"step": 3}, Share(0, 2)),
         pytest.raises(UserError, match="has changed since process 0 looked"),
@@ -190,7 +188,7 @@ def test_a_worker_that_sees_another_source_ends_at_once(tmp_path):
         Staging(tmp_path / "a", {"step": 5}, Share(1, 2, parent=os.getppid()))
 
 
-def test_a_worker_ends_when_process_0_has(tmp_path):
+def test_worker_ends_when_process_0_has(tmp_path):
     with Staging(tmp_path / "a", {}, Share(0, 2)):
         pass
     orphan = Staging(tmp_path / "a", {}, Share(1, 2, parent=1234567))
@@ -199,7 +197,7 @@ def test_a_worker_ends_when_process_0_has(tmp_path):
         orphan.write(units, lambda nbytes: None)
 
 
-def test_a_second_conversion_to_one_destination_is_refused(tmp_path):
+def test_second_conversion_to_one_destination_is_refused(tmp_path):
     with Staging(tmp_path / "a", {"of": 1}, Share()) as first:
         for plan in ({"of": 1}, {"of": 2}):
             with pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
@@ -253,7 +251,7 @@ def test_helpers_of_another_conversion_keep_a_new_one_from_beginning(tmp_path, m
         assert not other._mark("unit").exists()
 
 
-def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog):
+def test_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 

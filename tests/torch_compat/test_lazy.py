@@ -52,7 +52,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_reads_what_numpy_has(view):
+def test_view_reads_what_numpy_has(view):
     lazy, expected = VIEWS[view]
     assert (lazy.shape, lazy.dtype, lazy.nbytes) == (
         expected.shape,
@@ -77,7 +77,7 @@ def recorded(array):
     return LazyTensor(array.shape, array.dtype, read), asked
 
 
-def test_a_view_reads_no_more_than_it_needs():
+def test_view_reads_no_more_than_it_needs():
     tensor, asked = recorded(MATRIX)
     part = tensor.rows(np.arange(9)[::-1]).transposed().part(1)
     assert not asked
@@ -85,7 +85,7 @@ def test_a_view_reads_no_more_than_it_needs():
     assert asked == [(slice(4, 7), slice(1, 2))]
 
 
-def test_a_stack_reads_the_layers_that_are_asked_for():
+def test_stack_reads_the_layers_that_are_asked_for():
     layers = [recorded(layer) for layer in ARRAY]
     index = (slice(2, 4), slice(1, 3), slice(0, 5))
     stack([tensor for tensor, _ in layers]).read(index)
@@ -135,7 +135,7 @@ def test_tensors_are_equal_by_bits():
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_a_cast_rounds_as_torch_does(name):
+def test_cast_rounds_as_torch_does(name):
     torch = pytest.importorskip("torch")
     values = random_array("float32", (4000,))
     expected = torch.from_numpy(values).to(getattr(torch, name)).float().numpy()

@@ -117,7 +117,7 @@ LONG = b"X" + struct.pack("<I", MANY) + b"a" * MANY
     ],
     ids=["paths", "copies", "texts", "members", "sets", "dicts", "memo", "number"],
 )
-def test_a_pickle_makes_no_more_than_its_bytes_allow(broken, data):  # noqa: F811
+def test_pickle_makes_no_more_than_its_bytes_allow(broken, data):  # noqa: F811
     (broken / METADATA).write_bytes(b"\x80\x02" + data + b".")
     with pytest.raises(
         UserError, match=r"not a readable pickle|names (_codecs\.encode|__builtin__\.set)"
@@ -154,7 +154,7 @@ def test_nothing_that_a_pickle_names_can_be_changed_by_it():
 
 
 @pytest.mark.parametrize("name", [METADATA, FILE, "train_state.pt"])
-def test_a_pipe_is_no_file(broken, name):  # noqa: F811
+def test_pipe_is_no_file(broken, name):  # noqa: F811
     (broken / name).unlink()
     os.mkfifo(broken / name)
     with pytest.raises(UserError, match="no regular file"):
@@ -175,7 +175,7 @@ def test_staircases_of_chunks_are_looked_at_in_linear_time():
         _check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], *columns])
 
 
-def test_the_first_element_that_is_not_there_once_is_found():
+def test_first_element_that_is_not_there_once_is_found():
     rng = np.random.default_rng(0)
     outcomes = set()
     for _ in range(300):
@@ -201,7 +201,7 @@ def test_the_first_element_that_is_not_there_once_is_found():
     assert outcomes == {True, False}
 
 
-def test_the_same_chunks_cannot_be_named_again_and_again(broken):  # noqa: F811
+def test_same_chunks_cannot_be_named_again_and_again(broken):  # noqa: F811
     empty = New(Global(MODULE, "ChunkStorageMetadata"), {"offsets": (0,), "sizes": (0,)})
     about = New(Global(MODULE, "TensorStorageMetadata"), {
         "properties": New(Global(MODULE, "TensorProperties"), (Global("torch", "float32"),)),
@@ -219,7 +219,7 @@ def test_the_same_chunks_cannot_be_named_again_and_again(broken):  # noqa: F811
         read_all(broken)
 
 
-def test_a_vast_file_takes_no_memory(broken):  # noqa: F811
+def test_vast_file_takes_no_memory(broken):  # noqa: F811
     """A sparse one costs its maker nothing; it is refused for the bytes after its end."""
     data = pickles.dump(metadata(), 4)
     (broken / METADATA).write_bytes(data)
@@ -233,7 +233,7 @@ def test_a_vast_file_takes_no_memory(broken):  # noqa: F811
         tracemalloc.stop()
 
 
-def test_what_a_pickle_makes_is_held_against_what_was_read(broken):  # noqa: F811
+def test_pickle_output_is_bounded_by_its_input(broken):  # noqa: F811
     """Not against the size of the file, which may be holes for the most part."""
     (broken / METADATA).write_bytes(b"\x80\x04" + b"]" * (1 << 20))
     os.truncate(broken / METADATA, 1 << 29)
@@ -242,7 +242,7 @@ def test_what_a_pickle_makes_is_held_against_what_was_read(broken):  # noqa: F81
 
 
 @pytest.mark.parametrize("size", [(2**33,), (2**20, 2**13)])
-def test_a_few_bytes_are_no_tensor_of_gigabytes(size):
+def test_few_bytes_are_no_tensor_of_gigabytes(size):
     with pytest.raises(UserError, match="repeats the same 96 bytes"):
         read_archive(archive_of(pickles.dump(tensor(size=size, stride=(0,) * len(size)))))
 
@@ -327,7 +327,7 @@ def write_hf(path, tensors, **config):
     ],
     ids=lambda config: str(config)[-60:],
 )  # fmt: skip
-def test_a_config_of_no_model_is_refused(tmp_path, config):
+def test_config_of_no_model_is_refused(tmp_path, config):
     write_hf(tmp_path, {"model.norm.weight": of_array(np.zeros(64, np.float32))}, **config)
     with pytest.raises(UserError, match=r"config\.json") as caught:
         checkpoints.find(tmp_path).config(None)
@@ -380,14 +380,14 @@ LOCAL = [(4, "version"), (6, "flags"), (8, "method"), (26, "length of the name")
 
 
 @pytest.mark.parametrize(("at", "what"), LOCAL)
-def test_the_header_of_a_record_says_what_the_index_says(at, what):
+def test_header_of_a_record_says_what_the_index_says(at, what):
     data = archive_of(pickles.dump(tensor()))
     start = data.rindex(b"PK\3\4")
     with pytest.raises(UserError, match="here: record data/0: its header is damaged"):
         read_archive(patched(data, start + at, "<B", data[start + at] ^ 1))
 
 
-def test_a_bit_that_turned_in_a_small_record_is_noticed():
+def test_bit_that_turned_in_a_small_record_is_noticed():
     data = archive_of(pickles.dump(tensor()))
     pickled, numbers = data.index(b"torch"), data.rindex(bytes(96))
     for at in (pickled, numbers, numbers + 95):
@@ -395,7 +395,7 @@ def test_a_bit_that_turned_in_a_small_record_is_noticed():
             read_archive(patched(data, at, "<B", data[at] ^ 4)).all()
 
 
-def test_an_archive_without_checksums_is_read():
+def test_archive_without_checksums_is_read():
     """`torch.serialization.set_crc32_options(False)` writes zeros."""
     data = bytearray(archive_of(pickles.dump(tensor())))
     for mark, field in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
@@ -424,7 +424,7 @@ def test_an_archive_without_checksums_is_read():
     ],
     ids=str,
 )
-def test_a_place_that_no_run_can_be_at_is_refused(broken, state):  # noqa: F811
+def test_place_that_no_run_can_be_at_is_refused(broken, state):  # noqa: F811
     torch = pytest.importorskip("torch")
     torch.save({"step": 3, "tokens_seen": 96} | state, broken / "train_state.pt")
     with pytest.raises(UserError, match=r"train_state\.pt: not a training state"):
@@ -445,7 +445,7 @@ def test_settings_that_no_optimizer_has_are_refused(tmp_path, group):
         inspect(checkpoints.find(tmp_path / "d"))
 
 
-def test_a_scalar_of_gigabytes_is_none(broken):  # noqa: F811
+def test_scalar_of_gigabytes_is_none(broken):  # noqa: F811
     about = metadata(key="train_state.step", fqn="train_state.step", size=(2**40,),
                      sizes=(2**40,), offsets=(0,), offset=(0,))  # fmt: skip
     (broken / METADATA).write_bytes(pickles.dump(about, 4))
@@ -472,7 +472,7 @@ def test_names_that_no_file_can_have_are_refused(tmp_path):
             Directory(tmp_path).open(name)
 
 
-def test_a_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
+def test_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
     """transformers takes `model.safetensors` if both exist."""
     item = {"a": of_array(np.ones(4, np.float32)), "b": of_array(np.ones(2, np.float32))}
     two = {"a": of_array(np.zeros(4, np.float32)), "b": of_array(np.zeros(2, np.float32))}
@@ -501,7 +501,7 @@ def test_weights_that_are_no_floats_are_refused(dtype):
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65520.0, "float16"), (3.4e38, "bfloat16")])
-def test_a_cast_makes_no_infinities(largest, dtype):
+def test_cast_makes_no_infinities(largest, dtype):
     values = np.array([1.0, -largest, np.inf, np.nan], np.float32)
     with pytest.raises(UserError, match=f"w: values up to .* are infinite as {dtype}"):
         of_array(values, "w").cast(DTYPES[dtype]).all()

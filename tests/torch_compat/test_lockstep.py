@@ -92,7 +92,7 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("fault", FORWARD)
-def test_a_fault_of_the_model_is_named(our_side, fault):
+def test_fault_of_the_model_is_named(our_side, fault):
     point, hint = FORWARD[fault]
     result = first_difference(report_of(our_side, Built(Llama(fault))).rows)
     assert (result.stage, result.name) == ("forward", point)
@@ -105,7 +105,7 @@ def test_large_faults_are_seen_in_bfloat16(our_side, fault):
     assert result.name == FORWARD[fault][0]
 
 
-def test_a_head_that_is_not_tied_is_named(our_side):
+def test_head_that_is_not_tied_is_named(our_side):
     result = first_difference(report_of(our_side, Built(Llama("untied"), adamw)).rows)
     assert (result.stage, result.name) == ("gradients", "token_embedding.embedding.weight")
     assert "parameter of its own" in result.hint
@@ -141,7 +141,7 @@ def lockstep(directory, factory, *options):
     ])  # fmt: skip
 
 
-def test_the_command_tells_the_first_difference(directory, capsys):
+def test_command_tells_the_first_difference(directory, capsys):
     assert lockstep(directory, "build") == 0
     assert "nothing differs" in capsys.readouterr().out
     tokens = np.arange(64).reshape(2, 32)
@@ -161,7 +161,7 @@ def test_the_command_tells_the_first_difference(directory, capsys):
         ("rotated", "wants x, base: it must take nothing"),
     ],
 )
-def test_the_users_mistakes_are_said(directory, factory, message):
+def test_users_mistakes_are_said(directory, factory, message):
     with pytest.raises(UserError, match=message):
         lockstep(directory, factory)
 

@@ -52,7 +52,7 @@ def written(run, directory, step, **location):
     return path
 
 
-def test_a_run_is_imported_from_its_parent(tmp_path):
+def test_run_is_imported_from_its_parent(tmp_path):
     config = trained(tmp_path / "run")
     path = written(tmp_path / "run", tmp_path / "theirs", 2, tokens=512, logged=2)
     (path.parent / "global_step_1").mkdir()
@@ -78,7 +78,7 @@ def test_tokens_count_only_where_they_are_the_step_s(tmp_path):
         assert (result.step, result.updates, result.tokens) == (step, step, tokens)
 
 
-def test_the_newest_step_counts_as_a_number(tmp_path):
+def test_newest_step_counts_as_a_number(tmp_path):
     for step in (9, 10, 100):
         dcp.save(
             {"x": torch.ones(1)}, checkpoint_id=str(tmp_path / f"global_step_{step}"), no_dist=True

@@ -38,7 +38,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_what_was_logged_up_to_the_step(run):
+def test_card_uses_logs_up_to_the_step(run):
     logged = read_logged(run, 20)
     assert logged.train["train/loss"] == 3.25
     assert (logged.evaluation["eval/loss"], logged.evaluated) == (3.6, 10)
@@ -50,7 +50,7 @@ def test_what_was_logged_up_to_the_step(run):
     )
 
 
-def test_a_run_without_logs_has_a_card(tmp_path):
+def test_run_without_logs_has_a_card(tmp_path):
     text = card(read_logged(tmp_path, 20))
     assert "Evaluation" not in text
     assert "last loss" not in text
@@ -58,7 +58,7 @@ def test_a_run_without_logs_has_a_card(tmp_path):
     assert "null" not in card(Logged({"train/loss": None}, {"eval/loss": None}, 5))
 
 
-def test_the_front_matter_is_yaml():
+def test_front_matter_is_yaml():
     data = {"hf_dataset_name": "me/texts:\x7fall", "tokenizer_path": "byte"}
     _, front, body = card(data=data).split("---\n", 2)
     assert yaml.safe_load(front) == {

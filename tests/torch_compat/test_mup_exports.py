@@ -57,7 +57,7 @@ def test_transformers_computes_the_same(family, tmp_path):
     assert np.abs(our_logits(plain, params, tokens) - ours).max() > 0.1
 
 
-def test_what_no_family_can_say_is_refused(tmp_path):
+def test_inexpressible_mup_model_is_refused(tmp_path):
     """A scale of scores of normalised queries, where the family has none."""
     of = config(qk_norm=True, mup_base_head_dim=4)
     run = save_run(tmp_path / "run", of)
@@ -65,7 +65,7 @@ def test_what_no_family_can_say_is_refused(tmp_path):
         export(run, tmp_path / "out")
 
 
-def test_a_torch_job_gets_weights_alone(tmp_path):
+def test_torch_job_gets_weights_alone(tmp_path):
     of = config(mup_base_head_dim=4)
     params = random_params(of.model)
     run = save_run(tmp_path / "run", of, params)
@@ -89,7 +89,7 @@ def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
         checkpoints.find(out).read(config(), options)
 
 
-def test_the_base_itself_is_standard():
+def test_base_itself_is_standard():
     at_base = ModelConfig(**{**SHAPE, "mup_base_width": 64, "mup_base_head_dim": 16})
     assert mup.is_standard(at_base)
     assert hf_config.family_of(mup.as_standard(at_base)) == "llama"

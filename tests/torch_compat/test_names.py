@@ -150,7 +150,7 @@ def test_every_parameter_has_a_key_of_its_own(dialect, features):
 
 
 @pytest.mark.parametrize(("dialect", "features"), CASES)
-def test_a_part_of_a_tensor_is_the_part_of_what_is_read_whole(dialect, features):
+def test_part_of_a_tensor_is_the_part_of_what_is_read_whole(dialect, features):
     """An import reads some rows and columns."""
     ours = ours_of(features)
     back = translated(dialect, features, theirs_of(dialect, features))
@@ -287,7 +287,7 @@ WRAPPERS = [
 
 @pytest.mark.parametrize(("dialect", "features"), CASES)
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_dialect_is_found_from_the_keys(dialect, features, prefix):
+def test_dialect_is_found_from_the_keys(dialect, features, prefix):
     keys = list(theirs_of(dialect, features))
     same = dict.fromkeys(("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite"), "hf-llama")
     expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # the very same names
@@ -299,7 +299,7 @@ def test_a_dialect_is_found_from_the_keys(dialect, features, prefix):
 
 @pytest.mark.parametrize("dialect", ["torchtitan", "torchtitan-2025", "kempnerforge", "hf-llama"])
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_a_dialect_is_found_without_the_head_of_a_tied_model(dialect, prefix):
+def test_dialect_is_found_without_the_head_of_a_tied_model(dialect, prefix):
     keys = [key for key in theirs_of(dialect, LLAMA) if key != NAME_MAPS[dialect].their_name(HEAD)]
     assert dcp_state.sort_keys(as_dcp([prefix + key for key in keys])).dialect.name == dialect
 
@@ -327,7 +327,7 @@ def test_keys_beside_the_model_do_not_hide_it():
     ],
     ids=str,
 )
-def test_the_number_of_updates_is_a_number(step, says):
+def test_number_of_updates_is_a_number(step, says):
     params = theirs_of("kempnerforge", LLAMA)
     state = {
         f"optimizer.state.{key}.{field}": value
@@ -390,13 +390,13 @@ def test_all_that_does_not_fit_is_listed_in_one_message():
     ]
 
 
-def test_a_long_list_is_cut():
+def test_long_list_is_cut():
     with pytest.raises(UserError, match=r"(?s)(  missing: \S+\n){20}  \.\.\. and \d+ more$"):
         translated("hf-llama", LLAMA, {})
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (7, 16), (6, 16), (12, 16), (0, 16), (8, 16, 1)])
-def test_a_tensor_that_cannot_be_permuted_is_of_another_shape(shape):
+def test_tensor_that_cannot_be_permuted_is_of_another_shape(shape):
     """Also one whose rows, rounded up to whole heads, would be as many as there should be."""
     theirs = theirs_of("torchtitan", LLAMA)
     theirs["layers.0.attention.qkv_linear.wk.weight"] = np.zeros(shape)
@@ -463,7 +463,7 @@ CAN_BE_TIED = [name for name, several in FEATURES.items() if LLAMA in several]
 
 
 @pytest.mark.parametrize("dialect", CAN_BE_TIED)
-def test_a_tied_head_may_be_there_as_a_copy_or_not(dialect):
+def test_tied_head_may_be_there_as_a_copy_or_not(dialect):
     assert HEAD not in shapes_of(TIED)
     theirs = theirs_of(dialect, TIED)
     embedding = theirs[NAME_MAPS[dialect].their_name(EMBEDDING)]
@@ -475,7 +475,7 @@ def test_a_tied_head_may_be_there_as_a_copy_or_not(dialect):
 
 
 @pytest.mark.parametrize("dialect", CAN_BE_TIED)
-def test_a_head_that_differs_is_not_tied(dialect):
+def test_head_that_differs_is_not_tied(dialect):
     theirs = theirs_of(dialect, TIED)
     embedding = theirs[NAME_MAPS[dialect].their_name(EMBEDDING)]
     other = embedding.copy()
@@ -485,7 +485,7 @@ def test_a_head_that_differs_is_not_tied(dialect):
             translated(dialect, TIED, theirs | {NAME_MAPS[dialect].their_name(HEAD): head})
 
 
-def test_a_tied_head_alone_is_no_embedding():
+def test_tied_head_alone_is_no_embedding():
     theirs = theirs_of("hf-llama", TIED)
     theirs["lm_head.weight"] = theirs.pop("model.embed_tokens.weight")
     with pytest.raises(UserError, match=f"missing: {EMBEDDING}"):
@@ -494,7 +494,7 @@ def test_a_tied_head_alone_is_no_embedding():
 
 @pytest.mark.parametrize("rows", [16, 12, 9])
 @pytest.mark.parametrize("dialect", ["hf-llama", "torchtitan"])
-def test_a_vocabulary_is_cut_or_padded_when_asked(dialect, rows):
+def test_vocabulary_is_cut_or_padded_when_asked(dialect, rows):
     theirs = theirs_of(dialect, LLAMA)
     padded = np.random.default_rng(0).standard_normal((16, 16), np.float32)
     for name in (EMBEDDING, HEAD):
@@ -538,13 +538,13 @@ def test_another_vocabulary_is_refused_with_the_way_out(rows):
         ("kempnerforge", {**MIXTURE, **SHARED}, "shared_expert_gate.weight has no counterpart"),
     ],
 )  # fmt: skip
-def test_what_a_dialect_does_not_have_is_refused_with_the_reason(dialect, features, why):
+def test_missing_names_are_refused_with_the_reason(dialect, features, why):
     with pytest.raises(UserError, match=rf"layers\.0\.\S+ .*{dialect}.*") as caught:
         theirs_of(dialect, features)
     assert why in str(caught.value)
 
 
-def test_a_shared_expert_has_no_place_in_mixtral():
+def test_shared_expert_has_no_place_in_mixtral():
     name = "layers.0.mlp.shared_expert.up_proj.weight"
     with pytest.raises(UserError, match=f"{name} cannot be .*this family has no shared expert"):
         NAME_MAPS["hf-mixtral"].their_name(name)

@@ -55,7 +55,7 @@ def mapped_only(monkeypatch):
     monkeypatch.setattr(ocdbt, "_by_tensorstore", lambda store, name: pytest.fail(name))
 
 
-def test_what_orbax_saves_is_mapped(tmp_path, mapped_only):
+def test_saved_arrays_are_memory_mapped(tmp_path, mapped_only):
     arrays = {name: array for name, array in ARRAYS.items() if array.size}
     result = ocdbt.open_arrays(saved(tmp_path / "state", arrays, chunks=(0, 1)))
     assert result.keys() == arrays.keys()
@@ -87,7 +87,7 @@ def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
         ({}, np.pad(random_array("float32", (2, 4)), ((0, 3), (0, 2)))),
     ],
 )
-def test_what_is_not_as_in_memory_is_read_by_tensorstore(tmp_path, monkeypatch, unlike, array):
+def test_other_layouts_are_read_by_tensorstore(tmp_path, monkeypatch, unlike, array):
     asked = []
     general = ocdbt._by_tensorstore
     monkeypatch.setattr(
@@ -98,7 +98,7 @@ def test_what_is_not_as_in_memory_is_read_by_tensorstore(tmp_path, monkeypatch, 
     assert np.array_equal(result.all(), array)
 
 
-def test_an_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
+def test_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
     spec = ocdbt.spec(tmp_path, "a")
     small = {**spec, "kvstore": {**spec["kvstore"], "config": {"max_decoded_node_bytes": 300}}}
     array = random_array("float32", (20, 20))
@@ -108,7 +108,7 @@ def test_an_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
     assert_same(ocdbt.open_arrays(tmp_path)["a"].all(), array)
 
 
-def test_a_chunk_that_is_not_there_is_named(tmp_path):
+def test_chunk_that_is_not_there_is_named(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (64, 64))})
     data, offset, length = ocdbt._places(store)["x"]["0.0"]
     (store / data).write_bytes((store / data).read_bytes()[: offset + length - 1])
@@ -119,7 +119,7 @@ def test_a_chunk_that_is_not_there_is_named(tmp_path):
         ocdbt.open_arrays(store)["x"].all()
 
 
-def test_a_path_is_not_a_url(tmp_path):
+def test_path_is_not_a_url(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (8, 8))})
     for name in ("[1]", "a%20b", "c#d", "e?f", "50%"):
         shutil.copytree(store, tmp_path / name)
@@ -149,7 +149,7 @@ def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
         assert_same(general.read().result(), array)
 
 
-def test_an_index_of_many_keys_and_files(tmp_path):
+def test_index_of_many_keys_and_files(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "large").write_bytes(bytes(range(200)) * 10)
     for number in range(300):
@@ -163,5 +163,5 @@ def test_an_index_of_many_keys_and_files(tmp_path):
     assert store[""] == b"inline"
 
 
-def test_the_checksum_is_castagnolis():
+def test_checksum_is_castagnolis():
     assert ocdbt_writer.crc32c(b"123456789") == 0xE3069283

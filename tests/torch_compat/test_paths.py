@@ -49,7 +49,7 @@ def test_runs_that_orbax_could_not_read_are_refused(hf, tmp_path, name):
 
 
 @pytest.mark.parametrize("fault", ["a value", "a leaf", "all data"])
-def test_an_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypatch, fault):
+def test_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypatch, fault):
     commit = orbax_commit.commit
 
     def spoil(*arguments):
@@ -73,7 +73,7 @@ def test_an_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("form", ["hf", "dcp"])
-def test_an_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypatch, form):
+def test_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypatch, form):
     with monkeypatch.context() as patched:
         if form == "hf":
             opened = writers.safetensors.open_directory

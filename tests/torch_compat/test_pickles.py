@@ -87,7 +87,7 @@ def test_names_are_written_once(protocol):
     assert data.count(b"Class0") == data.count(b"name.0") == 1
 
 
-def test_what_no_pickle_can_hold_is_our_mistake():
+def test_unpicklable_value_is_our_mistake():
     with pytest.raises(TypeError, match="cannot pickle a set"):
         pickles.dump({"a": {1}})
 
@@ -114,7 +114,7 @@ def test_persistent_ids_are_refused_where_none_belong():
         pickles.load(pickles.dump(Persistent(("a",))), OURS, "here")
 
 
-def test_an_instance_keeps_what_its_pickle_sets():
+def test_instance_keeps_what_its_pickle_sets():
     data = pickles.dump(New(Global("ours", "Record"), {"a": 1, "b": [2]}))
     record = pickles.load(data, OURS, "here")
     assert (record.a, record.b) == (1, [2])
@@ -141,13 +141,13 @@ def test_an_instance_keeps_what_its_pickle_sets():
     ],
     ids=repr,
 )
-def test_what_is_no_pickle_is_the_users_error(data):
+def test_non_pickle_is_a_user_error(data):
     with pytest.raises(UserError, match=r"^here: not a readable pickle"):
         pickles.load(data, OURS, "here")
 
 
 @pytest.mark.parametrize("index", [2**23, 2**28, 2**32 - 1])
-def test_a_few_bytes_cannot_ask_for_gigabytes(index):
+def test_few_bytes_cannot_ask_for_gigabytes(index):
     """An entry far more far out would be allocated with all before it."""
     binary = b"\x80\x02Nr" + struct.pack("<I", index) + b"."
     text = b"\x80\x02Np" + str(index).encode() + b"\n."

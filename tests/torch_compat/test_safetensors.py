@@ -52,7 +52,7 @@ def save(path, tensors):
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_the_library_reads_every_dtype_and_shape_that_we_write(tmp_path, name):
+def test_library_reads_every_dtype_and_shape_that_we_write(tmp_path, name):
     expected = arrays(name)
     assert write(tmp_path, expected) == [FILE]
     result = reference.load_file(tmp_path / FILE)
@@ -85,7 +85,7 @@ def test_all_dtypes_share_a_file(tmp_path):
         assert_reads(tensor, expected[key])
 
 
-def test_a_number_keeps_its_value(tmp_path):
+def test_number_keeps_its_value(tmp_path):
     write(tmp_path, {"n": np.array(3.5, np.float32), "i": np.array(7)})
     result = reference.load_file(tmp_path / FILE)
     assert (result["n"].item(), result["i"].item()) == (3.5, 7)
@@ -133,7 +133,7 @@ def test_parts_of_a_file_are_written_in_any_order(tmp_path, monkeypatch):
         assert_same(of_torch(result[key]), array)
 
 
-def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path):
+def test_tensor_larger_than_a_file_has_one_of_its_own(tmp_path):
     expected = {"a": np.zeros(5), "b": np.zeros(100), "c": np.zeros(5)}
     assert len(write(tmp_path, expected, largest=100)) == 3
     assert opened(tmp_path).keys() == expected.keys()
@@ -151,7 +151,7 @@ def test_only_the_files_of_the_index_are_read(tmp_path):
     assert opened(tmp_path)["a"].shape == (3,)
 
 
-def test_the_cache_of_hugging_face_is_read_through_its_links(tmp_path):
+def test_cache_of_hugging_face_is_read_through_its_links(tmp_path):
     """models--org--name/snapshots/<revision>/ holds links into ../../blobs."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123abc"
     blobs = tmp_path / "models--a--b" / "blobs"
@@ -178,7 +178,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 A = {"a": entry()}
 
 
-def test_the_file_that_the_next_test_damages_is_read(tmp_path):
+def test_file_that_the_next_test_damages_is_read(tmp_path):
     (tmp_path / FILE).write_bytes(raw(A, bytes(8)))
     assert_reads(opened(tmp_path)["a"], np.zeros(2, np.float32))
 
@@ -228,7 +228,7 @@ def test_the_file_that_the_next_test_damages_is_read(tmp_path):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_damaged_file_is_refused_by_name(tmp_path, content, says):
+def test_damaged_file_is_refused_by_name(tmp_path, content, says):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UserError, match=rf"^{tmp_path}/{FILE}: .*{says}"):
         opened(tmp_path)
@@ -243,7 +243,7 @@ def test_any_truncation_is_refused(tmp_path):
             opened(tmp_path)
 
 
-def test_a_damaged_byte_is_an_error_or_does_no_harm(tmp_path):
+def test_damaged_byte_is_an_error_or_does_no_harm(tmp_path):
     save(tmp_path / FILE, arrays("bfloat16", "int64"))
     whole = (tmp_path / FILE).read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
@@ -260,7 +260,7 @@ def test_a_damaged_byte_is_an_error_or_does_no_harm(tmp_path):
     assert 100 < refused < 400
 
 
-def test_a_name_in_two_files_is_refused(tmp_path):
+def test_name_in_two_files_is_refused(tmp_path):
     save(tmp_path / "one.safetensors", {"a": np.arange(3), "b": np.arange(3)})
     save(tmp_path / "two.safetensors", {"c": np.arange(3), "b": np.arange(3)})
     with pytest.raises(UserError, match=rf"^{tmp_path}: b is in two files"):
@@ -272,13 +272,13 @@ def with_index(path, **weight_map):
     (path / safetensors.INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_a_file_of_the_index_that_is_not_there_is_named(tmp_path):
+def test_file_of_the_index_that_is_not_there_is_named(tmp_path):
     with_index(tmp_path, a="one.safetensors", b="two.safetensors")
     with pytest.raises(UserError, match=r"two\.safetensors cannot be read \(No such file"):
         opened(tmp_path)
 
 
-def test_a_tensor_of_the_index_that_is_in_no_file_is_named(tmp_path):
+def test_tensor_of_the_index_that_is_in_no_file_is_named(tmp_path):
     with_index(tmp_path, a="one.safetensors", b="one.safetensors")
     with pytest.raises(UserError, match=r"b is in the index and in no file"):
         opened(tmp_path)
@@ -289,7 +289,7 @@ def test_a_tensor_of_the_index_that_is_in_no_file_is_named(tmp_path):
     [b"", b"[]", b"7", b"{}", b'{"weight_map": 7}', b'{"weight_map": ["a"]}',
      b'{"weight_map": {"a": [[]]}}', b'{"weight_map": {"a": 5}}', b"[" * 100_000, b"\xff"],
 )  # fmt: skip
-def test_a_damaged_index_is_refused(tmp_path, index):
+def test_damaged_index_is_refused(tmp_path, index):
     save(tmp_path / "one.safetensors", {"a": np.arange(3)})
     (tmp_path / safetensors.INDEX).write_bytes(index)
     with pytest.raises(UserError, match=str(tmp_path)):
@@ -299,7 +299,7 @@ def test_a_damaged_index_is_refused(tmp_path, index):
 @pytest.mark.parametrize(
     "name", ["../out.safetensors", "{}/../out.safetensors", "link", "/dev/zero"]
 )
-def test_an_index_cannot_lead_out(tmp_path, name):
+def test_index_cannot_lead_out(tmp_path, name):
     inside = tmp_path / "in"
     save(tmp_path / "out.safetensors", {"b": np.arange(3)})
     inside.mkdir()
@@ -309,7 +309,7 @@ def test_an_index_cannot_lead_out(tmp_path, name):
         opened(inside)
 
 
-def test_a_directory_without_tensors_is_no_checkpoint(tmp_path):
+def test_directory_without_tensors_is_no_checkpoint(tmp_path):
     (Path(tmp_path) / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"no \.safetensors file in it"):
         opened(tmp_path)

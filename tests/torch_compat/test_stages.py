@@ -104,7 +104,7 @@ def test_every_optimizer_comes_back_from_any_number_of_stages(
 
 @pytest.mark.parametrize("n", LAYERS)
 @pytest.mark.parametrize("layout", ["nested", "flat"])
-def test_a_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tmp_path, n, layout):
+def test_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tmp_path, n, layout):
     step = export(run_of("adamw"), tmp_path, n, f"--layout={layout}")
     directories = [f"pp{i}" for i in range(n)]
     assert sorted(p.name for p in step.iterdir()) == [
@@ -180,7 +180,7 @@ def stage_of_torch(torch, stage, n):
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of loading in one process
 @pytest.mark.parametrize("layout", ["nested", "flat"])
-def test_a_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
+def test_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     by = pytest.importorskip("torch.distributed.checkpoint.state_dict")
@@ -246,7 +246,7 @@ def test_torch_loads_all_tensors_of_a_stage_into_plain_ones(run_of, tmp_path, op
         (["--stages=2", "--to=hf"], r"hf-llama has no .*: leave --stages out, or export --to dcp"),
     ],
 )  # fmt: skip
-def test_what_kempnerforge_could_not_load_is_refused(run_of, tmp_path, options, message, capsys):
+def test_stages_that_kempnerforge_refuses_are_refused(run_of, tmp_path, options, message, capsys):
     arguments = ["export", str(run_of("adamw")), str(tmp_path / "dcp"), "--to=dcp", *options]
     assert run_main(lambda: main(arguments)) == 2
     shown = capsys.readouterr().err

@@ -76,7 +76,7 @@ def test_torch_reads_nested_values():
     assert_same(of_torch(second), np.full((2, 2), 2, np.float32))
 
 
-def test_an_array_that_is_not_row_major_keeps_its_values():
+def test_array_that_is_not_row_major_keeps_its_values():
     base = random_array("bfloat16", (6, 4))
     for array in (base.T, base[::2, 1:3], np.broadcast_to(base[0], (3, 4))):
         result = torch.load(io.BytesIO(written(array)), weights_only=True)
@@ -130,7 +130,7 @@ def test_views_that_torch_saves_are_read_as_it_sees_them(make):
     assert_reads(read(torch_saved(tensor)), of_torch(tensor))
 
 
-def test_what_torch_saves_comes_back_with_its_structure():
+def test_torch_objects_round_trip_with_structure():
     base = torch.arange(6.0)
     value = {
         "ordered": collections.OrderedDict(a=1, b=[2, {"c": (3, None)}]),
@@ -151,7 +151,7 @@ def test_what_torch_saves_comes_back_with_its_structure():
     assert (result["set"], result["empty"], result["i"]) == ({1, 2}, b"", 2j)
 
 
-def test_an_object_is_read_without_its_data_and_a_slice_without_the_rest():
+def test_object_is_read_without_its_data_and_a_slice_without_the_rest():
     array = random_array("float32", (1000, 100))
     data = torch_saved({"x": torch.from_numpy(array)})
     file = InMemory(data)
@@ -164,7 +164,7 @@ def test_an_object_is_read_without_its_data_and_a_slice_without_the_rest():
     assert file.asked == [(file.asked[0][0], 4 * 110)]
 
 
-def test_an_archive_among_others_is_read_at_any_offset():
+def test_archive_among_others_is_read_at_any_offset():
     arrays = [random_array("float32", (4, 5), seed) for seed in range(3)]
     data, locations = b"", []
     for i, array in enumerate(arrays):
@@ -195,19 +195,19 @@ def test_numbers_of_a_big_endian_machine_are_refused():
         read(with_record(data, "byteorder", b"big"))
 
 
-def test_an_archive_of_before_there_was_a_byteorder_is_read():
+def test_archive_of_before_there_was_a_byteorder_is_read():
     data = with_record(torch_saved(torch.arange(3)), "byteorder", None)
     assert_reads(read(data), np.arange(3))
 
 
-def test_a_missing_record_is_named():
+def test_missing_record_is_named():
     data = torch_saved(torch.arange(3))
     for name in ("data.pkl", "data/0"):
         with pytest.raises(UserError, match=f"here: the archive has no record {name}"):
             read(with_record(data, name, None))
 
 
-def test_the_format_of_before_zip_is_refused_in_words():
+def test_format_of_before_zip_is_refused_in_words():
     file = io.BytesIO()
     torch.save({"a": 1}, file, _use_new_zipfile_serialization=False)
     with pytest.raises(UserError, match=r"here: no torch\.save archive there"):

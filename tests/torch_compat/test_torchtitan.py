@@ -102,7 +102,7 @@ def test_torchtitan_resumes_an_export(tmp_path, version):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_checkpoint_of_torchtitan_is_imported_and_comes_back(tmp_path, version):
+def test_checkpoint_of_torchtitan_is_imported_and_comes_back(tmp_path, version):
     config = trained(tmp_path / "run")
     _, saved = titan(version, "save", tmp_path / "titan", tmp_path)
     arguments = [str(tmp_path / "titan"), str(tmp_path / "imported"), f"--config={config}"]
@@ -154,7 +154,7 @@ def test_torch_loads_an_export_as_torchtitan_asks_for_it(tmp_path, dialect, caps
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_a_complex_rotary_table_is_passed_over(tmp_path, prefix, capsys):
+def test_complex_rotary_table_is_passed_over(tmp_path, prefix, capsys):
     """torchtitan before September 2025 saved one, which is computed."""
     from torch.distributed.checkpoint import save
 
@@ -175,7 +175,7 @@ def test_a_complex_rotary_table_is_passed_over(tmp_path, prefix, capsys):
     assert "complex64" in capsys.readouterr().out
 
 
-def test_a_complex_weight_is_refused():
+def test_complex_weight_is_refused():
     config = ModelConfig(dim=8, n_layers=1, n_heads=2, vocab_size=11)
     by = Translation(NAME_MAPS["torchtitan-2025"], config, False, "SRC")
     tensor = of_array(np.ones(8, np.complex64))

@@ -26,7 +26,7 @@ def counts(progress):
     return dataclasses.replace(progress, run_id="")
 
 
-def test_the_tokens_seen_say_how_many_sequences_were_read_whatever_the_ranks():
+def test_tokens_seen_say_how_many_sequences_were_read_whatever_the_ranks():
     config = tiny_config(data={"order": "torch"})
     for batches, ranks in ((10, 1), (10, 4), (None, None)):
         location = TorchTrainState(
@@ -66,7 +66,7 @@ def data_of(tmp_path, sequences):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_position_comes_back_through_train_state(tmp_path, ranks):
+def test_position_comes_back_through_train_state(tmp_path, ranks):
     config = data_of(tmp_path, 50)  # epochs of 6 steps
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"batch_size": 8 // ranks})}
@@ -81,7 +81,7 @@ def test_the_position_comes_back_through_train_state(tmp_path, ranks):
         assert counts(progress_of(location, step, config)[0]) == counts(progress)
 
 
-def test_a_position_within_a_batch_is_refused():
+def test_position_within_a_batch_is_refused():
     with pytest.raises(UserError, match="no whole number of batches of 24"):
         to_torch(Progress(step=1, samples=8, tokens=256), 1, tiny_config(), 3)
 

@@ -126,7 +126,7 @@ def gone_on(run, config):
 
 
 @pytest.mark.parametrize("options", [[], ["--layout=flat"], ["--stages=2"]], ids=str)
-def test_a_run_that_was_away_goes_on_bit_for_bit(run, tmp_path, options):
+def test_run_that_was_away_goes_on_bit_for_bit(run, tmp_path, options):
     run, config = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged", *options)
     keys = open_dcp(Directory(dcp / "step_2")).tensors.keys()
@@ -139,7 +139,7 @@ def test_a_run_that_was_away_goes_on_bit_for_bit(run, tmp_path, options):
     jax.tree.map(np.testing.assert_array_equal, gone_on(again, config), gone_on(run, config))
 
 
-def test_a_run_starts_from_it_directly(run, tmp_path):
+def test_run_starts_from_it_directly(run, tmp_path):
     run, path = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
     ours = setup(load_config(path))
@@ -170,7 +170,7 @@ def test_safetensors_hold_it_in_float32(run, tmp_path, dtype):
         assert main(["verify", str(run), str(hf)]) == 0
 
 
-def test_what_a_dialect_has_no_name_for_is_not_left_out(run, tmp_path):
+def test_unnamed_state_is_refused_not_dropped(run, tmp_path):
     run, _ = run
     with pytest.raises(UserError, match=r"(gauge|drift) has no counterpart in kempner"):
         main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp"])
@@ -188,7 +188,7 @@ def without(tmp_path):
     return export(tmp_path / "plain", tmp_path / "dcp", "--to=dcp"), config
 
 
-def test_a_run_does_not_go_on_without_it(without, tmp_path):
+def test_run_does_not_go_on_without_it(without, tmp_path):
     dcp, config = without
     message = r"moves is not in it \(.*drift.*cannot go on without; --weights-only starts one"
     with pytest.raises(UserError, match=message):
@@ -213,7 +213,7 @@ def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_pa
     assert said in capsys.readouterr().err
 
 
-def test_the_declaration_says_names_and_shapes():
+def test_declaration_says_names_and_shapes():
     config = tiny_config(**SECTIONS)
     target = abstract_target(config)
     assert target.model_state == NAMES
@@ -250,7 +250,7 @@ def test_all_of_it_is_there_as_it_is_declared(key, array, message):
         arrays(**{key: array})
 
 
-def test_it_is_float32_here():
+def test_untrained_state_is_float32():
     params, state, notes = arrays(**{"gauge.buffer": np.full(3, 1 / 3)})
     assert state["gauge"].dtype == np.float32
     assert state.keys() == NAMES.keys()
@@ -262,7 +262,7 @@ def test_it_is_float32_here():
     ("size", "message"),
     [(4, r"gauge is \[3\], in the model \[4\]"), (None, "left over: gauge")],
 )
-def test_a_run_whose_state_is_another_models_is_not_exported(
+def test_run_whose_state_is_another_models_is_not_exported(
     run, tmp_path, monkeypatch, size, message
 ):
     run, _ = run
@@ -305,7 +305,7 @@ def test_stages_hold_that_of_their_layers():
     ]  # fmt: skip
 
 
-def test_a_model_of_ones_own_is_no_other_family_and_it_is_said():
+def test_model_of_ones_own_is_no_other_family_and_it_is_said():
     """Even one that has Llama's very parameters: it computes something else with them."""
     register_model("same_parameters")(type("Same", (telling.Model,), {}))
     model = tiny_config(model={"model_type": "same_parameters"}).model
@@ -315,7 +315,7 @@ def test_a_model_of_ones_own_is_no_other_family_and_it_is_said():
     assert "KempnerForge has no model.model_type" in note
 
 
-def test_a_name_is_registered_once():
+def test_name_is_registered_once():
     with pytest.raises(UserError, match="dialect 'gauged' is registered already"):
         name_maps.register_name_map(DCP)
     with pytest.raises(UserError, match="family 'gauged' is registered already"):
@@ -337,7 +337,7 @@ PLUGIN = """
 
 
 @pytest.mark.processes
-def test_a_plugin_of_the_config_brings_model_and_names(run, tmp_path):
+def test_plugin_of_the_config_brings_model_and_names(run, tmp_path):
     run, config = run
     (tmp_path / "gauged_plugin.py").write_text(textwrap.dedent(PLUGIN))
     env = environment(1, PYTHONPATH=f"{ROOT}:{tmp_path}")

@@ -45,7 +45,7 @@ def with_place(dcp, directory, change):
     return directory
 
 
-def test_an_export_says_the_same_as_the_run_of_all_that_both_know(run, dcp, capsys):
+def test_export_says_the_same_as_the_run_of_all_that_both_know(run, dcp, capsys):
     for item, other in ((run, dcp), (dcp, run), (dcp, dcp), (run, run)):
         assert verify(capsys, item, other)[:2] == (0, {})
     assert main(["verify", str(run), str(dcp)]) == 0
@@ -124,6 +124,6 @@ def test_weights_alone_may_be_of_any_step_and_optimizer(run, dcp, tmp_path, caps
     assert {name.partition(".")[0] for name in result} == {"params"}
 
 
-def test_a_model_that_is_to_compute_otherwise_is_noted(run, tmp_path, capsys):
+def test_model_that_is_to_compute_otherwise_is_noted(run, tmp_path, capsys):
     main(["export", str(run), str(tmp_path / "hf"), "--to=hf", "--model.rope_theta=5e5"])
     assert np.any(["rope_theta = 500000" in n for n in verify(capsys, run, tmp_path / "hf")[2]])

@@ -42,7 +42,7 @@ def test_one_that_is_there_is_replaced_and_torn_ones_are_no_trouble(tmp_path):
     assert activation_files.steps(tmp_path / "none") == []
 
 
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+def test_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
     directory = activation_files.of_step(tmp_path, 5)
     activation_files.write(directory, sequences(1), {})
     drawn = []

@@ -31,14 +31,14 @@ def test_totals_of_the_run():
     assert "on the host" not in reported
 
 
-def test_a_run_without_data_has_no_epochs_and_a_resumed_one_says_where_it_is():
+def test_run_without_data_has_no_epochs_and_a_resumed_one_says_where_it_is():
     reported = said(Progress(step=5))
     assert reported["length"] == "20 steps, 10.2K tokens; from step 5 on"
     assert reported["data"] == "synthetic random tokens (no data)"
     assert reported["seed"] == "42"
 
 
-def test_it_fits_a_narrow_terminal():
+def test_banner_fits_a_narrow_terminal():
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, color_system=None)
     banner(console, said(Progress()))

@@ -29,7 +29,7 @@ class Looking(Hook):
         return self.reason
 
 
-def test_the_order_of_what_is_due():
+def test_order_of_what_is_due():
     events, *_ = run(
         steps=3, log=2, evaluate=2, save=2, callbacks=[Looking, Sampler, Capture],
     )  # fmt: skip
@@ -41,7 +41,7 @@ def test_the_order_of_what_is_due():
     ]  # fmt: skip
 
 
-def test_a_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
+def test_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
     """A resumed run would write its samples again, and capture its activations."""
     events, reason, _ = run(steps=9, evaluate=2, stop_at=2, callbacks=[Sampler, Capture])
     assert reason is Exit.SIGNAL
@@ -50,13 +50,13 @@ def test_a_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
 
 
 @pytest.mark.parametrize(("reason", "saved"), [(Exit.UNHEALTHY, []), (Exit.STRAGGLER, [2])])
-def test_a_state_that_is_not_to_be_trusted_is_not_saved(reason, saved):
+def test_state_that_is_not_to_be_trusted_is_not_saved(reason, saved):
     events, ended, _ = run(steps=9, save=2, callbacks=[lambda e: Looking(e, reason)])
     assert ended is reason
     assert saves(events) == saved
 
 
-def test_a_bad_step_is_evaluated_and_saved_where_that_is_due():
+def test_bad_step_is_evaluated_and_saved_where_that_is_due():
     """Its parameters are those of the last good step. KempnerForge leaves all of it out."""
     events, _, trainer = run(steps=3, evaluate=2, save=2, bad={2})
     assert {"hook 2", "eval hook 2", "save 2", "save hook 2"} <= set(events)
@@ -86,7 +86,7 @@ def test_callbacks_that_wait_ignore_steps_that_did_not_take_place():
     assert [event for event in events if "look" in event] == ["look 2", "look 4"]
 
 
-def test_a_run_that_has_ended_is_noticed_however_seldom_it_logs(monkeypatch):
+def test_run_that_has_ended_is_noticed_however_seldom_it_logs(monkeypatch):
     monkeypatch.setattr(tracker, "_MOST", 8)
     events, reason, _ = run(steps=100, log=10**6, hooks=False, bad={3, 4, 5})
     assert reason is Exit.NON_FINITE
@@ -94,7 +94,7 @@ def test_a_run_that_has_ended_is_noticed_however_seldom_it_logs(monkeypatch):
     assert "log 5 train" in events
 
 
-def test_the_initial_weights_are_saved_where_the_window_says_so():
+def test_initial_weights_are_saved_where_the_window_says_so():
     window = {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 1}}}
     events, *_ = run(steps=3, sections=window)
     assert saves(events) == [0, 1, 3]
@@ -117,7 +117,7 @@ def test_named_steps_draw_their_batch_and_are_left_out():
     assert trainer.progress.samples == 3 * 8
 
 
-def test_an_early_end_leaves_a_checkpoint():
+def test_early_end_leaves_a_checkpoint():
     events, reason, _ = run(steps=9, log=1, sections={"early_stop": {"active": True,
                                                                      "max_steps": 4}})  # fmt: skip
     assert (reason, saves(events)) == (Exit.EARLY_STOPPED, [4])

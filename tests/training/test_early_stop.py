@@ -21,7 +21,7 @@ def ends_at(ours, values, metric="eval/loss", every=10):
     return None
 
 
-def test_it_is_off_by_default():
+def test_early_stop_is_off_by_default():
     ours = EarlyStop(EarlyStopConfig(max_loss=1, max_steps=1, patience_steps=1))
     assert ours.reason(9, {"train/loss": 5.0, "eval/loss": 5.0}) is None
 
@@ -59,7 +59,7 @@ def test_patience_is_asked_only_where_there_is_a_value():
     assert ours.reason(510, {"eval/loss": 4.0}) is not None
 
 
-def test_what_is_not_a_number_is_never_the_best():
+def test_nan_is_never_the_best():
     assert ends_at(stop(patience_steps=20), [math.nan, 4, math.nan, math.nan, 3]) == 40
     assert ends_at(stop(patience_steps=20), [math.nan, 4, math.nan, 3, math.nan, 2]) is None
 
@@ -79,7 +79,7 @@ def test_limits():
     )
 
 
-def test_a_warm_up_is_not_a_rate_that_fell():
+def test_warm_up_is_not_a_rate_that_fell():
     ours = stop(min_lr=1e-4)
     rates = [0, 5e-5, 1e-4, 3e-4, 1e-4, 9e-5]
     reasons = [ours.reason(step, {"train/lr": rate}) for step, rate in enumerate(rates)]
@@ -96,7 +96,7 @@ def test_reasons_come_in_the_order_of_the_keys():
     assert "max_steps" in ours.reason(60, {"train/grad_norm": 5.0})
 
 
-def test_a_restart_goes_on_with_its_patience_and_its_rate():
+def test_restart_goes_on_with_its_patience_and_its_rate():
     ours = stop(patience_steps=30, min_lr=1e-4)
     ours.reason(10, {"eval/loss": 4.0, "train/lr": 3e-4})
     retained = json.loads(json.dumps(ours.memory))

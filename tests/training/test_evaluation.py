@@ -103,7 +103,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("axes", "devices", "batch"), MESHES, ids=str)
-def test_the_mesh_and_the_batch_do_not_matter(shards, axes, devices, batch):
+def test_mesh_and_the_batch_do_not_matter(shards, axes, devices, batch):
     given = config(shards, "a", "b", batch=batch, pack=True, distributed=axes)
     sums = evaluated(given, ByteTokenizer(), devices=devices)
     for name in WINDOWS:
@@ -131,7 +131,7 @@ def test_steps_limit_each_set_and_batches_repeat(shards):
     assert evaluated(given, steps=99)["a"].tokens == 11 * SEQ
 
 
-def test_the_chunked_loss_is_the_same(shards):
+def test_chunked_loss_is_the_same(shards):
     plain = evaluated(config(shards, "a"))
     train = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 20}
     chunked = evaluated(config(shards, "a", train=train))
@@ -180,7 +180,7 @@ def test_perplexity_is_bounded_and_nothing_is_nan():
     assert math.isnan(SetSums(1.0, 1, 0).metrics()["bits_per_byte"])
 
 
-def test_a_metric_that_needs_bytes_is_refused_without_them(shards):
+def test_metric_that_needs_bytes_is_refused_without_them(shards):
     given = config(shards, "a")
     mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
     sets = sources.open_eval_data(given)

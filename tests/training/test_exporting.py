@@ -27,7 +27,7 @@ def test_every_nth_checkpoint_is_exported_and_the_last_one(tmp_path):
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_failed_export_is_the_last_word_and_never_silent(tmp_path):
+def test_failed_export_is_the_last_word_and_never_silent(tmp_path):
     trained(tmp_path, steps=2)
     result = tmp_path / "checkpoints" / "step_2"
     exporter = Exporter(CheckpointConfig(export_interval=1))
@@ -39,7 +39,7 @@ def test_a_failed_export_is_the_last_word_and_never_silent(tmp_path):
         exporter.on_train_end(2, 0, None)
 
 
-def test_a_checkpoint_that_never_came_is_said(tmp_path):
+def test_checkpoint_that_never_came_is_said(tmp_path):
     exporter = Exporter(CheckpointConfig(export_last=True))
     exporter.on_checkpoint_save(2, tmp_path / "checkpoints" / "step_2")
     with pytest.raises(StorageError, match="was not written"):
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_never_came_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [[], [1, 20]])
-def test_a_run_with_nothing_left_to_do_exports_its_newest(tmp_path, monkeypatch, steps):
+def test_run_with_nothing_left_to_do_exports_its_newest(tmp_path, monkeypatch, steps):
     commands = []
     done = types.SimpleNamespace(returncode=0)
     monkeypatch.setattr(

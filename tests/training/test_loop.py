@@ -280,7 +280,7 @@ def test_silent_steps_copy_nothing_from_the_device():
     assert [e for e in until_the_end if e.startswith("read")] == ["read 1"]
 
 
-def test_the_order_within_a_step():
+def test_order_within_a_step():
     events, reason, _ = run(steps=4, log=2, evaluate=2, save=2)
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [e for e in second if not e.startswith("read")] == [
@@ -296,7 +296,7 @@ def test_the_order_within_a_step():
     ]  # fmt: skip
 
 
-def test_the_last_step_is_saved_once():
+def test_last_step_is_saved_once():
     events, _, _ = run(steps=5, save=2)
     assert [e for e in events if e.startswith("save ") and "hook" not in e] == [
         "save 2", "save 4", "save 5",
@@ -305,7 +305,7 @@ def test_the_last_step_is_saved_once():
     assert events.count("save 4") == 1
 
 
-def test_a_signal_saves_and_stops():
+def test_signal_saves_and_stops():
     events, reason, trainer = run(steps=10, stop_at=3)
     assert reason is Exit.SIGNAL
     assert "save 3" in events
@@ -402,7 +402,7 @@ def test_lost_metrics_end_a_finished_run_with_the_code_of_storage(caplog):
     assert events[-2:] == ["sink closed, code 0", "sink closed, code 74"]
 
 
-def test_a_hook_reads_scalars_state_and_gradients():
+def test_hook_reads_scalars_state_and_gradients():
     seen = []
 
     class Reads(Hook):
@@ -432,7 +432,7 @@ def test_a_hook_reads_scalars_state_and_gradients():
 
 
 @pytest.mark.skipif(jax.default_backend() == "cpu", reason="the guard sees no transfers on CPU")
-def test_the_transfer_guard_agrees():
+def test_transfer_guard_agrees():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
     tracker = Tracker([MetricWriter("it", None, 1000)], StepCost(256, 8), Progress(1, 1), 10**9)

@@ -111,7 +111,7 @@ def assert_sums_are_those_of_the_logits(ours, step):
 
 
 @pytest.mark.parametrize("lag", [False, True])
-def test_a_phase_scales_the_rate_of_one_executable_from_its_first_update_on(compiled, lag):
+def test_phase_scales_the_rate_of_one_executable_from_its_first_update_on(compiled, lag):
     """Updates of plain Lion are as long as the rate; the rate of the next update is logged."""
     ours, step = compiled
     phases = [{"start_step": 3, "lr_scale": 0.25}, {"start_step": 5, "lr_scale": 0.5}]

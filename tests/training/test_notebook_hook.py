@@ -54,7 +54,7 @@ def step(hook, now, number, loss, seconds=0.5):
     hook.on_step_end(types.SimpleNamespace(step=number, loss=loss))
 
 
-def test_it_is_drawn_anew_once_a_second(shown, now):
+def test_plot_is_redrawn_once_a_second(shown, now):
     hook = LivePlot()
     hook.on_train_begin(tiny_config(train={"max_steps": 1000}))
     for number in range(1, 12):
@@ -80,7 +80,7 @@ def test_without_a_notebook_the_end_is_a_line(monkeypatch, now, capsys):
     assert capsys.readouterr().out == "completed, step 20 of 20 (100%), loss 4.0000\n"
 
 
-def test_a_long_run_is_thinned(shown, now):
+def test_long_run_is_thinned(shown, now):
     hook = LivePlot()
     hook.on_train_begin(tiny_config(train={"max_steps": 5000}))
     for number in range(1, 2001):
@@ -93,7 +93,7 @@ def points_of(svg, tag):
     return [item.attrib for item in ElementTree.fromstring(svg).iter(tag)]
 
 
-def test_the_curve_is_of_all_steps_and_knows_no_nan():
+def test_curve_is_of_all_steps_and_knows_no_nan():
     assert curve_svg([(1, 3.0)], [], 100) == ""
     svg = curve_svg([(0, 5.0), (50, math.nan), (100, 1.0)], [(100, 3.0)], 100)
     trained, evaluated = points_of(svg, "polyline")

@@ -26,7 +26,7 @@ def by_fours(step, samples):
     return lambda later: samples + 4 * (later - step)
 
 
-def test_a_phase_acts_from_the_update_launched_at_its_first_step():
+def test_phase_acts_from_the_update_launched_at_its_first_step():
     assert [phases().lr_scale(step) for step in range(9, 15)] == [1, 0.5, 0.5, 0.25, 1, 1]
     assert [phases().index(step) for step in (0, 9, 10, 12, 13, 99)] == [0, 0, 1, 2, 3, 3]
 
@@ -40,7 +40,7 @@ def test_kempnerforges_scale_acts_one_update_late_and_its_weights_do_not():
     assert [from_the_start.lr_scale(step) for step in range(3)] == [1, 0.5, 0.5]
 
 
-def test_the_learning_rate_scales_without_datasets():
+def test_learning_rate_scales_without_datasets():
     alone = phases(datasets=[], phases=[{"start_step": 2, "lr_scale": 0.1}])
     assert [alone.lr_scale(step) for step in range(4)] == [1, 1, 0.1, 0.1]
     assert alone.recorded([], 5, 20) == []
@@ -75,7 +75,7 @@ def test_segments_do_not_depend_on_where_a_run_was_resumed():
         assert phases().segments(history, step, 4 * step, by_fours(step, 4 * step)) == whole
 
 
-def test_a_phase_that_changes_no_weights_makes_no_segment():
+def test_phase_that_changes_no_weights_makes_no_segment():
     """A segment would begin a new block at the start, but not at a resume."""
     same = phases(phases=[{"start_step": 2, "lr_scale": 0.5}, {"start_step": 3}])
     assert same.segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
@@ -91,7 +91,7 @@ def test_batches_that_grow_move_the_phases_to_come():
     assert grown == [(0, WEB), (520, EVEN), (720, WEB), (820, CODE)]
 
 
-def test_a_rollback_is_a_change_of_mixture_like_any_other():
+def test_rollback_is_a_change_of_mixture_like_any_other():
     """Back at step 8, with the data moved on from 44 to 60: the first mixture again."""
     history = phases().recorded([(0, WEB)], 11, 44)
     assert history == [(0, WEB), (44, EVEN)]
@@ -99,12 +99,12 @@ def test_a_rollback_is_a_change_of_mixture_like_any_other():
     assert back == [(0, WEB), (44, EVEN), (60, WEB), (68, EVEN), (76, WEB), (80, CODE)]
 
 
-def test_a_mixture_that_drew_nothing_is_forgotten():
+def test_mixture_that_drew_nothing_is_forgotten():
     assert phases().recorded([(0, WEB), (40, CODE)], 10, 40) == [(0, WEB), (40, EVEN)]
     assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == [(0, WEB)]  # counts corrected
 
 
-def test_a_changed_config_is_a_change_of_mixture():
+def test_changed_config_is_a_change_of_mixture():
     third = [*SOURCES, {"name": "math", "path": "m", "weight": 4}]
     now = phases(datasets=third, phases=[])
     assert now.recorded([(0, WEB)], 5, 20) == [

@@ -22,7 +22,7 @@ def test_updates_are_the_steps_that_were_applied():
     assert (progress.step, progress.updates, progress.samples, progress.tokens) == (3, 2, 24, 768)
 
 
-def test_a_set_is_completed_when_it_is_whole():
+def test_set_is_completed_when_it_is_whole():
     """linnaeus counts a partly evaluated set as completed and pending."""
     progress = Progress()
     validation = progress.begin_validation(["a", "b"])
@@ -32,7 +32,7 @@ def test_a_set_is_completed_when_it_is_whole():
     assert (validation.pending, validation.completed) == (["b"], ["a"])
 
 
-def test_what_is_pending_is_scheduled_once():
+def test_pending_sets_are_scheduled_once():
     progress = Progress()
     assert progress.stage == "training"
     begun = progress.begin_validation(["a", "b"])
@@ -53,7 +53,7 @@ def test_all_of_it_survives_json_and_says_what_follows_from_it():
     assert (reported["updates"], reported["epoch"], reported["stage"]) == (5, 2, "validation")
 
 
-def test_what_was_written_does_not_change_with_the_run():
+def test_written_progress_does_not_change_with_the_run():
     """linnaeus hands out the list itself."""
     progress = Progress(validation=Validation(["a", "b"]))
     written = progress.to_json()

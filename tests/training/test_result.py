@@ -17,7 +17,7 @@ def result(**metrics):
     )
 
 
-def test_a_good_step():
+def test_good_step():
     good = result()
     assert good.loss_dict == {"lm loss": 2.5}
     assert (good.skipped_iter, good.grad_norm, good.lr) == (0, 0.5, 1e-3)
@@ -26,13 +26,13 @@ def test_a_good_step():
 
 
 @pytest.mark.parametrize(("in_a_row", "should_exit", "code"), [(1, False, 0), (3, True, 65)])
-def test_a_bad_step(in_a_row, should_exit, code):
+def test_bad_step(in_a_row, should_exit, code):
     bad = result(loss=np.nan, applied=False, consecutive=in_a_row)
     assert bad.skipped_iter == 1
     assert (bad.should_checkpoint, bad.should_exit, bad.exit_code) == (False, should_exit, code)
 
 
-def test_what_was_collected():
+def test_collected_values_are_in_the_result():
     asked = result(num_zeros_in_grad=np.float32(7), params_norm=3.0, update_norm=0.1)
     assert asked.num_zeros_in_grad == 7
     assert isinstance(asked.num_zeros_in_grad, int)

@@ -100,7 +100,7 @@ def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(whole):
     assert [line for line in lines(whole) if line.get("train/rollbacks") == 1]
 
 
-def test_a_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(whole, tmp_path):
+def test_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(whole, tmp_path):
     stop = {"exit_interval": 33}
     assert train.run(config(tmp_path, range(22, 32), train=stop)) is Exit.INTERVAL
     assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED

@@ -81,7 +81,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [4, 8])
-def test_an_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, step):
+def test_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, step):
     first = Log(at=f"begin {step}")
     assert train.run(config(tmp_path, "run"), [first]) is Exit.SIGNAL
     assert first.events[-3:] == [f"begin {step}", f"save {step}", f"Exit.SIGNAL {step}"]
@@ -99,7 +99,7 @@ def test_an_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, st
     assert third.events == ["Exit.COMPLETED 8"]  # nothing is evaluated or saved again
 
 
-def test_a_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
+def test_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
     left, done = [], threading.Event()
 
     def compiles_for_minutes(*_):

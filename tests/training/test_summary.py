@@ -24,7 +24,7 @@ FULL = tiny_config(
 )  # fmt: skip
 
 
-def test_a_run_with_all_there_is():
+def test_run_with_all_there_is():
     assert schedule_summary(FULL, dp=2, sequences_per_epoch=10_000) == (
         """\
 length
@@ -76,7 +76,7 @@ def section(text, name):
     return text.split(f"{name}\n", 1)[1].split("\n\n")[0].splitlines()
 
 
-def test_a_run_with_nothing_special():
+def test_run_with_nothing_special():
     text = schedule_summary(tiny_config(), dp=1)
     assert section(text, "length")[-1] == "  no epochs: the length of the data is not known"
     assert section(text, "phases") == section(text, "evaluation") == ["  none"]
@@ -120,7 +120,7 @@ def test_annealing_is_a_phase():
     ]
 
 
-def test_a_run_without_end():
+def test_run_without_end():
     """Its steps are counted, and not listed: there would be 600 million of them."""
     config = tiny_config(
         train={"max_steps": 3_000_000_000},
@@ -133,7 +133,7 @@ def test_a_run_without_end():
     assert "decay ends, end of the run" in text
 
 
-def test_it_is_written_into_the_run_and_replaced(tmp_path):
+def test_summary_is_written_into_the_run_and_replaced(tmp_path):
     write_summary(tmp_path, "first")
     write_summary(tmp_path, "second")
     assert [path.name for path in tmp_path.iterdir()] == ["schedule_summary.txt"]
@@ -146,7 +146,7 @@ def test_where_it_cannot_be_written(tmp_path):
 
 
 @pytest.mark.usefixtures("own_names")
-def test_of_a_schedule_of_one_s_own_only_its_ends_are_known():
+def test_registered_schedule_shows_only_its_ends():
     register_scheduler("half")(lambda config, max_steps, stages: lambda n: 0.5)
     scheduler = {"name": "half", "warmup_steps": 5}
     text = schedule_summary(tiny_config(scheduler=scheduler, optimizer={"lr": 0.5}), dp=1)

@@ -90,7 +90,7 @@ def test_each_interval_has_its_files(runs):
         run.activations(5)
 
 
-def test_they_are_those_of_the_checkpoint(runs, tmp_path):
+def test_captured_activations_equal_the_checkpoint(runs, tmp_path):
     output = tmp_path / "seen"
     data = f"web={runs / 'data'}"
     arguments = ["--set", data, "--points", "*", "--layers", "1", "--sequences", "9,1"]
@@ -109,7 +109,7 @@ def test_losses_do_not_feel_it(runs):
     assert not (runs / "silent" / "activations").exists()
 
 
-def test_a_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
+def test_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
     def files(name):
         directory = runs / name / "activations"
         paths = (path for path in directory.rglob("*") if path.is_file())
@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
     assert logged(runs, "stopped") == logged(runs, "whole")
 
 
-def test_what_cannot_be_written_is_said_and_stops_nothing(runs):
+def test_unwritable_activations_warn_and_stop_nothing(runs):
     log = (runs / "stopped" / "logs" / "process_0.log").read_text()
     assert log.count("are not kept: ") == 1
     assert "activations of step 2 are not kept: [Errno 20] Not a directory" in log
@@ -143,7 +143,7 @@ def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):
     assert signs == ["written"] * 10 + ["lost"] * 10
 
 
-def test_the_run_says_when_it_will(runs):
+def test_run_says_when_it_will(runs):
     text = (runs / "whole" / "schedule_summary.txt").read_text()
     each = 10 * LENGTH * (64 + 4 * LENGTH + 256) * 4
     assert sum(x.nbytes for name, x in jaxforge.Run(runs / "whole").activations(2).items()
@@ -153,7 +153,7 @@ def test_the_run_says_when_it_will(runs):
     assert "activations\n  none\n" in schedule_summary(config(runs, "x", interval=0), 1)
 
 
-def test_a_share_of_the_run_is_an_interval_of_captures():
+def test_share_of_the_run_is_an_interval_of_captures():
     config = load_config(None, ["--train.max_steps=200", "--eval.activations_interval=25%"])
     assert [step for step in range(201) if step and config.eval.is_capture_due(step)] == [
         50, 100, 150, 200,

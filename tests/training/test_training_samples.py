@@ -74,17 +74,17 @@ def test_losses_do_not_feel_it(runs):
     assert not (runs / "silent" / "samples.jsonl").exists()
 
 
-def test_a_run_that_goes_on_writes_what_the_undisturbed_one_wrote(runs):
+def test_run_that_goes_on_writes_what_the_undisturbed_one_wrote(runs):
     assert samples(runs, "stopped") == samples(runs, "whole")
 
 
-def test_the_run_says_when_it_will(runs):
+def test_run_says_when_it_will(runs):
     text = (runs / "whole" / "schedule_summary.txt").read_text()
     assert "samples\n  every 2 updates, 2 of at most 5 tokens each\n" in text
     assert "samples\n  none\n" in schedule_summary(config(runs, "x", sample=0), 1)
 
 
-def test_a_share_of_the_run_is_an_interval():
+def test_share_of_the_run_is_an_interval():
     config = load_config(None, ["--train.max_steps=200", "--eval.sample_interval=10%"])
     due = [step for step in range(1, 201) if config.eval.is_sample_due(step)]
     assert due == list(range(20, 201, 20))
@@ -99,7 +99,7 @@ def test_a_share_of_the_run_is_an_interval():
          r"model.max_seq_len = 64"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_sampled_is_said_before_the_run(tokenizer, changed, message, tmp_path):
+def test_unsampleable_config_is_reported_before_the_run(tokenizer, changed, message, tmp_path):
     given = config(tmp_path, "run")
     given = given.model_copy(update={"eval": given.eval.model_copy(update=changed)})
     with pytest.raises(UserError, match=message):

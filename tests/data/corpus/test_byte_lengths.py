@@ -33,7 +33,7 @@ def random_text(seed):
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), bpe(), in_a_sequence()], ids=type)
-def test_they_sum_to_those_of_the_text(tokenizer):
+def test_byte_lengths_sum_to_the_text(tokenizer):
     lengths = tokenizer.byte_lengths()
     assert lengths.shape == (tokenizer.vocab_size,)
     for text in [*CORPUS[:2], "a→ßb", "", *map(random_text, range(20))]:

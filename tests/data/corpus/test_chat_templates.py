@@ -105,7 +105,7 @@ def test_ids_are_those_of_transformers(tmp_path, template, n, as_file):
     assert np.flatnonzero(entries & FIRST).tolist() == [0]
 
 
-def test_what_is_learned_is_what_transformers_marks(tmp_path):
+def test_learned_tokens_equal_transformers_mask(tmp_path):
     theirs = save_tokenizer(tmp_path, CHATML)
     expected = theirs.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
     entries = entries_of(load_tokenizer(tmp_path), {"messages": CHAT})
@@ -139,7 +139,7 @@ def test_spaces_and_ends_of_turns_are_learned(tmp_path):
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_a_last_space_is_learned_whatever_places_the_tokenizer_tells(tmp_path, trim):
+def test_last_space_is_learned_whatever_places_the_tokenizer_tells(tmp_path, trim):
     said = "{% generation %}{{ messages[1].content ~ ' ' }}{% endgeneration %}"
     save_tokenizer(tmp_path, "<|im_start|>" + said + "<|im_end|>", trim=trim)
     tokenizer = load_tokenizer(tmp_path)
@@ -147,7 +147,7 @@ def test_a_last_space_is_learned_whatever_places_the_tokenizer_tells(tmp_path, t
     assert tokenizer.decode(entries[entries <= ID].tolist()) == CHAT[1]["content"] + " "
 
 
-def test_a_template_that_rewrites_what_came_before_is_refused(tmp_path):
+def test_template_that_rewrites_what_came_before_is_refused(tmp_path):
     save_tokenizer(tmp_path, LAST_THINKS)
     chats = Conversations(load_tokenizer(tmp_path))
     assert json.loads(chats.document({"messages": CHAT[:2]}))["learned"]
@@ -179,7 +179,7 @@ def test_completions_alone_are_learned_even_where_the_template_marks_all(tmp_pat
         ("no one speaks", "nothing to learn"),
     ],
 )
-def test_what_a_template_cannot_write_is_a_bad_record(template, message):
+def test_record_that_a_template_cannot_write_is_bad(template, message):
     tokenizer = HFTokenizer(bpe_file(), None, {"chat_template": template})
     record = {"messages": [{"role": "system", "content": "be brief"}, *CHAT]}
     with pytest.raises(ValueError, match=message):
@@ -190,12 +190,12 @@ def bpe_file():
     return tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str().encode()
 
 
-def test_a_template_that_is_none_is_named():
+def test_template_that_is_none_is_named():
     with pytest.raises(UserError, match=r"chat template, line 2: .*endfor"):
         ChatTemplate({"chat_template": "\n{% for m in messages %}"})
 
 
-def test_a_template_needs_jinja(monkeypatch):
+def test_template_needs_jinja(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match=r"a chat template needs jinja2: pip install 'jaxf"):
         Conversations(HFTokenizer(bpe_file(), None, {"chat_template": CHATML}))
@@ -208,7 +208,7 @@ def test_now_is_always_the_same_day_and_a_record_may_name_another():
     assert template.render(CHAT, options={"date": "today"}) == ("todayx", [(5, 6)])
 
 
-def test_the_template_is_kept_with_the_data(tmp_path):
+def test_template_is_kept_with_the_data(tmp_path):
     save_tokenizer(tmp_path / "a", CHATML)
     tokenizer = load_tokenizer(tmp_path / "a")
     tokenizer.save(tmp_path / "b")
@@ -219,7 +219,7 @@ def test_the_template_is_kept_with_the_data(tmp_path):
     assert theirs.chat_template == CHATML
 
 
-def test_a_tokenizer_may_have_several_templates(tmp_path):
+def test_tokenizer_may_have_several_templates(tmp_path):
     save_tokenizer(tmp_path, CHATML, save_jinja_files=False)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": CHATML}]

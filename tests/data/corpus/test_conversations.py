@@ -115,7 +115,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_conversation_is_told(name):
+def test_non_conversations_are_reported(name):
     record, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         of_record(record)
@@ -153,7 +153,7 @@ def test_packing_leaves_the_least_room():
     assert (members.tolist(), ends.tolist()) == ([0, 2, 3, 1, 4], [3, 5])
 
 
-def test_what_is_too_long_is_cut_or_left_out_and_counted():
+def test_overlong_conversations_are_cut_or_dropped_and_counted():
     lengths = np.array([3, 11, 2, 30])
     cut, dropped = (Packed(lengths, 10, how) for how in ("truncate", "drop"))
     assert [cut[i] for i in range(len(cut))] == [[0, 2], [1], [3]]

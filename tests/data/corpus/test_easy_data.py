@@ -32,7 +32,7 @@ def lines(n):
 
 
 @pytest.mark.parametrize("piece_bytes", [50, 1 << 20])
-def test_of_a_single_file_the_last_lines_are_held_out(tmp_path, monkeypatch, piece_bytes):
+def test_single_file_holds_out_its_last_lines(tmp_path, monkeypatch, piece_bytes):
     monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
     (tmp_path / "a.txt").write_text(lines(100), "utf-8")
     run(tmp_path / "a.txt", "--output", tmp_path / "out", "--validation-fraction", "0.1")
@@ -45,7 +45,7 @@ def test_of_a_single_file_the_last_lines_are_held_out(tmp_path, monkeypatch, pie
         assert Manifest.read(tmp_path / "out" / split).documents == 1
 
 
-def test_a_single_line_is_cut_at_a_character(tmp_path):
+def test_single_line_is_cut_at_a_character(tmp_path):
     (tmp_path / "a.txt").write_text("ü" * 999, "utf-8")
     run(tmp_path / "a.txt", "--output", tmp_path / "out", "--validation-fraction", "0.25")
     train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
@@ -53,7 +53,7 @@ def test_a_single_line_is_cut_at_a_character(tmp_path):
     assert len(held_out) in (249, 250)
 
 
-def test_the_cut_is_in_what_max_bytes_leaves(tmp_path):
+def test_cut_is_in_what_max_bytes_leaves(tmp_path):
     (tmp_path / "a.txt").write_text(lines(100), "utf-8")
     run(tmp_path, "--output", tmp_path / "out", "--validation-fraction", 0.5, "--max-bytes", 100)
     train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
@@ -65,7 +65,7 @@ def test_the_cut_is_in_what_max_bytes_leaves(tmp_path):
     "options", [("--validation-fraction", "0.3"), ("--validation-tokens", 777)]
 )
 @pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
-def test_an_interruption_does_not_show(tmp_path, monkeypatch, options, tokenizer):
+def test_interruption_does_not_show(tmp_path, monkeypatch, options, tokenizer):
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 300)
     monkeypatch.setattr(documents, "_PIECE_BYTES", 200)
     monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
@@ -93,7 +93,7 @@ def test_an_interruption_does_not_show(tmp_path, monkeypatch, options, tokenizer
         assert result == whole
 
 
-def test_the_first_tokens_are_held_out_of_any_documents(tmp_path):
+def test_first_tokens_are_held_out_of_any_documents(tmp_path):
     records = [json.dumps({"text": f"{i:09}\n"}) for i in range(100)]
     (tmp_path / "a.jsonl").write_text("\n".join(records))
     run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation-tokens", 115)
@@ -142,7 +142,7 @@ def test_json_lines_may_begin_with_a_mark_and_must_be_utf_8(tmp_path):
         run(tmp_path, "--output", tmp_path / "other")
 
 
-def test_what_is_no_text_is_named_before_anything_is_read(tmp_path):
+def test_binary_files_are_named_before_reading(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for name in ("b.png", "c.png", "d"):
         (tmp_path / name).write_bytes(b"\x89PNG\0\0")

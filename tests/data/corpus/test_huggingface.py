@@ -84,7 +84,7 @@ def rows(batch_list):
     return np.concatenate(whole).reshape(-1, SEQ + 1)
 
 
-def test_a_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, monkeypatch):
+def test_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, monkeypatch):
     given = config(directory, tmp_path / "run", data={"shuffle": False})
     windows = rows(batches(given, 4))
     expected = tokens_of(0, 1, 2, 3)[: windows.size]
@@ -120,7 +120,7 @@ def test_evaluation_sets_may_be_hugging_face_datasets(directory, tmp_path):
     assert 0 < len(sets["some"]) < len(sets["all"]) / 5
 
 
-def test_a_mixture_may_have_hugging_face_datasets(directory, tmp_path):
+def test_mixture_may_have_hugging_face_datasets(directory, tmp_path):
     np.save(tmp_path / "a.npy", np.full(50 * (SEQ + 1), 259, np.uint16))
     directories = [{"path": str(tmp_path)}, {"hf_name": str(directory), "name": "text"}]
     dataset = sources.open_training_data(
@@ -205,7 +205,7 @@ def test_anchors_save_reading(directory, tmp_path, monkeypatch):
     assert sum(read.values()) > 4 * DOCUMENTS
 
 
-def test_the_mesh_and_the_accumulation_do_not_matter(directory, tmp_path):
+def test_mesh_and_the_accumulation_do_not_matter(directory, tmp_path):
     alone = batches(streaming(directory, tmp_path / "run"), 12)
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     split = streaming(directory, tmp_path / "run", batch=2, distributed=mesh)
@@ -229,7 +229,7 @@ def test_another_batch_size_goes_on_with_each_stream(directory, tmp_path):
         batches(smaller, 1, first=24)
 
 
-def test_a_host_reads_the_files_of_its_rows_only(directory, tmp_path, monkeypatch):
+def test_host_reads_the_files_of_its_rows_only(directory, tmp_path, monkeypatch):
     """Two hosts of four rows: each takes part in every batch with half of the files."""
     given = streaming(directory, tmp_path / "run")
     whole = rows(batches(given, 30)).reshape(30, 8, SEQ + 1)

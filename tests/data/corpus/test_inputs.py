@@ -152,7 +152,7 @@ def test_files_that_are_cut_short_are_refused(tmp_path, suffix):
         run(path, "--output", tmp_path / "out")
 
 
-def test_what_cannot_be_unpacked_is_refused(tmp_path):
+def test_undecompressable_input_is_refused(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"text"))
     with pytest.raises(UserError, match=r"a\.txt\.gz: of compressed files, only \.jsonl\.gz"):
         run(tmp_path / "a.txt.gz", "--output", tmp_path / "out")
@@ -179,7 +179,7 @@ def test_records_are_held_out_by_file_and_number(tmp_path):
     assert held_out["a.jsonl"] != held_out["a.parquet"]
 
 
-def test_a_split_without_documents_is_refused(tmp_path):
+def test_split_without_documents_is_refused(tmp_path):
     write(tmp_path / "a.jsonl", TEXTS[:1])
     with pytest.raises(UserError, match="puts 0 of 1 documents into validation"):
         run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation-fraction", 1e-6)
@@ -194,7 +194,7 @@ def test_records_keep_their_order(tmp_path):
         run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--shuffle-documents", 1)
 
 
-def test_a_lone_surrogate_becomes_a_question_mark(tmp_path):
+def test_lone_surrogate_becomes_a_question_mark(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
     run(tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert documents_of(tmp_path / "out" / "train") == ["a?b"]

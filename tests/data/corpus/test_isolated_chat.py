@@ -50,7 +50,7 @@ def test_templates_that_do_not_compile_are_named(template):
 
 
 @pytest.mark.parametrize("template", CANNOT_WRITE)
-def test_what_a_template_cannot_write_names_the_reason(template):
+def test_template_failure_names_the_reason(template):
     apart = isolated(template + SAID)
     with pytest.raises(ValueError, match=f"it.*{CANNOT_WRITE[template]}") as caught:
         apart.render(CHAT)
@@ -72,7 +72,7 @@ def test_endless_compilation_ends():
         IsolatedTemplate({"chat_template": "{{ 9 ** (9 ** 9) }}"}, seconds=0.2)
 
 
-def test_the_child_ends_with_the_template_and_sees_no_working_directory(tmp_path, monkeypatch):
+def test_child_ends_with_the_template_and_sees_no_working_directory(tmp_path, monkeypatch):
     (tmp_path / "jinja2.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
     apart = isolated(SAID)
@@ -84,7 +84,7 @@ def test_the_child_ends_with_the_template_and_sees_no_working_directory(tmp_path
     assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_fork_starts_a_child_of_its_own():
+def test_fork_starts_a_child_of_its_own():
     apart = isolated(SAID)
     child, apart._pid = apart._child, -1  # as in a fork, whose number is another
     assert apart.render(CHAT)[1]

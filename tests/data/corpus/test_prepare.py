@@ -136,7 +136,7 @@ def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path):
         run(corpus, "--output", tmp_path / "c", "--glob", "0.txt,1.txt", fraction[0], "1e-9")
 
 
-def test_the_choice_depends_on_names_only():
+def test_choice_depends_on_names_only():
     splits = [split_of(f"{i}.txt", 0.5) for i in range(60)]
     assert splits == [split_of(f"{i}.txt", 0.5) for i in range(60)]
     assert 15 < splits.count("train") < 45
@@ -182,7 +182,7 @@ def test_types_hold_the_vocabulary(corpus, tmp_path):
     assert tokens(tmp_path / "out" / "train").dtype == np.uint32
 
 
-def test_a_tokenizer_from_disk(corpus, tmp_path):
+def test_tokenizer_from_disk(corpus, tmp_path):
     run(corpus, "--output", tmp_path / "a", "--tokenizer", "bpe", "--vocab-size", 270)
     run(corpus, "--output", tmp_path / "b", "--tokenizer", tmp_path / "a" / "tokenizer")
     a, b = (snapshot(tmp_path / name / "train") for name in "ab")
@@ -235,7 +235,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_named_and_cleaned_up(corpus, tmp_path, request):
+def test_full_disk_is_named_and_cleaned_up(corpus, tmp_path, request):
     (corpus / "long.txt").write_text("all work and no play\n" * 20_000)
     request.getfixturevalue("small_files")
     with pytest.raises(UserError, match=r"cannot write .*train/shard_00000\.npy: File too large"):
@@ -276,7 +276,7 @@ def test_run_main(capsys):
 
 
 @pytest.mark.processes
-def test_a_killed_run_leaves_nothing_in_place(tmp_path):
+def test_killed_run_leaves_nothing_in_place(tmp_path):
     (tmp_path / "corpus.txt").write_bytes(b"all work and no play\n" * 2_000_000)
     command = [*COMMAND, str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -319,7 +319,7 @@ def test_little_text_makes_few_tokens(size, vocabulary):
 @pytest.mark.parametrize(("n", "options", "vocabulary"), [
     (400, (), 1024), (400, ("--max-bytes", 200_000), 512), (400, ("--vocab-size", 300), 300),
 ])  # fmt: skip
-def test_the_vocabulary_of_records_follows_from_their_text(
+def test_vocabulary_of_records_follows_from_their_text(
     tmp_path, monkeypatch, capsys, n, options, vocabulary
 ):
     sizes = []
@@ -336,6 +336,6 @@ def test_the_vocabulary_of_records_follows_from_their_text(
 
 
 @pytest.mark.parametrize(("said", "fraction"), [("5%", 0.05), ("0.05", 0.05), ("12.5%", 0.125)])
-def test_a_fraction_may_be_in_percent(said, fraction):
+def test_fraction_may_be_in_percent(said, fraction):
     command = ["a", "--output", "b", "--validation-fraction", said]
     assert prepare.parser().parse_args(command).validation_fraction == fraction

@@ -21,7 +21,7 @@ def read(tmp_path):
     return read
 
 
-def test_a_line_of_text_is_a_prompt(read):
+def test_line_of_text_is_a_prompt(read):
     assert read("a.txt", "one\r\n\n three\u2028é\n") == [
         ("one", {}, "a.txt:1"), ("", {}, "a.txt:2"), (" three\u2028é", {}, "a.txt:3"),
     ]  # fmt: skip
@@ -75,7 +75,7 @@ def test_mistakes_have_a_place(read, name, content, message):
         read(name, content)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"--prompts .*/none: No such file"):
         read_prompts(tmp_path / "none")
 

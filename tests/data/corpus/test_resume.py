@@ -156,7 +156,7 @@ def test_other_inputs_or_options_start_over(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
-def test_a_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, capsys):
+def test_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, capsys):
     with (corpus / "a.jsonl").open("a") as file:
         file.write("bad\n")
     encoded = interrupt(10**6)
@@ -200,7 +200,7 @@ def test_one_process_at_a_time(corpus, tmp_path):
     assert output.is_dir()
 
 
-def test_a_shared_directory_is_made_once(tmp_path):
+def test_shared_directory_is_made_once(tmp_path):
     code = """
 import sys, time, pathlib
 from jaxforge.storage.atomic_directory import atomic_directory
@@ -237,7 +237,7 @@ def test_lock_file_that_its_holder_removes_meanwhile_is_no_error(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_in_the_way_is_named(tmp_path):
+def test_file_in_the_way_is_named(tmp_path):
     (tmp_path / ".out.partial").touch()
     refused = pytest.raises(UserError, match=r"cannot write .*\.out\.partial: File exists")
     with refused, atomic_directory.atomic_directory(tmp_path / "out", {}, made_by="x"):
@@ -245,7 +245,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_what_was_written_after_the_journal_is_cut_off(tmp_path, monkeypatch, file_format):
+def test_data_after_the_journal_are_cut_off(tmp_path, monkeypatch, file_format):
     monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 1)
     options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
     end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
@@ -263,7 +263,7 @@ def test_what_was_written_after_the_journal_is_cut_off(tmp_path, monkeypatch, fi
     assert [len(path.read_bytes()) % 128 for path in shards] == [16, 8]
 
 
-def test_a_shard_that_lost_its_end_is_named(tmp_path):
+def test_shard_that_lost_its_end_is_named(tmp_path):
     options = {"vocab_size": 9, "dtype": "uint16"}
     with ShardWriter(tmp_path / "p" / "out" / "train", **options) as writer:
         writer.add(np.arange(9))
@@ -300,7 +300,7 @@ def wait_for(path, process):
 
 
 @pytest.mark.processes
-def test_a_killed_run_goes_on_and_leaves_no_process(command, tmp_path, monkeypatch):
+def test_killed_run_goes_on_and_leaves_no_process(command, tmp_path, monkeypatch):
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_for(tmp_path / ".out.partial" / "journal.json", process)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -319,7 +319,7 @@ def test_a_killed_run_goes_on_and_leaves_no_process(command, tmp_path, monkeypat
 
 
 @pytest.mark.processes
-def test_a_killed_worker_is_an_error(command, tmp_path):
+def test_killed_worker_is_an_error(command, tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(tmp_path / ".out.partial" / "journal.json", process)
     for child in psutil.Process(process.pid).children():
@@ -338,7 +338,7 @@ def die_within_a_message(connection, *_):
 
 
 @pytest.mark.processes
-def test_a_worker_killed_within_its_answer_is_an_error(corpus, tmp_path, monkeypatch):
+def test_worker_killed_within_its_answer_is_an_error(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(ingest, "_work", die_within_a_message)
     with pytest.raises(UserError, match="a worker process ended early"):
         run(corpus, tmp_path / "out", "--workers", "2")

@@ -133,7 +133,7 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B"])
-def test_a_model_of_the_hub_is_taken_from_the_cache(hub, bpe, name):
+def test_model_of_the_hub_is_taken_from_the_cache(hub, bpe, name):
     model, commit = hub / f"models--{name.replace('/', '--')}", "0" * 40
     bpe.save(model / "snapshots" / commit)
     (model / "refs").mkdir()
@@ -155,7 +155,7 @@ def test_a_model_of_the_hub_is_taken_from_the_cache(hub, bpe, name):
         ("HFValidationError", r"does not give it \(what it says\)"),
     ],
 )
-def test_a_model_that_the_hub_does_not_give(monkeypatch, error, message):
+def test_model_that_the_hub_does_not_give(monkeypatch, error, message):
     hub = pytest.importorskip("huggingface_hub")
     kind = getattr(pytest.importorskip("huggingface_hub.errors"), error)
 
@@ -195,7 +195,7 @@ def test_torn_or_wrong_neighbours_are_named(tmp_path, bpe):
         load_tokenizer(tmp_path)
 
 
-def test_a_vocabulary_that_no_memory_holds_is_refused():
+def test_vocabulary_that_no_memory_holds_is_refused():
     """The trainer would reserve memory for all of it, and abort the process."""
     with pytest.raises(
         UserError, match="1,000,000,000 is too large to be trained: give 16,777,216"

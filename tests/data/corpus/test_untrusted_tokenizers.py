@@ -100,7 +100,7 @@ def test_which_files_a_child_tries(plain):
     assert not is_risky(rb'{"vocab": {"\\u00": 1}}')  # a backslash, as code has it
 
 
-def test_a_file_is_tried_once(plain, monkeypatch):
+def test_file_is_tried_once(plain, monkeypatch):
     file = json.dumps(plain | pattern("t")).encode()
     assert HFTokenizer(file, None).encode("the") == HFTokenizer(file, None).encode("the")
     monkeypatch.setattr(untrusted_tokenizer.subprocess, "run", None)

@@ -116,7 +116,7 @@ def cells_of(actions, schedule):
     return ["." if w is None else f"{w.microbatch}{names[w.chunk]}" for w in actions]
 
 
-def test_the_text_reads_back_by_its_columns(schedule):
+def test_text_reads_back_by_its_columns(schedule):
     title, table, facts = as_text(schedule).split("\n\n")
     label = len(f"stage {schedule.stages - 1} F")
     lines = table.splitlines()
@@ -157,7 +157,7 @@ def cells_in(drawing):
             yield Cell(group.get("class"), int(text.text), x, y, width, rect.get("fill"))
 
 
-def test_the_drawing_has_a_row_per_stage_in_order_of_time(schedule):
+def test_drawing_has_a_row_per_stage_in_order_of_time(schedule):
     cells = list(cells_in(parsed(schedule)))
     rows = [
         sorted((cell for cell in cells if cell.y == y), key=lambda cell: cell.x)
@@ -197,7 +197,7 @@ def test_works_of_a_tick_stand_between_its_lines_and_below_its_number(schedule):
     )
 
 
-def test_what_a_row_leaves_empty_is_the_bubble(schedule):
+def test_empty_cells_are_the_bubble(schedule):
     drawing = parsed(schedule)
     cells = list(cells_in(drawing))
     left = min(cell.x for cell in cells)
@@ -207,7 +207,7 @@ def test_what_a_row_leaves_empty_is_the_bubble(schedule):
         assert 1 - filled / (right - left + 1) == pytest.approx(schedule.bubble())
 
 
-def test_a_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
+def test_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
     drawing = parsed(schedule)
     colours = {
         direction: {c.colour for c in cells_in(drawing) if c.direction == direction}
@@ -223,7 +223,7 @@ def test_a_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
     assert [n for n in names if n in letters(schedule)] == [n for n in letters(schedule) if n] * 2
 
 
-def test_the_drawing_keeps_to_itself_and_to_its_paper(schedule):
+def test_drawing_keeps_to_itself_and_to_its_paper(schedule):
     drawing = parsed(schedule)
     width, height = (float(drawing.get(name)) for name in ("width", "height"))
     paper = drawing.find(f"{SVG}rect")
@@ -244,7 +244,7 @@ def run(argv):
     return run_main(functools.partial(main, argv))
 
 
-def test_the_command_prints_and_draws(tmp_path, capsys):
+def test_command_prints_and_draws(tmp_path, capsys):
     file = tmp_path / "schedule.svg"
     assert run(options("interleaved_1f1b", chunks=3, svg=file)) == 0
     assert capsys.readouterr().out == as_text(one_f_one_b(4, 8, 3))
@@ -289,7 +289,7 @@ def test_only_chunks_need_whole_groups_of_microbatches(capsys):
         (options(svg="/"), "cannot write /: Is a directory"),
     ],
 )
-def test_a_mistake_is_one_line(argv, message, capsys):
+def test_mistake_is_one_line(argv, message, capsys):
     assert run(argv) == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
 
@@ -300,7 +300,7 @@ def test_arguments_that_make_no_sense(argv, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_the_process_starts_without_jax():
+def test_process_starts_without_jax():
     command = [sys.executable, "-X", "importtime", "-m", "jaxforge.pipeline"]
     done = subprocess.run([*command, *options()], cwd=ROOT, capture_output=True, text=True)
     imported = {line.split("|")[-1].split(".")[0].strip() for line in done.stderr.splitlines()}
@@ -310,7 +310,7 @@ def test_the_process_starts_without_jax():
     assert not imported & HEAVY
 
 
-def test_the_process_ends_with_the_code_of_the_error():
+def test_process_ends_with_the_code_of_the_error():
     command = [sys.executable, "-m", "jaxforge.pipeline", *options(stages=0)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2
 
@@ -323,6 +323,6 @@ def test_the_process_ends_with_the_code_of_the_error():
         ("pipeline-interleaved.svg", options("interleaved_1f1b", chunks=2)),
     ],
 )
-def test_the_docs_show_what_the_command_draws(file, argv, tmp_path):
+def test_docs_show_what_the_command_draws(file, argv, tmp_path):
     assert run([*argv, f"--svg={tmp_path / file}"]) == 0
     assert (ROOT / "docs" / file).read_bytes() == (tmp_path / file).read_bytes()

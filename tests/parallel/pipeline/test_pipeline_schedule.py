@@ -50,7 +50,7 @@ def test_is_of_the_size_that_was_asked_for(request, schedule):
     assert [schedule.stages, schedule.microbatches, schedule.chunks] == sizes
 
 
-def test_a_microbatch_is_at_each_virtual_stage_once_each_way(schedule):
+def test_microbatch_is_at_each_virtual_stage_once_each_way(schedule):
     n_virtual = schedule.stages * schedule.chunks
     seen = Counter(
         (direction, action.microbatch, action.chunk * schedule.stages + stage)
@@ -88,7 +88,7 @@ def test_neighbours_hand_on_what_is_wanted_in_the_next_tick(schedule):
     assert {slot for ring in rings for slot in ring} == set(range(schedule.slots))
 
 
-def test_the_spare_slot_of_an_idle_stage_is_free(schedule):
+def test_spare_slot_of_an_idle_stage_is_free(schedule):
     held = [set() for _ in range(schedule.stages)]
     for tick, spare in zip(schedule.ticks, schedule.spare, strict=True):
         for stage, slots in enumerate(held):
@@ -115,7 +115,7 @@ def test_phases_follow_one_another(schedule):
     assert sum((phase.ticks for phase in phases), ()) == schedule.ticks
 
 
-def test_the_bubble_is_that_of_the_formula(schedule):
+def test_bubble_is_that_of_the_formula(schedule):
     idle = schedule.stages - 1
     formula = idle / (schedule.chunks * schedule.microbatches + idle)
     assert schedule.bubble() == pytest.approx(formula, abs=1e-12)
@@ -230,7 +230,7 @@ class TestEveryChangeIsRefused:
                     altered(schedule, (t, direction, stage, action._replace(slot=slot))), OVERWRITES
                 )
 
-    def test_a_slot_too_few(self, case):
+    def test_slot_too_few(self, case):
         schedule = build(*case)
         refused(dataclasses.replace(schedule, slots=schedule.slots - 1), OVERWRITES)
 
@@ -255,11 +255,11 @@ class TestEveryChangeIsRefused:
         ),
     ],
 )
-def test_what_is_wrong_is_said(change, message):
+def test_faulty_schedule_is_explained(change, message):
     refused(altered(build("1f1b", 4, 8, 1), *change), message)
 
 
-def test_a_backward_before_its_forward_is_refused():
+def test_backward_before_its_forward_is_refused():
     schedule = one_f_one_b(4, 8)
     backward = [tick.backward for tick in schedule.ticks]
     early = zip(schedule.ticks, [*backward[1:], backward[0]], strict=True)
@@ -268,7 +268,7 @@ def test_a_backward_before_its_forward_is_refused():
     refused(dataclasses.replace(schedule, ticks=ticks), message)
 
 
-def test_an_idle_stage_that_overwrites_is_refused():
+def test_idle_stage_that_overwrites_is_refused():
     schedule = one_f_one_b(4, 8)
     for t in idle_ticks(schedule, "forward", 0)[:-1]:
         live = schedule.ticks[-1].backward[0].slot

@@ -111,7 +111,7 @@ CASES = [  # each schedule, reduction, recomputation and axis with several of th
 
 
 @pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model"), CASES)
-def test_it_is_the_step_without_stages(layers, microbatches, axes, train, model):
+def test_pipelined_step_equals_the_step_without_stages(layers, microbatches, axes, train, model):
     """Documents are packed."""
     expected = without_stages(layers, microbatches, tuple(model.items()), True)
     assert_same(run(config(layers, microbatches, model, train, **axes), packed=True), expected)
@@ -120,7 +120,7 @@ def test_it_is_the_step_without_stages(layers, microbatches, axes, train, model)
 def test_every_kind_of_layer_does_the_same_on_a_mesh():
     """Without stages; it is here to be compared with the same reference."""
     train = {**FULL, **CHUNKED_TOKENS}
-    test_it_is_the_step_without_stages(6, 8, {"dp_shard": 2, "tp": 2}, train, KINDS)
+    test_pipelined_step_equals_the_step_without_stages(6, 8, {"dp_shard": 2, "tp": 2}, train, KINDS)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-2)
 
 
-def test_an_opaque_kernel_is_run_by_each_device_alone(monkeypatch):
+def test_opaque_kernel_is_run_by_each_device_alone(monkeypatch):
     """XLA's partitioner is never asked; `shard_map` cannot check what such a kernel returns."""
     use_unsplittable_kernel(monkeypatch)
     job = config(3, 5, TIED, pp=2, dp_shard=2, tp=2, train={**UPDATE, **FULL})
@@ -157,7 +157,7 @@ def test_an_opaque_kernel_is_run_by_each_device_alone(monkeypatch):
     np.testing.assert_allclose(sums, evaluated(3), rtol=1e-5)
 
 
-def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
+def test_backward_keeps_what_was_computed_and_not_what_was_given():
     """The one use of what is in a vector-Jacobian product, whose form is JAX's own affair."""
 
     def layer(params, x, around):
@@ -206,7 +206,7 @@ def permutes(result):
     return [shape for shape, kind, _ in result if kind == "collective-permute"]
 
 
-def test_a_tick_talks_to_its_neighbours_and_about_the_vocabulary():
+def test_tick_talks_to_its_neighbours_and_about_the_vocabulary():
     """One permute forward and one back a tick; reductions over pp of a microbatch's size only.
 
     Even and odd devices are the stages of one data-parallel rank each.

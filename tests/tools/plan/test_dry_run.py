@@ -38,7 +38,7 @@ def dry(capsys, tmp_path, request, monkeypatch):
     return of
 
 
-def test_it_says_what_a_start_would_do_and_writes_nothing(dry):
+def test_dry_run_describes_the_start_and_writes_nothing(dry):
     said = dry(DEBUG, "--train.max_steps=40")
     assert "train.max_steps = 40\n" in said["config"]
     assert "train.seed" not in said["config"]
@@ -76,7 +76,7 @@ def test_data_are_opened_and_counted(dry, tmp_path):
          "--dry-run: lengths in epochs are known once x is tokenized"),
     ],
 )  # fmt: skip
-def test_what_a_start_would_refuse_is_refused(request, arguments, message):
+def test_dry_run_refuses_what_a_start_refuses(request, arguments, message):
     path = str(request.config.rootpath / DEBUG)
     with pytest.raises(UserError, match=message):
         train.main(["--config", path, "--dry-run", *arguments])
@@ -98,7 +98,7 @@ def test_configs_for_clusters_go_through_anywhere(dry, name):
     assert "What helps" not in said["warnings"]
 
 
-def test_a_machine_may_be_named_and_too_small(dry, tmp_path):
+def test_machine_may_be_named_and_too_small(dry, tmp_path):
     init.main(["--preset", "7b", "--output", str(tmp_path / "x.toml")])
     said = dry(tmp_path / "x.toml", "--devices", "h100:1x8")
     assert "h100" in said["memory of a device"]
@@ -118,7 +118,7 @@ def test_any_mesh_and_any_state_can_be_pretended(dry, setting):
     assert dry(DEBUG, "--devices", "8", *settings)["memory of a device"]
 
 
-def test_the_largest_batch_fits_and_one_sequence_more_does_not(request):
+def test_largest_batch_fits_and_one_sequence_more_does_not(request):
     config = load_config(request.config.rootpath / DEBUG)
     model, mesh = build_model(config, "gpu", "9.0"), abstract_mesh(config, 4)
     like, capacity = Program(config, mesh, model=model).abstract_state(), 50_000_000

@@ -57,7 +57,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_that_starts_with_it_compiles_no_step_and_is_the_same(tmp_path, monkeypatch):
+def test_run_that_starts_with_it_compiles_no_step_and_is_the_same(tmp_path, monkeypatch):
     done = subprocess.run(
         [sys.executable, "-m", "jaxforge.plan", *arguments(tmp_path)],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
@@ -121,14 +121,14 @@ def test_another_version_of_the_code_is_refused(saved, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", None])
-def test_a_torn_file_is_told_of(saved, tmp_path, content):
+def test_torn_file_is_told_of(saved, tmp_path, content):
     path, whole = tmp_path / "torn.zip", saved.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(UserError, match=r"torn\.zip: no file of compiled steps, or torn"):
         train.run(config(tmp_path / "run", executable=str(path)))
 
 
-def test_a_changed_bit_is_never_run(tmp_path):
+def test_changed_bit_is_never_run(tmp_path):
     settings, path = config(tmp_path), tmp_path / "step.zip"
     mesh, lowered = make_mesh(settings), jax.jit(lambda x: 2 * x).lower(1.0)
     compiled = lowered.compile()
@@ -147,13 +147,13 @@ def test_a_changed_bit_is_never_run(tmp_path):
     assert refused > 250
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_file_that_is_not_there_is_named(tmp_path):
     path = str(tmp_path / "none.zip")
     with pytest.raises(UserError, match=r"train\.executable = .*none\.zip: No such file"):
         Executable(path, make_mesh(config(tmp_path)))
 
 
-def test_a_place_that_cannot_be_written_is_a_mistake_of_the_command_line(tmp_path):
+def test_place_that_cannot_be_written_is_a_mistake_of_the_command_line(tmp_path):
     location = tmp_path / "none" / "step.zip"
     with (
         pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),

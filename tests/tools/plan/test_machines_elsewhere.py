@@ -72,7 +72,7 @@ def test_tpus(tmp_path, topology):
 
 
 @needs_tpu
-def test_a_model_that_is_too_large_for_a_tpu_says_by_how_much(tmp_path):
+def test_model_that_is_too_large_for_a_tpu_says_by_how_much(tmp_path):
     large = ["--model.dim=8192", "--model.n_layers=16", "--model.n_heads=64"]
     report = planned(tmp_path, "v5e:2x2", *large, code=2)
     memory = report["memory_per_device"]
@@ -82,7 +82,7 @@ def test_a_model_that_is_too_large_for_a_tpu_says_by_how_much(tmp_path):
 
 
 @pytest.mark.skipif(targets.gpu_compiler_is_here(), reason="the compiler is here")
-def test_a_missing_compiler_is_named(tmp_path):
+def test_missing_compiler_is_named(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(MODEL)
     done = subprocess.run(

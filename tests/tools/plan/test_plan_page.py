@@ -31,7 +31,7 @@ def html():
     return page(plan(tiny_config(distributed=mesh, train={"grad_accum_steps": 4}), CPUS))
 
 
-def test_a_page_says_what_the_plan_says(html):
+def test_page_says_what_the_plan_says(html):
     text = str(Text(html))
     assert "pp 2 x dp_shard 2 x tp 2" in text
     assert "layers.attention.q_proj.weight" in text
@@ -40,12 +40,12 @@ def test_a_page_says_what_the_plan_says(html):
     assert re.search(r"parameters \d", text)
 
 
-def test_a_page_loads_nothing(html):
+def test_page_loads_nothing(html):
     assert not re.findall(r"""(?:src|href)=|url[(]|@import""", html)
     assert html.count("<svg") == html.count("</svg>") >= 1
 
 
-def test_what_was_refused_is_on_a_page_too():
+def test_refused_plan_has_a_page():
     text = str(Text(page(Plan(CPUS, errors=["a <b> & c"]))))
     assert "does not run" in text
     assert "a <b> & c" in text

@@ -31,7 +31,7 @@ def tiny_plan():
     return plan(planned(), CPUS)
 
 
-def test_a_step_is_compiled_and_told_of(tiny_plan):
+def test_step_is_compiled_and_told_of(tiny_plan):
     report = as_json(tiny_plan)
     assert report["fits"] is True
     assert report["errors"] == []
@@ -43,7 +43,7 @@ def test_a_step_is_compiled_and_told_of(tiny_plan):
     json.dumps(report)
 
 
-def test_the_parts_of_the_memory_are_those_of_the_state(tiny_plan):
+def test_parts_of_the_memory_are_those_of_the_state(tiny_plan):
     memory = tiny_plan.step.memory
     config = tiny_plan.config
     state = checkpoint_bytes(config)
@@ -58,7 +58,7 @@ class Stop(Exception):
     """Nothing has to run."""
 
 
-def test_the_live_step_is_the_planned_one(tiny_plan, tmp_path, monkeypatch):
+def test_live_step_is_the_planned_one(tiny_plan, tmp_path, monkeypatch):
     live = []
 
     def compile_step(lowered, flags):
@@ -71,14 +71,14 @@ def test_the_live_step_is_the_planned_one(tiny_plan, tmp_path, monkeypatch):
     assert live == [tiny_plan.step.executables[1].lowered.as_text()]
 
 
-def test_what_a_run_would_refuse_is_not_compiled():
+def test_invalid_config_is_not_compiled():
     refused = plan(tiny_config(distributed={"dp_shard": 3}), CPUS)
     assert refused.step is None
     assert not refused.fits
     assert any("distributed.dp_shard = 3" in error for error in refused.errors)
 
 
-def test_what_does_not_fit_is_advised(tiny_plan, monkeypatch, capsys):
+def test_oversized_step_gets_advice(tiny_plan, monkeypatch, capsys):
     memory = tiny_plan.step.memory
     small = memory._replace(capacity=memory.peak - 1)
     monkeypatch.setattr(
@@ -104,7 +104,7 @@ def command_line(*arguments):
     )  # fmt: skip
 
 
-def test_the_command_makes_its_own_environment():
+def test_command_makes_its_own_environment():
     done = command_line("--config=configs/debug.toml", "--topology=cpu:4", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -123,14 +123,14 @@ def test_mistakes_of_a_config_are_errors_of_its_plan(capsys):
     assert any("batch_size" in error for error in report["errors"])
 
 
-def test_a_mistake_is_one_message():
+def test_mistake_is_one_message():
     done = command_line("--config=configs/debug.toml", "--topology=v7:2x2")
     assert done.returncode == 2
     assert "--topology: topology 'v7:2x2': expected one of v5e" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_checkpoints_that_are_kept_are_counted():
+def test_checkpoints_that_are_kept_are_counted():
     config = tiny_config(train={"max_steps": 100}, checkpoint={"interval": 10, "keep_last_n": 3})
     assert kept_checkpoints(config) == 3
     every = tiny_config(train={"max_steps": 95}, checkpoint={"interval": 10, "keep_last_n": 0})

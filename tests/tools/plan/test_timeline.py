@@ -45,7 +45,7 @@ def product(name):
 
 
 @pytest.mark.parametrize(("beside", "waited"), [(0, 3), (1, 2), (2, 1), (3, 0), (4, 0)])
-def test_what_runs_between_the_halves_hides_a_collective(beside, waited):
+def test_operations_between_halves_hide_a_collective(beside, waited):
     line = run(program(GATHER, *(product(f"p{i}") for i in range(beside)), DONE))
     assert line.seconds == max(3, beside)
     assert line.waited == waited
@@ -54,7 +54,7 @@ def test_what_runs_between_the_halves_hides_a_collective(beside, waited):
     assert (traffic.count, traffic.bytes, traffic.seconds) == (1, 30, 3)
 
 
-def test_a_collective_in_one_piece_is_waited_for():
+def test_collective_in_one_piece_is_waited_for():
     line = run(program(product("p"), "%r = f32[3]{0} all-reduce(%a), channel_id=1", product("q")))
     assert line.seconds == 5
     assert line.traffic[Key("all-reduce", ("dp_shard",), False, False)].waited == 3
@@ -85,7 +85,7 @@ LOOP = (
 )
 
 
-def test_a_loop_takes_as_long_as_its_iterations():
+def test_loop_takes_as_long_as_its_iterations():
     line = run(program(LOOP, more=BODY))
     assert line.seconds == 7 * 4
     assert line.busy["products"] == 7
@@ -109,7 +109,7 @@ BRANCHES = """%short (x: f32[3]) -> f32[3] {
 
 
 @pytest.mark.parametrize(("longest", "seconds"), [(False, 1), (True, 2)])
-def test_of_branches_one_is_taken(longest, seconds):
+def test_slowest_branch_is_taken(longest, seconds):
     choice = "%c = f32[3]{0} conditional(%a, %a, %a), branch_computations={%short, %long}"
     assert run(program(choice, more=BRANCHES), longest=longest).seconds == seconds
 
@@ -147,11 +147,11 @@ def test_halves_in_fusions_belong_together_by_their_channel():
         ("replica_groups={}", list(range(8))),
     ],
 )
-def test_the_group_of_a_collective(text, group):
+def test_group_of_a_collective(text, group):
     assert first_group(text, 8) == group
 
 
-def test_a_transposed_iota_is_that_of_numpy():
+def test_transposed_iota_is_that_of_numpy():
     text = "replica_groups=[6,4]<=[2,3,4]T(2,0,1)"
     expected = np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1).reshape(6, 4)[0]
     assert first_group(text, 24) == expected.tolist()

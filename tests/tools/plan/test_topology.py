@@ -12,7 +12,7 @@ from jaxforge.tools.plan.topology import Topology
         ("cpu:8", "cpu", (8,), 1, 8),
     ],
 )
-def test_a_topology_is_read_and_written(text, chip, lengths, slices, devices):
+def test_topology_is_read_and_written(text, chip, lengths, slices, devices):
     topology = Topology.parse(text)
     assert topology == (chip, lengths, slices)
     assert topology.n_devices == devices
@@ -34,12 +34,12 @@ def test_a_topology_is_read_and_written(text, chip, lengths, slices, devices):
         ("v5e:4x4*0", "nothing may be 0"),
     ],
 )
-def test_what_is_none_is_explained(text, message):
+def test_invalid_topology_is_explained(text, message):
     with pytest.raises(ValueError, match=message):
         Topology.parse(text)
 
 
-def test_the_environment_is_that_of_the_compiler():
+def test_environment_is_that_of_the_compiler():
     env = {"JAX_PLATFORMS": "tpu", "XLA_FLAGS": "--one"}
     Topology.parse("cpu:4").prepare(env)
     assert env["JAX_PLATFORMS"] == "cpu"

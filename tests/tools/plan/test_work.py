@@ -125,7 +125,7 @@ def seconds(name, visible=0.5):
     return Roofline(Workload(program, visible), CHIPS["h100"]).seconds(operation, within)[1]
 
 
-def test_the_roofline_is_the_longer_of_both():
+def test_roofline_is_the_longer_of_both():
     chip, reached = CHIPS["h100"], REACHED["gpu"]
     moved = work_of("add").bytes / (chip.bandwidth * reached.memory)
     assert seconds("add") == pytest.approx(moved + reached.launch)

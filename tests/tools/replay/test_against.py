@@ -60,7 +60,7 @@ def values_of(run):
 
 
 @pytest.mark.parametrize("setting", FIRST)
-def test_what_another_setting_changes_first_is_named(run, values_of, setting):
+def test_first_changed_value_is_named(run, values_of, setting):
     other = make(ReplayedRun(run, [setting]), 5, values_of.whole_grads)
     result = first_difference(list(rows_of(values_of, other)))
     stage, name = FIRST[setting]
@@ -68,7 +68,7 @@ def test_what_another_setting_changes_first_is_named(run, values_of, setting):
     assert result.name.startswith(name)
 
 
-def test_the_users_mistakes_are_said(run):
+def test_users_mistakes_are_said(run):
     with pytest.raises(UserError, match="--other is of the run that --against names"):
         command.main([str(run), "--step=5", "--other=--train.z_loss_weight=0.1"])
     with pytest.raises(UserError, match="for one step"):

@@ -82,7 +82,7 @@ def test_which_steps_are_made_again(run, capsule):
         _range(capsule, 1, run / "checkpoints" / "step_8")
 
 
-def test_a_curve_that_is_another_by_a_bit_is_told(capsule, tmp_path, capsys):
+def test_curve_that_is_another_by_a_bit_is_told(capsule, tmp_path, capsys):
     _, second, *remaining = capsule.files[
         archive.CURVE
     ].splitlines()  # the first was not logged, say
@@ -97,7 +97,7 @@ def test_a_curve_that_is_another_by_a_bit_is_told(capsule, tmp_path, capsys):
     assert "step      1" not in said
 
 
-def test_what_else_differs_is_named_and_leaves_room_for_rounding(capsule):
+def test_other_differences_are_named_and_allow_rounding(capsule):
     about = capsule.about
     packages = {**about["packages"], "jaxlib": "0.9.0", "rich": "1.0"}
     code = {"jaxforge": {**about["code"]["jaxforge"], "sha256": "0" * 64}}
@@ -135,7 +135,7 @@ def test_data_that_are_not_there_are_asked_for(capsule):
         verify(capsule, 1, overrides=["--data.dataset_path=/nowhere"])
 
 
-def test_it_says_what_a_step_is_made_of(run, capsule):
+def test_capsule_lists_the_ingredients_of_a_step(run, capsule):
     about = capsule.about
     assert about["mesh"]["dp_shard"] == 8
     assert about["machine"]["devices"] == 8
@@ -150,7 +150,7 @@ def test_it_says_what_a_step_is_made_of(run, capsule):
     assert len(capsule.files[archive.CURVE].splitlines()) == STEPS
 
 
-def test_it_keeps_secrets_to_itself(run, tmp_path, monkeypatch):
+def test_capsule_contains_no_secrets(run, tmp_path, monkeypatch):
     secrets = [
         "hunter2hunter2",
         "sig0123456789",
@@ -203,7 +203,7 @@ def test_it_keeps_secrets_to_itself(run, tmp_path, monkeypatch):
         ('name = "hf_abcdefghijklmnopqrst"', 'name = "removed"'),
     ],
 )
-def test_what_is_taken_out(text, expected):
+def test_unpacked_files_equal_the_run(text, expected):
     assert redacted(text, {}) == expected
 
 
@@ -212,7 +212,7 @@ def test_secrets_of_the_environment_are_found_anywhere():
     assert redacted("/home/me/s3cr3t-value/1", environment) == "/home/me/removed/1"
 
 
-def test_a_torn_file_is_refused(capsule, tmp_path):
+def test_torn_file_is_refused(capsule, tmp_path):
     file = tmp_path / "x.zip"
     archive.write(file, capsule)
     assert archive.read(file).files == capsule.files
@@ -247,7 +247,7 @@ def _flipped(content, at):
         ),
     ],
 )
-def test_a_file_of_another_make_is_refused(tmp_path, about, files, message):
+def test_file_of_another_make_is_refused(tmp_path, about, files, message):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as result:
         result.writestr("capsule.json", json.dumps(about))
         for name, text in files.items():
@@ -284,14 +284,14 @@ def _rewritten(file, capsule, about=(), **files):
         ({"about": {"programs": {"1": []}}}, "a program of capsule.json is no table"),
     ],
 )
-def test_what_no_run_makes_is_refused_in_one_message(capsule, tmp_path, changes, message):
+def test_forged_capsule_is_refused_in_one_message(capsule, tmp_path, changes, message):
     file = _rewritten(tmp_path / "x.zip", capsule, **changes)
     with pytest.raises(UserError, match=message) as caught:
         archive.read(file)
     assert len(str(caught.value)) < 500
 
 
-def test_a_small_file_does_not_become_a_large_one(capsule, tmp_path, monkeypatch):
+def test_small_file_does_not_become_a_large_one(capsule, tmp_path, monkeypatch):
     """By what entries declare, and where that is a lie, by what is read."""
     file = tmp_path / "x.zip"
     large = {"curve.jsonl": " " * (8 << 20)}
@@ -324,7 +324,7 @@ def test_a_small_file_does_not_become_a_large_one(capsule, tmp_path, monkeypatch
         (["runs/x"], "no run at runs/x: it has no config.toml"),
     ],
 )
-def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, arguments, message):
+def test_impossible_requests_are_refused(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         main(arguments)
@@ -336,7 +336,7 @@ def test_on_other_devices_no_capsule_is_made(run, monkeypatch):
         capsule_of(run)
 
 
-def test_the_state_of_code_in_git(tmp_path, monkeypatch):
+def test_state_of_code_in_git(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text("x = 1\n")
     assert set(ingredients._code_at(file)) == {"sha256"}

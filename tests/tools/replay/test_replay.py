@@ -83,7 +83,7 @@ def test_steps_are_what_was_logged_bit_for_bit(run):
     assert differences(run, 17, 21) == dict.fromkeys(range(17, 22), 0.0)
 
 
-def test_a_start_from_an_earlier_step_undoes_those_after_it(tmp_path):
+def test_start_from_an_earlier_step_undoes_those_after_it(tmp_path):
     for step, lr in ((0, 0.1), (10, 0.2), (20, 0.3), (10, 0.4)):
         run_directory.note_start(tmp_path, config(tmp_path, optimizer={"lr": lr}), step)
     rates = [run_directory.config_of_step(tmp_path, n).optimizer.lr for n in (1, 10, 11, 30)]
@@ -123,7 +123,7 @@ def last_step_with(run, sequence):
     raise AssertionError("no step of the epoch did")
 
 
-def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeypatch):
+def test_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeypatch):
     step, row = last_step_with(run, POISON)
     with open_past(run, step) as past:
         result = account(past, step, around=1, rows=2)
@@ -208,7 +208,7 @@ def test_documents_end_with_their_token_or_their_segment():
     assert (whole.start, whole.end, whole.worst) == (0, 8, (0, 8))
 
 
-def test_what_stands_out_is_far_from_the_others_by_loss_or_gradient():
+def test_outliers_differ_by_loss_or_gradient():
     losses, tokens, norms = [2.0, 2.1, 1.9, 2.0, 2.6], [64] * 5, [1.0, 1.1, 0.9, 3.0, 1.0]
     assert np.argsort(-oddness(losses, tokens, norms))[:2].tolist() == [3, 4]
     few = oddness([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
@@ -217,7 +217,7 @@ def test_what_stands_out_is_far_from_the_others_by_loss_or_gradient():
     assert np.argmax(oddness([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
 
 
-def test_a_few_tokens_with_a_high_loss_stand_out_less_than_many():
+def test_few_tokens_with_a_high_loss_stand_out_less_than_many():
     """Places and numbers as of real text: an end of five tokens, random characters, whole rows."""
     losses, tokens = [7.9, 6.9, 4.3, 4.5, 4.4, 4.0], [5, 167, 256, 256, 256, 256]
     norms = 0.016 * np.sqrt(tokens)  # a gradient grows with the root of its tokens
@@ -237,7 +237,7 @@ def test_documents_of_the_steps_before_say_what_is_usual():
     assert 2 * alone[0] < with_them[0]
 
 
-def test_how_far_tokens_stray_about_the_mean_of_their_document():
+def test_token_spread_is_about_the_document_mean():
     losses = np.array([[[1.0, 3.0, 5.0, 5.0, np.nan]]])
     batch = {"input_ids": np.array([[[1, 0, 2, 0, 3]]]), "labels": np.ones((1, 1, 5), int)}
     assert token_spread(find_documents(batch, losses, eos=0), losses) == pytest.approx(0.5**0.5)
@@ -265,7 +265,7 @@ def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
     assert (order[0][0].row, order[0][0].start) == (2, 0)
 
 
-def test_a_look_changes_nothing(run):
+def test_look_changes_nothing(run):
     with open_past(run, AFTER_SAVE) as past:
         walk = past.walk(AFTER_SAVE)
         before = jax.device_get(walk.state)
@@ -283,7 +283,7 @@ def test_a_look_changes_nothing(run):
         (["--step", "2", "--around", "-1"], "--around: expected 0 or more"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(run, arguments, message):
+def test_unrepeatable_step_is_refused(run, arguments, message):
     with pytest.raises(UserError, match=message):
         command.main([str(run), *arguments])
 
@@ -385,7 +385,7 @@ def test_activations_that_there_are_not_are_refused(run, tmp_path, arguments, me
     assert not (tmp_path / "seen").exists()
 
 
-def test_a_global_batch_is_as_large_on_other_devices():
+def test_global_batch_is_as_large_on_other_devices():
     """The replay does not fix the sequences per device that the config left open."""
     config = load_config(None, ["--train.global_batch_size=8", "--distributed.dp_shard=4"])
     there = the_past._on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])

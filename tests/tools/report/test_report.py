@@ -166,7 +166,7 @@ def test_charts_facts_and_values(tmp_path):
     assert "max_steps = 50" in config["text"]
 
 
-def test_what_never_changes_is_told_in_a_table(tmp_path):
+def test_constant_metrics_are_in_a_table(tmp_path):
     lines = [line(s, **{f"moe/router_bias/layers.{i}": 0.0 for i in range(5)}) for s in (1, 2, 3)]
     item = write_run(tmp_path / "one", lines)
     two = write_run(tmp_path / "two", [line(s, **{"train/lr": 1e-4}) for s in (1, 2, 3)])
@@ -189,7 +189,7 @@ def test_several_evaluation_sets(tmp_path):
     assert [row[0] for row in page.rows()][:4] == ["set", "code.py", "all sets", "web"]
 
 
-def test_the_page_asks_nobody_for_anything(tmp_path):
+def test_page_asks_nobody_for_anything(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1)]))
     for element in page.elements:
         for name in ("src", "href", "data", "action", "poster", "srcset"):
@@ -201,7 +201,7 @@ def test_the_page_asks_nobody_for_anything(tmp_path):
     assert policy["content"].startswith("default-src 'none'; connect-src 'none';")
 
 
-def test_what_runs_say_is_escaped(tmp_path):
+def test_text_of_runs_is_escaped(tmp_path):
     name, dataset, said = 'a <b> & "c"', "</script><i>", "<script>alert(1)</script>"
     lines = [line(s, **{f"data/{dataset}/tokens": s, f"loss/{dataset}": 1.0}) for s in (1, 2)]
     path = write_run(tmp_path / name, lines)
@@ -228,7 +228,7 @@ def test_samples_are_told_the_newest_first(tmp_path):
     assert len(samples) == 120
 
 
-def test_what_is_not_finite_breaks_the_curve_and_is_marked(tmp_path):
+def test_nonfinite_values_break_the_curve_and_are_marked(tmp_path):
     lines = [line(s, **({"train/loss": None} if s in (7, 9, 30) else {})) for s in range(1, 41)]
     (train,) = page_of(write_run(tmp_path / "run", lines)).curves("Loss")
     assert (train["bad"], train["bad_count"]) == ([7, 9, 30], 3)
@@ -243,7 +243,7 @@ def test_steps_of_another_run_do_not_count_as_time(tmp_path):
     assert facts["resumed"] == "never"
 
 
-def test_a_run_that_is_nowhere_finite_has_a_page(tmp_path):
+def test_run_that_is_nowhere_finite_has_a_page(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1, **{"train/loss": None})]))
     assert page.facts()["smoothed loss"] == page.facts()["last loss"] == "not finite"
     assert page.curves("Loss")[0]["last"] is None
@@ -275,7 +275,7 @@ def test_resumes_are_those_of_the_present_curve(tmp_path, begun, expected):
     assert run.resumes == page_of(path).json()["runs"][0]["resumes"] == expected
 
 
-def test_a_run_of_an_older_version_has_no_starts(tmp_path):
+def test_run_of_an_older_version_has_no_starts(tmp_path):
     path = write_run(tmp_path / "run", [line(1)])
     (path / "starts.jsonl").unlink()
     facts = page_of(path).facts()
@@ -285,7 +285,7 @@ def test_a_run_of_an_older_version_has_no_starts(tmp_path):
 
 
 @pytest.mark.processes
-def test_a_real_run_that_was_resumed(tmp_path):
+def test_real_run_that_was_resumed(tmp_path):
     run = Run(tmp_path, "real")
     with devices_here(1):
         for steps in (4, 8):
@@ -299,7 +299,7 @@ def test_a_real_run_that_was_resumed(tmp_path):
     assert train == pytest.approx(dict(enumerate(run.losses().values(), 1)), abs=1e-5)
 
 
-def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
+def test_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
     lines = [line(1), line(2)]
     page = page_of(write_run(tmp_path / "run", lines, tail=json.dumps(line(3))[:40]))
     assert list(page.points("Loss")[0]) == [1, 2]
@@ -343,7 +343,7 @@ def test_lines_read_at_once_are_those_of_json():
     assert alike.read(lists * 2) == ({}, lists * 2)
 
 
-def test_a_damaged_line_of_a_late_part_is_named(tmp_path, monkeypatch):
+def test_damaged_line_of_a_late_part_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_of, "_BLOCK", 300)
     tail = '{"time": 3}\n' + json.dumps(line(9)) + "\n"
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 9)], tail=tail)
@@ -367,7 +367,7 @@ def test_mistakes_in_the_name_of_a_run(tmp_path):
         main([str(path), str(path)])
 
 
-def test_a_page_that_cannot_be_written(tmp_path):
+def test_page_that_cannot_be_written(tmp_path):
     path = write_run(tmp_path / "run", [line(1)])
     with pytest.raises(UserError, match=r"cannot write .*no/page.html: No such file"):
         main([str(path), "--output", str(tmp_path / "no" / "page.html")])
@@ -413,7 +413,7 @@ def test_every_metric_gets_a_chart(tmp_path):
     assert not any("moothed" in title for title in page.titles())
 
 
-def test_a_long_run_keeps_its_spikes_and_gaps_in_a_small_page(tmp_path):
+def test_long_run_keeps_its_spikes_and_gaps_in_a_small_page(tmp_path):
     loss = np.random.default_rng(0).normal(3, 0.1, 50_000)
     loss[12_345], loss[45_678] = 77.0, -5.0
     lines = [line(i, **{"train/loss": x}) for i, x in enumerate(loss.tolist(), 1)]
@@ -535,7 +535,7 @@ def in_a_browser(tmp_path, source, script):
 
 
 @pytest.mark.processes
-def test_a_browser_runs_it_without_errors_or_requests(tmp_path):
+def test_browser_runs_it_without_errors_or_requests(tmp_path):
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS)
     html = in_a_browser(tmp_path, page_of(path).source, POINT)
     assert html["data-errors"] == ""

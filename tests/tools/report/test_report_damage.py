@@ -94,7 +94,7 @@ def test_every_damaged_line_leaves_a_page(tmp_path, capsys):
         ("samples", '{"step": 1, "text": "x"}', "no prompt"),
     ],
 )
-def test_a_damaged_line_is_named_and_the_others_are_shown(tmp_path, capsys, file, damaged, problem):
+def test_damaged_line_is_named_and_the_others_are_shown(tmp_path, capsys, file, damaged, problem):
     path = write_run(tmp_path / "run", [line(1), line(2)])
     (path / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     sound = {"metrics": line(4), "starts": start(4), "samples": {**SAMPLE, "text": "beneath"}}[file]
@@ -110,7 +110,7 @@ def test_a_damaged_line_is_named_and_the_others_are_shown(tmp_path, capsys, file
     assert [row[1] for row in starts] == (["4", "0"] if file == "starts" else [])  # none of one
 
 
-def test_a_file_of_nothing_but_damage_is_named_once_and_counted(tmp_path, capsys):
+def test_file_of_nothing_but_damage_is_named_once_and_counted(tmp_path, capsys):
     path = write_run(tmp_path / "run", [line(1)], tail="x\n" * 1000)
     page_of(path)
     messages = capsys.readouterr().err.splitlines()
@@ -135,7 +135,7 @@ def test_loads_of_other_shapes_are_left_out(tmp_path, capsys):
     assert "step 3: the load of experts has other layers or experts than before" in warned
 
 
-def test_a_metric_that_is_a_number_here_and_a_list_there_keeps_its_numbers(tmp_path):
+def test_metric_that_is_a_number_here_and_a_list_there_keeps_its_numbers(tmp_path):
     lines = [line(1, **{"a/b": 1.0}), line(2, **{"a/b": [1.0]}), line(3, **{"a/b": 4.0})]
     series = read_metrics(write_run(tmp_path / "run", lines))["a/b"]
     assert (series.step.tolist(), series.value.tolist()) == ([1, 3], [1.0, 4.0])
@@ -163,7 +163,7 @@ def test_metrics_beyond_a_number_are_counted_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["[model", "x = " + "[" * 3000, "a" + ".a" * 3000 + " = 1"])
-def test_a_damaged_config_is_one_message(tmp_path, text):
+def test_damaged_config_is_one_message(tmp_path, text):
     path = write_run(tmp_path / "run", [line(1)])
     (path / "config.toml").write_text(text + "\n")
     with pytest.raises(UserError, match=r"config.toml:1:"):

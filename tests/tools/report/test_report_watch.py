@@ -41,7 +41,7 @@ def append(path, *lines):
         file.write("".join(json.dumps(item) + "\n" for item in lines))
 
 
-def test_a_run_that_goes_on(tmp_path, served):
+def test_run_that_goes_on(tmp_path, served):
     status, page, headers = served("/")
     assert (status, headers["Cache-Control"]) == (200, "no-store")
     assert "connect-src 'self'" in page
@@ -58,7 +58,7 @@ def test_a_run_that_goes_on(tmp_path, served):
     assert "5.9800" in json.loads(second)["facts"]
 
 
-def test_a_damaged_run_is_told(tmp_path, served):
+def test_damaged_run_is_told(tmp_path, served):
     write_run(tmp_path / "run", [line(1)], tail="no <b>\n")
     status, page, _ = served("/")
     assert status == 200
@@ -90,7 +90,7 @@ def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def test_a_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
+def test_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
     monkeypatch.setattr(Live, "page", lambda self: 1 / 0)
     status, said, _ = served("/")
     assert (status, said) == (500, "failed: see the terminal")
@@ -121,7 +121,7 @@ def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
     assert not began
 
 
-def test_a_run_that_went_back_is_read_anew(tmp_path):
+def test_run_that_went_back_is_read_anew(tmp_path):
     """Its file is longer than it was, and other."""
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
     metrics = MetricsFile(path)
@@ -133,7 +133,7 @@ def test_a_run_that_went_back_is_read_anew(tmp_path):
     assert loss.value.tolist() == [5.99, 5.98, *[1.0] * 5]
 
 
-def test_a_port_that_is_taken(tmp_path):
+def test_port_that_is_taken(tmp_path):
     with Server(Live([tmp_path], "steps"), 0) as server:
         with pytest.raises(UserError, match=f"port {server.port} is taken; name another") as error:
             main([str(tmp_path), "--watch", str(server.port)])

@@ -74,7 +74,7 @@ def test_any_data_on_any_machine_have_a_config_that_fits(tmp_path, tokens, words
         assert share_of_memory(config, on.devices, on.memory) < 0.85
 
 
-def test_a_model_is_as_large_as_its_data_suffice_for():
+def test_model_is_as_large_as_its_data_suffice_for():
     a_gpu = Machine.parse("1x80GB")
     small, middle, large = (sized(prepared(n), a_gpu) for n in (10**7, 10**9, 10**12))
     assert small.parameters < middle.parameters < large.parameters
@@ -129,7 +129,7 @@ def test_machines_are_read_and_found(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_loads_and_fits_its_machine(tmp_path, name):
+def test_preset_loads_and_fits_its_machine(tmp_path, name):
     preset, output = PRESETS[name], tmp_path / "x.toml"
     assert init.main(["--preset", name, "--output", str(output)]) == 0
     config = load_config(output)
@@ -143,7 +143,7 @@ def test_a_preset_loads_and_fits_its_machine(tmp_path, name):
         assert share_of_memory(config, preset.devices, memory) < 0.85
 
 
-def test_the_page_has_a_row_for_each_preset():
+def test_page_has_a_row_for_each_preset():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (\d+) \| (.*) \|$", PAGE, re.M)
     assert rows == [
         (name, item.about, item.machine, str(item.devices), f"{item.parameters / 1e6:,.0f}M")
@@ -151,7 +151,7 @@ def test_the_page_has_a_row_for_each_preset():
     ]
 
 
-def test_a_preset_takes_prepared_data(tmp_path, capsys):
+def test_preset_takes_prepared_data(tmp_path, capsys):
     directory = tmp_path / "data"
     for split, tokens in (("train", 10**6), ("validation", 5000)):
         (directory / split).mkdir(parents=True)
@@ -166,7 +166,7 @@ def test_a_preset_takes_prepared_data(tmp_path, capsys):
         init.main(["--preset", "124m", "--data", str(tmp_path), "--output", "-"])
 
 
-def test_a_file_that_is_there_stays(tmp_path, capsys):
+def test_file_that_is_there_stays(tmp_path, capsys):
     (tmp_path / "x.toml").write_text("mine")
     with pytest.raises(UserError, match=r"x\.toml exists; choose another --output"):
         init.main(["--preset", "tiny", "--output", str(tmp_path / "x.toml")])

@@ -24,7 +24,7 @@ def ladder(tmp_path, text=LADDER):
     return tmp_path / "sizes.toml"
 
 
-def test_a_grid_has_every_combination():
+def test_grid_has_every_combination():
     result = points(["optimizer.lr=1e-3,3e-3", "model.dim=64,128"], None)
     assert [point.name for point in result] == [
         "lr=1e-3,dim=64", "lr=1e-3,dim=128", "lr=3e-3,dim=64", "lr=3e-3,dim=128",
@@ -71,6 +71,6 @@ def test_keys_of_a_ladder_go_together_and_a_grid_multiplies_it(tmp_path):
         ([], "dim =", "sizes.toml: "),
     ],
 )
-def test_what_is_no_sweep_is_refused(grid, text, message, tmp_path):
+def test_invalid_sweep_is_refused(grid, text, message, tmp_path):
     with pytest.raises(UserError, match=message):
         points(grid, ladder(tmp_path, text))

@@ -64,7 +64,7 @@ def run(runs):
     return Runner(said.append).run(runs), said
 
 
-def test_a_failed_run_is_reported_and_the_others_go_on(base):
+def test_failed_run_is_reported_and_the_others_go_on(base):
     fails = "print('no memory'); sys.exit(3) if '=2' in d else " + LOGS
     code, said = run(runs := planned(base, "train.seed=1,2,3", code=fails))
     assert code == 3
@@ -73,7 +73,7 @@ def test_a_failed_run_is_reported_and_the_others_go_on(base):
     assert "not finished" in table(results(runs))
 
 
-def test_what_is_finished_is_not_run_again(base):
+def test_finished_runs_are_not_repeated(base):
     runs = planned(base, "train.seed=1,2")
     assert run(runs)[0] == 0
     code, said = run(planned(base, "train.seed=1,2,3", code="sys.exit('=3' not in d)"))
@@ -81,7 +81,7 @@ def test_what_is_finished_is_not_run_again(base):
     assert said[:2] == ["[1/3] seed=1: finished before", "[2/3] seed=2: finished before"]
 
 
-def test_a_signal_goes_to_the_run_and_ends_the_sweep(base):
+def test_signal_goes_to_the_run_and_ends_the_sweep(base):
     runs = planned(base, "train.seed=1,2", code=WAITS)
 
     def stop():
@@ -95,7 +95,7 @@ def test_a_signal_goes_to_the_run_and_ends_the_sweep(base):
     assert runs[0].state == "new"  # this one made no config.toml
 
 
-def test_a_directory_of_another_config_is_refused(base):
+def test_directory_of_another_config_is_refused(base):
     (item,) = planned(base, "train.seed=1")
     item.directory.mkdir(parents=True)
     (item.directory / "config.toml").write_text(item.config.to_toml())
@@ -114,7 +114,7 @@ def test_all_configs_are_checked_before_the_first_run(base, capsys):
     assert re.match(r"dim=64  \S+ parameters, 8 steps, new\ndim=128  ", capsys.readouterr().out)
 
 
-def test_the_array_has_a_task_for_each_point(base, capsys, tmp_path):
+def test_array_has_a_task_for_each_point(base, capsys, tmp_path):
     script = tmp_path / "sweep.sbatch"
     arguments = ["--config", base, "--grid", "train.seed=1,2,3", "--train.max_steps=4"]
     assert sweep.main([*arguments, "--slurm", str(script), "--devices=8"]) == 0
@@ -154,14 +154,14 @@ def test_points_are_sorted_by_their_validation_loss_where_there_is_one(base):
     assert "not finished (new)" in table(result)
 
 
-def test_of_the_training_loss_the_last_tenth_counts(base):
+def test_training_loss_is_the_mean_of_the_last_tenth(base):
     (item,) = planned(base, "train.seed=1")
     finished(item, [*[5.0] * 18, 3.0, 2.0])
     result = results([item])
     assert (result.metric, result.points[0].loss) == ("train/loss", 2.5)
 
 
-def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
+def test_ladder_has_a_law_and_a_page_that_draws_it(base):
     runs = planned(base, "model.dim=64,128,256,512", "optimizer.lr=1e-3,3e-3")
     for item in runs:
         size = item.config.model.dim**2
@@ -183,7 +183,7 @@ def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
     assert "no law: it takes 4 sizes, and 2 are finished" in table(fewer)
 
 
-def test_the_base_loads_as_its_points_do(base):
+def test_base_loads_as_its_points_do(base):
     """Settings of a point take effect."""
     (item,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
     again = load_config(base, item.command[item.command.index("--config") + 2 :])

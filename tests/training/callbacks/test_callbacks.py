@@ -101,10 +101,10 @@ def test_processes_follow_the_clock_of_the_first_one_now_and_then(clock, monkeyp
 
 
 @pytest.mark.parametrize("text", ["10", "m", "10 min", "-1s", "0m", ""])
-def test_a_text_that_is_no_duration_is_refused(text):
+def test_text_that_is_no_duration_is_refused(text):
     with pytest.raises(UserError, match=r'Acts.every = ".*" is not a duration. Write a number and'):
         Callbacks([Acts("a", text, [])])
 
 
-def test_the_public_name_and_that_of_older_hooks_are_one_class():
+def test_public_name_and_that_of_older_hooks_are_one_class():
     assert jaxforge.Callback is Callback is Hook

@@ -44,7 +44,7 @@ def test_devices_that_answer_pass_again_and_again(check, messages):
     assert not messages.messages
 
 
-def test_a_device_that_is_not_heard_is_named(check, mesh, messages):
+def test_device_that_is_not_heard_is_named(check, mesh, messages):
     def deaf_to_the_sixth(counts):
         answer = np.ones(counts.shape, np.int32)
         answer[3, 5] = 0  # only the fourth device is deaf
@@ -71,7 +71,7 @@ def test_no_answer_in_time_is_a_failure(check, monkeypatch, messages):
     assert all(str(device) in message for device in jax.local_devices())
 
 
-def test_a_collective_that_fails_is_a_failure(check, monkeypatch, messages):
+def test_collective_that_fails_is_a_failure(check, monkeypatch, messages):
     def fail(counts):
         raise jax.errors.JaxRuntimeError("connection reset by peer")
 

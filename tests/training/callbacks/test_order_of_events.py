@@ -79,7 +79,7 @@ SEEN = {
 }  # fmt: skip
 
 
-def test_a_step_follows_the_table():
+def test_step_follows_the_table():
     """The callbacks are given in the wrong order; a run puts them into that of the table."""
     makers = [
         *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking,
@@ -102,18 +102,18 @@ def test_every_callback_class_has_one_row():
     assert Callback in classes
 
 
-def test_the_docs_print_the_table():
+def test_docs_print_the_table():
     text = (ROOT / "docs/loop.md").read_text()
     assert order_table() in text
 
 
 @pytest.mark.parametrize("event", ORDER, ids=lambda event: event.name)
-def test_the_files_of_the_table_exist(event):
+def test_files_of_the_table_exist(event):
     for path in re.findall(r"`([a-z_/]+\.py)`", event.where):
         assert (ROOT / "jaxforge" / path).is_file()
 
 
-def test_a_trainer_has_few_parts():
+def test_trainer_has_few_parts():
     assert len(dataclasses.fields(Trainer)) <= 8
 
 

@@ -68,7 +68,7 @@ def test_garbage_is_collected_around_evaluations_where_that_is_done_by_hand(call
     assert calls == ["evaluate", "collect 2", "evaluate", "collect 0"]
 
 
-def test_the_collector_is_left_as_it_was():
+def test_collector_is_left_as_it_was():
     callback = CollectGarbage(9)
     callback.on_compiled(None)
     assert not gc.isenabled()

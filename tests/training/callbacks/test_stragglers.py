@@ -36,7 +36,7 @@ def test_who_is_slow(given, slow):
     assert np.flatnonzero(given.slow(0.7)).tolist() == slow
 
 
-def test_the_report_names_the_slow_host():
+def test_report_names_the_slow_host():
     times = report([0.01, 0.01, 0.41, 0.01], launch=0.02)
     (level, spread), (warning, slow) = describe(times, times.slow(0.7), ["a", "b", "c", "d"])
     assert (level, warning) == (logging.INFO, logging.WARNING)
@@ -51,7 +51,7 @@ def test_the_report_names_the_slow_host():
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_a_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
+def test_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     caplog.set_level(logging.WARNING, "jaxforge")
     clock = iter([HostTimes(100, 50, 9), HostTimes(110, 51, 10), HostTimes(120, 56, 11)])

@@ -75,7 +75,7 @@ def test_equal_copies_match(check, params, caplog, monkeypatch):
 
 @pytest.mark.parametrize("change", [flip_lowest_bit, swap_first_two])
 @pytest.mark.parametrize("name", ["embedding", "norm"])
-def test_a_copy_that_differs_is_named_with_its_device(
+def test_copy_that_differs_is_named_with_its_device(
     check, mesh, params, caplog, monkeypatch, name, change
 ):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
@@ -109,7 +109,7 @@ def test_each_device_hashes_what_it_holds(mesh, params):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_checksum_sees_every_element_and_its_place(dtype):
+def test_checksum_sees_every_element_and_its_place(dtype):
     x = np.arange(24).reshape(2, 3, 4).astype(jnp.dtype(dtype))
     x[0, 0] = 7
     seen = {int(checksum(jnp.asarray(x)))}

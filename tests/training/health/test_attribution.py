@@ -52,7 +52,7 @@ def examine(bad_step, step):
     return fault
 
 
-def test_the_same_answer_is_the_data_and_names_them(bad_step, caplog):
+def test_same_answer_is_the_data_and_names_them(bad_step, caplog):
     assert examine(bad_step, None) is None
     assert "gave the same answer: its data or its numbers are at fault" in caplog.text
     assert "not finite: sample 161 (nan nats); sample 169 (nan nats)" in caplog.text
@@ -77,7 +77,7 @@ def test_devices_that_agree_are_not_accused():
     assert odd_devices() == []
 
 
-def test_the_worst_rows_are_those_that_are_not_finite_else_the_largest():
+def test_worst_rows_are_those_that_are_not_finite_else_the_largest():
     losses = np.array([[1.0, np.nan], [np.inf, 2.0]])
     assert [location for location, _ in worst_rows(losses)] == [1, 2]
     assert worst_rows(np.array([[1.0, 3.0], [4.0, 2.0]]))[:2] == [(2, 4.0), (1, 3.0)]

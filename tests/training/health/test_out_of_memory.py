@@ -43,7 +43,7 @@ def config_in(directory):
         (MemoryError("Unable to allocate 4 GiB"), "Unable to allocate 4 GiB\n"),
     ],
 )
-def test_what_does_not_fit_says_what_would(tmp_path, error, said):
+def test_oversized_run_names_what_would_fit(tmp_path, error, said):
     config = config_in(tmp_path)
     with (
         pytest.raises(UserError) as caught,
@@ -60,7 +60,7 @@ def test_what_does_not_fit_says_what_would(tmp_path, error, said):
     assert 'train.mixed_precision = "bf16"' in text
 
 
-def test_a_run_says_it_of_its_steps_and_other_failures_keep_their_traceback(tmp_path):
+def test_run_says_it_of_its_steps_and_other_failures_keep_their_traceback(tmp_path):
     with pytest.raises(UserError, match=r"out of memory: .*\n.*activations of 4 sequences"):
         train.run(config_in(tmp_path / "a"), [Fails(jax.errors.JaxRuntimeError(GPU))])
     other = jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -93,7 +93,7 @@ def test_copies_of_the_state_are_named_first():
     assert "times as much" not in text
 
 
-def test_a_trained_model_that_does_not_fit_says_so(tmp_path):
+def test_trained_model_that_does_not_fit_says_so(tmp_path):
     train.run(config_in(tmp_path))
     trained = inference.open_run(tmp_path)
     message = r"out of memory: .*\n.*parameters take .* GB.* a smaller --batch-size"

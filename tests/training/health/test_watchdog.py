@@ -38,7 +38,7 @@ def test_each_step_begins_anew(watchdog):
     )
 
 
-def test_a_checkpoint_has_its_own_limit_and_suspends_the_step(watchdog):
+def test_checkpoint_has_its_own_limit_and_suspends_the_step(watchdog):
     watchdog.tick(7)
     assert watchdog.idle(9) is None
     with watchdog.section("checkpoint"):
@@ -52,14 +52,14 @@ def test_a_checkpoint_has_its_own_limit_and_suspends_the_step(watchdog):
 
 
 @pytest.mark.parametrize("name", ["data", "end"])
-def test_what_takes_what_it_takes_has_no_limit(watchdog, name):
+def test_unlimited_sections_never_expire(watchdog, name):
     with watchdog.section(name):
         assert watchdog.idle(1e9) is None
         watchdog.tick()
         assert watchdog.idle(1e9) is None
 
 
-def test_a_checkpoint_may_show_progress_too(watchdog):
+def test_checkpoint_may_show_progress_too(watchdog):
     with watchdog.section("checkpoint"):
         for _ in range(3):
             assert watchdog.idle(49) is None
@@ -67,7 +67,7 @@ def test_a_checkpoint_may_show_progress_too(watchdog):
         assert "train.watchdog_checkpoint_sec" in watchdog.idle(50)
 
 
-def test_an_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
+def test_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
     watchdog.tick(3)
     with watchdog.section("evaluation"):
         assert watchdog.idle(99) is None
@@ -80,7 +80,7 @@ def test_an_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
     assert "in training" in watchdog.idle(1)
 
 
-def test_a_section_ends_with_what_is_raised_in_it(watchdog):
+def test_section_ends_with_what_is_raised_in_it(watchdog):
     watchdog.tick(1)
     with pytest.raises(ValueError, match="disk"), watchdog.section("checkpoint"):
         raise ValueError("disk")
@@ -137,7 +137,7 @@ with dog:
         ("checkpoint", "in checkpoint for 0 s, after step 4"),
     ],
 )
-def test_what_hangs_ends_with_its_stacks_and_code(where, said, tmp_path):
+def test_hanging_process_ends_with_stacks_and_code(where, said, tmp_path):
     stacks = tmp_path / "stacks.txt"
     done = subprocess.run(
         [sys.executable, "-c", HANG, where, stacks],
@@ -151,7 +151,7 @@ def test_what_hangs_ends_with_its_stacks_and_code(where, said, tmp_path):
     assert ("exiting with code 70" in done.stderr) == (where != "checkpoint")
 
 
-def test_a_run_that_moves_is_left_alone(tmp_path):
+def test_run_that_moves_is_left_alone(tmp_path):
     expired = []
     with Watchdog(Limits(60, 60, 60), expired.append) as watchdog:
         watchdog.tick(1)
