@@ -138,6 +138,10 @@ def _ulysses(
     sinks: Sinks,
 ) -> Array:
     devices = collectives.axis_size(_AXIS)
+    # Each device needs a whole number of key heads: kv = 2 heads on 4 devices are copied twice.
+    #
+    # before  q [B, S/N, H, h]   all tokens of a part, all heads
+    # after   q [B, S, H/N, h]   all tokens, a part of the heads
     copies = devices // math.gcd(k.shape[2], devices)
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
@@ -154,6 +158,8 @@ def _ulysses(
 
 def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
     """The chunks of this device's tokens, as documents: counted where a row is whole."""
+    # Chunks are counted from the start of a row or document, which another device may hold. So ids
+    # are computed for whole rows, reordered as the ring holds them, and sliced.
     devices = collectives.axis_size(_AXIS)
     if segment_ids is not None:
         whole = collectives.all_gather(segment_ids, _AXIS, 1)
@@ -189,11 +195,18 @@ def _go_round(
         arriving = _passed_on(keys)  # while these are attended to
         return (part.merged(attend(keys)), arriving), None
 
+    # Turn t attends to the keys of device i - t. The transfer for the next turn is issued before
+    # the attention of this one, so that the compiler can overlap them:
+    #
+    # turn      0          1              2         ...     N - 1
+    # attend    own        keys of i-1    i-2               i+1
+    # send      own        keys of i-1    i-2               (nothing)
     carry = attend(own), _passed_on(own)
     (part, last), _ = jax.lax.scan(turn, carry, length=collectives.axis_size(_AXIS) - 2)
     part = part.merged(attend(last))
     if sinks is None:
         return part
+    # A sink is a logit without a value: it only enlarges the denominator.
     lse = jnp.logaddexp(part.lse, sinks)
     return Part(part.scaled_to(lse), lse)
 
@@ -212,6 +225,7 @@ def _ring_saving(
 def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
     """Keys go round again, and with them, a turn behind, what becomes their gradients."""
     q, k, v, at, window, sinks, whole = saved
+    # δ and lse are those of the whole row, so gradients of single parts add up without corrections.
     delta = jnp.sum(whole.o * d_o, axis=-1)
     queries, of_queries = Queries(q, at), OfQueries(d_o, whole.lse, delta)
     name, scoring = strategy
@@ -221,6 +235,8 @@ def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> t
 
     def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
         d_q, d_keys, keys = carry
+        # Gradients of keys travel with their keys: each device adds its share, and after N turns
+        # the sums are back where the keys live.
         arriving, d_arriving = _passed_on(keys), _passed_on(d_keys)
         got = back(keys)
         d_keys = jax.tree.map(jnp.add, d_arriving, (got.k, got.v))

@@ -73,6 +73,7 @@ def flash_attention(
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     if chunk is not None:
         segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
+    # A chunk is a document as far as visibility goes: chunk ids replace document ids.
     at = Tokens(positions, segment_ids)
     return _attention(window, scoring, (q_BSHh, k_BSKh, v_BSKh, at, sinks))
 
@@ -192,6 +193,7 @@ def backward(
         [*at.arguments, (at.heads, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
         [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
     )  # fmt: skip
+    # dq and dkv tile the same pairs differently, so queries and keys are padded anew.
     given = _Given.of("dkv", *arrays, window, scoring)
     dk, dv = _gradients_of_keys(given, *given.filled(*of_rows), dtype)
     t = k_BTKh.shape[1]
@@ -204,6 +206,8 @@ def _gradients_of_keys(
     """A program sums over all query heads of a key head, or has one where programs are few."""
     (batch, length, kv, head), kind = given.k.shape, given.kind
     group = given.q.shape[2] // kv
+    # Enough programs to fill the GPU: one program sums over all query heads of a key head.
+    # Otherwise one program per query head, and a sum in float32 afterwards.
     if batch * kv * (length // kind.tiles.keys) >= _PROGRAMS:
         kind = kind._replace(group=group)
     parts = group // kind.group
@@ -286,6 +290,8 @@ def _by_queries(given: _Given) -> _Layout:
     """A program for each block of queries of each head; those that visit most come first."""
     kind, (batch, length, heads, _), n = given.kind, given.q.shape, given.kind.tiles.queries
     keys, group, last = given.k.shape[1], heads // given.k.shape[2], length // n - 1
+    # Causal: the last blocks of queries visit the most keys. `last - i` starts them first, which
+    # balances the tail of the grid.
     some, every = _meetings(given)
     of_q = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, last - i, h, 0))
     of_k = _spec(

@@ -70,6 +70,11 @@ class Kind(NamedTuple):
         return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))  # tanh, also of large x
 
 
+# Visibility comes from positions and documents only, never from an S x S mask in memory. A block of
+# rows with its `spans` (first, whole, whole_end, end) along the other side:
+#
+# first     whole          whole_end      end
+# |  masked  |  no mask     |   masked     |      blocks outside of [first, end) are not visited
 class TokenBlock(NamedTuple):
     """References to the rows of one side: positions, and documents or None."""
 
@@ -111,6 +116,8 @@ def flash_forward(
     lse_ref: Ref,
 ) -> None:
     """Output [Q, H] and logsumexp [Q] of a block of queries of one head."""
+    # Online softmax in base 2: acc = Σ 2^(s - top) v, total = Σ 2^(s - top), top = running maximum
+    # of s = score * factor. One exp2 per score, and no division until the end.
     q_QH = _load(kind, q_ref)
     of_queries = queries.rows(...)
 
@@ -121,6 +128,7 @@ def flash_forward(
         if masked:
             scores_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), scores_QT, -jnp.inf)
         new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * kind.factor)
+        # A row that has seen nothing has top = -inf; -inf - -inf would be NaN, so its base is 0.
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
         weights_QT = jnp.exp2(scores_QT * kind.factor - base_Q[:, None])
         kept_Q = jnp.exp2(top_Q - base_Q)
@@ -130,11 +138,13 @@ def flash_forward(
         return acc_QH * kept_Q[:, None] + more_QH, new_Q, total_Q
 
     n = kind.tiles.queries
+    # A sink starts as a score of weight 1 without a value.
     top, total = -jnp.inf, 0.0
     if sinks is not None:
         top, total = sinks[pl.program_id(1)].astype(jnp.float32) * LOG2E, 1.0
     first = zeros((n, kind.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
     acc_QH, top_Q, total_Q = _visit(spans, step, first)
+    # Back to base e: the logsumexp is merged with parts from other kernels.
     lse_ref[...] = top_Q / LOG2E + jnp.log(total_Q)
     _store(kind, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
 
@@ -165,6 +175,8 @@ def flash_dq(
         weights_QT = jnp.exp2(scores_QT * kind.factor - lse_Q[:, None])
         if masked:
             weights_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), weights_QT, 0.0)
+        # dS = P (dP - δ), with P from the saved logsumexp: nothing of the forward pass is stored
+        # per pair.
         ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
         if kind.softcap is not None:
             ds_QT *= soft_cap_slope(scores_QT, kind.softcap)
@@ -193,6 +205,8 @@ def flash_dkv(
 
     Scores are transposed: what is multiplied with queries stays in registers.
     """
+    # One program owns a block of keys and adds up over all queries that see it: no atomics. The
+    # heads of queries that share this key head are a loop.
     k_TH, v_TH = _load(kind, k_ref), _load(kind, v_ref)
     of_keys = keys.rows(...)
 
@@ -226,6 +240,7 @@ def flash_dkv(
 
 def _visit(spans: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
     """Blocks that are seen wholly, from `whole` on, then those on both sides of them."""
+    # Two loops instead of a branch in one: unmasked blocks, the majority, need no comparisons.
     first, whole, whole_end, end = (spans[i] for i in range(4))
     between = whole_end - whole
     carry = jax.lax.fori_loop(

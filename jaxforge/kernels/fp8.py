@@ -39,6 +39,7 @@ from jaxforge.parallel.sharding import Axes, constrain
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 BLOCK = 128
+# A scale of all-zero tensors must be finite.
 _LEAST_AMAX = 2.0**-64  # of zeros, and what is next to nothing
 
 
@@ -130,6 +131,8 @@ def _exactly(x: Array) -> Array:
 
     What is then rounded to 8 bits would depend on what else is fused with it.
     """
+    # XLA may fuse a bfloat16 producer in float32. `reduce_precision` cannot be removed, so the amax
+    # and the rounded numbers do not depend on fusion.
     info = jnp.finfo(x.dtype)
     wide = x.astype(jnp.float32)
     return wide if x.dtype == jnp.float32 else jax.lax.reduce_precision(wide, info.nexp, info.nmant)
@@ -138,6 +141,8 @@ def _exactly(x: Array) -> Array:
 def power_of_two_scale(amax: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     """2^⌊log2(largest / amax)⌋; 0 where amax is infinite, so that what is scaled by it is NaN."""
     ratio = float(jnp.finfo(dtype).max) / jnp.maximum(amax, _LEAST_AMAX)
+    # Clearing mantissa and sign bits of a positive float32 rounds it down to a power of two,
+    # exactly. An infinite amax gives ratio 0, scale 0 and then 0 * inf = NaN: the guard sees it.
     bits = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -145,6 +150,8 @@ def power_of_two_scale(amax: Float[Array, "..."], dtype: jnp.dtype) -> Float[Arr
 def rounded(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
     """X times a scale in 8 bits; what is too large becomes the largest, NaN stays."""
     largest = float(jnp.finfo(dtype).max)
+    # A cast to fp8 would turn overflow into NaN (e4m3fn has no infinity); `clip` saturates, and
+    # keeps NaN.
     return jnp.clip(_exactly(x) * scale, -largest, largest).astype(dtype)
 
 
@@ -180,6 +187,8 @@ def _einsum(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array
     """
     if not (isinstance(left, Scaled) and isinstance(right, Scaled)):
         return jnp.einsum(form, left, right, preferred_element_type=dtype)
+    # dtype of `y` before the units: sums of 8-bit products in `dtype` (bf16 or float32) accumulate
+    # in float32 inside the kernel. Units are powers of two, so that scaling after the sum is exact.
     y = jnp.einsum(form, left.values, right.values, preferred_element_type=dtype)
     return y * (left.unit * right.unit).astype(dtype)
 
@@ -195,6 +204,8 @@ def _weight(fp8: Fp8, weight: Array, amaxes: Amaxes | None) -> Operand:
     """Whole over the data axes: rounded first, it travels in 8 bits."""
     if fp8.scaling == "block":
         return by_blocks(collectives.all_gather_weight(weight, fp8.axes), E4M3, BLOCK, BLOCK)
+    # Scale first, gather second: one byte per weight on the wire, and the same scale on all
+    # devices, because amax is that of the whole tensor.
     own = by_tensor(weight, E4M3, amaxes.weight if amaxes else None)
     return own._replace(values=collectives.all_gather_weight(own.values, fp8.axes))
 
@@ -216,6 +227,8 @@ def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array,
     sums = jnp.promote_types(fp8.sums, d_y.dtype)
     d_rows: Operand
     d_columns: Operand
+    # Block scales run along the summed dimension: dx sums over outputs, dW over tokens. So dy is
+    # rounded twice, and x is rounded again along tokens.
     if fp8.scaling == "block":
         d_rows, d_columns = by_blocks(d_y, E4M3, 1, BLOCK), by_blocks(d_y, E4M3, BLOCK, 1)
         x = by_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
@@ -263,6 +276,7 @@ def _multiply_forward(
     bias: Array | None,
     amaxes: Amaxes | None,
 ) -> tuple[Array, tuple[Any, ...]]:
+    # With a switch, residuals are x and W themselves: both branches must return the same types.
     if switch is not None:
         y = jax.lax.cond(
             switch,
@@ -272,6 +286,8 @@ def _multiply_forward(
         )  # fmt: skip
         return y, (switch, x, weight, jnp.zeros((), weight.dtype), bias, amaxes)
     y, x_8, weight_8 = _forward(fp8, x, weight, bias, amaxes)
+    # `jnp.zeros((), weight.dtype)` carries the dtype of the weight into the backward pass without
+    # its memory.
     kept_x = x if fp8.scaling == "block" else x_8
     kept_weight = weight if fp8.regathers else weight_8
     return y, (None, kept_x, kept_weight, jnp.zeros((), weight.dtype), bias, amaxes)

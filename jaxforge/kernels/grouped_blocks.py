@@ -35,6 +35,11 @@ def rungs(rows: int, groups: int) -> tuple[int, ...]:
     return tuple(sorted({min(step * eighths, rows) for eighths in _EIGHTHS}))
 
 
+# Rows sorted by group, cut into blocks of one group each (sizes: a ladder of a few rungs):
+#
+# group     0 0 0 0 0 | 1 1 | 2 2 2 2 2 2 2
+# blocks    [   8    ][ 2  ][    8     ][ 2 ]     a block may read rows of its neighbours:
+# own       x x x x x   x x   x x x ...           `own` masks them, `write` preserves them
 class Block(NamedTuple):
     """Rows of one group.
 
@@ -148,6 +153,7 @@ def _plan(sizes_G: Sizes, rows: int, ladder: tuple[int, ...]) -> tuple[Array, Ar
     rung = jnp.sum(jnp.asarray(ladder) < (end - first)[:, None], axis=1, dtype=jnp.int32)
     rung = jnp.where(block < last_G[-1], rung, len(ladder))
     size = jnp.asarray((*ladder, 0), jnp.int32)[rung]
+    # A block at the end of the array starts earlier instead of reading beyond it.
     columns = [group, jnp.minimum(first, rows - size), first, end]
     table = jnp.stack(columns, axis=1)[jnp.argsort(rung)]
     return table, jnp.sum(rung < jnp.arange(len(ladder) + 1)[:, None], axis=1, dtype=jnp.int32)

@@ -55,6 +55,8 @@ def _forward(
 
 def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, None, None, Array]:
     x_8, w_GOI, sizes_G, like = saved
+    # The saved x_8 and W are one byte per number; they are widened here, exactly, because a value
+    # of 8 bits times a power of two fits the mantissa of bfloat16.
     products, dtype = GROUPED[backend], dy_MO.dtype
     rounded_dy = _wide(by_tensor(_own(dy_MO, sizes_G), E5M2), dtype)
     dx_MI = products.gradient_of_rows(rounded_dy, _wide(w_GOI, dtype), sizes_G)

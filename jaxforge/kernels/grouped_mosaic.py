@@ -22,6 +22,8 @@ Ref = Any  # to memory of one kind or another, for which Pallas has a class each
 MULTIPLE = 64
 """What widths must be a multiple of: the kernels read tiles of so many columns."""
 
+# Shapes: M rows, P rows laid out apart (P >= M), G groups, O outputs, I inputs. A tile of dW is
+# [128, 128] in registers of a warpgroup; rows arrive in steps of `MULTIPLE` through TMA.
 _PROCESSORS = 132  # of an H100; one that has fewer runs some after others
 _ROWS = 128  # of a tile
 _STEPS = 4  # tiles of a product that are on their way
@@ -69,6 +71,7 @@ def _apart(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
     groups = sizes_G.shape[0]
     blocks_G = -(-sizes_G // MULTIPLE)
     first_G = jnp.cumsum(blocks_G) - blocks_G
+    # group sizes 3, 2 with MULTIPLE = 4:  rows  a a a b b  ->  a a a . | b b . .   (. = zeros)
     place_P = jnp.arange((-(-rows // MULTIPLE) + groups) * MULTIPLE, dtype=jnp.int32)
     group_P = jnp.searchsorted(first_G, place_P // MULTIPLE, side="right") - 1
     within_P = place_P - first_G[group_P] * MULTIPLE
@@ -88,6 +91,7 @@ def _add_up(
     """The kernel: of each group each tile, a sum over the group's blocks of rows."""
     across = dw_GOI.shape[2] // tile[1]
 
+    # A persistent grid: each processor takes (group, tile) pairs in a strided loop.
     @plgpu.nd_loop((groups, dw_GOI.shape[1] // tile[0] * across), collective_axes="processor")
     def _of_tile(loop: plgpu.NDLoopInfo) -> None:
         group, at = loop.index
@@ -95,6 +99,7 @@ def _add_up(
         first, blocks = first_G[group], blocks_G[group]
 
         def sums(sum_ref: Ref) -> Array:
+            # A group without rows leaves the accumulator at its initial zeros.
             @pl.when(blocks > 0)
             def _() -> None:
                 plgpu.emit_pipeline(
@@ -118,6 +123,8 @@ def _add_up(
         @functools.partial(pl.run_scoped, shared=plgpu.SMEM(tile, dtype=jnp.float32))
         def _store(shared: Ref) -> None:
             shared[...] = total
+            # The commit orders the writes to shared memory before the asynchronous copy; the wait
+            # lets the next tile reuse that memory.
             plgpu.commit_smem()
             slices = pl.ds(o * tile[0], tile[0]), pl.ds(i * tile[1], tile[1])
             plgpu.copy_smem_to_gmem(shared, dw_GOI.at[group, *slices])

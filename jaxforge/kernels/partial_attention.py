@@ -96,7 +96,7 @@ class OfQueries(NamedTuple):
 
 
 Window = Int[Array, ""] | None
-"""Of how many last tokens a query sees, itself included; None: of all."""
+"""Number of last tokens that a query sees, itself included; None: all."""
 
 
 def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
@@ -108,6 +108,15 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
         scoring: what becomes of products of queries and keys.
         window: how far they see.
     """
+    # Loop nest: map over query tiles, scan over key tiles, online softmax in the carry.
+    #
+    #              key tile 0    1    2    3
+    # query tile 0      causal   -    -    -       -  skipped: no query may see any key
+    # query tile 1      full   causal -    -       full / causal: computed, masked where needed
+    # query tile 2      full   full causal -
+    #
+    # Padding positions: AFTER everything for keys (invisible), BEFORE everything for queries
+    # (blind).
     queries = _in_place(queries)
     key_tiles = _tiles(keys, AFTER)
 
@@ -116,6 +125,8 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
             def merged() -> Part:
                 scores, _ = _scores(tile, keys, scoring, window)
                 lse = jax.nn.logsumexp(scores, axis=-1)
+                # Rows without a visible key have lse = -inf; subtracting 0 instead keeps exp(-inf)
+                # = 0.
                 weights = jnp.exp(scores - _finite(lse)[..., None])
                 o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
                 o = o.reshape(tile.q.shape)
@@ -124,6 +135,7 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
 
             return jax.lax.cond(_may_see(tile, keys, window), merged, lambda: part), None
 
+        # The neutral element of `Part.merged`: weight e^-inf = 0.
         o = jnp.zeros(tile.q.shape, jnp.float32)
         return jax.lax.scan(of_keys, Part(o, o[..., 0] - jnp.inf), key_tiles)[0]
 
@@ -158,6 +170,8 @@ def gradients_of_part(
             got = jax.lax.cond(_may_see(tile[0], keys, window), tile_gradients, none)
             return d_q + got.q, (got.k, got.v)
 
+        # Gradients of queries add up over key tiles (carry of the inner scan), those of keys over
+        # query tiles (carry of the outer scan).
         d_q, of_tiles = jax.lax.scan(of_keys, jnp.zeros_like(tile[1].d_o), key_tiles)
         return jax.tree.map(jnp.add, sums, of_tiles), d_q
 
@@ -174,6 +188,8 @@ def _in_place(queries: Queries) -> Queries:
     `lax.scan` moves what depends on no layer out of its loop over layers when that is
     differentiated: here, what is visible in all tiles at a time.
     """
+    # The barrier makes the masks depend on the loop's data, so they stay inside the loop, a tile at
+    # a time, instead of being hoisted for all tiles.
     return jax.lax.optimization_barrier(queries)
 
 
@@ -244,6 +260,8 @@ def _may_see(queries: Queries, keys: Keys, window: Window) -> Bool[Array, ""]:
     """Return whether any query may see any key, from the extreme positions of each row."""
     looking, seen = queries.at, keys.at
     (first_q, last_q), (first_k, last_k) = _range(looking.positions), _range(seen.positions)
+    # Conservative interval tests on each row: false only if provably nothing is visible. Documents
+    # are numbered in ascending order, so disjoint ranges share no document.
     is_visible = first_k <= last_q
     if window is not None:
         is_visible &= first_q - last_k < window
@@ -279,6 +297,9 @@ def _gradients_of_tile(
         x.swapaxes(1, 2).reshape(len(x), keys.k.shape[2], -1, x.shape[1])
         for x in (of_queries.lse, of_queries.delta)
     )
+    # FlashAttention's backward (arXiv:2205.14135, algorithm 4): P = exp(S - lse), dV = Pᵀ dO, dP =
+    # dO Vᵀ, dS = P (dP - δ), dQ = dS K, dK = dSᵀ Q; casts to the input dtype before each product,
+    # sums in float32.
     weights = jnp.exp(scores - _finite(lse)[..., None])
     d_o = of_queries.d_o.reshape(q.shape).astype(keys.v.dtype)
     d_weights = product("bskgh,btkh->bkgst", d_o, keys.v)

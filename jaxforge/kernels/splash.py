@@ -56,6 +56,7 @@ def splash_attention(
     `sinks` are a logit of each head that joins its scores.
     """
     length, heads, h = q_BSHh.shape[1:]
+    # The kernel multiplies q by nothing: scale the queries instead, in their dtype.
     kernel = _kernel(length, heads, _mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
@@ -72,6 +73,8 @@ def splash_attention(
 def _within_documents(kernel: SplashAttentionKernel, ids: Int[Array, "s"]) -> SplashAttentionKernel:
     """Return the kernel without tiles whose queries and keys share no document."""
     tiles = ids.reshape(-1, _block(len(ids)))
+    # A tile of queries and one of keys share a document only if their ranges of ids overlap (ids
+    # ascend along a row). The mask of the forward and both backward kernels lose the others.
     first, last = jnp.min(tiles, axis=1), jnp.max(tiles, axis=1)
     meet = (first[:, None] <= last) & (first <= last[:, None])
     of_keys, of_queries = kernel.dkv_mask_info, kernel.dq_mask_info
@@ -94,6 +97,13 @@ def _struck(info: MaskInfo, meet: Bool[Array, "n n"], *, by_keys: bool = False) 
         return info
     turned = (0, 2, 1) if by_keys else (0, 1, 2)
     listed, mask = (jnp.transpose(x, turned) for x in (info.data_next, info.block_mask))
+    # Per head and row of tiles, in the order of execution:
+    #
+    # listed[h, i, t]   tile of the other side to prefetch for step t
+    # mask[h, i, t]     0: skip, 1: compute with mask, 2: compute without mask
+    #
+    # Steps that are struck get mask 0. Their prefetch is replaced by that of the next step that
+    # stays, so that the pipeline of transfers has no bubble: `cummin` from the right finds it.
     own = jnp.arange(len(meet))[:, None]
     stays = (mask > 0) & meet[own, listed.astype(jnp.int32)]
     at = jnp.arange(stays[0].size)
@@ -130,6 +140,8 @@ class _ByTile(Mask):
 
     def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
         rows, columns = tile
+        # Distances query - key over the corners of the tile decide it without a comparison per
+        # pair.
         nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
         shape = rows.stop - rows.start, columns.stop - columns.start
         if farthest < 0 or nearest > self.reach:

@@ -201,12 +201,17 @@ def _run(
     if config.moe_capacity_factor:
         expert_TK = _within_capacity(expert_TK, config, has_padding)
     mlp = functools.partial(_mlp, config, backend)
+    # Shapes on one device, T tokens with K experts each, N = T K assignments, E local experts:
+    #
+    # x_TD [T, D] --to_rows--> rows [N, D] sorted by expert --mlp--> [N, D] --summed--> y_TD [T, D]
+    # sizes_E [E] rows of each expert; the grouped products skip experts without rows.
     if collectives.axis_size(EXPERTS) == 1:
         assignments, sizes_E = sorted_places(expert_TK, config.num_experts)
         rows = to_rows(x_TD, assignments), weights_of_rows(weight_TK, assignments)
         y_TD = summed(mlp(linears, *rows, sizes_E), assignments)
     else:
         y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
+    # The feed-forward dimension is split over tp: each device has a partial sum.
     y_TD = collectives.psum(y_TD, "mlp")
     is_dropped_TK = expert_TK == config.num_experts
     if has_padding:
@@ -274,6 +279,9 @@ def _within_capacity(
         real = collectives.psum(jnp.sum(expert_TK[:, 0] < n, dtype=jnp.int32), "tokens")
         least = np.searchsorted(capacities, np.arange(1, capacities[-1] + 1))  # tokens for so much
         capacity = jnp.sum(jnp.asarray(least) <= real)
+    # A slot is (expert, rank of the choice). Sorting assignments by slot gives each its rank within
+    # the slot; adding the tokens of the devices before this one makes the rank global, so that
+    # capacity does not depend on how devices share the microbatch.
     slot_TK = expert_TK * k + jnp.arange(k)
     assignments, sizes = sorted_places(slot_TK, n * k)
     before = jnp.cumsum(sizes) - sizes
@@ -297,6 +305,14 @@ def _by_all_to_all(
 ) -> Float[Array, "t d"]:
     """Run experts that are spread over devices, in as many rounds as the fullest device needs."""
     devices, (tokens, k) = collectives.axis_size(EXPERTS), expert_TK.shape
+    # Static shapes: a round moves `room` rows from each device to each device. Balanced routing
+    # needs T K / devices; headroom covers the usual imbalance, and further rounds the rest.
+    #
+    # device d                       device p (experts p E/P ...)
+    # rows for device 0 [room] --+ rows for device 1 [room] --+-- all_to_all --> [devices x room]
+    # --sort--> mlp --unsort--+
+    # ...                                                                                    |
+    # y_TD <-- summed <-- all_to_all <--------------------------------------------------------
     most = tokens * min(k, n_experts // devices)  # a token's experts differ
     room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
     load = _load_of_devices(expert_TK, n_experts, devices)
@@ -308,6 +324,8 @@ def _by_all_to_all(
     def run_round(number: Array | int, operands: Operands, load: _Load) -> Array:
         x_TD, weight_TK, linears = operands
         assignments = _places_in_round(load, number * room, room)
+        # Unused rows get an expert number out of range: they sort to the end, and no product
+        # touches them.
         expert = load.local_expert.at[assignments.assignment].get(
             mode="fill", fill_value=n_experts // devices
         )
@@ -320,6 +338,7 @@ def _by_all_to_all(
     operands = (x_TD, weight_TK, linears)
     y_TD = run_round(0, operands, load)
     if (rounds := -(-most // room)) > 1:
+        # The branch must be the same on all devices, because it contains collectives.
         fullest = collectives.pmax(jnp.max(load.sizes), "tokens")
         y_TD = y_TD + _further(run_round, rounds, fullest > room, operands, load)
     return y_TD
@@ -329,7 +348,7 @@ class _Load(NamedTuple):
     """Number of rows that a device sends to each device with experts.
 
     Attributes:
-        places: assignments in the order of their experts.
+        assignments: (token, choice) pairs in the order of their experts.
         device: where each assignment goes.
         local_expert: the expert there of each assignment, by number.
         sizes: how many go to each device.
@@ -380,6 +399,7 @@ def _further(
 
 
 def _all_further(round_: Round, rounds: int, operands: Operands, load: _Load) -> Array:
+    # `checkpoint`: a round's exchanged rows are recomputed in the backward pass instead of saved.
     def add(y_TD: Array, number: Array) -> tuple[Array, None]:
         return y_TD + jax.checkpoint(round_)(number, operands, load), None
 
@@ -397,6 +417,8 @@ def _further_back(
     def nothing(operands: Operands, load: _Load, d_y: Array) -> Operands:
         return jax.tree.map(jnp.zeros_like, operands)
 
+    # `cond` inside a custom_vjp: plain autodiff of `cond` would save the residuals of both
+    # branches.
     return None, jax.lax.cond(is_needed, back, nothing, operands, load, d_y), None
 
 

@@ -105,6 +105,10 @@ and the loss; both of the loss times the scale."""
 def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     """Return the function that computes the gradients of an update."""
     train, stages = config.train, _stages(mesh)
+    # Layers of wrappers, from the outside to the inside:
+    #
+    # "update"      gather weights -> shard_map(data axes [, pp]): scan over microbatches -> reduce
+    # "microbatch"  [shard_map(pp):] scan over microbatches; the partitioner reduces inside it
     by_group = train.grad_sync == "update" and token_parallel_size(mesh) > 1
     add_up = functools.partial(pipelined if stages else accumulate, model, config, by_group)
     if by_group:
@@ -192,6 +196,9 @@ def _copies_of_group(model: Model, params: Params, weights: Array) -> tuple[Para
     def own_copy(param: Array, axes: Axes) -> Array:
         return jax.lax.pcast(param, group_axes(axes), to="varying")
 
+    # Without `pcast`, autodiff would insert a psum for every use of a replicated weight, inside the
+    # scan over microbatches. A varying copy has a varying gradient, which is reduced once at the
+    # end.
     params = jax.tree.map(own_copy, params, model.axes)
     return params, jax.lax.pcast(weights, DATA_AXES, to="varying")
 
@@ -203,6 +210,8 @@ def _of_group(grads: Params, loss: Loss) -> tuple[Params, Loss]:
 
 def _merged(losses: Loss) -> Loss:
     """Merge stacked losses in their order."""
+    # A scan instead of `jnp.sum`: maxima and sums are mixed, and the order of sums is that of the
+    # microbatches on every mesh.
     first = jax.tree.map(lambda x: x[0], losses)
     others = jax.tree.map(lambda x: x[1:], losses)
     return jax.lax.scan(lambda total, part: (merge(total, part), None), first, others)[0]
@@ -230,6 +239,8 @@ def pipelined(
     for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
     layers = carry.layer_aux
+    # Loss terms of layers are per stage; their sum over stages belongs to the loss. Metrics and
+    # statistics stay with their rows.
     whole = layers._replace(
         loss_terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.loss_terms)
     )
@@ -281,6 +292,7 @@ def _stage_functions(
 
 def _checked(model: Model, mesh: Mesh) -> bool:
     """Return whether `shard_map` can check over which devices results vary."""
+    # Pallas kernels and all-to-alls of experts do not declare over which axes their results vary.
     is_opaque = BACKENDS[model.runtime.attention].is_opaque or mesh.shape["cp"] > 1
     return not (is_opaque or model.config.is_moe)
 
@@ -325,6 +337,8 @@ def update_loss_weights(
     """
     labels, is_padding = batch["labels"], padding_of(batch)
     microbatches, rows, length = labels.shape
+    # All weights are functions of labels and padding, known before the first microbatch: gradients
+    # need no division by a token count that only the last microbatch would complete.
     positions: int | Array = microbatches * rows * length
     sequences: int | Array = microbatches * rows
     if is_padding is not None:
@@ -376,6 +390,8 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
             axis_names=_taken_over(model, manual, mesh),
             check_vma=_checked(model, mesh),
         )
+        # Gathered outside of the manual `shard_map`: a collective over data axes inside of it would
+        # make the partitioner gather the tp shards first (docs/upstream.md).
         gather = functools.partial(_gather, dtype=model.dtype)
         params = jax.tree.map(gather, params, model.axes)
         state = jax.tree.map(gather, state, model.state.axes)
@@ -406,6 +422,8 @@ def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params],
         if is_matrix(axes):
             grad = grad.astype(dtype)
         for dimension, axis in enumerate(axes):
+            # FSDP axes: a reduce-scatter, after which the device holds its shard of the sum. The
+            # other group axes (replicas) are summed by the psum below.
             if scattered := tuple(name for name in data_axes(axis) if name in groups):
                 grad = collectives.psum_scatter(grad, scattered, dimension)
                 groups = tuple(name for name in groups if name not in scattered)

@@ -28,6 +28,11 @@ _CONFIG = {
 }
 
 
+# Files of the database (a store of one version and one leaf node):
+#
+# manifest.ocdbt   config, uuid, and the version: commit time, root node's location and statistics
+# d/index          the root: a B+tree leaf with every key and the location of its value
+# d/...            values, written before by others, referred to by (file, offset, length)
 def write_index(store: Path, values: Mapping[str, Location]) -> None:
     """Makes a database of files that were written; it is durable when this ends.
 
@@ -53,6 +58,8 @@ def write_index(store: Path, values: Mapping[str, Location]) -> None:
         "version_tree_nodes": [],
         "versions": [version],
     }
+    # Order matters for crashes: the manifest, which makes the version visible, comes last, and each
+    # file is synced before the next one is written.
     files = {_INDEX: node, _MANIFEST: ts.ocdbt.undump_manifest(manifest)}
     for name, content in files.items():
         (store / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,6 +91,14 @@ def _node(values: Mapping[str, Location]) -> bytes:
     in_files = [location for location in locations if not isinstance(location, bytes)]
     files = sorted({name.encode() for name, _, _ in in_files})
     number = {name.decode(): i for i, name in enumerate(files)}
+    # Layout of a leaf node (all columns are arrays over keys, in ascending order of keys):
+    #
+    # version, compression, height = 0
+    # data files:  count | prefix lengths | suffix lengths | base path lengths | names
+    # keys:        count | prefix lengths | suffix lengths | suffixes
+    # values:      lengths | kind (0 inline, 1 in a file) | file numbers | offsets | inline bytes
+    #
+    # Prefixes are never shared here, so prefix lengths are 0; the first entry has none.
     body = [
         bytes([0, 0, 0]),  # version, no compression; height
         _varints([len(files)]),
@@ -100,6 +115,8 @@ def _node(values: Mapping[str, Location]) -> bytes:
         *inline,
     ]
     content = b"".join(body)
+    # Frame of every OCDBT object: magic (big-endian), total length (little-endian, with the frame
+    # of 16 bytes), content, CRC-32C of all before.
     whole = struct.pack(">I", _NODE) + struct.pack("<Q", 16 + len(content)) + content
     return whole + struct.pack("<I", crc32c(whole))
 
@@ -128,6 +145,7 @@ def crc32c(data: bytes) -> int:
     return remainder ^ 0xFFFFFFFF
 
 
+# Table of the reflected polynomial 0x82F63B78, one entry for each byte value.
 _TABLE = list(range(256))
 for _ in range(8):
     _TABLE = [entry >> 1 ^ (0x82F63B78 if entry & 1 else 0) for entry in _TABLE]

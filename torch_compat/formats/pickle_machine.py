@@ -12,6 +12,8 @@ from typing import Any
 
 from torch_compat.formats import limits
 
+# Upper estimates of CPython's memory per object; `_count_made_bytes` compares their sum with the
+# bytes read so far, so that a small file cannot create large objects.
 _OBJECT, _ITEM = 64, 16  # bytes of an object, and of each thing in it
 _SET = 232
 _MEMBER = 128  # of a set or dict: eight times as many slots as members are free after it grew
@@ -50,6 +52,9 @@ class Machine:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
+        # Stack and marks follow pickle's own machine: MARK pushes the stack's height, and
+        # instructions that take "all since the mark" pop from there. The memo maps small integers
+        # to objects for sharing.
         self._named: set[type] = set()  # types of what the names stand for: all hash at once
         self._nbytes = 0  # of what was made
         self._colliding = limits.COLLIDING
@@ -63,6 +68,8 @@ class Machine:
         data = self._data
         while (code := data[self._at]) != _STOP:
             self._at += 1
+            # No instruction imports a module. GLOBAL and STACK_GLOBAL ask `find`, which knows the
+            # few names that checkpoints need; REDUCE and NEWOBJ call only what `find` returned.
             if code not in _INSTRUCTIONS:
                 raise ValueError(f"an instruction {bytes([code])!r}, which no checkpoint needs")
             _INSTRUCTIONS[code](self)
@@ -82,6 +89,8 @@ class Machine:
 
     def _count_made_bytes(self, nbytes: int) -> None:
         self._nbytes += nbytes
+        # Checked against bytes read, not file size: a long tail cannot buy memory for an early
+        # bomb.
         if self._nbytes > limits.PICKLED + limits.MADE_PER_BYTE * self._at:
             raise ValueError(f"its first {self._at} bytes would become far more")
 
@@ -104,6 +113,8 @@ class Machine:
 
     def _check_keys(self, keys: Iterable[Any]) -> None:
         for key in keys:
+            # Hashes of tuples and complex numbers are easy to collide; a dict of n colliding keys
+            # costs n² comparisons. Strings and bytes have randomized hashes.
             if isinstance(key, tuple | complex) and type(key) not in self._named:
                 self._colliding -= 1
                 if self._colliding < 0:
@@ -114,6 +125,7 @@ class Machine:
         """Check that a key is hashed in constant time and that collisions cannot be produced."""
         if isinstance(key, _PLAIN_KEYS) or type(key) in self._named:
             return
+        # Python hashes integers modulo 2^61 - 1: below it they cannot collide.
         if isinstance(key, int) and abs(key) < 2**60:
             return
         if type(key) is not tuple or len(key) > 8 or not depth:
@@ -163,6 +175,7 @@ class Machine:
         if not callable(function) or type(arguments) is not tuple:
             raise TypeError(f"a {type(function).__name__} is called")
         self._count_made_bytes(_SET + sum(map(_length, arguments)))
+        # Constructors hash their members: these need the same checks as SETITEMS and ADDITEMS.
         if function in (set, frozenset) or (
             isinstance(function, type) and issubclass(function, dict)
         ):
@@ -173,6 +186,7 @@ class Machine:
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
+        # Looked up on the type, not on the instance: a pickle cannot plant the method.
         set_state = getattr(type(target), "__setstate__", None)
         if set_state is None:
             raise TypeError(f"the state of a {type(target).__name__}")
@@ -180,6 +194,7 @@ class Machine:
         set_state(target, state)
 
     def _put(self, index: int) -> None:
+        # PUT may name any index: the gap is counted, so that a huge index is refused.
         if index >= len(self._memo):
             self._count_made_bytes(_ENTRY * (index - len(self._memo)))  # those that it leaves out
             self._memo.extend([_NOTHING] * (index + 1 - len(self._memo)))
@@ -294,7 +309,7 @@ _TABLE: Mapping[bytes, Callable[[Machine], Any]] = {
     pickle.EMPTY_SET: lambda m: m._push_new(set()),
     pickle.ADDITEMS: lambda m: m._add_items(m._since_mark()),
     pickle.FROZENSET: lambda m: m._frozen(m._since_mark()),
-    # what was there before
+    # memo
     pickle.GET: lambda m: m._get(int(m._line())),
     pickle.BINGET: lambda m: m._get(m._byte()),
     pickle.LONG_BINGET: lambda m: m._get(m._number(_INT4)),

@@ -73,6 +73,21 @@ class StageFunctions(NamedTuple):
     saves_residuals: bool
 
 
+# Ticks of 4 stages with 6 microbatches under 1F1B, as `jaxforge pipeline` prints them:
+#
+# tick        0  1  2 |  3  4  5  6  7  8 |  9 10 11
+# stage 0 F   0  1  2 |  3  4  5  .  .  . |  .  .  .     F: forward of a microbatch
+#         B   .  .  . |  .  .  .  0  1  2 |  3  4  5     B: backward
+# stage 3 F   .  .  . |  0  1  2  3  4  5 |  .  .  .
+#         B   .  .  . |  0  1  2  3  4  5 |  .  .  .
+#
+# `arriving` moves down one stage per tick, `returning` up. An item stays in `ring` from the forward
+# to the backward of its microbatch on that stage: 6 ticks on stage 0, none on the last stage. The
+# three phases (`|`) are three scans, so that the first has no backward code and the last no forward
+# code.
+#
+# Invariant: all devices execute the same operations in every tick, idle stages included. Idle work
+# is computed on zeros or stale values, and is masked before it reaches a sum.
 class Carry(NamedTuple):
     """Carry of the scan over ticks.
 
@@ -81,7 +96,7 @@ class Carry(NamedTuple):
         returning: from the stage after: gradient for the next backward.
         ring: [slots, ...] what backwards wait for.
         layers: gradients of the stage's layers, float32.
-        rest: gradients of all other parameters, float32.
+        outer: gradients of all other parameters, float32.
         loss_aux: auxiliary outputs of the loss so far.
         layer_aux: auxiliary outputs of the stage's layers, by row.
     """
@@ -142,6 +157,7 @@ class Stage:
         self.index = jax.lax.axis_index(STAGES)
         of_rows = jax.tree.map(jnp.asarray, (functions.kinds, functions.is_layer))
         self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
+        # Under `check_vma`, a scan's carry must vary over the same mesh axes at its start and end.
         self.varying = collectives.varying_axes(batch) | {STAGES}
         self._forward = self._saving if functions.saves_residuals else self._discarding
 
@@ -152,6 +168,8 @@ class Stage:
             axes: logical axes of the parameters; gradients are laid out alike.
         """
         microbatch = self._microbatch(0)
+        # `eval_shape` yields the shapes of outputs, of ring items and of auxiliary outputs without
+        # tracing an operation into the program.
         idle = _laid_out(self._zeros(jax.eval_shape(self.functions.embed, self.outer, microbatch)))
         _, item, by_layers = jax.eval_shape(functools.partial(self._forward, 0, idle, microbatch))
         whole = self._zeros(idle, stages=False)
@@ -184,6 +202,8 @@ class Stage:
             x = self._input(carry, rows, row, actions)
             y, item, aux = self._forward(actions.chunk, x, self._microbatch(actions.microbatch))
             aux = self._plus_rows(carry.layer_aux, aux, actions.chunk, row.is_forward[self.index])
+            # Idle stages write too: the schedule gives them a free slot (`Schedule.spare`), so that
+            # no branch is needed here.
             ring = jax.tree.map(
                 lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, actions.slot, 0),
                 carry.ring, item,
@@ -196,6 +216,8 @@ class Stage:
                 carry.ring,
             )
             microbatch = self._microbatch(actions.microbatch)
+            # The ring holds inputs only: the forward of the chunk runs again, now saving what its
+            # backward needs. Otherwise the ring holds the residuals of the first forward.
             if not self.functions.saves_residuals:
                 _, item, _ = self._saving(actions.chunk, item, microbatch)
             y, saved = item
@@ -214,6 +236,8 @@ class Stage:
         def embed() -> Array:
             return self.functions.embed(self.outer, self._microbatch(row.embeds))
 
+        # Stage 0 takes the embedding; the others take what the last tick sent. Every device looks
+        # up its share of the vocabulary, because embedding and head are sharded over the stages.
         nothing = self._zeros(carry.arriving, stages=False)
         entering = self._when(rows.embeds, row.embeds, embed, nothing, cheap=True)
         return jnp.where(self._is_first(actions), entering, carry.arriving)
@@ -225,15 +249,17 @@ class Stage:
 
         def head_and_loss() -> tuple[Params, AuxOutputs, Array]:
             microbatch = self._microbatch(row.losses)
+            # The last stage broadcasts its output, so that each device can compute its share of the
+            # vocabulary of the logits.
             x = self._to_all(jnp.where(is_last, y, 0))
 
-            def loss(d_outer: Params, x: Array) -> tuple[Array, AuxOutputs]:
-                aux = self.functions.loss(d_outer, x, microbatch)
+            def loss(outer: Params, x: Array) -> tuple[Array, AuxOutputs]:
+                aux = self.functions.loss(outer, x, microbatch)
                 return aux.loss, aux
 
             value, of_loss, aux = jax.vjp(loss, self.outer, x, has_aux=True)
-            d_rest, d_x = of_loss(jnp.ones_like(value))
-            return _plus(carry.outer, d_rest), merge(carry.loss_aux, aux), d_x
+            d_own, d_x = of_loss(jnp.ones_like(value))
+            return _plus(carry.outer, d_own), merge(carry.loss_aux, aux), d_x
 
         unchanged = (carry.outer, carry.loss_aux, self._zeros(y, stages=False))
         d_outer, aux, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
@@ -295,11 +321,15 @@ class Stage:
 
         def run_layer(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, of_layer
+            # `jax.vjp` returns a pytree whose structure is static and whose leaves are residuals.
+            # Tracing it here on a dummy input gives the structure; the leaves come from the ring.
             # Only the form of this is used: what it has computed is replaced, and so dropped.
             given, run, params = self._given(context, row), self._run(row), self._layer(row)
             (_, terms), pull, _ = jax.vjp(run, params, d_y, given, has_aux=True)
             _, pull_of = split_pull(pull, (params, given))
             counts = is_busy & self.is_layer[row]
+            # Loss terms of a layer enter the loss with weight 1; rows without a layer, and idle
+            # stages, must contribute nothing.
             d_terms = jax.tree.map(lambda term: jnp.where(counts, jnp.ones_like(term), 0), terms)
             d_layer, d_x, _ = pull_of(saved)((d_y, d_terms))
             grads = jax.tree.map(lambda g, d: g.at[row].add(d.astype(g.dtype)), grads, d_layer)
@@ -340,7 +370,7 @@ class Stage:
         self, column: Column, now: Array, actions: Callable[[], Result], otherwise: Result,
         *, cheap: bool = False,
     ) -> Result:  # fmt: skip
-        """Does what only some ticks of a phase have to, by the same branch on all devices.
+        """Run actions that only some ticks of a phase need, by the same branch on all devices.
 
         Args:
             column: the microbatch of every tick of the phase; -1: none.
@@ -349,6 +379,9 @@ class Stage:
             otherwise: what stands in its place.
             cheap: better done in vain than by a branch, with nothing coming of it.
         """
+        # `column` is known at trace time: a phase in which no tick, or every tick, needs the action
+        # has no branch at all. The predicate of the branch is the same on all devices, so
+        # collectives inside it cannot deadlock.
         if (column < 0).all():
             return otherwise
         if (column >= 0).all() or (cheap and self.schedule.chunks == 1):
