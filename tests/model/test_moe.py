@@ -136,7 +136,7 @@ def follow(config):
             np.testing.assert_array_equal(chosen[i], counts.get(i, 0 * chosen[i]))
         assert set(chosen.sum(-1)) <= {0, batch["labels"].size * config.model.moe_top_k}
     assert_close(by_name(state.params, config), reference.params, rtol=FINAL_RTOL)
-    assert_close(by_name(state.model_state, config), reference.kept, rtol=FINAL_RTOL)
+    assert_close(by_name(state.model_state, config), reference.state, rtol=FINAL_RTOL)
 
 
 MESHES = {  # of the others: devices share load and capacity, and heads with sinks and experts
@@ -161,7 +161,7 @@ def test_outside_training_outputs_are_not_scaled_by_the_load():
     tokens = random_batches(config, 1)[0]["input_ids"][0]
     model = ours.model
     logits = jax.jit(lambda v: model.logits(v, model.hidden(v, tokens)))(state.variables)
-    args = config.model, reference.params, reference.kept, torch.from_numpy(tokens)
+    args = config.model, reference.params, reference.state, torch.from_numpy(tokens)
     (plain, *_), (scaled, *_) = (moe_torch.forward(*args, training=t) for t in (False, True))
     assert_close({"logits": logits}, {"logits": plain})
     assert np.abs(logits - scaled.detach().numpy()).max() > 0.1

@@ -128,7 +128,7 @@ def test_parts_and_meshes_change_no_bit(monkeypatch):
 
     def advanced(mesh_config=None):
         retained = moments.EightBit(AXES, 5)
-        location = moments.places(params, retained)["layers"]["tall"]
+        location = moments.locations(params, retained)["layers"]["tall"]
         m, v = (
             moments.joined(*moments.zeros(params, retained, kind))["layers"]["tall"]
             for kind in (SIGNED, ROOT)

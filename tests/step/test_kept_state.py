@@ -130,7 +130,7 @@ def test_stages_go_on_from_there_and_so_does_one_device(tmp_path):
 
 
 def test_moments_of_another_width_are_refused(tmp_path):
-    ours, wide = setup(config_of()), setup(config_of(kept="float32"))
+    ours, wide = setup(config_of()), setup(config_of(retained="float32"))
     save(tmp_path, ours, ours.state())
     with pytest.raises(UserError, match=r"another optimizer than train\.opt_state_dtype asks for"):
         start(tmp_path, wide)

@@ -527,7 +527,7 @@ def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     like = ours.abstract_state()
     imported = Checkpoints(tmp_path / "b", ours.config.checkpoint, read_only=True)
     state = tmp_path / "b/checkpoints/step_2/state"
-    locations = ocdbt._places(state)
+    locations = ocdbt._locations(state)
     names = "params.norm.weight", "optimizer.nu.layers.mlp.up_proj.weight"
     for name, byte in itertools.product(names, (0, -1)):
         chunks = [location for location in locations[name].values() if isinstance(location, tuple)]

@@ -104,13 +104,13 @@ def test_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
     array = random_array("float32", (20, 20))
     about = {"shape": array.shape, "chunks": [2, 4], "compressor": None, "dtype": "<f4"}
     ts.open({**small, "metadata": about}, create=True).result().write(array).result()
-    assert ocdbt._places(tmp_path) == {}
+    assert ocdbt._locations(tmp_path) == {}
     assert_same(ocdbt.open_arrays(tmp_path)["a"].all(), array)
 
 
 def test_chunk_that_is_not_there_is_named(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (64, 64))})
-    data, offset, length = ocdbt._places(store)["x"]["0.0"]
+    data, offset, length = ocdbt._locations(store)["x"]["0.0"]
     (store / data).write_bytes((store / data).read_bytes()[: offset + length - 1])
     with pytest.raises(UserError, match=r"x: .* is truncated"):
         ocdbt.open_arrays(store)["x"].all()

@@ -16,7 +16,7 @@ def read(tmp_path):
     def read(name, content):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return [(p.text, p.fields, p.place.rpartition("/")[2]) for p in read_prompts(path)]
+        return [(p.text, p.fields, p.location.rpartition("/")[2]) for p in read_prompts(path)]
 
     return read
 
@@ -52,7 +52,7 @@ def test_standard_input_has_objects_where_the_first_line_is_one(content, expecte
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
     prompts = read_prompts(STDIN)
     assert [(prompt.text, prompt.fields) for prompt in prompts] == expected
-    assert prompts[0].place == "standard input:1"
+    assert prompts[0].location == "standard input:1"
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,6 @@ def test_place_that_cannot_be_written_is_a_mistake_of_the_command_line(tmp_path)
     location = tmp_path / "none" / "step.zip"
     with (
         pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),
-        plan_report._told("--save-executable", str(location)),
+        plan_report._reporting("--save-executable", str(location)),
     ):
         write(location, {}, config(tmp_path), make_mesh(config(tmp_path)))

@@ -129,8 +129,8 @@ def test_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeyp
         result = account(past, step, around=1, rows=2)
     first = result.suspects[0]
     assert (first.document.row, first.name) == (row, f"sequence {POISON}")
-    assert result.made.difference == 0
-    assert result.without_first[1] < result.made.grad_norm
+    assert result.step.difference == 0
+    assert result.without_first[1] < result.step.grad_norm
     assert first.document.loss == max(suspect.document.loss for suspect in result.suspects)
     layers = {f"layers.{i}" for i in range(2)}
     assert layers < set(result.norms[step].parts)
