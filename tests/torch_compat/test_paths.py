@@ -9,8 +9,7 @@ from tests.torch_compat.test_commands import assert_same, values
 from tests.torch_compat.test_stages import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_commit
-from torch_compat.convert import writers
-from torch_compat.formats import dcp_writer, ocdbt
+from torch_compat.formats import dcp_writer, ocdbt, safetensors
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +75,9 @@ def test_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypatch,
 def test_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypatch, form):
     with monkeypatch.context() as patched:
         if form == "hf":
-            opened = writers.safetensors.open_directory
+            opened = safetensors.open_directory
             patched.setattr(
-                writers.safetensors, "open_directory", lambda d: dict(list(opened(d).items())[1:])
+                safetensors, "open_directory", lambda d: dict(list(opened(d).items())[1:])
             )
         else:
             write = dcp_writer.write_metadata

@@ -26,7 +26,7 @@ from torch_compat.checkpoint import hf_config, hf_state, orbax_store
 from torch_compat.convert import conversion
 from torch_compat.convert.conversion import Advance, Plan, identity
 from torch_compat.convert.source import Request
-from torch_compat.convert.writers import of_run
+from torch_compat.convert.to_jaxforge import of_run
 from torch_compat.formats import safetensors
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.staging import for_each

@@ -1,0 +1,128 @@
+"""Writer of checkpoints of PyTorch's DCP, with the position of the run."""
+
+import functools
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxforge.errors import StorageError
+from torch_compat.checkpoint import dcp_state, stages, train_state
+from torch_compat.checkpoint.name_maps import name_map
+from torch_compat.checkpoint.validation import check_written
+from torch_compat.convert.source import Request, Source
+from torch_compat.convert.writer import Writer
+from torch_compat.formats import dcp_writer, torch_zip
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.dcp_writer import Entry
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import LazyTensor
+from torch_compat.formats.staging import Unit
+from torch_compat.names import kempnerforge
+
+
+class DcpWriter(Writer):
+    """A `step_<n>` of PyTorch's DCP, with the place of the run."""
+
+    def __init__(self, request: Request, source: Source) -> None:
+        super().__init__(request, source)
+        model = source.target.config.model
+        is_packed = model.is_moe and model.moe_packed_experts
+        usual = "kempnerforge-packed" if is_packed else "kempnerforge"
+        self._dialect = request.dialect or usual
+        self._check_names(self._dialect)
+        self._is_titan = self._dialect.startswith("torchtitan")
+        self._has_moments = source.checkpoint.moments is not None
+        self._has_place = self._has_moments and not self._is_titan
+        many = f", {request.stages} stages" if request.stages > 1 else ""
+        self.label = f"{self._dialect}{many}"
+        self.within = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
+
+    def notes(self) -> list[str]:
+        """Return notes for the user.
+
+        Raises:
+            UserError: the position in the data falls within a batch of this many ranks.
+        """
+        if self._has_place:
+            self._train_state()
+        if self._is_titan and self._has_moments:
+            return dcp_state.titan_notes(self.source.target)
+        is_theirs = self._dialect.startswith("kempnerforge")
+        return list(kempnerforge.unknown(self.source.target.config.model)) if is_theirs else []
+
+    @functools.cached_property
+    def _units(self) -> dict[str, list[Unit]]:
+        """The work for each pipeline stage."""
+        return {
+            stage: dcp_writer.units(entries, self.staging.path / stage, self.block, prefix=stage)
+            for stage, entries in self._stages.items()
+        }
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Files of tensors."""
+        return list(itertools.chain.from_iterable(self._units.values()))
+
+    def complete(self, results: Mapping[str, Any]) -> None:
+        """Write the metadata, and where the run stands."""
+        directory = self.staging.path
+        if self._has_place:
+            with (directory / train_state.TRAIN_STATE).open("wb") as file:
+                file.writelines(torch_zip.archive(self._train_state()))
+            progress = self.source.progress
+            about = {"step": progress.step, "tokens_seen": progress.tokens}
+            (directory / "metadata.json").write_text(json.dumps(about, indent=2))
+        for stage, entries in self._stages.items():
+            locations = {unit.name: results[unit.name] for unit in self._units[stage]}
+            dcp_writer.write_metadata(entries, locations, directory / stage, self.block)
+        every = itertools.chain.from_iterable(part.items() for part in self._stages.values())
+        written = {key: e.value for key, e in every if isinstance(e.value, LazyTensor)}
+        check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
+
+    def commit(self) -> None:
+        """Give the checkpoint its name, and point `latest` to it."""
+        super().commit()
+        _point_latest(self.staging.destination)
+
+    @functools.cached_property
+    def _stages(self) -> dict[str, dict[str, Entry]]:
+        """The entries of each pipeline stage, by the name of its directory."""
+        target, layout = self.source.target, self.request.layout
+        entries = functools.partial(
+            dcp_state.entries, target=target, dialect=name_map(self._dialect),
+            flat=layout == "flat" if layout else self._is_titan,
+            prefix="" if self._is_titan else "model.", weights_only=not self._has_moments,
+        )  # fmt: skip
+        checkpoint, n_layers = self.source.checkpoint, target.config.model.n_layers
+        split = stages.split(checkpoint, n_layers, self.request.stages)
+        parts = {stage: entries(part) for stage, part in split.items()}
+        if self._is_titan and self._has_moments:
+            parts[""] |= dcp_state.place_within(checkpoint, target)
+        return parts
+
+    def _train_state(self) -> dict[str, Any]:
+        updates = int(self.source.checkpoint.scalars["updates"])
+        return train_state.to_torch(
+            self.source.progress, updates, self.source.target.config, self.request.ranks
+        )
+
+
+def _point_latest(checkpoint: Path) -> None:
+    """Make `latest` as KempnerForge has it: a relative link, replaced in one step.
+
+    Raises:
+        StorageError: the file system has no links, or is full; the checkpoint is whole.
+    """
+    temporary = checkpoint.parent / "latest.tmp"
+    try:
+        temporary.unlink(missing_ok=True)
+        os.symlink(checkpoint.name, temporary)
+        temporary.replace(checkpoint.parent / "latest")
+    except OSError as error:
+        raise StorageError(
+            f"{checkpoint} is whole, but {temporary.with_name('latest')} could not be made to "
+            f"point to it ({error.strerror}): name the checkpoint itself to who loads it"
+        ) from error

@@ -1,0 +1,68 @@
+"""Writer of Hugging Face directories, with a model card."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxforge.cli.redaction import redacted_message
+from jaxforge.storage import urls
+from torch_compat.checkpoint import hf_config, hf_state
+from torch_compat.checkpoint.name_maps import name_map
+from torch_compat.checkpoint.validation import check_written
+from torch_compat.convert import model_card
+from torch_compat.convert.source import Request, Source
+from torch_compat.convert.writer import Writer
+from torch_compat.families import FAMILIES
+from torch_compat.formats import safetensors
+from torch_compat.formats.files import Directory
+from torch_compat.formats.staging import Unit
+
+
+class HfWriter(Writer):
+    """A directory that `AutoModelForCausalLM.from_pretrained` opens, with a model card."""
+
+    def __init__(self, request: Request, source: Source) -> None:
+        super().__init__(request, source)
+        before = source.imported
+        self._family = hf_config.family_of(
+            source.target.config.model, request.dialect, before and before.config
+        )
+        self.label = FAMILIES[self._family].dialect.name
+        self._check_names(self.label)
+
+    def notes(self) -> list[str]:
+        """Return what the user should know."""
+        return list(hf_state.notes(self.label, self.source.tokenizer))
+
+    @functools.cached_property
+    def units(self) -> Sequence[Unit]:
+        """Parts of safetensors files, and the documents."""
+        return hf_state.units(
+            self.source.checkpoint, self.source.target.config, self.staging.path,
+            family=self._family, largest=self.request.largest_file, block=self.block,
+            tokenizer=self.source.tokenizer, before=self.source.imported,
+        )  # fmt: skip
+
+    def complete(self, results: Mapping[str, Any]) -> None:
+        """Write the model card."""
+        directory, model = self.staging.path, self.source.target.config.model
+        written = name_map(self.label).to_theirs(self.source.checkpoint.variables, model)
+        check_written(safetensors.open_directory(Directory(directory)), written, str(directory))
+        (directory / model_card.FILE).write_text(self._card(directory), "utf-8")
+
+    def _card(self, directory: Path) -> str:
+        source, ref = self.source, self.source.ref
+        name, logged = ref.title, model_card.Logged({}, {}, 0)
+        if ref.format == "jaxforge":
+            name = urls.path(source.trained.checkpoint.dir).name or ref.run.name
+            logged = model_card.read_logged(ref.run, int(ref.directory.name.rpartition("_")[2]))
+        card = model_card.model_card(
+            name, source.trained, source.checkpoint.progress,
+            parameters=sum(math.prod(t.shape) for t in source.checkpoint.params.values()),
+            model_type=self._family,
+            logged=None if ref.format == "hf" else logged,
+            has_tokenizer=(directory / "tokenizer.json").exists(),
+        )  # fmt: skip
+        return redacted_message(card)

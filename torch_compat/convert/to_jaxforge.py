@@ -1,0 +1,73 @@
+"""Writer of run directories of jaxforge."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from torch_compat.checkpoint import hf_state, orbax_store
+from torch_compat.convert.source import Request, Source
+from torch_compat.convert.writer import Writer
+from torch_compat.formats.staging import Staging, Unit
+from torch_compat.formats.workers import Share
+
+
+class RunWriter(Writer):
+    """A run directory of jaxforge."""
+
+    def __init__(self, request: Request, source: Source) -> None:
+        super().__init__(request, source)
+        step = source.progress.step
+        self.label = f"step {step}" if source.checkpoint.moments else "weights alone, step 0"
+        self.within = f"{SUBDIRECTORY}/{PREFIX}_{step}"
+
+    def stage(self, plan: dict[str, Any], share: Share) -> Staging:
+        """Begin a checkpoint of the run."""
+        self._import = orbax_store.stage(
+            self.source.checkpoint, self.source.target, self.request.destination, plan, share,
+            self.block,
+        )  # fmt: skip
+        self.staging = self._import.staging
+        return self.staging
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Files of arrays."""
+        return self._import.units
+
+    def complete(self, results: Mapping[str, Any]) -> None:
+        """Write `config.toml` and `tokenizer/`, for when the checkpoint is there."""
+        from jaxforge.runs import run_directory  # here, as it imports JAX
+
+        beside, ref = self._import.beside, self.source.ref
+        if ref.format == "jaxforge":
+            for name in (hf_state.TOKENIZER, hf_state.IMPORTED):
+                _copy_files(ref.run / name, beside / name)
+        try:
+            run_directory.prepare(
+                beside, of_run(self.source.target.config, self.request.destination)
+            )
+        except UserError as error:
+            raise error.__cause__ or error from None  # the disk's fault, and no setting's
+        if ref.format == "hf":
+            hf_state.copy_tokenizer(ref.directory, beside / hf_state.TOKENIZER)
+            hf_state.keep_documents(ref.directory, beside)
+
+    def commit(self) -> None:
+        """Let Orbax make the checkpoint."""
+        self._import.commit()
+
+
+def of_run(config: JobConfig, run: Path) -> JobConfig:
+    """Return the config that a run directory gets, which names the directory."""
+    checkpoint = config.checkpoint.model_copy(update={"dir": str(run), "load_path": None})
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy the files of a directory, which may be in a bucket; nothing if there is none."""
+    for path in filter(Path.is_file, source.iterdir() if source.is_dir() else ()):
+        target.mkdir(parents=True, exist_ok=True)
+        (target / path.name).write_bytes(path.read_bytes())
