@@ -1,4 +1,4 @@
-"""Tokens of a file in a bucket, read piece by piece."""
+"""Tokens of a file in a bucket, read in ranges."""
 
 import functools
 import os
@@ -14,13 +14,13 @@ from jaxforge.storage import buckets
 
 
 class RemoteTokens:
-    """Stands for the array of a file's tokens: a slice of it is asked for at once, in background.
+    """Array-like of the tokens in a file. A slice starts a request in the background.
 
     Args:
-        place: of the file.
-        dtype: of its tokens.
-        offset: bytes before the first of them.
-        hashes: hashes of its blocks. With them, whole blocks are requested, and compared each time.
+        url: URL of the file.
+        dtype: type of the tokens.
+        offset: bytes before the first token.
+        hashes: block hashes of the file. If given, whole blocks are read and verified each time.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RemoteTokens:
 
 
 class _Asked:
-    """Tokens that are on their way; whoever makes an array of them waits."""
+    """Pending request of tokens; conversion to an array waits for the response."""
 
     def __init__(
         self,

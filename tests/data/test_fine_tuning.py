@@ -227,7 +227,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.cli.running import run_main
 from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
-    ingest._COMMIT_SECONDS, ingest._BATCH_PIECES = 0.0, 5
+    ingest._COMMIT_SECONDS, ingest._BATCH_PARTS = 0.0, 5
     if slow := sys.argv.pop(1) == "slow":
         encode = ingest.encode_conversations
         ingest.encode_conversations = lambda *args: (time.sleep(0.05), encode(*args))[1]

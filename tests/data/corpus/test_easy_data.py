@@ -33,7 +33,7 @@ def lines(n):
 
 @pytest.mark.parametrize("piece_bytes", [50, 1 << 20])
 def test_single_file_holds_out_its_last_lines(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(documents, "_PART_BYTES", piece_bytes)
     (tmp_path / "a.txt").write_text(lines(100), "utf-8")
     run(tmp_path / "a.txt", "--output", tmp_path / "out", "--validation-fraction", "0.1")
     train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
@@ -67,7 +67,7 @@ def test_cut_is_in_what_max_bytes_leaves(tmp_path):
 @pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
 def test_interruption_does_not_show(tmp_path, monkeypatch, options, tokenizer):
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 300)
-    monkeypatch.setattr(documents, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(documents, "_PART_BYTES", 200)
     monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
     (tmp_path / "a.txt").write_text(lines(600), "utf-8")
     command = (tmp_path / "a.txt", *options, *tokenizer, "--output")

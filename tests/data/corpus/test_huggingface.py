@@ -194,7 +194,7 @@ def test_resuming_anywhere_gives_the_rest(directory, tmp_path, shuffle, monkeypa
 
 def test_anchors_save_reading(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "_ROWS", 5)
-    monkeypatch.setattr("jaxforge.data.corpus.ingest._BATCH_PIECES", 5)
+    monkeypatch.setattr("jaxforge.data.corpus.ingest._BATCH_PARTS", 5)
     given = streaming(directory, tmp_path / "run")
     whole = batches(given, 40)
     read = reads(monkeypatch)

@@ -202,7 +202,7 @@ def test_lone_surrogate_becomes_a_question_mark(tmp_path):
 
 @pytest.mark.parametrize("piece_bytes", [1, 30])
 def test_reading_goes_on_in_the_middle_of_a_record(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(documents, "_PART_BYTES", piece_bytes)
     write(tmp_path / "a.jsonl", TEXTS[:5])
     (tmp_path / "b.txt").write_text("".join(TEXTS[:5]))
     inputs = find_inputs([tmp_path])

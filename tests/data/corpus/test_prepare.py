@@ -145,7 +145,7 @@ def test_choice_depends_on_names_only():
 
 @pytest.mark.parametrize("piece_bytes", [1, 10, 1000])
 def test_long_documents_are_read_in_pieces(corpus, tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(documents, "_PART_BYTES", piece_bytes)
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 25)
     text = "".join(f"line {i} ü\n" for i in range(50)) + "no newline at the end"
     (corpus / "b.txt").write_text(text, "utf-8")

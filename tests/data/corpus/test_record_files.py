@@ -272,7 +272,7 @@ def test_small_files_take_no_gigabytes(tmp_path):
 
 
 def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", 30)
+    monkeypatch.setattr(documents, "_PART_BYTES", 30)
     monkeypatch.setattr(documents, "_LINE_BYTES", 30)
     for text in ("word " * 100, "ü" * 200, "€" * 99 + " end\nshort\n", "x" * 500):
         [source] = find_inputs([write(tmp_path / "a.txt", text)])
