@@ -82,7 +82,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("name", ["curve_dense_1rank", "curve_dense_fsdp2"])
 def test_golden_run_comes_back_bit_for_bit(golden, tmp_path, name, capsys):
-    source = golden / name
+    source = golden(name)
     settings = [f"--config={source / 'config.toml'}", "--data.shuffle=false"]
     assert main(["import", str(source), str(tmp_path / "run"), *settings]) == 0
     checkpoint, config = orbax_store.open_orbax(tmp_path / "run")
