@@ -241,7 +241,7 @@ class Checkpoints:
             restored = self._read(
                 step,
                 progress=ocp.args.JsonRestore(),
-                state=_restore_args(tree, partial=layout.has_spare(tree, saved)),
+                state=_restore_args(tree, partial=layout.has_extra_leaves(tree, saved)),
             )
             self._check_bits(restored.state, saved, step)
             progress = unsealed(restored.progress, step)

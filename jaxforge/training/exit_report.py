@@ -10,7 +10,9 @@ from jaxforge.state.progress import Progress
 log = logging.getLogger(__name__)
 
 
-def tell_end(reason: Exit, config: TrainConfig, progress: Progress, last_saved: int | None) -> None:
+def log_exit_reason(
+    reason: Exit, config: TrainConfig, progress: Progress, last_saved: int | None
+) -> None:
     """Logs how a run ended, and what to do about it.
 
     Args:

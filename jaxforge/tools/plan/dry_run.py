@@ -14,10 +14,10 @@ import jax
 
 from jaxforge.cli.redaction import redacted
 from jaxforge.config import rules
+from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.config.reading.unresolved import UnresolvedConfig
-from jaxforge.config.useless import answers, useless
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.parallel import multihost
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
@@ -95,7 +95,11 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if notes := [*notes, *answers(resolved)]:
         _show("notes", notes)
     platform = kinds[0].platform
-    warnings = [*useless(resolved, platform), *missing, *too_large(resolved, mesh, fits)]
+    warnings = [
+        *ineffective_settings(resolved, platform),
+        *missing,
+        *too_large(resolved, mesh, fits),
+    ]
     _show("warnings", warnings or ["none"])
     print("nothing was written; `jaxforge plan` compiles the step for a machine, and knows more")
     return 0

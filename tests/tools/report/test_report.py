@@ -14,8 +14,8 @@ import pytest
 
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
-from jaxforge.runs import alike
 from jaxforge.runs import lines as lines_of
+from jaxforge.runs import uniform_json_lines
 from jaxforge.runs.reading import read_runs
 from jaxforge.telemetry.numbers import duration, exact
 from jaxforge.tools.report.names import NAMES, name_of
@@ -334,13 +334,13 @@ def test_lines_read_at_once_are_those_of_json():
         'x{"step": 1, "time": 1.0, "x/y": 1, "z": 1}', "",
     ]  # fmt: skip
     texts = [*map(json.dumps, rows[:50]), *strange, *map(json.dumps, rows[50:])]
-    columns, left = alike.read("".join(text + "\n" for text in texts).encode())
+    columns, left = uniform_json_lines.read("".join(text + "\n" for text in texts).encode())
     assert left.decode().splitlines() == strange
     for name, column in columns.items():
         expected = np.array([row[name] for row in rows], float)
         np.testing.assert_allclose(column, expected, rtol=1e-15, atol=0)
     lists = b'{"step": 1, "time": 1.0, "x": [1, 2]}\n'
-    assert alike.read(lists * 2) == ({}, lists * 2)
+    assert uniform_json_lines.read(lists * 2) == ({}, lists * 2)
 
 
 def test_damaged_line_of_a_late_part_is_named(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from jaxforge.config.torch_only import TORCH_ONLY
 from jaxforge.storage import urls
 
 
-def useless(config: JobConfig, platform: str) -> list[str]:
+def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
     """All warnings of a configuration.
 
     Args:
