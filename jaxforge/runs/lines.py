@@ -124,16 +124,16 @@ def _columns(
     Raises:
         Exception: of many kinds, where a value is not what it should be.
     """
-    uniform_json_lines = defaultdict(list)
+    by_names = defaultdict(list)
     for row in rows:
-        uniform_json_lines[tuple(row)].append(row)
+        by_names[tuple(row)].append(row)
     columns, with_lists = defaultdict(list), False
     if quick:
         _check_axes(quick["step"], quick["time"])
     for name, values in quick.items():
         if name not in ("step", "time"):
             columns[name].append((quick["step"], quick["time"], values))
-    for names, group in uniform_json_lines.items():
+    for names, group in by_names.items():
         step, time = (np.array([row[name] for row in group], float) for name in ("step", "time"))
         _check_axes(step, time)
         for name in names:
