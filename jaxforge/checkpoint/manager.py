@@ -442,7 +442,7 @@ class Checkpoints:
     def _unwritten(self, why: str) -> str:
         return (
             f"a checkpoint could not be written to {self.directory} ({why}); those that are there "
-            "are whole: put that right, then run the same command to go on"
+            "are whole: put that right, then run the same command to resume"
         )
 
     @contextlib.contextmanager

@@ -39,7 +39,7 @@ def log_exit_reason(
     elif reason is Exit.MACHINE:
         log.error("left at step %d, unsaved; the last checkpoint is step %s", step, last_saved)
     else:
-        log.info("stopped at step %d of %d; run the same command to go on", step, config.max_steps)
+        log.info("stopped at step %d of %d; run the same command to resume", step, config.max_steps)
 
 
 def log_already_complete(config: TrainConfig, progress: Progress) -> None:

@@ -190,7 +190,7 @@ def without(tmp_path):
 
 def test_run_does_not_go_on_without_it(without, tmp_path):
     dcp, config = without
-    message = r"moves is not in it \(.*drift.*cannot go on without; --weights-only starts one"
+    message = r"moves is not in it \(.*drift.*cannot continue without; --weights-only starts one"
     with pytest.raises(UserError, match=message):
         main(["import", str(dcp), str(tmp_path / "run"), f"--config={config}"])
     with pytest.raises(UserError, match=message):

@@ -50,7 +50,7 @@ class ShardWriter:
         file_format: "npy" or "bin".
         shard_tokens: tokens per shard; the last has fewer; with conversations, others a few more.
         conversations: entries are added (`packing`), and the length of each conversation is kept.
-        state: what `sync` returned, to go on from there.
+        state: what `sync` returned, to continue from there.
 
     Attributes:
         tokens: tokens added so far.
