@@ -375,7 +375,7 @@ class ModelConfig(Section):
         if self.mup_base_head_dim is not None and self.mup_base_width is None:
             yield (
                 f"mup_base_head_dim = {self.mup_base_head_dim} has no effect without "
-                "mup_base_width: set that to the dim of the model that was tuned, or remove this key"
+                "mup_base_width: set that to the dim of the model that was tuned, or remove it"
             )
         yield from self._window_problems()
         if self.num_experts:
