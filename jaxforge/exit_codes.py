@@ -60,7 +60,7 @@ class Exit(enum.Enum):
     )
     STRAGGLER = (
         71,
-        "stopped by a slow host after a checkpoint; run again without it to go on (EX_OSERR)",
+        "stopped by a slow host after a checkpoint; run again without it to resume (EX_OSERR)",
         False,
     )
     STORAGE = (
@@ -71,12 +71,12 @@ class Exit(enum.Enum):
     )
     SIGNAL = (
         75,
-        "stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to go on (EX_TEMPFAIL)",
+        "stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to resume (EX_TEMPFAIL)",
         False,
     )
     DURATION = 75, "stopped by train.exit_duration_in_mins after a checkpoint", False
     INTERVAL = 75, "stopped by train.exit_interval after a checkpoint", False
-    INTERRUPT = 130, "stopped by Ctrl-C after a checkpoint; run again to go on", False
+    INTERRUPT = 130, "stopped by Ctrl-C after a checkpoint; run again to resume", False
     ABORTED = (
         134,
         "another process of the job is gone, see its log; often the JAX runtime's end (SIGABRT)",

@@ -30,6 +30,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Which line of Python an operation is from: to write it into programs is a tenth of compiling them.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -48,6 +49,7 @@ GROWTH = 0.15e9
 """Bytes that are worth a second's work: what stays is imported, or in use."""
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
+SMALL_GOLDEN = Path(__file__).parent / "golden" / "runs"
 
 TINY = {
     "model": {
@@ -116,11 +118,19 @@ def forget_programs(stays):
 
 
 @pytest.fixture
-def golden() -> Path:
-    """The directory of reference runs; the test is skipped where there is none."""
-    if not GOLDEN.is_dir():
-        pytest.skip("no reference runs beside this checkout")
-    return GOLDEN
+def golden() -> Callable[[str], Path]:
+    """Return the path of a reference run by its name; a test skips where the run is absent.
+
+    Small runs are in the repository: of trajectories, initial weights and what was logged.
+    """
+
+    def path_of(name: str) -> Path:
+        for directory in (GOLDEN, SMALL_GOLDEN):
+            if (directory / name).exists():
+                return directory / name
+        pytest.skip(f"the reference run {name} is not in the repository")
+
+    return path_of
 
 
 @pytest.fixture(scope="module")

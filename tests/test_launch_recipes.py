@@ -85,7 +85,7 @@ def cluster(tmp_path):
     tools.mkdir()
     (tools / "srun").write_text(
         "#!/bin/bash\nprintf '%s\\n' \"$@\" > arguments\n"
-        "trap 'touch passed_on; exit 75' USR1\ntouch started\n"
+        "trap 'touch ring_shift; exit 75' USR1\ntouch started\n"
         '[ -n "$CODE" ] && exit "$CODE"\n'
         "for _ in $(seq 30000); do sleep 0.1; done\n"
     )
@@ -108,7 +108,7 @@ def test_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig, c
     wait_until((tmp_path / "started").exists)
     script.send_signal(sig)
     assert script.wait(PATIENCE) == 75
-    assert (tmp_path / "passed_on").exists()
+    assert (tmp_path / "ring_shift").exists()
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[-3:] == ["--config", "my run.toml", "--train.seed=1"]

@@ -23,6 +23,6 @@ def test_time_that_a_process_has_stands_in_one_place():
 
 
 def test_no_two_files_have_one_name():
-    """pytest would take one for the other, and leave it out."""
+    """pytest would take one for the other, and skip it."""
     names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

@@ -235,10 +235,10 @@ def _check_options(args: argparse.Namespace, source: "CheckpointRef") -> None:
     for to, options in of_target.items():
         for option, is_given in options.items():
             if is_given and to != args.to:
-                raise UserError(f"{option} is for --to {to}: leave it out with --to {args.to}")
+                raise UserError(f"{option} is for --to {to}: remove it with --to {args.to}")
     if args.dialect and args.to == "jaxforge":
         raise UserError(
-            "--dialect says whose names to write, and a run has jaxforge's own: leave it out; "
+            "--dialect says whose names to write, and a run has jaxforge's own: remove it; "
             "--from-dialect says whose names the source has"
         )
     of_source = {
@@ -247,9 +247,9 @@ def _check_options(args: argparse.Namespace, source: "CheckpointRef") -> None:
     }  # fmt: skip
     useless = [option for option, is_given in of_source.items() if is_given]
     if useless and source.format == "jaxforge":
-        raise UserError(f"{useless[0]}: {source.directory} is a run of jaxforge: leave it out")
+        raise UserError(f"{useless[0]}: {source.directory} is a run of jaxforge: remove it")
     if args.fill_optimizer and (args.to == "hf" or args.weights_only or source.format == "hf"):
-        raise UserError("--fill-optimizer: no optimizer state is converted here: leave it out")
+        raise UserError("--fill-optimizer: no optimizer state is converted here: remove it")
 
 
 def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":

@@ -81,7 +81,7 @@ def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = 
     output = case.ends(case.run.start(fault=fault, n=n, only=only), code)
     last = case.run.durable()[-1]
     require(last == case.run.last_logged(), f"logged {case.run.last_logged()}, saved {last}")
-    case.says(output, f"stopped at step {last} of {STEPS}; run the same command to go on")
+    case.says(output, f"stopped at step {last} of {STEPS}; run the same command to resume")
     case.goes_on(n=n)
     case.matches(case.shared.undisturbed(n=n))
 

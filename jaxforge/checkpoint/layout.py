@@ -61,7 +61,7 @@ def common(wanted: Tree, saved: Tree) -> Tree:
     return wanted if len(wanted_leaves) == len(flat) else unflatten_dict(wanted_leaves, sep=".")
 
 
-def has_spare(wanted: Tree, saved: Tree) -> bool:
+def has_extra_leaves(wanted: Tree, saved: Tree) -> bool:
     """Return whether precision-specific arrays were saved that the wanted tree lacks."""
     spare = flatten_dict(saved, sep=".").keys() - flatten_dict(wanted, sep=".").keys()
     return any(map(is_of_precision, spare))

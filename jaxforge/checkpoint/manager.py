@@ -241,7 +241,7 @@ class Checkpoints:
             restored = self._read(
                 step,
                 progress=ocp.args.JsonRestore(),
-                state=_restore_args(tree, partial=layout.has_spare(tree, saved)),
+                state=_restore_args(tree, partial=layout.has_extra_leaves(tree, saved)),
             )
             self._check_bits(restored.state, saved, step)
             progress = unsealed(restored.progress, step)
@@ -442,7 +442,7 @@ class Checkpoints:
     def _unwritten(self, why: str) -> str:
         return (
             f"a checkpoint could not be written to {self.directory} ({why}); those that are there "
-            "are whole: put that right, then run the same command to go on"
+            "are whole: put that right, then run the same command to resume"
         )
 
     @contextlib.contextmanager

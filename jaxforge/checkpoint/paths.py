@@ -111,5 +111,5 @@ def check_ours(directory: Path) -> None:
         if (step / ".metadata").exists() or (step / "pp0").is_dir():
             raise UserError(
                 f"{step} is a checkpoint of PyTorch: give another checkpoint.dir, and "
-                f"checkpoint.load_path = {str(directory)!r} to go on from there"
+                f"checkpoint.load_path = {str(directory)!r} to continue from there"
             )

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, returns the exit code."""
     args, overrides = parser().parse(sys.argv[1:] if argv is None else argv)
     if args.devices and not args.dry_run:
-        raise UserError(f"--devices {args.devices} is for --dry-run: add that, or leave this out")
+        raise UserError(
+            f"--devices {args.devices} is for --dry-run: add that, or remove this option"
+        )
     if args.trust_plugins and not args.dry_run:
         raise UserError("--trust-plugins is for --dry-run: to train imports the plugins anyway")
     config = (_config_of_dry_run if args.dry_run else _config)(args, overrides)
@@ -49,7 +51,7 @@ def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
     """
     args, overrides = parser().parse(argv)
     if args.dry_run:
-        raise UserError("--dry-run is for `jaxforge train`: leave it out here")
+        raise UserError("--dry-run is for `jaxforge train`: remove it here")
     return _config(args, overrides)
 
 

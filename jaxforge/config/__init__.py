@@ -12,6 +12,7 @@ from jaxforge.config.data import DataConfig, DatasetSource, TrainingPhase
 from jaxforge.config.distributed import DistributedConfig
 from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig, EvalDataset
+from jaxforge.config.ineffective_settings import answers
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
@@ -23,7 +24,6 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.rules import check, mesh_shape
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.train import BatchStage, TrainConfig
-from jaxforge.config.useless import answers
 
 __all__ = [
     "AXES",

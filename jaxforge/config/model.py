@@ -375,7 +375,7 @@ class ModelConfig(Section):
         if self.mup_base_head_dim is not None and self.mup_base_width is None:
             yield (
                 f"mup_base_head_dim = {self.mup_base_head_dim} has no effect without "
-                "mup_base_width: set that to the dim of the model that was tuned, or leave this out"
+                "mup_base_width: set that to the dim of the model that was tuned, or remove it"
             )
         yield from self._window_problems()
         if self.num_experts:
@@ -410,7 +410,7 @@ class ModelConfig(Section):
         plain = type(self).model_fields
         for key in keys:
             if getattr(self, key) != plain[key].default:
-                yield f'{key} has no effect with position_embedding = "learned": leave it out'
+                yield f'{key} has no effect with position_embedding = "learned": remove it'
 
     def _window_problems(self) -> Iterator[str]:
         for kind, key in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):

@@ -46,7 +46,7 @@ def captures_have_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     elif section.activations_set and section.activations_set not in names:
         asked = f'eval.activations_set = "{section.activations_set}"'
         if not section.datasets:
-            yield f"{asked}: the only evaluation set has no name; leave it out"
+            yield f"{asked}: the only evaluation set has no name; remove it"
         else:
             yield f"{asked} is no evaluation set{choices(section.activations_set, names)}"
 
@@ -126,7 +126,7 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
         return
     if not config.data.datasets or config.data.order != "torch":
         yield (
-            f"data.torch_ranks = {ranks} is for the order of a mixture: leave it out, or set "
+            f"data.torch_ranks = {ranks} is for the order of a mixture: remove it, or set "
             'data.datasets and data.order = "torch"'
         )
         return

@@ -83,7 +83,7 @@ def check_unchanged(
         raise UserError(
             f"the data are not those of step {step} of this run: {'; '.join(differences)}. "
             "Its position would mean other sequences, of which some come again or never: "
-            "bring the data back, or go on with --data.on_change=continue, "
+            "bring the data back, or continue with --data.on_change=continue, "
             "or start a new run with checkpoint.load_path"
         )
     return differences

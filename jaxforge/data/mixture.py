@@ -204,7 +204,7 @@ class TorchMixture(Rebuilt):
             if n < ranks:
                 raise UserError(
                     f"data.datasets: {name} holds {n} samples, less than one for each of {ranks} "
-                    'data-parallel ranks; leave it out, or set data.order = "grain"'
+                    'data-parallel ranks; remove it, or set data.order = "grain"'
                 )
         self._arguments = sizes, segments, seed, rows, ranks
         self._sizes, self._segments, self._seed, self._ranks = sizes, segments, seed, ranks

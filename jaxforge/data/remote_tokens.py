@@ -66,7 +66,7 @@ class _Asked:
         except ValueError as error:
             raise StorageError(
                 f"{self._url} was whole when the run started and cannot be read now "
-                f"({buckets.gist(error)}); put that right, then run the same command to go on"
+                f"({buckets.gist(error)}); put that right, then run the same command to resume"
             ) from error
         if data.state != "value":
             raise StorageError(

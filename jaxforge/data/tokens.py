@@ -186,7 +186,7 @@ class TokenFiles(ABC):
         except (OSError, ValueError) as error:  # ValueError: the file has become shorter
             raise UserError(
                 f"{self.files[file].path} was whole when the run started and cannot be read now "
-                f"({error}); bring it back, then run the same command to go on"
+                f"({error}); bring it back, then run the same command to resume"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

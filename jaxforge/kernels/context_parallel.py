@@ -192,7 +192,7 @@ def _go_round(
 
     def turn(carry: tuple[Part, Keys], _: None) -> tuple[tuple[Part, Keys], None]:
         part, keys = carry
-        arriving = _passed_on(keys)  # while these are attended to
+        arriving = _ring_shift(keys)  # while these are attended to
         return (part.merged(attend(keys)), arriving), None
 
     # Turn t attends to the keys of device i - t. The transfer for the next turn is issued before
@@ -201,7 +201,7 @@ def _go_round(
     # turn      0          1              2         ...     N - 1
     # attend    own        keys of i-1    i-2               i+1
     # send      own        keys of i-1    i-2               (nothing)
-    carry = attend(own), _passed_on(own)
+    carry = attend(own), _ring_shift(own)
     (part, last), _ = jax.lax.scan(turn, carry, length=collectives.axis_size(_AXIS) - 2)
     part = part.merged(attend(last))
     if sinks is None:
@@ -211,8 +211,8 @@ def _go_round(
     return Part(part.scaled_to(lse), lse)
 
 
-def _passed_on(x: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: collectives.passed_on(leaf, _AXIS), x)
+def _ring_shift(x: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: collectives.ring_shift(leaf, _AXIS), x)
 
 
 def _ring_saving(
@@ -237,16 +237,16 @@ def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> t
         d_q, d_keys, keys = carry
         # Gradients of keys travel with their keys: each device adds its share, and after N turns
         # the sums are back where the keys live.
-        arriving, d_arriving = _passed_on(keys), _passed_on(d_keys)
+        arriving, d_arriving = _ring_shift(keys), _ring_shift(d_keys)
         got = back(keys)
         d_keys = jax.tree.map(jnp.add, d_arriving, (got.k, got.v))
         return (d_q + got.q, d_keys, arriving), None
 
     got, own = back(Keys(k, v, at)), Keys(k, v, at)
-    carry = got.q, (got.k, got.v), _passed_on(own)
+    carry = got.q, (got.k, got.v), _ring_shift(own)
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)
-    d_k, d_v = _passed_on(d_keys)  # home
+    d_k, d_v = _ring_shift(d_keys)  # home
     d_sinks = sink_gradients(sinks, whole.lse.swapaxes(1, 2), delta.swapaxes(1, 2))
     return (*(d.astype(x.dtype) for d, x in ((d_q, q), (d_k, k), (d_v, v))), None, None, d_sinks)
 

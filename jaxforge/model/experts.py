@@ -42,7 +42,7 @@ from jaxforge.parallel.sharding import (
     automatic_axes,
     automatic_spec,
     axes_size,
-    without_data,
+    compute_axes,
 )
 
 _HEADROOM = 1.5  # rows in a round, relative to an even load
@@ -111,7 +111,7 @@ class ExpertLinear(nnx.Module):
 
     def specs(self, dtype: jnp.dtype, in_8_bits: bool) -> Gathered[P]:
         """Return how the arrays of `gathered` are split."""
-        axes = without_data(self.axes)
+        axes = compute_axes(self.axes)
         weight, bias = automatic_spec(*axes), automatic_spec(*axes[:2])
         if self.in_8_bits and in_8_bits:
             packed = Scaled._make((weight, automatic_spec(axes[0], None, None)))
@@ -120,7 +120,7 @@ class ExpertLinear(nnx.Module):
         return Gathered(weight, bias if self.has_bias else None, gradient)
 
     def _is_reduced_apart(self, dtype: jnp.dtype) -> bool:
-        return collectives.reduces_apart(self.reduce_dtype, dtype)
+        return collectives.reduces_in_other_dtype(self.reduce_dtype, dtype)
 
 
 class Experts(nnx.Module):
@@ -285,7 +285,9 @@ def _within_capacity(
     slot_TK = expert_TK * k + jnp.arange(k)
     assignments, sizes = sorted_places(slot_TK, n * k)
     before = jnp.cumsum(sizes) - sizes
-    rank_TK = assignments.row - before[slot_TK] + collectives.sum_before(sizes, "tokens")[slot_TK]
+    rank_TK = (
+        assignments.row - before[slot_TK] + collectives.exclusive_cumsum(sizes, "tokens")[slot_TK]
+    )
     return jnp.where(rank_TK < capacity, expert_TK, n)
 
 

@@ -90,7 +90,7 @@ def _is_excluded(name: str, recipe: Recipe) -> bool:
     return any(part in name for part in recipe.exclude)
 
 
-def how_multiplied(recipe: Recipe, platform: str, capability: str | None, kind: str) -> str:
+def describe_products(recipe: Recipe, platform: str, capability: str | None, kind: str) -> str:
     """Return a description of how a platform computes products in 8 bits, for the log.
 
     Args:

@@ -175,7 +175,11 @@ def product_for(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:
     Called with the logical axes of the weight, the dtype of the result, `backward`, x (a row for
     each token), and weight [out, in] and bias as they are stored.
     """
-    return _product_reduced_apart if collectives.reduces_apart(backward.dtype, dtype) else _product
+    return (
+        _product_reduced_apart
+        if collectives.reduces_in_other_dtype(backward.dtype, dtype)
+        else _product
+    )
 
 
 def _product(
@@ -261,7 +265,7 @@ def look_up(
         dtype: of the result.
         reduce_dtype: of the gradient of the table, as devices add it up.
     """
-    if collectives.reduces_apart(reduce_dtype, dtype):
+    if collectives.reduces_in_other_dtype(reduce_dtype, dtype):
         return _look_up_reduced_apart(find, axes, dtype, reduce_dtype, weight, tokens)
     return find(weight.astype(dtype), tokens)
 

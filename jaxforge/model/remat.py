@@ -41,7 +41,7 @@ _OFFLOADING = {
 }
 
 
-def computes_again(save: str) -> bool:
+def recomputes(save: str) -> bool:
     """Return whether the backward pass recomputes all or a part of each block."""
     return save not in ("none", "selective", "everything_saveable")
 
@@ -50,7 +50,7 @@ def block(
     save: str, layer: Callable[..., Any], *, in_loop: bool = True, offload: bool = False
 ) -> Callable[..., Any]:
     """Rematerialize a layer `(x, ...) -> ...`, in a scan over layers or outside of any loop."""
-    if not computes_again(save):
+    if not recomputes(save):
         return layer
     if offload:
         policy = _OFFLOADING[save]

@@ -115,7 +115,7 @@ class Model:
 
     def _declare(self, key: Array) -> nnx.Module:
         runtime = self.runtime
-        backward = Backward(runtime.reduce_dtype, not remat.computes_again(runtime.save))
+        backward = Backward(runtime.reduce_dtype, not remat.recomputes(runtime.save))
         declare = Declare(
             nnx.Rngs(params=key),
             self._param_dtype,
@@ -409,7 +409,7 @@ def build_model(
     build = MODELS[config.model.model_type]
     recipe = fp8_layers.Recipe.of(t)
     if recipe is not None:
-        fp8_layers.how_multiplied(recipe, platform, capability, "")
+        fp8_layers.describe_products(recipe, platform, capability, "")
     return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
                  stack=stack, **({} if recipe is None else {"recipe": recipe}))  # fmt: skip
 

@@ -113,7 +113,7 @@ def joined(values: PyTree, scales: PyTree | None) -> PyTree:
     return unflatten_dict({k: Packed(v, of[k]) if k in of else v for k, v in flat.items()})
 
 
-def parted(moments: PyTree) -> tuple[PyTree, PyTree | None]:
+def split_scales(moments: PyTree) -> tuple[PyTree, PyTree | None]:
     """Split what `joined` has joined."""
     flat = flatten_dict(moments)
     packed = {k: leaf for k, leaf in flat.items() if isinstance(leaf, Packed)}

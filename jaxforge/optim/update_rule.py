@@ -7,7 +7,7 @@ import jax
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxforge.optim.moments import MomentStorage, Rule, Turn, joined, locations, parted
+from jaxforge.optim.moments import MomentStorage, Rule, Turn, joined, locations, split_scales
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import unzip
 
@@ -64,7 +64,7 @@ class Step(NamedTuple):
         changes, *results = unzip(1 + len(stored), leaves, params)
         fields = dict(zip((*weights, *moments), results, strict=True))
         for name in moments:
-            fields[name], fields[f"{name}_scales"] = parted(fields[name])
+            fields[name], fields[f"{name}_scales"] = split_scales(fields[name])
         return changes, state._replace(updates=optax.safe_increment(state.updates), **fields)
 
 

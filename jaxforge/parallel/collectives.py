@@ -16,9 +16,9 @@ from jaxforge.config.axes import DATA_AXES
 from jaxforge.parallel.sharding import (
     Axes,
     axes_of_type,
+    compute_axes,
     constrain,
     mesh_axes,
-    without_data,
 )
 
 
@@ -44,7 +44,7 @@ def _manual_axes(axis: str) -> tuple[str, ...]:
     return tuple(name for name in mesh_axes(axis) if name in manual)
 
 
-def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
+def reduces_in_other_dtype(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
     """Return whether gradients are reduced over devices in another dtype than that of the products.
 
     It does where it splits the batch; else devices have gradients of their own, or are alone.
@@ -111,7 +111,7 @@ def all_gather(x: Array, axis: str, join: int) -> Array:
     return jax.lax.all_gather(x, names, axis=join, tiled=True) if names else x
 
 
-def passed_on(x: Array, axis: str) -> Array:
+def ring_shift(x: Array, axis: str) -> Array:
     """Shift arrays along a ring of devices: return what the previous device holds."""
     names = split_over(axis)
     if not names:
@@ -120,7 +120,7 @@ def passed_on(x: Array, axis: str) -> Array:
     return jax.lax.ppermute(x, names, [(i, (i + 1) % devices) for i in range(devices)])
 
 
-def sum_before(x: Array, axis: str) -> Array:
+def exclusive_cumsum(x: Array, axis: str) -> Array:
     """Return the exclusive cumulative sum over the devices of a dimension."""
     names = split_over(axis)
     if not names:
@@ -156,7 +156,7 @@ def all_gather_weight(weight: Array, axes: Axes) -> Array:
         weight: [..., ...], laid out by `axes`, in the dtype that it is to travel in.
         axes: its logical axes.
     """
-    return constrain(constrain(weight, *axes), *without_data(axes))
+    return constrain(constrain(weight, *axes), *compute_axes(axes))
 
 
 def _gather(weight: Array, axes: Axes) -> tuple[Array, None]:
@@ -182,7 +182,7 @@ def gradient_of(weight: Array, axes: Axes, dtype: jnp.dtype) -> Array:
         axes: its logical axes.
         dtype: of the gradient, as it is added up over devices.
     """
-    return constrain(jnp.zeros_like(weight, dtype), *without_data(axes))
+    return constrain(jnp.zeros_like(weight, dtype), *compute_axes(axes))
 
 
 def _zeros(weight: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, Array]:

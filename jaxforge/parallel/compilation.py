@@ -126,7 +126,7 @@ def complaint(name: str, value: str, platform: str) -> str:
     key = f"train.xla_flags.{name}"
     return (
         f"{key} = {value}: XLA for {platform} in jaxlib {version('jaxlib')} has no such flag, or "
-        f"not this value for it; correct it, or leave it out: change {said({key: DEFAULT})}"
+        f"not this value for it; correct it, or remove it: change {said({key: DEFAULT})}"
     )
 
 

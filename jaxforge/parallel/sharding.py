@@ -171,7 +171,7 @@ def automatic_axes() -> frozenset[str]:
     return frozenset(axes_of_type(AxisType.Auto))
 
 
-def without_data(axes: Axes) -> Axes:
+def compute_axes(axes: Axes) -> Axes:
     """Logical axes of a weight that is used, less those that are split to store it alone.
 
     Those are the ones that data-parallel devices share, but for experts: tokens go to them.
@@ -186,7 +186,7 @@ def data_axes(axis: str | None) -> tuple[str, ...]:
 
 def group_axes(axes: Axes) -> tuple[str, ...]:
     """The mesh axes over which devices have other tokens, and the same weight at its use."""
-    own = {name for axis in without_data(axes) for name in data_axes(axis)}
+    own = {name for axis in compute_axes(axes) for name in data_axes(axis)}
     return tuple(name for name in DATA_AXES if name not in own)
 
 

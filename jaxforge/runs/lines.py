@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxforge.runs import alike
+from jaxforge.runs import uniform_json_lines
 from jaxforge.storage.untrusted_json import LATEST, LINE, STEPS, parse_metrics
 
 _BLOCK = 1 << 20  # bytes parsed at a time
@@ -95,7 +95,7 @@ def _read_part(path: Path, start: int, end: int, exact: bool) -> Columns:
         text = file.read(end - start)
     lines = text.count(b"\n")
     try:
-        quick, others = ({}, text) if exact else alike.read(text)
+        quick, others = ({}, text) if exact else uniform_json_lines.read(text)
         rows = json.loads(b"[" + others[:-1].replace(b"\n", b",") + b"]")
         return Columns(*_columns(rows, quick), end, lines, [])
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
@@ -124,16 +124,16 @@ def _columns(
     Raises:
         Exception: of many kinds, where a value is not what it should be.
     """
-    alike = defaultdict(list)
+    by_names = defaultdict(list)
     for row in rows:
-        alike[tuple(row)].append(row)
+        by_names[tuple(row)].append(row)
     columns, with_lists = defaultdict(list), False
     if quick:
         _check_axes(quick["step"], quick["time"])
     for name, values in quick.items():
         if name not in ("step", "time"):
             columns[name].append((quick["step"], quick["time"], values))
-    for names, group in alike.items():
+    for names, group in by_names.items():
         step, time = (np.array([row[name] for row in group], float) for name in ("step", "time"))
         _check_axes(step, time)
         for name in names:

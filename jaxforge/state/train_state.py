@@ -123,7 +123,7 @@ def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:
         kind = sharding.mesh.devices.flat[0].device_kind
         raise UserError(
             f'train.offload = ["optimizer"]: JAX does not know the memory of the host beside '
-            f"{kind}; leave it out here"
+            f"{kind}; remove it here"
         )
     return on_host
 

@@ -46,13 +46,13 @@ from jaxforge.parallel.pipeline.table import table
 from jaxforge.parallel.sharding import (
     Axes,
     batch_specs,
+    compute_axes,
     data_axes,
     group_axes,
     manual_over,
     mesh_axes,
     param_shardings,
     partition_spec,
-    without_data,
 )
 from jaxforge.parallel.stages import split_layers
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
@@ -118,7 +118,7 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
         add_up = jax.shard_map(
             add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P(), P()),
             out_specs=(specs, Loss._make((P(), P(stages)))),
-            axis_names=_taken_over(model, stages, mesh), check_vma=_checked(model, mesh),
+            axis_names=_manual_axes(model, stages, mesh), check_vma=_checked(model, mesh),
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
@@ -297,7 +297,7 @@ def _checked(model: Model, mesh: Mesh) -> bool:
     return not (is_opaque or model.config.is_moe)
 
 
-def _taken_over(model: Model, names: tuple[str, ...], mesh: Mesh) -> set[str]:
+def _manual_axes(model: Model, names: tuple[str, ...], mesh: Mesh) -> set[str]:
     """The axes that a `shard_map` takes from the partitioner."""
     return manual_over(names, mesh) if model.runtime.wholly_manual else set(names)
 
@@ -318,7 +318,7 @@ def _specs(axes: PyTree, manual: tuple[str, ...], *, grouped: bool = False) -> P
     """
 
     def spec(axes: Axes) -> P:
-        names = (tuple(n for n in mesh_axes(a) if n in manual) or None for a in without_data(axes))
+        names = (tuple(n for n in mesh_axes(a) if n in manual) or None for a in compute_axes(axes))
         return P(*((group_axes(axes),) if grouped else ()), *names)
 
     return _by_axes(spec, axes)
@@ -364,7 +364,7 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
 def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
-    The data axes are taken from the partitioner; tp stays with it (`_taken_over`).
+    The data axes are taken from the partitioner; tp stays with it (`_manual_axes`).
     """
     stages = _stages(mesh)
     manual = (*DATA_AXES, *stages)
@@ -387,7 +387,7 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
                 _specs(model.axes, manual, grouped=True),
                 Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
             ),
-            axis_names=_taken_over(model, manual, mesh),
+            axis_names=_manual_axes(model, manual, mesh),
             check_vma=_checked(model, mesh),
         )
         # Gathered outside of the manual `shard_map`: a collective over data axes inside of it would

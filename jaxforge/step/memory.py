@@ -18,7 +18,7 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
-from jaxforge.parallel.sharding import Axes, mesh_axes, without_data
+from jaxforge.parallel.sharding import Axes, compute_axes, mesh_axes
 from jaxforge.step.cross_entropy import tiling_on_device
 
 _F32 = 4
@@ -110,11 +110,11 @@ class _Sizes:
         """Copies in the compute dtype."""
         if whole:
             return sum(
-                self._elements(leaf, without_data(axes)) * self._itemsize(leaf, axes)
+                self._elements(leaf, compute_axes(axes)) * self._itemsize(leaf, axes)
                 for _, leaf, axes in self._leaves()
             )
         ends = sum(
-            self._elements(leaf, without_data(axes))
+            self._elements(leaf, compute_axes(axes))
             for path, leaf, axes in self._leaves()
             if path[0] not in self.model.config.stacks
         )
@@ -124,7 +124,7 @@ class _Sizes:
         """Return the bytes of all gradients until the optimizer has them."""
         total = 0
         for _, leaf, axes in self._leaves():
-            elements = self._elements(leaf, without_data(axes) if whole else axes)
+            elements = self._elements(leaf, compute_axes(axes) if whole else axes)
             of_one = self._itemsize(leaf, axes) if whole else leaf.dtype.itemsize
             copied = self.bytes if leaf.dtype != self.model.dtype else 0  # cast where it lies
             to_add_up = _F32 if whole else 2 * _F32 + copied
@@ -174,7 +174,7 @@ class _Sizes:
         """Muon's whole matrices of the largest parameter, and what they become."""
         if self.config.optimizer.name != "muon":
             return 0
-        wholes = (self._elements(leaf, without_data(axes)) for _, leaf, axes in self._leaves())
+        wholes = (self._elements(leaf, compute_axes(axes)) for _, leaf, axes in self._leaves())
         return 2 * _F32 * max(wholes)
 
     def _scores(self) -> int:
@@ -232,7 +232,7 @@ class _Sizes:
         for path, leaf, axes in self._leaves():
             if path[0] in of_stack:
                 one_layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-                of_stack[path[0]] += self._elements(one_layer, without_data(axes[1:]))
+                of_stack[path[0]] += self._elements(one_layer, compute_axes(axes[1:]))
         return max(of_stack.values())
 
     def _leaves(self) -> Iterator[tuple[tuple[str, ...], jax.ShapeDtypeStruct, Axes]]:

@@ -1,4 +1,4 @@
-"""Sinks with their intervals, and what happens when one fails: the run goes on.
+"""Sinks with their intervals, and what happens when one fails: the run continues.
 
 Every process has the same writers, for they decide when metrics are read; only process 0 has the
 sinks behind them.
@@ -72,7 +72,7 @@ class MetricWriter:
             self._failures = 0
 
     def rewind(self, step: int) -> None:
-        """Tells the sink that the run goes on from an earlier step."""
+        """Tells the sink that the run continues from an earlier step."""
         try:
             if self._sink is not None:
                 self._sink.rewind(step)
@@ -99,7 +99,7 @@ class MetricWriter:
 
     def _tell(self, error: Exception) -> None:
         if self._failures == 1:
-            log.warning("%s takes no metrics: %s; the run goes on", self._name, _reason(error))
+            log.warning("%s takes no metrics: %s; the run continues", self._name, _reason(error))
         if self._failures == PATIENCE and not self._catches_up:
             log.error("%s is switched off until the next start: it failed %d times in a row, "
                       "lastly with %s", self._name, PATIENCE, _reason(error))  # fmt: skip
@@ -121,7 +121,7 @@ def open_writers(
         console: where the user looks.
         config: the run's.
         run_id: names the run in W&B.
-        step: the step that the run goes on from.
+        step: the step that the run continues from.
         cost: what an update takes, for lines that say so.
         examples: sequences of the training data, for the same lines.
         live: the line of a terminal; None where there are plain lines.

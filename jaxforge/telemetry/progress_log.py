@@ -53,7 +53,7 @@ class ProgressLog:
         try:
             self._lines.append(line)
         except OSError as error:
-            log.warning("%s takes no lines: %s; the run goes on", self._path, error.strerror)
+            log.warning("%s takes no lines: %s; the run continues", self._path, error.strerror)
 
     def close(self) -> None:
         """Make all lines durable.

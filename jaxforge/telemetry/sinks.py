@@ -55,7 +55,7 @@ class JsonlSink:
 
     Args:
         path: the file of metrics.
-        resumed_step: the step that the run goes on from; 0 for a new run.
+        resumed_step: the step that the run continues from; 0 for a new run.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:

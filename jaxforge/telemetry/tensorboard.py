@@ -23,7 +23,7 @@ class TensorBoardSink:
 
     Args:
         directory: of the event files.
-        resumed_step: the step that the run goes on from; TensorBoard forgets what earlier files
+        resumed_step: the step that the run continues from; TensorBoard forgets what earlier files
             say of later steps.
         config: the run's: a text, and hyperparameters to compare runs by; None writes neither.
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 import jaxforge
 from jaxforge.config.job import JobConfig
-from jaxforge.model.fp8_layers import how_multiplied
+from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.parallel import device_memory
@@ -146,7 +146,7 @@ def _products(model: Model, device: jax.Device) -> str:
     if model.recipe is None:
         return ""
     capability = gpu_capability(device)
-    return how_multiplied(model.recipe, device.platform, capability, device.device_kind)
+    return describe_products(model.recipe, device.platform, capability, device.device_kind)
 
 
 def _experts(model: Model) -> str:

@@ -10,7 +10,9 @@ from jaxforge.state.progress import Progress
 log = logging.getLogger(__name__)
 
 
-def tell_end(reason: Exit, config: TrainConfig, progress: Progress, last_saved: int | None) -> None:
+def log_exit_reason(
+    reason: Exit, config: TrainConfig, progress: Progress, last_saved: int | None
+) -> None:
     """Logs how a run ended, and what to do about it.
 
     Args:
@@ -37,7 +39,7 @@ def tell_end(reason: Exit, config: TrainConfig, progress: Progress, last_saved: 
     elif reason is Exit.MACHINE:
         log.error("left at step %d, unsaved; the last checkpoint is step %s", step, last_saved)
     else:
-        log.info("stopped at step %d of %d; run the same command to go on", step, config.max_steps)
+        log.info("stopped at step %d of %d; run the same command to resume", step, config.max_steps)
 
 
 def log_already_complete(config: TrainConfig, progress: Progress) -> None:

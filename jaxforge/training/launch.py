@@ -10,15 +10,12 @@ from rich.console import Console
 from jaxforge.cli import streams
 from jaxforge.cli.process import began, end_now
 from jaxforge.cli.running import wide_console
-from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
-from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.exit_codes import Exit
-from jaxforge.model.transformer import matmul_precision
-from jaxforge.parallel import agreement, compilation, host_memory, multihost
-from jaxforge.parallel.mesh import make_mesh
-from jaxforge.runs import job_facts, run_directory
+from jaxforge.parallel import host_memory, multihost
+from jaxforge.program import Program
+from jaxforge.runs import run_directory
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.telemetry.live_line import LiveLine
@@ -28,6 +25,7 @@ from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.instruments import Session
 from jaxforge.training.preemption import Signals
+from jaxforge.training.resolution import resolve
 
 
 def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = ()) -> Exit:
@@ -55,18 +53,16 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
             multihost.leaving_at_once_on_failure(),
             _live_line(console, known, watchdog) as live,
         ):
-            agreement.check(job_facts.of_start(config) if jax.process_count() > 1 else {})
-            config = _resolved(config, watchdog)
-            mesh = make_mesh(config)
+            config = resolve(config, watchdog)
+            program = Program(config)
             with (
                 Signals(config.train.shutdown_timeout_sec) as signals,
                 RunLock(run_directory.root(config)) as lock,
-                jax.set_mesh(mesh),
-                matmul_precision(config),
-                out_of_memory.explained(config, mesh),
+                program.context(),
+                out_of_memory.explained(config, program.mesh),
             ):
                 session = Session(callbacks, console, watchdog, lock, live)
-                trainer = build_trainer(config, mesh, session)
+                trainer = build_trainer(config, program.mesh, session)
                 reason: Exit | None = None
                 try:
                     reason = trainer.train(signals, since)
@@ -78,21 +74,6 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
             if reason is Exit.UNHEALTHY or signals.left_work:
                 end_now(reason.code)  # nor must the compiler find the process half gone
             return reason
-
-
-def _resolved(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> JobConfig:
-    """Return the config with lengths in updates, once it is known to fit the devices.
-
-    Raises:
-        UserError: the run was moved, or the config breaks a rule.
-    """
-    if isinstance(config, UnresolvedConfig):
-        run_directory.check_not_moved(config)
-        with watchdog.section("data"):  # for lengths in epochs
-            config = config.resolve(jax.device_count(), sequences_per_epoch)
-    rules.check(config, jax.device_count())
-    compilation.use_cache(config.train)
-    return config
 
 
 def _live_line(

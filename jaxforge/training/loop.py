@@ -18,7 +18,12 @@ from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.exit_report import check_learned, exit_code, log_already_complete, tell_end
+from jaxforge.training.exit_report import (
+    check_learned,
+    exit_code,
+    log_already_complete,
+    log_exit_reason,
+)
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.saving import Saver
@@ -259,7 +264,7 @@ class Trainer:
         self._note_durable()
         if reason in (Exit.COMPLETED, Exit.EARLY_STOPPED):
             check_learned(self.config.train, self.progress)
-        tell_end(reason, self.config.train, self.progress, self.saver.latest())
+        log_exit_reason(reason, self.config.train, self.progress, self.saver.latest())
         return reason
 
     def close(self, reason: Exit | None) -> Exit | None:

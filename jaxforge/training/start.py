@@ -12,8 +12,8 @@ from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Source
 from jaxforge.checkpoint.save_policy import SavePolicy
+from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig
-from jaxforge.config.useless import answers, useless
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel import agreement
@@ -59,7 +59,7 @@ class RunFiles:
         for answer in answers(config):
             log.info("%s", answer)
         if jax.process_index() == 0:
-            for warning in useless(config, jax.default_backend()):
+            for warning in ineffective_settings(config, jax.default_backend()):
                 log.warning("%s", warning)
         section, resolved = config.checkpoint, config.model_dump(mode="json")
         run = run_directory.root(config)

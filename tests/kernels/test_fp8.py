@@ -12,7 +12,7 @@ from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels import fp8
-from jaxforge.model.fp8_layers import Recipe, how_multiplied
+from jaxforge.model.fp8_layers import Recipe, describe_products
 from jaxforge.model.linear import Linear
 from jaxforge.model.network import Block, Transformer
 from jaxforge.model.transformer import Model, build_model, join
@@ -150,13 +150,13 @@ def test_layers_are_left_out_by_a_part_of_their_name(experts, exclude, names):
 
 def test_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
     recipe = Recipe.of(TrainConfig(mixed_precision="fp8"))
-    assert "multiplied in 8 bits" in how_multiplied(recipe, "gpu", "9.0", "NVIDIA H100")
-    assert "emulated" in how_multiplied(recipe, "tpu", None, "TPU v5 lite")
-    assert "emulated" in how_multiplied(recipe, "cpu", None, "cpu")
+    assert "multiplied in 8 bits" in describe_products(recipe, "gpu", "9.0", "NVIDIA H100")
+    assert "emulated" in describe_products(recipe, "tpu", None, "TPU v5 lite")
+    assert "emulated" in describe_products(recipe, "cpu", None, "cpu")
     blocks = recipe._replace(scaling="block")
-    assert "multiplied in bf16" in how_multiplied(blocks, "gpu", "9.0", "NVIDIA H100")
+    assert "multiplied in bf16" in describe_products(blocks, "gpu", "9.0", "NVIDIA H100")
     with pytest.raises(UserError, match=r"8\.9 or more .* not 8\.0: use \"bf16\""):
-        how_multiplied(recipe, "gpu", "8.0", "NVIDIA A100")
+        describe_products(recipe, "gpu", "8.0", "NVIDIA A100")
 
 
 def test_linear_layer_in_8_bits_without_precision_raises():

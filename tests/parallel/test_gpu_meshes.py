@@ -221,9 +221,9 @@ def test_products_of_linear_layers_are_kernels_of_8_bits(name):
 @pytest.mark.usefixtures("no_cache")
 def test_without_triton_they_are_cublas_calls_of_8_bits(monkeypatch):
     """XLA asks for the version of CUDA, which targets do not name otherwise."""
-    plain = targets.Gpu.target_config.fget
+    plain = targets._target_config
     runtime = "runtime_version { major: 13 minor: 0 patch: 0 }"
-    monkeypatch.setattr(targets.Gpu, "target_config", property(lambda gpu: plain(gpu) + runtime))
+    monkeypatch.setattr(targets, "_target_config", lambda chip: plain(chip) + runtime)
     text = compiled_in_8_bits({}, {}, xla_gpu_enable_triton_gemm=False)
     calls = [line for line in text.splitlines() if "__cublas$lt$matmul" in line]
     of_linear = [line for line in calls if OF_LINEAR.search(line)]

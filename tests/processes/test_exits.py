@@ -26,7 +26,7 @@ def test_signal_saves_and_the_run_goes_on_from_there(new_run):
         assert process.returncode == code, output
         before, (*_, stopped) = stopped, run.steps()
         assert stopped >= before + 20
-        assert f"stopped at step {stopped} of 100000; run the same command to go on" in output
+        assert f"stopped at step {stopped} of 100000; run the same command to resume" in output
     undisturbed.finish_here(overrides[0], f"--train.max_steps={stopped}")
     assert run.losses() == undisturbed.losses()
 

@@ -7,7 +7,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.tracker import Tracker
-from tests.telemetry.test_tracker import Kept, scalars
+from tests.telemetry.recording import RecordingSink, scalars
 
 EXTRAS = {
     "params_norm": np.float32(3),
@@ -17,7 +17,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("asked", [(), tuple(EXTRAS)])
 def test_collected_values_are_logged(asked):
-    sink = Kept()
+    sink = RecordingSink()
     tracker = Tracker([MetricWriter("it", sink, 1)], StepCost(100), Progress(), 10**9, extras=asked)
     tracker.end_step(1, {**scalars(1), **EXTRAS})
     tracker.close()

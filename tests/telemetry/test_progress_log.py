@@ -163,7 +163,7 @@ def test_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
     progress = ProgressLog(tmp_path, 8, flops=0.0)  # a directory
     clock.seconds = 1.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
-    assert "takes no lines: Is a directory; the run goes on" in warnings.text
+    assert "takes no lines: Is a directory; the run continues" in warnings.text
     with pytest.raises(StorageError, match="lacks the last 2 lines: Is a directory"):
         progress.close()
     tmp_path.rmdir()

@@ -19,8 +19,8 @@ from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from tests.helpers import setup
 from tests.processes.conftest import ROOT, environment
+from tests.torch_compat.stage_runs import write_run
 from tests.torch_compat.tensors import assert_same
-from tests.torch_compat.test_stages import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.train_state import TRAIN_STATE
@@ -250,10 +250,10 @@ def test_tokenizer_of_the_data_goes_with_a_dcp(sources, run, tmp_path):
     ("source", "arguments", "message"),
     [
         ("kempnerforge", ["--to=hf"], "give the run's config, --config FILE"),
-        ("hf", ["--to=hf", "--ranks=2"], "--ranks is for --to dcp: leave it out with --to hf"),
+        ("hf", ["--to=hf", "--ranks=2"], "--ranks is for --to dcp: remove it with --to hf"),
         ("hf", ["--to=dcp", "--max-shard-size=1GB"], "--max-shard-size is for --to hf"),
         ("hf", ["--to=jaxforge", "--stages=2"], "--stages is for --to dcp"),
-        ("hf", ["--to=jaxforge", "--dialect=hf-llama"], "a run has jaxforge's own: leave it out"),
+        ("hf", ["--to=jaxforge", "--dialect=hf-llama"], "a run has jaxforge's own: remove it"),
         ("run", ["--to=hf", "--from-dialect=hf-llama"], "--from-dialect: .*is a run of jaxforge"),
         ("run", ["--to=hf", "--resize-vocab"], "--resize-vocab: .*is a run of jaxforge"),
         ("hf", ["--to=dcp", "--fill-optimizer"], "no optimizer state is converted here"),

@@ -63,8 +63,8 @@ def edited(path, change):
 
 
 def test_two_ranks_of_kempnerforge_equal_the_tensors_that_it_gathered(golden):
-    expected = np.load(golden / "dcp_fsdp2_bf16" / "expected_full.npz")
-    result = opened(golden / "dcp_fsdp2_bf16" / "step_3").tensors
+    expected = np.load(golden("dcp_fsdp2_bf16") / "expected_full.npz")
+    result = opened(golden("dcp_fsdp2_bf16") / "step_3").tensors
     assert result.keys() == set(expected)
     for name, tensor in result.items():
         kind = "float32" if name.endswith(".step") else "bfloat16"

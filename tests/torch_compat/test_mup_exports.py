@@ -81,7 +81,7 @@ def test_torch_job_gets_weights_alone(tmp_path):
 def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
     plain = config(mup_base_width=None)
     out = export(save_run(tmp_path / "run", plain), tmp_path / "out")
-    with pytest.raises(UserError, match=r"standard parametrisation.*leave it out.*model.dim = 64"):
+    with pytest.raises(UserError, match=r"standard parametrisation.*remove it.*model.dim = 64"):
         load(out, tmp_path / "again", "--model.mup_base_width=16")
     load(out, tmp_path / "same", "--model.mup_base_width=64")  # the standard one
     options = Options(weights_only=True)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel import compilation
 from jaxforge.training import launch
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
@@ -107,7 +108,7 @@ def test_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
         done.wait(PATIENCE)
 
     monkeypatch.setattr(launch, "end_now", left.append)
-    monkeypatch.setattr(launch.compilation, "compile_step", compiles_for_minutes)
+    monkeypatch.setattr(compilation, "compile_step", compiles_for_minutes)
     log = Log()
     assert train.run(config(tmp_path, "run"), [log]) is Exit.SIGNAL
     assert not done.is_set()

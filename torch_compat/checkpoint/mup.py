@@ -82,7 +82,7 @@ def check_import(model: ModelConfig, where: str) -> None:
     if not is_standard(model):
         raise UserError(
             f"{where} has weights of the standard parametrisation, and model.mup_base_width = "
-            f"{model.mup_base_width} would compute something else with them: leave it out (and "
+            f"{model.mup_base_width} would compute something else with them: remove it (and "
             f"mup_base_head_dim), or set it to model.dim = {model.dim}"
         )
 

@@ -26,7 +26,7 @@ def translate_model(
         theirs: key -> tensor, prefixes taken off.
         target: what the config declares.
         by: what to go by.
-        goes_on: whether the run goes on at its step, with its optimizer.
+        goes_on: whether the run continues at its step, with its optimizer.
 
     Raises:
         UserError: tensors are missing, left over, or of another shape; or there is no untrained
@@ -100,14 +100,14 @@ def missing(target: AbstractTarget, where: str, *, goes_on: bool) -> list[str]:
     as another one: its biases of a router, say, would be zero under weights that learned with them.
 
     Raises:
-        UserError: the run goes on.
+        UserError: the run continues.
     """
     if not target.model_state:
         return []
     what = f"what no gradient moves is not in it ({some(target.model_state)})"
     if goes_on:
         raise UserError(
-            f"{where}: {what}, and the run cannot go on without; --weights-only starts one at "
+            f"{where}: {what}, and the run cannot continue without; --weights-only starts one at "
             "step 0, with its initial values"
         )
     return [f"{what}: a run that starts from it has the initial values"]

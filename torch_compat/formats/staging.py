@@ -250,5 +250,5 @@ def _advice(destination: Path, number: int) -> str:
     remedy = "make room, then" if number in (errno.ENOSPC, errno.EDQUOT) else "mend that, then"
     return (
         f"{destination} could not be written ({what}); nothing is there under that name: {remedy} "
-        "run the same command to go on"
+        "run the same command to resume"
     )

@@ -159,7 +159,7 @@ def _kind(path: Path) -> type[File]:
         known = ", ".join(f"{end}.gz" for end in _KINDS if issubclass(_KINDS[end], PackedFile))
         raise UserError(
             f"cannot read {path}: of compressed files, only {known} are known, and the same with "
-            ".zst; unpack it, or leave it out with --exclude"
+            ".zst; unpack it, or exclude it with --exclude"
         )
     return kind
 

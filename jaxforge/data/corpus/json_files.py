@@ -109,7 +109,7 @@ class Json(JsonLines):
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"{self.path}: not JSON in record {number or 1} ({error}), so that nothing "
-                    "after it can be read; correct it, or leave the file out with --exclude"
+                    "after it can be read; correct it, or exclude the file with --exclude"
                 ) from error
 
     def _has_object_per_line(self) -> bool:

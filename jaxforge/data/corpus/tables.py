@@ -54,7 +54,7 @@ class Csv(PackedFile):
             except (csv.Error, UnicodeDecodeError) as error:
                 raise UserError(
                     f"{self.path}: not CSV in UTF-8 in row {number + 1} ({error}), so that nothing "
-                    "after it can be read; correct it, or leave the file out with --exclude"
+                    "after it can be read; correct it, or exclude the file with --exclude"
                 ) from error
 
 

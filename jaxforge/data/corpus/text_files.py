@@ -68,7 +68,7 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
         elif is_text and _JSON.match(head.removeprefix(codecs.BOM_UTF8)):
             raise UserError(
                 f"{path} holds JSON, whose syntax would be learned: name it .jsonl (an object a "
-                "line) or .json to have its records read, or leave it out with --exclude"
+                "line) or .json to have its records read, or exclude it with --exclude"
             )
         elif not is_text and (encoding := encoding_of(head)):
             raise UserError(

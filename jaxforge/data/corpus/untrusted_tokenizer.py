@@ -1,7 +1,8 @@
 """Protection against untrusted `tokenizer.json` files.
 
 The library `tokenizers` is written in Rust. Some files make it panic, which raises a
-`BaseException` in Python and writes to standard error. Others end the process, or take unbounded memory or time.
+`BaseException` in Python and writes to standard error. Others end the process, or take unbounded
+memory or time.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Warnings about allowed but unlikely settings: absent data, small disks.
 
-What a config tells by itself is in `config.useless`.
+What a config tells by itself is in `config.ineffective_settings`.
 """
 
 import math

@@ -16,7 +16,7 @@ from jaxforge.parallel import compilation, targets, xla_flags
 from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, make_mesh, token_parallel_size
-from jaxforge.parallel.sharding import Axes, partition_spec, without_data
+from jaxforge.parallel.sharding import Axes, compute_axes, partition_spec
 from jaxforge.parallel.xla_flags import Option
 from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
@@ -203,7 +203,7 @@ class _Parts(NamedTuple):
         """Return the bytes of summed gradients; whole ones if they are reduced once per update."""
 
         def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
-            spec = partition_spec(without_data(axes) if self._is_whole else axes)
+            spec = partition_spec(compute_axes(axes) if self._is_whole else axes)
             return 4 * math.prod(NamedSharding(self.train.mesh, spec).shard_shape(leaf.shape))
 
         sizes = jax.tree.map(size, self.state.params, self.train.model.axes)
@@ -226,7 +226,7 @@ class _Parts(NamedTuple):
         leaves = jax.tree.leaves(self.state.params)
         axes = jax.tree.leaves(self.train.model.axes, is_leaf=lambda node: isinstance(node, tuple))
         for leaf, names in zip(leaves, axes, strict=True):
-            used = NamedSharding(self.train.mesh, partition_spec(without_data(names)))
+            used = NamedSharding(self.train.mesh, partition_spec(compute_axes(names)))
             for size in {leaf.dtype.itemsize, *sizes}:
                 yield leaf.shape, size
                 yield leaf.sharding.shard_shape(leaf.shape), size

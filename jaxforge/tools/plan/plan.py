@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxforge.config import rules
+from jaxforge.config.ineffective_settings import ineffective_settings
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
-from jaxforge.config.useless import useless
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.parallel.hardware import CHIPS
@@ -112,7 +112,7 @@ def plan(
         rules.check(config, topology.n_devices)
         platform = CHIPS[topology.chip].platform if topology.chip in CHIPS else topology.chip
         result.warnings = [
-            *useless(config, platform), *checks.warnings(config, topology.n_devices)
+            *ineffective_settings(config, platform), *checks.warnings(config, topology.n_devices)
         ]  # fmt: skip
         step = result.step = compile_step(config, topology, devices, every_size=every_size)
     except UserError as error:

@@ -164,7 +164,7 @@ class Verification:
     def verdict(self) -> str:
         """The result in a sentence."""
         if self.differing(["data"]):
-            return ("the data are not those of the run: nothing was made again; name the right "
+            return ("the data are not those of the run: nothing was repeated; name the right "
                     "ones (--data.dataset_path=DIR)")  # fmt: skip
         names = ", ".join(self.differing())
         if self.holds:

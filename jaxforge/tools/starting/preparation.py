@@ -116,7 +116,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
 def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
     if not _all_text(inputs):
         raise UserError(
-            "--shuffle-documents is for text files: records keep their order; leave it out, as "
+            "--shuffle-documents is for text files: records keep their order; remove it, as "
             "training shuffles anyway (data.shuffle)"
         )
     return shuffled(inputs, seed)

@@ -85,7 +85,7 @@ class ActivationCapture(Callback):
         try:
             n = activation_files.write(directory, map(jax.device_get, sequences), about)
         except OSError as error:
-            log.warning("activations of step %d are not kept: %s; the run goes on", step, error)
+            log.warning("activations of step %d are not kept: %s; the run continues", step, error)
         else:
             log.info("activations of %d sequences after step %d in %s", n, step, directory)
 

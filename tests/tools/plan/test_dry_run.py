@@ -15,8 +15,8 @@ from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
 from jaxforge.step.fitting import fit, with_rows
 from jaxforge.step.memory import step_memory
-from jaxforge.tools.plan import dry_run
-from tests.test_configs import CONFIGS
+from jaxforge.tools.plan import dry_run_memory
+from tests.shipped_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"
 
@@ -137,10 +137,10 @@ def test_largest_batch_fits_and_one_sequence_more_does_not(request):
 
 
 def test_machines():
-    assert dry_run.machine("") is None
-    n, kinds = dry_run.machine("512")
+    assert dry_run_memory.machine("") is None
+    n, kinds = dry_run_memory.machine("512")
     assert (n, len(kinds) > 3) == (512, True)
-    n, (kind,) = dry_run.machine("v5e:4x4")
+    n, (kind,) = dry_run_memory.machine("v5e:4x4")
     assert (n, kind.platform) == (16, "tpu")
-    n, (kind,) = dry_run.machine("cpu:4")
+    n, (kind,) = dry_run_memory.machine("cpu:4")
     assert (n, kind.platform) == (4, "cpu")

@@ -15,8 +15,8 @@ import pytest
 
 from jaxforge.commands.plan import topology_of
 from jaxforge.config import load_config
+from jaxforge.config.ineffective_settings import ineffective_settings
 from jaxforge.config.job import JobConfig, toml
-from jaxforge.config.useless import useless
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets
 from jaxforge.parallel.mesh import make_mesh
@@ -224,7 +224,7 @@ def plan_messages(tmp_path, monkeypatch):
     return of
 
 
-(NO_DATA,) = useless(JobConfig.model_validate(RIGHT), "gpu")
+(NO_DATA,) = ineffective_settings(JobConfig.model_validate(RIGHT), "gpu")
 VALID = "a run would start"
 
 

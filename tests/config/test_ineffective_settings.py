@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxforge.config import JobConfig, load_unresolved
-from jaxforge.config.useless import useless
+from jaxforge.config.ineffective_settings import ineffective_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
 ON_CPU = ("debug", "moe", "quickstart")
@@ -21,7 +21,7 @@ USUAL = {
 def warnings_of(sections, platform="cpu"):
     merged = {name: {**USUAL.get(name, {}), **sections.get(name, {})}
               for name in (*USUAL, *(sections.keys() - USUAL.keys()))}  # fmt: skip
-    return useless(JobConfig.model_validate(merged), platform)
+    return ineffective_settings(JobConfig.model_validate(merged), platform)
 
 
 def test_nothing_is_said_of_what_does_something():
@@ -114,7 +114,7 @@ def test_disabled_features_give_no_warning():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_nothing_is_said_of_the_configs_that_come_with_jaxforge(path):
     config = load_unresolved(path).resolve(None, lambda *_: 10_000)
-    warnings = useless(config, "cpu" if path.stem in ON_CPU else "gpu")
+    warnings = ineffective_settings(config, "cpu" if path.stem in ON_CPU else "gpu")
     on_random_tokens = path.stem == "debug"
     assert len(warnings) == on_random_tokens, warnings
     assert all("tokens are random" in warning for warning in warnings)

@@ -15,7 +15,7 @@ from jaxforge.config.torch_only import TORCH_ONLY
 from jaxforge.storage import urls
 
 
-def useless(config: JobConfig, platform: str) -> list[str]:
+def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
     """All warnings of a configuration.
 
     Args:
@@ -107,7 +107,7 @@ def _experts(config: JobConfig) -> Iterator[str]:
     if config.optimizer.skip_idle_experts and not config.model.is_moe:
         yield (
             "optimizer.skip_idle_experts = true has no effect: the model has no experts "
-            "(model.num_experts = 0); leave it out"
+            "(model.num_experts = 0); remove it"
         )
 
 

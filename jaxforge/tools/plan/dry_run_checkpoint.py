@@ -1,0 +1,59 @@
+"""Run directory of a dry run: where a start would resume."""
+
+from pathlib import Path
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxforge.checkpoint import paths
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.relayout import by_layer
+from jaxforge.config.job import JobConfig
+from jaxforge.data.fingerprint import check_random_tokens, check_unchanged, fingerprints
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import (
+    Model,
+)
+from jaxforge.program import Program
+from jaxforge.runs import run_directory
+from jaxforge.storage import urls
+from jaxforge.tools.plan.dry_run_data import Data
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def run_directory_row(config: JobConfig, mesh: AnyMesh, model: Model | None, data: Data) -> str:
+    """Return where a start would go on.
+
+    Args:
+        config: the config.
+        mesh: the devices.
+        model: the model; None if only a plugin can tell, and the checkpoint is not checked.
+        data: the training data; None if they are not opened.
+
+    Raises:
+        UserError: a start would be refused: the checkpoint is of another model, optimizer or data,
+            or lost.
+    """
+    directory = config.checkpoint.dir
+    if urls.in_bucket(directory):
+        return f"{directory}: not looked at"
+    run = run_directory.root(config).absolute()
+    try:
+        _, step = paths.find(Path(directory))
+    except UserError:
+        run_directory.check_not_lost(run)
+        return f"{run}: a new run"
+    if model is None:
+        return f"{run}: goes on from step {step:,}"
+    checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
+    try:
+        like = Program(config, mesh, model=model).abstract_state()
+        progress = checkpoints.check_restorable(by_layer(like, model.stack), step)
+    finally:
+        checkpoints.close()
+    check_random_tokens(config.data, progress.data)
+    if data is not None:
+        check_unchanged(
+            config.data.on_change, progress.data, fingerprints(config.data, data, {}), step
+        )
+    return f"{run}: goes on from step {step:,}"

@@ -1,0 +1,69 @@
+"""Data of a dry run: opened as a start does it, without writing."""
+
+from jaxforge.config.job import JobConfig
+from jaxforge.data import sources
+from jaxforge.data.dataset import Dataset, Mixture, Streaming
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.errors import UserError
+
+Data = Dataset | Mixture | Streaming | None
+"""An opened training set; None: not opened."""
+
+
+def epoch_length(config: JobConfig, rows: int) -> int | None:
+    """Return the epoch length as a start would, without tokenizing a dataset for it."""
+    if _from_hugging_face(config):
+        raise UserError(
+            f"--dry-run: lengths in epochs are known once {_from_hugging_face(config)} is "
+            "tokenized, which a start does; give updates or tokens here"
+        )
+    return sequences_per_epoch(config, rows)
+
+
+def open_data(config: JobConfig, *, opens: bool, is_pretended: bool) -> tuple[Data, list[str]]:
+    """The training set, if it can be opened without writing, and what is said of all sets.
+
+    Raises:
+        UserError: data are missing, damaged or do not fit the model.
+    """
+    if not opens:
+        return None, ["not on this machine: not looked at"]
+    if name := _from_hugging_face(config):
+        how = "streams it" if config.data.hf_streaming else "tokenizes it once"
+        return None, [f"Hugging Face dataset {name}: not looked at; a start {how}"]
+    if is_pretended and not config.data.has_source and config.data.dataset_type == "auto":
+        return None, ["none are named: a start here would be refused"]
+    data = sources.open_training_data(config)
+    rows = [f"training: {_set(data)}"]
+    source = config.eval.sources().values() if config.eval.reads_data else ()
+    if any(not dataset.dataset_path for dataset in source):
+        rows.append("evaluation: a Hugging Face dataset is not looked at; a start tokenizes it")
+    elif config.eval.reads_data:
+        for name, dataset in sources.open_eval_data(config).items():
+            rows.append(f"evaluation{f' {name}' if name else ''}: {_set(dataset)}")
+    return data, rows
+
+
+def _from_hugging_face(config: JobConfig) -> str:
+    """The dataset that a start would load, or "" where it reads shards alone."""
+    data = config.data
+    if data.datasets:
+        return next(
+            (dataset.hf_name for dataset in data.datasets if dataset.hf_name and not dataset.path),
+            "",
+        )
+    return "" if data.dataset_path else data.hf_dataset_name or ""
+
+
+def _set(data: Data) -> str:
+    if isinstance(data, Mixture):
+        sizes = (f"{name} {size:,}" for name, size in data.sizes.items())
+        return f"a mixture, sequences of each: {', '.join(sizes)}"
+    if not isinstance(data, Dataset):
+        return "a stream"
+    source = data.source
+    directory = getattr(source, "directory", None)
+    if directory is None:
+        return "random tokens (no data)" if len(data) > 2**30 else f"{len(data):,} sequences"
+    tokens, files = getattr(source, "tokens", 0), len(getattr(source, "files", ()))
+    return f"{directory}: {tokens:,} tokens in {files} file(s), {len(data):,} sequences"

@@ -1,0 +1,154 @@
+"""Devices of a dry run, and how the step fits them."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.problems import said
+from jaxforge.errors import UserError
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import (
+    Model,
+    active_parameter_count,
+    build_model,
+    parameter_count,
+)
+from jaxforge.parallel import device_memory
+from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.hardware import CHIPS
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.program import Program
+from jaxforge.step.fitting import SLACK, Fit, fit
+from jaxforge.telemetry.numbers import human
+from jaxforge.tools.plan.topology import CPU, Topology
+
+AnyMesh = Mesh | AbstractMesh
+
+
+class Device(NamedTuple):
+    """A kind of device that the run may have.
+
+    Attributes:
+        name: for a reader.
+        platform: JAX's.
+        capacity: bytes that a program may use.
+        capability: of GPUs.
+    """
+
+    name: str
+    platform: str
+    capacity: int
+    capability: str | None = None
+
+
+def machine(devices: str) -> tuple[int, list[Device]] | None:
+    """Parse `--devices`: number of devices and their possible kinds; None if it is empty.
+
+    Raises:
+        UserError: it is neither a number nor a machine.
+    """
+    if not devices:
+        return None
+    if devices.isdigit() and int(devices):
+        return int(devices), [_chip(name) for name in CHIPS]
+    try:
+        topology = Topology.parse(devices)
+    except ValueError as error:
+        raise UserError(f"--devices: expected a number, or a machine: {error}") from error
+    n = topology.n_devices
+    if topology.chip == CPU:
+        return n, [Device("cpu", CPU, device_memory.capacity() // n)]
+    return n, [_chip(topology.chip)]
+
+
+def here() -> Device:
+    """Return the kind of this machine's devices."""
+    device = jax.devices()[0]
+    capacity = device_memory.capacity_of_each()
+    return Device(device.device_kind, device.platform, capacity, gpu_capability(device))
+
+
+def _chip(name: str) -> Device:
+    chip = CHIPS[name]
+    capability = ".".join(map(str, chip.target.capability)) if chip.target else None
+    return Device(name, chip.platform, chip.memory, capability)
+
+
+def fits_of(
+    config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
+) -> tuple[Model, dict[Device, Fit]]:
+    """The model, and how it fits each kind of device that has the kernels it asks for.
+
+    Raises:
+        UserError: no kind has them, or a parameter does not divide.
+    """
+    fits: dict[Device, Fit] = {}
+    built, refused = None, None
+    for device in kinds:
+        try:
+            model = build_model(config, device.platform, device.capability)
+        except UserError as error:
+            refused = refused or error
+            continue
+        state = Program(config, mesh, model=model).abstract_state()
+        fits[device] = fit(config, model, state, mesh, device.capacity)
+        built = built or model
+    if built is None:
+        assert refused is not None
+        raise refused
+    return built, fits
+
+
+def model_rows(model: Model) -> Iterator[str]:
+    """Yield the shape and size of the model."""
+    c = model.config
+    yield (
+        f"{c.n_layers} layers, dim {c.dim}, {c.n_heads}/{c.kv_heads} heads of {c.head_size}, "
+        f"vocabulary {c.vocab_size:,}"
+    )
+    active = f"; a token meets {human(active_parameter_count(model))}" if c.is_moe else ""
+    yield f"{human(parameter_count(model.abstract))} parameters{active}"
+
+
+def memory_rows(fits: dict[Device, Fit]) -> Iterator[str]:
+    """Yield the parts of memory on the first kind of device, and a line for each kind."""
+    parts = next(iter(fits.values())).memory._asdict()
+    yield ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+    for device, estimate in fits.items():
+        most = f"{estimate.most_rows:,} at most fit" if estimate.most_rows else "not one fits"
+        yield (
+            f"{device.name}: {gigabytes(estimate.memory.total)} of {gigabytes(device.capacity)}; "
+            f"{estimate.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced "
+            f"per {estimate.grad_sync}"
+        )
+
+
+def too_large(config: JobConfig, mesh: AnyMesh, fits: dict[Device, Fit]) -> Iterator[str]:
+    """Yield remedies if no kind of device has enough memory."""
+    if any(estimate.memory.total <= SLACK * device.capacity for device, estimate in fits.items()):
+        return
+    device, estimate = max(fits.items(), key=lambda item: item[0].capacity)
+    dp = data_parallel_size(mesh)
+    yield (
+        f"the step needs about {gigabytes(estimate.memory.total)} of a device, and {device.name} "
+        f"has {gigabytes(device.capacity)}. What helps: "
+        f"{'; '.join(_smaller(config, dp, estimate.most_rows))}"
+    )
+
+
+def _smaller(config: JobConfig, dp: int, most_rows: int) -> Iterator[str]:
+    train = config.train
+    if most_rows and train.global_batch_size is None:
+        yield f"change {said({'train.batch_size': most_rows})}"
+    elif most_rows and train.global_batch_size is not None:
+        accum = -(-train.global_batch_size // (dp * most_rows))
+        while train.global_batch_size % (accum * dp):
+            accum += 1
+        yield f"change {said({'train.grad_accum_steps': accum})}"
+    if train.activation_checkpointing != "full":
+        yield f"change {said({'train.activation_checkpointing': 'full'})}"
+    if not most_rows:
+        yield "more devices to share the state (distributed.dp_shard, tp or pp)"

@@ -1,0 +1,27 @@
+"""Resolution of a config once the devices of a run are known."""
+
+import jax
+
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.parallel import agreement, compilation
+from jaxforge.runs import job_facts, run_directory
+from jaxforge.training.health.watchdog import Watchdog
+
+
+def resolve(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> JobConfig:
+    """Return the config with lengths in updates, after all processes have agreed on it.
+
+    Raises:
+        UserError: processes differ, the run was moved, or the config breaks a rule.
+    """
+    agreement.check(job_facts.of_start(config) if jax.process_count() > 1 else {})
+    if isinstance(config, UnresolvedConfig):
+        run_directory.check_not_moved(config)
+        with watchdog.section("data"):  # for lengths in epochs
+            config = config.resolve(jax.device_count(), sequences_per_epoch)
+    rules.check(config, jax.device_count())
+    compilation.use_cache(config.train)
+    return config
