@@ -55,13 +55,13 @@ class ConversationShards(TokenFiles):
         self._file, self._start, lengths = self._window_spans(self.manifest, lengths)
         self._packed = Packed(lengths, self.window, overlong)
         if not len(self):
-            raise UserError(f"{self.directory}: {self._packed.in_words}; raise train.seq_len")
+            raise UserError(f"{self.directory}: {self._packed.summary}; raise train.seq_len")
         log.info(
             "%s: %s conversations in %s sequences, which are %.1f%% full",
             self.directory, f"{len(lengths):,}", f"{len(self):,}", 100 * self._packed.fill,
         )  # fmt: skip
         if self._packed.overlong:
-            log.warning("%s: %s", self.directory, self._packed.in_words)
+            log.warning("%s: %s", self.directory, self._packed.summary)
 
     def __len__(self) -> int:
         return len(self._packed)

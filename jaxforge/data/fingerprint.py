@@ -130,14 +130,14 @@ def _tokenizers(fingerprints_: Mapping[str, Fingerprint]) -> set[str]:
 def _fingerprint(dataset: Dataset | Streaming) -> Fingerprint:
     source = getattr(dataset, "source", None)  # a registered dataset may have none
     if isinstance(source, TokenFiles):
-        return _of_files(source)
+        return _fingerprint_of_files(source)
     if isinstance(source, StreamedTokens):
         identity = [source.name, *source.content.identity]
         return {"tokenizer": source.tokenizer.fingerprint, "contents": _digest(identity)}
     return {"sequences": len(dataset) if isinstance(dataset, Dataset) else None}
 
 
-def _of_files(source: TokenFiles) -> Fingerprint:
+def _fingerprint_of_files(source: TokenFiles) -> Fingerprint:
     manifest = source.manifest
     contents: list[Any] = []
     for file in source.files:

@@ -26,8 +26,8 @@ from jaxtyping import Int
 
 from jaxforge.data.order import (
     GrainOrder,
-    LastTwo,
-    Rebuilt,
+    PickledAsArguments,
+    TwoEntryCache,
     next_randperm,
     rank_slice,
     torch_generator,
@@ -74,7 +74,7 @@ def proportions(
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
 
 
-class GrainMixture(Rebuilt):
+class GrainMixture(PickledAsArguments):
     """Mixture with exact proportions in each block, and a `GrainOrder` for each dataset.
 
     Each dataset has its own epochs: no sample is repeated before all samples of its dataset were
@@ -112,7 +112,7 @@ class GrainMixture(Rebuilt):
         self._counts = [
             block_counts(list(segment.proportions.values()), block) for segment in segments
         ]
-        self._cached = LastTwo(self._make_block)
+        self._cached = TwoEntryCache(self._make_block)
         self._drawn = list(self._draws())
 
     def __getitem__(self, position: int) -> int:
@@ -171,7 +171,7 @@ def block_counts(proportions: Sequence[float], block: int) -> list[int]:
     return counts
 
 
-class TorchMixture(Rebuilt):
+class TorchMixture(PickledAsArguments):
     """KempnerForge's `MixtureSampler` under a DataLoader with `drop_last`.
 
     An epoch draws from each dataset its proportion of all samples. If a dataset holds fewer, its
@@ -216,7 +216,7 @@ class TorchMixture(Rebuilt):
                 "global microbatch; lower train.batch_size or train.seq_len, or add data"
             )
         self._starts = [segment.start for segment in segments]
-        self._cached = LastTwo(self._make_epoch)
+        self._cached = TwoEntryCache(self._make_epoch)
 
     def __getitem__(self, position: int) -> int:
         segment = bisect_right(self._starts, position) - 1

@@ -35,7 +35,7 @@ class Order(Protocol):
         ...
 
 
-class LastTwo(Generic[T]):
+class TwoEntryCache(Generic[T]):
     """Cache of the last two values of a function.
 
     Threads that prefetch across the end of an epoch alternate between two epochs, so one entry
@@ -59,7 +59,7 @@ class LastTwo(Generic[T]):
             return self._values[key]
 
 
-class Rebuilt:
+class PickledAsArguments:
     """Base of objects that are pickled as the arguments of their constructor.
 
     Permutations, caches and locks are rebuilt in the process that unpickles.
@@ -71,7 +71,7 @@ class Rebuilt:
         return type(self), self._arguments
 
 
-class GrainOrder(Rebuilt):
+class GrainOrder(PickledAsArguments):
     """Grain's global shuffle: a new permutation each epoch, none of them in memory.
 
     Equals `grain.MapDataset.range(n).seed(seed).shuffle().repeat()`, in half the time.
@@ -107,7 +107,7 @@ class GrainOrder(Rebuilt):
         return self._shuffle(index, self._n - 1, (self._seed + epoch) % 2**32, 4)
 
 
-class TorchOrder(Rebuilt):
+class TorchOrder(PickledAsArguments):
     """KempnerForge's order: torch's DistributedSampler under a DataLoader with `drop_last`.
 
     With R ranks, rank r reads `rank_slice(permutation, r, R)` in batches of b. Batch j of all
@@ -138,7 +138,7 @@ class TorchOrder(Rebuilt):
         #   rank 1          p1    p3 |    p5    p7 |
         # Torch drops per rank, floor(floor(n / R) / b) batches remain: that is floor(n / (R b)).
         self._epoch_length = n // batch * batch
-        self._permutation = LastTwo(lambda epoch: randperm(n, seed + epoch))
+        self._permutation = TwoEntryCache(lambda epoch: randperm(n, seed + epoch))
 
     def __getitem__(self, position: int) -> int:
         epoch, index = divmod(position, self._epoch_length)

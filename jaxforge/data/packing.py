@@ -137,7 +137,7 @@ class Packed:
         return float(self.lengths[self._members].sum()) / max(1, len(self) * self._width)
 
     @property
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """Describe the overlong conversations and their treatment."""
         return (
             f"{self.overlong:,} of {len(self.lengths):,} conversations are longer than the "

@@ -34,7 +34,7 @@ class RemoteTokens:
         self._hashes = hashes
         self._store = buckets.open_store(url)
 
-    def __getitem__(self, span: slice) -> "_Asked":
+    def __getitem__(self, span: slice) -> "_PendingTokens":
         size, hashes = self._dtype.itemsize, self._hashes
         start, stop = span.start, span.stop
         if hashes:
@@ -43,10 +43,10 @@ class RemoteTokens:
         future = self._store.read("", byte_range=slice(first, end))
         check = functools.partial(hashes.check_from, first=start) if hashes else None
         wanted = slice(span.start - start, span.stop - start)
-        return _Asked(future, self._dtype, os.fspath(self._url), wanted, check)
+        return _PendingTokens(future, self._dtype, os.fspath(self._url), wanted, check)
 
 
-class _Asked:
+class _PendingTokens:
     """Pending request of tokens; conversion to an array waits for the response."""
 
     def __init__(

@@ -269,15 +269,15 @@ class _Stream:
         """Return the windows from `first` on; one block is read ahead."""
         anchors = [anchor for anchor in self._anchors() if anchor.window <= first]
         start = max(anchors, default=Anchor())
-        blocks = _ahead(self._blocks(start))
+        blocks = _prefetched(self._blocks(start))
         return islice((window for block in blocks for window in block), first - start.window, None)
 
     def _blocks(self, start: Anchor) -> Iterator[Int[np.ndarray, "windows S+1"]]:
         window = start.window
-        of_epoch = self._packed if self._source.conversations else self._of_epoch
+        of_epoch = self._conversation_blocks if self._source.conversations else self._text_blocks
         while True:
             for anchor, block in of_epoch(start):
-                self._leave(anchor)
+                self._write_anchor(anchor)
                 window = anchor.window + len(block)
                 yield block[self._permutation(len(block), 1, anchor.window)]
             if start == Anchor(window, start.epoch):
@@ -290,11 +290,13 @@ class _Stream:
                 raise UserError(f"{self._source.name}: files {files} hold {too_little}")
             start = Anchor(window, start.epoch + 1)
 
-    def _of_epoch(self, start: Anchor) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
+    def _text_blocks(
+        self, start: Anchor
+    ) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
         """Yield the remaining epoch in blocks; tokens after the last window are not used."""
         width = self._source.window
         full = max(1, _BLOCK_TOKENS // width)
-        held: list[tuple[_InFile, Int[np.ndarray, "_"]]] = []
+        held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
         window, drop, size = start.window, start.drop, -start.drop
         for chunk in chain(self._chunks(start), [None]):
             if chunk is not None:
@@ -311,10 +313,12 @@ class _Stream:
                 while held and drop >= len(held[0][1]):
                     drop -= len(held.pop(0)[1])
 
-    def _packed(self, start: Anchor) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
+    def _conversation_blocks(
+        self, start: Anchor
+    ) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
         """Yield the remaining epoch in blocks of packed conversations."""
         window, size = start.window, 0
-        held: list[tuple[_InFile, Int[np.ndarray, "_"]]] = []
+        held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
         for chunk in chain(self._chunks(start), [None]):
             if chunk is not None:
                 held.append(chunk)
@@ -330,7 +334,7 @@ class _Stream:
         packed = Packed(lengths, self._source.window, self._source.overlong)
         if packed.overlong and not self._warned:
             self._warned = True
-            log.warning("%s: %s", self._source.name, packed.in_words)
+            log.warning("%s: %s", self._source.name, packed.summary)
         windows = [
             fill_window(
                 [entries[starts[i] : starts[i] + packed.lengths[i]] for i in packed[window]],
@@ -340,14 +344,17 @@ class _Stream:
         ]
         return np.stack(windows) if windows else np.empty((0, self._source.window), np.int32)
 
-    def _chunks(self, start: Anchor) -> "Iterator[tuple[_InFile, Int[np.ndarray, '_']]]":
+    def _chunks(self, start: Anchor) -> "Iterator[tuple[_ChunkPosition, Int[np.ndarray, '_']]]":
         """Yield the tokens from `start` to the end of the epoch with the position of each chunk."""
         source, position = self._source, ReadPosition(0, start.record, start.offset)
         order = self._permutation(len(self._files), 0, start.epoch)
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file])
             for batch in batches(text_parts([rows], start=position)):
-                yield _InFile(i, position.record, position.offset), source.encode(texts_of(batch))
+                yield (
+                    _ChunkPosition(i, position.record, position.offset),
+                    source.encode(texts_of(batch)),
+                )
                 position = batch[-1].end
             position = ReadPosition()
 
@@ -364,7 +371,7 @@ class _Stream:
             return []
         return [Anchor(*json.loads(line)) for line in self._path.read_text().splitlines()]
 
-    def _leave(self, anchor: Anchor) -> None:
+    def _write_anchor(self, anchor: Anchor) -> None:
         if not self._writes or time.monotonic() - self._anchored < _ANCHOR_SECONDS:
             return
         self._anchored = time.monotonic()
@@ -374,7 +381,7 @@ class _Stream:
         )
 
 
-class _InFile(NamedTuple):
+class _ChunkPosition(NamedTuple):
     """Position in an epoch of a stream; fields as of `Anchor`."""
 
     file: int
@@ -385,7 +392,7 @@ class _InFile(NamedTuple):
 _T = TypeVar("_T")
 
 
-def _ahead(items: Iterator[_T]) -> Iterator[_T]:
+def _prefetched(items: Iterator[_T]) -> Iterator[_T]:
     """Yield endless `items`; a thread prepares the next item while the current one is used."""
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, items)

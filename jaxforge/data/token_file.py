@@ -62,7 +62,7 @@ class TokenFile:
         # As a plain array: slicing a memmap takes several times longer.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
 
-    def describe_place(self, number: int) -> str:
+    def describe_location(self, number: int) -> str:
         """Return the place of a token in words, for messages."""
         return f"place {number} (byte {self.offset + number * self.dtype.itemsize})"
 

@@ -153,8 +153,8 @@ class TokenFiles(ABC):
         number, token = indices[column]
         file = self.files[number]
         raise UserError(
-            f"{file.path}: token {ids[row, column]} at {file.describe_place(token)} is outside the "
-            f"vocabulary of {self._vocab_size}, and was not there when the file was prepared, or "
+            f"{file.path}: token {ids[row, column]} at {file.describe_location(token)} is outside "
+            f"the vocabulary of {self._vocab_size}, and was not there when the file was prepared, or "
             "opened: it is damaged; copy or prepare it again"
         )
 
@@ -349,6 +349,6 @@ def _where(file: TokenFile, value: int) -> str:
     before = 0
     for chunk in _chunks(file):
         if len(indices := np.flatnonzero(chunk == value)):
-            return f"; it is first at {file.describe_place(before + int(indices[0]))}"
+            return f"; it is first at {file.describe_location(before + int(indices[0]))}"
         before += len(chunk)
     return ""  # the manifest has it, but the file does not

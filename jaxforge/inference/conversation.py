@@ -91,7 +91,7 @@ class Dialogue:
         word = f"the model sees the last {self._room:,} tokens of {len(ids):,}"
         return ids[-self._room :], word if is_cut else ""
 
-    def answered(self, text: str) -> None:
+    def record_answer(self, text: str) -> None:
         """Record the answer, which may be partial."""
         self._turns[-1] = self._turns[-1]._replace(answer=text)
 
@@ -162,7 +162,7 @@ def answer(
         if end and end in tokenizer.decode(tokens_, special_tokens=True):
             break
         text = continuation(tokenizer, ids, tokens_)
-        ready = len(text) - _begun(text, end)
+        ready = len(text) - _overlap(text, end)
         if not text.endswith(_UNFINISHED) and ready > n_printed:
             yield text[n_printed:ready]
             n_printed = ready
@@ -170,7 +170,7 @@ def answer(
     yield (text.partition(end)[0] if end else text)[n_printed:]
 
 
-def _begun(text: str, end: str) -> int:
+def _overlap(text: str, end: str) -> int:
     """Return the number of final characters that may begin `end`."""
     return next((n for n in range(min(len(end), len(text)), 0, -1) if text.endswith(end[:n])), 0)
 
@@ -208,7 +208,7 @@ def talk(
             if word:
                 say(f"({word})\n")
             own = dataclasses.replace(decoder, seed=decoder.seed + turn)
-            dialogue.answered(_answer(own, ids, tokenizer, dialogue.end, say))
+            dialogue.record_answer(_answer(own, ids, tokenizer, dialogue.end, say))
 
 
 def _lines(ask: Callable[[str], str], say: Say) -> Iterator[str]:

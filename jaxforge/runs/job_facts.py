@@ -30,7 +30,7 @@ _PER_HOST_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables that may differ: paths of compiler dumps, and numbers of threads."""
 
 
-def of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
+def facts_of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
     """Return the values in which all processes must agree, as name -> JSON."""
     known = config.known if isinstance(config, UnresolvedConfig) else config
     values = {

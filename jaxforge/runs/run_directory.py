@@ -44,7 +44,7 @@ _METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
 _TOKENIZER = "tokenizer"
 
 
-def tell_changes(run: Path, config: JobConfig) -> None:
+def log_config_changes(run: Path, config: JobConfig) -> None:
     """Log the settings that have changed since the last start of the run.
 
     `config.toml` may have been edited since, to start from: the last start is in `configs/`.
@@ -112,7 +112,7 @@ def check_not_lost(run: Path) -> None:
     )
 
 
-def put_metrics_aside(run: Path) -> None:
+def rename_old_metrics(run: Path) -> None:
     """Rename metrics and samples of steps that no checkpoint explains, before a run begins anew.
 
     Such are left where a run is killed before its first checkpoint.
@@ -194,7 +194,7 @@ def _put_aside_if_damaged(path: Path) -> None:
         log.warning("%s was damaged (%s): moved to %s", path, error, _DAMAGED_CONFIG)
 
 
-def note_start(run: Path, config: JobConfig, step: int) -> None:
+def record_start(run: Path, config: JobConfig, step: int) -> None:
     """Record the config of a start at `step`, and remove the configs of later starts.
 
     Raises:

@@ -30,7 +30,7 @@ def test_turns_are_messages_of_the_template(chat, template):
     ids, _ = dialogue.ask("who are you?")
     begun = "<|im_start|>user\nwho are you?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids, special_tokens=True) == begun
-    dialogue.answered("a bot")
+    dialogue.record_answer("a bot")
     ids, word = dialogue.ask("four")
     assert word == ""
     assert tokenizer.decode(ids, special_tokens=True) == (
@@ -52,9 +52,9 @@ def test_without_a_template_all_is_one_text():
     assert dialogue.ask("")[0] == [BYTES.eos_id]
     dialogue.reset()
     assert bytes(dialogue.ask("once")[0]) == b"once"
-    dialogue.answered(" upon")
+    dialogue.record_answer(" upon")
     assert bytes(dialogue.ask("")[0]) == b"once upon"  # and on
-    dialogue.answered(" a time")
+    dialogue.record_answer(" a time")
     assert bytes(dialogue.ask("then")[0]) == b"once upon a time\nthen"
 
 
@@ -62,13 +62,13 @@ def test_oldest_messages_make_room(chat):
     tokenizer = chat(CHATML)
     sizes = Dialogue(tokenizer, room=1000)
     item = len(sizes.ask("x")[0])
-    sizes.answered("y")
+    sizes.record_answer("y")
     two = len(sizes.ask("x")[0])
     dialogue = Dialogue(tokenizer, room=two)
     for word in ("", "", "oldest turns that the model does not see any more: 1"):
         ids, said = dialogue.ask("x")
         assert said == word
-        dialogue.answered("y")
+        dialogue.record_answer("y")
     assert len(ids) == two
     with pytest.raises(ValueError, match=f"there is room for {two}: say less, or lower --max"):
         dialogue.ask("a longer question" * 10)
@@ -78,7 +78,7 @@ def test_oldest_messages_make_room(chat):
 def test_beginning_of_a_text_makes_room():
     dialogue = Dialogue(BYTES, room=8)
     assert dialogue.ask("12345678") == (list(b"12345678"), "")
-    dialogue.answered("9")
+    dialogue.record_answer("9")
     assert dialogue.ask("") == (list(b"23456789"), "the model sees the last 8 tokens of 9")
 
 

@@ -65,7 +65,7 @@ def test_damaged_config_of_the_run_stops_no_start(tmp_path, caplog, monkeypatch)
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     path, config = tmp_path / "config.toml", tiny_config(checkpoint={"dir": str(tmp_path)})
     path.write_bytes(b"\0" * 300)
-    run_directory.tell_changes(tmp_path, config)
+    run_directory.log_config_changes(tmp_path, config)
     assert "changed since this run last started is not known" in caplog.text
     run_directory.prepare(tmp_path, config)
     assert "moved to config.damaged.toml" in caplog.text

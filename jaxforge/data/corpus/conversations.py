@@ -118,7 +118,7 @@ def encode_conversations(
     tokenizer adds BOS; templates write their own.
     """
     documents = [json.loads(text) for _, text, *_ in texts]
-    encoded = tokenizer.encode_with_places([document["text"] for document in documents])
+    encoded = tokenizer.encode_with_offsets([document["text"] for document in documents])
     parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
     for (split, *_), document, (ids, offsets) in zip(texts, documents, encoded, strict=True):
         entries = _entries(ids, offsets, document["learned"], dtype)
@@ -155,7 +155,7 @@ def _conversation(
     """Return the messages, and the number of the first message that may be learned."""
     if form[0] == "instruction":
         asked = "\n\n".join(_text(record[n]) for n in ("instruction", "input") if record.get(n))
-        return [_said("user", asked), _said("assistant", record["output"])], 0
+        return [_plain_message("user", asked), _plain_message("assistant", record["output"])], 0
     if form[0] == "prompt":
         prompt = _messages(record["prompt"], "user")
         return [*prompt, *_messages(record["completion"], "assistant")], len(prompt)
@@ -165,13 +165,13 @@ def _conversation(
 def _messages(value: object, role: str) -> list[dict[str, Any]]:
     """Return messages in the form of templates; a string is a message of `role`."""
     if isinstance(value, str) and role:
-        return [_said(role, value)]
+        return [_plain_message(role, value)]
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"expected a list of messages, not {value!r:.40}")
     return [_message(message) for message in value]
 
 
-def _said(role: str, content: object) -> dict[str, Any]:
+def _plain_message(role: str, content: object) -> dict[str, Any]:
     return _message({"role": role, "content": content})
 
 

@@ -17,7 +17,12 @@ import tokenizers
 from jaxtyping import Int
 
 from jaxforge.config.data import DataConfig
-from jaxforge.data.corpus.untrusted_tokenizer import check_ids, check_loads, is_risky, panics_as
+from jaxforge.data.corpus.untrusted_tokenizer import (
+    check_ids,
+    check_loads,
+    is_risky,
+    reraise_panics,
+)
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
@@ -32,7 +37,7 @@ LARGEST_VOCAB = 1 << 24
 
 _FILE_NAME = "tokenizer.json"
 _TEMPLATE = "chat_template.jinja"
-_NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
+_ADJACENT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
                "generation_config.json")  # fmt: skip
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ADD_BOS = "add_bos_token"
@@ -73,7 +78,7 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     @abstractmethod
-    def encode_with_places(
+    def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
         """Return `encode` of each text with the character range (start, end) of each id.
@@ -114,7 +119,7 @@ class ByteTokenizer(Tokenizer):
         """Return the bytes of `text`; a lone surrogate becomes "?"."""
         return list(text.encode("utf-8", errors="replace"))
 
-    def encode_with_places(
+    def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
         """Return the bytes of each text, each with the range of its character."""
@@ -171,7 +176,7 @@ class HFTokenizer(Tokenizer):
         self._file, self.chat = file, chat or {}
         if not is_checked:
             check_loads(file)
-        with panics_as(ValueError, "not a tokenizer.json"):
+        with reraise_panics(ValueError, "not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
         # Some files contain the truncation and padding settings of a training run.
         self._tokenizer.no_truncation()
@@ -228,16 +233,18 @@ class HFTokenizer(Tokenizer):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_with_places(
+    def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
         """Return `encode` of each text with the character range of each id, on all cores."""
         with _encoding():
-            encodings = self._whole.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._without_post_processor.encode_batch(
+                list(texts), add_special_tokens=False
+            )
         return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     @functools.cached_property
-    def _whole(self) -> tokenizers.Tokenizer:
+    def _without_post_processor(self) -> tokenizers.Tokenizer:
         """Tokenizer without the post-processor, which removes spaces from the offsets."""
         tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.post_processor = None
@@ -292,10 +299,10 @@ class HFTokenizer(Tokenizer):
             settings["bos_token"] = self._token(self.bos_id)
         if self._adds_bos:
             settings[_ADD_BOS] = True
-        (directory / _NEIGHBOURS[0]).write_text(json.dumps(settings) + "\n")
+        (directory / _ADJACENT_FILES[0]).write_text(json.dumps(settings) + "\n")
         if len(self.eos_ids) > 1:
             generation = {"eos_token_id": list(self.eos_ids)}
-            (directory / _NEIGHBOURS[3]).write_text(json.dumps(generation) + "\n")
+            (directory / _ADJACENT_FILES[3]).write_text(json.dumps(generation) + "\n")
 
     def _token(self, i: int | None) -> str | None:
         return None if i is None else self._tokenizer.id_to_token(i)
@@ -303,7 +310,7 @@ class HFTokenizer(Tokenizer):
 
 def _encoding() -> AbstractContextManager[None]:
     advice = "correct its tokenizer.json, or use another"
-    return panics_as(UserError, "the tokenizer fails on a text", advice)
+    return reraise_panics(UserError, "the tokenizer fails on a text", advice)
 
 
 def with_prefix(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
@@ -376,7 +383,7 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
         return ByteTokenizer()
     path = urls.path(spec, "tokenizer")
     if _HUB_NAME.fullmatch(str(spec)) and path.suffix != ".json" and not path.exists():
-        path = _of_hub(str(spec))
+        path = _download(str(spec))
     path = path / _FILE_NAME if path.is_dir() else path
     try:
         file = path.read_bytes()
@@ -389,28 +396,30 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
     if file == _BYTE_FILE:
         return ByteTokenizer()
     try:
-        eos, bos = _eos_beside(path.parent), _token_beside(path.parent, "bos_token")
-        add_bos = _json(path.parent / _NEIGHBOURS[0]).get(_ADD_BOS) is True
+        eos, bos = _adjacent_eos(path.parent), _adjacent_token(path.parent, "bos_token")
+        add_bos = _json(path.parent / _ADJACENT_FILES[0]).get(_ADD_BOS) is True
         # As transformers ends a text.
-        eos_ids = _eos_ids_in(path.parent / _NEIGHBOURS[3])
-        eos_ids = eos_ids or _eos_ids_in(path.parent / _NEIGHBOURS[2])
-        chat = _chat_beside(path.parent)
+        eos_ids = _eos_ids_in(path.parent / _ADJACENT_FILES[3])
+        eos_ids = eos_ids or _eos_ids_in(path.parent / _ADJACENT_FILES[2])
+        chat = _adjacent_chat(path.parent)
         return HFTokenizer(file, eos, chat, bos, eos_ids, add_bos=add_bos, is_checked=is_checked)
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
 
 
-def _of_hub(name: str) -> Path:
+def _download(name: str) -> Path:
     """Return the directory of a model's tokenizer in the Hub's cache; fetch it if it is missing."""
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[_FILE_NAME, _TEMPLATE, *_NEIGHBOURS]))
+        return Path(
+            snapshot_download(name, allow_patterns=[_FILE_NAME, _TEMPLATE, *_ADJACENT_FILES])
+        )
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         why = (
             f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}; where there is "
-            f"a network, `hf download {name} {_FILE_NAME} {_NEIGHBOURS[0]} --local-dir DIR` gives "
-            "a directory to copy here and to name instead"
+            f"a network, `hf download {name} {_FILE_NAME} {_ADJACENT_FILES[0]} --local-dir DIR` "
+            "gives a directory to copy here and to name instead"
         )
     except errors.RepositoryNotFoundError:
         why = "has no such model, or wants you to log in (`hf auth login`) and accept its terms"
@@ -422,11 +431,11 @@ def _of_hub(name: str) -> Path:
     )
 
 
-def _eos_beside(directory: Path) -> str | int | None:
+def _adjacent_eos(directory: Path) -> str | int | None:
     """Return the EOS token or id that the files next to a `tokenizer.json` name."""
-    if (token := _token_beside(directory, "eos_token")) is not None:
+    if (token := _adjacent_token(directory, "eos_token")) is not None:
         return token
-    for name in _NEIGHBOURS[2:]:
+    for name in _ADJACENT_FILES[2:]:
         if ids := _eos_ids_in(directory / name):
             return ids[0]
     return None
@@ -438,9 +447,9 @@ def _eos_ids_in(path: Path) -> list[int]:
     return [id_ for id_ in listed if type(id_) is int]
 
 
-def _token_beside(directory: Path, key: str) -> str | None:
+def _adjacent_token(directory: Path, key: str) -> str | None:
     """Return a special token by its key in the files next to a `tokenizer.json`."""
-    for name in _NEIGHBOURS[:2]:
+    for name in _ADJACENT_FILES[:2]:
         token = _json(directory / name).get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
@@ -448,15 +457,15 @@ def _token_beside(directory: Path, key: str) -> str | None:
     return None
 
 
-def _chat_beside(directory: Path) -> dict[str, str]:
+def _adjacent_chat(directory: Path) -> dict[str, str]:
     """Return `Tokenizer.chat` from the files next to a `tokenizer.json`."""
-    settings = _json(directory / _NEIGHBOURS[1]) | _json(directory / _NEIGHBOURS[0])
+    settings = _json(directory / _ADJACENT_FILES[1]) | _json(directory / _ADJACENT_FILES[0])
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         if not all(isinstance(named, dict) and named.get("name") for named in template):
             raise UserError(
-                f"cannot use {directory}: chat_template of {_NEIGHBOURS[0]} must be a text, or a "
-                'list of objects with "name" and "template"'
+                f"cannot use {directory}: chat_template of {_ADJACENT_FILES[0]} must be a text, or "
+                'a list of objects with "name" and "template"'
             )
         template = {str(named["name"]): named.get("template") for named in template}
     if isinstance(template, dict):

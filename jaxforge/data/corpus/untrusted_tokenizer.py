@@ -38,7 +38,7 @@ def is_risky(file: bytes) -> bool:
 
 
 @contextmanager
-def panics_as(error_type: type[ValueError], what: str, advice: str = "") -> Iterator[None]:
+def reraise_panics(error_type: type[ValueError], what: str, advice: str = "") -> Iterator[None]:
     """Raise whatever `tokenizers` raises, panics included, as an error of another type.
 
     Args:

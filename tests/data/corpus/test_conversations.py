@@ -160,10 +160,8 @@ def test_overlong_conversations_are_cut_or_dropped_and_counted():
     assert cut.lengths.tolist() == [3, 10, 2, 10]
     assert [dropped[i] for i in range(len(dropped))] == [[0, 2]]
     assert (cut.overlong, dropped.overlong, cut.fill) == (2, 2, 25 / 30)
-    assert (
-        "2 of 4 conversations are longer than the 10 tokens of a sequence and cut" in cut.in_words
-    )
-    assert "left out" in dropped.in_words
+    assert "2 of 4 conversations are longer than the 10 tokens of a sequence and cut" in cut.summary
+    assert "left out" in dropped.summary
     assert len(Packed(lengths, 1, "drop")) == 0
 
 
