@@ -154,8 +154,8 @@ class TokenFiles(ABC):
         file = self.files[number]
         raise UserError(
             f"{file.path}: token {ids[row, column]} at {file.describe_location(token)} is outside "
-            f"the vocabulary of {self._vocab_size}, and was not there when the file was prepared, or "
-            "opened: it is damaged; copy or prepare it again"
+            f"the vocabulary of {self._vocab_size}, and was not there when the file was prepared, "
+            "or opened: it is damaged; copy or prepare it again"
         )
 
     def warn_without(self, eos: int) -> None:
