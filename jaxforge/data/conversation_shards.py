@@ -1,6 +1,6 @@
 """Windows of whole conversations, read from shards.
 
-Index spaces, next to those of `tokens`:
+Index spaces, in addition to those of `tokens`:
     conversation: number in the directory, in the order of `manifest.LENGTHS`.
     window: S + 1 entries (`packing`): conversations that fit together, and padding.
 

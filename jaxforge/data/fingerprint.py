@@ -49,7 +49,7 @@ def changes(then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> 
     intended. Another tokenizer is reported under any name.
 
     Args:
-        then: fingerprints stored with the checkpoint; empty in those of older versions.
+        then: fingerprints stored with the checkpoint; empty for older versions.
         now: fingerprints of the present data.
     """
     lines = [
@@ -81,9 +81,9 @@ def check_unchanged(
     differences = changes(then, now)
     if differences and on_change == "refuse":
         raise UserError(
-            f"the data are not those of step {step} of this run: {'; '.join(differences)}. "
-            "Its position would mean other sequences, of which some come again or never: "
-            "bring the data back, or continue with --data.on_change=continue, "
+            f"the data have changed since step {step} of this run: {'; '.join(differences)}. "
+            "At its position, sequences would be repeated or never read. Bring the data back, or "
+            "continue with --data.on_change=continue, "
             "or start a new run with checkpoint.load_path"
         )
     return differences

@@ -191,7 +191,7 @@ def next_randperm(n: int, generator: np.random.RandomState) -> Int[np.ndarray, "
     # is slightly biased, as it is in torch.
     draws = generator.randint(0, 2**32, len(steps), dtype=np.uint32)
     partners = steps + draws % (n - steps)
-    order = list(range(n))  # items of a list swap several times faster than those of an array
+    order = list(range(n))  # a list swaps its items several times faster than an array
     for start in range(0, len(steps), _CHUNK):
         for i, j in enumerate(partners[start : start + _CHUNK].tolist(), start):
             order[i], order[j] = order[j], order[i]

@@ -184,7 +184,9 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
     with suppress(TypeError):
         dtype = np.dtype(name).newbyteorder("<")
     if dtype.kind not in "iu":
-        raise UserError(f'data.token_dtype = {name!r} is no integer type; try "uint16" or "uint32"')
+        raise UserError(
+            f'data.token_dtype = {name!r} is not an integer type; try "uint16" or "uint32"'
+        )
     if urls.in_bucket(path):
         if not shard:
             raise UserError(
@@ -198,8 +200,8 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
         _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
     elif size % dtype.itemsize:
         raise UserError(
-            f"{path} has {size} bytes, which is no whole number of {name}: it is cut short, or "
-            "data.token_dtype is another"
+            f"{path} has {size} bytes, which is not a multiple of the size of {name}: it is cut "
+            "short, or data.token_dtype is another"
         )
     return TokenFile(path, dtype, size // dtype.itemsize, 0)
 

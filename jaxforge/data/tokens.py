@@ -293,7 +293,7 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
         paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
     except (ValueError, NotImplementedError, IndexError) as error:  # as pathlib says it
         raise UserError(
-            f"{of_pattern} = {pattern!r} is no pattern of files below {of_directory} ({error}): "
+            f"{of_pattern} = {pattern!r} is not a pattern of files below {of_directory} ({error}): "
             "give one such as '*.npy'"
         ) from error
     if paths:

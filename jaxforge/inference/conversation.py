@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
 
 _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer"
-_CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model goes on with your text"
+_CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model continues your text"
 _UNFINISHED = "�"  # decoded from an incomplete character
 _ANSWER = "jaxforge's answer"  # to find the text that a template adds after an answer
 

@@ -266,7 +266,7 @@ class RunReader:
             )
         config_file, omissions = self._path / "config.toml", self._metrics.omissions
         if config_file.exists() and not config_file.is_file():
-            raise UserError(f"{config_file} is no file")
+            raise UserError(f"{config_file} is not a file")
         config = load_config(config_file, trusts=trust.never)
         begun, strange = read_lines(self._path / starts.FILE_NAME, _START)
         samples, unreadable = read_lines(self._path / SAMPLES, _SAMPLE)

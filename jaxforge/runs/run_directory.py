@@ -4,7 +4,7 @@ If it is in a bucket, all files but the checkpoints are written locally and copi
 
 run.lock          lock of the training process (`run_lock`)
 config.toml       the resolved config of the latest start
-configs/          those of all starts that the run comes from, by the step that each went on from
+configs/          the configs of all starts on the run's path, by the step at which each began
 metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 starts.jsonl      an object per start: time, command, versions (`starts`)
 samples.jsonl     an object per generated text (`eval.sample_interval`)
@@ -162,7 +162,7 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
         ),
         "progress.txt",
         _TOKENIZER,
-    ]  # process 0 goes on with them
+    ]  # process 0 resumes from them
     return mirror.Mirror(run, jax.process_index(), logs + shared * (jax.process_index() == 0))
 
 

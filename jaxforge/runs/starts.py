@@ -28,11 +28,11 @@ _GIT_SEC = 60
 
 
 def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
-    """Add this start to those of a run. Damaged lines are put aside, with a warning.
+    """Append this start to the starts of a run. Damaged lines are moved aside with a warning.
 
     Args:
         run: the directory, on this machine.
-        step: that it goes on from.
+        step: step at which the start begins.
         more: further JSON fields, such as `parameters`.
 
     Raises:

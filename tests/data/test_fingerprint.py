@@ -95,7 +95,7 @@ def test_resume_on_changed_data_needs_option(tmp_path, capsys):
     data.rename(tmp_path / "before")
     write(data, tokens(8000))
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"not those of step 2 .*had 3 files, and has 4;"):
+    with pytest.raises(UserError, match=r"changed since step 2 .*had 3 files, and has 4;"):
         run(4)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
     assert run(4, on_change="continue") is Exit.COMPLETED

@@ -194,7 +194,7 @@ def test_wrong_bin_type_is_refused(tmp_path):
             shards(tmp_path, "*.bin", token_dtype=reported)
     assert shards(tmp_path, "*.bin", token_dtype="uint16")[1].tolist() == [5, 6, 7, 8, 9]
     for name in ("float32", "nonsense"):
-        with pytest.raises(UserError, match="no integer type"):
+        with pytest.raises(UserError, match="is not an integer type"):
             shards(tmp_path, "*.bin", token_dtype=name)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="199 bytes"):
@@ -254,7 +254,7 @@ def test_damaged_or_foreign_manifests_raise(tmp_path):
 
 @pytest.mark.parametrize("pattern", ["", "/data/*.npy", "***.npy"])
 def test_invalid_pattern_raises(tmp_path, pattern):
-    refusal = f"data.file_pattern = {pattern!r} is no pattern of files below"
+    refusal = f"data.file_pattern = {pattern!r} is not a pattern of files below"
     if pattern == "***.npy" and sys.version_info >= (3, 13):  # pathlib reads it as *.npy there
         refusal = f"no file matches data.file_pattern = {pattern!r}"
     with pytest.raises(UserError, match=re.escape(refusal)):

@@ -204,7 +204,7 @@ def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) 
     journal = destination.journal or {"splits": {}, "place": ReadPosition(), "skipped": 0}
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
-            f"the run that this one goes on with left {journal['skipped']} bad records out; pass "
+            f"the interrupted run skipped {journal['skipped']} bad records; pass "
             f"--skip-bad again, or remove {destination.out.parent}"
         )
     splits = {}

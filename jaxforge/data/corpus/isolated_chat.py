@@ -28,7 +28,7 @@ from jaxforge.data.corpus.untrusted_tokenizer import limit_memory
 from jaxforge.errors import UserError
 
 _SERVE = "from jaxforge.data.corpus.isolated_chat import serve; serve()"
-_MEMORY = 256 << 20  # bytes beyond those of the process at its start
+_MEMORY = 256 << 20  # bytes in addition to the memory of the process at its start
 _SECONDS_PER_MESSAGE = 0.01  # each answer takes two more renderings
 _Result = TypeVar("_Result")
 _ENCODING = ("utf-8", "surrogatepass")

@@ -154,7 +154,7 @@ class HFTokenizer(Tokenizer):
         eos: the token that ends a document, or its id.
         chat: see `Tokenizer`.
         bos: the BOS token.
-        eos_ids: ids at which generation ends, in addition to that of `eos`.
+        eos_ids: ids at which generation ends, in addition to `eos`.
         add_bos: put `bos` before texts if the file's post-processor does not.
         is_checked: the file was loaded before, so that no child process needs to try it.
 

@@ -155,7 +155,7 @@ def test_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, 
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out", "--skip-bad")
     assert "going on with" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"left 1 bad records out; pass --skip-bad again"):
+    with pytest.raises(UserError, match=r"skipped 1 bad records; pass --skip-bad again"):
         run(corpus, tmp_path / "out")
     encoded = interrupt(0)
     run(corpus, tmp_path / "out", "--skip-bad")
