@@ -210,15 +210,15 @@ def attend_with_masks(
 
     Args:
         name: a key of `BACKENDS`.
-        masks: as of `LayerPlan`.
-        which: of them.
+        masks: the masks of a `LayerPlan`.
+        mask_index: index of the mask to apply.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: of packed documents.
-        positions: of tokens in their documents, by which chunks go; None: they are counted.
-        scoring: what becomes of products of queries and keys.
-        sinks: a logit of each head that joins its scores; None: there are none.
+        segment_ids: identifiers of packed documents.
+        positions: positions of tokens in their documents, for chunked masks; counted if None.
+        scoring: transformation of the products of queries and keys.
+        sinks: logit of each head that joins its scores; None: no sinks.
     """
     attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
     if positions is None:  # kernels are faster without a mask

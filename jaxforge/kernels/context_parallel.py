@@ -102,15 +102,15 @@ def attend_across_devices(
     Args:
         strategy: "ulysses" or "ring".
         name: the kernel: for "ulysses" of all tokens, for "ring" of each turn.
-        masks: as of `LayerPlan`.
-        which: of them.
+        masks: the masks of a `LayerPlan`.
+        mask_index: index of the mask to apply.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: of packed documents.
-        positions: of tokens in their row.
-        scoring: what becomes of products of queries and keys.
-        sinks: a logit of each head that joins its scores; None: there are none.
+        segment_ids: identifiers of packed documents.
+        positions: positions of tokens in their row.
+        scoring: transformation of the products of queries and keys.
+        sinks: logit of each head that joins its scores; None: no sinks.
     """
     is_known = isinstance(mask_index, int)
     scalars = () if is_known else (mask_index,)
