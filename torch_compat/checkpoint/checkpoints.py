@@ -16,7 +16,16 @@ from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
-from torch_compat.checkpoint import dcp_state, hf_config, hf_state, mup, orbax_store, train_state
+from torch_compat.checkpoint import (
+    dcp_state,
+    hf_config,
+    hf_state,
+    megatron_files,
+    megatron_state,
+    mup,
+    orbax_store,
+    train_state,
+)
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats import safetensors
@@ -26,7 +35,7 @@ from torch_compat.formats.lazy import LazyTensor
 
 Format = Literal["jaxforge", "dcp", "hf"]
 
-_STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed's are global
+_STEP = re.compile(r"(?:global_)?step[_-](\d+)|iter_(\d{7,})")  # MindSpeed's are global
 _ROOMS = ("checkpoints", "checkpoint")  # directories of steps
 
 
@@ -60,7 +69,8 @@ class CheckpointRef:
         trusts = trust.if_told(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
-            if self.format == "dcp" and (usual := _usual_settings(config)):
+            is_theirs = self.format == "dcp" and not megatron_files.is_known(self.directory)
+            if is_theirs and (usual := _usual_settings(config)):
                 return load_config(path, [*overrides, *usual], trusts)
             return config
         if self.format == "jaxforge":
@@ -72,6 +82,8 @@ class CheckpointRef:
             train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
             source = f"{self.directory}/{hf_config.CONFIG}"
             return make_config({"model": table, "train": train}, overrides, source)
+        if job := megatron_files.read_job(self.directory):
+            return make_config(megatron_state.config_values(job), overrides, job.where)
         return None
 
     def required_config(self, path: Path | None, overrides: Sequence[str]) -> JobConfig:
@@ -104,7 +116,19 @@ class CheckpointRef:
         mup.check_import(config.model, str(self.directory))
         if self.format == "hf":
             return hf_state.read(self.directory, abstract_target(config), options)
-        return dcp_state.read(open_dcp(self.directory), abstract_target(config), options)
+        return self._read_dcp(config, options)
+
+    def _read_dcp(self, config: JobConfig, options: Options) -> CheckpointState:
+        dcp, target = open_dcp(self.directory), abstract_target(config)
+        job = megatron_files.read_job(self.directory, dcp)
+        if job is None or not megatron_state.is_megatron(dcp):
+            return dcp_state.read(dcp, target, options)
+        notes = megatron_state.check_job(job, config)
+        keys = dcp_state.sort_keys(dcp)
+        if megatron_state.is_padded(keys, job, config.model):
+            options = dataclasses.replace(options, resize_vocab=True)
+        checkpoint = dcp_state.read(dcp, target, options)
+        return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
 
     def raw(self) -> Mapping[str, LazyTensor]:
         """Its tensors by its own keys."""
@@ -177,6 +201,7 @@ def find(path: str | os.PathLike) -> CheckpointRef:
             return CheckpointRef("dcp", position.resolved())
         if hf_state.is_hf(position):
             return CheckpointRef("hf", position.resolved())
+        megatron_files.check_format(position)
     raise UserError(
         f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
         "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
@@ -208,6 +233,10 @@ def _latest(directory: Directory) -> list[Directory]:
         names = position.names()
         if "latest" in names:
             candidates.append(position / "latest")
-        steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+        elif tracked := megatron_files.latest(position):
+            candidates.append(tracked)
+            continue  # a newer directory is of a save that did not end
+        matches = [(match, name) for name in names if (match := _STEP.fullmatch(name))]
+        steps = [(int(match[1] or match[2]), name) for match, name in matches]
         candidates += [position / name for _, name in sorted(steps, reverse=True)]
     return candidates

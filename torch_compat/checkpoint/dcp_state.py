@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +11,13 @@ from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import (
     expert_counts,
+    megatron_state,
     numbered_state,
     optimizer_state,
     train_state,
     untrained,
 )
-from torch_compat.checkpoint.model_keys import find_model, unknown
+from torch_compat.checkpoint.model_keys import Keys, find_model, unknown
 from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.dcp_reader import Dcp
@@ -56,32 +57,14 @@ class Options:
     resize_vocab: bool = False
 
 
-class Keys(NamedTuple):
-    """The keys of a checkpoint, sorted.
-
-    Attributes:
-        dialect: whose names they are.
-        params: parameter -> tensor, wrappers and prefixes taken off.
-        state: parameter -> field -> tensor or number.
-        groups: the main settings of each parameter group.
-        others: keys of anything else.
-        left_out: those of tensors outside the model among them.
-    """
-
-    dialect: NameMap | None
-    params: dict[str, LazyTensor]
-    state: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    others: list[str]
-    left_out: tuple[str, ...] = ()
-
-
 def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
     """Assign the keys of a DCP to model, optimizer and other state.
 
     Raises:
         UserError: two keys are one parameter's.
     """
+    if megatron_state.is_megatron(dcp):
+        return megatron_state.sort_keys(dcp)
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     model: dict[str, LazyTensor] = {}
@@ -129,8 +112,11 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     if keys.left_out:
         notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
+    if not options.weights_only:
+        megatron_state.check_mapped(keys, str(dcp.directory))
     alone = options.weights_only or not keys.state
-    params, state, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
+    theirs = keys.params if alone else {**keys.params, **keys.masters}
+    params, state, more = untrained.translate_model(theirs, target, by, goes_on=not alone)
     notes += more
     checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=state)
     where = train_state.read_train_state(dcp)

@@ -170,7 +170,7 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
     if before.get("model_type") != family.model_type:
         return keys
     read, wanted = computes(ModelConfig(**model_table(before, CONFIG))), computes(model)
-    if not all(_same(read[key], wanted[key]) for key in wanted):
+    if not all(same(read[key], wanted[key]) for key in wanted):
         return keys
     further = {key: 0 for key in before if family.usual_name(key) == family.further}
     return {**before, **further}
@@ -190,7 +190,7 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
     except (UserError, ValueError) as error:
         return [f"{_NO_SUCH} ({error})"]
     wanted, settings = computes(model), computes(again)
-    return [f"{key} = {wanted[key]!r}" for key in wanted if not _same(wanted[key], settings[key])]
+    return [f"{key} = {wanted[key]!r}" for key in wanted if not same(wanted[key], settings[key])]
 
 
 def _far(lacks: Sequence[str]) -> tuple[bool, int]:
@@ -198,7 +198,7 @@ def _far(lacks: Sequence[str]) -> tuple[bool, int]:
     return lacks[0].startswith(_NO_SUCH), len(lacks)
 
 
-def _same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
+def same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
     """Return whether two values are equal, numbers to float32 precision."""
     if isinstance(first, float) and isinstance(other, float):
         return math.isclose(first, other, rel_tol=1e-7)

@@ -1,7 +1,8 @@
 """Location of the model among the keys of a state dict, and the dialect of its names."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.formats.lazy import LazyTensor
@@ -14,6 +15,31 @@ PREFIXES = (
 )  # fmt: skip
 """What stands before a model's keys: AppState and Lightning, Composer, tutorials, KempnerForge,
 MindSpeed's engine. torchtitan has nothing."""
+
+
+class Keys(NamedTuple):
+    """The keys of a checkpoint, sorted.
+
+    Attributes:
+        dialect: whose names they are.
+        params: parameter -> tensor, wrappers and prefixes taken off.
+        state: parameter -> field -> tensor or number.
+        groups: the main settings of each parameter group.
+        others: keys of anything else.
+        left_out: those of tensors outside the model among them.
+        masters: parameter -> the float32 copy that the optimizer updates, where the model's own are
+            rounded.
+        flat: keys of optimizer state in flat buffers, which no parameter can be found in.
+    """
+
+    dialect: NameMap | None
+    params: dict[str, LazyTensor]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    others: list[str]
+    left_out: tuple[str, ...] = ()
+    masters: Mapping[str, LazyTensor] = MappingProxyType({})
+    flat: tuple[str, ...] = ()
 
 
 class ModelKeys(NamedTuple):

@@ -4,6 +4,7 @@ from jaxforge.errors import UserError
 from jaxforge.registry import OF_YOURS
 from torch_compat.families import FAMILIES, Family
 from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
+from torch_compat.names.megatron import MEGATRON
 from torch_compat.names.table import NameMap
 from torch_compat.names.torchtitan import TORCHTITAN, TORCHTITAN_2025
 
@@ -14,6 +15,7 @@ NAME_MAPS: dict[str, NameMap] = {
         KEMPNERFORGE_PACKED,
         TORCHTITAN,
         TORCHTITAN_2025,
+        MEGATRON,
         *(family.dialect for family in FAMILIES.values()),
     )
 }

@@ -1,7 +1,7 @@
 """Position of a PyTorch run, read and written: its step, tokens and position in the data.
 
-KempnerForge keeps these in `train_state.pt` next to the DCP files, MindSpeed in `extra_state/`,
-torchtitan within them.
+KempnerForge and Megatron-Bridge keep these in `train_state.pt` next to the DCP files, MindSpeed in
+`extra_state/`, Megatron-LM in `common.pt`, torchtitan within them.
 """
 
 import random
@@ -14,6 +14,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data.order import data_seed
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
+from torch_compat.checkpoint import megatron_files
 from torch_compat.checkpoint.optimizer_state import group_lr
 from torch_compat.formats import limits
 from torch_compat.formats.dcp_reader import Dcp
@@ -25,6 +26,7 @@ from torch_compat.formats.torch_zip import Archive
 TRAIN_STATE = "train_state.pt"
 SKIPS_IDLE_EXPERTS = "skip_idle_experts"
 EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
+_SAMPLES = "consumed_train_samples"
 
 
 class TorchTrainState(NamedTuple):
@@ -38,6 +40,7 @@ class TorchTrainState(NamedTuple):
         batches: batches that each rank has drawn in this epoch.
         ranks: data-parallel ranks.
         skips_idle_experts: whether an export of ours is of a run that skips experts without tokens.
+        samples: sequences read, where the run counts them, as Megatron does.
     """
 
     step: int | None = None
@@ -47,6 +50,7 @@ class TorchTrainState(NamedTuple):
     batches: int | None = None
     ranks: int | None = None
     skips_idle_experts: bool | None = None
+    samples: int | None = None
 
 
 def read_train_state(dcp: Dcp) -> TorchTrainState:
@@ -59,6 +63,8 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
         if dcp.directory.has(name):
             file, where = dcp.directory.open(name), f"{dcp.directory}/{name}"
             return reader(Archive(file, 0, file.size, where).object(), where)
+    if dcp.directory.has(megatron_files.COMMON) or megatron_files.ITERATION_KEY in dcp.objects:
+        return _of_megatron(dcp)
     return TorchTrainState(
         step=_number(dcp, "train_state.step"),
         tokens=_number(dcp, "train_state.ntokens_seen"),
@@ -85,6 +91,16 @@ def progress_of(
             "jaxforge has one "
             f"count, so the schedule goes on from {updates}"
         )
+    if torch_state.samples is not None:
+        notes.append(
+            f"Megatron has read {torch_state.samples} sequences in an order of its own: as many of "
+            "this run's order are taken as read"
+        )
+        tokens = torch_state.samples * config.train.seq_len
+        skipped = max(0, step - updates)
+        return Progress(
+            step=step, samples=torch_state.samples, tokens=tokens, skipped=skipped
+        ), notes
     is_constant = len(config.train.stages()) == 1
     samples = (
         _samples_by_tokens(torch_state, step, n_updates, config.train.seq_len)
@@ -207,7 +223,29 @@ def of_titan(progress: Progress, updates: int, config: JobConfig) -> dict[tuple[
     }
 
 
+def _of_megatron(dcp: Dcp) -> TorchTrainState:
+    """Read Megatron-LM's iteration, and the sequences among its arguments."""
+    where = f"{dcp.directory}"
+    try:
+        step = megatron_files.read_iteration(dcp)
+        job = megatron_files.read_job(dcp.directory, dcp)
+        samples = job and job.train.get("consumed_train_samples")
+        return TorchTrainState(step=_optional(step), samples=_optional(samples))
+    except ValueError as error:
+        raise UserError(f"{where}: its iteration or samples are no count ({error})") from error
+
+
+def _of_bridge(state: Mapping[str, Any], where: str) -> TorchTrainState:
+    try:
+        return TorchTrainState(step=count(state["step"]), samples=count(state[_SAMPLES]))
+    except (KeyError, ValueError) as error:
+        why = shown(repr(error))
+        raise UserError(f"{where}: not a training state of Megatron-Bridge ({why})") from error
+
+
 def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
+    if isinstance(state, dict) and _SAMPLES in state:
+        return _of_bridge(state, where)
     try:
         data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
         torch_state = TorchTrainState(

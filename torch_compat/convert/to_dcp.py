@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge.errors import StorageError
+from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint import dcp_state, stages, train_state
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.validation import check_written
@@ -21,6 +21,7 @@ from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.staging import Unit
 from torch_compat.names import kempnerforge
+from torch_compat.names.megatron import MEGATRON
 
 
 class DcpWriter(Writer):
@@ -32,6 +33,10 @@ class DcpWriter(Writer):
         is_packed = model.is_moe and model.moe_packed_experts
         usual = "kempnerforge-packed" if is_packed else "kempnerforge"
         self._dialect = request.dialect or usual
+        if self._dialect == MEGATRON.name:
+            raise UserError(
+                "--dialect megatron: Megatron-Core has a format of its own. Use --to megatron"
+            )
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None

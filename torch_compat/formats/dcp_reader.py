@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat.formats import limits, pickles
+from torch_compat.formats import flattened, limits, pickles
 from torch_compat.formats.files import Bytes, Directory
 from torch_compat.formats.lazy import (
     Index,
@@ -42,6 +42,13 @@ class _Metadata(Record):
     state_dict_metadata: Any = None
     storage_data: Any = None
     planner_data: Any = None
+    mcore_data: Any = None
+
+
+class _Unread(Record):
+    """Part of Megatron-Core's save plans, which `.metadata` repeats and no reader needs."""
+
+    def __init__(self, *_: object) -> None: ...
 
 
 class _TensorMetadata(Record):
@@ -90,6 +97,8 @@ def _member(of: object, _: object) -> None:
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_PLANNER_MODULE = "torch.distributed.checkpoint.planner"
+_MEGATRON_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
     ("torch", "Size"): as_size,
@@ -105,6 +114,12 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     (_METADATA_MODULE, "StorageMeta"): Record,
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _unused,
     ("builtins", "getattr"): _member,
+    (_MEGATRON_MODULE, "MCoreMetadata"): _Metadata,
+    (_MEGATRON_MODULE, "MCoreSavePlan"): _Unread,
+    **{
+        (_PLANNER_MODULE, name): _Unread
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    },
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")
@@ -132,13 +147,17 @@ class Dcp:
 class Objects(dict[str, "_Location"]):
     """Keys of objects that are no tensors; an object is read by calling with its key."""
 
-    def __call__(self, key: str) -> Any:  # noqa: ANN401 (torch.save holds anything)
-        """Reads one.
+    def __call__(self, key: str, *, is_tolerant: bool = False) -> Any:  # noqa: ANN401 (torch.save holds anything)
+        """Read an object.
+
+        Args:
+            key: its key.
+            is_tolerant: whether instances of unknown classes become `Opaque`.
 
         Raises:
             Unsafe: its pickle names what no checkpoint needs.
         """
-        return self[key].archive().object()
+        return self[key].archive().object(is_tolerant=is_tolerant)
 
 
 def stage_name(stage: int) -> str:
@@ -241,7 +260,9 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
             chunks -= len(value.chunks) if isinstance(value.chunks, list) else 0
             if chunks < 0:
                 raise UserError(f"{where}: it has more chunks than it can hold")
-            tensors[key] = _tensor(key, value, of_key, str(directory))
+            stored = _tensor(key, value, of_key, str(directory))
+            shape = flattened.original_shape(metadata.mcore_data, key)
+            tensors[key] = flattened.unflattened(stored, shape) if shape else stored
         elif isinstance(value, _BytesMetadata):
             if _key(None) not in of_key:
                 raise UserError(f"{where}: no file is named for {key}")

@@ -1,0 +1,427 @@
+"""Checkpoints of Megatron-Core: which weight, moment and position is which, and what is refused.
+
+`tests/golden/megatron` was written by Megatron-Core itself (0.16.1, `flattened` by 0.14.0), by
+`megatron_job.py` with one process, `flattened` with two of tensor parallelism:
+
+    dense      fully_reshardable, biases of q, k and v     flattened  fully_sharded_model_space
+    experts    weights alone, TransformerEngine's names    buffers    dp_reshardable
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from tests.torch_compat.runs import assert_same, values
+from torch_compat.__main__ import main
+from torch_compat.checkpoint import checkpoints, megatron_config, megatron_files, orbax_store
+from torch_compat.checkpoint.hf_config import computes
+from torch_compat.formats import torch_zip
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.files import Directory
+from torch_compat.formats.pickles import Call, Global
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs torch)
+    open_theirs,
+    our_logits,
+    params_of,
+    their_logits,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "megatron"
+RUN_CONFIG = """
+checkpoint:
+  save: /somewhere
+model:
+  _target_: megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  add_bias_linear: false
+  ffn_hidden_size: 24
+  gated_linear_unit: true
+  hidden_size: 16
+  init_method:
+    _args_: []
+    _partial_: true
+    _target_: torch.nn.init.normal_
+    mean: 0.0
+    std: 0.1
+  init_method_std: 1e-1
+  kv_channels: 8
+  layernorm_epsilon: 1.0e-05
+  make_vocab_size_divisible_by: 16
+  moe_ffn_hidden_size: 12
+  moe_layer_freq: 1
+  moe_router_topk: 2
+  normalization: RMSNorm
+  num_attention_heads: 4
+  num_layers: 2
+  num_moe_experts: 4
+  num_query_groups: 2
+  position_embedding_type: rope
+  qk_layernorm: true
+  rotary_base: 10000.0
+  seq_length: 64
+  share_embeddings_and_output_weights: true
+  should_pad_vocab: true
+  tensor_model_parallel_size: 2
+  vocab_size: 28
+  window_size: null
+optimizer:
+  _target_: megatron.bridge.training.config.OptimizerConfig
+  adam_beta1: 0.9
+  adam_beta2: 0.95
+  lr: 0.0003
+train:
+  global_batch_size: 8
+  train_iters: 50
+"""
+
+
+def imported(name, run, *options):
+    assert main(["import", str(GOLDEN / name), str(run), *options]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return imported("dense", tmp_path_factory.mktemp("megatron") / "run")
+
+
+@pytest.fixture
+def copied(tmp_path):
+    def copy(name):
+        return Path(shutil.copytree(GOLDEN / name, tmp_path / name))
+
+    return copy
+
+
+def raw(name):
+    return {
+        key: tensor.all()
+        for key, tensor in open_dcp(Directory(GOLDEN / name / "iter_0000002")).tensors.items()
+    }
+
+
+def expected(name):
+    stored = np.load(GOLDEN / name / "logits.npz")
+    return stored["tokens"][:, :-1], stored["logits"]
+
+
+def assert_close(ours, theirs):
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_import_has_the_logits_of_megatron_and_of_transformers(name, tmp_path):
+    run = imported(name, tmp_path / "run")
+    tokens, logits = expected(name)
+    model, params = params_of(run)
+    assert_close(our_logits(model, params, tokens), logits)
+    assert main(["convert", str(GOLDEN / name), str(tmp_path / "hf"), "--to=hf"]) == 0
+    assert_close(their_logits(open_theirs(tmp_path / "hf"), tokens), logits)
+
+
+def test_moments_are_those_of_each_parameter(dense):
+    """Heads are split by reshaping: [groups, queries + key + value, channels, width]."""
+    ours, theirs = values(dense), raw("dense")
+    for field, their_field in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
+        layers = f"optimizer.state.{their_field}.decoder.layers"
+        fused = theirs[f"{layers}.self_attention.linear_qkv.weight"].reshape(2, 2, 4, 4, 16)
+        gate, up = np.split(theirs[f"{layers}.mlp.linear_fc1.weight"], 2, axis=1)
+        for i in range(2):
+            named = {
+                "attention.q_proj": fused[i, :, :2].reshape(-1, 16),
+                "attention.k_proj": fused[i, :, 2].reshape(-1, 16),
+                "attention.v_proj": fused[i, :, 3].reshape(-1, 16),
+                "mlp.gate_proj": gate[i],
+                "mlp.up_proj": up[i],
+                "mlp.down_proj": theirs[f"{layers}.mlp.linear_fc2.weight"][i],
+            }
+            for module, value in named.items():
+                name = f"optimizer.{field}.layers.{i}.{module}.weight"
+                np.testing.assert_array_equal(ours[name], value, name)
+                assert np.abs(value).max() > 0
+    assert ours["updates"] == 2
+
+
+def test_import_continues_at_the_step_of_the_job(dense):
+    checkpoint, config = orbax_store.open_orbax(dense)
+    progress = checkpoint.progress
+    assert (progress.step, progress.samples, progress.tokens) == (2, 4, 4 * 16)
+    assert (config.train.seq_len, config.train.global_batch_size) == (16, 2)
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-2, (0.9, 0.95))
+
+
+def test_run_config_of_bridge_says_what_the_arguments_say(copied):
+    directory = copied("experts") / "iter_0000002"
+    before = checkpoints.find(directory).config(None).model
+    (directory / "run_config.yaml").write_text(RUN_CONFIG)
+    config = checkpoints.find(directory).config(None)
+    assert computes(config.model) == {**computes(before), "model.vocab_size": 28}
+    assert (config.optimizer.lr, config.train.global_batch_size) == (3e-4, 8)
+
+
+def test_rows_that_pad_the_vocabulary_are_removed(copied, tmp_path):
+    directory = copied("experts") / "iter_0000002"
+    (directory / "run_config.yaml").write_text(RUN_CONFIG)
+    assert main(["import", str(directory), str(tmp_path / "run")]) == 0
+    model, params = params_of(tmp_path / "run")
+    tokens, logits = expected("experts")
+    assert model.vocab_size == 28
+    assert_close(our_logits(model, params, tokens), logits[..., :28])
+
+
+def test_flattened_tensors_get_their_shape_back():
+    """The model is float32, so that the optimizer's own copy of each weight has the same bits."""
+    tensors = raw("flattened")
+    copies = [key for key in tensors if key.startswith("optimizer.state.fp32_param.")]
+    assert len(copies) == 9
+    for key in copies:
+        weight = tensors[key.removeprefix("optimizer.state.fp32_param.")]
+        np.testing.assert_array_equal(tensors[key], weight, key)
+    tensor = open_dcp(Directory(GOLDEN / "flattened" / "iter_0000002")).tensors[
+        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
+    ]
+    index = (slice(0, 1), slice(5, 31), slice(3, 4))  # across both shards of gate and up
+    np.testing.assert_array_equal(tensor.read(index), tensor.all()[index])
+    assert np.abs(tensor.all()).min(axis=2).max() > 0
+
+
+def test_flattened_moments_are_imported(tmp_path):
+    ours, theirs = values(imported("flattened", tmp_path / "run")), raw("flattened")
+    key = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"
+    np.testing.assert_array_equal(ours["optimizer.nu.layers.0.mlp.gate_proj.weight"],
+                                  theirs[key][0, :24])  # fmt: skip
+
+
+def test_flat_buffers_are_refused_with_the_reason(tmp_path):
+    command = ["import", str(GOLDEN / "buffers"), str(tmp_path / "run")]
+    with pytest.raises(UserError, match=r"flat buffers .* in an order that no file says"):
+        main(command)
+    assert main([*command, "--weights-only"]) == 0
+    tokens, logits = expected("buffers")
+    model, params = params_of(tmp_path / "run")
+    assert_close(our_logits(model, params, tokens), logits)
+
+
+def arguments(name):
+    """Return the plain ones of the arguments that a checkpoint has."""
+    stored = vars(megatron_files.read_common(Directory(GOLDEN / name / "iter_0000002"))["args"])
+    plain = {k: v for k, v in stored.items() if isinstance(v, int | float | str | list | None)}
+    return argparse.Namespace(**plain)
+
+
+def fsdp_state(theirs):
+    """Return the state dict of `fsdp_dtensor`, by what `preprocess_fsdp_dtensor_state_dict` does.
+
+    A stand-in: Megatron-FSDP itself needs GPUs.
+    """
+    renamed = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+               "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight"}  # fmt: skip
+
+    def entries(prefix):
+        for key, value in theirs.items():
+            if not key.startswith(prefix) or (not prefix and key.startswith("optimizer.")):
+                continue
+            name, tensor = key.removeprefix(prefix), torch.tensor(value)
+            if not name.startswith("decoder.layers."):
+                yield f"module.{name}", tensor
+                continue
+            tail = name.removeprefix("decoder.layers.")
+            for i, layer in enumerate(tensor):
+                own = f"module.decoder.layers.{i}.{renamed.get(tail, tail)}"
+                if own.endswith("mlp.linear_fc1.weight"):
+                    yield from zip((f"{own}_w", f"{own}_v"), layer.chunk(2), strict=True)
+                else:
+                    yield own, layer
+
+    moments = {field: dict(entries(f"optimizer.state.{field}.")) for field in
+               ("exp_avg", "exp_avg_sq")}  # fmt: skip
+    names = moments["exp_avg"]
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 2}
+    return {
+        "model": dict(entries("")),
+        "optimizer": {
+            "state": {n: {field: of[n] for field, of in moments.items()} for n in names},
+            "param_to_group_meta": {name: dict(settings) for name in names},
+        },
+        "args": arguments("dense"),
+        "iteration": 2,
+        "checkpoint_version": 3.0,
+    }  # fmt: skip
+
+
+def test_fsdp_dtensor_is_the_same_state(dense, tmp_path):
+    path = tmp_path / "checkpoints" / "iter_0000002"
+    torch.distributed.checkpoint.save(
+        fsdp_state(raw("dense")), checkpoint_id=str(path), no_dist=True
+    )
+    (path.parent / "latest_checkpointed_iteration.txt").write_text("2")
+    assert main(["import", str(path.parent), str(tmp_path / "run")]) == 0
+    assert_same(values(tmp_path / "run"), values(dense))
+    ours, theirs = (orbax_store.open_orbax(run)[0].progress for run in (tmp_path / "run", dense))
+    assert (ours.step, ours.samples) == (theirs.step, theirs.samples)
+
+
+@pytest.mark.parametrize("naming", ["grouped", "sequential", "singleton"])
+def test_experts_have_the_same_values_however_they_are_named(naming, tmp_path):
+    """Names of `handle_experts_in_state_dict`, and of `singleton_local_shards`."""
+    before = raw("experts")
+    tensors = {}
+    for key, value in before.items():
+        tail = key.removeprefix("decoder.layers.")
+        expert = tail.removeprefix("mlp.experts.experts.").removesuffix(".weight")
+        if tail == key:
+            tensors[key] = torch.tensor(value)
+            continue
+        for i, layer in enumerate(torch.tensor(value)):
+            prefix = f"decoder.layers.{i}."
+            if f"mlp.experts.experts.{expert}.weight" != tail:
+                tensors[prefix + tail] = layer
+                continue
+            for j, of_expert in enumerate(layer):
+                name = {
+                    "grouped": f"mlp.experts.{expert}.weight{j}",
+                    "sequential": f"mlp.experts.local_experts.{j}.{expert}.weight",
+                    "singleton": f"mlp.experts.experts.{j}.{expert}.weight",
+                }[naming]
+                parts = {name: of_expert}
+                if expert == "linear_fc1" and naming != "sequential":
+                    parts = dict(zip((f"{name}_w", f"{name}_v"), of_expert.chunk(2), strict=True))
+                tensors |= {prefix + part: value for part, value in parts.items()}
+    path = tmp_path / "iter_0000002"
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=str(path), no_dist=True)
+    (path / "run_config.yaml").write_text(RUN_CONFIG.replace("vocab_size: 28", "vocab_size: 32"))
+    assert main(["import", str(path), str(tmp_path / "run")]) == 0
+    assert_same(values(tmp_path / "run"), values(imported("experts", tmp_path / "stacked")))
+
+
+def test_tracker_names_the_checkpoint(copied, tmp_path):
+    directory = copied("experts")
+    shutil.copytree(
+        directory / "iter_0000002", directory / "iter_0000010"
+    )  # not yet in the tracker
+    assert checkpoints.find(directory).directory.name == "iter_0000002"
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    tracker.write_text("11")
+    with pytest.raises(UserError, match="names iter_0000011, which does not exist"):
+        checkpoints.find(directory)
+    tracker.write_text("latest")
+    with pytest.raises(UserError, match="'latest' is no iteration"):
+        checkpoints.find(directory)
+    tracker.unlink()
+    assert checkpoints.find(directory).directory.name == "iter_0000010"
+
+
+def test_other_formats_of_megatron_are_refused(tmp_path):
+    legacy = tmp_path / "legacy" / "iter_0000100"
+    (legacy / "mp_rank_00").mkdir(parents=True)
+    (legacy / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
+    (legacy.parent / "latest_checkpointed_iteration.txt").write_text("100")
+    zarr = tmp_path / "zarr" / "iter_0000100"
+    zarr.mkdir(parents=True)
+    (zarr / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    for directory, message in ((legacy.parent, "legacy format"), (zarr, "sharded_backend = zarr")):
+        with pytest.raises(UserError, match=f"{message}.*--ckpt-format torch_dist"):
+            checkpoints.find(directory)
+
+
+def test_config_with_other_heads_is_refused(copied, tmp_path):
+    """Four heads of two groups of 4 channels have the rows of two heads of one group of 8."""
+    directory = copied("dense") / "iter_0000002"
+    (directory / "common.pt").replace(directory / "kept.pt")
+    model = {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_hidden_dim": 24,
+             "vocab_size": 32, "qkv_bias": True}  # fmt: skip
+    lines = [f"{key} = {str(value).lower()}" for key, value in model.items()]
+    (tmp_path / "other.toml").write_text("\n".join(["[model]", *lines]))
+    (directory / "kept.pt").replace(directory / "common.pt")
+    command = ["import", str(directory), str(tmp_path / "run"), f"--config={tmp_path}/other.toml"]
+    with pytest.raises(UserError, match="n_heads is 2 and the weights were trained with 4"):
+        main([*command, "--train.seq_len=16"])
+
+
+def test_nothing_in_common_pt_is_run(copied, tmp_path):
+    """Classes of the job are data; a call of a function is none."""
+    directory = copied("experts") / "iter_0000002"
+    harmful = Call(Global("os", "system"), (f"touch {tmp_path}/ran",))
+    common = {"args": harmful, "iteration": 2}
+    (directory / "common.pt").write_bytes(b"".join(map(bytes, torch_zip.archive(common))))
+    with pytest.raises(UserError, match="give the run's config, --config FILE"):
+        main(["import", str(directory), str(tmp_path / "run")])
+    assert not (tmp_path / "ran").exists()
+
+
+SETTINGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64,
+            "normalization": "RMSNorm", "position_embedding_type": "rope",
+            "add_bias_linear": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"multi_latent_attention": True}, "no counterpart of multi_latent_attention = True"),
+        ({"rotary_interleaved": True}, "no counterpart of rotary_interleaved"),
+        ({"activation_func": "megatron.core.activations.squared_relu"}, "activation_func"),
+        ({"num_moe_experts": 8, "moe_layer_freq": [1, 0, 0, 1]}, "moe_layer_freq"),
+        (
+            {
+                "num_moe_experts": 8,
+                "moe_router_topk": 4,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 4,
+            },
+            "moe_router_group_topk",
+        ),
+        ({"softmax_type": "learnable"}, "softmax_type"),
+        ({"_target_": "megatron.bridge.models.gemma.Gemma2ModelProvider"}, "gemma"),
+        ({"hidden_size": None}, "does not give hidden_size"),
+        ({"num_layers": 10**8}, "more than is read here"),
+        ({"vocab_size": None}, "does not give vocab_size"),
+        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon = '1e-5' is of no model"),
+        ({"window_size": [7]}, "window_size"),
+    ],
+)
+def test_settings_that_are_not_built_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        megatron_config.model_table({**SETTINGS, **settings}, "run_config.yaml")
+
+
+MODELS = {
+    "llama": {"n_kv_heads": 2, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3"}},
+    "qwen": {"qkv_bias": True, "tie_embeddings": True, "head_dim": 16, "qk_norm": True},
+    "gelu": {"norm_type": "layernorm", "activation": "gelu_tanh", "mlp_bias": True, "o_bias": True,
+             "qkv_bias": True, "position_embedding": "learned"},
+    "exact gelu": {"activation": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "windows": {"sliding_window": 8, "attention_pattern": ["sliding", "sliding", "full"],
+                "rope_pattern": [True, False], "partial_rotary_factor": 0.5},
+    "softmax": {"num_experts": 8, "moe_norm_topk": False, "moe_frequency": 2},
+    "sigmoid": {"num_experts": 8, "moe_router": "sigmoid_topk", "moe_bias_update": "sign",
+                "moe_first_dense_layers": 1, "moe_groups": 4, "moe_top_k_groups": 2,
+                "moe_top_k": 4, "moe_shared_experts": 1, "moe_shared_expert_dim": 40,
+                "moe_routed_scaling": 2.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", MODELS.values(), ids=list(MODELS))
+def test_settings_give_the_model_back(keys):
+    model = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=64, **keys)
+    settings = megatron_config.settings(model)
+    assert computes(ModelConfig(**megatron_config.model_table(settings, ""))) == computes(model)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"norm_placement": "post"}, {"attention_sinks": True}, {"final_logit_softcap": 9.0}]
+)
+def test_model_without_settings_is_refused(keys):
+    model = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=64, **keys)
+    with pytest.raises(UserError, match=f"has no .*{next(iter(keys))}"):
+        megatron_config.settings(model)

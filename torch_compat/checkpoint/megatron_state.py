@@ -1,0 +1,203 @@
+"""A Megatron-Core checkpoint, `torch_dist` or `fsdp_dtensor`: which key is what.
+
+torch_dist       decoder.layers.self_attention.linear_qkv.weight
+                 optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight
+fsdp_dtensor     model.module.decoder.layers.0.self_attention.linear_qkv.weight
+                 optimizer.state.module.decoder.layers.0.self_attention.linear_qkv.weight.exp_avg
+                 optimizer.param_to_group_meta.module.decoder.….lr
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.checkpoint.megatron_config import model_table
+from torch_compat.checkpoint.megatron_files import COMMON, Job, read_common
+from torch_compat.checkpoint.model_keys import Keys
+from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP
+from torch_compat.checkpoint.validation import unseen
+from torch_compat.formats.dcp_reader import Dcp
+from torch_compat.formats.lazy import LazyTensor, number
+from torch_compat.names import megatron
+from torch_compat.names.megatron import MEGATRON, WORD_EMBEDDINGS
+from torch_compat.names.table import strip_wrappers
+
+_PREFIX = re.compile(r"^model\d*\.")
+_FIELDS = "exp_avg|exp_avg_sq|param|fp32_param"
+_MOMENT = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.({_FIELDS})\.(.+)")
+_OF_PARAMETER = re.compile(rf"optimizer\.state\.(.+)\.({_FIELDS}|master_param)")
+_STEP = re.compile(rf"optimizer\.state\..+\.{STEP}")
+_GROUP = re.compile(rf"optimizer\.param_to_group_meta\.(.+)\.({'|'.join((*MAIN_KEYS, STEP))})")
+_FLAT = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_|param_state)"
+)
+_BESIDE = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
+_EXTRA = "_extra_state"
+_MASTERS = ("param", "fp32_param", "master_param")
+_FURTHER = "mtp."  # layers that predict further tokens
+_MOST = 10_000  # dicts that are looked through
+
+STRUCTURE = ("n_heads", "kv_heads", "head_size", "activation", "is_gated", "norm_unit_offset",
+             "moe_router")  # fmt: skip
+"""What a config must have as the job: another number of heads would read `linear_qkv` wrongly."""
+_OPTIMIZER = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
+_TRAIN = {"seq_len": "seq_length", "global_batch_size": "global_batch_size",
+          "max_steps": "train_iters"}  # fmt: skip
+
+
+def is_megatron(dcp: Dcp) -> bool:
+    """Return whether a DCP has the keys of Megatron-Core's GPT model."""
+    return any(key.endswith(WORD_EMBEDDINGS) and not _MOMENT.fullmatch(key) for key in dcp.tensors)
+
+
+def sort_keys(dcp: Dcp) -> Keys:
+    """Assign the keys of a Megatron-Core checkpoint to model, optimizer and other state.
+
+    Raises:
+        UserError: two keys are one parameter's, or a file is damaged.
+    """
+    where = str(dcp.directory)
+    model: dict[str, LazyTensor] = {}
+    fields: dict[str, dict[str, LazyTensor]] = {}
+    others, left_out = list(dcp.objects), []
+    bare = _without_prefix(dcp)
+    for key, tensor in dcp.tensors.items():
+        if match := _MOMENT.fullmatch(key):
+            fields.setdefault(match[1], {})[strip_wrappers(match[2])] = tensor
+        elif match := _OF_PARAMETER.fullmatch(key):
+            fields.setdefault(match[2], {})[strip_wrappers(match[1])] = tensor
+        elif key.startswith(_BESIDE) or key.endswith(_EXTRA):
+            others.append(key)
+        elif (name := bare(key)).startswith(_FURTHER):
+            left_out.append(key)
+        elif name in model:
+            raise UserError(f"{where}: {key} and another key are both {name}")
+        else:
+            model[name] = tensor
+    params = megatron.separate(model, where)
+    by_field = {field: megatron.separate(of, where) for field, of in fields.items()}
+    masters = {
+        name: tensor for field in _MASTERS for name, tensor in by_field.pop(field, {}).items()
+    }
+    steps, groups = _steps_and_groups(dcp)
+    state: dict[str, dict[str, Any]] = {}
+    for field, tensors in by_field.items():
+        for name, tensor in tensors.items():
+            state.setdefault(name, {STEP: steps[0]} if steps else {})[field] = tensor
+    if len(set(steps)) > 1:
+        raise UserError(f"{where}: its parameter groups report the steps {sorted(set(steps))[:3]}")
+    flat = tuple(key for key in (*dcp.tensors, *dcp.objects) if _FLAT.match(key))
+    return Keys(
+        MEGATRON, params, state, groups, [*others, *left_out], tuple(left_out), masters, flat
+    )
+
+
+def _without_prefix(dcp: Dcp) -> Callable[[str], str]:
+    """Return what takes off what stands before the keys of the model."""
+    table = next(
+        key for key in dcp.tensors if key.endswith(WORD_EMBEDDINGS) and not _MOMENT.fullmatch(key)
+    )
+    prefix = strip_wrappers(_PREFIX.sub("", table)).removesuffix(WORD_EMBEDDINGS)
+    return lambda key: strip_wrappers(_PREFIX.sub("", key)).removeprefix(prefix)
+
+
+def check_mapped(keys: Keys, where: str) -> None:
+    """Check that optimizer state is by parameter.
+
+    Raises:
+        UserError: it is in flat buffers.
+    """
+    if keys.flat:
+        raise UserError(
+            f"{where}: its optimizer state is in flat buffers ({keys.flat[0]}), one parameter "
+            "after the other in an order that no file says. Import with --weights-only, or save "
+            "with --dist-ckpt-optim-fully-reshardable there"
+        )
+
+
+def config_values(job: Job) -> dict[str, Any]:
+    """Return the tables of a config that continues a job: its model, sequences and optimizer.
+
+    Raises:
+        UserError: the model has no counterpart here.
+    """
+    optimizer: dict[str, Any] = {
+        ours: value
+        for ours, theirs in _OPTIMIZER.items()
+        if isinstance(value := job.optimizer.get(theirs), int | float)
+    }
+    betas = [job.optimizer.get(f"adam_beta{i}") for i in (1, 2)]
+    if all(isinstance(beta, float) for beta in betas):
+        optimizer["betas"] = betas
+    train = {
+        ours: value
+        for ours, theirs in _TRAIN.items()
+        if type(value := job.train.get(theirs)) is int and value > 0
+    }
+    return {"model": model_table(job.model, job.where), "train": train, "optimizer": optimizer}
+
+
+def check_job(job: Job, config: JobConfig) -> list[str]:
+    """Check that a config is of the model that a job has trained; return notes.
+
+    Args:
+        job: the job.
+        config: what the checkpoint is read as.
+
+    Raises:
+        UserError: heads, groups or the like differ, which the shapes of weights do not show.
+    """
+    trained = ModelConfig(**model_table(job.model, job.where))
+    if problems := list(unseen(trained, config.model, STRUCTURE)):
+        raise UserError(f"{job.where} is of another model:\n  " + "\n  ".join(problems))
+    return list(unseen(trained, config.model))
+
+
+def is_padded(keys: Keys, job: Job, model: ModelConfig) -> bool:
+    """Return whether the embedding has the rows that Megatron-Core adds to a vocabulary."""
+    table = keys.params.get(WORD_EMBEDDINGS)
+    rows = table.shape[0] if table is not None and table.shape else 0
+    return rows == job.padded_vocabulary and rows > model.vocab_size
+
+
+def _steps_and_groups(dcp: Dcp) -> tuple[list[float], list[dict[str, Any]]]:
+    """Return the numbers of updates that are stored, and the settings of parameter groups."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key in dcp.objects:
+        if match := _GROUP.fullmatch(key):
+            groups.setdefault(match[1], {})[match[2]] = dcp.objects(key)
+    counts: list[Any] = [tensor for key, tensor in dcp.tensors.items() if _STEP.fullmatch(key)]
+    tables: list[Mapping[str, Any]] = list(groups.values())
+    if dcp.directory.has(COMMON):
+        tables += _dicts(read_common(dcp.directory).get("optimizer"))
+    counts += [each[key] for each in tables for key in (STEP, "common_step") if key in each]
+    try:
+        steps = [number(value) for value in counts]
+    except ValueError as error:
+        raise UserError(
+            f"{dcp.directory}: {STEP} of the optimizer is no number ({error})"
+        ) from error
+    return steps, [_usual(table) for table in tables if "betas" in table]
+
+
+def _usual(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group by torch's names."""
+    named = {key: group[key] for key in MAIN_KEYS if key in group}
+    return {"initial_lr": group["max_lr"], **named} if group.get("max_lr") else named
+
+
+def _dicts(value: Any) -> list[Mapping[str, Any]]:  # noqa: ANN401 (of a pickle)
+    """Return all dicts within nested dicts and lists."""
+    tables: list[Mapping[str, Any]] = []
+    left = [value]
+    while left and len(tables) < _MOST:
+        each = left.pop()
+        if isinstance(each, dict):
+            tables.append(each)
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return tables

@@ -1,0 +1,212 @@
+"""Megatron-Core: names of its GPT model, and the several ways in which checkpoints store them.
+
+The table has one entry per layer and expert, with gate and up apart, as `singleton_local_shards`
+stores them. `separate` brings the other ways to it:
+
+    decoder.layers.mlp.linear_fc1.weight            [L, 2F, H]   all layers in one tensor
+    decoder.layers.mlp.experts.experts.linear_fc1.weight [L, E, 2F, H]   all experts too
+    decoder.layers.0.mlp.experts.linear_fc1.weight3 [2F, H]      grouped experts of `fsdp_dtensor`
+    decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight   sequential ones
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.formats import limits
+from torch_compat.formats.lazy import LazyTensor, interleaved, stack
+from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS, Fused, NameMap, Rule
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+_OURS, _THEIRS = "layers.{i}.", "decoder.layers.{i}."
+_ATTENTION, _MLP = f"{_THEIRS}self_attention.", f"{_THEIRS}mlp."
+_EXPERTS = f"{_MLP}experts.experts.{{j}}."
+
+
+def _by_group(model: ModelConfig) -> list[np.ndarray]:
+    """Return rows of `linear_qkv`: of each key head its queries, the key and the value."""
+    queries = model.n_heads // model.kv_heads
+    rows = np.arange((queries + 2) * model.kv_heads * model.head_size)
+    groups = rows.reshape(model.kv_heads, queries + 2, model.head_size)
+    return [groups[:, :queries].reshape(-1), groups[:, -2].reshape(-1), groups[:, -1].reshape(-1)]
+
+
+def _linears(ours: str, theirs: str, *, biases: bool = True) -> Iterator[Rule]:
+    """Yield the rules of a feed-forward."""
+    for what in ("weight", "bias") if biases else ("weight",):
+        optional = what == "bias"
+        yield Rule(f"{ours}gate_proj.{what}", f"{theirs}linear_fc1.{what}_w", optional=optional)
+        yield Rule(f"{ours}up_proj.{what}", f"{theirs}linear_fc1.{what}_v", optional=optional)
+        yield Rule(f"{ours}down_proj.{what}", f"{theirs}linear_fc2.{what}", optional=optional)
+
+
+MEGATRON = NameMap(
+    "megatron",
+    "Megatron-Core's GPT model",
+    (
+        Rule(EMBEDDING, WORD_EMBEDDINGS),
+        Rule(POSITIONS, "embedding.position_embeddings.weight", optional=True),
+        Rule(HEAD, "output_layer.weight"),
+        *(
+            rule
+            for what in ("weight", "bias")
+            for rule in (
+                Rule(f"norm.{what}", f"decoder.final_layernorm.{what}"),
+                Rule(f"{_OURS}attention_norm.{what}", f"{_ATTENTION}linear_qkv.layer_norm_{what}"),
+                Rule(f"{_OURS}mlp_norm.{what}", f"{_MLP}linear_fc1.layer_norm_{what}"),
+                *(
+                    Rule(
+                        f"{_OURS}attention.{m}_proj.{what}",
+                        f"{_ATTENTION}linear_qkv.{what}",
+                        Fused(part, _by_group),
+                    )
+                    for part, m in enumerate("qkv")
+                ),
+                Rule(f"{_OURS}attention.o_proj.{what}", f"{_ATTENTION}linear_proj.{what}"),
+            )
+        ),
+        *(
+            Rule(f"{_OURS}attention.{m}_norm.weight", f"{_ATTENTION}{m}_layernorm.weight")
+            for m in "qk"
+        ),
+        *_linears(f"{_OURS}mlp.", _MLP),
+        Rule(f"{_OURS}mlp.router.gate.weight", f"{_MLP}router.weight"),
+        Rule(f"{_OURS}mlp.router.gate.bias", f"{_MLP}router.bias", optional=True),
+        Rule(f"{_OURS}mlp.router.expert_bias", f"{_MLP}router.expert_bias", optional=True),
+        *_linears(f"{_OURS}mlp.experts.{{j}}.", _EXPERTS),
+        *_linears(f"{_OURS}mlp.shared_expert.", f"{_MLP}shared_experts.", biases=False),
+        Rule(f"{_OURS}mlp.shared_expert_gate.weight", f"{_MLP}shared_experts.gate_weight"),
+    ),
+    refused={
+        r".*_post_norm\..*": "Megatron-Core's GPT model has norms before its parts alone",
+        r".*\.attention\.sinks": "attention sinks are not written here",
+        r".*\.router\.expert_ema": "its router has no running mean of the load",
+    },
+)
+
+_RENAMED = (
+    (r"\.input_layernorm\.", ".self_attention.linear_qkv.layer_norm_"),
+    (r"\.pre_mlp_layernorm\.", ".mlp.linear_fc1.layer_norm_"),
+    (
+        r"\.mlp\.experts\.linear_fc(\d)\.(weight|bias)(\d+)",
+        r".mlp.experts.experts.\3.linear_fc\1.\2",
+    ),
+    (r"\.mlp\.experts\.local_experts\.", ".mlp.experts.experts."),
+)
+"""Names of layers without TransformerEngine, and of experts in `fsdp_dtensor` -> the table's."""
+_MOST = 2 * limits.EXPERTS  # entries of a model
+_STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.+)")
+_STACKED_EXPERTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.)(?!\d)(.+)")
+_FC1 = re.compile(r"(.*\.)linear_fc1\.(weight|bias)")
+
+
+def separate(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
+    """Return tensors by the names of the table: per layer and expert, with gate and up apart.
+
+    Args:
+        tensors: key -> tensor, without prefixes.
+        where: the checkpoint, for messages.
+
+    Raises:
+        UserError: two keys are one parameter's, or there are too many layers or experts.
+    """
+    renamed: dict[str, LazyTensor] = {}
+    for key, tensor in tensors.items():
+        name = key
+        for pattern, usual in _RENAMED:
+            name = re.sub(pattern, usual, name)
+        if name in renamed:
+            raise UserError(f"{where}: {key} and another key are both {name}")
+        renamed[name] = tensor
+    layers = _unstacked(renamed, _STACKED, where)
+    return dict(_gates_apart(_unstacked(layers, _STACKED_EXPERTS, where)))
+
+
+def _unstacked(
+    tensors: Mapping[str, LazyTensor], pattern: re.Pattern[str], where: str
+) -> dict[str, LazyTensor]:
+    """Split the tensors that a pattern matches along their first dimension."""
+    single: dict[str, LazyTensor] = {}
+    for key, tensor in tensors.items():
+        match = pattern.fullmatch(key)
+        if not match:
+            single[key] = tensor
+            continue
+        if not tensor.shape or len(single) + tensor.shape[0] > _MOST:
+            raise UserError(f"{where}: {key} is {list(tensor.shape)}, too many layers or experts")
+        single |= {f"{match[1]}{i}.{match[2]}": tensor.part(i) for i in range(tensor.shape[0])}
+    return single
+
+
+def _gates_apart(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the tensors with gate (`_w`) and up (`_v`) apart; without a gate, all is up."""
+    for key, tensor in tensors.items():
+        match = _FC1.fullmatch(key)
+        down = tensors.get(f"{match[1]}linear_fc2.weight") if match else None
+        if match is None or down is None or not tensor.shape or not down.shape:
+            yield key, tensor
+            continue
+        width = down.shape[-1]
+        if tensor.shape[0] == 2 * width:
+            yield f"{key}_w", tensor.rows(np.arange(width))
+            yield f"{key}_v", tensor.rows(np.arange(width, 2 * width))
+        else:
+            yield f"{key}_v", tensor
+
+
+def joined(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, LazyTensor]:
+    """Return tensors of the table as Megatron-Core's `torch_dist` stores them.
+
+    Layers that are alike are one tensor. Layers of two kinds, with experts and without, keep their
+    numbers; experts are stacked in each.
+
+    Args:
+        tensors: name of the table -> tensor.
+        model: the model.
+    """
+    single = dict(_gates_joined(tensors))
+    renamed = {_usual_name(key, model): tensor for key, tensor in single.items()}
+    experts = _restacked(renamed, re.compile(r"(.*\.mlp\.experts\.experts\.)(\d+)\.(.+)"))
+    if len(model.stacks) > 1:
+        return experts
+    return _restacked(experts, re.compile(r"(decoder\.layers\.)(\d+)\.(.+)"))
+
+
+def _usual_name(key: str, model: ModelConfig) -> str:
+    """Return TransformerEngine's name of a key: before experts, the norm is a module of its own."""
+    match = re.fullmatch(r"(decoder\.layers\.(\d+)\.)mlp\.linear_fc1\.layer_norm_(.+)", key)
+    if match and model.has_experts[int(match[2])]:
+        return f"{match[1]}pre_mlp_layernorm.{match[3]}"
+    return key
+
+
+def _gates_joined(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the tensors with gate and up in one, gate first."""
+    for key, tensor in tensors.items():
+        if key.endswith(("weight_w", "bias_w")):
+            continue
+        if not key.endswith(("weight_v", "bias_v")):
+            yield key, tensor
+            continue
+        gate = tensors.get(f"{key[:-1]}w")
+        n = tensor.shape[0]
+        both = [np.arange(n), np.arange(n, 2 * n)]
+        yield key[:-2], tensor if gate is None else interleaved([gate, tensor], both)
+
+
+def _restacked(
+    tensors: Mapping[str, LazyTensor], pattern: re.Pattern[str]
+) -> dict[str, LazyTensor]:
+    """Stack the tensors whose names differ in a number alone."""
+    parts: dict[str, dict[int, LazyTensor]] = {}
+    whole: dict[str, LazyTensor] = {}
+    for key, tensor in tensors.items():
+        if match := pattern.fullmatch(key):
+            parts.setdefault(f"{match[1]}{match[3]}", {})[int(match[2])] = tensor
+        else:
+            whole[key] = tensor
+    stacked = {key: stack([of_key[i] for i in sorted(of_key)]) for key, of_key in parts.items()}
+    return {**whole, **stacked}
