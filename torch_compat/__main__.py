@@ -1,9 +1,9 @@
 """`python -m torch_compat COMMAND`: checkpoints to and from PyTorch.
 
-    convert SRC DST --to jaxforge|dcp|hf [--config FILE]
+    convert SRC DST --to jaxforge|dcp|hf|megatron [--config FILE]
                                          a checkpoint of any format in any other
-    import SRC DST [--config FILE]       a DCP or Hugging Face checkpoint as a run of jaxforge
-    export SRC DST --to dcp|hf           a run of jaxforge as a DCP or Hugging Face checkpoint
+    import SRC DST [--config FILE]       a DCP, Megatron or Hugging Face checkpoint as a run
+    export SRC DST --to dcp|hf|megatron  a run of jaxforge as one of those
     inspect PATH [--json]                what a checkpoint of any format holds
     verify A B [--json]                  whether two hold the same (exit code 1 where they do not)
     lockstep --torch MODULE:FACTORY --checkpoint PATH
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _DIALECTS = "such as kempnerforge, torchtitan or hf-llama (docs/torch_compat.md has all of them)"
+_TARGETS = ["dcp", "hf", "megatron"]
 _SHOWN = 30  # differences of `verify`
 
 
@@ -109,8 +110,8 @@ def _add_converting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or a directory with `latest` or steps")
     parser.add_argument("destination",
                         help="jaxforge: the run directory to make; hf: the directory; dcp: where "
-                             "step_<n> appears")  # fmt: skip
-    parser.add_argument("--to", choices=["jaxforge", "dcp", "hf"], required=True)
+                             "step_<n> appears; megatron: where iter_<n> does")  # fmt: skip
+    parser.add_argument("--to", choices=["jaxforge", *_TARGETS], required=True)
     _add_reading(parser, dialect="--from-dialect")
     _add_fill(parser)
     _add_target(parser)
@@ -130,8 +131,11 @@ def _add_importing(parser: argparse.ArgumentParser) -> None:
 
 def _add_exporting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run directory, or one of its checkpoints")
-    parser.add_argument("destination", help="hf: the directory; dcp: where step_<n> appears")
-    parser.add_argument("--to", choices=["dcp", "hf"], required=True)
+    parser.add_argument(
+        "destination",
+        help="hf: the directory; dcp: where step_<n> appears; megatron: where iter_<n> does",
+    )
+    parser.add_argument("--to", choices=_TARGETS, required=True)
     parser.add_argument("--config", type=Path, help="instead of the config in the checkpoint")
     _add_target(parser)
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer out")

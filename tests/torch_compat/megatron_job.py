@@ -92,7 +92,11 @@ def build(job):
             config, use_transformer_engine=False, normalization=config.normalization
         )
     if job["te_names"]:  # with TransformerEngine, the norm before experts has a name of its own
-        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+        layers = getattr(spec, "layer_specs", [spec])
+        freq = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1]
+        for layer, has_experts in zip(layers, freq, strict=True):
+            if has_experts:
+                layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     model = GPTModel(
         config, spec, vocab_size=padded(job), max_sequence_length=64,
         position_embedding_type=job["position"], rotary_base=10000,
@@ -112,10 +116,24 @@ def padded(job):
     return -(-job["vocab"] // job["divisor"]) * job["divisor"]
 
 
+def keeping_step(optimizer_class):
+    """Let torch's Adam be loaded: it has `step` by parameter, where Apex's has it by group."""
+    load = optimizer_class._set_main_param_and_optimizer_states
+    current = optimizer_class._get_main_param_and_optimizer_states
+
+    def loading(self, parameter, tensors):
+        load(self, parameter, {"step": current(self, parameter)["step"], **tensors})
+
+    optimizer_class._set_main_param_and_optimizer_states = loading
+
+
 def with_optimizer(job, config, model):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    keeping_step(DistributedOptimizer)
     is_distributed = job["optimizer"] != "plain"
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=is_distributed, grad_reduce_in_fp32=True
@@ -129,7 +147,13 @@ def with_optimizer(job, config, model):
         ),
         [wrapped],
     )  # fmt: skip
-    return wrapped, optimizer
+    schedule = OptimizerParamScheduler(
+        optimizer, init_lr=job["lr"], max_lr=job["lr"], min_lr=job["lr"], lr_warmup_steps=0,
+        lr_decay_steps=100, lr_decay_style="constant", start_wd=0.1, end_wd=0.1, wd_incr_steps=0,
+        wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )  # fmt: skip
+    return wrapped, optimizer, schedule
 
 
 def inputs(job):
@@ -141,7 +165,7 @@ def inputs(job):
     return tokens, (tokens[:, :-1], positions, mask)
 
 
-def train(job, model, optimizer, steps):
+def train(job, model, optimizer, schedule, steps):
     tokens, batch = inputs(job)
     losses = []
     for _ in range(steps):
@@ -151,6 +175,7 @@ def train(job, model, optimizer, steps):
         loss.backward()
         model.finish_grad_sync()
         optimizer.step()
+        schedule.step(ROWS)
         losses.append(loss.item())
     return losses
 
@@ -177,12 +202,14 @@ def arguments(job, config):
         padded_vocab_size=padded(job), make_vocab_size_divisible_by=job["divisor"],
         global_batch_size=ROWS, consumed_train_samples=ROWS * job["steps"], lr=job["lr"],
         weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, train_iters=100,
+        min_lr=job["lr"], lr_decay_style="constant", lr_warmup_iters=0, lr_warmup_fraction=None,
+        lr_decay_iters=None,
         params_dtype=config.params_dtype, attention_backend=AttnBackend.auto,
         save="/somewhere/checkpoints", data_path=["0.5", "/somewhere/tokens"],
     )  # fmt: skip
 
 
-def state_dict(job, config, model, optimizer, *, is_loading):
+def state_dict(job, config, model, optimizer, schedule, *, is_loading):
     from megatron.core import parallel_state
 
     metadata = {
@@ -199,6 +226,7 @@ def state_dict(job, config, model, optimizer, *, is_loading):
         state["optimizer"] = optimizer.sharded_state_dict(
             {"model": of_model}, is_loading, metadata=metadata
         )
+        state["opt_param_scheduler"] = schedule.state_dict()
     return state, {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
@@ -208,28 +236,40 @@ def main(job):
 
     register_safe_globals()
     config, bare = build(job)
-    model, optimizer = (bare, None)
+    parts = (bare, None, None)
     if job["optimizer"]:
-        model, optimizer = with_optimizer(job, config, bare)
+        parts = with_optimizer(job, config, bare)
+    _, optimizer, schedule = parts
+    losses = []
     if job["load"]:
-        wanted, _ = state_dict(job, config, bare, optimizer, is_loading=True)
-        state = dist_checkpointing.load(wanted, job["load"])
-        bare.load_state_dict(state["model"])
-        if optimizer is not None:
-            optimizer.load_state_dict(state["optimizer"])
-    losses = train(job, model, optimizer, 0 if job["load"] else job["steps"]) if optimizer else []
+        if optimizer is not None:  # torch's Adam has no state to load into before its first step
+            train(job, *parts, 1)
+        wanted, _ = state_dict(job, config, bare, optimizer, schedule, is_loading=True)
+        load(dist_checkpointing.load(wanted, job["load"]), bare, optimizer, schedule)
+    elif optimizer is not None:
+        losses = train(job, *parts, job["steps"])
     if job["save"]:
-        directory = Path(job["save"])
-        directory.mkdir(parents=True, exist_ok=True)
+        Path(job["save"]).mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
-        state, metadata = state_dict(job, config, bare, optimizer, is_loading=False)
-        dist_checkpointing.save(state, str(directory), content_metadata=metadata)
+        state, metadata = state_dict(job, config, bare, optimizer, schedule, is_loading=False)
+        dist_checkpointing.save(state, job["save"], content_metadata=metadata)
     is_one_stage = job["pp"] == 1
     with torch.no_grad():
         logits = bare(*inputs(job)[1], runtime_gather_output=True) if is_one_stage else None
-    losses += train(job, model, optimizer, job["more"]) if optimizer else []
+    losses += train(job, *parts, job["more"]) if optimizer else []
     if torch.distributed.get_rank() == 0 and is_one_stage:
         np.savez(job["out"], tokens=inputs(job)[0], logits=logits.float(), losses=losses)
+
+
+def load(state, model, optimizer, schedule):
+    model.load_state_dict(state["model"])
+    if optimizer is None:
+        return
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["opt_param_scheduler"])
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for of_parameter in each.optimizer.state.values():  # one `step` would count for all of them
+            of_parameter["step"] = of_parameter["step"].clone()
 
 
 if __name__ == "__main__":

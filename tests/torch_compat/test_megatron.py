@@ -8,6 +8,7 @@
 """
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from tests.torch_compat.runs import assert_same, values
+from tests.torch_compat.runs import assert_same, trained, values
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, megatron_config, megatron_files, orbax_store
 from torch_compat.checkpoint.hf_config import computes
@@ -358,6 +359,61 @@ def test_nothing_in_common_pt_is_run(copied, tmp_path):
     with pytest.raises(UserError, match="give the run's config, --config FILE"):
         main(["import", str(directory), str(tmp_path / "run")])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_export_has_every_key_of_megatron_with_the_same_bits(name, tmp_path):
+    imported(name, tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "back"), "--to=megatron"]) == 0
+    (tracker,) = (tmp_path / "back").glob("*.txt")
+    back = tmp_path / "back" / f"iter_{int(tracker.read_text()):07d}"
+    theirs, ours = open_dcp(Directory(GOLDEN / name / "iter_0000002")), open_dcp(Directory(back))
+    assert_same({key: tensor.all() for key, tensor in ours.tensors.items()}, raw(name))
+    assert theirs.objects.keys() <= ours.objects.keys()
+    assert all(ours.objects(key) == [None] for key in theirs.objects)
+    stored, written = (json.loads((each / "metadata.json").read_bytes()) for each in (
+        GOLDEN / name / "iter_0000002", back))  # fmt: skip
+    assert written == stored
+    before, after = (checkpoints.find(each).config(None) for each in (GOLDEN / name, back))
+    assert computes(after.model) == computes(before.model)
+    for file in ("run_config.yaml", "train_state.pt"):
+        (back / file).unlink()  # the arguments in common.pt alone say the same
+    assert checkpoints.find(back).config(None).model_dump() == after.model_dump()
+
+
+def test_exported_files_open_in_torch_with_weights_only(dense, tmp_path):
+    assert main(["export", str(dense), str(tmp_path), "--to=megatron"]) == 0
+    with torch.serialization.safe_globals([argparse.Namespace]):  # as Megatron-Core registers it
+        common = torch.load(tmp_path / "iter_0000002" / "common.pt")
+    matrices, vectors = common["optimizer"]["optimizer"]["param_groups"]
+    assert (matrices["step"], matrices["wd_mult"], matrices["weight_decay"]) == (2, 1.0, 0.1)
+    assert (vectors["step"], vectors["wd_mult"], vectors["weight_decay"]) == (2, 0.0, 0.0)
+    assert common["opt_param_scheduler"]["num_steps"] == common["args"].consumed_train_samples == 4
+    state = torch.load(tmp_path / "iter_0000002" / "train_state.pt")
+    assert (state["step"].item(), state["consumed_train_samples"].item()) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype=bfloat16"], "Remove it, or add --weights-only"),
+        (["--dialect=hf-llama"], "--to megatron has names of its own"),
+    ],
+)
+def test_options_without_a_meaning_for_megatron_are_refused(options, message, dense, tmp_path):
+    with pytest.raises(UserError, match=message):
+        main(["export", str(dense), str(tmp_path), "--to=megatron", *options])
+
+
+def test_optimizer_without_a_counterpart_is_exported_as_weights_alone(tmp_path):
+    trained(tmp_path / "run", optimizer={"name": "lion"})
+    command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]
+    with pytest.raises(UserError, match="convert with --weights-only"):
+        main(command)
+    assert main([*command, "--weights-only", "--dtype=bfloat16"]) == 0
+    tensors = open_dcp(Directory(tmp_path / "out" / "iter_0000002")).tensors
+    assert {tensor.dtype.name for tensor in tensors.values()} == {"bfloat16"}
+    assert not any(key.startswith("optimizer") for key in tensors)
 
 
 SETTINGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64,

@@ -34,6 +34,9 @@ from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
 Format = Literal["jaxforge", "dcp", "hf"]
+"""Formats that are read; a checkpoint of Megatron-Core is a DCP."""
+Target = Literal["jaxforge", "dcp", "hf", "megatron"]
+"""Formats that are written."""
 
 _STEP = re.compile(r"(?:global_)?step[_-](\d+)|iter_(\d{7,})")  # MindSpeed's are global
 _ROOMS = ("checkpoints", "checkpoint")  # directories of steps

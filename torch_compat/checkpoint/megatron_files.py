@@ -23,12 +23,15 @@ from torch_compat.formats.torch_zip import Archive
 
 COMMON, RUN_CONFIG, FORMAT = "common.pt", "run_config.yaml", "metadata.json"
 TRACKER = "latest_checkpointed_iteration.txt"
+TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
+              "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+"""Content of `metadata.json`."""
 ITERATION = re.compile(r"iter_(\d{7,})")
 _LEGACY = re.compile(r"mp_rank_\d\d(_\d\d\d)*")
 _ARGUMENTS, ITERATION_KEY = "args", "iteration"
 _YAML = 256 << 10  # bytes of a run_config.yaml: it takes seconds to read as many
 _EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")  # a number that YAML 1.1 takes for text
-_SECTIONS = ("model", "train", "optimizer")
+_SECTIONS = ("model", "train", "optimizer", "scheduler")
 
 _RENAMED = {
     "norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts",
@@ -47,12 +50,14 @@ class Job(NamedTuple):
         model: settings of the model, as `megatron_config` has them.
         train: `seq_length`, `global_batch_size`, `train_iters`.
         optimizer: `lr`, `adam_beta1`, `weight_decay` and so on.
+        scheduler: `lr_decay_style`, `lr_warmup_iters` and so on.
         where: the file that says so.
     """
 
     model: Mapping[str, Any]
     train: Mapping[str, Any]
     optimizer: Mapping[str, Any]
+    scheduler: Mapping[str, Any]
     where: str
 
     @property
@@ -104,7 +109,7 @@ def check_format(directory: Directory) -> None:
     if FORMAT in names:
         about = load_object(directory.read(FORMAT), f"{directory}/{FORMAT}")
         backend = about.get("sharded_backend")
-        if isinstance(backend, str) and backend != "torch_dist":
+        if isinstance(backend, str) and backend != TORCH_DIST["sharded_backend"]:
             what = f"sharded_backend = {shown(backend)}"
             raise UserError(f"{directory}: {what}: not read here. {how}")
 
@@ -124,7 +129,7 @@ def read_job(directory: Directory, dcp: Dcp | None = None) -> Job | None:
         sections = _read_yaml(directory.read(RUN_CONFIG, _YAML), where)
         model = sections["model"]
         train = {**sections["train"], "seq_length": model.get("seq_length")}
-        return Job(model, train, sections["optimizer"], where)
+        return Job(model, train, sections["optimizer"], sections["scheduler"], where)
     if directory.has(COMMON):
         arguments = read_common(directory).get(_ARGUMENTS)
         return _of_arguments(arguments, f"{directory}/{COMMON}")
@@ -182,7 +187,7 @@ def _of_arguments(arguments: Any, where: str) -> Job | None:  # noqa: ANN401 (of
         model["num_query_groups"] = None
     if args.get("use_rope_scaling"):
         model |= {"scale_factor": args.get("rope_scaling_factor") or 8.0, **_LLAMA3}
-    return Job(model, args, args, where)
+    return Job(model, args, args, args, where)
 
 
 def _activation(args: Mapping[str, Any]) -> str:

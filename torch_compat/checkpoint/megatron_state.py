@@ -19,8 +19,10 @@ from torch_compat.checkpoint.megatron_files import COMMON, Job, read_common
 from torch_compat.checkpoint.model_keys import Keys
 from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP
 from torch_compat.checkpoint.validation import unseen
+from torch_compat.families.common import is_size
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.lazy import LazyTensor, number
+from torch_compat.formats.limits import shown
 from torch_compat.names import megatron
 from torch_compat.names.megatron import MEGATRON, WORD_EMBEDDINGS
 from torch_compat.names.table import strip_wrappers
@@ -44,6 +46,7 @@ STRUCTURE = ("n_heads", "kv_heads", "head_size", "activation", "is_gated", "norm
              "moe_router")  # fmt: skip
 """What a config must have as the job: another number of heads would read `linear_qkv` wrongly."""
 _OPTIMIZER = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
+_STYLES = ("constant", "linear", "cosine")
 _TRAIN = {"seq_len": "seq_length", "global_batch_size": "global_batch_size",
           "max_steps": "train_iters"}  # fmt: skip
 
@@ -137,7 +140,27 @@ def config_values(job: Job) -> dict[str, Any]:
         for ours, theirs in _TRAIN.items()
         if type(value := job.train.get(theirs)) is int and value > 0
     }
-    return {"model": model_table(job.model, job.where), "train": train, "optimizer": optimizer}
+    return {
+        "model": model_table(job.model, job.where), "train": train, "optimizer": optimizer,
+        "scheduler": _schedule(job),
+    }  # fmt: skip
+
+
+def _schedule(job: Job) -> dict[str, Any]:
+    """Return `[scheduler]` of a job; empty for a schedule that has another formula here."""
+    given = {**job.train, **job.optimizer, **job.scheduler}
+    style = given.get("lr_decay_style")
+    numbers = {key: float(value) for key, value in given.items() if is_size(value)}
+    lr, least = numbers.get("lr", 0.0), numbers.get("min_lr", 0.0)
+    end = int(numbers.get("lr_decay_iters") or numbers.get("train_iters", 0))
+    warmup = int(numbers.get("lr_warmup_fraction", 0) * end or numbers.get("lr_warmup_iters", 0))
+    if style not in _STYLES or not warmup < max(end, 1):
+        return {}
+    table = {"name": style, "warmup_steps": warmup}
+    if style == "constant":
+        return table
+    share = min(1.0, least / lr) if lr else 0.0
+    return {**table, "decay_steps": end - warmup, "min_lr_ratio": share}
 
 
 def check_job(job: Job, config: JobConfig) -> list[str]:
@@ -153,7 +176,11 @@ def check_job(job: Job, config: JobConfig) -> list[str]:
     trained = ModelConfig(**model_table(job.model, job.where))
     if problems := list(unseen(trained, config.model, STRUCTURE)):
         raise UserError(f"{job.where} is of another model:\n  " + "\n  ".join(problems))
-    return list(unseen(trained, config.model))
+    notes = list(unseen(trained, config.model))
+    style = job.scheduler.get("lr_decay_style")
+    if style is not None and not _schedule(job):
+        notes.append(f"the job's schedule {shown(style)} is not taken over: set [scheduler]")
+    return notes
 
 
 def is_padded(keys: Keys, job: Job, model: ModelConfig) -> bool:

@@ -10,7 +10,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import hf_state, mup
-from torch_compat.checkpoint.checkpoints import CheckpointRef, Format
+from torch_compat.checkpoint.checkpoints import CheckpointRef, Target
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
 from torch_compat.checkpoint.untrained import check_present
@@ -26,8 +26,8 @@ class Request:
 
     Attributes:
         source: the checkpoint.
-        destination: for "jaxforge" the run directory, for "hf" the directory to make, for "dcp" the
-            directory in which `step_<n>` appears.
+        destination: for "jaxforge" the run directory, for "hf" the directory to make, for "dcp" and
+            "megatron" the directory in which `step_<n>` or `iter_<n>` appears.
         to: the format of the result.
         config: a config file; None takes the config in the source, which a DCP has not.
         overrides: settings over the config.
@@ -43,7 +43,7 @@ class Request:
 
     source: CheckpointRef
     destination: Path
-    to: Format
+    to: Target
     config: Path | None = None
     overrides: Sequence[str] = ()
     options: Options = _DEFAULTS

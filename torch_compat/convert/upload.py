@@ -47,6 +47,8 @@ def notes(request: Request) -> list[str]:
     ]
     if request.to == "dcp":
         notes_.append("a bucket has no links, so there will be no `latest`: name the step itself")
+    if request.to == "megatron":
+        notes_.append("no tracker file is written in a bucket: name the iteration itself")
     return notes_
 
 
