@@ -168,6 +168,7 @@ def entries(
     flat: bool,
     prefix: str,
     weights_only: bool,
+    owner: str = "",
 ) -> dict[str, Entry]:
     """The keys and values of a checkpoint that PyTorch loads.
 
@@ -178,6 +179,7 @@ def entries(
         flat: flattened optimizer state, as `flatten_optimizer_state_dict` and torchtitan have it.
         prefix: what stands before the model's keys, such as "model."; "" puts them at the root.
         weights_only: no optimizer.
+        owner: what stands before a parameter's name in the optimizer.
 
     Raises:
         UserError: a parameter has no counterpart in the dialect.
@@ -221,8 +223,8 @@ def entries(
         if key in sums:
             own[WEIGHT_SUM] = sums[key]
         for field, value in own.items():
-            add(("optimizer", f"state.{key}.{field}") if flat else
-                ("optimizer", "state", key, field), value)  # fmt: skip
+            add(("optimizer", f"state.{owner}{key}.{field}") if flat else
+                ("optimizer", "state", f"{owner}{key}", field), value)  # fmt: skip
     decays = dict.fromkeys(params, False)
     for name, tensor in checkpoint.params.items():
         is_matrix = len(tensor.shape) > 1
@@ -230,6 +232,7 @@ def entries(
         decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
             target.stacking.array_of(name), is_matrix=is_matrix
         )
+    decays = {f"{owner}{key}": does for key, does in decays.items()}
     for g, group in enumerate(optimizer_state.groups(target.config, updates, decays)):
         members = group["params"]
         if not flat:

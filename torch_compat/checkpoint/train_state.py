@@ -26,6 +26,8 @@ from torch_compat.formats.torch_zip import Archive
 TRAIN_STATE = "train_state.pt"
 SKIPS_IDLE_EXPERTS = "skip_idle_experts"
 EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
+_LAST_LOGGED = ("last_avg_loss", "last_mfu", "last_tokens_per_second", "last_reserved_memory",
+                "last_grad_norm")  # fmt: skip
 _SAMPLES = "consumed_train_samples"
 
 
@@ -207,6 +209,24 @@ def lambda_lr(config: JobConfig, updates: int, groups: int) -> dict[str, Any]:
         "_last_lr": [group_lr(config, updates)] * groups,
         "lr_lambdas": [None] * groups,
     }
+
+
+def extra_state(progress: Progress, updates: int, config: JobConfig) -> dict[str, Any]:
+    """Return the content of MindSpeed's `extra_state`, of which each of its ranks reads a copy.
+
+    Its first mean of the loss after a resume is over the steps since `_global_step_last_logged`.
+    """
+    return {
+        "global_step": progress.step,
+        "_global_step_last_logged": progress.step,
+        "_last_logged_step": progress.step,
+        "lr_scheduler": lambda_lr(config, updates, groups=2),
+        "train_metric": {
+            "consume_tokens": progress.tokens, "last_iteration": progress.step, "last_epoch": 0,
+            **dict.fromkeys(_LAST_LOGGED, 0.0),
+        },
+        "torch_rng_state": _random_states(config.train.seed)["torch_cpu"],
+    }  # fmt: skip
 
 
 def of_titan(progress: Progress, updates: int, config: JobConfig) -> dict[tuple[str, str], Any]:

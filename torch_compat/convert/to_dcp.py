@@ -27,16 +27,14 @@ from torch_compat.names.megatron import MEGATRON
 class DcpWriter(Writer):
     """A `step_<n>` of PyTorch's DCP, with the place of the run."""
 
+    prefix = "model."
+    """What stands before the keys of the model."""
+    owner = ""
+    """What stands before the name of a parameter in the keys of its optimizer state."""
+
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
-        model = source.target.config.model
-        is_packed = model.is_moe and model.moe_packed_experts
-        usual = "kempnerforge-packed" if is_packed else "kempnerforge"
-        self._dialect = request.dialect or usual
-        if self._dialect == MEGATRON.name:
-            raise UserError(
-                "--dialect megatron: Megatron-Core has a format of its own. Use --to megatron"
-            )
+        self._dialect = self._names()
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None
@@ -44,6 +42,17 @@ class DcpWriter(Writer):
         many = f", {request.stages} stages" if request.stages > 1 else ""
         self.label = f"{self._dialect}{many}"
         self.within = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
+
+    def _names(self) -> str:
+        """Return the dialect whose names are written."""
+        model = self.source.target.config.model
+        is_packed = model.is_moe and model.moe_packed_experts
+        usual = "kempnerforge-packed" if is_packed else "kempnerforge"
+        if self.request.dialect == MEGATRON.name:
+            raise UserError(
+                "--dialect megatron: Megatron-Core has a format of its own. Use --to megatron"
+            )
+        return self.request.dialect or usual
 
     def notes(self) -> list[str]:
         """Return notes for the user.
@@ -75,17 +84,21 @@ class DcpWriter(Writer):
         """Write the metadata, and where the run stands."""
         directory = self.staging.path
         if self._has_place:
-            with (directory / train_state.TRAIN_STATE).open("wb") as file:
-                file.writelines(torch_zip.archive(self._train_state()))
-            progress = self.source.progress
-            about = {"step": progress.step, "tokens_seen": progress.tokens}
-            (directory / "metadata.json").write_text(json.dumps(about, indent=2))
+            self._write_place(directory)
         for stage, entries in self._stages.items():
             locations = {unit.name: results[unit.name] for unit in self._units[stage]}
             dcp_writer.write_metadata(entries, locations, directory / stage, self.block)
         every = itertools.chain.from_iterable(part.items() for part in self._stages.values())
         written = {key: e.value for key, e in every if isinstance(e.value, LazyTensor)}
         check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
+
+    def _write_place(self, directory: Path) -> None:
+        """Write where the run stands."""
+        with (directory / train_state.TRAIN_STATE).open("wb") as file:
+            file.writelines(torch_zip.archive(self._train_state()))
+        progress = self.source.progress
+        about = {"step": progress.step, "tokens_seen": progress.tokens}
+        (directory / "metadata.json").write_text(json.dumps(about, indent=2))
 
     def commit(self) -> None:
         """Give the checkpoint its name, and point `latest` to it."""
@@ -99,7 +112,8 @@ class DcpWriter(Writer):
         entries = functools.partial(
             dcp_state.entries, target=target, dialect=name_map(self._dialect),
             flat=layout == "flat" if layout else self._is_titan,
-            prefix="" if self._is_titan else "model.", weights_only=not self._has_moments,
+            prefix="" if self._is_titan else self.prefix, owner=self.owner,
+            weights_only=not self._has_moments,
         )  # fmt: skip
         checkpoint, n_layers = self.source.checkpoint, target.config.model.n_layers
         split = stages.split(checkpoint, n_layers, self.request.stages)

@@ -1,0 +1,66 @@
+"""Writer of checkpoints of MindSpeed-LLM's FSDP2 trainer: an engine around a model of transformers.
+
+DST/checkpoints/global_step_<n>/                                 DST is its output_dir
+    .metadata, __0_0.distcp                                      model.model.model.layers.0. ...
+    extra_state/extra_state_rank_0.pt, extra_state_rank_1.pt ... one for each rank
+"""
+
+from pathlib import Path
+
+from jaxforge.errors import UserError
+from torch_compat.checkpoint import hf_config, train_state
+from torch_compat.convert.source import Request, Source
+from torch_compat.convert.to_dcp import DcpWriter
+from torch_compat.convert.writer import Writer
+from torch_compat.families import FAMILIES
+from torch_compat.formats import torch_zip
+
+NAME = "mindspeed"
+
+
+class MindSpeedWriter(DcpWriter):
+    """A `checkpoints/global_step_<n>` with the names of the model's family in transformers."""
+
+    prefix, owner = "model.model.", "model."
+
+    def __init__(self, request: Request, source: Source) -> None:
+        if request.layout == "flat":
+            raise UserError("--layout flat: MindSpeed-LLM loads nested optimizer state. Remove it")
+        super().__init__(request, source)
+        self.label = f"{NAME}, {self._dialect}, {request.ranks} ranks"
+        self.within = f"checkpoints/global_step_{source.progress.step}"
+
+    def _names(self) -> str:
+        """Return the dialect of the model's family.
+
+        Raises:
+            UserError: no family has the model, or it has experts.
+        """
+        model, before = self.source.target.config.model, self.source.imported
+        if model.is_moe:
+            raise UserError(
+                "--dialect mindspeed: MindSpeed-LLM has layouts of its own for experts, which are "
+                "not written here. Export --to hf, and start from that there"
+            )
+        return FAMILIES[hf_config.family_of(model, None, before and before.config)].dialect.name
+
+    def notes(self) -> list[str]:
+        """Return what the user should know."""
+        if not self._has_moments:
+            return ["it holds weights alone: training starts at step 0 there"]
+        return ["MindSpeed-LLM finds its place in the data by the step, and its order is its own"]
+
+    def _write_place(self, directory: Path) -> None:
+        """Write the state of each rank."""
+        source = self.source
+        updates = int(source.checkpoint.scalars["updates"])
+        state = train_state.extra_state(source.progress, updates, source.target.config)
+        for rank in range(self.request.ranks):
+            path = directory / train_state.EXTRA_STATE.replace("_rank_0", f"_rank_{rank}")
+            path.parent.mkdir(exist_ok=True)
+            with path.open("wb") as file:
+                file.writelines(torch_zip.archive(state))
+
+    def commit(self) -> None:
+        """Give the checkpoint its name; a job is told by name which one to resume from."""
+        Writer.commit(self)
