@@ -98,7 +98,7 @@ def test_newest_step_counts_as_a_number(tmp_path):
 
 
 class Engine(torch.nn.Module):
-    """What MindSpeed-LLM wraps a model of transformers in, without sharding."""
+    """Engine that MindSpeed-LLM wraps a model of transformers in, without sharding."""
 
     def __init__(self, model):
         super().__init__()

@@ -212,7 +212,7 @@ def lambda_lr(config: JobConfig, updates: int, groups: int) -> dict[str, Any]:
 
 
 def extra_state(progress: Progress, updates: int, config: JobConfig) -> dict[str, Any]:
-    """Return the content of MindSpeed's `extra_state`, of which each of its ranks reads a copy.
+    """Return the content of MindSpeed's `extra_state`: each of its ranks reads a copy.
 
     Its first mean of the loss after a resume is over the steps since `_global_step_last_logged`.
     """
