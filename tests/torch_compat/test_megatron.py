@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
+from tests.helpers import setup
+from tests.torch_compat.gauged import restored
 from tests.torch_compat.runs import assert_same, trained, values
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, megatron_config, megatron_files, orbax_store
@@ -154,6 +157,20 @@ def test_moments_are_those_of_each_parameter(dense):
     assert ours["updates"] == 2
 
 
+def test_import_continues_with_the_losses_of_megatron(dense):
+    """The batch is Megatron-Core's; the second loss shows what the first update did."""
+    stored = np.load(GOLDEN / "dense" / "logits.npz")
+    ours = setup(
+        load_config(
+            dense / "config.toml", ["--train.mixed_precision=fp32", "--distributed.dp_shard=1"]
+        )
+    )
+    batch = {"input_ids": stored["tokens"][None, :, :-1], "labels": stored["tokens"][None, :, 1:]}
+    batch = {key: value.astype(np.int32) for key, value in batch.items()}
+    _, metrics = ours.run(restored(ours, dense), [batch, batch])
+    np.testing.assert_allclose(metrics["loss"], stored["losses"][2:], rtol=1e-5)
+
+
 def test_import_continues_at_the_step_of_the_job(dense):
     checkpoint, config = orbax_store.open_orbax(dense)
     progress = checkpoint.progress
@@ -271,6 +288,25 @@ def test_fsdp_dtensor_is_the_same_state(dense, tmp_path):
     assert_same(values(tmp_path / "run"), values(dense))
     ours, theirs = (orbax_store.open_orbax(run)[0].progress for run in (tmp_path / "run", dense))
     assert (ours.step, ours.samples) == (theirs.step, theirs.samples)
+
+
+@pytest.mark.parametrize("is_fsdp", [False, True])
+def test_state_of_another_optimizer_is_refused(is_fsdp, tmp_path):
+    """Muon's would otherwise count as no optimizer state at all."""
+    tensors = {
+        key: torch.tensor(value)
+        for key, value in raw("dense").items()
+        if not key.startswith("optimizer.")
+    }
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    field = "momentum_buffer"
+    key = f"module.{name}.{field}" if is_fsdp else f"{field}.{name}"
+    tensors[f"optimizer.state.{key}"] = torch.zeros(tensors[name].shape)
+    path = tmp_path / "iter_0000002"
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=str(path), no_dist=True)
+    shutil.copy(GOLDEN / "dense" / "iter_0000002" / "common.pt", path)
+    with pytest.raises(UserError, match=r"its optimizer state has momentum_buffer; that of"):
+        main(["import", str(path), str(tmp_path / "run")])
 
 
 @pytest.mark.parametrize("naming", ["grouped", "sequential", "singleton"])

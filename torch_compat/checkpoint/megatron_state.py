@@ -8,7 +8,7 @@ fsdp_dtensor     model.module.decoder.layers.0.self_attention.linear_qkv.weight
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxforge.config.job import JobConfig
@@ -28,10 +28,8 @@ from torch_compat.names.megatron import MEGATRON, WORD_EMBEDDINGS
 from torch_compat.names.table import strip_wrappers
 
 _PREFIX = re.compile(r"^model\d*\.")
-_FIELDS = "exp_avg|exp_avg_sq|param|fp32_param"
-_MOMENT = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.({_FIELDS})\.(.+)")
-_OF_PARAMETER = re.compile(rf"optimizer\.state\.(.+)\.({_FIELDS}|master_param)")
-_STEP = re.compile(rf"optimizer\.state\..+\.{STEP}")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(.+)")
+_PARAMETER = re.compile(r"(\w+_)?(weight|bias)\d*(_[wv])?")  # the last part of its name
 _GROUP = re.compile(rf"optimizer\.param_to_group_meta\.(.+)\.({'|'.join((*MAIN_KEYS, STEP))})")
 _FLAT = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_|param_state)"
@@ -53,7 +51,7 @@ _TRAIN = {"seq_len": "seq_length", "global_batch_size": "global_batch_size",
 
 def is_megatron(dcp: Dcp) -> bool:
     """Return whether a DCP has the keys of Megatron-Core's GPT model."""
-    return any(key.endswith(WORD_EMBEDDINGS) and not _MOMENT.fullmatch(key) for key in dcp.tensors)
+    return any(key.endswith(WORD_EMBEDDINGS) and not _STATE.fullmatch(key) for key in dcp.tensors)
 
 
 def sort_keys(dcp: Dcp) -> Keys:
@@ -68,10 +66,9 @@ def sort_keys(dcp: Dcp) -> Keys:
     others, left_out = list(dcp.objects), []
     bare = _without_prefix(dcp)
     for key, tensor in dcp.tensors.items():
-        if match := _MOMENT.fullmatch(key):
-            fields.setdefault(match[1], {})[strip_wrappers(match[2])] = tensor
-        elif match := _OF_PARAMETER.fullmatch(key):
-            fields.setdefault(match[2], {})[strip_wrappers(match[1])] = tensor
+        if match := _STATE.fullmatch(key):
+            field, name = _field_and_parameter(match[1])
+            fields.setdefault(field, {})[strip_wrappers(name)] = tensor
         elif key.startswith(_BESIDE) or key.endswith(_EXTRA):
             others.append(key)
         elif (name := bare(key)).startswith(_FURTHER):
@@ -81,11 +78,12 @@ def sort_keys(dcp: Dcp) -> Keys:
         else:
             model[name] = tensor
     params = megatron.separate(model, where)
+    counts = fields.pop(STEP, {})
     by_field = {field: megatron.separate(of, where) for field, of in fields.items()}
     masters = {
         name: tensor for field in _MASTERS for name, tensor in by_field.pop(field, {}).items()
     }
-    steps, groups = _steps_and_groups(dcp)
+    steps, groups = _steps_and_groups(dcp, counts.values())
     state: dict[str, dict[str, Any]] = {}
     for field, tensors in by_field.items():
         for name, tensor in tensors.items():
@@ -101,7 +99,7 @@ def sort_keys(dcp: Dcp) -> Keys:
 def _without_prefix(dcp: Dcp) -> Callable[[str], str]:
     """Return what takes off what stands before the keys of the model."""
     table = next(
-        key for key in dcp.tensors if key.endswith(WORD_EMBEDDINGS) and not _MOMENT.fullmatch(key)
+        key for key in dcp.tensors if key.endswith(WORD_EMBEDDINGS) and not _STATE.fullmatch(key)
     )
     prefix = strip_wrappers(_PREFIX.sub("", table)).removesuffix(WORD_EMBEDDINGS)
     return lambda key: strip_wrappers(_PREFIX.sub("", key)).removeprefix(prefix)
@@ -190,13 +188,24 @@ def is_padded(keys: Keys, job: Job, model: ModelConfig) -> bool:
     return rows == job.padded_vocabulary and rows > model.vocab_size
 
 
-def _steps_and_groups(dcp: Dcp) -> tuple[list[float], list[dict[str, Any]]]:
+def _field_and_parameter(key: str) -> tuple[str, str]:
+    """Split what follows `optimizer.state.`: the field comes first, or last in `fsdp_dtensor`."""
+    before, _, last = key.rpartition(".")
+    if _PARAMETER.fullmatch(last):
+        field, _, parameter = key.partition(".")
+        return field, parameter
+    return last, before
+
+
+def _steps_and_groups(
+    dcp: Dcp, of_parameters: Iterable[LazyTensor]
+) -> tuple[list[float], list[dict[str, Any]]]:
     """Return the numbers of updates that are stored, and the settings of parameter groups."""
     groups: dict[str, dict[str, Any]] = {}
     for key in dcp.objects:
         if match := _GROUP.fullmatch(key):
             groups.setdefault(match[1], {})[match[2]] = dcp.objects(key)
-    counts: list[Any] = [tensor for key, tensor in dcp.tensors.items() if _STEP.fullmatch(key)]
+    counts: list[Any] = list(of_parameters)
     tables: list[Mapping[str, Any]] = list(groups.values())
     if dcp.directory.has(COMMON):
         tables += _dicts(read_common(dcp.directory).get("optimizer"))
