@@ -1,13 +1,8 @@
 """Checkpoints of Megatron-Core: which weight, moment and position is which, and what is refused.
 
-`tests/golden/megatron` was written by Megatron-Core itself (0.16.1, `flattened` by 0.14.0), by
-`megatron_job.py` with one process, `flattened` with two of tensor parallelism:
-
-    dense      fully_reshardable, biases of q, k and v     flattened  fully_sharded_model_space
-    experts    weights alone, TransformerEngine's names    buffers    dp_reshardable
+Nothing here needs torch; `test_megatron_torch.py` does.
 """
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -20,79 +15,23 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from tests.helpers import setup
 from tests.torch_compat.gauged import restored
+from tests.torch_compat.megatron_golden import (
+    GOLDEN,
+    RUN_CONFIG,
+    assert_close,
+    expected,
+    imported,
+    logits_of,
+    raw,
+)
 from tests.torch_compat.runs import assert_same, trained, values
 from torch_compat.__main__ import main
-from torch_compat.checkpoint import checkpoints, megatron_config, megatron_files, orbax_store
+from torch_compat.checkpoint import checkpoints, megatron_config, orbax_store
 from torch_compat.checkpoint.hf_config import computes
 from torch_compat.formats import torch_zip
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
 from torch_compat.formats.pickles import Call, Global
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
-from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs torch)
-    open_theirs,
-    our_logits,
-    params_of,
-    their_logits,
-)
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "megatron"
-RUN_CONFIG = """
-checkpoint:
-  save: /somewhere
-model:
-  _target_: megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider
-  activation_func:
-    _call_: false
-    _target_: torch.nn.functional.silu
-  add_bias_linear: false
-  ffn_hidden_size: 24
-  gated_linear_unit: true
-  hidden_size: 16
-  init_method:
-    _args_: []
-    _partial_: true
-    _target_: torch.nn.init.normal_
-    mean: 0.0
-    std: 0.1
-  init_method_std: 1e-1
-  kv_channels: 8
-  layernorm_epsilon: 1.0e-05
-  make_vocab_size_divisible_by: 16
-  moe_ffn_hidden_size: 12
-  moe_layer_freq: 1
-  moe_router_topk: 2
-  normalization: RMSNorm
-  num_attention_heads: 4
-  num_layers: 2
-  num_moe_experts: 4
-  num_query_groups: 2
-  position_embedding_type: rope
-  qk_layernorm: true
-  rotary_base: 10000.0
-  seq_length: 64
-  share_embeddings_and_output_weights: true
-  should_pad_vocab: true
-  tensor_model_parallel_size: 2
-  vocab_size: 28
-  window_size: null
-optimizer:
-  _target_: megatron.bridge.training.config.OptimizerConfig
-  adam_beta1: 0.9
-  adam_beta2: 0.95
-  lr: 0.0003
-train:
-  global_batch_size: 8
-  train_iters: 50
-"""
-
-
-def imported(name, run, *options):
-    assert main(["import", str(GOLDEN / name), str(run), *options]) == 0
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -108,30 +47,10 @@ def copied(tmp_path):
     return copy
 
 
-def raw(name):
-    return {
-        key: tensor.all()
-        for key, tensor in open_dcp(Directory(GOLDEN / name / "iter_0000002")).tensors.items()
-    }
-
-
-def expected(name):
-    stored = np.load(GOLDEN / name / "logits.npz")
-    return stored["tokens"][:, :-1], stored["logits"]
-
-
-def assert_close(ours, theirs):
-    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
-
-
 @pytest.mark.parametrize("name", ["dense", "experts"])
-def test_import_has_the_logits_of_megatron_and_of_transformers(name, tmp_path):
-    run = imported(name, tmp_path / "run")
+def test_import_has_the_logits_of_megatron(name, tmp_path):
     tokens, logits = expected(name)
-    model, params = params_of(run)
-    assert_close(our_logits(model, params, tokens), logits)
-    assert main(["convert", str(GOLDEN / name), str(tmp_path / "hf"), "--to=hf"]) == 0
-    assert_close(their_logits(open_theirs(tmp_path / "hf"), tokens), logits)
+    assert_close(logits_of(imported(name, tmp_path / "run"), tokens)[1], logits)
 
 
 def test_moments_are_those_of_each_parameter(dense):
@@ -192,10 +111,10 @@ def test_rows_that_pad_the_vocabulary_are_removed(copied, tmp_path):
     directory = copied("experts") / "iter_0000002"
     (directory / "run_config.yaml").write_text(RUN_CONFIG)
     assert main(["import", str(directory), str(tmp_path / "run")]) == 0
-    model, params = params_of(tmp_path / "run")
     tokens, logits = expected("experts")
+    model, ours = logits_of(tmp_path / "run", tokens)
     assert model.vocab_size == 28
-    assert_close(our_logits(model, params, tokens), logits[..., :28])
+    assert_close(ours, logits[..., :28])
 
 
 def test_flattened_tensors_get_their_shape_back():
@@ -227,119 +146,7 @@ def test_flat_buffers_are_refused_with_the_reason(tmp_path):
         main(command)
     assert main([*command, "--weights-only"]) == 0
     tokens, logits = expected("buffers")
-    model, params = params_of(tmp_path / "run")
-    assert_close(our_logits(model, params, tokens), logits)
-
-
-def arguments(name):
-    """Return the plain ones of the arguments that a checkpoint has."""
-    stored = vars(megatron_files.read_common(Directory(GOLDEN / name / "iter_0000002"))["args"])
-    plain = {k: v for k, v in stored.items() if isinstance(v, int | float | str | list | None)}
-    return argparse.Namespace(**plain)
-
-
-def fsdp_state(theirs):
-    """Return the state dict of `fsdp_dtensor`, by what `preprocess_fsdp_dtensor_state_dict` does.
-
-    A stand-in: Megatron-FSDP itself needs GPUs.
-    """
-    renamed = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-               "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight"}  # fmt: skip
-
-    def entries(prefix):
-        for key, value in theirs.items():
-            if not key.startswith(prefix) or (not prefix and key.startswith("optimizer.")):
-                continue
-            name, tensor = key.removeprefix(prefix), torch.tensor(value)
-            if not name.startswith("decoder.layers."):
-                yield f"module.{name}", tensor
-                continue
-            tail = name.removeprefix("decoder.layers.")
-            for i, layer in enumerate(tensor):
-                own = f"module.decoder.layers.{i}.{renamed.get(tail, tail)}"
-                if own.endswith("mlp.linear_fc1.weight"):
-                    yield from zip((f"{own}_w", f"{own}_v"), layer.chunk(2), strict=True)
-                else:
-                    yield own, layer
-
-    moments = {field: dict(entries(f"optimizer.state.{field}.")) for field in
-               ("exp_avg", "exp_avg_sq")}  # fmt: skip
-    names = moments["exp_avg"]
-    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 2}
-    return {
-        "model": dict(entries("")),
-        "optimizer": {
-            "state": {n: {field: of[n] for field, of in moments.items()} for n in names},
-            "param_to_group_meta": {name: dict(settings) for name in names},
-        },
-        "args": arguments("dense"),
-        "iteration": 2,
-        "checkpoint_version": 3.0,
-    }  # fmt: skip
-
-
-def test_fsdp_dtensor_is_the_same_state(dense, tmp_path):
-    path = tmp_path / "checkpoints" / "iter_0000002"
-    torch.distributed.checkpoint.save(
-        fsdp_state(raw("dense")), checkpoint_id=str(path), no_dist=True
-    )
-    (path.parent / "latest_checkpointed_iteration.txt").write_text("2")
-    assert main(["import", str(path.parent), str(tmp_path / "run")]) == 0
-    assert_same(values(tmp_path / "run"), values(dense))
-    ours, theirs = (orbax_store.open_orbax(run)[0].progress for run in (tmp_path / "run", dense))
-    assert (ours.step, ours.samples) == (theirs.step, theirs.samples)
-
-
-@pytest.mark.parametrize("is_fsdp", [False, True])
-def test_state_of_another_optimizer_is_refused(is_fsdp, tmp_path):
-    """Muon's would otherwise count as no optimizer state at all."""
-    tensors = {
-        key: torch.tensor(value)
-        for key, value in raw("dense").items()
-        if not key.startswith("optimizer.")
-    }
-    name = "decoder.layers.mlp.linear_fc2.weight"
-    field = "momentum_buffer"
-    key = f"module.{name}.{field}" if is_fsdp else f"{field}.{name}"
-    tensors[f"optimizer.state.{key}"] = torch.zeros(tensors[name].shape)
-    path = tmp_path / "iter_0000002"
-    torch.distributed.checkpoint.save(tensors, checkpoint_id=str(path), no_dist=True)
-    shutil.copy(GOLDEN / "dense" / "iter_0000002" / "common.pt", path)
-    with pytest.raises(UserError, match=r"its optimizer state has momentum_buffer; that of"):
-        main(["import", str(path), str(tmp_path / "run")])
-
-
-@pytest.mark.parametrize("naming", ["grouped", "sequential", "singleton"])
-def test_experts_have_the_same_values_however_they_are_named(naming, tmp_path):
-    """Names of `handle_experts_in_state_dict`, and of `singleton_local_shards`."""
-    before = raw("experts")
-    tensors = {}
-    for key, value in before.items():
-        tail = key.removeprefix("decoder.layers.")
-        expert = tail.removeprefix("mlp.experts.experts.").removesuffix(".weight")
-        if tail == key:
-            tensors[key] = torch.tensor(value)
-            continue
-        for i, layer in enumerate(torch.tensor(value)):
-            prefix = f"decoder.layers.{i}."
-            if f"mlp.experts.experts.{expert}.weight" != tail:
-                tensors[prefix + tail] = layer
-                continue
-            for j, of_expert in enumerate(layer):
-                name = {
-                    "grouped": f"mlp.experts.{expert}.weight{j}",
-                    "sequential": f"mlp.experts.local_experts.{j}.{expert}.weight",
-                    "singleton": f"mlp.experts.experts.{j}.{expert}.weight",
-                }[naming]
-                parts = {name: of_expert}
-                if expert == "linear_fc1" and naming != "sequential":
-                    parts = dict(zip((f"{name}_w", f"{name}_v"), of_expert.chunk(2), strict=True))
-                tensors |= {prefix + part: value for part, value in parts.items()}
-    path = tmp_path / "iter_0000002"
-    torch.distributed.checkpoint.save(tensors, checkpoint_id=str(path), no_dist=True)
-    (path / "run_config.yaml").write_text(RUN_CONFIG.replace("vocab_size: 28", "vocab_size: 32"))
-    assert main(["import", str(path), str(tmp_path / "run")]) == 0
-    assert_same(values(tmp_path / "run"), values(imported("experts", tmp_path / "stacked")))
+    assert_close(logits_of(tmp_path / "run", tokens)[1], logits)
 
 
 def test_tracker_names_the_checkpoint(copied, tmp_path):
@@ -415,18 +222,6 @@ def test_export_has_every_key_of_megatron_with_the_same_bits(name, tmp_path):
     for file in ("run_config.yaml", "train_state.pt"):
         (back / file).unlink()  # the arguments in common.pt alone say the same
     assert checkpoints.find(back).config(None).model_dump() == after.model_dump()
-
-
-def test_exported_files_open_in_torch_with_weights_only(dense, tmp_path):
-    assert main(["export", str(dense), str(tmp_path), "--to=megatron"]) == 0
-    with torch.serialization.safe_globals([argparse.Namespace]):  # as Megatron-Core registers it
-        common = torch.load(tmp_path / "iter_0000002" / "common.pt")
-    matrices, vectors = common["optimizer"]["optimizer"]["param_groups"]
-    assert (matrices["step"], matrices["wd_mult"], matrices["weight_decay"]) == (2, 1.0, 0.1)
-    assert (vectors["step"], vectors["wd_mult"], vectors["weight_decay"]) == (2, 0.0, 0.0)
-    assert common["opt_param_scheduler"]["num_steps"] == common["args"].consumed_train_samples == 4
-    state = torch.load(tmp_path / "iter_0000002" / "train_state.pt")
-    assert (state["step"].item(), state["consumed_train_samples"].item()) == (2, 4)
 
 
 @pytest.mark.parametrize(

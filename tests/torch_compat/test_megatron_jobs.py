@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 from tests.processes.conftest import ROOT
-from tests.torch_compat.test_megatron import GOLDEN, imported
+from tests.torch_compat.megatron_golden import GOLDEN, imported
+from tests.torch_compat.runs import values
 from torch_compat.__main__ import main
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.files import Directory
 
 pytestmark = pytest.mark.processes
 
@@ -100,10 +103,6 @@ def test_import_continues_with_the_float32_weights_of_a_bfloat16_job(optimizer, 
     command = ["import", str(path), str(tmp_path / "run")]
     assert main(command) == 0
     assert main(["verify", str(path), str(tmp_path / "run")]) == 0
-    from tests.torch_compat.runs import values
-    from torch_compat.formats.dcp_reader import open_dcp
-    from torch_compat.formats.files import Directory
-
     tensors = open_dcp(Directory(path)).tensors
     master = "fp32_param" if optimizer == "plain" else "param"
     expected = tensors[f"optimizer.state.{master}.decoder.layers.self_attention.linear_proj.weight"]

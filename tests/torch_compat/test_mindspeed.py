@@ -15,13 +15,8 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 transformers = pytest.importorskip("transformers")
 
-from torch.distributed.checkpoint.state_dict import (  # noqa: E402 (after the check)
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.stateful import Stateful  # noqa: E402 (after the check)
+state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+stateful = pytest.importorskip("torch.distributed.checkpoint.stateful")
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -105,30 +100,30 @@ class Engine(torch.nn.Module):
         self.model = model
 
 
-class ModelState(Stateful):
+class ModelState(stateful.Stateful):
     """Wrapper of its `checkpoint_manager.py`."""
 
     def __init__(self, engine):
         self.engine = engine
 
     def state_dict(self):
-        return get_model_state_dict(self.engine)
+        return state_dict.get_model_state_dict(self.engine)
 
-    def load_state_dict(self, state_dict):
-        set_model_state_dict(self.engine, state_dict)
+    def load_state_dict(self, loaded):
+        state_dict.set_model_state_dict(self.engine, loaded)
 
 
-class OptimizerState(Stateful):
+class OptimizerState(stateful.Stateful):
     """Wrapper of its `checkpoint_manager.py`."""
 
     def __init__(self, engine, optimizer):
         self.engine, self.optimizer = engine, optimizer
 
     def state_dict(self):
-        return get_optimizer_state_dict(self.engine, self.optimizer)
+        return state_dict.get_optimizer_state_dict(self.engine, self.optimizer)
 
-    def load_state_dict(self, state_dict):
-        set_optimizer_state_dict(self.engine, self.optimizer, state_dict)
+    def load_state_dict(self, loaded):
+        state_dict.set_optimizer_state_dict(self.engine, self.optimizer, loaded)
 
 
 class Job:

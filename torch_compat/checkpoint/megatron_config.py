@@ -5,7 +5,7 @@ Settings have the names of `TransformerConfig` and of Megatron-Bridge's `GPTMode
 """
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxforge.config.model import ModelConfig
@@ -190,7 +190,7 @@ def _no_rope(s: Settings, where: str) -> list[bool]:
     return _in_layers("no_rope_freq", s, where, lambda layer, every: (layer + 1) % every == 0)
 
 
-def _in_layers(key: str, s: Settings, where: str, is_in: Any) -> list[bool]:  # noqa: ANN401 (a predicate)
+def _in_layers(key: str, s: Settings, where: str, is_in: Callable[[int, int], bool]) -> list[bool]:
     """Return a setting of every n-th layer, or of a list of 0 and 1, for each layer."""
     value, layers = s[key], s["num_layers"]
     if type(value) is int and value > 0:

@@ -161,14 +161,14 @@ def read_common(directory: Directory) -> dict[str, Any]:
     return common
 
 
-def read_iteration(dcp: Dcp) -> Any:  # noqa: ANN401 (of a pickle)
+def read_iteration(dcp: Dcp) -> object:
     """Return the steps that a job of Megatron-LM attempted; None if they are not stored."""
     if dcp.directory.has(COMMON):
         return read_common(dcp.directory).get(ITERATION_KEY)
     return dcp.objects(ITERATION_KEY) if ITERATION_KEY in dcp.objects else None
 
 
-def _of_arguments(arguments: Any, where: str) -> Job | None:  # noqa: ANN401 (of a pickle)
+def _of_arguments(arguments: object, where: str) -> Job | None:
     """Return what Megatron-LM's arguments say, by the names of `TransformerConfig`."""
     if not isinstance(arguments, Record):
         return None
@@ -219,7 +219,7 @@ def _items(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
         yield from ((k.value, v) for k, v in node.value if isinstance(k, yaml.ScalarNode))
 
 
-def _value(node: yaml.Node, where: str) -> Any:  # noqa: ANN401 (of a file)
+def _value(node: yaml.Node, where: str) -> object:
     """Return a scalar, a list of scalars, or the name of the object that a table stands for."""
     if isinstance(node, yaml.ScalarNode):
         if _EXPONENT.fullmatch(node.value):

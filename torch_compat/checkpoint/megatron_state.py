@@ -225,7 +225,7 @@ def _usual(group: Mapping[str, Any]) -> dict[str, Any]:
     return {"initial_lr": group["max_lr"], **named} if group.get("max_lr") else named
 
 
-def _dicts(value: Any) -> list[Mapping[str, Any]]:  # noqa: ANN401 (of a pickle)
+def _dicts(value: object) -> list[Mapping[str, Any]]:
     """Return all dicts within nested dicts and lists."""
     tables: list[Mapping[str, Any]] = []
     left = [value]

@@ -8,7 +8,6 @@ original shape.
 import functools
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from torch_compat.formats.lazy import Index, LazyTensor, extent, intersection, i
 _SHAPE = "nd_reformulated_orig_global_shape"
 
 
-def original_shape(mcore_data: Any, key: str) -> tuple[int, ...] | None:  # noqa: ANN401 (of a pickle)
+def original_shape(mcore_data: object, key: str) -> tuple[int, ...] | None:
     """Return the original shape of a flattened tensor; None for any other tensor."""
     of_key = mcore_data.get(key) if isinstance(mcore_data, dict) else None
     shape = of_key.get(_SHAPE) if isinstance(of_key, dict) else None
