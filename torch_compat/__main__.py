@@ -36,9 +36,9 @@ from torch_compat.formats.workers import Share, Workers
 # Each command imports the modules that it needs when it runs: that takes half a second.
 if TYPE_CHECKING:
     from torch_compat.checkpoint.checkpoints import CheckpointRef
-    from torch_compat.checkpoint.dcp_state import Options
+    from torch_compat.checkpoint.dcp_state import ReadOptions
     from torch_compat.convert.source import Request
-    from torch_compat.convert.verify import Verified
+    from torch_compat.convert.verify import VerificationResult
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _DIALECTS = "such as kempnerforge, torchtitan or hf-llama (docs/torch_compat.md has all of them)"
@@ -284,10 +284,10 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
     )
 
 
-def _options(args: argparse.Namespace) -> "Options":
-    from torch_compat.checkpoint.dcp_state import Options
+def _options(args: argparse.Namespace) -> "ReadOptions":
+    from torch_compat.checkpoint.dcp_state import ReadOptions
 
-    return Options(
+    return ReadOptions(
         dialect=args.from_dialect,
         weights_only=args.weights_only,
         fill_optimizer=args.fill_optimizer,
@@ -353,7 +353,7 @@ def _verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0 if result.same else 1
 
 
-def _print_differences(result: "Verified") -> None:
+def _print_differences(result: "VerificationResult") -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -42,7 +42,7 @@ def multiprocessing_options(directory: Path) -> ocp.options.MultiprocessingOptio
 
 
 @contextlib.contextmanager
-def noticing_failures(directory: Path, note: Callable[[Exception], None]) -> Iterator[None]:
+def watch_failures(directory: Path, note: Callable[[Exception], None]) -> Iterator[None]:
     """Call `note` with the error of a save into a directory as soon as Orbax logs it."""
     listener = _Listener(directory, note)
     _ORBAX_LOG.addHandler(listener)

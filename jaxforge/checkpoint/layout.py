@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint.paths import is_of_precision
+from jaxforge.checkpoint.paths import is_precision_specific
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.model.transformer import Params, join
@@ -54,23 +54,27 @@ def model_tree(params: Params, model_state: Params) -> Tree:
     return {"params": params, **({"model_state": model_state} if model_state else {})}
 
 
-def common(wanted: Tree, saved: Tree) -> Tree:
+def drop_unsaved(wanted: Tree, saved: Tree) -> Tree:
     """Return the wanted tree without precision-specific arrays that were not saved."""
     there, flat = flatten_dict(saved, sep="."), flatten_dict(wanted, sep=".")
-    wanted_leaves = {k: leaf for k, leaf in flat.items() if k in there or not is_of_precision(k)}
+    wanted_leaves = {
+        k: leaf for k, leaf in flat.items() if k in there or not is_precision_specific(k)
+    }
     return wanted if len(wanted_leaves) == len(flat) else unflatten_dict(wanted_leaves, sep=".")
 
 
 def has_extra_leaves(wanted: Tree, saved: Tree) -> bool:
     """Return whether precision-specific arrays were saved that the wanted tree lacks."""
     spare = flatten_dict(saved, sep=".").keys() - flatten_dict(wanted, sep=".").keys()
-    return any(map(is_of_precision, spare))
+    return any(map(is_precision_specific, spare))
 
 
-def of_any_precision(fields: Tree) -> Tree:
+def drop_precision_specific(fields: Tree) -> Tree:
     """The fields of an optimizer's state, less those of some precisions alone."""
     return {
-        name: field for name, field in fields.items() if not is_of_precision(f"optimizer.{name}.")
+        name: field
+        for name, field in fields.items()
+        if not is_precision_specific(f"optimizer.{name}.")
     }
 
 
@@ -83,13 +87,13 @@ def differing_key(first: Iterable[str], other: Iterable[str]) -> str:
     return "optimizer.skip_idle_experts" if is_per_expert else "optimizer.name"
 
 
-def completed(tree: Tree, wanted: Tree) -> Tree:
+def fill_missing(tree: Tree, wanted: Tree) -> Tree:
     """A tree with zeros for the wanted arrays of a precision that it lacks."""
     flat = flatten_dict(tree, sep=".")
     zeros = {
         name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         for name, leaf in flatten_dict(wanted, sep=".").items()
-        if is_of_precision(name) and name not in flat
+        if is_precision_specific(name) and name not in flat
     }
     return unflatten_dict({**flat, **zeros}, sep=".") if zeros else tree
 
@@ -104,7 +108,7 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
 
     What is there in the precision of `like` alone, and not in the tree, begins with zeros.
     """
-    tree = completed(tree, to_tree(like))
+    tree = fill_missing(tree, to_tree(like))
     return TrainState(
         step=tree["step"],
         params=tree["params"],

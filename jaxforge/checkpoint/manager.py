@@ -35,20 +35,20 @@ from jaxforge.checkpoint.checksums import (
 from jaxforge.checkpoint.paths import (
     PREFIX,
     SUBDIRECTORY,
-    check_ours,
+    check_no_torch_checkpoints,
     check_path,
-    is_of_precision,
-    is_whole,
+    is_durable,
+    is_precision_specific,
 )
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.checkpoint.sealed_progress import (
+    add_seal,
     check_seal,
-    config_crc32_of,
     crc32,
-    sealed,
-    unsealed,
-    with_seal,
+    seal_progress,
+    stored_config_crc32,
+    unseal_progress,
 )
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
@@ -102,7 +102,7 @@ class Checkpoints:
         self._failure: Exception | None = None
         self._took: dict[int, float] = {}
         self._closing = contextlib.ExitStack()
-        check_ours(self.directory)
+        check_no_torch_checkpoints(self.directory)
         is_shared = not read_only and jax.process_count() > 1
         if not read_only:
             check_path(self.directory)
@@ -111,7 +111,7 @@ class Checkpoints:
                 with self._naming_failure():
                     self.directory.mkdir(parents=True, exist_ok=True)
             multihost_utils.sync_global_devices(f"directory {self.directory}")
-            listening = job_saves.noticing_failures(self.directory, self._note_failure)
+            listening = job_saves.watch_failures(self.directory, self._note_failure)
             self._closing.enter_context(listening)
         self._manager = _Manager(
             self.directory,
@@ -164,7 +164,7 @@ class Checkpoints:
         if is_set_aside := is_async and is_on_this_host(tree):
             tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
         metrics = {k: float(v) for k, v in (evaluation or {}).items() if math.isfinite(v)}
-        sealed_metrics = with_seal(metrics) if metrics else None
+        sealed_metrics = add_seal(metrics) if metrics else None
         write = functools.partial(self._write, step, self._args(tree, progress), sealed_metrics)
         began, written = time.monotonic(), threading.Event()
         left: list[Callable[[], object]] = []
@@ -198,7 +198,7 @@ class Checkpoints:
             return {}
         took, self._took = self._took, {}
         # A save may have failed, or be gone already.
-        return {step: seconds for step, seconds in took.items() if is_whole(self.path(step))}
+        return {step: seconds for step, seconds in took.items() if is_durable(self.path(step))}
 
     def latest(self) -> int | None:
         """The newest durable step."""
@@ -225,8 +225,8 @@ class Checkpoints:
         path = self.path(progress.step) / "progress" / "metadata"
         if jax.process_index() == 0:
             with self._naming_failure():
-                config_crc32 = config_crc32_of(json.loads(path.read_bytes()))
-                safe_files.replace_text(path, json.dumps(sealed(progress, config_crc32)))
+                config_crc32 = stored_config_crc32(json.loads(path.read_bytes()))
+                safe_files.replace_text(path, json.dumps(seal_progress(progress, config_crc32)))
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
         """State and progress of a step.
@@ -244,7 +244,7 @@ class Checkpoints:
                 state=_restore_args(tree, partial=layout.has_extra_leaves(tree, saved)),
             )
             self._check_bits(restored.state, saved, step)
-            progress = unsealed(restored.progress, step)
+            progress = unseal_progress(restored.progress, step)
         self._saved = step
         return with_counts(layout.from_tree(restored.state, like), progress), progress
 
@@ -269,7 +269,7 @@ class Checkpoints:
     def progress(self, step: int) -> Progress:
         """The host's counters at a step."""
         with self._naming_damage(step):
-            return unsealed(self._read(step, progress=ocp.args.JsonRestore()).progress, step)
+            return unseal_progress(self._read(step, progress=ocp.args.JsonRestore()).progress, step)
 
     def has_optimizer(self, step: int) -> bool:
         """Return whether a step holds more than weights."""
@@ -281,7 +281,7 @@ class Checkpoints:
         with self._naming_damage(step):
             saved = self._saved_tree(step)
             like = {name: part for name, part in like.items() if name in saved}
-            like = layout.common(like, saved)
+            like = layout.drop_unsaved(like, saved)
             self._check_fits(like, {name: saved[name] for name in like}, step)
             state = self._read(step, state=_restore_args(like, partial=True)).state
             self._check_bits(state, saved, step)
@@ -357,7 +357,7 @@ class Checkpoints:
                 save_args=layout.save_args(tree, self._axes),
                 ocdbt_target_data_file_size=file_bytes,
             ),
-            progress=ocp.args.JsonSave(sealed(progress, crc32(config))),
+            progress=ocp.args.JsonSave(seal_progress(progress, crc32(config))),
             config=ocp.args.JsonSave(config),
         )
 
@@ -393,7 +393,7 @@ class Checkpoints:
             UserError: the step is of another model or optimizer.
         """
         saved = self._saved_tree(step)
-        tree = layout.common(layout.to_tree(like), saved)
+        tree = layout.drop_unsaved(layout.to_tree(like), saved)
         self._check_fits(tree, saved, step)
         self._check_optimizer(tree["optimizer"], saved, step)
         return tree, saved
@@ -401,7 +401,7 @@ class Checkpoints:
     def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
         """Names the first array that differs, before Orbax fails on it in its own words."""
         saved, shapes = (_shapes(layout.variables(tree)) for tree in (saved_tree, wanted))
-        spare = {name for name in saved.keys() - shapes.keys() if is_of_precision(name)}
+        spare = {name for name in saved.keys() - shapes.keys() if is_precision_specific(name)}
         for name in sorted((shapes.keys() | saved.keys()) - spare):
             want, have = shapes.get(name, "absent"), saved.get(name, "absent")
             if want != have:
@@ -411,7 +411,9 @@ class Checkpoints:
                 )
 
     def _check_optimizer(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
-        saved, asked = (layout.of_any_precision(t) for t in (saved_tree["optimizer"], wanted))
+        saved, asked = (
+            layout.drop_precision_specific(t) for t in (saved_tree["optimizer"], wanted)
+        )
         if _shapes(saved) != _shapes(asked):
             ours, theirs = sorted(asked), sorted(saved)
             raise UserError(

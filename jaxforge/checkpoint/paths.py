@@ -14,7 +14,7 @@ SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
 
 
-def is_of_precision(array: str) -> bool:
+def is_precision_specific(array: str) -> bool:
     """Return whether an array, by its dotted name, exists only in some precisions.
 
     Runs may change `train.mixed_precision` and `train.param_rounding`: they begin with zeros for
@@ -24,7 +24,7 @@ def is_of_precision(array: str) -> bool:
     return array.startswith(of_some) or array.endswith(AMAX_HISTORIES)
 
 
-def is_whole(checkpoint: Path) -> bool:
+def is_durable(checkpoint: Path) -> bool:
     """Return whether a checkpoint is durable; on local disks it has its name only then."""
     if urls.in_bucket(checkpoint):
         return (checkpoint / COMMITTED).exists()
@@ -68,10 +68,10 @@ def find(path: Path) -> tuple[Path, int]:
     hint = ""
     name, _, number = path.name.rpartition("_")
     if name == PREFIX and number.isdigit() and path.parent.name == SUBDIRECTORY:
-        run, steps = path.parent.parent, [int(number)] if is_whole(path) else []
+        run, steps = path.parent.parent, [int(number)] if is_durable(path) else []
     else:
         run = path.parent if path.name == SUBDIRECTORY else path
-        steps, hint = whole_steps(run), path_hint(run)
+        steps, hint = durable_steps(run), path_hint(run)
     if not steps:
         raise UserError(
             f"no checkpoint at {path}: expected a run directory with "
@@ -80,9 +80,9 @@ def find(path: Path) -> tuple[Path, int]:
     return run, max(steps)
 
 
-def whole_steps(run: Path) -> list[int]:
+def durable_steps(run: Path) -> list[int]:
     """Steps of the checkpoints of a run that are durable, in no order."""
-    paths = filter(is_whole, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
+    paths = filter(is_durable, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
     return [int(n) for p in paths if (n := p.name.removeprefix(f"{PREFIX}_")).isdigit()]
 
 
@@ -101,7 +101,7 @@ def check_path(directory: Path) -> None:
         )
 
 
-def check_ours(directory: Path) -> None:
+def check_no_torch_checkpoints(directory: Path) -> None:
     """Checkpoints of PyTorch may have the same names; they must not be swept away with old ones.
 
     Raises:

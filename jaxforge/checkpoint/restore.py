@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jaxforge.checkpoint.layout import common, completed, model_tree
+from jaxforge.checkpoint.layout import drop_unsaved, fill_missing, model_tree
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
@@ -138,9 +138,9 @@ def start_from(
         log.info("starting with the weights of %s", source.name)
         restored = source.restore_model(model_tree(wanted.params, wanted.model_state))
         like_model = model_tree(like.params, like.model_state)
-        restored = by_stage(restored, stack, common(like_model, restored))
+        restored = by_stage(restored, stack, drop_unsaved(like_model, restored))
         if "model_state" in restored:
-            restored = completed(restored, like_model)
+            restored = fill_missing(restored, like_model)
         state = program.init_from(restored)
         progress = source.progress()
         state = _at(state, progress)

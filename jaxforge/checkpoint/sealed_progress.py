@@ -17,17 +17,17 @@ from jaxforge.state.progress import Progress
 _SEAL, _CONFIG = "crc32", "config_crc32"
 
 
-def sealed(progress: Progress, config_crc32: int | None) -> dict[str, Any]:
+def seal_progress(progress: Progress, config_crc32: int | None) -> dict[str, Any]:
     """Return the JSON of `progress/metadata`.
 
     Args:
         progress: the counters.
         config_crc32: `crc32` of the config stored in the same checkpoint; None if not known.
     """
-    return with_seal(progress.to_json() | ({} if config_crc32 is None else {_CONFIG: config_crc32}))
+    return add_seal(progress.to_json() | ({} if config_crc32 is None else {_CONFIG: config_crc32}))
 
 
-def unsealed(values: Mapping[str, Any], step: int | None = None) -> Progress:
+def unseal_progress(values: Mapping[str, Any], step: int | None = None) -> Progress:
     """Return the counters of `progress/metadata`.
 
     Args:
@@ -45,7 +45,7 @@ def unsealed(values: Mapping[str, Any], step: int | None = None) -> Progress:
     return progress
 
 
-def with_seal(values: Mapping[str, Any]) -> dict[str, Any]:
+def add_seal(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON with a checksum of itself."""
     return {**values, _SEAL: crc32(values)}
 
@@ -61,7 +61,7 @@ def check_seal(values: Mapping[str, Any], name: str) -> None:
         raise ValueError(f"{name} is not what was saved")
 
 
-def config_crc32_of(values: Mapping[str, Any]) -> int | None:
+def stored_config_crc32(values: Mapping[str, Any]) -> int | None:
     """Return the checksum of the config that `progress/metadata` holds, if any."""
     return values.get(_CONFIG)
 
@@ -72,7 +72,7 @@ def check_config(values: Mapping[str, Any], config: Any) -> None:  # noqa: ANN40
     Raises:
         ValueError: it is not what was saved.
     """
-    if config_crc32_of(values) not in (None, crc32(config)):
+    if stored_config_crc32(values) not in (None, crc32(config)):
         raise ValueError("config/metadata is not what was saved")
 
 

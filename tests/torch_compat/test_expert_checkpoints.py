@@ -24,8 +24,8 @@ from torch_compat.checkpoint import orbax_store
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.stacking import Stacking, layer_of
 from torch_compat.checkpoint.state import abstract_target
-from torch_compat.formats.lazy import of_array
-from torch_compat.names.kempnerforge import unknown
+from torch_compat.formats.lazy import from_array
+from torch_compat.names.kempnerforge import incompatibilities
 
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
 SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 2, "n_layers": 3}
@@ -294,7 +294,9 @@ def test_expert_parallel_leftovers_are_refused_with_the_cause(tmp_path, packed):
 def test_unsupported_experts_of_kempnerforge_are_named():
     def said(**keys):
         model = tiny_config(model={"ffn_hidden_dim": 64, **MIXTURE, **keys}).model
-        return [note.removeprefix("KempnerForge has no model.") for note in unknown(model)]
+        return [
+            note.removeprefix("KempnerForge has no model.") for note in incompatibilities(model)
+        ]
 
     own = {"moe_router": "sigmoid_topk", "moe_bias_update": "kempnerforge"}
     assert said() == ["moe_expert_dim: model.moe_expert_ffn_multiplier = 0.5 there"]
@@ -342,7 +344,7 @@ def test_written_unit_is_at_most_one_expert(tmp_path):
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
     again = bring(dcp, tmp_path / "again", config, "--max-memory=48KB")
-    leaf = of_array(np.zeros((2, 4, 64, 32), np.float32))
+    leaf = from_array(np.zeros((2, 4, 64, 32), np.float32))
     sizes = [leaf.read(index).nbytes for index in orbax_store._blocks(leaf, 2048)]
     assert (max(sizes), sum(sizes)) == (2048, leaf.nbytes)
     whole = [leaf.read(index).shape for index in orbax_store._blocks(leaf, 1 << 20)]

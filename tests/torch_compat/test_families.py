@@ -21,8 +21,8 @@ from jaxforge.state.train_state import begin
 from tests.conftest import tiny_config
 from tests.helpers import placed, setup
 from torch_compat.checkpoint import checkpoints, hf_config
-from torch_compat.checkpoint.dcp_state import Options
-from torch_compat.families import FAMILIES, NOT_BUILT
+from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -292,7 +292,7 @@ def test_export_is_the_same_again(imported, tmp_path):
     transformers.AutoConfig.from_pretrained(back).save_pretrained(tmp_path / "rewritten")
     for written in (back, tmp_path / "rewritten"):
         read = ModelConfig(**hf_config.model_table(config_json(written), ""))
-        assert hf_config.computes(read) == hf_config.computes(model)
+        assert hf_config.network_settings(read) == hf_config.network_settings(model)
 
 
 # All that their gradients differ in: the others' layers are parts of these. Those of routers are in
@@ -468,7 +468,7 @@ def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(m
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
     result = [ModelConfig(**hf_config.model_table(config, "here"))
              for config in ({"model_type": model_type, **given}, theirs.to_dict())]  # fmt: skip
-    assert hf_config.computes(result[0]) == hf_config.computes(result[1])
+    assert hf_config.network_settings(result[0]) == hf_config.network_settings(result[1])
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
@@ -499,7 +499,7 @@ def test_nonsense_is_refused_and_breaks_nothing(model_type):
 
 
 def test_supported_families_are_not_listed_as_unsupported():
-    assert not FAMILIES.keys() & NOT_BUILT.keys()
+    assert not FAMILIES.keys() & UNSUPPORTED_FAMILIES.keys()
 
 
 def test_keys_of_null_and_false_ask_for_nothing():
@@ -561,7 +561,7 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
 def test_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
     """KempnerForge's models among them; the logits are transformers'."""
     model = ModelConfig(**{**OURS, **keys}, init_std=0.2)
-    assert hf_config.family_of(model) == family
+    assert hf_config.select_family(model) == family
     params = random_params(model)
     run = save_run(tmp_path / "run", config_of(model), params)
     theirs = their_logits(open_theirs(export(run, tmp_path / "hf")), tokens_of())
@@ -572,7 +572,7 @@ def test_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
 def test_gemma_of_the_docs_is_one():
     page = (ROOT / "docs" / "configs.md").read_text()
     (text,) = re.findall(r"```toml\n(\[model\]\ndim.*?)```", page, re.DOTALL)
-    assert hf_config.family_of(ModelConfig(**tomllib.loads(text)["model"])) == "gemma2"
+    assert hf_config.select_family(ModelConfig(**tomllib.loads(text)["model"])) == "gemma2"
 
 
 @pytest.mark.parametrize(
@@ -607,7 +607,7 @@ def test_gemma_of_the_docs_is_one():
 )
 def test_model_without_a_family_is_not_exported(keys, message):
     with pytest.raises(UserError, match=message):
-        hf_config.family_of(ModelConfig(**OURS, **keys))
+        hf_config.select_family(ModelConfig(**OURS, **keys))
 
 
 def test_losses_of_experts_and_their_kernel_make_no_other_model():
@@ -617,10 +617,10 @@ def test_losses_of_experts_and_their_kernel_make_no_other_model():
         "moe_aux_loss_weight": 0.5, "moe_router_z_loss_weight": 0.1, "moe_gradient_scale": True,
         "moe_backend": "blocks", "moe_bias_update_rate": 0.1, "ffn_hidden_dim": 56,
     })  # fmt: skip
-    assert hf_config.computes(plain) == hf_config.computes(other)
+    assert hf_config.network_settings(plain) == hf_config.network_settings(other)
     width = plain.model_copy(update={"moe_expert_dim": None, "moe_expert_ffn_multiplier": 0.5})
     assert width.expert_dim == 32
-    assert hf_config.computes(plain) != hf_config.computes(width)
+    assert hf_config.network_settings(plain) != hf_config.network_settings(width)
 
 
 OF_FILES = {
@@ -765,7 +765,7 @@ def logits_of_ours(directory, params):
     reference = checkpoints.find(directory)
     try:
         config = reference.config(None)
-        reference.read(config, Options())
+        reference.read(config, ReadOptions())
     except UserError:
         return None
     with jax.disable_jit():
@@ -779,12 +779,12 @@ def test_each_key_of_config_json_does_what_it_does_in_transformers(imported, tmp
     config, weights = config_json(path / "hf"), network.state_dict()
     shutil.copy(path / "hf" / "model.safetensors", tmp_path)
     compared = set()
-    before, computed = logits_of_theirs(config, weights), hf_config.computes(model)
+    before, computed = logits_of_theirs(config, weights), hf_config.network_settings(model)
     for key, copy in changed_configs(config):
         with contextlib.suppress(UserError, ValueError):
             ours = ModelConfig(**hf_config.model_table(copy, ""))
             theirs = logits_of_theirs(copy, weights)
-            if hf_config.computes(ours) == computed:
+            if hf_config.network_settings(ours) == computed:
                 assert theirs is not None, key
                 np.testing.assert_array_equal(theirs, before, key)
                 continue
@@ -808,7 +808,7 @@ def read_as(path, rename):
     save_file({rename(key): t for key, t in tensors.items()}, renamed / "model.safetensors")
     shutil.copy(path / "hf" / "config.json", renamed)
     reference = checkpoints.find(renamed)
-    read = reference.read(reference.config(None), Options()).variables
+    read = reference.read(reference.config(None), ReadOptions()).variables
     return {name: tensor.all() for name, tensor in read.items()}
 
 

@@ -285,7 +285,7 @@ def test_stages_that_were_replaced_are_not_mixed_with_the_new_ones(run_of, tmp_p
     arguments = ["import", str(tmp_path / "dcp"), str(tmp_path / "run"), config]
     step = export(write_run(tmp_path / "other", seed=1), tmp_path / "dcp", 3)
     with monkeypatch.context() as patched:
-        patched.setattr(orbax_store.Import, "commit", lambda self: 1 / 0)
+        patched.setattr(orbax_store.StagedImport, "commit", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(arguments)
     step.rename(tmp_path / "away")

@@ -26,7 +26,7 @@ from torch_compat.checkpoint import (
     orbax_store,
     train_state,
 )
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats import safetensors
 from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, parts
@@ -103,7 +103,7 @@ class CheckpointRef:
             )
         return config
 
-    def read(self, config: JobConfig, options: Options) -> CheckpointState:
+    def read(self, config: JobConfig, options: ReadOptions) -> CheckpointState:
         """Read the checkpoint as a state with jaxforge's names.
 
         Raises:
@@ -121,7 +121,7 @@ class CheckpointRef:
             return hf_state.read(self.directory, abstract_target(config), options)
         return self._read_dcp(config, options)
 
-    def _read_dcp(self, config: JobConfig, options: Options) -> CheckpointState:
+    def _read_dcp(self, config: JobConfig, options: ReadOptions) -> CheckpointState:
         dcp, target = open_dcp(self.directory), abstract_target(config)
         job = megatron_files.read_job(self.directory, dcp)
         if job is None or not megatron_state.is_megatron(dcp):

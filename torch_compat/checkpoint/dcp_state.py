@@ -17,19 +17,19 @@ from torch_compat.checkpoint import (
     train_state,
     untrained,
 )
-from torch_compat.checkpoint.model_keys import Keys, find_model, unknown
-from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
+from torch_compat.checkpoint.model_keys import DcpKeys, find_model, unknown
+from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, optimizer_layout
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.dcp_writer import Entry
-from torch_compat.formats.lazy import LazyTensor, number, of_array, zeros
+from torch_compat.formats.lazy import LazyTensor, from_array, to_number, zeros
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
-from torch_compat.names.translation import Translation, some, translate
+from torch_compat.names.translation import Translation, summarize_names, translate
 
 _OPTIMIZER = re.compile(
     r"(?:.*\.)?optim(?:izers?)?(?:_state_dict|_\d+|\.[A-Z]\w*)?\.(state|param_groups)\.(.+)"
 )
-"""Keys of optimizer state; Lightning numbers its optimizers, Composer has the name of the class."""
+"""DcpKeys of optimizer state; Lightning numbers its optimizers, Composer has the name of the class."""
 _BESIDE = re.compile(
     r"(train_state|lr_scheduler|lr_schedulers|scheduler|dataloader|rng|rng_state)(\..*|$)"
     r"|.*\._extra_state"
@@ -37,8 +37,8 @@ _BESIDE = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of the user for reading a DCP checkpoint.
+class ReadOptions:
+    """ReadOptions of the user for reading a DCP checkpoint.
 
     Attributes:
         dialect: name of the dialect; None finds it.
@@ -57,7 +57,7 @@ class Options:
     resize_vocab: bool = False
 
 
-def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
+def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
     """Assign the keys of a DCP to model, optimizer and other state.
 
     Raises:
@@ -89,12 +89,12 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
     result = find_model(model, dialect)
     state = {result.owner(owner): fields for owner, fields in state.items()}
     others += result.left_out
-    return Keys(
+    return DcpKeys(
         result.dialect, result.params, state, list(groups.values()), others, result.left_out
     )
 
 
-def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
+def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointState:
     """A PyTorch run's state as jaxforge's.
 
     Args:
@@ -110,7 +110,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
         raise UserError(unknown(keys.params, str(dcp.directory)))
     notes: list[str] = []
     if keys.left_out:
-        notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
+        notes.append(f"left out: {summarize_names(keys.left_out)}, which are no part of the model")
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
     if not options.weights_only:
         megatron_state.check_mapped(keys, str(dcp.directory))
@@ -126,19 +126,21 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
         progress = None
         if options.keep_place and where.step is not None:
             result = where.step if where.updates is None else where.updates
-            progress, more = train_state.progress_of(where, result, target.config)
+            progress, more = train_state.to_progress(where, result, target.config)
             notes += more
         elif options.keep_step and where.step is not None:
             progress = Progress(step=where.step, tokens=where.tokens or 0)
         return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
     if numbered_state.is_numbered(keys.state):
-        trained = {keys.dialect.their_name(name) for name in target.params}
+        trained = {keys.dialect.key_for(name) for name in target.params}
         of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
-        keys = keys._replace(state=numbered_state.by_name(keys.state, of_model, dcp))
-    states, more = untrained.of_trained(keys.state, target, by.dialect)
+        keys = keys._replace(state=numbered_state.state_by_name(keys.state, of_model, dcp))
+    states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
     notes += more
     counts = _counts(keys, target, str(dcp.directory))
-    settled = expert_counts.settle(states, counts, target, by, where.skips_idle_experts)
+    settled = expert_counts.resolve_skip_idle_experts(
+        states, counts, target, by, where.skips_idle_experts
+    )
     if settled is not target:
         target = settled
         notes.append(expert_counts.NOTE)
@@ -147,12 +149,12 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     moments, missing = _moments(states, target, by, options.fill_optimizer, absent)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
-    common = expert_counts.without_experts(counts, target, by.dialect)
+    common = expert_counts.drop_expert_counts(counts, target, by.dialect)
     scalars, updates = _scalars(common, target, where, str(dcp.directory))
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
-    progress, more = train_state.progress_of(where, updates, target.config)
-    settings = optimizer_state.settings_of(keys.groups)
+    progress, more = train_state.to_progress(where, updates, target.config)
+    settings = optimizer_state.common_settings(keys.groups)
     notes += more + optimizer_state.disagreements(settings, target.config)
     return dataclasses.replace(
         checkpoint, moments=moments, scalars=scalars, progress=progress, settings=settings,
@@ -185,8 +187,8 @@ def entries(
         UserError: a parameter has no counterpart in the dialect.
     """
     config = target.config.model
-    params = dialect.to_theirs(checkpoint.params, config)
-    state = dialect.to_theirs(checkpoint.model_state, config)
+    params = dialect.to_dialect(checkpoint.params, config)
+    state = dialect.to_dialect(checkpoint.model_state, config)
     written: dict[str, Entry] = {}
     root = tuple(prefix.rstrip(".").split(".")) if prefix else ()
 
@@ -196,21 +198,21 @@ def entries(
 
     with_head = params | state
     if config.tie_embeddings and dialect.writes_tied_head:
-        with_head[dialect.their_name(HEAD)] = params[dialect.their_name(EMBEDDING)]
+        with_head[dialect.key_for(HEAD)] = params[dialect.key_for(EMBEDDING)]
     for key, tensor in with_head.items():
         add((*root, key), tensor)
     if weights_only or checkpoint.moments is None:
         return written
-    kind = kind_of(target.config)
+    kind = optimizer_layout(target.config)
     fields = {
-        kind.fields[field]: dialect.to_theirs(tensors, config)
+        kind.fields[field]: dialect.to_dialect(tensors, config)
         for field, tensors in checkpoint.moments.items()
         if field in kind.fields
     }
     updates = int(checkpoint.scalars["updates"])
-    steps = expert_counts.by_their_keys(checkpoint, "updates", dialect) if kind.counts else {}
+    steps = expert_counts.counts_by_torch_key(checkpoint, "updates", dialect) if kind.counts else {}
     sums = (
-        expert_counts.by_their_keys(checkpoint, WEIGHT_SUM, dialect)
+        expert_counts.counts_by_torch_key(checkpoint, WEIGHT_SUM, dialect)
         if WEIGHT_SUM in checkpoint.scalars
         else {}
     )
@@ -219,7 +221,7 @@ def entries(
             theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
         }
         if key in steps:
-            own = {STEP: of_array(np.asarray(steps[key], np.float32)), **own}
+            own = {STEP: from_array(np.asarray(steps[key], np.float32)), **own}
         if key in sums:
             own[WEIGHT_SUM] = sums[key]
         for field, value in own.items():
@@ -228,7 +230,7 @@ def entries(
     decays = dict.fromkeys(params, False)
     for name, tensor in checkpoint.params.items():
         is_matrix = len(tensor.shape) > 1
-        key = dialect.their_name(name)
+        key = dialect.key_for(name)
         decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
             target.stacking.array_of(name), is_matrix=is_matrix
         )
@@ -246,17 +248,17 @@ def entries(
     return written
 
 
-def place_within(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
+def torchtitan_position(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
     """Return the run's position that torchtitan stores inside the checkpoint."""
     assert checkpoint.progress is not None
-    values = train_state.of_titan(
+    values = train_state.to_torchtitan(
         checkpoint.progress, int(checkpoint.scalars["updates"]), target.config
     )
     entries = [Entry(path, value) for path, value in values.items()]
     return {entry.key: entry for entry in entries}
 
 
-def titan_notes(target: AbstractTarget) -> list[str]:
+def torchtitan_notes(target: AbstractTarget) -> list[str]:
     """Return notes for users who resume an export in torchtitan."""
     notes = [
         "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
@@ -269,7 +271,7 @@ def titan_notes(target: AbstractTarget) -> list[str]:
     spared = [name for name, is_matrix in names.items() if not decays(name, is_matrix=is_matrix)]
     if spared:
         notes.append(
-            f"torchtitan's one parameter group decays {some(spared)} too, unless its config has "
+            f"torchtitan's one parameter group decays {summarize_names(spared)} too, unless its config has "
             "other groups; here they did not decay"
         )
     return notes
@@ -286,10 +288,10 @@ def _moments(
 
     Moments of parameters that were never updated are zero, and nothing made up.
     """
-    name, kind = target.config.optimizer.name, kind_of(target.config)
+    name, kind = target.config.optimizer.name, optimizer_layout(target.config)
     fields = {ours: kind.fields[ours] for ours in target.moments if ours in kind.fields}
     present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
-    needed = {field for ours, field in fields.items() if ours in kind.always}
+    needed = {field for ours, field in fields.items() if ours in kind.required}
     if not needed <= present <= set(fields.values()):
         raise UserError(
             f"{by.where}: its optimizer state has {', '.join(sorted(present))}; that of "
@@ -304,11 +306,11 @@ def _moments(
             if isinstance(value := state.get(theirs), LazyTensor)
         }
         shapes = target.moments[ours]
-        there = by.dialect.to_ours(tensors, shapes, by.model).keys()
+        there = by.dialect.to_jaxforge(tensors, shapes, by.model).keys()
         absent = [name for name in shapes if name not in there and name not in never_updated]
         if absent and not fill:
             raise UserError(
-                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), as "
+                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({summarize_names(absent)}), as "
                 "of frozen ones, or of those that Muon leaves to AdamW; --fill-optimizer starts "
                 "them from zero"
             )
@@ -326,7 +328,7 @@ def _moments(
     return moments, missing
 
 
-def _counts(keys: Keys, target: AbstractTarget, where: str) -> dict[str, float]:
+def _counts(keys: DcpKeys, target: AbstractTarget, where: str) -> dict[str, float]:
     """Return each parameter's update counter: `step`, or a sum of weights."""
     field = WEIGHT_SUM if WEIGHT_SUM in target.scalars else STEP
     return {
@@ -372,21 +374,21 @@ def _counts_of_experts(
 ) -> dict[str, dict[str, LazyTensor]]:
     """The fields that hold what `_scalars` has, for each expert."""
     field = WEIGHT_SUM if WEIGHT_SUM in scalars else "updates"
-    own = expert_counts.per_expert(counts, float(scalars[field]), target, by.dialect, absent)
+    own = expert_counts.per_expert_counts(counts, float(scalars[field]), target, by.dialect, absent)
     steps = own
     if field == WEIGHT_SUM:
         steps = {
             name: optimizer_state.schedule_free_updates(weight_sum, target.config)
             for name, weight_sum in own.items()
         }
-    result = {n: optimizer_state.number_of_updates(step, by.where) for n, step in steps.items()}
+    result = {n: optimizer_state.parse_updates(step, by.where) for n, step in steps.items()}
     expert_counts.check(result, int(scalars["updates"]), target, by.where)
     return expert_counts.fields({field: own, "updates": result})
 
 
 def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)
     try:
-        return number(value)
+        return to_number(value)
     except UserError:
         raise
     except ValueError as error:

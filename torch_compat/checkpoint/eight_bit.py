@@ -15,7 +15,7 @@ _SCALES = "_scales"
 _TOPS = {np.dtype(np.int8): 127, np.dtype(np.uint8): 255}
 
 
-def unpacked(leaves: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def dequantize_moments(leaves: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The arrays of a checkpoint, moments with scales as the numbers that they stand for."""
     wide = dict(leaves)
     for name, scales in leaves.items():
@@ -28,7 +28,7 @@ def unpacked(leaves: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     return wide
 
 
-def check_wide(checkpoint: CheckpointState, config: JobConfig, where: str) -> None:
+def check_moment_dtype(checkpoint: CheckpointState, config: JobConfig, where: str) -> None:
     """Looks whether a run can take moments as others have them.
 
     Raises:

@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.errors import UserError
-from torch_compat.checkpoint.optimizer_state import kind_of
+from torch_compat.checkpoint.optimizer_state import optimizer_layout
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
-from torch_compat.formats.lazy import LazyTensor, of_array
+from torch_compat.formats.lazy import LazyTensor, from_array
 from torch_compat.names.table import NameMap
-from torch_compat.names.translation import Translation, some
+from torch_compat.names.translation import Translation, summarize_names
 
 States = Mapping[str, Mapping[str, Any]]
 """Parameter of theirs -> field of its optimizer state -> value."""
@@ -32,13 +32,13 @@ NOTE = (
 )
 
 
-def keys_of_experts(target: AbstractTarget, dialect: NameMap) -> dict[str, str]:
+def expert_keys(target: AbstractTarget, dialect: NameMap) -> dict[str, str]:
     """Return our name of each parameter of an expert -> their key."""
     names = (name for name in target.params if target.stacking.expert_of(name))
-    return {name: dialect.their_name(name) for name in names}
+    return {name: dialect.key_for(name) for name in names}
 
 
-def by_expert(names: Iterable[str], target: AbstractTarget) -> list[list[str]]:
+def group_by_expert(names: Iterable[str], target: AbstractTarget) -> list[list[str]]:
     """Return our names of experts' parameters, those of each expert together."""
     experts: dict[str | None, list[str]] = {}
     for name in names:
@@ -46,7 +46,7 @@ def by_expert(names: Iterable[str], target: AbstractTarget) -> list[list[str]]:
     return list(experts.values())
 
 
-def settle(
+def resolve_skip_idle_experts(
     states: States, counts: Counts, target: AbstractTarget, by: Translation, said: bool | None
 ) -> AbstractTarget:
     """Return the target with `optimizer.skip_idle_experts` decided.
@@ -67,7 +67,7 @@ def settle(
     config, dialect = target.config, by.dialect
     if not config.model.is_moe or config.optimizer.skip_idle_experts:
         return target
-    keys = set(keys_of_experts(target, dialect).values())
+    keys = set(expert_keys(target, dialect).values())
     common = {count for key, count in counts.items() if key not in keys}
     own = sorted(key for key in keys & counts.keys() if counts[key] not in common)
     if config.optimizer.skip_idle_experts is None:
@@ -77,7 +77,7 @@ def settle(
         return target.skipping_idle_experts() if skips else target
     if own and common:
         raise UserError(
-            f"{by.where}: {some(own)} have had fewer updates than other parameters, as the run "
+            f"{by.where}: {summarize_names(own)} have had fewer updates than other parameters, as the run "
             "skipped experts without tokens, and optimizer.skip_idle_experts is false; leave it "
             "out, or set it to true"
         )
@@ -89,27 +89,27 @@ def unreached(states: States, target: AbstractTarget, dialect: NameMap) -> set[s
 
     None of them has optimizer state. In a tensor of several experts, each of them has.
     """
-    keys = keys_of_experts(target, dialect)
+    keys = expert_keys(target, dialect)
     sharing = Counter(keys.values())
-    kind = kind_of(target.config)
-    saved = {name for field in kind.always for name in target.moments[field]}
+    kind = optimizer_layout(target.config)
+    saved = {name for field in kind.required for name in target.moments[field]}
     result: set[str] = set()
-    for names in by_expert(keys, target):
+    for names in group_by_expert(keys, target):
         own = [keys[name] for name in names if name in saved and sharing[keys[name]] == 1]
         if own and not any(key in states for key in own):
             result.update(names)
     return result
 
 
-def without_experts(counts: Counts, target: AbstractTarget, dialect: NameMap) -> Counts:
+def drop_expert_counts(counts: Counts, target: AbstractTarget, dialect: NameMap) -> Counts:
     """Return the counts of parameters that all updates change."""
     if not target.config.skips_idle_experts:
         return counts
-    keys = set(keys_of_experts(target, dialect).values())
+    keys = set(expert_keys(target, dialect).values())
     return {key: count for key, count in counts.items() if key not in keys}
 
 
-def per_expert(
+def per_expert_counts(
     counts: Counts, default: float, target: AbstractTarget, dialect: NameMap, absent: set[str]
 ) -> dict[str, float]:
     """Return the count of each parameter of an expert, by our names.
@@ -121,7 +121,7 @@ def per_expert(
         dialect: whose keys they are.
         absent: our names of parameters that were never updated.
     """
-    keys = keys_of_experts(target, dialect)
+    keys = expert_keys(target, dialect)
     return {name: 0 if name in absent else counts.get(key, default) for name, key in keys.items()}
 
 
@@ -137,7 +137,7 @@ def check(steps: Mapping[str, int], updates: int, target: AbstractTarget, where:
     Raises:
         UserError: an expert has several counts, or had more updates than there were.
     """
-    for names in by_expert(steps, target):
+    for names in group_by_expert(steps, target):
         own = {steps[name] for name in names}
         if len(own) > 1 or max(own) > updates:
             what = ", ".join(f"{name}: {steps[name]}" for name in names)
@@ -156,14 +156,16 @@ def fields(counts: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Laz
     """
     return {
         EXPERT_FIELD + field: {
-            name: of_array(np.asarray(value, np.int32 if field == "updates" else np.float32))
+            name: from_array(np.asarray(value, np.int32 if field == "updates" else np.float32))
             for name, value in of_field.items()
         }
         for field, of_field in counts.items()
     }
 
 
-def by_their_keys(checkpoint: CheckpointState, field: str, dialect: NameMap) -> dict[str, float]:
+def counts_by_torch_key(
+    checkpoint: CheckpointState, field: str, dialect: NameMap
+) -> dict[str, float]:
     """Return a number per parameter for the keys of an export; of experts their own.
 
     Args:
@@ -178,7 +180,7 @@ def by_their_keys(checkpoint: CheckpointState, field: str, dialect: NameMap) -> 
     shared = checkpoint.scalars[field]
     names: dict[str, float] = {}
     for name in checkpoint.params:
-        key = dialect.their_name(name)
+        key = dialect.key_for(name)
         value = float(own[name].all() if name in own else shared)
         if names.setdefault(key, value) != value:
             raise UserError(

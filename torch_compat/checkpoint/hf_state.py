@@ -13,7 +13,7 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
 from torch_compat.checkpoint import untrained
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
     DEQUANTIZED,
@@ -24,14 +24,14 @@ from torch_compat.checkpoint.hf_config import (
 )
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
-from torch_compat.checkpoint.validation import UNSEEN, matters
+from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
 from torch_compat.families import FAMILIES
 from torch_compat.formats import safetensors
 from torch_compat.formats.files import Directory, sync
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.staging import Unit
 from torch_compat.names.table import EMBEDDING, NameMap, strip_wrappers
-from torch_compat.names.translation import Translation, some
+from torch_compat.names.translation import Translation, summarize_names
 
 _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
@@ -68,7 +68,7 @@ def read_config(directory: Directory) -> tuple[dict[str, Any], str]:
     return model_table(config, f"{directory}/{CONFIG}"), config["model_type"]
 
 
-def read(directory: Directory, target: AbstractTarget, options: Options) -> CheckpointState:
+def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> CheckpointState:
     """The weights.
 
     Raises:
@@ -81,7 +81,7 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     )
     contents = safetensors.open_directory(directory)
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
-        raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
+        raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
     tensors = _by_name(contents, dialect, str(directory))
     tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
@@ -111,7 +111,7 @@ def copy_tokenizer(directory: Directory, target: Path) -> None:
     partial.rename(target)
 
 
-class Imported(NamedTuple):
+class ImportedDocuments(NamedTuple):
     """The JSON files of a Hugging Face model that a run was imported from.
 
     Attributes:
@@ -129,7 +129,7 @@ class Imported(NamedTuple):
         return tuple(n for n in (ids if isinstance(ids, list) else [ids]) if type(n) is int)
 
 
-def keep_documents(directory: Directory, target: Path) -> None:
+def copy_documents(directory: Directory, target: Path) -> None:
     """Copy `config.json` and `generation_config.json` of a checkpoint, for exports of the run.
 
     Args:
@@ -143,8 +143,8 @@ def keep_documents(directory: Directory, target: Path) -> None:
             (target_files / name).write_bytes(directory.read(name))
 
 
-def imported(run: Path) -> Imported | None:
-    """Return what `keep_documents` kept in a run directory; None for a run that is no import.
+def imported(run: Path) -> ImportedDocuments | None:
+    """Return what `copy_documents` kept in a run directory; None for a run that is no import.
 
     Raises:
         UserError: a file is not a JSON object.
@@ -155,10 +155,10 @@ def imported(run: Path) -> Imported | None:
     contents = (
         load_object(generation.read_bytes(), str(generation)) if generation.is_file() else None
     )
-    return Imported(load_object(config.read_bytes(), str(config)), contents)
+    return ImportedDocuments(load_object(config.read_bytes(), str(config)), contents)
 
 
-def documents(directory: Directory) -> Imported:
+def documents(directory: Directory) -> ImportedDocuments:
     """Return the JSON files of a checkpoint.
 
     Raises:
@@ -167,7 +167,7 @@ def documents(directory: Directory) -> Imported:
     where = f"{directory}/{_GENERATION}"
     has_generation = directory.has(_GENERATION)
     generation = load_object(directory.read(_GENERATION), where) if has_generation else None
-    return Imported(_config(directory), generation)
+    return ImportedDocuments(_config(directory), generation)
 
 
 def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
@@ -199,7 +199,7 @@ def units(
     largest: int,
     block: int,
     tokenizer: Path | None,
-    before: Imported | None = None,
+    before: ImportedDocuments | None = None,
 ) -> list[Unit]:
     """Return the units of work that make a directory for `AutoModelForCausalLM.from_pretrained`.
 
@@ -214,8 +214,8 @@ def units(
         before: what the run was imported with.
     """
     of_family = FAMILIES[family].dialect
-    tensors = of_family.to_theirs(checkpoint.variables, config.model)
-    weights = of_family.to_theirs(checkpoint.params, config.model)
+    tensors = of_family.to_dialect(checkpoint.variables, config.model)
+    weights = of_family.to_dialect(checkpoint.params, config.model)
     result, index = safetensors.units(tensors, directory, largest, block)
     documents = _documents(config, family, _one_dtype(weights), tokenizer, before)
     if index is not None:
@@ -227,7 +227,11 @@ def units(
 
 
 def _documents(
-    config: JobConfig, family: str, dtype: str, tokenizer: Path | None, before: Imported | None
+    config: JobConfig,
+    family: str,
+    dtype: str,
+    tokenizer: Path | None,
+    before: ImportedDocuments | None,
 ) -> dict[str, Any]:
     """`config.json` and `generation_config.json`: of an import with the run's tokens, its own."""
     eos_ids = _eos_ids(tokenizer)
@@ -255,10 +259,10 @@ def _by_name(
     Raises:
         UserError: two keys are one parameter's.
     """
-    base = dialect.their_name(EMBEDDING).partition(".")[0]
+    base = dialect.key_for(EMBEDDING).partition(".")[0]
     tensors: dict[str, LazyTensor] = {}
     for key, tensor in contents.items():
-        name = dialect.current(strip_wrappers(key))
+        name = dialect.current_key(strip_wrappers(key))
         if not dialect.knows(name) and dialect.knows(f"{base}.{name}"):
             name = f"{base}.{name}"
         if name in tensors:
@@ -286,8 +290,8 @@ def _of_model(
 
 def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:
     theirs = make_config({"model": model_table(config, where)}, source=where).model
-    for key in UNSEEN:
-        if matters(key, model) and getattr(theirs, key) != getattr(model, key):
+    for key in INVISIBLE_KEYS:
+        if has_effect(key, model) and getattr(theirs, key) != getattr(model, key):
             yield (
                 f"{CONFIG} has {key} = {getattr(theirs, key)} and [model] {getattr(model, key)}: "
                 "the weights were trained with the former"

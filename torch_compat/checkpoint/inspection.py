@@ -9,7 +9,7 @@ from jaxforge.storage import urls
 from torch_compat.checkpoint import dcp_state, orbax_store, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.hf_state import read_config
-from torch_compat.checkpoint.optimizer_state import KINDS, settings_of
+from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings
 from torch_compat.families import FAMILIES
 from torch_compat.formats import safetensors
 from torch_compat.formats.lazy import LazyTensor
@@ -65,7 +65,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     keys = dcp_state.sort_keys(dcp)
     fields = {field for state in keys.state.values() for field in state}
     kinds = [
-        name for name, kind in KINDS.items()
+        name for name, kind in LAYOUTS.items()
         if set(kind.fields.values()) <= fields or (name == "muon" and "momentum_buffer" in fields)
     ]  # fmt: skip
     where = train_state.read_train_state(dcp)
@@ -74,7 +74,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
         "parameters": _count(keys.params.values()),
         "optimizer": kinds[0] if kinds else None,
         "optimizer fields": sorted(fields),
-        "settings": settings_of(keys.groups),
+        "settings": common_settings(keys.groups),
         "place": {k: v for k, v in where._asdict().items() if v is not None},
         "other keys": keys.others,
     }, dcp.tensors

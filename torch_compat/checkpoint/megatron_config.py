@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.checkpoint.hf_config import computes, same
+from torch_compat.checkpoint.hf_config import network_settings, same
 from torch_compat.families.common import is_size
 from torch_compat.formats import limits
 
@@ -275,7 +275,7 @@ def settings(model: ModelConfig) -> Table:
     """
     written = dict(_written(model))
     again = ModelConfig(**model_table(written, "Megatron-Core"))
-    ours, theirs = computes(model), computes(again)
+    ours, theirs = network_settings(model), network_settings(again)
     if lacks := [f"{key} = {ours[key]!r}" for key in ours if not same(ours[key], theirs[key])]:
         raise UserError(f"Megatron-Core's GPT model has no {', '.join(lacks)}: export to dcp or hf")
     return written

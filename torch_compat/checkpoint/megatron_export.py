@@ -21,7 +21,7 @@ from torch_compat.formats.dcp_writer import Entry
 from torch_compat.formats.lazy import DTYPES, LazyTensor
 from torch_compat.formats.pickles import Global, New
 from torch_compat.names.megatron import MEGATRON, joined
-from torch_compat.names.translation import some
+from torch_compat.names.translation import summarize_names
 
 _FIELDS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _MASTER = "param"
@@ -84,7 +84,7 @@ def entries(checkpoint: CheckpointState, model: ModelConfig) -> dict[str, Entry]
 
 
 def _stored(tensors: Tensors, model: ModelConfig) -> dict[str, LazyTensor]:
-    return joined(MEGATRON.to_theirs(tensors, model), model)
+    return joined(MEGATRON.to_dialect(tensors, model), model)
 
 
 def _extra_states(model: ModelConfig) -> Iterator[str]:
@@ -119,7 +119,9 @@ def decay_notes(target: AbstractTarget) -> list[str]:
     ]
     if not differ:
         return []
-    return [f"Megatron-Core decays whatever is no vector; here {some(differ)} differ from that"]
+    return [
+        f"Megatron-Core decays whatever is no vector; here {summarize_names(differ)} differ from that"
+    ]
 
 
 def common(config: JobConfig, progress: Progress, updates: int | None) -> dict[str, Any]:

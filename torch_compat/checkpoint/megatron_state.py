@@ -16,12 +16,12 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint.megatron_config import model_table
 from torch_compat.checkpoint.megatron_files import COMMON, Job, read_common
-from torch_compat.checkpoint.model_keys import Keys
+from torch_compat.checkpoint.model_keys import DcpKeys
 from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP
-from torch_compat.checkpoint.validation import unseen
+from torch_compat.checkpoint.validation import invisible_differences
 from torch_compat.families.common import is_size
 from torch_compat.formats.dcp_reader import Dcp
-from torch_compat.formats.lazy import LazyTensor, number
+from torch_compat.formats.lazy import LazyTensor, to_number
 from torch_compat.formats.limits import shown
 from torch_compat.names import megatron
 from torch_compat.names.megatron import MEGATRON, WORD_EMBEDDINGS
@@ -54,7 +54,7 @@ def is_megatron(dcp: Dcp) -> bool:
     return any(key.endswith(WORD_EMBEDDINGS) and not _STATE.fullmatch(key) for key in dcp.tensors)
 
 
-def sort_keys(dcp: Dcp) -> Keys:
+def sort_keys(dcp: Dcp) -> DcpKeys:
     """Assign the keys of a Megatron-Core checkpoint to model, optimizer and other state.
 
     Raises:
@@ -91,7 +91,7 @@ def sort_keys(dcp: Dcp) -> Keys:
     if len(set(steps)) > 1:
         raise UserError(f"{where}: its parameter groups report the steps {sorted(set(steps))[:3]}")
     flat = tuple(key for key in (*dcp.tensors, *dcp.objects) if _FLAT.match(key))
-    return Keys(
+    return DcpKeys(
         MEGATRON, params, state, groups, [*others, *left_out], tuple(left_out), masters, flat
     )
 
@@ -105,7 +105,7 @@ def _without_prefix(dcp: Dcp) -> Callable[[str], str]:
     return lambda key: strip_wrappers(_PREFIX.sub("", key)).removeprefix(prefix)
 
 
-def check_mapped(keys: Keys, where: str) -> None:
+def check_mapped(keys: DcpKeys, where: str) -> None:
     """Check that optimizer state is by parameter.
 
     Raises:
@@ -172,16 +172,16 @@ def check_job(job: Job, config: JobConfig) -> list[str]:
         UserError: heads, groups or the like differ, which the shapes of weights do not show.
     """
     trained = ModelConfig(**model_table(job.model, job.where))
-    if problems := list(unseen(trained, config.model, STRUCTURE)):
+    if problems := list(invisible_differences(trained, config.model, STRUCTURE)):
         raise UserError(f"{job.where} is of another model:\n  " + "\n  ".join(problems))
-    notes = list(unseen(trained, config.model))
+    notes = list(invisible_differences(trained, config.model))
     style = job.scheduler.get("lr_decay_style")
     if style is not None and not _schedule(job):
         notes.append(f"the job's schedule {shown(style)} is not taken over: set [scheduler]")
     return notes
 
 
-def is_padded(keys: Keys, job: Job, model: ModelConfig) -> bool:
+def is_padded(keys: DcpKeys, job: Job, model: ModelConfig) -> bool:
     """Return whether the embedding has the rows that Megatron-Core adds to a vocabulary."""
     table = keys.params.get(WORD_EMBEDDINGS)
     rows = table.shape[0] if table is not None and table.shape else 0
@@ -211,7 +211,7 @@ def _steps_and_groups(
         tables += _dicts(read_common(dcp.directory).get("optimizer"))
     counts += [each[key] for each in tables for key in (STEP, "common_step") if key in each]
     try:
-        steps = [number(value) for value in counts]
+        steps = [to_number(value) for value in counts]
     except ValueError as error:
         raise UserError(
             f"{dcp.directory}: {STEP} of the optimizer is no number ({error})"

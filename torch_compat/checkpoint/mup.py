@@ -28,7 +28,7 @@ def is_standard(model: ModelConfig) -> bool:
     return mup.width_ratio(model) == 1.0 and mup.score_scale(model) == model.attention_scale
 
 
-def as_standard(model: ModelConfig) -> ModelConfig:
+def to_standard(model: ModelConfig) -> ModelConfig:
     """The standard model that computes the same from `folded` weights.
 
     A tied head is the embedding, too, and normalised queries have lost their scale: there, keys of
@@ -45,7 +45,7 @@ def as_standard(model: ModelConfig) -> ModelConfig:
     return model if model.mup_base_width is None else model.model_copy(update=changed)
 
 
-def folded(params: Tensors, model: ModelConfig) -> Tensors:
+def fold_multipliers(params: Tensors, model: ModelConfig) -> Tensors:
     """Weights with the multipliers in them: exact where these are powers of two.
 
     Args:

@@ -22,7 +22,7 @@ def is_numbered(state: State) -> bool:
     return bool(state) and all(owner.isdecimal() for owner in state)
 
 
-def by_name(state: State, params: Mapping[str, LazyTensor], dcp: Dcp) -> dict[str, Any]:
+def state_by_name(state: State, params: Mapping[str, LazyTensor], dcp: Dcp) -> dict[str, Any]:
     """Return the state by the names of its parameters.
 
     Args:

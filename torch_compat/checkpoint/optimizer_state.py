@@ -14,7 +14,7 @@ import numpy as np
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.optim.schedule import learning_rate_after
-from torch_compat.formats.lazy import count
+from torch_compat.formats.lazy import to_count
 from torch_compat.formats.limits import shown
 
 MAIN_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
@@ -23,7 +23,7 @@ MAIN_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
 STEP, WEIGHT_SUM = "step", "weight_sum"
 
 
-class Kind(NamedTuple):
+class OptimizerLayout(NamedTuple):
     """Layout of one optimizer's state in torch.
 
     Attributes:
@@ -32,24 +32,24 @@ class Kind(NamedTuple):
         counts: whether each parameter has a `step`.
         sometimes: our fields that KempnerForge does not save.
         scalars: our fields that are single numbers.
-        is_everywhere: whether each parameter has all of `fields`.
+        covers_all_params: whether each parameter has all of `fields`.
     """
 
     fields: Mapping[str, str]
     keys: tuple[str, ...]
     counts: bool = False
-    sometimes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ("updates",)
-    is_everywhere: bool = True
+    covers_all_params: bool = True
 
     @property
-    def always(self) -> set[str]:
+    def required(self) -> set[str]:
         """Our fields that every checkpoint of it has."""
-        return set(self.fields) - set(self.sometimes)
+        return set(self.fields) - set(self.optional)
 
 
-KINDS: Mapping[str, Kind] = {
-    "adamw": Kind(
+LAYOUTS: Mapping[str, OptimizerLayout] = {
+    "adamw": OptimizerLayout(
         {"mu": "exp_avg", "nu": "exp_avg_sq"},
         # Every key that AdamW of torch 2.0 to 2.13 has: a loader needs those of its own version
         # and passes over the others.
@@ -57,33 +57,33 @@ KINDS: Mapping[str, Kind] = {
          "decoupled_weight_decay"),
         counts=True,
     ),
-    "lion": Kind({"mu": "exp_avg"}, ("betas",)),
-    "muon": Kind(
+    "lion": OptimizerLayout({"mu": "exp_avg"}, ("betas",)),
+    "muon": OptimizerLayout(
         {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"},
         ("momentum", "ns_steps"),
-        sometimes=("mu", "nu"),
-        is_everywhere=False,
+        optional=("mu", "nu"),
+        covers_all_params=False,
     ),
-    "schedule_free_adamw": Kind(
+    "schedule_free_adamw": OptimizerLayout(
         {"nu": "v", "x": "x", "z": "z"}, ("betas", "eps"), scalars=("updates", WEIGHT_SUM)
     ),
 }  # fmt: skip
 """`optimizer.name` -> how torch stores it."""
 
 
-def kind_of(config: JobConfig) -> Kind:
+def optimizer_layout(config: JobConfig) -> OptimizerLayout:
     """Return the torch layout of the run's optimizer.
 
     Raises:
         UserError: it is one of the user's own.
     """
     name = config.optimizer.name
-    if name not in KINDS:
+    if name not in LAYOUTS:
         raise UserError(
             f'optimizer.name = "{name}": what PyTorch has in its place is not known; convert with '
             "--weights-only"
         )
-    return KINDS[name]
+    return LAYOUTS[name]
 
 
 def count_updates(steps: Mapping[str, float], where: str) -> int | None:
@@ -102,17 +102,17 @@ def count_updates(steps: Mapping[str, float], where: str) -> int | None:
             + ", ".join(f"{name}: {value:g}" for value, name in sorted(first.items()))
             + "); a parameter was frozen or added in the middle, which no single count can say"
         )
-    return number_of_updates(values.pop(), where)
+    return parse_updates(values.pop(), where)
 
 
-def number_of_updates(step: float, where: str) -> int:
+def parse_updates(step: float, where: str) -> int:
     """Return a parameter's `step` as an integer.
 
     Raises:
         UserError: no optimizer can have made this many updates.
     """
     try:
-        updates = count(step)
+        updates = to_count(step)
     except ValueError as error:
         raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
     if updates >= 2**31:
@@ -135,7 +135,7 @@ def schedule_free_updates(weight_sum: float, config: JobConfig) -> int:
     return round(weight_sum / (o.lr * (1 - o.betas[0])))
 
 
-def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def common_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The settings that the groups agree on; for weight decay, the largest."""
     settings: dict[str, Any] = {}
     for key in MAIN_KEYS:
@@ -187,7 +187,7 @@ def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[
         "foreach": None, "capturable": False, "differentiable": False, "fused": o.fused,
         "decoupled_weight_decay": True, "momentum": o.muon_momentum, "ns_steps": o.muon_ns_steps,
     }  # fmt: skip
-    values = {key: every[key] for key in kind_of(config).keys}
+    values = {key: every[key] for key in optimizer_layout(config).keys}
     return [
         {
             "lr": lr,

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxforge.checkpoint.paths import find, is_of_precision
-from jaxforge.checkpoint.sealed_progress import check_config, unsealed
+from jaxforge.checkpoint.paths import find, is_precision_specific
+from jaxforge.checkpoint.sealed_progress import check_config, unseal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
@@ -25,7 +25,7 @@ from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import partial_of
 from jaxforge.storage.trust import Decision, never
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
-from torch_compat.checkpoint.eight_bit import check_wide, unpacked
+from torch_compat.checkpoint.eight_bit import check_moment_dtype, dequantize_moments
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import check_written
@@ -35,10 +35,10 @@ from torch_compat.formats.lazy import (
     Index,
     LazyTensor,
     blocks,
-    extent,
     first_position,
-    of_array,
-    whole,
+    from_array,
+    full_index,
+    index_shape,
 )
 from torch_compat.formats.staging import Staging, Unit, batches, naming_failure
 from torch_compat.formats.workers import Share
@@ -70,8 +70,8 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
             for part in ("config/metadata", "progress/metadata")
         )
         check_config(progress_json, values)
-        progress = unsealed(progress_json)
-        leaves = unpacked(ocdbt.open_arrays(directory / "state"))
+        progress = unseal_progress(progress_json)
+        leaves = dequantize_moments(ocdbt.open_arrays(directory / "state"))
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -88,7 +88,7 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
     scalars, guard = {}, {}
     for name, leaf in leaves.items():
         section, _, tail = name.partition(".")
-        if is_of_precision(name):  # what no other framework knows, and a run may begin anew
+        if is_precision_specific(name):  # what no other framework knows, and a run may begin anew
             continue
         if section == "params":
             params |= stacking.split(tail, leaf)
@@ -132,7 +132,7 @@ def stage(
     plan: dict[str, Any],
     share: Share,
     block: int,
-) -> "Import":
+) -> "StagedImport":
     """Begins a checkpoint of a run.
 
     Args:
@@ -144,19 +144,19 @@ def stage(
         block: bytes that may be in memory at a time.
     """
     assert checkpoint.progress is not None
-    check_wide(checkpoint, target.config, str(run))
+    check_moment_dtype(checkpoint, target.config, str(run))
     destination = run.absolute() / "checkpoints" / f"step_{checkpoint.progress.step}"
-    if share.process == 0 and settle(run, destination):
+    if share.process == 0 and finish_import(run, destination):
         raise UserError(
             f"{destination} is there: an import that was stopped at its very end is whole now"
         )
     # Refuses what cannot be written, before anything is made.
     tensors = _tensors(checkpoint, target.stacking)
     staging = Staging(destination, {**plan, "store": _FORM}, share)
-    return Import(checkpoint, target, run, tensors, staging, block)
+    return StagedImport(checkpoint, target, run, tensors, staging, block)
 
 
-class Import:
+class StagedImport:
     """A checkpoint in the making: `units` to write, then `commit`."""
 
     def __init__(
@@ -183,7 +183,7 @@ class Import:
         progress = self._checkpoint.progress
         assert progress is not None
         result = orbax_commit.scalars(self._checkpoint)
-        scalars = {name: of_array(value) for name, value in result.items()}
+        scalars = {name: from_array(value) for name, value in result.items()}
         arrays = {**self._tensors, **scalars}
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
@@ -191,11 +191,11 @@ class Import:
             checksums = self._checksums(scalars)
             orbax_commit.commit(progress, config, self._run, self._store, arrays, checksums)
         self._check_written(arrays)
-        settle(self._run, destination)
+        finish_import(self._run, destination)
         self.staging.discard()
 
     @property
-    def beside(self) -> Path:
+    def run_files(self) -> Path:
         """Directory of files that the run directory receives once the checkpoint exists."""
         return self.staging.path / _BESIDE
 
@@ -248,7 +248,7 @@ class Import:
         """All that the database holds, by key."""
         values = dict(self._locations)
         for name, leaf in arrays.items():
-            chunk = extent(_blocks(leaf, self._block)[0])
+            chunk = index_shape(_blocks(leaf, self._block)[0])
             about = ocdbt_writer.description(leaf.shape, chunk, leaf.dtype)
             values[f"{name}{ocdbt.ZARRAY}"] = about
         for name, value in scalars.items():
@@ -256,7 +256,7 @@ class Import:
         return values
 
 
-def settle(run: Path, checkpoint: Path) -> bool:
+def finish_import(run: Path, checkpoint: Path) -> bool:
     """Moves what waits for a checkpoint to be there into its run; by names alone, on no new space.
 
     An import that was killed in between is whole when it is tried again.
@@ -307,7 +307,7 @@ class _Chunk(NamedTuple):
 def _chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
     """A block is a chunk; nothing, if there is no value."""
     indices = _blocks(leaf, limit)
-    shape, nbytes = extent(indices[0]), _bytes(leaf, indices[0])
+    shape, nbytes = index_shape(indices[0]), _bytes(leaf, indices[0])
     for index in indices if nbytes else ():
         cell = tuple(s.start // n for s, n in zip(index, shape, strict=True))
         yield _Chunk(name, f"{name}/{ocdbt.chunk_key(cell)}", leaf, index, nbytes)
@@ -333,7 +333,7 @@ def _write_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
 def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:
     """One layer or less at a time: some of its experts, or some rows of one."""
     if len(leaf.shape) < 2:
-        return [whole(leaf.shape)]
+        return [full_index(leaf.shape)]
     if len(leaf.shape) < 3:
         return list(blocks(leaf.shape, leaf.dtype.itemsize, limit))
     within = list(blocks(leaf.shape[1:], leaf.dtype.itemsize, limit))
@@ -347,4 +347,4 @@ def _last(leaf: LazyTensor) -> bytes:
 
 
 def _bytes(leaf: LazyTensor, index: Index) -> int:
-    return math.prod(extent(index)) * leaf.dtype.itemsize
+    return math.prod(index_shape(index)) * leaf.dtype.itemsize

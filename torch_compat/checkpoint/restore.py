@@ -21,8 +21,8 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import urls
 from torch_compat.checkpoint import checkpoints, hf_state
-from torch_compat.checkpoint.dcp_state import Options
-from torch_compat.checkpoint.eight_bit import check_wide
+from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.checkpoint.eight_bit import check_moment_dtype
 from torch_compat.checkpoint.hf_config import CONFIG
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState, Tensors
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Foreign:
+class ForeignCheckpoint:
     """A checkpoint of another code base, opened for a run.
 
     Attributes:
@@ -86,7 +86,7 @@ class Foreign:
         parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
         joined = {name: self.stacking.join(part) for name, part in parts.items()}
         there = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}
-        wanted = layout.common(like, there)
+        wanted = layout.drop_unsaved(like, there)
         return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
 
     def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
@@ -97,7 +97,7 @@ class Foreign:
         )
 
 
-def open_foreign(path: str, config: JobConfig) -> Foreign:
+def open_foreign(path: str, config: JobConfig) -> ForeignCheckpoint:
     """Opens a DCP or Hugging Face checkpoint for a run.
 
     Raises:
@@ -105,16 +105,16 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     """
     reference = checkpoints.find(path)
     excluded = "optimizer" in config.checkpoint.exclude_from_loading
-    checkpoint = reference.read(config, Options(weights_only=excluded, keep_place=excluded))
-    check_wide(checkpoint, config, str(reference.directory))
+    checkpoint = reference.read(config, ReadOptions(weights_only=excluded, keep_place=excluded))
+    check_moment_dtype(checkpoint, config, str(reference.directory))
     for note in checkpoint.notes:
         log.warning("%s: %s", reference.directory, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
     name = f"{step}{reference.directory} ({checkpoint.dialect})"
-    return Foreign(name, checkpoint, Stacking(config.model))
+    return ForeignCheckpoint(name, checkpoint, Stacking(config.model))
 
 
-def keep_documents(path: str, run: Path) -> None:
+def copy_documents(path: str, run: Path) -> None:
     """Copy the JSON files of the Hugging Face model that a run starts from, for exports of the run.
 
     Args:
@@ -131,7 +131,7 @@ def keep_documents(path: str, run: Path) -> None:
         source = Directory(paths.find(urls.path(path))[0] / hf_state.IMPORTED)
     if source.has(CONFIG) and reference.format != "dcp":
         try:
-            hf_state.keep_documents(source, run)
+            hf_state.copy_documents(source, run)
         except OSError as error:
             raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
 
@@ -143,7 +143,7 @@ def counts_experts(path: str, config: JobConfig) -> bool:
         UserError: as of `open_foreign`.
     """
     reference = checkpoints.find(path)
-    return reference.format == "dcp" and reference.read(config, Options()).counts_experts
+    return reference.format == "dcp" and reference.read(config, ReadOptions()).counts_experts
 
 
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.state.progress import Progress
-from torch_compat.checkpoint.optimizer_state import KINDS, Kind
+from torch_compat.checkpoint.optimizer_state import LAYOUTS, OptimizerLayout
 from torch_compat.checkpoint.shapes import Shape, parameters, untrained
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.formats.lazy import LazyTensor
@@ -96,12 +96,12 @@ class AbstractTarget:
     @property
     def moments(self) -> Mapping[str, Mapping[str, Shape]]:
         """Field of the optimizer's state -> our name -> shape."""
-        kind = KINDS.get(self.config.optimizer.name)
-        if kind is not None and kind.is_everywhere:
+        kind = LAYOUTS.get(self.config.optimizer.name)
+        if kind is not None and kind.covers_all_params:
             return {**dict.fromkeys(kind.fields, self.params), **self._counts_of_experts(kind)}
         return self._fields[0]
 
-    def _counts_of_experts(self, kind: Kind) -> Mapping[str, Mapping[str, Shape]]:
+    def _counts_of_experts(self, kind: OptimizerLayout) -> Mapping[str, Mapping[str, Shape]]:
         if not self.config.skips_idle_experts:
             return {}
         experts = {name: Shape() for name in self.params if self.stacking.expert_of(name)}
@@ -114,7 +114,7 @@ class AbstractTarget:
     @property
     def scalars(self) -> tuple[str, ...]:
         """The optimizer's other fields."""
-        kind = KINDS.get(self.config.optimizer.name)
+        kind = LAYOUTS.get(self.config.optimizer.name)
         return self._fields[1] if kind is None else kind.scalars
 
     @functools.cached_property

@@ -18,7 +18,7 @@ from torch_compat.checkpoint import megatron_files
 from torch_compat.checkpoint.optimizer_state import group_lr
 from torch_compat.formats import limits
 from torch_compat.formats.dcp_reader import Dcp
-from torch_compat.formats.lazy import count
+from torch_compat.formats.lazy import to_count
 from torch_compat.formats.limits import shown
 from torch_compat.formats.pickles import Call, Global, New
 from torch_compat.formats.torch_zip import Archive
@@ -74,7 +74,7 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
     )
 
 
-def progress_of(
+def to_progress(
     torch_state: TorchTrainState, updates: int, config: JobConfig
 ) -> tuple[Progress, list[str]]:
     """Jaxforge's counters, and what the user should know of how they came about.
@@ -229,7 +229,9 @@ def extra_state(progress: Progress, updates: int, config: JobConfig) -> dict[str
     }  # fmt: skip
 
 
-def of_titan(progress: Progress, updates: int, config: JobConfig) -> dict[tuple[str, str], Any]:
+def to_torchtitan(
+    progress: Progress, updates: int, config: JobConfig
+) -> dict[tuple[str, str], Any]:
     """Return the position of a run inside torchtitan's checkpoints: path -> value.
 
     Its schedulers say `last_epoch` alone since 2026, all that `LambdaLR` has before. The place in
@@ -257,7 +259,7 @@ def _of_megatron(dcp: Dcp) -> TorchTrainState:
 
 def _of_bridge(state: Mapping[str, Any], where: str) -> TorchTrainState:
     try:
-        return TorchTrainState(step=count(state["step"]), samples=count(state[_SAMPLES]))
+        return TorchTrainState(step=to_count(state["step"]), samples=to_count(state[_SAMPLES]))
     except (KeyError, ValueError) as error:
         why = shown(repr(error))
         raise UserError(f"{where}: not a training state of Megatron-Bridge ({why})") from error
@@ -269,10 +271,10 @@ def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 
     try:
         data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
         torch_state = TorchTrainState(
-            step=count(state["step"]),
-            tokens=count(state["tokens_seen"]),
+            step=to_count(state["step"]),
+            tokens=to_count(state["tokens_seen"]),
             updates=_optional(scheduler.get("last_epoch")),
-            epoch=count(data.get("epoch", 0)),
+            epoch=to_count(data.get("epoch", 0)),
             batches=_optional(data.get("batches_yielded")),
             ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
             skips_idle_experts=state.get(SKIPS_IDLE_EXPERTS),
@@ -289,7 +291,7 @@ def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 
 
 def _of_extra_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
     try:
-        step, metric = count(state["global_step"]), state.get("train_metric") or {}
+        step, metric = to_count(state["global_step"]), state.get("train_metric") or {}
         is_current = metric.get("last_iteration") == step  # its tokens count with each log line
         return TorchTrainState(
             step=step,
@@ -305,7 +307,7 @@ def _number(dcp: Dcp, key: str) -> int | None:
     if key not in dcp.tensors and key not in dcp.objects:
         return None
     try:
-        return count(dcp.tensors[key] if key in dcp.tensors else dcp.objects(key))
+        return to_count(dcp.tensors[key] if key in dcp.tensors else dcp.objects(key))
     except UserError:
         raise
     except ValueError as error:
@@ -315,7 +317,7 @@ def _number(dcp: Dcp, key: str) -> int | None:
 
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401
-    return None if value is None else count(value)
+    return None if value is None else to_count(value)
 
 
 def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:

@@ -35,7 +35,7 @@ def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, .
 
     Without what only jaxforge has: scales of moments in eight bits, and compensations.
     """
-    tree = layout.of_any_precision(layout.to_tree(program_of(config).shapes)["optimizer"])
+    tree = layout.drop_precision_specific(layout.to_tree(program_of(config).shapes)["optimizer"])
     tree = {name: part for name, part in tree.items() if not name.endswith("_scales")}
     moments = {
         name: dict(shapes(part, config.model))

@@ -7,7 +7,7 @@ from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.names.table import differences
-from torch_compat.names.translation import shortened
+from torch_compat.names.translation import shorten_problems
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
               "moe_router")  # fmt: skip
@@ -17,7 +17,7 @@ _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_
               "residual_multiplier", "logits_scaling", "moe_top_k", "moe_norm_topk",
               "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
               "bias_update", "swiglu_limit", "mup_base_width", "mup_base_head_dim")  # fmt: skip
-UNSEEN = (*_STRUCTURE, *_CONSTANTS)
+INVISIBLE_KEYS = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that do not show in the shapes of the weights."""
 
 
@@ -39,19 +39,19 @@ def check_fits(
     problems = list(
         differences(wanted, checkpoint.variables, checkpoint.variables.keys() - wanted.keys())
     )
-    problems += unseen(trained, target.config.model, _STRUCTURE)
+    problems += invisible_differences(trained, target.config.model, _STRUCTURE)
     if checkpoint.moments is not None and checkpoint.moments.keys() != target.moments.keys():
         fields = [", ".join(sorted(moments)) for moments in (checkpoint.moments, target.moments)]
         name = target.config.optimizer.name
         problems.append(f'its optimizer has {fields[0]}; optimizer.name = "{name}" has {fields[1]}')
     if problems:
-        listed = "\n  ".join(shortened(problems))
+        listed = "\n  ".join(shorten_problems(problems))
         raise UserError(
             f"{where} is not of this config; the one that is stored in it is:\n  {listed}"
         )
 
 
-def unseen(
+def invisible_differences(
     trained: ModelConfig, model: ModelConfig, keys: tuple[str, ...] = _CONSTANTS
 ) -> Iterator[str]:
     """Yield the differences of two models that do not show in the shapes of their weights.
@@ -63,12 +63,12 @@ def unseen(
     """
     for key in keys:
         was, now = getattr(trained, key), getattr(model, key)
-        if was != now and matters(key, model):
+        if was != now and has_effect(key, model):
             yield f"model.{key} is {now} and the weights were trained with {was}"
 
 
-def matters(key: str, model: ModelConfig) -> bool:
-    """Return whether a key of `UNSEEN` has an effect in a model."""
+def has_effect(key: str, model: ModelConfig) -> bool:
+    """Return whether a key of `INVISIBLE_KEYS` has an effect in a model."""
     if key == "qk_norm_eps":
         return model.qk_norm
     return model.is_moe or not key.startswith("moe_")

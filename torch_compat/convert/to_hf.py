@@ -26,7 +26,7 @@ class HfWriter(Writer):
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
         before = source.imported
-        self._family = hf_config.family_of(
+        self._family = hf_config.select_family(
             source.target.config.model, request.dialect, before and before.config
         )
         self.label = FAMILIES[self._family].dialect.name
@@ -48,7 +48,7 @@ class HfWriter(Writer):
     def complete(self, results: Mapping[str, Any]) -> None:
         """Write the model card."""
         directory, model = self.staging.path, self.source.target.config.model
-        written = name_map(self.label).to_theirs(self.source.checkpoint.variables, model)
+        written = name_map(self.label).to_dialect(self.source.checkpoint.variables, model)
         check_written(safetensors.open_directory(Directory(directory)), written, str(directory))
         (directory / model_card.FILE).write_text(self._card(directory), "utf-8")
 

@@ -37,7 +37,7 @@ class MegatronWriter(Writer):
             )
         megatron_export.check(source.checkpoint, source.target)
         self._check_names(MEGATRON.name)
-        self.within = f"iter_{source.progress.step:07d}"
+        self.subdirectory = f"iter_{source.progress.step:07d}"
 
     def notes(self) -> list[str]:
         """Return what the user should know."""
@@ -69,7 +69,7 @@ class MegatronWriter(Writer):
         }
         for name, state in states.items():
             with (directory / name).open("wb") as file:
-                file.writelines(torch_zip.archive(state))
+                file.writelines(torch_zip.archive_blocks(state))
         (directory / megatron_files.RUN_CONFIG).write_text(
             megatron_export.run_config(config, has_optimizer=self._has_moments)
         )

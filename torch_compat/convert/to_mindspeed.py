@@ -28,7 +28,7 @@ class MindSpeedWriter(DcpWriter):
             raise UserError("--layout flat: MindSpeed-LLM loads nested optimizer state. Remove it")
         super().__init__(request, source)
         self.label = f"{NAME}, {self._dialect}, {request.ranks} ranks"
-        self.within = f"checkpoints/global_step_{source.progress.step}"
+        self.subdirectory = f"checkpoints/global_step_{source.progress.step}"
 
     def _names(self) -> str:
         """Return the dialect of the model's family.
@@ -42,7 +42,7 @@ class MindSpeedWriter(DcpWriter):
                 "--dialect mindspeed: MindSpeed-LLM has layouts of its own for experts, which are "
                 "not written here. Export --to hf, and start from that there"
             )
-        return FAMILIES[hf_config.family_of(model, None, before and before.config)].dialect.name
+        return FAMILIES[hf_config.select_family(model, None, before and before.config)].dialect.name
 
     def notes(self) -> list[str]:
         """Return what the user should know."""
@@ -59,7 +59,7 @@ class MindSpeedWriter(DcpWriter):
             path = directory / train_state.EXTRA_STATE.replace("_rank_0", f"_rank_{rank}")
             path.parent.mkdir(exist_ok=True)
             with path.open("wb") as file:
-                file.writelines(torch_zip.archive(state))
+                file.writelines(torch_zip.archive_blocks(state))
 
     def commit(self) -> None:
         """Give the checkpoint its name; a job is told by name which one to resume from."""

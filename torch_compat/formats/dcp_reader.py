@@ -23,15 +23,15 @@ from torch_compat.formats.lazy import (
     Index,
     LazyTensor,
     equal,
-    extent,
+    full_index,
+    index_shape,
     intersection,
     is_shape,
-    relative,
-    whole,
+    relative_to,
 )
 from torch_compat.formats.limits import check_name, is_name, shown
 from torch_compat.formats.pickle_machine import Record
-from torch_compat.formats.pickles import Unsafe
+from torch_compat.formats.pickles import UnsafePickleError
 from torch_compat.formats.torch_zip import TORCH_DTYPES, Archive, Dtype, as_size
 
 METADATA = ".metadata"
@@ -90,7 +90,7 @@ def _unused(*_: object) -> None: ...
 def _member(of: object, _: object) -> None:
     """`getattr`, by which Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
     if of is not _unused:
-        raise Unsafe(
+        raise UnsafePickleError(
             "the pickle names builtins.getattr for more than a memory format, which no checkpoint "
             "needs; refused, nothing was run"
         )
@@ -141,10 +141,10 @@ class Dcp:
 
     directory: Directory
     tensors: Mapping[str, LazyTensor]
-    objects: "Objects"
+    objects: "LazyObjects"
 
 
-class Objects(dict[str, "_Location"]):
+class LazyObjects(dict[str, "_Location"]):
     """Keys of objects that are no tensors; an object is read by calling with its key."""
 
     def __call__(self, key: str, *, is_tolerant: bool = False) -> Any:  # noqa: ANN401 (torch.save holds anything)
@@ -155,7 +155,7 @@ class Objects(dict[str, "_Location"]):
             is_tolerant: whether instances of unknown classes become `Opaque`.
 
         Raises:
-            Unsafe: its pickle names what no checkpoint needs.
+            UnsafePickleError: its pickle names what no checkpoint needs.
         """
         return self[key].archive().object(is_tolerant=is_tolerant)
 
@@ -174,7 +174,7 @@ def open_dcp(directory: Directory) -> Dcp:
     """Opens a checkpoint; only its metadata are read.
 
     Raises:
-        Unsafe: a pickle names what no checkpoint needs.
+        UnsafePickleError: a pickle names what no checkpoint needs.
         UserError: there is none, it is damaged, or its chunks leave holes or overlap.
     """
     stages = parts(directory)
@@ -184,7 +184,7 @@ def open_dcp(directory: Directory) -> Dcp:
             "not end"
         )
     tensors: dict[str, LazyTensor] = {}
-    objects = Objects()
+    objects = LazyObjects()
     for stage in stages:
         opened, others = _open_one(stage)
         for key in sorted(opened.keys() & tensors.keys()):
@@ -244,14 +244,14 @@ class _Files(dict[str, Bytes]):
         return self[name]
 
 
-def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
+def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], LazyObjects]:
     where = f"{directory}/{METADATA}"
     data = directory.view(METADATA, limits.PICKLE)
     metadata = pickles.load(data, _NAMES, where)
     if not isinstance(metadata, _Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise UserError(f"{where}: holds no DCP metadata")
     locations = _locations(metadata, _Files(directory), where)
-    tensors, objects = {}, Objects()
+    tensors, objects = {}, LazyObjects()
     chunks = len(data) // limits.CHUNK  # a pickle can name the same ones again and again
     for key, value in metadata.state_dict_metadata.items():
         check_name(key, where)
@@ -335,7 +335,9 @@ def _tensor(
     if not is_shape(shape, dtype.itemsize):
         raise UserError(f"{where}: its metadata are damaged")
     _check_cover(where, shape, indices)
-    full = [(i, at) for i, (at, _) in zip(indices, chunks, strict=True) if math.prod(extent(i))]
+    full = [
+        (i, at) for i, (at, _) in zip(indices, chunks, strict=True) if math.prod(index_shape(i))
+    ]
     if missing := [offset for _, offset in full if _key(offset) not in locations]:
         raise UserError(f"{where}: no file is named for the chunk at {missing[0]}")
     stored = [_Stored(index, locations[_key(offset)], dtype) for index, offset in full]
@@ -346,10 +348,10 @@ def _tensor(
         needed = [(s, both) for s in stored if (both := intersection(s.index, index))]
         if len(needed) == 1 and needed[0][1] == index:
             return needed[0][0].read(index)
-        out = np.empty(extent(index), dtype)
+        out = np.empty(index_shape(index), dtype)
         origin = [s.start for s in index]
         for chunk, both in needed:
-            out[relative(both, origin)] = chunk.read(both)
+            out[relative_to(both, origin)] = chunk.read(both)
         return out
 
     return LazyTensor(shape, dtype, read, where, len(chunks))
@@ -367,7 +369,7 @@ class _Stored:
     def read(self, index: Index) -> np.ndarray:
         if self.tensor is None:
             tensor = self.location.archive().object()
-            expected = extent(self.index)
+            expected = index_shape(self.index)
             if not isinstance(tensor, LazyTensor):
                 raise UserError(f"{self.location.where}: an object lies where a tensor should")
             if tensor.shape != expected or tensor.dtype != self.dtype:
@@ -376,7 +378,7 @@ class _Stored:
                     f"where {self.dtype}{list(expected)} should: files were exchanged"
                 )
             self.tensor = tensor
-        return self.tensor.read(relative(index, [s.start for s in self.index]))
+        return self.tensor.read(relative_to(index, [s.start for s in self.index]))
 
 
 def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None:
@@ -389,8 +391,8 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> Non
         sizes = zip(chunk, shape, strict=False)
         if len(chunk) != len(shape) or any(not 0 <= s.start <= s.stop <= n for s, n in sizes):
             raise UserError(f"{where}: a chunk at {_shown(chunk)} lies outside {list(shape)}")
-    full = [c for c in chunks if math.prod(extent(c))]
-    if not math.prod(shape) or full == [whole(shape)]:
+    full = [c for c in chunks if math.prod(index_shape(c))]
+    if not math.prod(shape) or full == [full_index(shape)]:
         return
     element = _not_once(shape, full, where)
     if element is None:
@@ -399,7 +401,7 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> Non
     if there:
         a, b, *_ = there
         raise UserError(f"{where}: the chunks at {_shown(a)} and {_shown(b)} overlap")
-    covered, total = sum(math.prod(extent(c)) for c in full), math.prod(shape)
+    covered, total = sum(math.prod(index_shape(c)) for c in full), math.prod(shape)
     raise UserError(
         f"{where}: its chunks hold {covered} of {total} elements, that at {list(element)} is in "
         "none; a rank's part is missing"
@@ -421,7 +423,7 @@ def _not_once(shape: tuple[int, ...], chunks: list[Index], where: str) -> tuple[
         raise UserError(
             f"{where}: its chunks are cut along {len(cut)} dimensions, which no job does"
         )
-    ends = np.array([[(c[d].start, c[d].stop) for d in cut] for c in (whole(shape), *chunks)])
+    ends = np.array([[(c[d].start, c[d].stop) for d in cut] for c in (full_index(shape), *chunks)])
     corners, signs = [], []
     for corner in itertools.product((0, 1), repeat=len(cut)):
         corners.append(ends[:, range(len(cut)), corner])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch_compat.formats import pickles, torch_zip
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.files import writing
-from torch_compat.formats.lazy import Index, LazyTensor, blocks, extent
+from torch_compat.formats.lazy import Index, LazyTensor, blocks, index_shape
 from torch_compat.formats.pickles import Call, Global, New, Pairs
 from torch_compat.formats.staging import Unit, batches
 
@@ -109,7 +109,7 @@ def _items(entries: Mapping[str, Entry], block: int) -> Iterator[_Item]:
             yield _Item(key, None, 0)
             continue
         for index in _chunks(tensor, block):
-            yield _Item(key, index, math.prod(extent(index)) * tensor.dtype.itemsize)
+            yield _Item(key, index, math.prod(index_shape(index)) * tensor.dtype.itemsize)
 
 
 def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
@@ -124,7 +124,7 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
         for key, index, _ in items:
             value = entries[key].value
             start = end
-            for part in torch_zip.archive(value if index is None else value.read(index)):
+            for part in torch_zip.archive_blocks(value if index is None else value.read(index)):
                 put(part, end)
                 end += len(part)
             offset = None if index is None else [s.start for s in index]
@@ -147,7 +147,7 @@ def _tensor_metadata(tensor: LazyTensor, block: int) -> New:
     chunks = [
         New(
             Global(_METADATA_MODULE, "ChunkStorageMetadata"),
-            {"offsets": _torch_size([s.start for s in i]), "sizes": _torch_size(extent(i))},
+            {"offsets": _torch_size([s.start for s in i]), "sizes": _torch_size(index_shape(i))},
         )
         for i in _chunks(tensor, block)
     ]

@@ -18,7 +18,7 @@ import numpy as np
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from jaxforge.storage.untrusted_json import DOCUMENT
-from torch_compat.formats.lazy import Index, LazyTensor, extent
+from torch_compat.formats.lazy import Index, LazyTensor, index_shape
 from torch_compat.formats.limits import shown
 
 _LARGE = 64 << 10  # bytes that the system is asked to copy itself
@@ -264,7 +264,7 @@ def in_file(
     in_bytes = tuple(stride * itemsize for stride in strides)
 
     def read(index: Index) -> np.ndarray:
-        sizes = extent(index)
+        sizes = index_shape(index)
         if not math.prod(sizes):
             return np.empty(sizes, dtype)
         first = sum(s.start * stride for s, stride in zip(index, strides, strict=True))

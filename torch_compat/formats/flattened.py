@@ -12,7 +12,14 @@ import math
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat.formats.lazy import Index, LazyTensor, extent, intersection, is_shape, relative
+from torch_compat.formats.lazy import (
+    Index,
+    LazyTensor,
+    index_shape,
+    intersection,
+    is_shape,
+    relative_to,
+)
 
 _SHAPE = "nd_reformulated_orig_global_shape"
 
@@ -39,7 +46,7 @@ def unflattened(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
         raise UserError(f"{tensor.source}: {list(tensor.shape)} is no flattened {list(shape)}")
 
     def read(index: Index) -> np.ndarray:
-        out = np.empty(extent(index), tensor.dtype)
+        out = np.empty(index_shape(index), tensor.dtype)
         cells = (
             range(s.start // n, -(-s.stop // n)) if s.stop > s.start else range(0)
             for s, n in zip(index, local, strict=True)
@@ -49,8 +56,8 @@ def unflattened(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
             shard = tuple(slice(i, i + n) for i, n in zip(start, local, strict=True))
             both = intersection(shard, index)
             assert both is not None
-            out[relative(both, [s.start for s in index])] = _within(
-                tensor, cell, relative(both, start), local
+            out[relative_to(both, [s.start for s in index])] = _within(
+                tensor, cell, relative_to(both, start), local
             )
         return out
 

@@ -69,7 +69,7 @@ class LazyTensor:
 
     def all(self) -> np.ndarray:
         """Every value."""
-        return self.read(whole(self.shape))
+        return self.read(full_index(self.shape))
 
     def cast(self, dtype: np.dtype) -> "LazyTensor":
         """The values in another dtype, rounded to nearest.
@@ -132,12 +132,12 @@ class LazyTensor:
         return dataclasses.replace(self, shape=(rows, *self.shape[1:]), read=read)
 
 
-def of_array(array: np.ndarray, source: str = "") -> LazyTensor:
+def from_array(array: np.ndarray, source: str = "") -> LazyTensor:
     """An array that is in memory already."""
     return LazyTensor(array.shape, array.dtype, lambda index: np.asarray(array[index]), source)
 
 
-def number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
+def to_number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
     """The one number that something is, which may be a tensor of one element.
 
     Raises:
@@ -156,13 +156,13 @@ def number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
     return number_
 
 
-def count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
+def to_count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
     """The whole number that something is, from 0 to 2**53.
 
     Raises:
         ValueError: it is none.
     """
-    number_ = number(value)
+    number_ = to_number(value)
     if not 0 <= number_ <= limits.COUNT or number_ != int(number_):
         raise ValueError(f"{number_:g}, where a count should be")
     return int(number_)
@@ -170,7 +170,7 @@ def count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> LazyTensor:
     """Zeros, made as they are read."""
-    return LazyTensor(shape, dtype, lambda index: np.zeros(extent(index), dtype), "zeros")
+    return LazyTensor(shape, dtype, lambda index: np.zeros(index_shape(index), dtype), "zeros")
 
 
 def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
@@ -182,7 +182,7 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
         chosen = tensors[index[0]]
         if len(chosen) == 1:
             return chosen[0].read(index[1:])[None]
-        out = np.empty(extent(index), first.dtype)
+        out = np.empty(index_shape(index), first.dtype)
         for i, tensor in enumerate(chosen):
             out[i] = tensor.read(index[1:])
         return out
@@ -190,7 +190,7 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
     return LazyTensor((len(tensors), *first.shape), first.dtype, read, first.source)
 
 
-def interleaved(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarray]) -> LazyTensor:
+def interleave_rows(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarray]) -> LazyTensor:
     """Rows of several tensors of one dtype in one: row i of tensor t becomes row `places[t][i]`."""
     first, n_rows = tensors[0], sum(map(len, positions))
     owner, row = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
@@ -198,7 +198,7 @@ def interleaved(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarray]) 
         owner[of_tensor], row[of_tensor] = number, np.arange(len(of_tensor))
 
     def read(index: Index) -> np.ndarray:
-        out = np.empty(extent(index), first.dtype)
+        out = np.empty(index_shape(index), first.dtype)
         owners, rows = owner[index[0]], row[index[0]]
         for number, tensor in enumerate(tensors):
             if (mine := owners == number).any():
@@ -229,12 +229,12 @@ def equal(a: LazyTensor, b: LazyTensor) -> bool:
     return all(a.read(i).tobytes() == b.read(i).tobytes() for i in indices)
 
 
-def whole(shape: Sequence[int]) -> Index:
+def full_index(shape: Sequence[int]) -> Index:
     """The index of everything."""
     return tuple(slice(0, size) for size in shape)
 
 
-def extent(index: Index) -> tuple[int, ...]:
+def index_shape(index: Index) -> tuple[int, ...]:
     """The shape of what an index selects."""
     return tuple(s.stop - s.start for s in index)
 
@@ -265,9 +265,9 @@ def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]
     most = max(1, limit // row) if row else max(1, shape[0])
     rows = max(1, -(-shape[0] // max(1, -(-shape[0] // most))))
     for start in range(0, shape[0], rows):
-        yield (slice(start, min(start + rows, shape[0])), *whole(shape[1:]))
+        yield (slice(start, min(start + rows, shape[0])), *full_index(shape[1:]))
     if not shape[0]:
-        yield whole(shape)
+        yield full_index(shape)
 
 
 def intersection(a: Index, b: Index) -> Index | None:
@@ -278,6 +278,6 @@ def intersection(a: Index, b: Index) -> Index | None:
     return None if any(s.start >= s.stop for s in both) else both
 
 
-def relative(index: Index, origin: Sequence[int]) -> Index:
+def relative_to(index: Index, origin: Sequence[int]) -> Index:
     """An index counted from `origin`."""
     return tuple(slice(s.start - o, s.stop - o) for s, o in zip(index, origin, strict=True))

@@ -31,10 +31,10 @@ from torch_compat.formats.lazy import (
     DTYPES,
     Index,
     LazyTensor,
-    extent,
+    full_index,
+    index_shape,
     intersection,
-    relative,
-    whole,
+    relative_to,
 )
 from torch_compat.formats.limits import shown
 
@@ -155,7 +155,7 @@ class _About:
         length = math.prod(self.chunk) * self.dtype.itemsize
         if len(locations) != cells + 1:  # with its description
             return False
-        keys = (chunk_key(cell) for cell in self.cells(whole(self.shape)))
+        keys = (chunk_key(cell) for cell in self.cells(full_index(self.shape)))
         sizes = {k: len(p) if isinstance(p, bytes) else p[2] for k, p in locations.items()}
         return all(sizes.get(key) == length for key in keys)
 
@@ -182,21 +182,21 @@ class _Mapped:
         return LazyTensor(self.about.shape, self.about.dtype, self.read, self.where)
 
     def read(self, index: Index) -> np.ndarray:
-        if not math.prod(extent(index)):
-            return np.empty(extent(index), self.about.dtype)
+        if not math.prod(index_shape(index)):
+            return np.empty(index_shape(index), self.about.dtype)
         cells = list(self.about.cells(index))
         if len(cells) == 1:
             return self._part(cells[0], index)
-        out, origin = np.empty(extent(index), self.about.dtype), [s.start for s in index]
+        out, origin = np.empty(index_shape(index), self.about.dtype), [s.start for s in index]
         for cell in cells:
             both = intersection(index, self.about.bounds(cell))
             assert both is not None
-            out[relative(both, origin)] = self._part(cell, both)
+            out[relative_to(both, origin)] = self._part(cell, both)
         return out
 
     def _part(self, cell: tuple[int, ...], index: Index) -> np.ndarray:
         """An index within one chunk."""
-        within = relative(index, [s.start for s in self.about.bounds(cell)])
+        within = relative_to(index, [s.start for s in self.about.bounds(cell)])
         location, chunk = self.locations[chunk_key(cell)], self.about.chunk
         if isinstance(location, bytes):
             return np.frombuffer(location, self.about.dtype).reshape(chunk)[within]

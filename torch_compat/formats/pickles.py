@@ -14,7 +14,7 @@ from torch_compat.formats.limits import shown
 from torch_compat.formats.pickle_machine import Machine
 
 
-class Unsafe(UserError):
+class UnsafePickleError(UserError):
     """A pickle names something that no checkpoint needs."""
 
 
@@ -33,20 +33,20 @@ def load(
         persistent: what stands for a persistent id; None refuses them.
 
     Raises:
-        Unsafe: the pickle names anything else; nothing was run.
+        UnsafePickleError: the pickle names anything else; nothing was run.
         UserError: it is no pickle.
     """
 
     def find(module: str, name: str) -> Any:  # noqa: ANN401
         if (module, name) in names:
             return names[module, name]
-        raise Unsafe(
+        raise UnsafePickleError(
             f"{where}: the pickle names {shown(f'{module}.{name}')}, which no checkpoint needs; "
             "refused, nothing was run"
         )
 
     def refuse(_: object) -> None:
-        raise Unsafe(f"{where}: the pickle refers to objects outside it; refused")
+        raise UnsafePickleError(f"{where}: the pickle refers to objects outside it; refused")
 
     try:
         return Machine(data, find, persistent or refuse).run()

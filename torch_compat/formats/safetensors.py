@@ -17,7 +17,7 @@ import numpy as np
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
 from torch_compat.formats.files import Bytes, Directory, in_file, writing
-from torch_compat.formats.lazy import DTYPES, Index, LazyTensor, blocks, extent, is_shape
+from torch_compat.formats.lazy import DTYPES, Index, LazyTensor, blocks, index_shape, is_shape
 from torch_compat.formats.limits import check_name, is_name, shown
 from torch_compat.formats.staging import Unit
 
@@ -173,7 +173,7 @@ class _Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(extent(self.part)) * self.tensor.dtype.itemsize
+        return math.prod(index_shape(self.part)) * self.tensor.dtype.itemsize
 
 
 def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) -> Iterator[Unit]:

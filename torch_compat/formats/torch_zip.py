@@ -21,7 +21,13 @@ from torch_compat.formats.lazy import DTYPES, LazyTensor, is_shape
 from torch_compat.formats.limits import shown
 from torch_compat.formats.pickle_machine import Record
 from torch_compat.formats.pickles import Call, Global, Persistent
-from torch_compat.formats.zip_index import Checked, Entry, Part, read_index, start_of
+from torch_compat.formats.zip_index import (
+    ChecksummedRecord,
+    FileRange,
+    ZipEntry,
+    data_start,
+    read_index,
+)
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -164,7 +170,7 @@ class Archive:
                 f"{where}: said to lie at bytes {start} to {start + length} of a file of "
                 f"{file.size}: the file is truncated or another one"
             )
-        self._archive, self._where = Part(file, start, length), where
+        self._archive, self._where = FileRange(file, start, length), where
         self._records = self._find_records()
 
     def object(self, *, is_tolerant: bool = False) -> Any:  # noqa: ANN401 (torch.save holds anything)
@@ -175,7 +181,7 @@ class Archive:
                 job's arguments; nothing of them is run either way.
 
         Raises:
-            Unsafe: the pickle names what no checkpoint needs.
+            UnsafePickleError: the pickle names what no checkpoint needs.
         """
         names = _TOLERANT if is_tolerant else _NAMES
         if "byteorder" in self._records and self._read("byteorder", 8) != b"little":
@@ -186,7 +192,7 @@ class Archive:
         except RecursionError:
             raise UserError(f"{self._where}: the object is nested too deeply; refused") from None
 
-    def _find_records(self) -> dict[str, Entry]:
+    def _find_records(self) -> dict[str, ZipEntry]:
         """Name (without the archive's own) -> what the index says of it."""
         try:
             entries = list(read_index(self._archive))
@@ -214,11 +220,11 @@ class Archive:
             raise UserError(f"{self._where}: the archive has no record {shown(name)}")
         entry, where = self._records[name], f"{self._where}: record {shown(name)}"
         try:
-            part = Part(self._archive, start_of(self._archive, entry), entry.length)
+            part = FileRange(self._archive, data_start(self._archive, entry), entry.length)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
         small = entry.length <= limits.CHECKED
-        return Checked(part, entry.crc, where) if small and entry.crc else part
+        return ChecksummedRecord(part, entry.crc, where) if small and entry.crc else part
 
     def _read(self, name: str, most: int) -> memoryview:
         record = self._record(name)

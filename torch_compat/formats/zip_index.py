@@ -23,7 +23,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _MOST32 = 2**32 - 1
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     """A record, as the index has it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
     header: int
 
 
-def read_index(archive: Bytes) -> Iterator[Entry]:
+def read_index(archive: Bytes) -> Iterator[ZipEntry]:
     """Yield the entries of the archive's index.
 
     Raises:
@@ -66,7 +66,7 @@ def read_index(archive: Bytes) -> Iterator[Entry]:
         raise ValueError("more in its index than records")
 
 
-def start_of(archive: Bytes, entry: Entry) -> int:
+def data_start(archive: Bytes, entry: ZipEntry) -> int:
     """The byte of the archive at which the data of a record begin.
 
     Raises:
@@ -91,7 +91,7 @@ def start_of(archive: Bytes, entry: Entry) -> int:
     return start
 
 
-class Part:
+class FileRange:
     """A part of a file as a file of its own.
 
     Args:
@@ -108,7 +108,7 @@ class Part:
         return self._file(self._start + start, length)
 
 
-class Checked(Part):
+class ChecksummedRecord(FileRange):
     """A record that is read whole each time, for its checksum.
 
     Args:
@@ -154,7 +154,7 @@ def _find_index(archive: Bytes) -> tuple[int, int, int]:
     return start, length, count
 
 
-def _entry(index: bytes, at: int) -> tuple[Entry, int]:
+def _entry(index: bytes, at: int) -> tuple[ZipEntry, int]:
     """One entry, and where the next begins."""
     fields = _ENTRY.unpack_from(index, at)
     mark, _, version, flags, method, _, _, crc, stored, length, names, extras, comment = fields[:13]
@@ -166,7 +166,7 @@ def _entry(index: bytes, at: int) -> tuple[Entry, int]:
     length, stored, header = (
         next(wide) if value == _MOST32 else value for value in (length, stored, fields[-1])
     )
-    entry = Entry(name, version, flags, method, crc, stored, length, header)
+    entry = ZipEntry(name, version, flags, method, crc, stored, length, header)
     return entry, after + extras + comment
 
 

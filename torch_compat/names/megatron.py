@@ -17,7 +17,7 @@ import numpy as np
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.formats import limits
-from torch_compat.formats.lazy import LazyTensor, interleaved, stack
+from torch_compat.formats.lazy import LazyTensor, interleave_rows, stack
 from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS, Fused, NameMap, Rule
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -194,7 +194,7 @@ def _gates_joined(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, Lazy
         gate = tensors.get(f"{key[:-1]}w")
         n = tensor.shape[0]
         both = [np.arange(n), np.arange(n, 2 * n)]
-        yield key[:-2], tensor if gate is None else interleaved([gate, tensor], both)
+        yield key[:-2], tensor if gate is None else interleave_rows([gate, tensor], both)
 
 
 def _restacked(
