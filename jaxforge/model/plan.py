@@ -64,7 +64,7 @@ class LayerPlan(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers are of one kind, with one stack of parameters."""
+        """True if all layers are of one kind, with one stack of parameters."""
         return len(set(self.layers)) == 1 and len(set(self.stacks)) == 1
 
     @property

@@ -152,7 +152,7 @@ class Model:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients would underflow in the compute dtype without loss scaling."""
+        """True if gradients would underflow in the compute dtype without loss scaling."""
         return self.dtype == jnp.float16
 
     def next_state(self, state: Params, stats: Params, progress: Float[Array, ""]) -> Params:
