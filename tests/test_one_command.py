@@ -31,9 +31,11 @@ def test_every_command_has_an_entry():
 
 
 def test_unknown_command_gets_a_suggestion():
-    with pytest.raises(UserError, match=r"no command trian; did you mean train\?"):
+    with pytest.raises(UserError, match=r"unknown command trian; did you mean train\?"):
         main(["trian"])
-    with pytest.raises(UserError, match="no command xyzzy; `jaxforge --help` lists them"):
+    with pytest.raises(
+        UserError, match="unknown command xyzzy; `jaxforge --help` lists the commands"
+    ):
         main(["xyzzy"])
 
 
@@ -72,13 +74,13 @@ def test_doctor_finds_this_machine_well(capsys):
     said = capsys.readouterr().out
     assert f"jax {importlib.metadata.version('jax')}" in " ".join(said.split())
     assert "a sum of squares right on cpu" in " ".join(said.split())
-    assert "nothing is wrong" in said
+    assert "no problems found" in said
 
 
 def test_doctor_names_gpus_that_jax_does_not_see(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(doctor, "_gpus", lambda: 8)
     assert doctor.main([]) == 1
-    assert "wrong: 8 GPU(s) are here, and JAX sees none: pip install 'jaxforge[cuda]'" in (
+    assert "problem: 8 GPU(s) exist, but JAX finds none: pip install 'jaxforge[cuda]'" in (
         capsys.readouterr().out
     )

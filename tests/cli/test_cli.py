@@ -27,7 +27,7 @@ leave(75, patience={patience})
 @pytest.mark.parametrize(
     ("seconds", "patience", "said"),
     [
-        (600, 0.1, "exiting with 75, although threads go on: reader_0\n"),
+        (600, 0.1, "exiting with 75 while threads are running: reader_0\n"),
         (0.1, 600, ""),
     ],
 )

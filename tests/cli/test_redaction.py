@@ -15,7 +15,7 @@ from jaxforge.cli import redaction
 from jaxforge.cli.redaction import redacted, redacted_command, redacted_message, redacted_value
 from jaxforge.cli.running import run_main
 from jaxforge.commands import report as report
-from jaxforge.config.job import JobConfig, shown, toml
+from jaxforge.config.job import JobConfig, short_toml, toml
 from jaxforge.errors import UserError
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
@@ -196,7 +196,7 @@ def test_messages_and_logs_are_redacted(capsys, tmp_path):
     url = "s3://AKIA:wJalrXUtnFEMI/K7MDENG@bucket/x"
 
     def fail():
-        raise UserError(f"data.dataset_path = {shown(url + 'y' * 80)}: {url} does not exist")
+        raise UserError(f"data.dataset_path = {short_toml(url + 'y' * 80)}: {url} does not exist")
 
     assert run_main(fail) == 2
     said = capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_values_that_look_like_slips_of_the_keyboard_are_read(line):
 
 
 def test_forwarded_arguments_are_not_checked():
-    _, others = parser(passes_on=True).parse(["a", "--num_fewshot", "--distributed.tp", "2"])
+    _, others = parser(allows_unknown=True).parse(["a", "--num_fewshot", "--distributed.tp", "2"])
     assert others == ["--num_fewshot", "--distributed.tp=2"]
 
 

@@ -103,7 +103,7 @@ def test_restarts_without_progress_are_bounded(child, caplog):
     assert main([*QUICK, "--max-restarts=2", *child.command("sys.exit(70)")]) == 70
     assert child.starts() == 3
     assert caplog.text.count("the command ended with 70: hung: the watchdog saw no progress") == 3
-    assert "3 starts in a row without progress, --max-restarts 2: exit code 70" in caplog.text
+    assert "3 consecutive starts without progress, --max-restarts 2: exit code 70" in caplog.text
 
 
 def test_newer_checkpoint_starts_the_count_anew(child, monkeypatch):
@@ -152,7 +152,7 @@ def test_signal_is_passed_on_and_the_code_is_the_childs(child, sig, code):
     supervisor.send_signal(sig)
     assert supervisor.wait(PATIENCE) == code
     assert child.starts() == 1
-    assert f"{sig.name}: passed on" in supervisor.stderr.read()
+    assert f"{sig.name}: forwarded" in supervisor.stderr.read()
 
 
 def test_child_that_could_not_yet_listen_was_stopped_too(child):
@@ -178,7 +178,7 @@ def test_child_that_does_not_listen_is_killed_with_what_it_started(child):
 
 def test_signal_while_it_waits_ends_it(child):
     supervisor = child.supervise("--backoff=3600", "--backoff-cap=3600", body="sys.exit(1)")
-    while "running again in" not in supervisor.stderr.readline():
+    while "restarting in" not in supervisor.stderr.readline():
         assert supervisor.poll() is None
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(PATIENCE) == 75
@@ -270,7 +270,7 @@ def test_command_that_is_not_there():
 
 
 def test_no_command():
-    with pytest.raises(UserError, match="say what to run"):
+    with pytest.raises(UserError, match="a command is required"):
         main(["--max-restarts=3"])
 
 

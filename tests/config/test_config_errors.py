@@ -23,7 +23,7 @@ def complaint(tmp_path, monkeypatch):
     return load_text
 
 
-OWN = "; for a name of your own, name the module that registers it: --plugins.modules=MODULE"
+OWN = "; to use a registered name, import its module: --plugins.modules=MODULE"
 NAMES = "cosine, linear, wsd, constant, rex, none"
 
 
@@ -132,17 +132,17 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[model]\ndim = 64\nn_heads = 4\nhead_dim = 15",
-            "x.toml:1: [model] head_dim = 15 must be even: rotary positions pair the two halves of "
-            "a head",
+            "x.toml:1: [model] head_dim = 15 must be even: rotary embeddings pair the two "
+            "halves of a head",
         ),
         (
             "[model]\ndim = 12\nn_heads = 4",
-            "x.toml:1: [model] dim / n_heads = 12 / 4 = 3 must be even: rotary positions pair the "
-            "two halves of a head",
+            "x.toml:1: [model] dim / n_heads = 12 / 4 = 3 must be even: rotary embeddings pair "
+            "the two halves of a head",
         ),
         (
             "[data]\ndatasets = [{path = 'a'},\n  {weight = 2}]",
-            "x.toml:2: [data.datasets[1]] a source needs path or hf_name",
+            "x.toml:2: [data.datasets[1]] a source requires path or hf_name",
         ),
         ("[vlm]\narch = 'mot'", "x.toml:1: [vlm] cannot be used: jaxforge trains text models only"),
         ("[video]", "x.toml:1: [video] cannot be used: jaxforge trains text models only"),

@@ -68,7 +68,7 @@ def test_key_says_what_it_takes_and_where_it_stands():
         "  expected: a number greater than 0",
         "  default: 0.0003",
         "  in the config: [optimizer] lr = 0.0003",
-        "  here: --optimizer.lr=0.0003",
+        "  command line: --optimizer.lr=0.0003",
     ]
     assert "no effect: XLA fuses the update of all parameters" in said("fused")
 

@@ -56,22 +56,22 @@ CASES = [
         1,
         ["eval.enabled", "eval.dataset_path=a"],
         ["eval.enabled"],
-        "eval.enabled = true needs data: set eval.dataset_path, eval.hf_dataset_name or "
+        "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
         "[[eval.datasets]], or eval.enabled = false",
     ),
     (
         1,
         ["eval.activations_interval=2", "eval.dataset_path=a"],
         ["eval.activations_interval=2"],
-        "eval.activations_interval = 2 needs data: set eval.dataset_path, eval.hf_dataset_name or "
-        "[[eval.datasets]], or eval.activations_interval = 0",
+        "eval.activations_interval = 2 requires data: set eval.dataset_path, "
+        "eval.hf_dataset_name or [[eval.datasets]], or eval.activations_interval = 0",
     ),
     (
         1,
         [*CAPTURING, "eval.activations_set=code"],
         [*CAPTURING, "eval.activations_set=cod"],
-        'eval.activations_set = "cod" is no evaluation set; did you mean "code"? There are web, '
-        "code",
+        'eval.activations_set = "cod" is not an evaluation set; did you mean "code"? Choose '
+        "from web, code",
     ),
     (
         1,
@@ -83,14 +83,15 @@ CASES = [
         1,
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,2]"],
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,3]"],
-        "eval.activations_layers: there is no layer 3: those of model.n_layers = 3 are 0 to 2",
+        "eval.activations_layers: layer 3 does not exist: the layers of model.n_layers = 3 are "
+        "0 to 2",
     ),
     (
         2,
         [*CAPTURING, "distributed.cp=2"],
         [*CAPTURING, "distributed.cp=2", "eval.activations_points=att*"],
-        'eval.activations_points = ["att*"] takes in attention_weights, and with distributed.cp = '
-        "2 no device has all keys of a query: change distributed.cp to 1 or "
+        'eval.activations_points = ["att*"] includes attention_weights, but with '
+        "distributed.cp = 2 no device has all keys of a query: change distributed.cp to 1 or "
         'eval.activations_points to "residual"',
     ),
     (
@@ -98,7 +99,7 @@ CASES = [
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/bits_per_byte"],
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/los"],
         'checkpoint.best_metric = "eval/los" is not a metric of [eval]; did you mean '
-        '"eval/loss"? There are eval/loss, eval/perplexity, eval/bits_per_byte',
+        '"eval/loss"? Choose from eval/loss, eval/perplexity, eval/bits_per_byte',
     ),
     (
         1,
@@ -113,21 +114,21 @@ CASES = [
             "checkpoint.best_metric=eval/b/loss",
         ],
         'checkpoint.best_metric = "eval/b/loss" is not a metric of [eval]; did you mean '
-        '"eval/a/loss"? There are eval/loss, eval/perplexity, eval/bits_per_byte, '
+        '"eval/a/loss"? Choose from eval/loss, eval/perplexity, eval/bits_per_byte, '
         "eval/a/loss, eval/a/perplexity, eval/a/bits_per_byte",
     ),
     (
         1,
         ["data.hf_dataset_name=wiki", "data.tokenizer_path=byte"],
         ["data.hf_dataset_name=wiki"],
-        'data.hf_dataset_name = "wiki" needs data.tokenizer_path',
+        'data.hf_dataset_name = "wiki" requires data.tokenizer_path',
     ),
     (
         1,
         ["data.hf_streaming", "data.hf_dataset_name=wiki", "data.tokenizer_path=byte"],
         ["data.hf_streaming"],
-        "data.hf_streaming = true is for data.hf_dataset_name alone: set it to false, or name "
-        "a dataset and no data.dataset_path",
+        "data.hf_streaming = true requires data.hf_dataset_name without data.dataset_path: set "
+        "only data.hf_dataset_name, or set data.hf_streaming to false",
     ),
     (
         1,
@@ -138,46 +139,47 @@ CASES = [
             "data.order=torch",
             "data.hf_streaming",
         ],
-        'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true never '
-        'sees: set the one to "grain" or the other to false',
+        'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true does '
+        'not load: set data.order to "grain" or data.hf_streaming to false',
     ),
     (
         1,
         [*MIXED, "data.tokenizer_path=byte"],
         [*MIXED, "data.datasets=[{'path':'a'},{'hf_name':'wiki'}]"],
-        'data.datasets[1].hf_name = "wiki" needs data.tokenizer_path',
+        'data.datasets[1].hf_name = "wiki" requires data.tokenizer_path',
     ),
     (
         1,
         [*MIXED],
         [*MIXED, "data.hf_streaming"],
-        "data.hf_streaming = true does not mix: data.datasets are drawn from in random access; "
-        "set it to false, and Hugging Face datasets are tokenized once",
+        "data.hf_streaming = true does not support data.datasets, which require random access: "
+        "set it to false to tokenize Hugging Face datasets once",
     ),
     (
         1,
         [*MIXED, "data.phases=[{'dataset_weights':{'code':1}}]"],
         [*MIXED, "data.phases=[{'dataset_weights':{'cod':1}}]"],
-        'data.phases[0].dataset_weights names "cod", which is no source; did you mean "code"? '
-        "There are web, code",
+        'data.phases[0].dataset_weights names "cod", which is not a source; did you mean '
+        '"code"? Choose from web, code',
     ),
     (
         1,
         [*MIXED, "data.phases=[{'dataset_weights':{'code':1}}]"],
         [*MIXED, "data.phases=[{'dataset_weights':{'poems':1}}]"],
-        'data.phases[0].dataset_weights names "poems", which is no source; there are web, code',
+        'data.phases[0].dataset_weights names "poems", which is not a source; choose from web, '
+        "code",
     ),
     (
         1,
         ["data.phases=[{'lr_scale':0.5}]"],
         ["data.anneal_start_step=3", "data.anneal_weights={'code':1}"],
-        'data.anneal_weights names "code", but data.datasets is empty: list the sources there',
+        'data.anneal_weights names "code", but data.datasets is empty: add the source there',
     ),
     (
         1,
         [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0}"],
         [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0,'code':0}"],
-        "data.anneal_weights leave no source to draw from: give one a weight above 0",
+        "data.anneal_weights are all 0: at least one source must have a weight above 0",
     ),
     (
         2,
@@ -266,8 +268,8 @@ CASES = [
         2,
         [*PIPELINED, "train.grad_accum_steps=3"],
         [*PIPELINED, "train.grad_accum_steps=1"],
-        "train.grad_accum_steps = 1 leaves stages of distributed.pp = 2 idle all the time: "
-        "change train.grad_accum_steps to 2",
+        "train.grad_accum_steps = 1 leaves some of the distributed.pp = 2 stages idle all the "
+        "time: change train.grad_accum_steps to 2",
     ),
     (
         2,
@@ -286,8 +288,8 @@ CASES = [
             *PIPELINED,
             "train.batch_ramp=[{'grad_accum_steps':1},{'start':9,'grad_accum_steps':4}]",
         ],
-        "train.batch_ramp[0] = 1 microbatches leaves stages of distributed.pp = 2 idle all the "
-        "time: give it 2",
+        "train.batch_ramp[0] = 1 microbatches leaves some of the distributed.pp = 2 stages "
+        "idle all the time: set it to 2",
     ),
     (
         2,
@@ -300,20 +302,20 @@ CASES = [
             "train.batch_ramp=[{'grad_accum_steps':3},{'start':9,'grad_accum_steps':4}]",
         ],
         "train.batch_ramp[0] = 3 microbatches must be a multiple of distributed.pp = 2 with "
-        'distributed.pp_schedule = "interleaved_1f1b": give it 4',
+        'distributed.pp_schedule = "interleaved_1f1b": set it to 4',
     ),
     (
         1,
         [*STOPPING, "eval.enabled", "eval.dataset_path=a"],
         STOPPING,
-        'early_stop.metric = "eval/loss" needs eval.enabled = true; or go by "train/loss"',
+        'early_stop.metric = "eval/loss" requires eval.enabled = true; or use "train/loss"',
     ),
     (
         1,
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=train/loss"],
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=eval/perplex"],
         'early_stop.metric = "eval/perplex" is not a metric of [eval]; did you mean '
-        '"eval/perplexity"? There are eval/loss, eval/perplexity, eval/bits_per_byte',
+        '"eval/perplexity"? Choose from eval/loss, eval/perplexity, eval/bits_per_byte',
     ),
     (
         3,
@@ -379,8 +381,9 @@ CASES = [
         1,
         ["optimizer.name=schedule_free_adamw", "scheduler.name=none"],
         ["optimizer.name=schedule_free_adamw"],
-        'optimizer.name = "schedule_free_adamw" needs scheduler.name = "none", not "cosine": '
-        "it warms up by optimizer.schedule_free_warmup_steps and averages instead of decaying",
+        'optimizer.name = "schedule_free_adamw" requires scheduler.name = "none", not '
+        '"cosine": it warms up by optimizer.schedule_free_warmup_steps and averages weights '
+        "instead of decaying the rate",
     ),
     (
         4,
@@ -494,7 +497,7 @@ def test_no_proposal_goes_untested():
     ("rule", "good", "bad", "keys"),
     [
         (
-            mesh_rules.stages_have_layers_of_one_stack,
+            mesh_rules.pipeline_has_one_layer_stack,
             ["model.num_experts=4", "distributed.pp=2"],
             [
                 "model.num_experts=4",
@@ -528,7 +531,7 @@ def test_no_proposal_goes_untested():
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
-            mesh_rules.experts_in_8_bits_have_no_stages,
+            mesh_rules.fp8_experts_have_no_stages,
             ["model.num_experts=4", "train.mixed_precision=fp8", "distributed.pp=2"],
             [
                 "model.num_experts=4",
@@ -541,7 +544,7 @@ def test_no_proposal_goes_untested():
             ('"experts"', "train.fp8_exclude", "distributed.pp"),
         ),
         (
-            mesh_rules.stages_offload_nothing,
+            mesh_rules.pipeline_offloads_nothing,
             ["distributed.pp=2", "train.activation_checkpointing=full"],
             [
                 "distributed.pp=2",
@@ -601,7 +604,7 @@ def test_mesh_shape_refuses_what_does_not_fit():
 def test_dp_shard_that_does_not_divide_replicates(dim, sizes, built):
     config = small(f"model.dim={dim}", *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
     asked = mesh_shape(config, math.prod(sizes.values()))
-    mesh = axes.with_copies(config, asked)
+    mesh = axes.with_equal_shards(config, asked)
     assert (mesh["dp_replicate"], mesh["dp_shard"]) == built
     assert {**mesh, "dp_replicate": 0, "dp_shard": 0} == {**asked, "dp_replicate": 0, "dp_shard": 0}
     assert axes.data_parallel(mesh) == axes.data_parallel(asked)

@@ -71,7 +71,7 @@ def test_files_for_12_and_24_gpus_run_with_three_copies(tmp_path, name):
     n_devices, text = ODD[name]
     config = load(tmp_path, text)
     check(config, n_devices)
-    mesh = axes.with_copies(config, mesh_shape(config, n_devices))
+    mesh = axes.with_equal_shards(config, mesh_shape(config, n_devices))
     assert (mesh["dp_replicate"], mesh["dp_shard"] * mesh["tp"]) == (3, n_devices // 3)
     assert "parameters are [copied 3 times]" in PAGE
 

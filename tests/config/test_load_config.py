@@ -323,7 +323,7 @@ def test_answers_only_to_what_the_user_wrote():
     lines = answers(load_config(None, ["--optimizer.fused", "--data.pin_memory=false"]))
     assert lines == [
         "optimizer.fused has no effect: XLA fuses the update of all parameters",
-        "data.pin_memory has no effect: batches go straight to the devices, ahead of the step "
+        "data.pin_memory has no effect: batches are transferred to the devices before the step "
         "that needs them",
     ]
 

@@ -34,8 +34,8 @@ def test_hooks_are_named_in_toml(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Watch", 'hooks: "Watch" names no module; write my_module.Watch'),
-        ("my_watchin.Watch", 'hooks: there is no module "my_watchin"'),
+        ("Watch", 'hooks: "Watch" has no module; write my_module.Watch'),
+        ("my_watchin.Watch", 'hooks: module "my_watchin" does not exist'),
         ("my_watching.Wach", "hooks: my_watching has no Wach"),
     ],
 )

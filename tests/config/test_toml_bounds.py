@@ -10,11 +10,11 @@ from jaxforge.errors import UserError
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a" + ".a" * 20_000 + " = 1", ":1: names or brackets in each other, more than 32 deep"),
-        ("[a" + ' . "a"' * 20_000 + "]", ":1: names or brackets in each other, more than 32 deep"),
-        ("\nx = " + "[" * 3000 + "]" * 3000, ":2: names or brackets in each other"),
-        ("x = " + "{a = " * 40 + "1" + "}" * 40, ":1: names or brackets in each other"),
-        ("\n\nx = " + "9" * 5000, ":3: a number or key of 5,000 characters, at most 100 are read"),
+        ("a" + ".a" * 20_000 + " = 1", ":1: names or brackets nested more than 32 deep"),
+        ("[a" + ' . "a"' * 20_000 + "]", ":1: names or brackets nested more than 32 deep"),
+        ("\nx = " + "[" * 3000 + "]" * 3000, ":2: names or brackets nested more than"),
+        ("x = " + "{a = " * 40 + "1" + "}" * 40, ":1: names or brackets nested more than"),
+        ("\n\nx = " + "9" * 5000, ":3: a number or key of 5,000 characters, more than 100"),
         ("x" * 5000 + " = 1", ":1: a number or key of 5,000 characters"),
         ("[[a]]\n" * 100_000, ":10001: more than 10,000 lines or 200,000 names and values"),
         ("x = [" + "1," * 150_000 + "]", ":1: more than 10,000 lines or 200,000 names and values"),

@@ -212,8 +212,8 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
     [
         (
             "[train]\nmax_steps = '10%'",
-            'x.toml:2: train.max_steps = "10%": this is the whole; expected updates, epochs or '
-            "tokens",
+            'x.toml:2: train.max_steps = "10%": the run cannot be a share of itself; give '
+            "updates, epochs or tokens",
         ),
         (
             KNOWN + "[scheduler]\nwarmup_steps = '10 %%'",
@@ -234,7 +234,7 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
         ),
         (
             KNOWN + "[[data.phases]]\nstart_step = '20%'\n[[data.phases]]\nstart_step = '10%'",
-            "x.toml:5: [data] the start_step of phases must increase, not go [20, 10]",
+            "x.toml:5: [data] start_step of phases must increase: [20, 10]",
         ),
         (
             "[train]\nmax_steps = '1B tok'\nbatch_size = 'many'\n[eval]\ninterval = '1ep'",
@@ -243,8 +243,8 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
         (
             "[train]\nmax_steps = '1M tok'\ngrad_accum_steps = 2\n[[train.batch_ramp]]\n"
             "grad_accum_steps = 1\n[[train.batch_ramp]]\nstart = '10%'\ngrad_accum_steps = 2",
-            'x.toml:7: train.batch_ramp[1].start = "10%": train.max_steps itself depends on the '
-            "ramp: give the one or the other in updates",
+            'x.toml:7: train.batch_ramp[1].start = "10%": train.max_steps depends on '
+            "train.batch_ramp: give one of them in updates",
         ),
         (
             "[train]\nbatch_size = '10%'",
@@ -260,14 +260,14 @@ def test_data_without_epochs(complaint):
     text = KNOWN + "[scheduler]\nwarmup_steps = '2ep'"
     assert complaint(text, epoch=epoch_of(None)) == (
         'x.toml:6: scheduler.warmup_steps = "2ep": random tokens, streams and mixtures have no '
-        'epochs: give updates, a share as "10%", or tokens as "1B tok"'
+        'epochs: give updates, a share such as "10%", or tokens such as "1B tok"'
     )
 
 
 def test_devices_that_are_not_known(complaint):
     text = "[train]\nmax_steps = '1B tok'"
     assert complaint(text, n_devices=None) == (
-        'x.toml:2: train.max_steps = "1B tok": the sequences of an update are not known here: set '
+        'x.toml:2: train.max_steps = "1B tok": the sequences per update are unknown here: set '
         "train.global_batch_size, or distributed.dp_shard"
     )
 
@@ -303,6 +303,6 @@ def test_learning_rate_by_default_fits_too():
 def test_learning_rate_for_an_unknown_batch(complaint):
     text = "[optimizer]\nlr_scale_rule = 'linear'\nlr_base_batch = 256"
     assert complaint(text, n_devices=None) == (
-        'optimizer.lr_scale_rule = "linear": the sequences of an update are not known here: set '
+        'optimizer.lr_scale_rule = "linear": the sequences per update are unknown here: set '
         "train.global_batch_size, or distributed.dp_shard"
     )

@@ -15,7 +15,9 @@ def test_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeypat
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 5.0)
     with RunLock(run) as first:
         first.acquire()
-        monkeypatch.setattr(run_lock, "_machine", lambda: "elsewhere")  # the kernel knows nothing
+        monkeypatch.setattr(
+            run_lock, "_pid_namespace", lambda: "elsewhere"
+        )  # the kernel knows nothing
         with pytest.raises(UserError, match="is in use by process"):
             RunLock(run).acquire()
         time.sleep(0.5)

@@ -62,7 +62,7 @@ def test_second_is_refused_with_the_name_of_the_first_and_goes_ahead_after_it(tm
 
 def test_process_that_was_killed_has_left_it_behind_even_while_nobody_buries_it(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
-        its = {"process": process.pid, "began": run_lock._began(process.pid)}
+        its = {"process": process.pid, "began": run_lock._start_time(process.pid)}
         left_behind(tmp_path, **its)
         assert is_refused(tmp_path)
         process.send_signal(signal.SIGKILL)
@@ -88,11 +88,11 @@ def test_another_process_may_have_the_number_by_now(tmp_path):
 )  # fmt: skip
 def test_anonymous_unchanging_lock_is_taken_over(tmp_path, caplog, monkeypatch, content):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    machine = json.dumps(run_lock._machine()).encode()
+    machine = json.dumps(run_lock._pid_namespace()).encode()
     (tmp_path / run_lock.NAME).write_bytes(content.replace(b"HERE", machine))
     assert run_lock.holder(tmp_path) is None
     assert not is_refused(tmp_path)
-    assert "was left behind by " in caplog.text
+    assert "is stale (" in caplog.text
 
 
 def test_unreadable_lock_that_changes_is_respected(tmp_path, monkeypatch):
@@ -100,7 +100,14 @@ def test_unreadable_lock_that_changes_is_respected(tmp_path, monkeypatch):
     path = tmp_path / run_lock.NAME
     path.write_bytes(b"\xff")
     monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: os.utime(path, (1, 1)))
-    with RunLock(tmp_path) as lock, pytest.raises(UserError, match=r"an unknown process \(the"):
+    with (
+        RunLock(tmp_path) as lock,
+        pytest.raises(
+            UserError,
+            match=r"an unknown process \(not "
+            r"named",
+        ),
+    ):
         lock.take()
     assert path.read_bytes() == b"\xff"
 
@@ -109,7 +116,7 @@ def test_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.01)
     with RunLock(tmp_path) as first:
         first.acquire()
-        monkeypatch.setattr(run_lock, "_machine", lambda: "another")
+        monkeypatch.setattr(run_lock, "_pid_namespace", lambda: "another")
         monkeypatch.setattr(run_lock, "PATIENCE_SEC", 60.0)
         assert is_refused(tmp_path)
     left_behind(tmp_path, machine="a third")  # which is silent
@@ -118,16 +125,16 @@ def test_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):
 
 
 def test_where_the_kernel_shows_no_processes_the_heartbeat_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "_machine", lambda: "")
+    monkeypatch.setattr(run_lock, "_pid_namespace", lambda: "")
     left_behind(tmp_path)
     assert not is_refused(tmp_path)
 
 
 def test_processes_of_another_user_may_be_hidden(tmp_path, monkeypatch):
     left_behind(tmp_path)
-    monkeypatch.setattr(run_lock, "_began", lambda process: None)
+    monkeypatch.setattr(run_lock, "_start_time", lambda process: None)
     monkeypatch.setattr(run_lock, "_is_hidden", lambda process: True)
-    monkeypatch.setattr(run_lock, "_changes", lambda path: True)
+    monkeypatch.setattr(run_lock, "_is_renewed", lambda path: True)
     assert is_refused(tmp_path)
 
 

@@ -54,7 +54,7 @@ def test_links_and_pipes_are_not_appended_to(run, victim):
     (run / "dangling").symlink_to(run / "nothing")
     os.mkfifo(run / "pipe")
     for name in ("link", "dangling", "pipe"):
-        with pytest.raises(OSError, match="a link or no regular file"):
+        with pytest.raises(OSError, match="a link or not a regular file"):
             safe_files.open_to_append(run / name)
     assert not (run / "nothing").exists()
     for text in (b"1", b"2"):
@@ -89,7 +89,7 @@ def test_writers_of_a_run_leave_planted_links_alone(run, victim, tmp_path):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert report.main([str(run)]) == 0
-    with pytest.raises(UserError, match="no lock is taken through one"):
+    with pytest.raises(UserError, match="a link, which cannot be locked"):
         RunLock(run).take()
     for name in ("report.html", "starts.jsonl", "schedule_summary.txt", "config.toml"):
         assert (run / name).is_file()
@@ -120,13 +120,13 @@ def test_mirror_refuses_a_directory_that_others_have_made(tmp_path, monkeypatch)
     theirs.mkdir()
     here.symlink_to(theirs)
     with pytest.raises(
-        UserError, match="belongs to this user alone; remove it, or set another TMP"
+        UserError, match="a private directory of this user; remove it, or set another TMP"
     ):
         mirror.claim(here)
     here.unlink()
     here.mkdir()
     here.chmod(0o777)
-    with pytest.raises(UserError, match="belongs to this user alone"):
+    with pytest.raises(UserError, match="a private directory of this user"):
         mirror.claim(here)
     here.chmod(0o755)  # of an older version: others could not write there
     mirror.claim(here)
@@ -138,5 +138,5 @@ def test_mirror_refuses_a_directory_that_others_have_made(tmp_path, monkeypatch)
     assert (theirs / "kept").exists()
     shutil.rmtree(here)
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if somebody else had made it
-    with pytest.raises(UserError, match="belongs to this user alone"):
+    with pytest.raises(UserError, match="a private directory of this user"):
         mirror.claim(here)

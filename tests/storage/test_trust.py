@@ -160,7 +160,7 @@ def test_trust_is_read_from_a_directory_of_this_user_alone(tmp_path, monkeypatch
     retained.rename(tmp_path / "elsewhere")
     retained.symlink_to(tmp_path / "elsewhere")
     assert not is_trusted(tmp_path / "run")
-    with pytest.raises(OSError, match="belongs to this user alone"):
+    with pytest.raises(OSError, match="a private directory of this user"):
         trust.note(tmp_path / "run", NAMES)
 
 

@@ -30,9 +30,9 @@ TABLES = {
         ("gs:/bucket/run", "a URL has two slashes; write gs://bucket/run"),
         (Path("s3://bucket/run"), "a URL has two slashes; write s3://bucket/run"),
         ("gs:///run", "two slashes"),
-        ("gs://bucket", "names no directory of a bucket"),
-        ("s3://bucket/", "names no directory of a bucket"),
-        ("az://bucket/run", "az:// is not supported; name a bucket as gs:// or s3://"),
+        ("gs://bucket", "has no directory in the bucket"),
+        ("s3://bucket/", "has no directory in the bucket"),
+        ("az://bucket/run", "az:// is not supported; use a gs:// or s3:// URL"),
         ("https://host/run", "https:// is not supported"),
         ("GS://bucket/run", "GS:// is not supported"),
     ],
@@ -64,12 +64,12 @@ def test_also_in_tables(key):
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("--checkpoint.non_persistent_dir=gs://b/r", "is not local: name a quick disk"),
-        ("--metrics.tensorboard_dir=s3://b/r", "is not local: name a directory within the run"),
-        ("--profiling.trace_dir=s3://b/r", "is not local: name a directory within the run"),
+        ("--checkpoint.non_persistent_dir=gs://b/r", "is not local: name a fast disk"),
+        ("--metrics.tensorboard_dir=s3://b/r", "is not local: name a directory in the run"),
+        ("--profiling.trace_dir=s3://b/r", "is not local: name a directory in the run"),
         ("--data.dataset_path=hf://b/r", "hf:// is not supported"),
         ("--checkpoint.export_last=true", "torch_compat export"),
-        ("--data.hf_streaming=true", "keeps its place in files"),
+        ("--data.hf_streaming=true", "stores its position in local files"),
     ],
 )
 def test_local_only_settings_refuse_buckets(override, what):

@@ -203,7 +203,11 @@ def test_eos_that_ends_nothing_is_refused_or_warned_of(tmp_path, caplog, monkeyp
     def data(eos, **keys):
         return {"dataset_path": str(tmp_path), "pack_sequences": True, "eos_token_id": eos, **keys}
 
-    with pytest.raises(UserError, match=r"eos_token_id = 500 is outside model\.vocab_size = 256"):
+    with pytest.raises(
+        UserError,
+        match=r"eos_token_id = 500 must be less than "
+        r"model\.vocab_size = 256",
+    ):
         rules.check(tiny_config(data=data(500)), 1)
     with pytest.raises(UserError, match=r"token 256, which ends documents, is outside"):
         open_training_data(tiny_config(data=data(None, tokenizer_path="byte")))
