@@ -18,8 +18,8 @@ from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
 from jaxforge.step.train_step import Controls
+from tests.shipped_configs import CONFIGS
 
-CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
 MEMORY = {"gpu": 80e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of one device
 WHOLE_GRADIENTS_FIT = {"llama_1b_gpu_8", "llama_7b_tpu_v5p_64", "llama_8b_128k_tpu_v5p_64"}
 TORUS = {  # how the chips of a slice are wired

@@ -1,26 +1,19 @@
 """Pages, links and command lines of the documentation lead somewhere."""
 
-import argparse
 import ast
-import importlib
 import re
 import runpy
-import shlex
 import tomllib
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
 from jaxforge.__main__ import COMMANDS
 from jaxforge.config.reading.schema import all_keys
+from tests.documentation import FENCE, PAGES, ROOT, commands, parser_of, words_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OVERRIDE = re.compile(r"--(?P<key>[a-z_]+(\.[A-Za-z0-9_]+)+)(=.*)?$")
-LAUNCHERS = {"srun", "$"}
 TARGETS = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines()}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -70,28 +63,11 @@ def test_index_links_to_every_page():
     assert pages <= {link.partition("#")[0] for link in links}
 
 
-def commands():
-    """(page, line) of what stands in fences without a language; long lines are one."""
-    for page in PAGES:
-        for language, text in FENCE.findall(page.read_text()):
-            for line in text.replace("\\\n", " ").splitlines() if not language else ():
-                if re.match(r"(\$ )?(srun )?(python|jaxforge|make|pip) ", line):
-                    yield pytest.param(line, id=f"{page.stem}: {line[:60]}")
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/getting_started.md"])
 def test_environment_is_activated_before_the_first_command(name):
     fences = "".join(text for language, text in FENCE.findall((ROOT / name).read_text()))
     before, _ = re.split(r"^jaxforge ", fences, maxsplit=1, flags=re.M)
     assert "\nsource .venv/bin/activate" in before
-
-
-def words_of(line):
-    """Return the first words of forms such as `[--tokenizer byte|bpe] [--workers N]`."""
-    words = shlex.split(line, comments=True)
-    words = [word.replace("...", "").strip("[]") for word in words]
-    words = [word.partition("|")[0] for word in words if word and word not in LAUNCHERS]
-    return ["1" if word == "N" else word for word in words]
 
 
 @pytest.mark.parametrize("line", list(commands()))
@@ -133,10 +109,3 @@ def command_in(arguments):
     python, dash_m, module, *remaining = arguments[arguments.index("--") + 1 :]
     assert (python, dash_m) == ("python", "-m")
     return module, remaining
-
-
-def parser_of(module) -> argparse.ArgumentParser:
-    try:
-        return importlib.import_module(f"{module}.__main__").parser()
-    except ModuleNotFoundError:  # it is no package
-        return importlib.import_module(module).parser()

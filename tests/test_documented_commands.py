@@ -19,7 +19,7 @@ import pytest
 from jaxforge import __main__ as program
 from jaxforge.cli.running import run_main
 from tests import scene
-from tests.test_docs import commands, words_of
+from tests.documentation import commands, words_of
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {

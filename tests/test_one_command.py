@@ -12,8 +12,8 @@ import jaxforge
 from jaxforge.__main__ import COMMANDS, main
 from jaxforge.commands import doctor
 from jaxforge.errors import UserError
+from tests.documentation import parser_of
 from tests.machine import PATIENCE
-from tests.test_docs import parser_of
 
 PROGRAM = Path(sys.executable).with_name("jaxforge")
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -116,3 +117,11 @@ def test_hash_that_fails_fails_the_save(tmp_path, monkeypatch):
     with pytest.raises(Exception, match="no memory for it"):
         saved.wait()
     assert saved.latest() is None
+
+
+def test_shard_that_is_listed_twice_counts_once():
+    array = jax.device_put(np.arange(12, dtype=np.float32).reshape(3, 4), jax.devices()[0])
+    twice = types.SimpleNamespace(
+        shape=array.shape, addressable_shards=[*array.addressable_shards] * 2
+    )
+    assert host_checksum.checksum(twice) == host_checksum.checksum(array)

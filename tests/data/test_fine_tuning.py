@@ -33,8 +33,8 @@ from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.evaluation import Evaluator
 from tests.conftest import tiny_config
-from tests.data.corpus.test_chat_templates import CHATML, UNMARKED, save_tokenizer
-from tests.data.corpus.test_resume import Interrupted, snapshot, wait_for
+from tests.data.corpus.chat_files import CHATML, UNMARKED, save_tokenizer
+from tests.data.corpus.interruptions import Interrupted, snapshot, wait_for
 from tests.helpers import drawn
 
 SEQ = 96

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.processes.conftest import Run
-from tests.processes.test_two_processes import finish_both, start_both
+from tests.processes.launching import finish_both, start_both
 
 pytestmark = pytest.mark.processes
 

@@ -8,7 +8,7 @@ import pytest
 from jaxforge.data.corpus.tokenizer import ByteTokenizer, load_tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference.conversation import Dialogue, answer, talk
-from tests.data.corpus.test_chat_templates import CHATML, INSTRUCTIONS, LAST_THINKS, save_tokenizer
+from tests.data.corpus.chat_files import CHATML, INSTRUCTIONS, LAST_THINKS, save_tokenizer
 
 BYTES = ByteTokenizer()
 

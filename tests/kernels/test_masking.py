@@ -14,7 +14,7 @@ from jaxforge.kernels.attention_backends import BACKENDS, attend_over, opaque
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.model.transformer import Model
-from tests.model.test_attention import naive_attention, random_heads
+from tests.model.attention_reference import naive_attention, random_heads
 
 LENGTH = 81
 MASKS = (Mask(chunk=16), FULL, Mask(window=9), Mask(chunk=LENGTH + 1))

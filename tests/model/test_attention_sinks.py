@@ -17,7 +17,7 @@ from jaxforge.kernels.attention_backends import BACKENDS, attend_over, masked_at
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model
-from tests.model.test_attention import allowed_keys, random_documents, random_heads
+from tests.model.attention_reference import allowed_keys, random_documents, random_heads
 
 LENGTH, HEADS = 81, 6
 SINKS = np.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0], np.float32)  # one takes all, one nothing

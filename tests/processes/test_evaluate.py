@@ -14,7 +14,7 @@ from jaxforge.inference.evaluation import evaluate, report
 from jaxforge.training.evaluation import summary
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
-from tests.processes.test_two_processes import free_port
+from tests.processes.launching import free_port
 
 
 def tokens(rng, n):

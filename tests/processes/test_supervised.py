@@ -12,7 +12,7 @@ import pytest
 from jaxforge.exit_codes import Exit
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
-from tests.processes.test_two_processes import finish_both, free_port, start_both
+from tests.processes.launching import finish_both, free_port, start_both
 
 OVERRIDES = ["--train.max_steps=40", "--checkpoint.interval=10", "--distributed.dp_shard=2"]
 

@@ -7,7 +7,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.tracker import Tracker
-from tests.telemetry.test_tracker import RecordingSink, scalars
+from tests.telemetry.recording import RecordingSink, scalars
 
 EXTRAS = {
     "params_norm": np.float32(3),

@@ -1,7 +1,6 @@
 """Steps in a trace."""
 
 import contextlib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,7 @@ import pytest
 from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.errors import UserError
 from jaxforge.telemetry.profiler import Profiler
-
-
-def steps_in(trace: Path) -> list[int]:
-    data = jax.profiler.ProfileData.from_file(str(trace))
-    events = (event for plane in data.planes for line in plane.lines for event in line.events)
-    return [dict(event.stats)["step_num"] for event in events if event.name == "train"]
+from tests.telemetry.traces import steps_in
 
 
 def run(directory, steps, **options):

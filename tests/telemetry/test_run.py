@@ -11,7 +11,7 @@ from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
 from jaxforge.telemetry.measures import StepCost, memory
 from tests.processes.conftest import ROOT, Run
 from tests.telemetry.readers import events, wandb_history, wandb_records
-from tests.telemetry.test_profiler import steps_in
+from tests.telemetry.traces import steps_in
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_device")]
 

@@ -9,28 +9,13 @@ import numpy as np
 import pytest
 
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts
 from jaxforge.telemetry import measures
 from jaxforge.telemetry.line_formats import Megatron, RunFacts
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import format_line
 from jaxforge.telemetry.tracker import Tracker
-
-
-class RecordingSink:
-    """A sink that keeps what it gets."""
-
-    def __init__(self, fails=()):
-        self.lines, self.fails, self.closed = {}, set(fails), False
-
-    def write(self, step, metrics):
-        if step in self.fails:
-            raise OSError(28, "No space left on device")
-        self.lines[step] = metrics
-
-    def close(self, exit_code):
-        self.closed = True
+from tests.telemetry.recording import RecordingSink, scalars
 
 
 class Clock:
@@ -56,21 +41,6 @@ def messages(caplog, monkeypatch):
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
-
-
-def scalars(step, loss=1.0, skipped=0, tokens=0):
-    values = {
-        "step": step,
-        "loss": loss,
-        "grad_norm": 2.0,
-        "lr": 0.5,
-        "skipped": skipped,
-        "consecutive": 0,
-        "nonfinite": 0,
-        "spikes": 0,
-    }
-    counts = Counts.of(Progress(samples=step, tokens=tokens))
-    return {name: np.float32(value) for name, value in values.items()} | {"counts": counts}
 
 
 def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):

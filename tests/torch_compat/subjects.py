@@ -104,7 +104,7 @@ def write_subjects(directory: Path) -> dict[str, Path]:
 
 def write_report(directory: Path) -> None:
     """Write what `report` reads of a run, into a directory `run`."""
-    from tests.tools.report.test_report import line, start
+    from tests.tools.report.pages import line, start
 
     run = directory / "run"
     run.mkdir(parents=True)

@@ -1,14 +1,12 @@
 """The tool as it is used: import, export, inspect, verify; killed, resumed, on a full disk."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -20,7 +18,6 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.cli.running import run_main
-from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.optim.eight_bit import Packed, unpack
@@ -29,6 +26,7 @@ from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, random_batches, setup, underway
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
+from tests.torch_compat.runs import assert_same, saved, trained, values
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, inspection, orbax_store
 from torch_compat.formats import ocdbt, safetensors
@@ -36,48 +34,10 @@ from torch_compat.formats.dcp_reader import METADATA, open_dcp
 from torch_compat.formats.files import Directory
 
 
-def trained(directory, steps=2, **sections):
-    """A run directory after a few steps, and its config."""
-    result = run_of(tiny_config(**sections).model_dump_json(), steps)
-    shutil.copytree(result.name, directory, dirs_exist_ok=True)
-    return directory / "config.toml"
-
-
-@functools.cache
-def run_of(config, steps):
-    """The directory, made once for all that are alike."""
-    result = tempfile.TemporaryDirectory()
-    ours = setup(JobConfig.model_validate_json(config))
-    saved(Path(result.name), ours, underway(ours, steps), steps)
-    return result
-
-
-def saved(directory, ours, state, steps):
-    """The config of a run directory with this state."""
-    checkpoints = Checkpoints(
-        directory, ours.config.checkpoint, ours.model.axes, ours.config.model_dump(mode="json")
-    )
-    checkpoints.save(Progress(step=steps, samples=8 * steps, tokens=256 * steps), state)
-    checkpoints.close()
-    (directory / "config.toml").write_text(ours.config.to_toml())
-    return directory / "config.toml"
-
-
-def values(run):
-    checkpoint, _ = orbax_store.open_orbax(run)
-    return {name: tensor.all() for name, tensor in checkpoint.tensors()} | checkpoint.scalars
-
-
 def checksums_of(run):
     """Checksums of arrays that the newest checkpoint of a run holds."""
     (path,) = run.glob("checkpoints/step_*/checksums/metadata")
     return json.loads(path.read_text())
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["curve_dense_1rank", "curve_dense_fsdp2"])

@@ -19,8 +19,8 @@ from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from tests.helpers import setup
 from tests.processes.conftest import ROOT, environment
+from tests.torch_compat.stage_runs import write_run
 from tests.torch_compat.tensors import assert_same
-from tests.torch_compat.test_stages import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.train_state import TRAIN_STATE

@@ -12,13 +12,13 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, setup
-from tests.torch_compat.tensors import of_torch, opened
-from tests.torch_compat.test_commands import (
+from tests.torch_compat.gauged import gone_on, restored
+from tests.torch_compat.runs import (
     assert_same,
     trained,
     values,
 )
-from tests.torch_compat.test_untrained import gone_on, restored
+from tests.torch_compat.tensors import of_torch, opened
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_store
 from torch_compat.checkpoint.restore import open_foreign

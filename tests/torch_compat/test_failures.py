@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from jaxforge.errors import StorageError, UserError
-from tests.torch_compat.test_commands import assert_same
-from tests.torch_compat.test_stages import write_run
+from tests.torch_compat.runs import assert_same
+from tests.torch_compat.stage_runs import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.dcp_state import Options

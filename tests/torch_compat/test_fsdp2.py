@@ -12,7 +12,7 @@ import pytest
 from jaxforge.commands import train
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT
-from tests.processes.test_two_processes import free_port
+from tests.processes.launching import free_port
 from torch_compat import __main__ as torch_compat
 
 pytest.importorskip("torch")

@@ -12,8 +12,8 @@ import pytest
 from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.storage.run_lock import RunLock
-from tests.torch_compat.test_commands import assert_same, values
-from tests.torch_compat.test_stages import write_run
+from tests.torch_compat.runs import assert_same, values
+from tests.torch_compat.stage_runs import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints
 from torch_compat.formats import staging

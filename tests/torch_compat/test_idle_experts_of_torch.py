@@ -20,8 +20,8 @@ from jaxforge.training.start import skipping_experts_as_started
 from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import drawn, random_batches, setup, underway
-from tests.torch_compat.test_commands import assert_same, saved, values
-from tests.torch_compat.test_untrained import restored
+from tests.torch_compat.gauged import restored
+from tests.torch_compat.runs import assert_same, saved, values
 from torch_compat.__main__ import main
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory

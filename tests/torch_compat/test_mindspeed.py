@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.torch_compat.test_commands import assert_same, trained, values
+from tests.torch_compat.runs import assert_same, trained, values
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
 from torch_compat.checkpoint.train_state import read_train_state

@@ -15,57 +15,22 @@ import pytest
 from jaxforge.cli.running import run_main
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.state.progress import Progress
-from tests.conftest import tiny_config
 from tests.processes.conftest import ROOT, environment
-from tests.torch_compat.tensors import of_torch, opened, random_array
-from tests.torch_compat.test_commands import assert_same, values
+from tests.torch_compat.runs import assert_same, values
+from tests.torch_compat.stage_runs import MODEL, write_run
+from tests.torch_compat.tensors import of_torch, opened
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_store, stages
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.checkpoint.optimizer_state import KINDS
-from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats.dcp_reader import METADATA
-from torch_compat.formats.lazy import of_array
-from torch_compat.formats.workers import Share
 
-MODEL = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 48,
-         "ffn_hidden_dim": 40, "max_seq_len": 32}  # fmt: skip
 LAYERS = {2: [(0, 1, 2), (3, 4)], 3: [(0, 1), (2, 3), (4,)]}
 IN_A_LAYER = [
     "attention_norm.weight", *(f"attention.{m}_proj.weight" for m in "qkvo"), "mlp_norm.weight",
     *(f"mlp.{m}_proj.weight" for m in ("gate", "up", "down")),
 ]  # fmt: skip
 FIRST, LAST = ["token_embedding.embedding.weight"], ["norm.weight", "output_head.proj.weight"]
-
-
-def write_run(directory, optimizer="adamw", seed=0, model=None):
-    """A run directory at step 3 in which no two values are alike."""
-    scheduler = {"name": "none"} if optimizer.startswith("schedule_free") else {}
-    config = tiny_config(
-        model=MODEL | (model or {}), optimizer={"name": optimizer}, scheduler=scheduler
-    )
-    declared = abstract_target(config)
-    seeds = iter(range(1000 * seed, 1000 * seed + 1000))
-
-    def random(shapes):
-        arrays = {n: random_array("float32", shape, next(seeds)) for n, shape in shapes.items()}
-        return {name: of_array(array) for name, array in arrays.items()}
-
-    weight_sum = 3 * config.optimizer.lr * (1 - config.optimizer.betas[0])
-    scalars = {"updates": np.int32(3), "weight_sum": np.float32(weight_sum)}
-    checkpoint = CheckpointState(
-        params=random(declared.params),
-        moments={field: random(shapes) for field, shapes in declared.moments.items()},
-        scalars={name: np.asarray(scalars[name]) for name in declared.scalars},
-        progress=Progress(step=3, samples=24, tokens=768),
-    )
-    writer = orbax_store.stage(checkpoint, declared, directory, {}, Share(), 1 << 20)
-    with writer.staging:
-        writer.staging.write(writer.units, lambda nbytes: None)
-        writer.commit()
-    (directory / "config.toml").write_text(config.to_toml())
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from tests.processes.conftest import ROOT
-from tests.torch_compat.test_commands import assert_same, trained, values
+from tests.torch_compat.runs import assert_same, trained, values
 from torch_compat.__main__ import main
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.formats.dcp_reader import open_dcp

@@ -18,10 +18,11 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import register_model
 from tests.conftest import tiny_config
-from tests.helpers import change_stored_config, random_batches, setup
+from tests.helpers import change_stored_config, setup
 from tests.processes.conftest import ROOT, environment
 from tests.step import telling
-from tests.torch_compat.test_commands import (
+from tests.torch_compat.gauged import gone_on, restored
+from tests.torch_compat.runs import (
     assert_same,
     saved,
     trained,
@@ -43,6 +44,21 @@ from torch_compat.formats.safetensors import open_directory
 from torch_compat.names.kempnerforge import KEMPNERFORGE, unknown
 from torch_compat.names.table import NameMap, Rule
 from torch_compat.names.translation import Translation
+
+SECTIONS = {"model": {"model_type": "gauged"}, "train": {"loss_fn": "telling"}}
+
+
+NAMES = {"layers.0.drift": (64,), "layers.1.drift": (64,), "gauge": (3,)}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run at step 2, by which time nothing of its state is what it began as."""
+    config = trained(tmp_path / "run", **SECTIONS)
+    state = {n: v for n, v in values(tmp_path / "run").items() if n.startswith("model_state.")}
+    assert state.keys() == {f"model_state.{name}" for name in NAMES}
+    assert all(np.abs(value - 1).max() > 0.01 for value in state.values())
+    return tmp_path / "run", config
 
 
 class GaugedNetwork(telling.TellingNetwork):
@@ -70,8 +86,6 @@ HF = Family(
     read=lambda c, where: {**LLAMAS.read(c, where), "model_type": "gauged"},
     write=LLAMAS.write,
 )
-SECTIONS = {"model": {"model_type": "gauged"}, "train": {"loss_fn": "telling"}}
-NAMES = {"layers.0.drift": (64,), "layers.1.drift": (64,), "gauge": (3,)}
 
 
 @pytest.fixture(autouse=True)
@@ -82,16 +96,6 @@ def registered(own_names):
     name_maps.register_family(HF)
     yield
     del name_maps.NAME_MAPS["gauged"], name_maps.NAME_MAPS["hf-gauged"], FAMILIES["gauged"]
-
-
-@pytest.fixture
-def run(tmp_path):
-    """A run at step 2, by which time nothing of its state is what it began as."""
-    config = trained(tmp_path / "run", **SECTIONS)
-    state = {n: v for n, v in values(tmp_path / "run").items() if n.startswith("model_state.")}
-    assert state.keys() == {f"model_state.{name}" for name in NAMES}
-    assert all(np.abs(value - 1).max() > 0.01 for value in state.values())
-    return tmp_path / "run", config
 
 
 def export(run, destination, *options):
@@ -106,23 +110,6 @@ def bring(source, destination, config, *options):
 
 def state_of(run):
     return {n: v for n, v in values(run).items() if n.startswith("model_state.")}
-
-
-def restored(ours, run, step=2):
-    """Return the state that a run resumes from."""
-    checkpoints = Checkpoints(run, ours.config.checkpoint, read_only=True)
-    with jax.set_mesh(ours.mesh):
-        like = ours.abstract_state()
-        state, _ = checkpoints.restore(like, step)
-    checkpoints.close()
-    return state
-
-
-def gone_on(run, config):
-    """The state two steps after the one that is saved, and the metrics of both."""
-    ours = setup(load_config(config))
-    state, metrics = ours.run(restored(ours, run), random_batches(ours.config, 2, seed=1))
-    return jax.device_get((state.params, state.opt_state, state.model_state, metrics))
 
 
 @pytest.mark.parametrize("options", [[], ["--layout=flat"], ["--stages=2"]], ids=str)

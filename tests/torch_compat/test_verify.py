@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.torch_compat.test_stages import write_run
+from tests.torch_compat.stage_runs import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint.train_state import TRAIN_STATE
 from torch_compat.formats import torch_zip

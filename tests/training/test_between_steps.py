@@ -10,23 +10,13 @@ from jaxforge.state.progress import Progress
 from jaxforge.telemetry import tracker
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import Hook
-from tests.training.test_loop import Capture, Sampler, Signals, run
+from tests.training.looking import Looking
+from tests.training.observers import Capture, Sampler, Signals, run
 
 
 def saves(events):
     return [int(event.split()[1]) for event in events if event.startswith("save ") and
             "hook" not in event]  # fmt: skip
-
-
-class Looking(Hook):
-    every = 2
-
-    def __init__(self, events, reason=None):
-        self.events, self.reason = events, reason
-
-    def on_interval(self, context):
-        self.events.append(f"look {context.step}")
-        return self.reason
 
 
 def test_order_of_what_is_due():

@@ -9,7 +9,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
 from jaxforge.training.callbacks import exports
 from jaxforge.training.callbacks.exports import Exporter
-from tests.torch_compat.test_commands import trained
+from tests.torch_compat.runs import trained
 from torch_compat.checkpoint import checkpoints
 
 

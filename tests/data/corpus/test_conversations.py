@@ -10,7 +10,7 @@ from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
 from jaxforge.data.corpus.tokenizer import ByteTokenizer, HFTokenizer
 from jaxforge.data.packing import IGNORE, Packed, best_fit, fill_window, split_entries
 from jaxforge.errors import UserError
-from tests.data.corpus.test_chat_templates import TOOLS, bpe_file
+from tests.data.corpus.chat_files import TOOLS, bpe_file
 
 TEMPLATE = """\
 {{ start }}{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}\

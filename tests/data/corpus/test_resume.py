@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
@@ -21,11 +20,8 @@ from jaxforge.data.corpus.tokenizer import load_tokenizer
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage import atomic_directory
+from tests.data.corpus.interruptions import Interrupted, snapshot, wait_for
 from tests.machine import PATIENCE
-
-
-class Interrupted(BaseException):
-    """Interruption as sudden as Ctrl-C."""
 
 
 @pytest.fixture
@@ -48,14 +44,6 @@ def small_batches(monkeypatch):
 def run(corpus, output, *args):
     options = ("--validation-fraction", "0.2", "--shard-tokens", "5000", "--workers", "1")
     return prepare.main([*map(str, (corpus, "--output", output, *options, *args))])
-
-
-def snapshot(directory):
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != "train.toml"  # which has the paths of this one
-    }
 
 
 @pytest.fixture
@@ -291,12 +279,6 @@ def command(tmp_path):
     output = str(tmp_path / "out")
     return [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "corpus.txt"),
             "--output", output, "--workers", "2"]  # fmt: skip
-
-
-def wait_for(path, process):
-    while not path.exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.002)
 
 
 @pytest.mark.processes

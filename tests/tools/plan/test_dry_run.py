@@ -16,7 +16,7 @@ from jaxforge.program import Program
 from jaxforge.step.fitting import fit, with_rows
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run_memory
-from tests.test_configs import CONFIGS
+from tests.shipped_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"
 

@@ -29,7 +29,7 @@ from jaxforge.tools.replay.influence import Influence, Influences
 from jaxforge.tools.replay.layers import NORMS
 from jaxforge.tools.replay.past import open_past
 from tests.conftest import tiny_config
-from tests.tools.report.test_report import Page
+from tests.tools.report.pages import Page
 
 pytestmark = pytest.mark.usefixtures("two_devices")
 

@@ -10,7 +10,7 @@ from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import read_metrics, read_runs
 from jaxforge.tools.report.serving import Live
-from tests.tools.report.test_report import Page, line, page_of, start, write_run
+from tests.tools.report.pages import Page, line, page_of, start, write_run
 
 SAMPLE = {"step": 1, "prompt": "once", "text": "upon", "time": 1.0}
 MOE = {"moe/load/layers.0": [0.5, 1.5], "moe/load/layers.1": [1.0, 1.0]}

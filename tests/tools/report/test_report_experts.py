@@ -10,7 +10,7 @@ import pytest
 from jaxforge.runs.loads import LoadReader
 from jaxforge.telemetry.sinks import JsonlSink
 from jaxforge.tools.report.heat_map import EDGES, bands, inverted, palette
-from tests.tools.report.test_report import in_a_browser, line, numbers, page_of, write_run
+from tests.tools.report.pages import in_a_browser, line, numbers, page_of, write_run
 
 EVEN = len(EDGES) // 2
 NONE = len(EDGES) + 1

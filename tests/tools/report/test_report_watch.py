@@ -17,7 +17,7 @@ from jaxforge.errors import UserError
 from jaxforge.runs.reading import MetricsFile
 from jaxforge.tools.report.serving import Live, Server, _Handler
 from tests.machine import PATIENCE, wait_until
-from tests.tools.report.test_report import line, write_run
+from tests.tools.report.pages import line, write_run
 
 
 @pytest.fixture

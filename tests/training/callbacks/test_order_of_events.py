@@ -20,8 +20,8 @@ from jaxforge.training.callbacks import (
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.order import ORDER, order_table
 from jaxforge.training.loop import Trainer
-from tests.training.test_between_steps import Looking
-from tests.training.test_loop import Capture, Sampler, run
+from tests.training.looking import Looking
+from tests.training.observers import Capture, Sampler, run
 
 ROOT = Path(__file__).parents[3]
 

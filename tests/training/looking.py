@@ -1,0 +1,14 @@
+"""A trainer that records what it looks at."""
+
+from jaxforge.training.hooks import Hook
+
+
+class Looking(Hook):
+    every = 2
+
+    def __init__(self, events, reason=None):
+        self.events, self.reason = events, reason
+
+    def on_interval(self, context):
+        self.events.append(f"look {context.step}")
+        return self.reason
