@@ -7,7 +7,6 @@ the data and the disk.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
 from jaxforge.config.problems import describe_change
@@ -69,22 +68,18 @@ def _evaluated_on_training_data(config: JobConfig) -> Iterator[str]:
     section = config.data
     paths = [source.path for source in section.datasets] or [section.dataset_path]
     trained = {_absolute(path) for path in paths if path}
-    theirs = (section.hf_dataset_name, section.hf_dataset_config, section.hf_dataset_split)
+    hf_keys = ("hf_dataset_name", "hf_dataset_config", "hf_dataset_split")
     for i, source in enumerate(config.eval.sources().values()):
         key = f"eval.datasets[{i}]" if config.eval.datasets else "eval"
         if source.dataset_path:
             if _absolute(source.dataset_path) in trained:
                 yield _same(f"{key}.dataset_path = {short_toml(source.dataset_path)}")
-        elif not trained and _hugging_face(source) == theirs:
+        elif not trained and all(getattr(source, k) == getattr(section, k) for k in hf_keys):
             yield _same(f"{key}.hf_dataset_split = {short_toml(source.hf_dataset_split)}")
 
 
 def _absolute(path: str) -> str:
     return path.rstrip("/") if urls.in_bucket(path) else str(Path(path).resolve())
-
-
-def _hugging_face(source: EvalSource) -> tuple[str | None, str | None, str]:
-    return source.hf_dataset_name, source.hf_dataset_config, source.hf_dataset_split
 
 
 def _same(what: str) -> str:

@@ -154,7 +154,7 @@ def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | 
             )
         else:
             continue
-        least = max(pp, _round_up(accum, unit))
+        least = max(pp, math.ceil(accum / unit) * unit)
         if is_stage:
             yield f"{what}: set it to {least}"
         else:
@@ -274,7 +274,3 @@ def _divides(config: JobConfig, key: str, value: int, mesh: Mesh, *axes: str) ->
             *(smaller_axis(config, axis, n) for axis, n in sizes.items()),
         ),
     )
-
-
-def _round_up(value: int, unit: int) -> int:
-    return math.ceil(value / unit) * unit

@@ -33,7 +33,10 @@ def check(config: JobConfig, n_devices: int) -> None:
     """
     problems = list(_broken_mesh(config, n_devices))
     mesh = declared_sizes(config) if problems else mesh_shape(config, n_devices)
-    problems += list(_broken_rules(config, mesh, n_devices))
+    broken = _broken(config, mesh)
+    for what, problem in broken.items():
+        is_mended = functools.partial(_leaves_only, config, broken.keys() - {what}, n_devices)
+        problems.append(problem.message_with_fix(is_mended))
     problems += location_problems(config)
     if problems:
         raise UserError("\n".join(problems))
@@ -75,14 +78,6 @@ def _broken_mesh(config: JobConfig, n_devices: int) -> Iterator[str]:
         is_mended = functools.partial(_leaves_only, config, None, n_devices)
         has_clean_fix = problem.effective_changes(is_clean)
         yield problem.message_with_fix(is_clean if has_clean_fix else is_mended)
-
-
-def _broken_rules(config: JobConfig, mesh: Mesh, n_devices: int) -> Iterator[str]:
-    """Yield a message for each broken rule, with changes that fix it and break no other."""
-    broken = _broken(config, mesh)
-    for what, problem in broken.items():
-        others = broken.keys() - {what}
-        yield problem.message_with_fix(functools.partial(_leaves_only, config, others, n_devices))
 
 
 def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, change: Change) -> bool:

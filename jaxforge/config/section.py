@@ -42,16 +42,13 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
         broken = problems_by_message(self.problems())
+        messages = (
+            problem.message_with_fix(functools.partial(self._leaves_only, broken.keys() - {what}))
+            for what, problem in broken.items()
+        )
         if broken:
-            raise ValueError("\n".join(self._messages(broken)))
+            raise ValueError("\n".join(messages))
         return self
-
-    def _messages(self, broken: Mapping[str, Problem]) -> Iterator[str]:
-        """Yield a message for each broken rule, with changes that fix it and break no other."""
-        for what, problem in broken.items():
-            yield problem.message_with_fix(
-                functools.partial(self._leaves_only, broken.keys() - {what})
-            )
 
     def _leaves_only(self, known: Set[str], change: Change) -> bool:
         return problems_by_message(self.model_copy(update=change).problems()).keys() <= known

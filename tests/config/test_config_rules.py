@@ -1,4 +1,4 @@
-"""Rules between sections and the mesh, one by one, each with a twin that passes."""
+"""Rules between sections and the mesh, each with a violating and a valid config."""
 
 import math
 import random
@@ -39,7 +39,7 @@ def complaints(config, n_devices: int) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_small_run_passes_on_any_power_of_two():
+def test_small_run_accepts_any_power_of_two_devices():
     for n_devices in (1, 2, 4, 8):
         check(small(), n_devices)
 
@@ -322,14 +322,14 @@ CASES = [
         ["model.dim=72", "model.num_experts=6", "distributed.ep=3"],
         ["model.num_experts=6", "distributed.ep=3"],
         "model.dim = 64 must be a multiple of distributed.ep = 3: change model.dim to 72 or "
-        "distributed.ep to 1",  # 66 / n_heads is no head's size
+        "distributed.ep to 1",  # 66 / n_heads is not a valid head size
     ),
     (
         6,
         ["distributed.tp=2"],
         ["distributed.tp=3", "model.vocab_size=258", "train.seq_len=33", "model.ffn_hidden_dim=96"],
         "model.n_heads = 4 must be a multiple of distributed.tp = 3: change distributed.tp to "
-        "1",  # no other number of heads divides the width
+        "1",  # no other head count divides the width
     ),
     (
         4,
@@ -343,7 +343,7 @@ CASES = [
         ["distributed.tp=2", "train.seq_len=62", "model.max_seq_len=63"],
         ["distributed.tp=2", "train.seq_len=63", "model.max_seq_len=63"],
         "train.seq_len = 63 must be a multiple of distributed.tp = 2: change train.seq_len to "
-        "62 or distributed.tp to 1",  # the position table ends at 63
+        "62 or distributed.tp to 1",  # the maximum length is 63
     ),
     (
         2,
@@ -351,7 +351,7 @@ CASES = [
         ["train.global_batch_size=15", "train.grad_accum_steps=3"],
         "train.global_batch_size = 15 must be a multiple of train.grad_accum_steps * "
         "distributed.dp_replicate * dp_shard = 3 * 1 * 2 = 6: change train.global_batch_size "
-        "to 18",  # as no number of microbatches makes 15 even
+        "to 18",  # no number of microbatches divides 15 evenly
     ),
     (
         1,
@@ -371,7 +371,7 @@ CASES = [
     ),
     (
         2,
-        ["train.global_batch_size=2"],  # the default batch_size = 8 binds nobody
+        ["train.global_batch_size=2"],  # the default batch_size = 8 does not conflict
         ["train.global_batch_size=2", "train.batch_size=8"],
         "train.global_batch_size = 2, but train.batch_size = 8 on 2 data-parallel ranks with "
         "train.grad_accum_steps = 1 makes 16: change train.batch_size to 1 or "
@@ -424,13 +424,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("n_devices", "good", "bad", "message"), CASES)
-def test_broken_rule_says_what_to_change(n_devices, good, bad, message):
+def test_broken_rule_proposes_change(n_devices, good, bad, message):
     check(small(*good), n_devices)
     assert complaints(small(*bad), n_devices) == [message]
 
 
 def proposals(message):
-    """The settings that a message proposes: alternatives, each as overrides."""
+    """Yield the alternatives that a message proposes, as overrides."""
     changes = message.rpartition(": change ")[2] if ": change " in message else ""
     for item in changes.split(" or "):
         if pairs := re.findall(r"([a-z_]+\.[a-z_]+) to (-?\d+)", item):
@@ -465,8 +465,8 @@ def what_is_wrong(config, n_devices):
     return {}
 
 
-def test_no_proposal_breaks_another_rule():
-    """Whatever else is wrong with a configuration."""
+def test_proposals_break_no_other_rule():
+    """Proposals are valid also if other rules are broken."""
     rng, tried = random.Random(0), 0
     for _ in range(160):
         settings = [f"{key}={rng.choice(values)}" for key, values in CHOICES.items()]
@@ -474,12 +474,12 @@ def test_no_proposal_breaks_another_rule():
         try:
             config = small(*settings)
         except UserError:
-            continue  # a section is not valid in itself
+            continue  # an invalid section
         before = what_is_wrong(config, n_devices)
         for what, message in before.items():
             for change in proposals(message):
                 after = what_is_wrong(small(*settings, *change), n_devices)
-                if " devices, not " in what:  # then other rules may say other numbers
+                if " devices, not " in what:  # other rules may then propose other numbers
                     assert not any(" devices, not " in item for item in after), (settings, message)
                 else:
                     assert after.keys() <= before.keys() - {what}, (settings, message)
@@ -487,7 +487,7 @@ def test_no_proposal_breaks_another_rule():
     assert tried > 80
 
 
-def test_no_proposal_goes_untested():
+def test_all_proposals_are_tested():
     assert len(PROPOSED) > 30
     messages = [message for *_, message in CASES if re.search(r": change .* to ", message)]
     assert all(list(proposals(message)) for message in messages)
@@ -561,7 +561,7 @@ def test_no_proposal_goes_untested():
         ),
     ],
 )
-def test_rules_of_parts_of_the_mesh(rule, good, bad, keys):
+def test_partial_mesh_rules_report_their_keys(rule, good, bad, keys):
     assert list(rule(small(*good), mesh_shape(small(*good), 8))) == []
     [problem] = rule(small(*bad), mesh_shape(small(*bad), 8))
     what = getattr(problem, "what", problem)
@@ -570,21 +570,21 @@ def test_rules_of_parts_of_the_mesh(rule, good, bad, keys):
 
 
 @pytest.mark.parametrize("module", [mesh_rules, section_rules])
-def test_check_runs_every_rule_of_a_module(module):
+def test_check_runs_all_rules(module):
     functions = (value for value in vars(module).values() if isfunction(value))
     names = {function.__name__ for function in functions if function.__module__ == module.__name__}
     public = {name for name in names if not name.startswith("_")}
     assert public == {rule.__name__ for rule in rules.RULES if rule.__module__ == module.__name__}
 
 
-def test_mesh_shape_fills_the_open_axis_in_the_order_of_the_axes():
+def test_mesh_shape_resolves_dp_shard():
     config = small("distributed.tp=2", "distributed.dp_replicate=2")
     mesh = mesh_shape(config, 16)
     assert tuple(mesh) == ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
     assert tuple(mesh.values()) == (1, 2, 4, 1, 1, 2)
 
 
-def test_mesh_shape_refuses_what_does_not_fit():
+def test_mesh_shape_refuses_wrong_device_count():
     with pytest.raises(UserError, match=r"distributed.tp = 4 needs a multiple of 4 devices, not 2"):
         mesh_shape(small("distributed.tp=4"), 2)
 
@@ -597,11 +597,11 @@ def test_mesh_shape_refuses_what_does_not_fit():
         (5120, {"dp_shard": 24}, (3, 8)),
         (4096, {"dp_shard": 7}, (7, 1)),
         (4096, {"dp_replicate": 2, "dp_shard": 6}, (6, 2)),
-        (4096, {"dp_shard": 12, "ep": 2048}, (6, 2)),  # ep has taken all but 2
+        (4096, {"dp_shard": 12, "ep": 2048}, (6, 2)),  # ep leaves a factor of 2
     ],
     ids=str,
 )
-def test_dp_shard_that_does_not_divide_replicates(dim, sizes, built):
+def test_indivisible_dp_shard_is_replicated(dim, sizes, built):
     config = small(f"model.dim={dim}", *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
     asked = mesh_shape(config, math.prod(sizes.values()))
     mesh = axes.with_equal_shards(config, asked)
@@ -610,7 +610,7 @@ def test_dp_shard_that_does_not_divide_replicates(dim, sizes, built):
     assert axes.data_parallel(mesh) == axes.data_parallel(asked)
 
 
-def test_every_failure_is_in_one_message():
+def test_all_failures_are_in_one_message():
     config = small("train.seq_len=65", "distributed.tp=3")
     lines = complaints(config, 8)
     assert [line.split(" ")[0] for line in lines] == [

@@ -1,4 +1,4 @@
-"""Warnings of a start: ineffective settings are named, and shipped configs have none."""
+"""Warnings about ineffective settings."""
 
 from pathlib import Path
 
@@ -24,12 +24,12 @@ def warnings_of(sections, platform="cpu"):
     return ineffective_settings(JobConfig.model_validate(merged), platform)
 
 
-def test_nothing_is_said_of_what_does_something():
+def test_effective_settings_give_no_warning():
     assert warnings_of({}) == []
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "expected"),
     [
         (
             {"scheduler": {"warmup_steps": 50}},
@@ -100,9 +100,9 @@ def test_nothing_is_said_of_what_does_something():
         ({"checkpoint": {"export_interval": 6}}, "exceeds the 5 checkpoints of the run"),
     ],
 )  # fmt: skip
-def test_ineffective_setting_is_named_with_a_change(sections, said):
+def test_ineffective_setting_is_reported_with_change(sections, expected):
     (warning,) = warnings_of(sections)
-    assert said in warning
+    assert expected in warning
 
 
 def test_disabled_features_give_no_warning():
@@ -112,7 +112,7 @@ def test_disabled_features_give_no_warning():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_nothing_is_said_of_the_configs_that_come_with_jaxforge(path):
+def test_shipped_configs_give_no_warning(path):
     config = load_unresolved(path).resolve(None, lambda *_: 10_000)
     warnings = ineffective_settings(config, "cpu" if path.stem in ON_CPU else "gpu")
     on_random_tokens = path.stem == "debug"

@@ -129,19 +129,19 @@ class UnresolvedConfig:
 
     def _updates(self, batch: "_Batch") -> dict[Path, int]:
         """Convert each duration to updates, in the order of their dependencies."""
-        for _, paths in groupby(sorted(self._durations, key=_rank), key=_follows_the_run):
+        for _, paths in groupby(
+            sorted(self._durations, key=_rank), key=lambda path: _rank(path) > _rank(_MAX_STEPS)
+        ):  # the ramp and max_steps first, then the durations that depend on them
             problems = []
             for path in paths:
                 try:
                     batch.converted[path] = batch.updates(path)
                 except _Unknown as reason:
-                    problems.append(self._complaint(path, str(reason)))
+                    text = self._durations[path].text
+                    problems.append(explain_value(path, text, str(reason), self._sources))
             if problems:
                 raise UserError("\n".join(problems))
         return batch.converted
-
-    def _complaint(self, path: Path, text: str) -> str:
-        return explain_value(path, self._durations[path].text, text, self._sources)
 
     def _validated(self, values: Mapping[Any, Any]) -> JobConfig:
         try:
@@ -259,11 +259,6 @@ def _rank(path: Path) -> int:
         return int(path[2])
     first = (_MAX_STEPS, _WARMUP, _PLATEAU)
     return 1000 + (first.index(path) if path in first else len(first))
-
-
-def _follows_the_run(path: Path) -> bool:
-    """Return whether a duration may depend on ramp and max_steps instead of defining them."""
-    return _rank(path) > _rank(_MAX_STEPS)
 
 
 def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:
