@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels.blockwise import blockwise_attention
-from jaxforge.kernels.masking import Mask, chunk_ids, chunk_of, visible, window_of
+from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
 from jaxforge.kernels.on_first_use import on_first_use
 from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
@@ -157,14 +157,14 @@ def attend_locally(
     def run(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
         return _with_sinks(kernel, sinks)(q, k, v, segment_ids)
 
-    return locally(run, q, k, v, segment_ids, sinks)
+    return run_per_device(run, q, k, v, segment_ids, sinks)
 
 
 def _with_sinks(kernel: Backend, sinks: Sinks) -> Backend:
     return kernel if sinks is None else functools.partial(kernel, sinks=sinks)
 
 
-def locally(
+def run_per_device(
     kernel: Callable[..., Queries],
     q: Queries,
     k: Keys,
@@ -190,10 +190,10 @@ def locally(
     )(q, k, v, of_tokens, sinks, *scalars)
 
 
-def attend_over(
+def attend_with_masks(
     name: str,
     masks: Sequence[Mask],
-    which: int | Int[Array, ""],
+    mask_index: int | Int[Array, ""],
     q: Queries,
     k: Keys,
     v: Keys,
@@ -210,39 +210,39 @@ def attend_over(
 
     Args:
         name: a key of `BACKENDS`.
-        masks: as of `LayerPlan`.
-        which: of them.
+        masks: the masks of a `LayerPlan`.
+        mask_index: index of the mask to apply.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: of packed documents.
-        positions: of tokens in their documents, by which chunks go; None: they are counted.
-        scoring: what becomes of products of queries and keys.
-        sinks: a logit of each head that joins its scores; None: there are none.
+        segment_ids: identifiers of packed documents.
+        positions: positions of tokens in their documents, for chunked masks; counted if None.
+        scoring: transformation of the products of queries and keys.
+        sinks: logit of each head that joins its scores; None: no sinks.
     """
     attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
     if positions is None:  # kernels are faster without a mask
         masks = [mask.within(q.shape[1]) for mask in masks]
-    if isinstance(which, int) or len(set(masks)) == 1:
-        mask = masks[which if isinstance(which, int) else 0]
+    if isinstance(mask_index, int) or len(set(masks)) == 1:
+        mask = masks[mask_index if isinstance(mask_index, int) else 0]
         return _attend_by(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
 
     if not BACKENDS[name].is_opaque:
-        if (chunk := chunk_of(masks, which)) is not None:
+        if (chunk := select_chunk(masks, mask_index)) is not None:
             segment_ids = chunk_ids(q.shape[0], q.shape[1], chunk, segment_ids, positions)
-        reach = window_of(masks, which)
+        reach = select_window(masks, mask_index)
         return _with_sinks(attend, sinks)(q, k, v, segment_ids, reach=reach)
 
     of_tokens = (segment_ids, positions)
 
     def chosen(
-        q: Queries, k: Keys, v: Keys, of_tokens: PyTree, sinks: Sinks, which: Array
+        q: Queries, k: Keys, v: Keys, of_tokens: PyTree, sinks: Sinks, mask_index: Array
     ) -> Queries:
         run = _with_sinks(attend, sinks)
         kernels = [functools.partial(_attend_by, mask, run) for mask in masks]
-        return jax.lax.switch(which, kernels, q, k, v, *of_tokens)
+        return jax.lax.switch(mask_index, kernels, q, k, v, *of_tokens)
 
-    return locally(chosen, q, k, v, of_tokens, sinks, which)
+    return run_per_device(chosen, q, k, v, of_tokens, sinks, mask_index)
 
 
 def _attend_by(
@@ -367,7 +367,7 @@ class Kernel(NamedTuple):
     is_opaque: bool = False
 
 
-def opaque(
+def opaque_kernel(
     kernel: Backend, unsupported_reason: Callable[[KernelRequirements], str | None]
 ) -> Kernel:
     """A kernel that knows one device only."""
@@ -377,9 +377,9 @@ def opaque(
 BACKENDS = {
     "reference": Kernel(reference_attention, lambda at: None),
     "blockwise": Kernel(blockwise_attention, lambda at: None),
-    "cudnn": opaque(cudnn_attention, _cudnn_unsupported),
-    "triton": opaque(on_first_use("flash", "flash_attention"), _triton_unsupported),
-    "splash": opaque(on_first_use("splash", "splash_attention"), _splash_unsupported),
+    "cudnn": opaque_kernel(cudnn_attention, _cudnn_unsupported),
+    "triton": opaque_kernel(on_first_use("flash", "flash_attention"), _triton_unsupported),
+    "splash": opaque_kernel(on_first_use("splash", "splash_attention"), _splash_unsupported),
 }
 
 _FLASH = {"cpu": ("blockwise",), "gpu": ("cudnn", "triton"), "tpu": ("splash",)}
@@ -389,7 +389,7 @@ _MASKS_DOCUMENTS = "documents are packed, of which it has an S x S mask"
 _SYNONYMS = {"math": "reference", "efficient": "blockwise"}  # PyTorch's names
 
 
-class Choice(NamedTuple):
+class KernelChoice(NamedTuple):
     """A kernel.
 
     Attributes:
@@ -401,7 +401,7 @@ class Choice(NamedTuple):
     why: str = ""
 
 
-def choose(config: ModelConfig, at: KernelRequirements) -> Choice:
+def choose_backend(config: ModelConfig, at: KernelRequirements) -> KernelChoice:
     """Resolve `model.sdpa_backend` for this platform and model.
 
     Raises:
@@ -421,19 +421,19 @@ def choose(config: ModelConfig, at: KernelRequirements) -> Choice:
             f'model.sdpa_backend = "{asked}" cannot serve here: {problem}; '
             'or set model.sdpa_backend = "auto"'
         )
-    return Choice(name)
+    return KernelChoice(name)
 
 
-def choose_parts(at: KernelRequirements) -> str:
-    """The kernel of a ring's turns, a key of `partial_attention.PARTS`."""
+def choose_ring_kernel(at: KernelRequirements) -> str:
+    """The kernel of a ring's turns, a key of `partial_attention.PARTIAL_KERNELS`."""
     return "tiles" if _triton_unsupported(at) else "triton"
 
 
-def _first(names: Sequence[str], at: KernelRequirements) -> Choice:
+def _first(names: Sequence[str], at: KernelRequirements) -> KernelChoice:
     """The first that serves, cuDNN's last of a GPU's own where documents are packed."""
     against = {name: BACKENDS[name].unsupported_reason(at) for name in names}
     able = [name for name in names if against[name] is None]
     if at.packed and able[:2] == ["cudnn", "triton"]:
         against["cudnn"], able = _MASKS_DOCUMENTS, able[1:]
     before = names[: names.index(able[0])]
-    return Choice(able[0], "; ".join(f"not {name}: {against[name]}" for name in before))
+    return KernelChoice(able[0], "; ".join(f"not {name}: {against[name]}" for name in before))

@@ -2,7 +2,7 @@
 
     ulysses   heads instead of tokens: an all-to-all gives each device all tokens for its share of
               the heads, which the platform's own kernel attends over, and another brings the result
-              back (DeepSpeed-Ulysses, arXiv:2309.14509). Keys' heads are copied where there are
+              back (DeepSpeed-Ulysses, arXiv:2309.14509). KeyPart' heads are copied where there are
               fewer of them than devices.
     ring      queries stay; keys and values go round, and what each device makes of them adds up by
               their logsumexp (Ring Attention, arXiv:2310.01889). Any number of heads will do.
@@ -27,16 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from jaxforge.kernels.attention_backends import SegmentIds, Sinks, attend_over, locally
+from jaxforge.kernels.attention_backends import SegmentIds, Sinks, attend_with_masks, run_per_device
 from jaxforge.kernels.flash_blocks import Tokens
-from jaxforge.kernels.masking import Mask, chunk_ids, chunk_of, window_of
+from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.partial_attention import (
-    PARTS,
+    PARTIAL_KERNELS,
+    BackwardInputs,
     Gradients,
-    Keys,
-    OfQueries,
-    Part,
-    Queries,
+    KeyPart,
+    PartialResult,
+    QueryPart,
     Window,
 )
 from jaxforge.kernels.scoring import Scoring, sink_gradients
@@ -52,7 +52,7 @@ def context_size() -> int:
     return 1 if mesh.empty else axes_size(mesh_axes(_AXIS))
 
 
-def order_of_parts(strategy: str, devices: int) -> np.ndarray:
+def part_order(strategy: str, devices: int) -> np.ndarray:
     """The parts into which sequences are cut, device by device: equally many of each.
 
     Args:
@@ -65,14 +65,16 @@ def order_of_parts(strategy: str, devices: int) -> np.ndarray:
     return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
 
 
-def spread(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
+def to_device_order(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
     """Tokens in the order in which devices hold them: the first has the first s / devices."""
-    return _reordered(x, order_of_parts(strategy, devices))
+    return _reordered(x, part_order(strategy, devices))
 
 
-def gathered(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
+def to_sequence_order(
+    x: Shaped[Array, "*b s"], strategy: str, devices: int
+) -> Shaped[Array, "*b s"]:
     """Tokens in their own order again."""
-    return _reordered(x, np.argsort(order_of_parts(strategy, devices)))
+    return _reordered(x, np.argsort(part_order(strategy, devices)))
 
 
 def _reordered(x: Array, parts: np.ndarray) -> Array:
@@ -82,11 +84,11 @@ def _reordered(x: Array, parts: np.ndarray) -> Array:
     return by_part[..., parts, :].reshape(x.shape)
 
 
-def attend_in_context(
+def attend_across_devices(
     strategy: str,
     name: str,
     masks: Sequence[Mask],
-    which: int | Int[Array, ""],
+    mask_index: int | Int[Array, ""],
     q: Array,
     k: Array,
     v: Array,
@@ -95,38 +97,38 @@ def attend_in_context(
     scoring: Scoring,
     sinks: Sinks,
 ) -> Array:
-    """`attend_over` of tokens that devices share, as `spread` has laid them out.
+    """`attend_with_masks` of tokens that devices share, as `spread` has laid them out.
 
     Args:
         strategy: "ulysses" or "ring".
         name: the kernel: for "ulysses" of all tokens, for "ring" of each turn.
-        masks: as of `LayerPlan`.
-        which: of them.
+        masks: the masks of a `LayerPlan`.
+        mask_index: index of the mask to apply.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: of packed documents.
-        positions: of tokens in their row.
-        scoring: what becomes of products of queries and keys.
-        sinks: a logit of each head that joins its scores; None: there are none.
+        segment_ids: identifiers of packed documents.
+        positions: positions of tokens in their row.
+        scoring: transformation of the products of queries and keys.
+        sinks: logit of each head that joins its scores; None: no sinks.
     """
-    is_known = isinstance(which, int)
-    scalars = () if is_known else (which,)
+    is_known = isinstance(mask_index, int)
+    scalars = () if is_known else (mask_index,)
 
     def local(
         q: Array, k: Array, v: Array, of_tokens: PyTree, sinks: Sinks, *scalars: Array
     ) -> Array:
-        first, (segment_ids, positions) = which if is_known else scalars[0], of_tokens
+        first, (segment_ids, positions) = mask_index if is_known else scalars[0], of_tokens
         if strategy == "ulysses":
-            attend = functools.partial(attend_over, name, masks, first, scoring=scoring)
+            attend = functools.partial(attend_with_masks, name, masks, first, scoring=scoring)
             return _ulysses(attend, q, k, v, segment_ids, sinks)
-        window = window_of(masks, first)
-        if (chunk := chunk_of(masks, first)) is not None:
+        window = select_window(masks, first)
+        if (chunk := select_chunk(masks, first)) is not None:
             segment_ids = _chunks(chunk, segment_ids, *positions.shape)
         at = Tokens(positions, segment_ids)
         return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
 
-    return locally(local, q, k, v, (segment_ids, positions), sinks, *scalars)
+    return run_per_device(local, q, k, v, (segment_ids, positions), sinks, *scalars)
 
 
 def _ulysses(
@@ -163,14 +165,16 @@ def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> A
     devices = collectives.axis_size(_AXIS)
     if segment_ids is not None:
         whole = collectives.all_gather(segment_ids, _AXIS, 1)
-        segment_ids = gathered(whole, "ring", devices)
+        segment_ids = to_sequence_order(whole, "ring", devices)
     ids = chunk_ids(batch, length * devices, chunk, segment_ids)
     first = collectives.first_index(_AXIS, length)
-    return jax.lax.dynamic_slice_in_dim(spread(ids, "ring", devices), first, length, axis=1)
+    return jax.lax.dynamic_slice_in_dim(
+        to_device_order(ids, "ring", devices), first, length, axis=1
+    )
 
 
 _RingSettings = tuple[str, Scoring]
-"""The kernel of each turn, a key of `PARTS`, and what becomes of products."""
+"""The kernel of each turn, a key of `PARTIAL_KERNELS`, and what becomes of products."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,15 +186,17 @@ def _ring(
 
 def _go_round(
     strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
-) -> Part:
+) -> PartialResult:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
-    queries, own = Queries(q, at), Keys(k, v, at)
+    queries, own = QueryPart(q, at), KeyPart(k, v, at)
     name, scoring = strategy
 
-    def attend(keys: Keys) -> Part:
-        return PARTS[name].attend(queries, keys, scoring, window)
+    def attend(keys: KeyPart) -> PartialResult:
+        return PARTIAL_KERNELS[name].attend(queries, keys, scoring, window)
 
-    def turn(carry: tuple[Part, Keys], _: None) -> tuple[tuple[Part, Keys], None]:
+    def turn(
+        carry: tuple[PartialResult, KeyPart], _: None
+    ) -> tuple[tuple[PartialResult, KeyPart], None]:
         part, keys = carry
         arriving = _ring_shift(keys)  # while these are attended to
         return (part.merged(attend(keys)), arriving), None
@@ -208,7 +214,7 @@ def _go_round(
         return part
     # A sink is a logit without a value: it only enlarges the denominator.
     lse = jnp.logaddexp(part.lse, sinks)
-    return Part(part.scaled_to(lse), lse)
+    return PartialResult(part.scaled_to(lse), lse)
 
 
 def _ring_shift(x: PyTree) -> PyTree:
@@ -223,15 +229,15 @@ def _ring_saving(
 
 
 def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
-    """Keys go round again, and with them, a turn behind, what becomes their gradients."""
+    """KeyPart go round again, and with them, a turn behind, what becomes their gradients."""
     q, k, v, at, window, sinks, whole = saved
     # δ and lse are those of the whole row, so gradients of single parts add up without corrections.
     delta = jnp.sum(whole.o * d_o, axis=-1)
-    queries, of_queries = Queries(q, at), OfQueries(d_o, whole.lse, delta)
+    queries, of_queries = QueryPart(q, at), BackwardInputs(d_o, whole.lse, delta)
     name, scoring = strategy
 
-    def back(keys: Keys) -> Gradients:
-        return PARTS[name].gradients(queries, of_queries, keys, scoring, window)
+    def back(keys: KeyPart) -> Gradients:
+        return PARTIAL_KERNELS[name].gradients(queries, of_queries, keys, scoring, window)
 
     def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
         d_q, d_keys, keys = carry
@@ -242,7 +248,7 @@ def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> t
         d_keys = jax.tree.map(jnp.add, d_arriving, (got.k, got.v))
         return (d_q + got.q, d_keys, arriving), None
 
-    got, own = back(Keys(k, v, at)), Keys(k, v, at)
+    got, own = back(KeyPart(k, v, at)), KeyPart(k, v, at)
     carry = got.q, (got.k, got.v), _ring_shift(own)
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)

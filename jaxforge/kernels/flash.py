@@ -31,12 +31,12 @@ from jaxforge.kernels.flash_blocks import (
     AFTER,
     BEFORE,
     Tokens,
-    filled,
-    filled_tokens,
-    meetings,
-    spans,
+    block_ranges,
+    block_visibility,
+    pad_to_blocks,
+    pad_tokens,
 )
-from jaxforge.kernels.flash_kernels import Kind, Tiles, TokenBlock
+from jaxforge.kernels.flash_kernels import KernelConfig, Tiles, TokenBlock
 from jaxforge.kernels.masking import chunk_ids
 from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
 
@@ -97,7 +97,7 @@ def _differentiate(
     window: int | None, scoring: Scoring, saved: tuple, d_output: Array
 ) -> tuple[tuple[Array, Array, Array, None, Sinks]]:
     (q, k, v, at, sinks), output, lse = saved
-    delta = delta_of(output, d_output)
+    delta = compute_delta(output, d_output)
     gradients = backward(q, k, v, at, at, lse, delta, d_output, window, scoring)
     return ((*gradients, None, sink_gradients(sinks, lse, delta)),)
 
@@ -105,7 +105,7 @@ def _differentiate(
 _attention.defvjp(_attend, _differentiate)
 
 
-def delta_of(output: Queries, d_output: Queries) -> Rows:
+def compute_delta(output: Queries, d_output: Queries) -> Rows:
     """rowsum(dO ∘ O), float32."""
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     return jnp.sum(product, axis=-1).swapaxes(1, 2)
@@ -145,7 +145,7 @@ def forward(
     result = jax.ShapeDtypeStruct(given.q.shape, dtype or given.q.dtype)
     of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     o, lse = _run(
-        flash_kernels.flash_forward, given.kind, at.grid,
+        flash_kernels.flash_forward, given.config, at.grid,
         [*at.arguments, _once(sinks)], [(at.heads, result), (at.rows, of_rows)],
     )  # fmt: skip
     n = q_BSHh.shape[1]
@@ -174,7 +174,7 @@ def backward(
         queries: where the queries are.
         keys: where the keys are.
         lse: logsumexp over all that these queries see, be it among these keys or not.
-        delta: `delta_of` their whole result.
+        delta: `compute_delta` their whole result.
         d_output: gradient of the result.
         window: positions that a query sees.
         scoring: what becomes of products.
@@ -187,15 +187,15 @@ def backward(
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
     given = _Given.of("dq", *arrays, window, scoring)
-    at, (d_filled, lse_filled, delta_filled) = _by_queries(given), given.filled(*of_rows)
+    at, (d_filled, lse_filled, delta_filled) = _by_queries(given), given.pad_to_blocks(*of_rows)
     (dq,) = _run(
-        flash_kernels.flash_dq, given.kind, at.grid,
+        flash_kernels.flash_dq, given.config, at.grid,
         [*at.arguments, (at.heads, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
         [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
     )  # fmt: skip
     # dq and dkv tile the same pairs differently, so queries and keys are padded anew.
     given = _Given.of("dkv", *arrays, window, scoring)
-    dk, dv = _gradients_of_keys(given, *given.filled(*of_rows), dtype)
+    dk, dv = _gradients_of_keys(given, *given.pad_to_blocks(*of_rows), dtype)
     t = k_BTKh.shape[1]
     return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t]
 
@@ -204,18 +204,18 @@ def _gradients_of_keys(
     given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     """A program sums over all query heads of a key head, or has one where programs are few."""
-    (batch, length, kv, head), kind = given.k.shape, given.kind
+    (batch, length, kv, head), config = given.k.shape, given.config
     group = given.q.shape[2] // kv
     # Enough programs to fill the GPU: one program sums over all query heads of a key head.
     # Otherwise one program per query head, and a sum in float32 afterwards.
-    if batch * kv * (length // kind.tiles.keys) >= _PROGRAMS:
-        kind = kind._replace(group=group)
-    parts = group // kind.group
-    at = _by_keys(given._replace(kind=kind), parts)
+    if batch * kv * (length // config.tiles.keys) >= _PROGRAMS:
+        config = config._replace(group=group)
+    parts = group // config.group
+    at = _by_keys(given._replace(config=config), parts)
     summed = dtype if parts == 1 else jnp.float32
     out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
     dk, dv = _run(
-        flash_kernels.flash_dkv, kind, at.grid,
+        flash_kernels.flash_dkv, config, at.grid,
         [*at.arguments, (at.queries, d_output), (at.rows, lse), (at.rows, delta)],
         [out, out],
     )  # fmt: skip
@@ -229,7 +229,7 @@ def _gradients_of_keys(
 class _Given(NamedTuple):
     """Inputs of all kernels, padded to whole blocks."""
 
-    kind: Kind
+    config: KernelConfig
     q: Array
     k: Array
     v: Array
@@ -251,17 +251,23 @@ class _Given(NamedTuple):
     ) -> "_Given":
         head = q.shape[3]
         tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
-        kind = Kind(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
+        config = KernelConfig(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
         reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
-        k, v = (filled(x, tiles.keys) for x in (k, v))
-        queries = filled_tokens(queries, tiles.queries, BEFORE)
-        keys = filled_tokens(keys, tiles.keys, AFTER)
-        return cls(kind, filled(q, tiles.queries), k, v, queries, keys, reach)
+        k, v = (pad_to_blocks(x, tiles.keys) for x in (k, v))
+        queries = pad_tokens(queries, tiles.queries, BEFORE)
+        keys = pad_tokens(keys, tiles.keys, AFTER)
+        return cls(config, pad_to_blocks(q, tiles.queries), k, v, queries, keys, reach)
 
-    def filled(self, d_output: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array]:
+    def pad_to_blocks(
+        self, d_output: Array, lse: Array, delta: Array
+    ) -> tuple[Array, Array, Array]:
         """Pad the per-query inputs of the backward kernels."""
-        n = self.kind.tiles.queries
-        return filled(d_output, n), filled(lse, n, axis=2), filled(delta, n, axis=2)
+        n = self.config.tiles.queries
+        return (
+            pad_to_blocks(d_output, n),
+            pad_to_blocks(lse, n, axis=2),
+            pad_to_blocks(delta, n, axis=2),
+        )
 
 
 def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
@@ -288,17 +294,17 @@ class _Layout(NamedTuple):
 
 def _by_queries(given: _Given) -> _Layout:
     """A program for each block of queries of each head; those that visit most come first."""
-    kind, (batch, length, heads, _), n = given.kind, given.q.shape, given.kind.tiles.queries
+    config, (batch, length, heads, _), n = given.config, given.q.shape, given.config.tiles.queries
     keys, group, last = given.k.shape[1], heads // given.k.shape[2], length // n - 1
     # Causal: the last blocks of queries visit the most keys. `last - i` starts them first, which
     # balances the tail of the grid.
     some, every = _meetings(given)
-    of_q = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, last - i, h, 0))
+    of_q = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, last - i, h, 0))
     of_k = _spec(
-        (None, keys, None, kind.in_memory), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
+        (None, keys, None, config.in_memory), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
     )
     arguments = [
-        (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), spans(some, every)),
+        (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), block_ranges(some, every)),
         (of_q, given.q), (of_k, given.k), (of_k, given.v),
         _sides_of(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
         _sides_of(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
@@ -310,26 +316,28 @@ def _by_queries(given: _Given) -> _Layout:
 
 def _by_keys(given: _Given, parts: int) -> _Layout:
     """A program for each block of keys of each head, and of each part of its heads of queries."""
-    kind, (batch, length, kv, _), n = given.kind, given.k.shape, given.kind.tiles.keys
-    queries, group = given.q.shape[1], kind.group
+    config, (batch, length, kv, _), n = given.config, given.k.shape, given.config.tiles.keys
+    queries, group = given.q.shape[1], config.group
     some, every = (x.swapaxes(1, 2) for x in _meetings(given))
-    of_q = _spec((None, queries, group, kind.in_memory), lambda _, h, b: (b, 0, h, 0))
-    of_k = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0))
+    of_q = _spec((None, queries, group, config.in_memory), lambda _, h, b: (b, 0, h, 0))
+    of_k = _spec(
+        (None, n, None, config.in_memory), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0)
+    )
     arguments = [
-        (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), spans(some, every)),
+        (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), block_ranges(some, every)),
         (of_q, given.q), (of_k, given.k), (of_k, given.v),
         _sides_of(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
         _sides_of(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
         _once(given.window),
     ]  # fmt: skip
-    heads = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, h, 0))
+    heads = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, i, h, 0))
     rows = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
     return _Layout((length // n, kv * parts, batch), arguments, heads, of_q, rows)
 
 
 def _meetings(given: _Given) -> tuple[Array, Array]:
     window = None if given.window is None else given.window[0]
-    return meetings(given.queries, given.keys, given.kind.tiles[:2], window)
+    return block_visibility(given.queries, given.keys, given.config.tiles[:2], window)
 
 
 _spec = pl.BlockSpec
@@ -346,20 +354,20 @@ def _once(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:
 
 def _run(
     kernel: Callable[..., None],
-    kind: Kind,
+    config: KernelConfig,
     grid: tuple[int, int, int],
     arguments: list[tuple[Any, Any]],
     results: list[tuple[pl.BlockSpec, Any]],
 ) -> list[Array]:
     """Runs a kernel over a grid; of what it takes and gives, where and what."""
     return pl.pallas_call(
-        functools.partial(kernel, kind),
+        functools.partial(kernel, config),
         grid=grid,
         in_specs=[where for where, _ in arguments],
         out_specs=[where for where, _ in results],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results],
         compiler_params=triton.CompilerParams(
-            num_warps=kind.tiles.warps, num_stages=kind.tiles.stages
+            num_warps=config.tiles.warps, num_stages=config.tiles.stages
         ),
         interpret=_INTERPRET,
         name=kernel.__name__,

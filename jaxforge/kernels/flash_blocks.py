@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
     documents: Int[Array, "b s"] | None = None
 
 
-def filled(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
+def pad_to_blocks(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
     """Whole blocks of what lies along an axis."""
     more = -x.shape[axis] % block
     if not more:
@@ -33,7 +33,7 @@ def filled(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
 
 
-def filled_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
+def pad_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
     """Return whole blocks of tokens. The last document goes on, so that no block has more of them.
 
     Args:
@@ -41,7 +41,7 @@ def filled_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
         block: tokens of a block.
         position: of the added ones: `BEFORE` for queries, which see nothing, `AFTER` for keys.
     """
-    positions = filled(tokens.positions, block, fill=position)
+    positions = pad_to_blocks(tokens.positions, block, fill=position)
     documents, more = tokens.documents, -tokens.positions.shape[1] % block
     if documents is not None and more:
         documents = jnp.pad(documents, [(0, 0), (0, more)], mode="edge")
@@ -67,7 +67,7 @@ class _Extent(NamedTuple):
         return cls(*ends(tokens.positions), documents)
 
 
-def meetings(
+def block_visibility(
     queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: Int[Array, ""] | int | None
 ) -> tuple[Bool[Array, "b n m"], Bool[Array, "b n m"]]:
     """Return for each pair of blocks whether any token pair is visible, and whether all are.
@@ -90,7 +90,7 @@ def meetings(
     return some, some & every
 
 
-def spans(some: Bool[Array, "b n m"], every: Bool[Array, "b n m"]) -> Int[Array, "b n 4"]:
+def block_ranges(some: Bool[Array, "b n m"], every: Bool[Array, "b n m"]) -> Int[Array, "b n 4"]:
     """Return for each block the range of blocks to visit and the range that needs no mask.
 
     Args:

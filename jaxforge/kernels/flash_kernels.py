@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-class Kind(NamedTuple):
+class KernelConfig(NamedTuple):
     """Compile-time constants of a kernel.
 
     Attributes:
@@ -103,8 +103,8 @@ def _seen(
 
 
 def flash_forward(
-    kind: Kind,
-    spans: Ref,
+    config: KernelConfig,
+    block_ranges: Ref,
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
@@ -118,40 +118,40 @@ def flash_forward(
     """Output [Q, H] and logsumexp [Q] of a block of queries of one head."""
     # Online softmax in base 2: acc = Σ 2^(s - top) v, total = Σ 2^(s - top), top = running maximum
     # of s = score * factor. One exp2 per score, and no division until the end.
-    q_QH = _load(kind, q_ref)
+    q_QH = _load(config, q_ref)
     of_queries = queries.rows(...)
 
     def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
         acc_QH, top_Q, total_Q = carry
-        rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
-        scores_QT = kind.scores(triton.dot(q_QH, _load(kind, k_ref.at[rows, :]).T))
+        rows = pl.ds(block * config.tiles.keys, config.tiles.keys)
+        scores_QT = config.scores(triton.dot(q_QH, _load(config, k_ref.at[rows, :]).T))
         if masked:
             scores_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), scores_QT, -jnp.inf)
-        new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * kind.factor)
+        new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * config.factor)
         # A row that has seen nothing has top = -inf; -inf - -inf would be NaN, so its base is 0.
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
-        weights_QT = jnp.exp2(scores_QT * kind.factor - base_Q[:, None])
+        weights_QT = jnp.exp2(scores_QT * config.factor - base_Q[:, None])
         kept_Q = jnp.exp2(top_Q - base_Q)
-        values_TH = _load(kind, v_ref.at[rows, :])
+        values_TH = _load(config, v_ref.at[rows, :])
         more_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
         total_Q = total_Q * kept_Q + jnp.sum(weights_QT, axis=1)
         return acc_QH * kept_Q[:, None] + more_QH, new_Q, total_Q
 
-    n = kind.tiles.queries
+    n = config.tiles.queries
     # A sink starts as a score of weight 1 without a value.
     top, total = -jnp.inf, 0.0
     if sinks is not None:
         top, total = sinks[pl.program_id(1)].astype(jnp.float32) * LOG2E, 1.0
-    first = zeros((n, kind.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
-    acc_QH, top_Q, total_Q = _visit(spans, step, first)
+    first = zeros((n, config.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
+    acc_QH, top_Q, total_Q = _visit(block_ranges, step, first)
     # Back to base e: the logsumexp is merged with parts from other kernels.
     lse_ref[...] = top_Q / LOG2E + jnp.log(total_Q)
-    _store(kind, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
+    _store(config, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
 
 
 def flash_dq(
-    kind: Kind,
-    spans: Ref,
+    config: KernelConfig,
+    block_ranges: Ref,
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
@@ -164,31 +164,31 @@ def flash_dq(
     dq_ref: Ref,
 ) -> None:
     """Gradient [Q, H] of a block of queries of one head."""
-    q_QH, do_QH = _load(kind, q_ref), _load(kind, do_ref)
+    q_QH, do_QH = _load(config, q_ref), _load(config, do_ref)
     of_queries = queries.rows(...)
     lse_Q, delta_Q = lse_ref[...] * LOG2E, delta_ref[...]
 
     def step(block: Array, dq_QH: Carry, *, masked: bool) -> Carry:
-        rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
-        k_TH, v_TH = _load(kind, k_ref.at[rows, :]), _load(kind, v_ref.at[rows, :])
-        scores_QT = kind.scores(triton.dot(q_QH, k_TH.T))
-        weights_QT = jnp.exp2(scores_QT * kind.factor - lse_Q[:, None])
+        rows = pl.ds(block * config.tiles.keys, config.tiles.keys)
+        k_TH, v_TH = _load(config, k_ref.at[rows, :]), _load(config, v_ref.at[rows, :])
+        scores_QT = config.scores(triton.dot(q_QH, k_TH.T))
+        weights_QT = jnp.exp2(scores_QT * config.factor - lse_Q[:, None])
         if masked:
             weights_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), weights_QT, 0.0)
         # dS = P (dP - δ), with P from the saved logsumexp: nothing of the forward pass is stored
         # per pair.
         ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
-        if kind.softcap is not None:
-            ds_QT *= soft_cap_slope(scores_QT, kind.softcap)
+        if config.softcap is not None:
+            ds_QT *= soft_cap_slope(scores_QT, config.softcap)
         return dq_QH + triton.dot(ds_QT.astype(k_TH.dtype), k_TH)
 
-    dq_QH = _visit(spans, step, zeros((kind.tiles.queries, kind.in_memory)))
-    _store(kind, dq_ref, dq_QH * kind.scale)
+    dq_QH = _visit(block_ranges, step, zeros((config.tiles.queries, config.in_memory)))
+    _store(config, dq_ref, dq_QH * config.scale)
 
 
 def flash_dkv(
-    kind: Kind,
-    spans: Ref,
+    config: KernelConfig,
+    block_ranges: Ref,
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
@@ -207,41 +207,44 @@ def flash_dkv(
     """
     # One program owns a block of keys and adds up over all queries that see it: no atomics. The
     # heads of queries that share this key head are a loop.
-    k_TH, v_TH = _load(kind, k_ref), _load(kind, v_ref)
+    k_TH, v_TH = _load(config, k_ref), _load(config, v_ref)
     of_keys = keys.rows(...)
 
     def of_head(head: Array, carry: Carry) -> Carry:
         def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
             dk_TH, dv_TH = carry
-            rows = pl.ds(block * kind.tiles.queries, kind.tiles.queries)
-            q_QH = _load(kind, q_ref.at[rows, head, :])
-            do_QH = _load(kind, do_ref.at[rows, head, :])
-            scores_TQ = kind.scores(triton.dot(k_TH, q_QH.T))
-            weights_TQ = jnp.exp2(scores_TQ * kind.factor - (lse_ref[head, rows] * LOG2E)[None])
+            rows = pl.ds(block * config.tiles.queries, config.tiles.queries)
+            q_QH = _load(config, q_ref.at[rows, head, :])
+            do_QH = _load(config, do_ref.at[rows, head, :])
+            scores_TQ = config.scores(triton.dot(k_TH, q_QH.T))
+            weights_TQ = jnp.exp2(scores_TQ * config.factor - (lse_ref[head, rows] * LOG2E)[None])
             if masked:
                 seen = _seen(queries.rows(rows), of_keys, window, transposed=True)
                 weights_TQ = jnp.where(seen, weights_TQ, 0.0)
             dv_TH += triton.dot(weights_TQ.astype(do_QH.dtype), do_QH)
             ds_TQ = weights_TQ * (triton.dot(v_TH, do_QH.T) - delta_ref[head, rows][None])
-            if kind.softcap is not None:
-                ds_TQ *= soft_cap_slope(scores_TQ, kind.softcap)
+            if config.softcap is not None:
+                ds_TQ *= soft_cap_slope(scores_TQ, config.softcap)
             return dk_TH + triton.dot(ds_TQ.astype(q_QH.dtype), q_QH), dv_TH
 
-        return _visit(spans, step, carry)
+        return _visit(block_ranges, step, carry)
 
-    carry = zeros((kind.tiles.keys, kind.in_memory)), zeros((kind.tiles.keys, kind.in_memory))
-    if kind.group == 1:
+    carry = (
+        zeros((config.tiles.keys, config.in_memory)),
+        zeros((config.tiles.keys, config.in_memory)),
+    )
+    if config.group == 1:
         dk_TH, dv_TH = of_head(jnp.int32(0), carry)
     else:
-        dk_TH, dv_TH = jax.lax.fori_loop(0, kind.group, of_head, carry)
-    _store(kind, dk_ref, dk_TH * kind.scale)
-    _store(kind, dv_ref, dv_TH)
+        dk_TH, dv_TH = jax.lax.fori_loop(0, config.group, of_head, carry)
+    _store(config, dk_ref, dk_TH * config.scale)
+    _store(config, dv_ref, dv_TH)
 
 
-def _visit(spans: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
+def _visit(block_ranges: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
     """Blocks that are seen wholly, from `whole` on, then those on both sides of them."""
     # Two loops instead of a branch in one: unmasked blocks, the majority, need no comparisons.
-    first, whole, whole_end, end = (spans[i] for i in range(4))
+    first, whole, whole_end, end = (block_ranges[i] for i in range(4))
     between = whole_end - whole
     carry = jax.lax.fori_loop(
         whole, whole_end, lambda block, carry: step(block, carry, masked=False), carry
@@ -259,17 +262,17 @@ def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
     return jnp.zeros(shape, jnp.float32)
 
 
-def _load(kind: Kind, ref: Ref) -> Float[Array, "rows H"]:
+def _load(config: KernelConfig, ref: Ref) -> Float[Array, "rows H"]:
     """Rows of heads; beyond their width, zeros."""
-    if kind.head == kind.in_memory:
+    if config.head == config.in_memory:
         return triton.load(ref)
-    return triton.load(ref, mask=_in_head(kind), other=0.0)
+    return triton.load(ref, mask=_in_head(config), other=0.0)
 
 
-def _store(kind: Kind, ref: Ref, value: Float[Array, "rows H"]) -> None:
-    mask = None if kind.head == kind.in_memory else _in_head(kind)
+def _store(config: KernelConfig, ref: Ref, value: Float[Array, "rows H"]) -> None:
+    mask = None if config.head == config.in_memory else _in_head(config)
     triton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
-def _in_head(kind: Kind) -> Bool[Array, "1 H"]:
-    return (jnp.arange(kind.in_memory) < kind.head)[None]
+def _in_head(config: KernelConfig) -> Bool[Array, "1 H"]:
+    return (jnp.arange(config.in_memory) < config.head)[None]

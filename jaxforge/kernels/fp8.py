@@ -147,7 +147,7 @@ def power_of_two_scale(amax: Float[Array, "..."], dtype: jnp.dtype) -> Float[Arr
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def rounded(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
+def round_to_fp8(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
     """X times a scale in 8 bits; what is too large becomes the largest, NaN stays."""
     largest = float(jnp.finfo(dtype).max)
     # A cast to fp8 would turn overflow into NaN (e4m3fn has no infinity); `clip` saturates, and
@@ -155,23 +155,25 @@ def rounded(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
     return jnp.clip(_exactly(x) * scale, -largest, largest).astype(dtype)
 
 
-def by_tensor(x: Array, dtype: jnp.dtype, seen: Float[Array, ""] | None = None) -> Scaled:
+def quantize_tensor(x: Array, dtype: jnp.dtype, seen: Float[Array, ""] | None = None) -> Scaled:
     """Quantize with one scale, from the earlier amax `seen` if given, else the current one."""
     if seen is None:
         scale = power_of_two_scale(amax(x), dtype)
     else:
         scale = jnp.where(seen > 0, power_of_two_scale(seen, dtype), 1.0)
-    return Scaled(rounded(x, dtype, scale), 1 / scale)
+    return Scaled(round_to_fp8(x, dtype, scale), 1 / scale)
 
 
-def by_blocks(x: Float[Array, "*r c"], dtype: jnp.dtype, rows: int, columns: int) -> Array:
+def fake_quantize_blocks(
+    x: Float[Array, "*r c"], dtype: jnp.dtype, rows: int, columns: int
+) -> Array:
     """The numbers that 8 bits with a scale for each block hold, in the dtype of x."""
     x_RC = x.reshape(-1, x.shape[-1])
     more = [-size % block for size, block in zip(x_RC.shape, (rows, columns), strict=True)]
     padded = jnp.pad(x_RC, [(0, n) for n in more])
     blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
     scale = power_of_two_scale(amax(blocks, axis=(1, 3), keepdims=True), dtype)
-    held = rounded(blocks, dtype, scale).astype(x.dtype) * (1 / scale).astype(x.dtype)
+    held = round_to_fp8(blocks, dtype, scale).astype(x.dtype) * (1 / scale).astype(x.dtype)
     return held.reshape(padded.shape)[: x_RC.shape[0], : x_RC.shape[1]].reshape(x.shape)
 
 
@@ -196,17 +198,19 @@ def _einsum(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array
 def _x(fp8: Fp8, x: Array, amaxes: Amaxes | None) -> Operand:
     """For the product with W."""
     if fp8.scaling == "block":
-        return by_blocks(x, E4M3, 1, BLOCK)
-    return by_tensor(x, E4M3, amaxes.x if amaxes else None)
+        return fake_quantize_blocks(x, E4M3, 1, BLOCK)
+    return quantize_tensor(x, E4M3, amaxes.x if amaxes else None)
 
 
 def _weight(fp8: Fp8, weight: Array, amaxes: Amaxes | None) -> Operand:
     """Whole over the data axes: rounded first, it travels in 8 bits."""
     if fp8.scaling == "block":
-        return by_blocks(collectives.all_gather_weight(weight, fp8.axes), E4M3, BLOCK, BLOCK)
+        return fake_quantize_blocks(
+            collectives.all_gather_weight(weight, fp8.axes), E4M3, BLOCK, BLOCK
+        )
     # Scale first, gather second: one byte per weight on the wire, and the same scale on all
     # devices, because amax is that of the whole tensor.
-    own = by_tensor(weight, E4M3, amaxes.weight if amaxes else None)
+    own = quantize_tensor(weight, E4M3, amaxes.weight if amaxes else None)
     return own._replace(values=collectives.all_gather_weight(own.values, fp8.axes))
 
 
@@ -230,10 +234,13 @@ def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array,
     # Block scales run along the summed dimension: dx sums over outputs, dW over tokens. So dy is
     # rounded twice, and x is rounded again along tokens.
     if fp8.scaling == "block":
-        d_rows, d_columns = by_blocks(d_y, E4M3, 1, BLOCK), by_blocks(d_y, E4M3, BLOCK, 1)
-        x = by_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
+        d_rows, d_columns = (
+            fake_quantize_blocks(d_y, E4M3, 1, BLOCK),
+            fake_quantize_blocks(d_y, E4M3, BLOCK, 1),
+        )
+        x = fake_quantize_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
     else:
-        d_rows = d_columns = by_tensor(d_y, E5M2)
+        d_rows = d_columns = quantize_tensor(d_y, E5M2)
     d_x = _einsum("...o,oi->...i", d_rows, weight, d_y.dtype)
     return d_x, constrain(_einsum("...o,...i->oi", d_columns, x, sums), *fp8.axes)
 

@@ -24,7 +24,7 @@ _EIGHTHS = (*range(1, 13), 14, 16)  # of a group's fair share; each is compiled
 _FEW = 2048  # rows
 
 
-def rungs(rows: int, groups: int) -> tuple[int, ...]:
+def row_block_sizes(rows: int, groups: int) -> tuple[int, ...]:
     """Sizes of blocks: multiples of an eighth of a group's fair share, up to two of those.
 
     Of few rows, one: what is multiplied in vain takes less time than to compile the others.
@@ -112,7 +112,7 @@ def _floats(bits: Array, dtype: jnp.dtype) -> Array:
     return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
-def over_blocks(
+def loop_over_blocks(
     sizes_G: Sizes, rows: int, body: Callable[[Block, Carry], Carry], carry: Carry
 ) -> Carry:
     """Runs `carry = body(block, carry)` over all blocks of all groups.
@@ -126,7 +126,7 @@ def over_blocks(
         body: what is done with a block; it is compiled for each of `rungs`.
         carry: the first.
     """
-    ladder = rungs(rows, sizes_G.shape[0])
+    ladder = row_block_sizes(rows, sizes_G.shape[0])
     table, firsts = _plan(sizes_G, rows, ladder)
 
     def step(size: int, i: Array, carry: Carry) -> Carry:
@@ -177,7 +177,7 @@ def _of_rows(equation: str, x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, width: i
         return block.write(rows, _bits(product(equation, block.read(x_MI), weight, x_MI.dtype)))
 
     nothing = zeros((x_MI.shape[0], width), _bits(x_MI).dtype, x_MI)
-    return _floats(over_blocks(sizes_G, x_MI.shape[0], body, nothing), x_MI.dtype)
+    return _floats(loop_over_blocks(sizes_G, x_MI.shape[0], body, nothing), x_MI.dtype)
 
 
 @jax.jit
@@ -188,7 +188,7 @@ def gradient_of_weights(x_MI: Rows, dy_MO: Array, sizes_G: Sizes) -> Float[Array
         return block.add(dw_GOI, product("bo,bi->oi", block.own(dy_MO), block.own(x_MI)))
 
     shape = (sizes_G.shape[0], dy_MO.shape[1], x_MI.shape[1])
-    return over_blocks(sizes_G, x_MI.shape[0], body, zeros(shape, jnp.float32, x_MI))
+    return loop_over_blocks(sizes_G, x_MI.shape[0], body, zeros(shape, jnp.float32, x_MI))
 
 
 def product(equation: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:

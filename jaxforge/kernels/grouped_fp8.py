@@ -15,14 +15,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.kernels.fp8 import E4M3, E5M2, Scaled, amax, by_tensor, power_of_two_scale, rounded
+from jaxforge.kernels.fp8 import (
+    E4M3,
+    E5M2,
+    Scaled,
+    amax,
+    power_of_two_scale,
+    quantize_tensor,
+    round_to_fp8,
+)
 from jaxforge.kernels.grouped import GROUPED
 
 
-def by_expert(w_GOI: Float[Array, "g o i"]) -> Scaled:
+def quantize_experts(w_GOI: Float[Array, "g o i"]) -> Scaled:
     """Matrices in 8 bits, each with a scale of its own: unit is [g, 1, 1]."""
     scale = power_of_two_scale(amax(w_GOI, axis=(1, 2), keepdims=True), E4M3)
-    return Scaled(rounded(w_GOI, E4M3, scale), 1 / scale)
+    return Scaled(round_to_fp8(w_GOI, E4M3, scale), 1 / scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -38,7 +46,7 @@ def grouped_matmul_fp8(
     Args:
         backend: a key of `GROUPED`.
         x_MI: rows, sorted by group.
-        w_GOI: as of `by_expert`.
+        w_GOI: as of `quantize_experts`.
         sizes_G: rows of each group.
         gradient_GOI: takes the gradient of the weights, in its own dtype.
     """
@@ -48,7 +56,7 @@ def grouped_matmul_fp8(
 def _forward(
     backend: str, x_MI: Array, w_GOI: Scaled, sizes_G: Array, gradient_GOI: Array
 ) -> tuple[Array, tuple]:
-    x_8 = by_tensor(_own(x_MI, sizes_G), E4M3)
+    x_8 = quantize_tensor(_own(x_MI, sizes_G), E4M3)
     y_MO = GROUPED[backend].matmul(_wide(x_8, x_MI.dtype), _wide(w_GOI, x_MI.dtype), sizes_G)
     return y_MO, (x_8, w_GOI, sizes_G, jnp.zeros((), gradient_GOI.dtype))
 
@@ -58,7 +66,7 @@ def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, None, No
     # The saved x_8 and W are one byte per number; they are widened here, exactly, because a value
     # of 8 bits times a power of two fits the mantissa of bfloat16.
     products, dtype = GROUPED[backend], dy_MO.dtype
-    rounded_dy = _wide(by_tensor(_own(dy_MO, sizes_G), E5M2), dtype)
+    rounded_dy = _wide(quantize_tensor(_own(dy_MO, sizes_G), E5M2), dtype)
     dx_MI = products.gradient_of_rows(rounded_dy, _wide(w_GOI, dtype), sizes_G)
     dw_GOI = products.gradient_of_weights(_wide(x_8, dtype), rounded_dy, sizes_G)
     return dx_MI, None, None, dw_GOI.astype(like.dtype)

@@ -35,20 +35,22 @@ class Mask(NamedTuple):
 FULL = Mask()
 
 
-def window_of(masks: Sequence[Mask], which: int | Int[Array, ""]) -> Int[Array, ""] | None:
+def select_window(masks: Sequence[Mask], mask_index: int | Int[Array, ""]) -> Int[Array, ""] | None:
     """The window of one of some masks, which only the device may know; None: none has any."""
-    return _one_of([mask.window for mask in masks], which)
+    return _one_of([mask.window for mask in masks], mask_index)
 
 
-def chunk_of(masks: Sequence[Mask], which: int | Int[Array, ""]) -> Int[Array, ""] | None:
+def select_chunk(masks: Sequence[Mask], mask_index: int | Int[Array, ""]) -> Int[Array, ""] | None:
     """The chunk of one of some masks, which only the device may know; None: none has any."""
-    return _one_of([mask.chunk for mask in masks], which)
+    return _one_of([mask.chunk for mask in masks], mask_index)
 
 
-def _one_of(tokens: Sequence[int | None], which: int | Int[Array, ""]) -> Int[Array, ""] | None:
+def _one_of(
+    tokens: Sequence[int | None], mask_index: int | Int[Array, ""]
+) -> Int[Array, ""] | None:
     if not any(tokens):
         return None
-    return jnp.asarray([n or _ALL for n in tokens], jnp.int32)[which]
+    return jnp.asarray([n or _ALL for n in tokens], jnp.int32)[mask_index]
 
 
 def visible(

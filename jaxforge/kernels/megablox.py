@@ -25,7 +25,7 @@ _INTERPRET = False  # tests set it, to run the kernels without a TPU
 
 def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
     rows, width = x_MI.shape[0], w_GOI.shape[1 if transpose else 2]
-    tile_rows, inner = tile_of_rows(rows, sizes_G.shape[0]), x_MI.shape[1]
+    tile_rows, inner = choose_row_tile(rows, sizes_G.shape[0]), x_MI.shape[1]
     elements, limit = _BYTES // x_MI.dtype.itemsize, 1024 if x_MI.dtype.itemsize == 2 else 512
     if tile_rows <= _FEW and inner % _LANES == 0 and inner * _LANES <= elements:
         tiling = tile_rows, inner, tile(width, elements // inner // _LANES * _LANES)
@@ -48,7 +48,7 @@ weights, transposed."""
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:
     """The sum over each group's rows of dy xᵀ, float32."""
-    rows = tile_of_rows(x_MI.shape[0], sizes_G.shape[0])
+    rows = choose_row_tile(x_MI.shape[0], sizes_G.shape[0])
     # A tile of float32 sums, two copies of it on their way out, and the rows fit into 16 MiB.
     tiling = rows, tile(dy_MO.shape[1], 512), tile(x_MI.shape[1], 1024)
     return tgmm(
@@ -63,7 +63,7 @@ def tile(size: int, limit: int) -> int:
     return next((t for t in tiles if -(-size // t) * t <= 1.1 * size), min(size, _LANES))
 
 
-def tile_of_rows(rows: int, groups: int) -> int:
+def choose_row_tile(rows: int, groups: int) -> int:
     """Rows of a tile: a sixteenth of a group's fair share, or as near as the MXU allows."""
     least, most = _ROWS
     wanted = min(most, max(least, rows // (16 * groups)))

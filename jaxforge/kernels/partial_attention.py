@@ -26,7 +26,7 @@ from jaxforge.kernels.scoring import Scoring, product
 _TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
 
 
-class Queries(NamedTuple):
+class QueryPart(NamedTuple):
     """Some tokens that look.
 
     Attributes:
@@ -38,7 +38,7 @@ class Queries(NamedTuple):
     at: Tokens
 
 
-class Keys(NamedTuple):
+class KeyPart(NamedTuple):
     """Some tokens that are looked at.
 
     Attributes:
@@ -52,7 +52,7 @@ class Keys(NamedTuple):
     at: Tokens
 
 
-class Part(NamedTuple):
+class PartialResult(NamedTuple):
     """Partial attention result over some of the keys, float32.
 
     Attributes:
@@ -63,10 +63,10 @@ class Part(NamedTuple):
     o: Float[Array, "b s heads h"]
     lse: Float[Array, "b s heads"]
 
-    def merged(self, other: "Part") -> "Part":
+    def merged(self, other: "PartialResult") -> "PartialResult":
         """Merge two partial results into the result over the keys of both."""
         lse = jnp.logaddexp(self.lse, other.lse)
-        return Part(self.scaled_to(lse) + other.scaled_to(lse), lse)
+        return PartialResult(self.scaled_to(lse) + other.scaled_to(lse), lse)
 
     def scaled_to(self, lse: Float[Array, "b s heads"]) -> Float[Array, "b s heads h"]:
         """Its share of the mean over more keys, whose logsumexp is given."""
@@ -81,7 +81,7 @@ class Gradients(NamedTuple):
     v: Float[Array, "b t kv h"]
 
 
-class OfQueries(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Per-query inputs of the backward pass over all keys, float32.
 
     Attributes:
@@ -99,7 +99,9 @@ Window = Int[Array, ""] | None
 """Number of last tokens that a query sees, itself included; None: all."""
 
 
-def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+def attend_to_part(
+    queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
+) -> PartialResult:
     """Attend to a part of the keys: those at or before each query, in its document.
 
     Args:
@@ -120,9 +122,9 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
     queries = _in_place(queries)
     key_tiles = _tiles(keys, AFTER)
 
-    def of_queries(tile: Queries) -> Part:
-        def of_keys(part: Part, keys: Keys) -> tuple[Part, None]:
-            def merged() -> Part:
+    def of_queries(tile: QueryPart) -> PartialResult:
+        def of_keys(part: PartialResult, keys: KeyPart) -> tuple[PartialResult, None]:
+            def merged() -> PartialResult:
                 scores, _ = _scores(tile, keys, scoring, window)
                 lse = jax.nn.logsumexp(scores, axis=-1)
                 # Rows without a visible key have lse = -inf; subtracting 0 instead keeps exp(-inf)
@@ -131,20 +133,20 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
                 o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
                 o = o.reshape(tile.q.shape)
                 lse = lse.reshape(lse.shape[0], -1, lse.shape[-1]).swapaxes(1, 2)
-                return part.merged(Part(o, lse))
+                return part.merged(PartialResult(o, lse))
 
             return jax.lax.cond(_may_see(tile, keys, window), merged, lambda: part), None
 
-        # The neutral element of `Part.merged`: weight e^-inf = 0.
+        # The neutral element of `PartialResult.merged`: weight e^-inf = 0.
         o = jnp.zeros(tile.q.shape, jnp.float32)
-        return jax.lax.scan(of_keys, Part(o, o[..., 0] - jnp.inf), key_tiles)[0]
+        return jax.lax.scan(of_keys, PartialResult(o, o[..., 0] - jnp.inf), key_tiles)[0]
 
     parts = jax.lax.map(of_queries, _tiles(queries, BEFORE))
     return _joined(parts, queries.q.shape[1])
 
 
 def gradients_of_part(
-    queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
+    queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
     """The gradients of a part of attention.
 
@@ -158,8 +160,8 @@ def gradients_of_part(
     queries = _in_place(queries)
     key_tiles = _tiles(keys, AFTER)
 
-    def add_tile(sums: tuple[Array, Array], tile: tuple[Queries, OfQueries]) -> Any:  # noqa: ANN401
-        def of_keys(d_q: Array, keys: Keys) -> tuple[Array, tuple[Array, Array]]:
+    def add_tile(sums: tuple[Array, Array], tile: tuple[QueryPart, BackwardInputs]) -> Any:  # noqa: ANN401
+        def of_keys(d_q: Array, keys: KeyPart) -> tuple[Array, tuple[Array, Array]]:
             def tile_gradients() -> Gradients:
                 return _gradients_of_tile(*tile, keys, scoring, window)
 
@@ -182,7 +184,7 @@ def gradients_of_part(
     return Gradients(_joined(d_q, queries.q.shape[1]), _joined(d_k, length), _joined(d_v, length))
 
 
-def _in_place(queries: Queries) -> Queries:
+def _in_place(queries: QueryPart) -> QueryPart:
     """Return queries that carry their positions.
 
     `lax.scan` moves what depends on no layer out of its loop over layers when that is
@@ -197,15 +199,17 @@ _flash_forward = on_first_use("flash", "forward")
 _flash_backward = on_first_use("flash", "backward")
 
 
-def _attend_by_flash(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+def _attend_by_flash(
+    queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
+) -> PartialResult:
     o, lse = _flash_forward(
         queries.q, keys.k, keys.v, queries.at, keys.at, window, scoring, dtype=jnp.float32
     )  # fmt: skip
-    return Part(o, lse.swapaxes(1, 2))
+    return PartialResult(o, lse.swapaxes(1, 2))
 
 
 def _gradients_by_flash(
-    queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
+    queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
     lse, delta = (x.swapaxes(1, 2) for x in (of_queries.lse, of_queries.delta))
     grads = _flash_backward(
@@ -215,16 +219,16 @@ def _gradients_by_flash(
     return Gradients(*grads)
 
 
-class PartKernel(NamedTuple):
+class PartialKernel(NamedTuple):
     """Functions like `attend_to_part` and `gradients_of_part`."""
 
-    attend: Callable[[Queries, Keys, Scoring, Window], Part]
-    gradients: Callable[[Queries, OfQueries, Keys, Scoring, Window], Gradients]
+    attend: Callable[[QueryPart, KeyPart, Scoring, Window], PartialResult]
+    gradients: Callable[[QueryPart, BackwardInputs, KeyPart, Scoring, Window], Gradients]
 
 
-PARTS = {
-    "tiles": PartKernel(attend_to_part, gradients_of_part),
-    "triton": PartKernel(_attend_by_flash, _gradients_by_flash),
+PARTIAL_KERNELS = {
+    "tiles": PartialKernel(attend_to_part, gradients_of_part),
+    "triton": PartialKernel(_attend_by_flash, _gradients_by_flash),
 }
 """By name: anywhere, in plain XLA; on GPUs (`flash.py`)."""
 
@@ -256,7 +260,7 @@ def _joined(tiles: T, length: int) -> T:
     return jax.tree.map(join, tiles)
 
 
-def _may_see(queries: Queries, keys: Keys, window: Window) -> Bool[Array, ""]:
+def _may_see(queries: QueryPart, keys: KeyPart, window: Window) -> Bool[Array, ""]:
     """Return whether any query may see any key, from the extreme positions of each row."""
     looking, seen = queries.at, keys.at
     (first_q, last_q), (first_k, last_k) = _range(looking.positions), _range(seen.positions)
@@ -276,7 +280,7 @@ def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
 
 
 def _scores(
-    queries: Queries, keys: Keys, scoring: Scoring, window: Window
+    queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
 ) -> tuple[Float[Array, "b kv g s t"], Float[Array, "b s kv g h"]]:
     """Scores, -inf where nothing is visible, and the queries by the heads of the keys."""
     batch, length, _, h = queries.q.shape
@@ -290,7 +294,7 @@ def _scores(
 
 
 def _gradients_of_tile(
-    queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
+    queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
     scores, q = _scores(queries, keys, scoring, window)
     lse, delta = (

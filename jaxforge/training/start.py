@@ -55,7 +55,7 @@ class RunFiles:
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
-        run_directory.tell_changes(files, config)
+        run_directory.log_config_changes(files, config)
         for answer in answers(config):
             log.info("%s", answer)
         if jax.process_index() == 0:
@@ -72,12 +72,12 @@ class RunFiles:
         saver = Saver(section, SavePolicy(config), lasting, local, copier)
         return cls(lasting, local, saver, begins)
 
-    def put_metrics_aside(self, config: JobConfig) -> None:
+    def rename_old_metrics(self, config: JobConfig) -> None:
         """Rename metrics of an earlier run that left no checkpoint, where this run begins."""
         if self.begins:
-            run_directory.put_metrics_aside(mirror.files(config.checkpoint.dir))
+            run_directory.rename_old_metrics(mirror.files(config.checkpoint.dir))
 
-    def note_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
+    def record_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
         """Write what the directory says of its run.
 
         Args:
@@ -88,7 +88,7 @@ class RunFiles:
         """
         run = mirror.files(config.checkpoint.dir)
         run_directory.prepare(run, config)
-        run_directory.note_start(run, config, progress.step)
+        run_directory.record_start(run, config, progress.step)
         if jax.process_index() == 0:
             if self.begins and config.checkpoint.load_path:
                 _keep_documents(config.checkpoint.load_path, run)

@@ -164,7 +164,7 @@ def test_no_more_is_multiplied_than_is_active():
     is `test_any_sizes_are_covered_once`.
     """
     groups, rows = 16, 4096
-    ladder = grouped_blocks.rungs(rows, groups)
+    ladder = grouped_blocks.row_block_sizes(rows, groups)
     shapes = (rows, 4 * INP), (groups, 4 * OUT, 4 * INP), (rows, 4 * OUT)
     x, w, dy = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)

@@ -14,7 +14,7 @@ from jaxforge.kernels import splash
 from jaxforge.kernels.attention_backends import (
     BACKENDS,
     KernelRequirements,
-    choose,
+    choose_backend,
     masked_attention,
 )
 from jaxforge.kernels.scoring import PLAIN, Scoring
@@ -309,7 +309,7 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
     ],
 )  # fmt: skip
 def test_choice_of_a_kernel(asked, at, chosen, why):
-    result = choose(ModelConfig(sdpa_backend=asked), at)
+    result = choose_backend(ModelConfig(sdpa_backend=asked), at)
     assert result.name == chosen
     assert why in result.why
     assert bool(why) == bool(result.why)
@@ -338,7 +338,7 @@ def test_choice_of_a_kernel(asked, at, chosen, why):
 )  # fmt: skip
 def test_unsupported_backend_raises(asked, at, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        choose(ModelConfig(sdpa_backend=asked), at)
+        choose_backend(ModelConfig(sdpa_backend=asked), at)
 
 
 @pytest.mark.parametrize("changed", [0, 11, LENGTH - 1])

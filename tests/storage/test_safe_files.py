@@ -99,7 +99,7 @@ def test_run_writers_do_not_follow_links(run, victim, tmp_path):
     assert not (tmp_path / "nowhere").exists()
     (run / "configs").symlink_to(tmp_path / "outside")
     with pytest.raises(UserError, match="this is a link"):
-        run_directory.note_start(run, config, 0)
+        run_directory.record_start(run, config, 0)
     assert list((tmp_path / "outside").iterdir()) == []
 
 

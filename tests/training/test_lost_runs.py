@@ -62,7 +62,7 @@ def test_damaged_metrics_are_put_aside_too(tmp_path):
     text = '{"step": 1}\n' + "[" * 100_000 + '\n{"step": "x"}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
     run_directory.check_not_lost(tmp_path)
-    run_directory.put_metrics_aside(tmp_path)
+    run_directory.rename_old_metrics(tmp_path)
     assert (tmp_path / "metrics.before_1.jsonl").read_text() == text
 
 

@@ -38,7 +38,7 @@ def corpus(tmp_path):
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 900)
-    monkeypatch.setattr("jaxforge.data.corpus.documents._PIECE_BYTES", 1000)
+    monkeypatch.setattr("jaxforge.data.corpus.documents._PART_BYTES", 1000)
 
 
 def run(corpus, output, *args):
@@ -70,7 +70,7 @@ def interrupt(monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_interruptions_do_not_show_and_nothing_is_done_twice(
+def test_interrupted_run_matches_without_repeated_encoding(
     corpus, tmp_path, interrupt, tokenizer, file_format, capsys
 ):
     options = ("--tokenizer", tokenizer, "--format", file_format)
@@ -94,7 +94,7 @@ def test_interruptions_do_not_show_and_nothing_is_done_twice(
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
-def test_workers_do_not_show(corpus, tmp_path, capsys):
+def test_shards_do_not_depend_on_workers(corpus, tmp_path, capsys):
     run(corpus, tmp_path / "one", "--tokenizer", "bpe")
     alone = capsys.readouterr().out
     run(corpus, tmp_path / "two", "--tokenizer", "bpe", "--workers", "2")
@@ -102,7 +102,7 @@ def test_workers_do_not_show(corpus, tmp_path, capsys):
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
 
 
-def test_work_begun_by_one_process_is_finished_by_two(corpus, tmp_path, interrupt):
+def test_resume_with_two_processes_after_one(corpus, tmp_path, interrupt):
     run(corpus, tmp_path / "whole")
     interrupt(9)
     with pytest.raises(Interrupted):
@@ -155,7 +155,7 @@ def test_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, 
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out", "--skip-bad")
     assert "resuming from" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"left 1 bad records out; pass --skip-bad again"):
+    with pytest.raises(UserError, match=r"skipped 1 bad records; pass --skip-bad again"):
         run(corpus, tmp_path / "out")
     encoded = interrupt(0)
     run(corpus, tmp_path / "out", "--skip-bad")
@@ -206,7 +206,7 @@ with atomic_directory(pathlib.Path(sys.argv[1]), plan, marker="x", shared=True) 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_lock_file_that_its_holder_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+def test_lock_file_removed_by_holder_is_no_error(tmp_path, monkeypatch):
     """Another process ends just before this one locks the file that it has opened."""
     flock, lock = fcntl.flock, tmp_path / ".out.lock"
 
@@ -225,7 +225,7 @@ def test_lock_file_that_its_holder_removes_meanwhile_is_no_error(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_file_in_the_way_is_named(tmp_path):
+def test_existing_file_at_output_raises(tmp_path):
     (tmp_path / ".out.partial").touch()
     refused = pytest.raises(UserError, match=r"cannot write .*\.out\.partial: File exists")
     with refused, atomic_directory.atomic_directory(tmp_path / "out", {}, marker="x"):
@@ -233,7 +233,7 @@ def test_file_in_the_way_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_data_after_the_journal_are_cut_off(tmp_path, monkeypatch, file_format):
+def test_data_after_journal_are_truncated(tmp_path, monkeypatch, file_format):
     monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 1)
     options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
     end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
@@ -251,7 +251,7 @@ def test_data_after_the_journal_are_cut_off(tmp_path, monkeypatch, file_format):
     assert [len(path.read_bytes()) % 128 for path in shards] == [16, 8]
 
 
-def test_shard_that_lost_its_end_is_named(tmp_path):
+def test_truncated_shard_raises(tmp_path):
     options = {"vocab_size": 9, "dtype": "uint16"}
     with ShardWriter(tmp_path / "p" / "out" / "train", **options) as writer:
         writer.add(np.arange(9))
@@ -282,7 +282,7 @@ def command(tmp_path):
 
 
 @pytest.mark.processes
-def test_killed_run_goes_on_and_leaves_no_process(command, tmp_path, monkeypatch):
+def test_killed_run_resumes_and_leaves_no_process(command, tmp_path, monkeypatch):
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_for(tmp_path / ".out.partial" / "journal.json", process)
     family = psutil.Process(process.pid).children(recursive=True)

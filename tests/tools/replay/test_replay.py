@@ -85,7 +85,7 @@ def test_steps_are_what_was_logged_bit_for_bit(run):
 
 def test_start_from_an_earlier_step_undoes_those_after_it(tmp_path):
     for step, lr in ((0, 0.1), (10, 0.2), (20, 0.3), (10, 0.4)):
-        run_directory.note_start(tmp_path, config(tmp_path, optimizer={"lr": lr}), step)
+        run_directory.record_start(tmp_path, config(tmp_path, optimizer={"lr": lr}), step)
     rates = [run_directory.config_of_step(tmp_path, n).optimizer.lr for n in (1, 10, 11, 30)]
     assert rates == [0.1, 0.1, 0.4, 0.4]
 
