@@ -156,7 +156,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parse an option value that is an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")

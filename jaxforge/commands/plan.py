@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
 from jaxforge.tools.plan.topology import FORMS, Topology
@@ -47,11 +47,11 @@ def parser() -> CommandParser:
         "--price", type=float, metavar="N", help="price per device and hour, in any currency"
     )
     parser.add_argument(
-        "--search", type=count, nargs="?", const=8, metavar="N",
+        "--search", type=positive_int, nargs="?", const=8, metavar="N",
         help="compile the N most promising meshes, batch splits and remat policies (default: 8)",
     )  # fmt: skip
     parser.add_argument(
-        "--jobs", type=count, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
+        "--jobs", type=positive_int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
         help="concurrent compilations",
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="file for the best config, as TOML")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import raise_interrupts, run_main
-from jaxforge.commands.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
 from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
@@ -119,13 +119,13 @@ _ARGUMENTS: dict[str, dict] = {
     },
     "--skip-bad": {"action": "store_true", "help": "skip and count records without text"},
     "--max-record-bytes": {
-        "type": count,
+        "type": positive_int,
         "default": MAX_RECORD_BYTES,
         "metavar": "N",
         "help": "largest valid record (default: %(default)s)",
     },
     "--workers": {
-        "type": count,
+        "type": positive_int,
         "default": os.cpu_count() or 1,
         "metavar": "N",
         "help": "tokenizer processes, without effect on the result (default: one per core)",
@@ -153,7 +153,7 @@ _ARGUMENTS: dict[str, dict] = {
         "help": "omit the BOS token that the tokenizer adds to documents",
     },
     "--vocab-size": {
-        "type": count,
+        "type": positive_int,
         "metavar": "N",
         "help": f"vocabulary size of --tokenizer bpe (default: {BPE_VOCAB_SIZE}, less below 16 MB)",
     },
@@ -164,7 +164,7 @@ _ARGUMENTS: dict[str, dict] = {
     },
     "--dtype": {"choices": ("uint16", "uint32"), "help": "token dtype (default: the smallest)"},
     "--shard-tokens": {
-        "type": count,
+        "type": positive_int,
         "default": 100_000_000,
         "metavar": "N",
         "help": "tokens per shard (default: %(default)s)",
@@ -177,7 +177,7 @@ _ARGUMENTS: dict[str, dict] = {
         "paths and record numbers; for a single text file, its last part (default: 0)",
     },
     "--validation-tokens": {
-        "type": count,
+        "type": positive_int,
         "metavar": "N",
         "help": "write the first N tokens to DIR/validation",
     },
@@ -186,7 +186,7 @@ _ARGUMENTS: dict[str, dict] = {
         "metavar": "SEED",
         "help": "read text files in random order instead of by path",
     },
-    "--max-bytes": {"type": count, "metavar": "N", "help": "stop after N bytes of text"},
+    "--max-bytes": {"type": positive_int, "metavar": "N", "help": "stop after N bytes of text"},
     "--machine": {
         "metavar": "MACHINE",
         "help": f"hardware for DIR/train.toml: {FORMS} (default: this machine)",

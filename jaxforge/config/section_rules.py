@@ -125,7 +125,7 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
         return
     if not config.data.datasets or config.data.order != "torch":
         yield (
-            f"data.torch_ranks = {ranks} is for the order of a mixture: remove it, or set "
+            f"data.torch_ranks = {ranks} applies only to mixtures: remove it, or set "
             'data.datasets and data.order = "torch"'
         )
         return
@@ -185,7 +185,7 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
         )
 
 
-def special_moments_are_built_in(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Refuse offloaded or 8-bit moments for registered optimizers, which define their own state."""
     name = config.optimizer.name
     if "optimizer" in config.train.offload and name not in OPTIMIZERS.ours:
@@ -215,7 +215,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     early_stop_metric_is_logged,
     fp8_has_layers,
     schedule_free_has_no_schedule,
-    special_moments_are_built_in,
+    moment_storage_is_supported,
 )
 
 

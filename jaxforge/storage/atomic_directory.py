@@ -45,6 +45,7 @@ class AtomicDirectory:
 
     def commit(self, journal: dict[str, Any]) -> None:
         """Record the progress durably. The caller has already synced the files it refers to."""
+        # A kill before this write repeats the work since the last commit, but never skips any.
         self.journal = journal
         write_json(self.out.parent / "journal.json", journal)
 
@@ -130,6 +131,8 @@ def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirect
         return AtomicDirectory(partial / "out", journal)
     if before not in (None, plan) and journal is not None:
         say(f"starting over: {_difference(before, plan)}")
+    # The journal goes first: after a kill in this loop, nothing must resume from parts of out/.
+    (partial / "journal.json").unlink(missing_ok=True)
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (partial / "out").mkdir()

@@ -29,7 +29,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be written; no partial file remains.
     """
-    partial = beside(path)
+    partial = temporary_path(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
@@ -49,7 +49,7 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def beside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return an unpredictable name in the directory of `path`, which ends in `.partial`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 

@@ -192,7 +192,7 @@ CASES = [
         1,
         [*MIXED, "data.order=torch", "data.torch_ranks=4"],
         [*MIXED, "data.torch_ranks=4"],
-        "data.torch_ranks = 4 is for the order of a mixture: remove it, or set "
+        "data.torch_ranks = 4 applies only to mixtures: remove it, or set "
         'data.datasets and data.order = "torch"',
     ),
     (
