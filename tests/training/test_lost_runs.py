@@ -192,7 +192,7 @@ def test_home_directory_is_expanded_in_every_path(monkeypatch):
         section, _, name = key.partition(".")
         assert getattr(getattr(result, section), name) == "/home/me/a", key
     assert result.data.datasets[0].path == result.eval.datasets[0].dataset_path == "/home/me/a"
-    with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory that ~"):
+    with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory of ~"):
         load_config(None, ["--checkpoint.dir=~nobody0/x"])
 
 

@@ -83,7 +83,7 @@ def test_dry_run_refuses_what_a_start_refuses(request, arguments, message):
 
 
 def test_devices_are_pretended_in_dry_runs_alone(request):
-    with pytest.raises(UserError, match="--devices 8 is for --dry-run"):
+    with pytest.raises(UserError, match="--devices 8 requires --dry-run"):
         train.main(["--config", str(request.config.rootpath / DEBUG), "--devices", "8"])
 
 

@@ -278,9 +278,9 @@ def test_look_changes_nothing(run):
     [
         (["--step", "31"], "there is no step 31: they go from 1 to train.max_steps = 30"),
         (["--step", "0"], "there is no step 0"),
-        (["--steps", "4-6"], "--steps 4-6: expected A:B"),
-        (["--steps", "6:4"], "--steps 6:4: expected A:B"),
-        (["--step", "2", "--around", "-1"], "--around: expected 0 or more"),
+        (["--steps", "4-6"], "--steps 4-6: must be A:B"),
+        (["--steps", "6:4"], "--steps 6:4: must be A:B"),
+        (["--step", "2", "--around", "-1"], "--around -1: must be at least 0"),
     ],
 )
 def test_unrepeatable_step_is_refused(run, arguments, message):
