@@ -127,8 +127,8 @@ def test_clamped_gates_and_gradients_match_torch(activation, dtype):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"activation": "swiglu_oai", "gated_mlp": False}, "has a gate: leave gated_mlp out"),
-        ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit = 7.0 is for a gate"),
+        ({"activation": "swiglu_oai", "gated_mlp": False}, "is always gated: remove gated_mlp"),
+        ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit = 7.0 requires gated_mlp"),
     ],
 )
 def test_conflicting_gate_settings_raise(keys, message):

@@ -109,16 +109,16 @@ def test_padding_rows_have_an_existing_kind():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"attention_pattern": ["sliding"]}, "needs sliding_window"),
+        ({"attention_pattern": ["sliding"]}, "requires sliding_window"),
         ({"attention_pattern": ["full"], "sliding_window": 4}, "sliding_window = 4 has no effect"),
-        ({"local_rope_theta": 100.0}, "is for sliding layers, and there are none"),
+        ({"local_rope_theta": 100.0}, "requires sliding layers"),
         ({"attention_pattern": ["silding"]}, "silding"),
-        ({"attention_pattern": ["chunked"]}, "needs attention_chunk_size"),
+        ({"attention_pattern": ["chunked"]}, "requires attention_chunk_size"),
         (
             {"attention_pattern": ["full"], "attention_chunk_size": 4},
             "chunk_size = 4 has no effect",
         ),
-        ({"sliding_window": 4, "attention_chunk_size": 4}, "are for different layers"),
+        ({"sliding_window": 4, "attention_chunk_size": 4}, "apply to different layers"),
     ],
 )
 def test_conflicting_layer_kinds_raise(keys, message):
