@@ -18,7 +18,7 @@ from jaxforge.model.transformer import Model, Params, build_model, matmul_precis
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import batch_shardings
-from jaxforge.state.train_state import TrainState, begin, state_shardings
+from jaxforge.state.train_state import TrainState, init_train_state, state_shardings
 from jaxforge.step.collect import check_collect
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.gradients import Batch, Gradients, make_gradients
@@ -96,7 +96,7 @@ class Program:
     def shapes(self) -> TrainState:
         """The shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
         return jax.eval_shape(
-            lambda params: begin(self.model, params, self.optimizer), self.model.abstract
+            lambda params: init_train_state(self.model, params, self.optimizer), self.model.abstract
         )
 
     @functools.cached_property
@@ -137,7 +137,7 @@ class Program:
             seed: seed of the parameters; by default `train.seed`.
         """
         make: Any = jax.jit(
-            lambda key: begin(self.model, self.model.init(key), self.optimizer),
+            lambda key: init_train_state(self.model, self.model.init(key), self.optimizer),
             out_shardings=self.shardings,
         )
         with self.context():
@@ -151,7 +151,9 @@ class Program:
                 state. They are donated.
         """
         make: Any = jax.jit(
-            lambda x: begin(self.model, x["params"], self.optimizer, x.get("model_state")),
+            lambda x: init_train_state(
+                self.model, x["params"], self.optimizer, x.get("model_state")
+            ),
             donate_argnums=0,
             out_shardings=self.shardings,
         )

@@ -11,7 +11,7 @@ from jaxforge.errors import UserError
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 
-OF_YOURS = (
+REGISTRATION_HINT = (
     "; for a name of your own, name the module that registers it (--plugins.modules=MODULE), or "
     "give --trust-plugins if you trust the module that the run names"
 )
@@ -67,7 +67,7 @@ class Registry:
             names = self.names()
             raise UserError(
                 f'{self.key} = "{name}": expected one of {", ".join(names)}{hint(name, names)}'
-                f"{OF_YOURS}"
+                f"{REGISTRATION_HINT}"
             )
         return builder
 

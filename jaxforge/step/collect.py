@@ -34,7 +34,7 @@ COLLECTED = ("grads", "update_norms_per_layer", "params_norms_per_layer", *EXTRA
 """
 
 
-class Step(NamedTuple):
+class StepOutputs(NamedTuple):
     """A step, as far as it is collected from.
 
     Attributes:
@@ -67,12 +67,12 @@ def check_collect(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in COLLECTED if name in names)
 
 
-def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
+def collect_metrics(names: Iterable[str], step: StepOutputs) -> dict[str, Any]:
     """Return the values that `names` request, traced as a part of the step."""
     return {name: _COLLECTORS[name](step) for name in names}
 
 
-def _norms_per_layer(step: Step, tree: Params) -> dict[str, Float[Array, "..."]]:
+def _norms_per_layer(step: StepOutputs, tree: Params) -> dict[str, Float[Array, "..."]]:
     others = {name: part for name, part in tree.items() if name not in step.stacks}
     of_stacks = [_norms_of_rows(tree[name], step.stack) for name in step.stacks]
     order = np.argsort([layer for layers in step.stacks.values() for layer in layers])
@@ -88,7 +88,7 @@ def _norms_of_rows(stacked: PyTree, stack: Stack) -> Float[Array, "rows"]:
     return stack.unstack(jnp.sqrt(sum(squares)))
 
 
-def _zeros(step: Step) -> Float[Array, ""]:
+def _zeros(step: StepOutputs) -> Float[Array, ""]:
     """Rows are counted as integers and added up in float32, exact up to 2^24 zeros."""
     layers = jax.tree.map(step.stack.unstack, {name: step.grads[name] for name in step.stacks})
     counts = [
@@ -98,7 +98,7 @@ def _zeros(step: Step) -> Float[Array, ""]:
     return jnp.sum(jnp.stack(counts))
 
 
-def _update_norm(step: Step) -> Float[Array, ""]:
+def _update_norm(step: StepOutputs) -> Float[Array, ""]:
     return jnp.where(step.applied, global_norm(step.updates), 0.0)
 
 

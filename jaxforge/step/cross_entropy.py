@@ -40,7 +40,7 @@ from jaxforge.parallel.sharding import (
     parts_of_sequences,
     size_per_device,
 )
-from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
+from jaxforge.step.vocab_chunks import Chunk, entry_ids, join_vocab, split_vocab
 
 _LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
 _SMALLEST_CHUNK = 1024  # vocabulary entries: below it, products are slow
@@ -448,7 +448,7 @@ def _by_vocab(
         return (new_top, total, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
 
     zeros = jnp.sum(_zeros(tile.hidden, weights)[:, :0], axis=-1)
-    chunks = chunks_of(weights, tiling.vocab)
+    chunks = split_vocab(weights, tiling.vocab)
     (top, total, label_logits), _ = jax.lax.scan(fold_tile, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(total))
     return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), masks.dataset), lse
@@ -472,9 +472,9 @@ def _gradient_by_vocab(
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(dtype)
 
-    chunks = chunks_of(weights, tiling.vocab)
+    chunks = split_vocab(weights, tiling.vocab)
     d_hidden, d_chunks = jax.lax.scan(fold_tile, _zeros(tile.hidden, weights), chunks)
-    d_head = constrain(joined(d_chunks, len(weights)), *_HEAD)
+    d_head = constrain(join_vocab(d_chunks, len(weights)), *_HEAD)
     return collectives.psum(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
 
 

@@ -31,7 +31,15 @@ PACKAGES = {
 }
 _SECTIONS = ("model", "train", "optimizer", "scheduler", "distributed", "data", "metrics")
 """Of a config, what a step may depend on."""
-TORN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, LookupError, ValueError, OSError)
+ARCHIVE_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    OSError,
+)
 """What reading an archive raises, by which of its bits are wrong."""
 
 
@@ -97,7 +105,7 @@ class Executable:
         try:
             self._archive = zipfile.ZipFile(io.BytesIO(content))
             self._about = json.loads(self._archive.read(_ABOUT))
-        except TORN as error:
+        except ARCHIVE_ERRORS as error:
             raise self._unreadable(error) from error
         here = {"format": _FORMAT, **_surroundings(mesh)}
         for key, value in here.items():
@@ -127,7 +135,7 @@ class Executable:
     def _load(self, n: int, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
             payload = self._archive.read(f"{n}.bin")
-        except TORN as error:
+        except ARCHIVE_ERRORS as error:
             raise self._unreadable(error) from error
         tree = jax.tree.structure(lowered.args_info)
         try:
@@ -152,13 +160,13 @@ def _surroundings(mesh: Mesh) -> dict[str, Any]:
     devices: list[jax.Device] = list(mesh.devices.flat)
     packages = PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
     return {
-        "versions": {name: version for name in packages if (version := version_of(name))},
+        "versions": {name: version for name in packages if (version := installed_version(name))},
         "devices": sorted({device.device_kind for device in devices}),
         "ids": [device.id for device in devices],
     }
 
 
-def version_of(package: str) -> str:
+def installed_version(package: str) -> str:
     """Return the installed version of a package, or an empty string."""
     try:
         return version(package)

@@ -89,7 +89,7 @@ class Loss(NamedTuple):
         return {**self.aux.statistics, LAYERS: self.layers.statistics}
 
 
-AddUp = Callable[..., tuple[Params, Loss]]
+Accumulate = Callable[..., tuple[Params, Loss]]
 """(params, model state, batch, token weights, other weights) -> gradients (float32) and loss.
 
 Both are summed over microbatches. `LossWeights` come in two parts: a token weight for each
@@ -159,8 +159,8 @@ def accumulate(
         params: the parameters.
         state: what is not trained.
         batch: the batch.
-        token_weights: as of `AddUp`.
-        other_weights: as of `AddUp`.
+        token_weights: as of `Accumulate`.
+        other_weights: as of `Accumulate`.
     """
     loss = build_loss(config.train, model)
     if by_group:
@@ -258,7 +258,7 @@ def _stage_functions(
         model: the model.
         config: a validated config.
         state: non-trainable state outside of the layers.
-        other_weights: as of `AddUp`. A microbatch of stages is a pair: batch, token weight.
+        other_weights: as of `Accumulate`. A microbatch of stages is a pair: batch, token weight.
     """
     saves, own_loss = remat.stage_remat(model.runtime.save), build_loss(config.train, model)
 
@@ -352,7 +352,7 @@ def update_loss_weights(
     return weights if scale is None else jax.tree.map(lambda weight: weight * scale, weights)
 
 
-def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Loss]:
+def unscale(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Loss]:
     """Gradients and loss as they are without a scale."""
     if scale is None:
         return grads, loss
@@ -361,7 +361,7 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
     return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(aux=aux)
 
 
-def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
+def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: Accumulate) -> Gradients:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
     The data axes are taken from the partitioner; tp stays with it (`_manual_axes`).

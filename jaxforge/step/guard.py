@@ -111,7 +111,7 @@ class Guard:
             loss_scale_tracker=jnp.where(overflow | grows, 0, tracker),
         )
 
-    def halted(self, state: GuardState) -> Bool[Array, ""]:
+    def is_halted(self, state: GuardState) -> Bool[Array, ""]:
         """True once the run is to end or to go back: from then on the state stands still.
 
         So the host, which looks only at steps that are logged, finds it where that was decided.

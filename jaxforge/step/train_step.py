@@ -15,20 +15,20 @@ from jaxforge.config.train import EIGHT_BIT
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
-from jaxforge.optim.moments import advances_in_place
+from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
-from jaxforge.optim.rounding import applying
+from jaxforge.optim.rounding import build_apply
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.train_state import Counts, TrainState
-from jaxforge.step.collect import Step, collected
+from jaxforge.step.collect import StepOutputs, collect_metrics
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
 from jaxforge.step.gradients import (
     Batch,
     Gradients,
     Loss,
-    unscaled,
+    unscale,
     with_dataset_mask,
 )
 from jaxforge.step.guard import Guard, select
@@ -95,9 +95,9 @@ def make_train_step(
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
     lr = learning_rate(config)
-    guard, add = Guard(config.train), applying(config.train)
+    guard, add = Guard(config.train), build_apply(config.train)
     in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
-    settled = advances_in_place if in_place else None
+    settled = is_updated_in_place if in_place else None
 
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
@@ -109,12 +109,12 @@ def make_train_step(
         batch = spread_sequences(model, batch)
         scale = guard.loss_scale(state.guard)
         grads, loss = gradients(state.params, state.model_state, batch, scale)
-        grads, loss = unscaled(grads, loss, scale)
+        grads, loss = unscale(grads, loss, scale)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
         good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
-        goes_on = ~guard.halted(state.guard)
+        goes_on = ~guard.is_halted(state.guard)
         applied = good & goes_on
         extra: dict[str, Array] = {"applied": applied} if in_place else {}
         if config.skips_idle_experts:
@@ -141,8 +141,8 @@ def make_train_step(
             "applied": applied,
         }
         metrics |= _by_dataset(loss, batch) | aux_metrics(loss, model.stack)
-        parts = Step(grads, updates, applied, new.params, model.stack, config.model.stacks)
-        return new, metrics | collected(collect, parts)
+        parts = StepOutputs(grads, updates, applied, new.params, model.stack, config.model.stacks)
+        return new, metrics | collect_metrics(collect, parts)
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 

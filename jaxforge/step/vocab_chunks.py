@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
         return jnp.where(self.ids >= 0, logits, -jnp.inf)
 
 
-def chunks_of(head_VD: Float[Array, "v d"], size: int) -> Chunk:
+def split_vocab(head_VD: Float[Array, "v d"], size: int) -> Chunk:
     """Chunks [n, c, ...] of as near the same size as can be; each takes its part of every device's.
 
     Devices hold consecutive parts of the vocabulary, so [devices, n, c] is where an entry is.
@@ -47,7 +47,7 @@ def _cut(x: Array, size: int, fill: int) -> Array:
     return x.reshape(n, -1, *x.shape[3:])
 
 
-def joined(chunks: Float[Array, "n c d"], vocab: int) -> Float[Array, "v d"]:
+def join_vocab(chunks: Float[Array, "n c d"], vocab: int) -> Float[Array, "v d"]:
     """Join chunks of the vocabulary in the order of its entries."""
     local = size_per_device(vocab, "vocab")
     n, _, dim = chunks.shape

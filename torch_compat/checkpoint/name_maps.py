@@ -1,7 +1,7 @@
 """One table per dialect: how a code base names the parameters that `jaxforge.model` declares."""
 
 from jaxforge.errors import UserError
-from jaxforge.registry import OF_YOURS
+from jaxforge.registry import REGISTRATION_HINT
 from torch_compat.families import FAMILIES, Family
 from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
 from torch_compat.names.table import NameMap
@@ -27,7 +27,7 @@ def name_map(name: str) -> NameMap:
         UserError: there is none.
     """
     if name not in NAME_MAPS:
-        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}{OF_YOURS}")
+        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}{REGISTRATION_HINT}")
     return NAME_MAPS[name]
 
 
