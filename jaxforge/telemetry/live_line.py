@@ -35,7 +35,7 @@ _SPINNERS = {False: "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", True: "|/-\\"}  # by wheth
 _BARS = {False: ("━", "─"), True: ("#", "-")}
 
 
-class RunActivity(NamedTuple):
+class Moment(NamedTuple):
     """Current activity of a run.
 
     Attributes:
@@ -57,7 +57,7 @@ class LiveLine:
         moment: tells what the run is at; asked by the thread that redraws the line.
     """
 
-    def __init__(self, console: Console, moment: Callable[[], RunActivity]) -> None:
+    def __init__(self, console: Console, moment: Callable[[], Moment]) -> None:
         self._console, self._moment = console, moment
         self._step = self._max_steps = self._logged = 0
         self._metrics: Metrics = {}
@@ -118,7 +118,7 @@ class LiveLine:
         text = self.text(self._moment(), options.max_width, ascii_only=options.ascii_only)
         yield Text(text, no_wrap=True, overflow="crop", end="")
 
-    def text(self, moment: RunActivity, width: int, *, ascii_only: bool = False) -> str:
+    def text(self, moment: Moment, width: int, *, ascii_only: bool = False) -> str:
         """The line.
 
         Args:
@@ -140,7 +140,7 @@ class LiveLine:
             line += _GAP + part
         return line + _GAP + self._bar(moment, min(_room(line, width), _BAR[-1]), ascii_only)
 
-    def _parts(self, moment: RunActivity, ascii_only: bool) -> Iterator[str]:
+    def _parts(self, moment: Moment, ascii_only: bool) -> Iterator[str]:
         """Yield the parts of the line except the bar, the most important first."""
         step, total, metrics = self._at(moment), self._max_steps, self._metrics
         if total:
@@ -165,16 +165,16 @@ class LiveLine:
             if self._metrics.keys() >= set(names):
                 yield text.format(*(self._metrics[name] for name in names))
 
-    def _bar(self, moment: RunActivity, width: int, ascii_only: bool) -> str:
+    def _bar(self, moment: Moment, width: int, ascii_only: bool) -> str:
         done, to_do = _BARS[ascii_only]
         filled = width * self._at(moment) // self._max_steps
         return done * filled + to_do * (width - filled)
 
-    def _at(self, moment: RunActivity) -> int:
+    def _at(self, moment: Moment) -> int:
         """The step launched last, as far as the run has not gone back since."""
         return self._step if moment.step is None else min(moment.step, self._max_steps)
 
-    def seconds_left(self, moment: RunActivity) -> float | None:
+    def seconds_left(self, moment: Moment) -> float | None:
         """Time for the steps that are left, evaluations and checkpoints not counted.
 
         None as long as no step was timed.

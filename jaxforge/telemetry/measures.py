@@ -80,7 +80,7 @@ _MEMORY = {
 }
 
 
-def memory_metrics(devices: Iterable[jax.Device]) -> Metrics:
+def memory(devices: Iterable[jax.Device]) -> Metrics:
     """`gpu/*` in GiB, each of the device where it is largest; empty where devices do not tell.
 
     The allocator answers, on the host: no device is waited for.
@@ -192,7 +192,7 @@ class Sums(NamedTuple):
         }
 
 
-def collected_metrics(extras: Mapping[str, Any]) -> Metrics:
+def collected(extras: Mapping[str, Any]) -> Metrics:
     """`train/*` of what `metrics.collect` asks for; norms of layers as `train/grad_norm/*`."""
     metrics: Metrics = {}
     for name, value in extras.items():
@@ -207,7 +207,7 @@ def collected_metrics(extras: Mapping[str, Any]) -> Metrics:
     return metrics
 
 
-def aux_output_metrics(values: Mapping[str, Any]) -> Metrics:
+def side_metrics(values: Mapping[str, Any]) -> Metrics:
     """`terms/*` of a loss of several, `moe/*`, and `model/*` of what else model and loss tell.
 
     What has one number of each layer is `model/<name>/layers.<i>`.

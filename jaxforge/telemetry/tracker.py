@@ -16,14 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
-from jaxforge.telemetry.measures import (
-    Smoothed,
-    StepCost,
-    Sums,
-    aux_output_metrics,
-    collected_metrics,
-    memory_metrics,
-)
+from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, side_metrics
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
 
@@ -250,10 +243,10 @@ class Tracker:
             **_padding(values),
             **_loss_scale(values),
             **self._by_dataset(values),
-            **collected_metrics({name: values[name] for name in self._extras}),
-            **aux_output_metrics(values),
+            **collected({name: values[name] for name in self._extras}),
+            **side_metrics(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
-            **memory_metrics(jax.local_devices()),
+            **memory(jax.local_devices()),
         }
         self._logged = metrics
         for i in writers:

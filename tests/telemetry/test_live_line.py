@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jaxforge.telemetry.console import setup_logging
-from jaxforge.telemetry.live_line import LiveLine, RunActivity, clock
+from jaxforge.telemetry.live_line import LiveLine, Moment, clock
 from jaxforge.telemetry.metric_writers import open_writers
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.launch import _live_line
@@ -39,7 +39,7 @@ def line_at(moment, width=80, steps=((1000, 9.0), (1200, 0.5)), ascii_only=False
     return line.text(moment, width, ascii_only=ascii_only)
 
 
-STEPPING = RunActivity(1200, "", 0.0)
+STEPPING = Moment(1200, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,23 +73,19 @@ def test_wide_terminal_has_more_beside_a_bar():
 
 
 def test_every_width_is_kept_to():
-    for moment in (
-        STEPPING,
-        RunActivity(1200, "evaluating", 75.2),
-        RunActivity(None, "loading data", 3),
-    ):
+    for moment in (STEPPING, Moment(1200, "evaluating", 75.2), Moment(None, "loading data", 3)):
         for width in range(1, 130):
             assert len(line_at(moment, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
 
 
 def test_pause_is_named_beside_the_step_and_time_left_waits():
-    assert line_at(RunActivity(1200, "evaluating", 75.2), 60) == (
+    assert line_at(Moment(1200, "evaluating", 75.2), 60) == (
         "step 1200/100000  ⠋ evaluating 1:16  1%  loss 3.2145"
     )
-    assert " left" not in line_at(RunActivity(1200, "evaluating", 75.2), 120)
+    assert " left" not in line_at(Moment(1200, "evaluating", 75.2), 120)
     line = LiveLine(Console(file=io.StringIO()), lambda: STEPPING)
-    assert line.text(RunActivity(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
-    assert line.text(RunActivity(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
+    assert line.text(Moment(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
+    assert line.text(Moment(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
 
 
 def test_bad_steps_are_counted():
@@ -106,19 +102,17 @@ def left(moment, steps=((100, 1.0), (200, 2.0)), begin=0):
 
 
 def test_time_left_is_by_the_recent_rate_and_runs_down_within_a_step():
-    assert left(RunActivity(200, "", 0.0)) == 800 * 2  # the first interval had more to do
+    assert left(Moment(200, "", 0.0)) == 800 * 2  # the first interval had more to do
     three = ((1, 60.0), (100, 1.0), (200, 2.0))
-    assert left(RunActivity(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
-    assert left(RunActivity(300, "", 1.5)) == 700 * 2 - 1.5
-    assert (
-        left(RunActivity(300, "", 3600.0)) == 699 * 2
-    )  # a step that hangs takes nothing from others
-    assert left(RunActivity(1000, "", 0.0)) == 0
-    assert left(RunActivity(1, "", 0.0), steps=()) is None
+    assert left(Moment(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
+    assert left(Moment(300, "", 1.5)) == 700 * 2 - 1.5
+    assert left(Moment(300, "", 3600.0)) == 699 * 2  # a step that hangs takes nothing from others
+    assert left(Moment(1000, "", 0.0)) == 0
+    assert left(Moment(1, "", 0.0), steps=()) is None
 
 
 def test_run_that_resumes_counts_its_own_steps():
-    assert left(RunActivity(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
+    assert left(Moment(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
 
 
 @pytest.mark.parametrize(
@@ -140,7 +134,7 @@ def test_live_line_moves_during_a_long_step(screen):
     terminal, console = screen
     began = time.monotonic()
     setup_logging(console)
-    with LiveLine(console, lambda: RunActivity(1, "", time.monotonic() - began)) as line:
+    with LiveLine(console, lambda: Moment(1, "", time.monotonic() - began)) as line:
         line.begin(0, 10)
         line.write(1, STEP | {"train/step_time_sec": 1000.0})
         wait_until(lambda: len(set(re.findall(r"(\S+) left", terminal.getvalue()))) >= 2)
@@ -216,4 +210,4 @@ def test_only_a_terminal_has_it(terminal, dumb, log_format, is_live, tmp_path):
     if is_live:
         *_, writer = open_writers(console, config, "id", 3, live=live)
         writer.write(4, STEP)
-        assert live.text(RunActivity(4, "", 0.0), 40).startswith("step 4/20  20%  loss 3.2145")
+        assert live.text(Moment(4, "", 0.0), 40).startswith("step 4/20  20%  loss 3.2145")

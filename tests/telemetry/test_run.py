@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
-from jaxforge.telemetry.measures import StepCost, memory_metrics
+from jaxforge.telemetry.measures import StepCost, memory
 from tests.processes.conftest import ROOT, Run
 from tests.telemetry.readers import events, wandb_history, wandb_records
 from tests.telemetry.traces import steps_in
@@ -82,7 +82,7 @@ def test_documentation_lists_every_metric(run):
     stats = dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "bytes_limit"), 1)
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     logged = {name for line in run.lines() for name in line} - {"step", "time"}
-    logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory_metrics([device]).keys()
+    logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
     logged |= {"smoothed/mfu", "train/rollbacks", "train/loss_scale"}
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
     reported = {name: np.ones(1) for name in ROUTER_OUTPUTS} | {"expert_counts": np.ones((1, 2))}

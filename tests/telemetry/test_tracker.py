@@ -272,17 +272,17 @@ def test_speed_in_both_conventions_and_no_mfu_without_a_peak():
 
 
 def test_memory_is_that_of_the_fullest_device_and_hidden_where_unknown():
-    assert measures.memory_metrics(jax.devices()) == {}  # CPUs do not tell
+    assert measures.memory(jax.devices()) == {}  # CPUs do not tell
 
     def device(used, peak, **more):
         stats = {"bytes_in_use": used * 2**30, "peak_bytes_in_use": peak * 2**30,
                  "bytes_limit": 80 * 2**30, **more}  # fmt: skip
         return types.SimpleNamespace(memory_stats=lambda: stats)
 
-    assert measures.memory_metrics([device(10, 40), device(20, 30)]) == {
+    assert measures.memory([device(10, 40), device(20, 30)]) == {
         "gpu/allocated_gb": 20, "gpu/peak_gb": 40, "gpu/total_gb": 80, "gpu/mem_utilization": 0.5,
     }  # fmt: skip
-    assert measures.memory_metrics([device(1, 2, pool_bytes=60 * 2**30)])["gpu/reserved_gb"] == 60
+    assert measures.memory([device(1, 2, pool_bytes=60 * 2**30)])["gpu/reserved_gb"] == 60
 
 
 def test_line_is_kempnerforges():

@@ -37,7 +37,7 @@ from jaxforge.cli.process import end_now
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import safe_files
-from jaxforge.telemetry.live_line import RunActivity
+from jaxforge.telemetry.live_line import Moment
 
 log = logging.getLogger(__name__)
 
@@ -159,11 +159,11 @@ class Watchdog:
         finally:
             section.doing, section.since = before, time.monotonic()
 
-    def moment(self) -> RunActivity:
+    def moment(self) -> Moment:
         """Return the current activity of the process."""
         with self._lock:
             section = self._sections[-1]
-            return RunActivity(self._last_step, section.doing, time.monotonic() - section.since)
+            return Moment(self._last_step, section.doing, time.monotonic() - section.since)
 
     def idle(self, seconds: float) -> str | None:
         """Lets `seconds` pass without progress.
