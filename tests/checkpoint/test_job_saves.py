@@ -66,7 +66,7 @@ def test_failure_of_any_process_is_raised_with_all_messages(others, own, other, 
 def test_failure_is_noticed_when_orbax_logs_it(tmp_path):
     noted, log = [], logging.getLogger("absl")
     full = OSError(errno.ENOSPC, "No space left on device")
-    with job_saves.noticing_failures(tmp_path / "a", noted.append):
+    with job_saves.watch_failures(tmp_path / "a", noted.append):
         for where, error in (("b", OSError()), ("aa", OSError()), ("a", full)):
             try:
                 raise error

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.sealed_progress import crc32, sealed, unsealed
+from jaxforge.checkpoint.sealed_progress import crc32, seal_progress, unseal_progress
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress, Validation
 from tests.conftest import tiny_config
@@ -18,32 +18,32 @@ PROGRESS = Progress(step=7, samples=56, tokens=1792, best_metric=2.5, best_step=
 
 
 def test_every_bit_flip_raises_or_changes_nothing():
-    text = json.dumps(sealed(PROGRESS, 123)).encode()
+    text = json.dumps(seal_progress(PROGRESS, 123)).encode()
     raised = 0
     for location in range(len(text)):
         for bit in range(8):
             damaged = bytearray(text)
             damaged[location] ^= 1 << bit
             try:
-                assert unsealed(json.loads(damaged), 7) == PROGRESS
+                assert unseal_progress(json.loads(damaged), 7) == PROGRESS
             except ValueError:
                 raised += 1
     assert raised > 7.5 * len(text)
 
 
 def test_seal_ignores_layout_of_the_text():
-    values = json.loads(json.dumps(sealed(PROGRESS, 123), indent=2, sort_keys=True))
-    assert unsealed(values, 7) == PROGRESS
+    values = json.loads(json.dumps(seal_progress(PROGRESS, 123), indent=2, sort_keys=True))
+    assert unseal_progress(values, 7) == PROGRESS
     assert crc32({"b": (1, float("inf")), "a": None}) == crc32({"a": None, "b": [1, float("inf")]})
 
 
 def test_progress_of_another_step_raises():
     with pytest.raises(ValueError, match="is of step 7, not of step 8"):
-        unsealed(sealed(PROGRESS, 123), 8)
+        unseal_progress(seal_progress(PROGRESS, 123), 8)
 
 
 def test_progress_of_older_versions_has_no_seal():
-    assert unsealed(PROGRESS.to_json(), 7) == PROGRESS
+    assert unseal_progress(PROGRESS.to_json(), 7) == PROGRESS
 
 
 @pytest.fixture(scope="module")

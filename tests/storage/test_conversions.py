@@ -92,7 +92,7 @@ def test_import_keeps_the_documents_of_the_model(bucket, exported):
     assert torch_compat.main(["import", f"{exported}/hf", str(run)]) == 0
     retained = run / "huggingface" / "config.json"
     assert retained.read_bytes() == (exported / "hf" / "config.json").read_bytes()
-    assert hf_state.imported(run).config["model_type"]
+    assert hf_state.read_imported_documents(run).config["model_type"]
 
 
 def test_copy_that_is_broken_off_is_gone_on_with(bucket, exported, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from torch_compat.checkpoint import orbax_store
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.stacking import Stacking, layer_of
 from torch_compat.checkpoint.state import abstract_target
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.names.kempnerforge import unknown
 
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
@@ -318,8 +318,8 @@ def test_unsupported_experts_of_kempnerforge_are_named():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_experts": 3}, r"experts\.\S+ is \[3, 4, .*\[3, 3\] of them are in the model"),
-        ({"n_layers": 4}, r"is \[3, .*\[4\] of them are in the model"),
+        ({"num_experts": 3}, r"experts\.\S+ is \[3, 4, .*the model has \[3, 3\] entries"),
+        ({"n_layers": 4}, r"is \[3, .*the model has \[4\] entries"),
         ({"num_experts": 10**9}, "3 layers of 1000000000 experts each are more than is read"),
         ({"n_layers": 10**9}, "1000000000 layers of 4 experts each are more than is read"),
         ({"n_layers": "1000000000"}, "1000000000 layers of 4 experts each"),
@@ -342,7 +342,7 @@ def test_written_unit_is_at_most_one_expert(tmp_path):
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
     again = bring(dcp, tmp_path / "again", config, "--max-memory=48KB")
-    leaf = of_array(np.zeros((2, 4, 64, 32), np.float32))
+    leaf = from_array(np.zeros((2, 4, 64, 32), np.float32))
     sizes = [leaf.read(index).nbytes for index in orbax_store._blocks(leaf, 2048)]
     assert (max(sizes), sum(sizes)) == (2048, leaf.nbytes)
     whole = [leaf.read(index).shape for index in orbax_store._blocks(leaf, 1 << 20)]
@@ -385,7 +385,7 @@ def test_arrays_of_other_layers_or_experts_are_refused():
     some = stacking(**{**SIGMOID, **SOME})
     for name, shape in (("moe_layers.norm.weight", (3, 64)), ("dense_layers.x", ()),
                         ("moe_layers.mlp.experts.up_proj.weight", (2, 5, 32, 64))):  # fmt: skip
-        with pytest.raises(UserError, match=f"{name} is .* of them are in the model"):
+        with pytest.raises(UserError, match=f"{name} is .* but the model has "):
             list(some.entries(name, shape))
 
 

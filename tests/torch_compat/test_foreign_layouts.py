@@ -52,7 +52,7 @@ def trained(groups=alike, *, tied=False, frozen=()):
 def read(path, state, *, tied=False, **options):
     dcp.save(state, checkpoint_id=str(path), no_dist=True)
     config = tiny_config(model={**OURS, "tie_embeddings": tied}, train={"seq_len": 8})
-    options = dcp_state.Options(**options)
+    options = dcp_state.ReadOptions(**options)
     return checkpoints.find(path).read(config, options)
 
 

@@ -22,7 +22,7 @@ from torch_compat.checkpoint.train_state import read_train_state
 from torch_compat.formats import pickles
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.lazy import DTYPES
-from torch_compat.formats.pickles import Call, Global, New, Pairs, Persistent, Unsafe
+from torch_compat.formats.pickles import Call, Global, New, Pairs, Persistent, UnsafePickleError
 from torch_compat.formats.torch_zip import Archive
 
 torch = pytest.importorskip("torch")
@@ -179,7 +179,7 @@ def test_nothing_in_a_checkpoint_runs(broken, tmp_path, name, plant_it):
     mark.rmdir()
     plant_it(broken, exploit)
     named = name.replace("builtins", "(builtins|__builtin__)")
-    with pytest.raises(Unsafe, match=rf"^{broken}.*names {named}, .*nothing was run"):
+    with pytest.raises(UnsafePickleError, match=rf"^{broken}.*names {named}, .*nothing was run"):
         read_all(broken)
     assert not mark.exists()
 
@@ -197,9 +197,9 @@ def test_name_that_no_checkpoint_needs_is_refused(broken, name):
     for protocol in (2, 4):
         data = pickles.dump({"a": Global(module, function)}, protocol)
         (broken / METADATA).write_bytes(data)
-        with pytest.raises(Unsafe, match=rf"names {name}, which no checkpoint needs"):
+        with pytest.raises(UnsafePickleError, match=rf"names {name}, which no checkpoint needs"):
             read_all(broken)
-        with pytest.raises(Unsafe, match=rf"names {name}, which no checkpoint needs"):
+        with pytest.raises(UnsafePickleError, match=rf"names {name}, which no checkpoint needs"):
             read_archive(archive_of(data))
 
 
@@ -214,13 +214,13 @@ def test_getattr_reaches_memory_formats_alone(broken):
     for of in (Global("torch", "Size"), Global("torch", "float32"), "text", {}):
         call = Call(Global("builtins", "getattr"), (of, "__class__"))
         (broken / METADATA).write_bytes(pickles.dump({"a": call}, 4))
-        with pytest.raises(Unsafe, match=r"builtins\.getattr .*nothing was run"):
+        with pytest.raises(UnsafePickleError, match=r"builtins\.getattr .*nothing was run"):
             read_all(broken)
 
 
 def test_persistent_ids_are_refused_in_metadata(broken):
     (broken / METADATA).write_bytes(pickles.dump(Persistent(("storage", "x")), 4))
-    with pytest.raises(Unsafe, match="refers to objects outside it"):
+    with pytest.raises(UnsafePickleError, match="refers to objects outside it"):
         read_all(broken)
 
 

@@ -11,7 +11,7 @@ from jaxforge.errors import UserError
 from tests.torch_compat.tensors import assert_same, random_array
 from torch_compat.checkpoint import orbax_store
 from torch_compat.formats import ocdbt, ocdbt_writer
-from torch_compat.formats.lazy import DTYPES, extent, of_array, whole
+from torch_compat.formats.lazy import DTYPES, from_array, full_index, index_shape
 
 ARRAYS = {
     **{f"of.{name}": random_array(name, (4, 6), seed) for seed, name in enumerate(DTYPES)},
@@ -52,7 +52,7 @@ def written(directory, array, **metadata):
 @pytest.fixture
 def mapped_only(monkeypatch):
     """A refusal to read by tensorstore."""
-    monkeypatch.setattr(ocdbt, "_by_tensorstore", lambda store, name: pytest.fail(name))
+    monkeypatch.setattr(ocdbt, "_open_with_tensorstore", lambda store, name: pytest.fail(name))
 
 
 def test_saved_arrays_are_memory_mapped(tmp_path, mapped_only):
@@ -72,7 +72,7 @@ def test_saved_arrays_are_memory_mapped(tmp_path, mapped_only):
 def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
     array = ARRAYS["stacked"]
     result = ocdbt.open_arrays(written(tmp_path, array, chunks=chunk))["a"]
-    for index in [whole(array.shape), *INDICES]:
+    for index in [full_index(array.shape), *INDICES]:
         assert_same(result.read(index), array[index])
 
 
@@ -87,14 +87,16 @@ def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
         ({}, np.pad(random_array("float32", (2, 4)), ((0, 3), (0, 2)))),
     ],
 )
-def test_other_layouts_are_read_by_tensorstore(tmp_path, monkeypatch, unlike, array):
+def test_other_layouts_are_read_open_with_tensorstore(tmp_path, monkeypatch, unlike, array):
     asked = []
-    general = ocdbt._by_tensorstore
+    general = ocdbt._open_with_tensorstore
     monkeypatch.setattr(
-        ocdbt, "_by_tensorstore", lambda store, name: asked.append(name) or general(store, name)
+        ocdbt,
+        "_open_with_tensorstore",
+        lambda store, name: asked.append(name) or general(store, name),
     )
     result = ocdbt.open_arrays(written(tmp_path, array, fill_value=0, **unlike))["a"]
-    assert asked == ["a"]
+    assert opened == ["a"]
     assert np.array_equal(result.all(), array)
 
 
@@ -131,11 +133,11 @@ def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
     """Files have several chunks; the last one of an array may be partial."""
     locations = {}
     for number, (name, array) in enumerate(ARRAYS.items()):
-        chunks = list(orbax_store._chunks(name, of_array(array), most))
+        chunks = list(orbax_store._chunks(name, from_array(array), most))
         orbax_store._write_file(tmp_path / "d" / str(number), chunks)
         for i, chunk in enumerate(chunks):
             locations[chunk.key] = f"d/{number}", i * chunk.nbytes, chunk.nbytes
-        shape = extent(orbax_store._blocks(of_array(array), most)[0])
+        shape = index_shape(orbax_store._blocks(from_array(array), most)[0])
         locations[f"{name}/.zarray"] = ocdbt_writer.description(array.shape, shape, array.dtype)
     locations["short/.zarray"] = ocdbt_writer.description((2,), (2,), np.dtype(np.int32))
     locations["short/0"] = np.arange(2, dtype=np.int32).tobytes()

@@ -12,7 +12,7 @@ import pytest
 from jaxforge.errors import UserError
 from torch_compat.formats import pickles
 from torch_compat.formats.pickle_machine import Record
-from torch_compat.formats.pickles import Call, Global, New, Pairs, Persistent, Unsafe
+from torch_compat.formats.pickles import Call, Global, New, Pairs, Persistent, UnsafePickleError
 
 PLAIN = [
     None, True, False, 0, 1, -1, 255, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**63, -(2**200),
@@ -98,19 +98,21 @@ def test_names_of_the_table_are_the_only_ones(protocol):
     assert pickles.load(pickles.dump(good, protocol), OURS, "here") == (1, [2])
     for module, name in (("ours", "other"), ("other", "pair"), ("builtins", "eval")):
         data = pickles.dump({"deep": [Global(module, name)]}, protocol)
-        with pytest.raises(Unsafe, match=rf"^here: the pickle names {module}\.{name}, .* refused"):
+        with pytest.raises(
+            UnsafePickleError, match=rf"^here: the pickle names {module}\.{name}, .* refused"
+        ):
             pickles.load(data, OURS, "here")
 
 
 def test_attributes_of_a_name_are_not_reached():
     """Protocol 4 lets a name have dots."""
     data = pickles.dump(Global("ours", "Record.__init__.__globals__"), 4)
-    with pytest.raises(Unsafe, match=r"Record\.__init__\.__globals__"):
+    with pytest.raises(UnsafePickleError, match=r"Record\.__init__\.__globals__"):
         pickles.load(data, OURS, "here")
 
 
 def test_persistent_ids_are_refused_where_none_belong():
-    with pytest.raises(Unsafe, match="here: the pickle refers to objects outside it"):
+    with pytest.raises(UnsafePickleError, match="here: the pickle refers to objects outside it"):
         pickles.load(pickles.dump(Persistent(("a",))), OURS, "here")
 
 

@@ -22,7 +22,7 @@ from tests.torch_compat.tensors import of_torch, opened
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_store, stages
 from torch_compat.checkpoint.name_maps import NAME_MAPS
-from torch_compat.checkpoint.optimizer_state import KINDS
+from torch_compat.checkpoint.optimizer_state import LAYOUTS
 from torch_compat.formats.dcp_reader import METADATA
 
 LAYERS = {2: [(0, 1, 2), (3, 4)], 3: [(0, 1), (2, 3), (4,)]}
@@ -166,7 +166,7 @@ def test_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
         for name, parameter in model.named_parameters():
             moments = optimizer.state[parameter]
             np.testing.assert_array_equal(of_torch(parameter), checkpoint[f"params.{name}"])
-            for ours, theirs in KINDS["adamw"].fields.items():
+            for ours, theirs in LAYOUTS["adamw"].fields.items():
                 np.testing.assert_array_equal(
                     of_torch(moments[theirs]), checkpoint[f"optimizer.{ours}.{name}"]
                 )
@@ -181,7 +181,7 @@ def test_torch_loads_all_tensors_of_a_stage_into_plain_ones(run_of, tmp_path, op
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     step, checkpoint = export(run_of(optimizer), tmp_path, 2), values(run_of(optimizer))
-    ours = {theirs: f"optimizer.{ours}" for ours, theirs in KINDS[optimizer].fields.items()}
+    ours = {theirs: f"optimizer.{ours}" for ours, theirs in LAYOUTS[optimizer].fields.items()}
     loaded = 0
     for stage in (0, 1):
         described = dcp.FileSystemReader(step / f"pp{stage}").read_metadata().state_dict_metadata
@@ -285,7 +285,7 @@ def test_stages_that_were_replaced_are_not_mixed_with_the_new_ones(run_of, tmp_p
     arguments = ["import", str(tmp_path / "dcp"), str(tmp_path / "run"), config]
     step = export(write_run(tmp_path / "other", seed=1), tmp_path / "dcp", 3)
     with monkeypatch.context() as patched:
-        patched.setattr(orbax_store.Import, "commit", lambda self: 1 / 0)
+        patched.setattr(orbax_store.StagedImport, "commit", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(arguments)
     step.rename(tmp_path / "away")

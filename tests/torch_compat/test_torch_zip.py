@@ -23,7 +23,7 @@ SHAPES = [(), (0,), (1,), (5,), (3, 7), (2, 0, 4), (2, 3, 4, 5)]
 
 
 def written(value):
-    return b"".join(bytes(chunk) for chunk in torch_zip.archive(value))
+    return b"".join(bytes(chunk) for chunk in torch_zip.archive_blocks(value))
 
 
 class InMemory:

@@ -22,7 +22,7 @@ from torch_compat.__main__ import main
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.names.translation import Translation, translate
 
 torch = pytest.importorskip("torch")
@@ -178,6 +178,6 @@ def test_complex_rotary_table_is_passed_over(tmp_path, prefix, capsys):
 def test_complex_weight_is_refused():
     config = ModelConfig(dim=8, n_layers=1, n_heads=2, vocab_size=11)
     by = Translation(NAME_MAPS["torchtitan-2025"], config, False, "SRC")
-    tensor = of_array(np.ones(8, np.complex64))
+    tensor = from_array(np.ones(8, np.complex64))
     with pytest.raises(UserError, match=r"norm\.weight is complex64"):
         translate({"norm.weight": tensor}, {"norm.weight": (8,)}, by)
