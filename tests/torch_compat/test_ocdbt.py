@@ -87,14 +87,14 @@ def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
         ({}, np.pad(random_array("float32", (2, 4)), ((0, 3), (0, 2)))),
     ],
 )
-def test_other_layouts_are_read_open_with_tensorstore(tmp_path, monkeypatch, unlike, array):
-    asked = []
-    general = ocdbt._open_with_tensorstore
-    monkeypatch.setattr(
-        ocdbt,
-        "_open_with_tensorstore",
-        lambda store, name: asked.append(name) or general(store, name),
-    )
+def test_other_layouts_are_read_by_tensorstore(tmp_path, monkeypatch, unlike, array):
+    opened, open_array = [], ocdbt._open_with_tensorstore
+
+    def record(store, name):
+        opened.append(name)
+        return open_array(store, name)
+
+    monkeypatch.setattr(ocdbt, "_open_with_tensorstore", record)
     result = ocdbt.open_arrays(written(tmp_path, array, fill_value=0, **unlike))["a"]
     assert opened == ["a"]
     assert np.array_equal(result.all(), array)

@@ -4,8 +4,8 @@ Orbax reads and writes whole leaves, and a leaf holds all layers and all experts
 therefore read and written directly in Orbax's storage format (`ocdbt`). Orbax itself writes the
 structure and metadata and commits the checkpoint (`orbax_commit`).
 
-    .<step>.partial/ocdbt.process_0/   staged arrays; linked into the checkpoint on commit
-    .<step>.partial/beside/            files for the run directory, moved there after the commit
+    .<step>.partial/ocdbt.process_0/   staged arrays, linked into the checkpoint on commit
+    .<step>.partial/<_RUN_FILES>/      files of the run directory, moved there after the commit
 """
 
 import functools

@@ -39,7 +39,7 @@ def untrained(model: ModelConfig) -> dict[str, Shape]:
 def _in_layers(
     model: ModelConfig, block: Callable[..., Iterator[tuple[str, Shape]]]
 ) -> dict[str, Shape]:
-    """Return the shapes in all layers, of which `block` declares one."""
+    """Return the shapes in all layers; `block` declares one layer."""
     stacking = Stacking(model)
     shapes: dict[str, Shape] = {}
     for stack, layers in sorted(model.stacks.items()):

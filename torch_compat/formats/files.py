@@ -165,7 +165,7 @@ class Directory:
 
 
 class _Local:
-    """Local file, of which each read is a memory map of its own.
+    """Local file; each read is a separate memory map.
 
     A map is released with its array, so that its pages no longer count as memory of the process.
     The file is opened for each read, since a checkpoint of many ranks has more files than a process
@@ -349,7 +349,7 @@ def _begin_sync(descriptor: int, at: int, nbytes: int) -> None:
 
 
 def _map_of(data: np.ndarray) -> _Map | None:
-    """Return the mapping of which an array is a view, or None."""
+    """Return the mapping that an array views, or None."""
     owner: Any = data
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
