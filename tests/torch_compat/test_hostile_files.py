@@ -171,7 +171,7 @@ def in_the_place(path, exploit):
     "plant_it",
     [in_metadata, deep_in_metadata, as_a_path, in_a_tensor, in_an_object, in_the_place],
 )
-def test_nothing_in_a_checkpoint_runs(broken, tmp_path, name, plant_it):
+def test_pickle_exploit_does_not_run(broken, tmp_path, name, plant_it):
     mark = tmp_path / "it ran"
     exploit = EXPLOITS[name](str(mark))
     pickle.loads(pickle.dumps(exploit))
@@ -192,7 +192,7 @@ def test_nothing_in_a_checkpoint_runs(broken, tmp_path, name, plant_it):
      "copyreg._reconstructor",
      "torch.distributed.checkpoint.metadata.os", "torch._utils._rebuild_wrapper_subclass"],
 )  # fmt: skip
-def test_name_that_no_checkpoint_needs_is_refused(broken, name):
+def test_unknown_global_is_refused(broken, name):
     module, _, function = name.rpartition(".")
     for protocol in (2, 4):
         data = pickles.dump({"a": Global(module, function)}, protocol)
@@ -203,7 +203,7 @@ def test_name_that_no_checkpoint_needs_is_refused(broken, name):
             read_archive(archive_of(data))
 
 
-def test_getattr_reaches_memory_formats_alone(broken):
+def test_getattr_is_limited_to_memory_formats(broken):
     """Python 3.11.0 to 3.11.3 pickle members of an enumeration by it."""
     enumeration = Global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
     by_name = Call(Global("builtins", "getattr"), (enumeration, "TORCH_CONTIGUOUS_FORMAT"))
@@ -218,7 +218,7 @@ def test_getattr_reaches_memory_formats_alone(broken):
             read_all(broken)
 
 
-def test_persistent_ids_are_refused_in_metadata(broken):
+def test_persistent_id_in_metadata_is_refused(broken):
     (broken / METADATA).write_bytes(pickles.dump(Persistent(("storage", "x")), 4))
     with pytest.raises(UnsafePickleError, match="refers to objects outside it"):
         read_all(broken)
@@ -226,7 +226,7 @@ def test_persistent_ids_are_refused_in_metadata(broken):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("into", [METADATA, "train_state.pt"])
-def test_pickle_cannot_change_what_it_names(broken, name, into):
+def test_pickle_cannot_change_dtypes(broken, name, into):
     """NumPy would let it set the size of a bfloat16, for the whole process."""
     for state in ((3, ">", None, None, None, -1, -1, 0), {"numpy": 1}, (None, {"numpy": 1})):
         change = pickles.dump(Global("torch", name))[:-1] + pickles.dump(state)[2:-1] + b"b."
@@ -243,7 +243,7 @@ def test_pickle_cannot_change_what_it_names(broken, name, into):
      "..", ".", "", "/", "link.distcp", "linked/secret.distcp", "a\0b", "nowhere.distcp"],
 )  # fmt: skip
 @pytest.mark.parametrize("url", ["", "file://"])
-def test_paths_that_lead_out_are_refused(broken, path, url):
+def test_path_outside_checkpoint_is_refused(broken, path, url):
     outside = broken.parent / "secret.distcp"
     shutil.copy(broken / FILE, outside)
     (broken / "sub").mkdir()
@@ -259,7 +259,7 @@ def test_paths_that_lead_out_are_refused(broken, path, url):
         read_all(f"{url}{broken}")
 
 
-def test_paths_within_the_checkpoint_are_followed(broken):
+def test_path_within_checkpoint_is_read(broken):
     (broken / "sub").mkdir()
     (broken / FILE).rename(broken / "sub" / "data")
     (broken / "link").symlink_to("sub/data")
@@ -278,7 +278,7 @@ def test_paths_within_the_checkpoint_are_followed(broken):
     [(-1, 100), (0, -1), (0, 10**15), (10**15, 1), (10**30, 10**30), (-(10**30), 10), (0, 0),
      (0, 21), (100, 10**30), (1.5, 10), ("0", 10), (None, 10), (True, False), ([], 1)],
 )  # fmt: skip
-def test_places_beyond_a_file_are_refused(broken, offset, length):
+def test_range_beyond_file_is_refused(broken, offset, length):
     def change(result):
         for item in result.storage_data.values():
             item.offset, item.length = offset, length
@@ -299,7 +299,7 @@ def tensor(offset=0, size=(2, 3), stride=(3, 1), storage=None, dtype=None):
     return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, dtype))
 
 
-def test_geometry_that_the_next_test_damages_is_read():
+def test_undamaged_geometry_is_read():
     result = read_archive(archive_of(pickles.dump(tensor(offset=18))))
     assert_same(result.all(), np.zeros((2, 3), np.float32))
 
@@ -341,7 +341,7 @@ def test_geometry_that_the_next_test_damages_is_read():
     ],
     ids=str,
 )
-def test_tensor_that_is_not_within_its_storage_is_refused(damaged):
+def test_tensor_outside_storage_is_refused(damaged):
     with pytest.raises(UserError, match="here: "):
         read_archive(archive_of(pickles.dump({"a": damaged}))).get("a").all()
 
@@ -379,7 +379,7 @@ def shared(make, depth=60):
     return value
 
 
-def test_shared_objects_are_visited_once():
+def test_shared_objects_are_resolved_once():
     for make in (lambda a, b: [a, b], lambda a, b: (a, b), lambda a, b: {"a": a, "b": b}):
         result = read_archive(archive_of(pickle.dumps(shared(make), 2)))
         assert len(result) == 2
@@ -423,7 +423,7 @@ def bombed(value):
     ],
     ids=lambda value: str(value)[-90:],
 )
-def test_small_metadata_cannot_be_made_large(broken, value):
+def test_metadata_bomb_is_refused(broken, value):
     (broken / METADATA).write_bytes(bombed(value))
     with pytest.raises(UserError) as caught:
         read_all(broken)
@@ -448,13 +448,13 @@ def test_small_metadata_cannot_be_made_large(broken, value):
     ],
     ids=str,
 )
-def test_small_parts_of_an_archive_cannot_be_made_large(value):
+def test_archive_bomb_is_refused(value):
     with pytest.raises(UserError, match="here: ") as caught:
         read_archive(archive_of(bombed(value)))
     assert len(str(caught.value)) < 1000
 
 
-def test_small_settings_cannot_be_made_large(broken):
+def test_settings_bomb_is_ignored(broken):
     """Two groups' are compared, and the config's with them."""
     groups = [{"lr": 1, "betas": 2, "weight_decay": 3, "eps": 4}] * 2
     dcp.save({"optimizer": {"param_groups": groups}}, checkpoint_id=broken, no_dist=True)
@@ -464,7 +464,7 @@ def test_small_settings_cannot_be_made_large(broken):
     assert inspect(checkpoints.find(broken))["settings"] == {}
 
 
-def test_object_that_contains_itself_is_refused():
+def test_cyclic_object_is_refused():
     in_list = []
     in_list.append({"a": (1, in_list)})
     in_dict = {}
@@ -478,7 +478,7 @@ def nested(depth):
     return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
 
 
-def test_object_that_is_nested_too_deeply_is_refused(broken):
+def test_deeply_nested_object_is_refused(broken):
     with pytest.raises(UserError, match="here: the object is nested too deeply"):
         read_archive(archive_of(nested(200_000)))
     (broken / METADATA).write_bytes(nested(200_000))
@@ -486,7 +486,7 @@ def test_object_that_is_nested_too_deeply_is_refused(broken):
         read_all(broken)
 
 
-def test_compressed_record_is_refused_unread(broken):
+def test_compressed_record_is_refused(broken):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as result:
         result.writestr("archive/data.pkl", pickles.dump(tensor()))
@@ -515,7 +515,7 @@ END = -22  # where the end record of an archive begins
         (END + 12, "<I", [0]),
     ],
 )
-def test_archive_whose_directory_lies_elsewhere_is_refused(at, form, values):
+def test_misplaced_zip_directory_is_refused(at, form, values):
     data = archive_of(pickles.dump(tensor()))
     with pytest.raises(UserError, match="here: "):
         read_archive(patched(data, at, form, *values)).all()
@@ -534,14 +534,14 @@ def test_archive_whose_directory_lies_elsewhere_is_refused(at, form, values):
         (42, "<I", 2**32 - 1),
     ],
 )
-def test_entry_that_says_what_is_not_so_is_refused(field, form, value):
+def test_false_zip_entry_is_refused(field, form, value):
     data = archive_of(pickles.dump(tensor()))
     last = data.rindex(b"PK\x01\x02")  # that of data/0
     with pytest.raises(UserError, match="here: "):
         read_archive(patched(data, last + field, form, value)).all()
 
 
-def test_both_sizes_of_an_entry_may_lie(broken):
+def test_false_sizes_of_zip_entry_are_refused(broken):
     data = archive_of(pickles.dump(tensor(size=(2**20, 3))))
     last = data.rindex(b"PK\x01\x02")
     data = patched(patched(data, last + 20, "<I", 2**28), last + 24, "<I", 2**28)
@@ -549,7 +549,7 @@ def test_both_sizes_of_an_entry_may_lie(broken):
         read_archive(data).all()
 
 
-def test_metadata_that_the_next_test_damages_are_read(broken):
+def test_undamaged_metadata_are_read(broken):
     (broken / METADATA).write_bytes(pickles.dump(metadata(), 4))
     assert opened(broken).tensors["w"].shape == (4, 6)
 
@@ -606,7 +606,7 @@ def test_metadata_that_the_next_test_damages_are_read(broken):
     ],
     ids=lambda value: str(value)[-90:],
 )
-def test_metadata_of_other_types_are_refused(broken, damaged):
+def test_metadata_of_wrong_types_are_refused(broken, damaged):
     (broken / METADATA).write_bytes(pickles.dump(damaged, 4))
     with pytest.raises(UserError, match=str(broken)):
         read_all(broken)
@@ -624,14 +624,14 @@ def test_metadata_of_other_types_are_refused(broken, damaged):
     ],
     ids=str,
 )  # fmt: skip
-def test_place_of_other_types_is_refused(broken, state):
+def test_train_state_of_wrong_types_is_refused(broken, state):
     torch.save(state, broken / "train_state.pt")
     with pytest.raises(UserError, match=r"train_state\.pt: not a training state"):
         read_all(broken)
 
 
 @pytest.mark.parametrize("value", [np.zeros(2, np.float32), np.float32(np.inf), np.float32(np.nan)])
-def test_step_that_is_no_number_is_refused(tmp_path, value):
+def test_non_numeric_step_is_refused(tmp_path, value):
     step = torch.from_numpy(np.asarray(value))
     dcp.save({"train_state": {"step": step}}, checkpoint_id=tmp_path / "d", no_dist=True)
     with pytest.raises(UserError, match=r"train_state\.step is no number"):
@@ -664,7 +664,7 @@ def mutations(data, rng, count):
 
 
 @pytest.mark.parametrize(("name", "count"), [(METADATA, 400), (FILE, 400), ("train_state.pt", 150)])
-def test_damaged_byte_is_an_error_or_does_no_harm(original, broken, name, count):
+def test_mutated_file_is_refused_or_read(original, broken, name, count):
     data = (original / name).read_bytes()
     rng = np.random.default_rng(1)
     refused = 0

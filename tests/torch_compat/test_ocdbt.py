@@ -69,7 +69,7 @@ def test_saved_arrays_are_memory_mapped(tmp_path, mapped_only):
 
 
 @pytest.mark.parametrize("chunk", [(1, 5, 7), (1, 2, 7), (2, 3, 4), (3, 5, 7)])
-def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
+def test_chunk_shape_does_not_change_array(tmp_path, mapped_only, chunk):
     array = ARRAYS["stacked"]
     result = ocdbt.open_arrays(written(tmp_path, array, chunks=chunk))["a"]
     for index in [full_index(array.shape), *INDICES]:
@@ -100,7 +100,7 @@ def test_other_layouts_are_read_by_tensorstore(tmp_path, monkeypatch, unlike, ar
     assert np.array_equal(result.all(), array)
 
 
-def test_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
+def test_index_of_several_nodes_is_read_by_tensorstore(tmp_path):
     spec = ocdbt.spec(tmp_path, "a")
     small = {**spec, "kvstore": {**spec["kvstore"], "config": {"max_decoded_node_bytes": 300}}}
     array = random_array("float32", (20, 20))
@@ -110,7 +110,7 @@ def test_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
     assert_same(ocdbt.open_arrays(tmp_path)["a"].all(), array)
 
 
-def test_chunk_that_is_not_there_is_named(tmp_path):
+def test_missing_chunk_raises(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (64, 64))})
     data, offset, length = ocdbt._locations(store)["x"]["0.0"]
     (store / data).write_bytes((store / data).read_bytes()[: offset + length - 1])
@@ -121,7 +121,7 @@ def test_chunk_that_is_not_there_is_named(tmp_path):
         ocdbt.open_arrays(store)["x"].all()
 
 
-def test_path_is_not_a_url(tmp_path):
+def test_special_characters_in_path_are_literal(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (8, 8))})
     for name in ("[1]", "a%20b", "c#d", "e?f", "50%"):
         shutil.copytree(store, tmp_path / name)
@@ -129,7 +129,7 @@ def test_path_is_not_a_url(tmp_path):
 
 
 @pytest.mark.parametrize("most", [16, 40, 1 << 20])
-def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
+def test_written_database_is_read_by_tensorstore(tmp_path, mapped_only, most):
     """Files have several chunks; the last one of an array may be partial."""
     locations = {}
     for number, (name, array) in enumerate(ARRAYS.items()):
@@ -151,7 +151,7 @@ def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
         assert_same(general.read().result(), array)
 
 
-def test_index_of_many_keys_and_files(tmp_path):
+def test_index_of_many_keys_is_readable(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "large").write_bytes(bytes(range(200)) * 10)
     for number in range(300):
@@ -165,5 +165,5 @@ def test_index_of_many_keys_and_files(tmp_path):
     assert store[""] == b"inline"
 
 
-def test_checksum_is_castagnolis():
+def test_crc32c_matches_reference():
     assert ocdbt_writer.crc32c(b"123456789") == 0xE3069283
