@@ -10,11 +10,13 @@ import pytest
 from tests.torch_compat import reading
 from tests.torch_compat.mutations import mutate
 from tests.torch_compat.subjects import SUBJECTS, write_subjects
-from tests.torch_compat.test_hostile_files import limits  # noqa: F401 (a fixture)
 
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch, about saving in one process
+    pytest.mark.usefixtures("limits"),
+]
 MUTANTS = 6  # of each
 
 

@@ -1,88 +1,42 @@
 """Checkpoints from strangers: nothing in them runs, reaches outside, hangs, or fails in silence."""
 
-import functools
 import io
 import os
 import pickle
-import resource
 import shutil
-import signal
 import struct
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
-from tests.torch_compat.tensors import assert_same, opened, random_array, read_everything
+from tests.torch_compat.hostile import (
+    FILE,
+    MODULE,
+    archive_of,
+    intact_state,
+    metadata,
+    patched,
+    read_all,
+    read_archive,
+    tensor,
+)
+from tests.torch_compat.tensors import assert_same, opened, read_everything
 from torch_compat.checkpoint import checkpoints
 from torch_compat.checkpoint.inspection import inspect
-from torch_compat.checkpoint.train_state import read_train_state
 from torch_compat.formats import pickles
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.lazy import DTYPES
 from torch_compat.formats.pickles import Call, Global, New, Pairs, Persistent, UnsafePickleError
-from torch_compat.formats.torch_zip import Archive
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
-
-MODULE = "torch.distributed.checkpoint.metadata"
-FILE = "__0_0.distcp"
-
-
-@pytest.fixture(autouse=True)
-def limits():
-    """Limit time and memory, so that hangs fail."""
-
-    def late(*_):
-        pytest.fail("it hangs")  # which nothing takes for an error of its own
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(60)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + (2 << 30), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@functools.cache
-def state():
-    return {
-        "model": {
-            "matrix": torch.from_numpy(random_array("float32", (4, 6))),
-            "half": torch.from_numpy(random_array("float32", (5,))).bfloat16(),
-        },
-        "optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]},
-    }
-
-
-@pytest.fixture(scope="session")
-def original(tmp_path_factory):
-    path = tmp_path_factory.mktemp("hostile") / "step_1"
-    dcp.save(state(), checkpoint_id=path, no_dist=True)
-    torch.save({"step": 3, "tokens_seen": 96}, path / "train_state.pt")
-    return path
-
-
-@pytest.fixture
-def broken(original, tmp_path):
-    """A copy to break."""
-    return Path(shutil.copytree(original, tmp_path / "step_1"))
-
-
-def read_all(path):
-    """Whatever any command reads of a checkpoint."""
-    result = read_everything(path)
-    read_train_state(opened(path))
-    inspect(checkpoints.find(path))
-    return result
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch, about saving in one process
+    pytest.mark.usefixtures("limits"),
+]
 
 
 def edit(path, change):
@@ -103,27 +57,6 @@ def plant(path, key, archive):
                 item.offset, item.length = start, len(archive)
 
     edit(path, change)
-
-
-def archive_of(data, **records):
-    """An archive with this pickle and some records."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as result:
-        result.writestr("archive/data.pkl", data)
-        for name, content in {"data/0": bytes(96), **records}.items():
-            result.writestr(f"archive/{name}", content)
-    return out.getvalue()
-
-
-def read_archive(data):
-    class InMemory:
-        size = len(data)
-
-        def __call__(self, start, length):
-            assert 0 <= start <= start + length <= self.size, "beyond the file"
-            return np.frombuffer(data, np.uint8)[start : start + length]
-
-    return Archive(InMemory(), 0, len(data), "here").object()
 
 
 class Runs:
@@ -270,7 +203,9 @@ def test_path_within_checkpoint_is_read(broken):
                 item.relative_path = path
 
         edit(broken, change)
-        assert_same(read_everything(broken)[0]["model.matrix"], state()["model"]["matrix"].numpy())
+        assert_same(
+            read_everything(broken)[0]["model.matrix"], intact_state()["model"]["matrix"].numpy()
+        )
 
 
 @pytest.mark.parametrize(
@@ -286,17 +221,6 @@ def test_range_beyond_file_is_refused(broken, offset, length):
     edit(broken, change)
     with pytest.raises(UserError):
         read_all(broken)
-
-
-def tensor(offset=0, size=(2, 3), stride=(3, 1), storage=None, dtype=None):
-    """The pickle of a tensor with this geometry over 96 bytes."""
-    of = Global("torch", "FloatStorage")
-    storage = storage or Persistent(("storage", of, "0", "cpu", 24))
-    hooks = Call(Global("collections", "OrderedDict"), ())
-    arguments = (storage, offset, size, stride, False, hooks)
-    if dtype is None:
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, dtype))
 
 
 def test_undamaged_geometry_is_read():
@@ -344,31 +268,6 @@ def test_undamaged_geometry_is_read():
 def test_tensor_outside_storage_is_refused(damaged):
     with pytest.raises(UserError, match="here: "):
         read_archive(archive_of(pickles.dump({"a": damaged}))).get("a").all()
-
-
-def metadata(storage=None, **parts):
-    """A `.metadata` of one tensor, any part of it as given."""
-    chunk = New(Global(MODULE, "ChunkStorageMetadata"), {
-        "offsets": parts.get("offsets", (0, 0)), "sizes": parts.get("sizes", (4, 6)),
-    })  # fmt: skip
-    properties = New(
-        Global(MODULE, "TensorProperties"),
-        parts.get("properties", (Global("torch", "float32"), None, False, None, False)),
-    )
-    about = New(Global(MODULE, "TensorStorageMetadata"), {
-        "properties": properties, "size": parts.get("size", (4, 6)),
-        "chunks": parts.get("chunks", [chunk]),
-    })  # fmt: skip
-    index = New(Global(MODULE, "MetadataIndex"), {
-        "fqn": parts.get("fqn", "w"), "offset": parts.get("offset", (0, 0)), "index": 0,
-    })  # fmt: skip
-    info = New(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), {
-        "relative_path": parts.get("path", FILE), "offset": parts.get("start", 0), "length": 1500,
-    })  # fmt: skip
-    return New(Global(MODULE, "Metadata"), {
-        "state_dict_metadata": Pairs([(parts.get("key", "w"), about)]),
-        "storage_data": Pairs([(index, info)]) if storage is None else storage,
-    })  # fmt: skip
 
 
 def shared(make, depth=60):
@@ -495,12 +394,6 @@ def test_compressed_record_is_refused(broken):
     plant(broken, "model.matrix", out.getvalue())
     with pytest.raises(UserError, match=rf"model.matrix in {FILE}: record .* is compressed"):
         read_all(broken)
-
-
-def patched(data, at, form, *values):
-    data = bytearray(data)
-    struct.pack_into(form, data, at % len(data), *values)
-    return bytes(data)
 
 
 END = -22  # where the end record of an archive begins
@@ -678,4 +571,4 @@ def test_mutated_file_is_refused_or_read(original, broken, name, count):
             assert all(isinstance(array, np.ndarray) for array in tensors.values())
     assert count // 10 < refused < count
     (broken / name).write_bytes(data)
-    assert_same(read_all(broken)[0]["model.matrix"], state()["model"]["matrix"].numpy())
+    assert_same(read_all(broken)[0]["model.matrix"], intact_state()["model"]["matrix"].numpy())

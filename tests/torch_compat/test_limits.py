@@ -16,20 +16,17 @@ import pytest
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
-from tests.torch_compat.mutations import TEXTS
-from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
+from tests.torch_compat.hostile import (
     FILE,
     MODULE,
     archive_of,
-    broken,
-    limits,
     metadata,
-    original,
     patched,
     read_all,
     read_archive,
     tensor,
 )
+from tests.torch_compat.mutations import TEXTS
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, hf_state
 from torch_compat.checkpoint.inspection import inspect
@@ -41,6 +38,8 @@ from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import DTYPES, from_array, zeros
 from torch_compat.formats.pickles import Call, Global, New, Pairs
 from torch_compat.names.translation import Translation, translate
+
+pytestmark = pytest.mark.usefixtures("limits")
 
 MANY = 1_000_000
 NESTED = b")" + b"\x85" * 300_000  # a tuple in a tuple in a tuple
@@ -117,7 +116,7 @@ LONG = b"X" + struct.pack("<I", MANY) + b"a" * MANY
     ],
     ids=["paths", "copies", "texts", "members", "sets", "dicts", "memo", "number"],
 )
-def test_pickle_memory_is_limited_by_bytes_read(broken, data):  # noqa: F811
+def test_pickle_memory_is_limited_by_bytes_read(broken, data):
     (broken / METADATA).write_bytes(b"\x80\x02" + data + b".")
     with pytest.raises(
         UserError, match=r"not a readable pickle|names (_codecs\.encode|__builtin__\.set)"
@@ -154,7 +153,7 @@ def test_pickle_cannot_set_attributes_of_globals():
 
 
 @pytest.mark.parametrize("name", [METADATA, FILE, "train_state.pt"])
-def test_pipe_is_refused(broken, name):  # noqa: F811
+def test_pipe_is_refused(broken, name):
     (broken / name).unlink()
     os.mkfifo(broken / name)
     with pytest.raises(UserError, match="no regular file"):
@@ -201,7 +200,7 @@ def test_chunk_cover_check_matches_counting():
     assert outcomes == {True, False}
 
 
-def test_repeated_chunk_list_is_refused(broken):  # noqa: F811
+def test_repeated_chunk_list_is_refused(broken):
     empty = New(Global(MODULE, "ChunkStorageMetadata"), {"offsets": (0,), "sizes": (0,)})
     about = New(Global(MODULE, "TensorStorageMetadata"), {
         "properties": New(Global(MODULE, "TensorProperties"), (Global("torch", "float32"),)),
@@ -219,7 +218,7 @@ def test_repeated_chunk_list_is_refused(broken):  # noqa: F811
         read_all(broken)
 
 
-def test_sparse_file_takes_no_memory(broken):  # noqa: F811
+def test_sparse_file_takes_no_memory(broken):
     """A sparse one costs its maker nothing; it is refused for the bytes after its end."""
     data = pickles.dump(metadata(), 4)
     (broken / METADATA).write_bytes(data)
@@ -233,7 +232,7 @@ def test_sparse_file_takes_no_memory(broken):  # noqa: F811
         tracemalloc.stop()
 
 
-def test_pickle_memory_is_independent_of_file_size(broken):  # noqa: F811
+def test_pickle_memory_is_independent_of_file_size(broken):
     """Not against the size of the file, which may be holes for the most part."""
     (broken / METADATA).write_bytes(b"\x80\x04" + b"]" * (1 << 20))
     os.truncate(broken / METADATA, 1 << 29)
@@ -248,7 +247,7 @@ def test_expanded_tensor_size_is_limited(size):
 
 
 @pytest.mark.parametrize("key", [t for t in TEXTS if t not in ("x", "%s%n", "", "../x", "[/red]")])
-def test_invalid_tensor_name_is_refused(broken, tmp_path, key):  # noqa: F811
+def test_invalid_tensor_name_is_refused(broken, tmp_path, key):
     if not key.isprintable() or len(key) > 1024:
         (broken / METADATA).write_bytes(pickles.dump(metadata(key=key, fqn=key), 4))
         with pytest.raises(UserError) as caught:
@@ -424,7 +423,7 @@ def test_archive_without_checksums_is_read():
     ],
     ids=str,
 )
-def test_impossible_train_state_is_refused(broken, state):  # noqa: F811
+def test_impossible_train_state_is_refused(broken, state):
     torch = pytest.importorskip("torch")
     torch.save({"step": 3, "tokens_seen": 96} | state, broken / "train_state.pt")
     with pytest.raises(UserError, match=r"train_state\.pt: not a training state"):
@@ -445,7 +444,7 @@ def test_impossible_optimizer_settings_are_refused(tmp_path, group):
         inspect(checkpoints.find(tmp_path / "d"))
 
 
-def test_oversized_scalar_is_refused(broken):  # noqa: F811
+def test_oversized_scalar_is_refused(broken):
     about = metadata(key="train_state.step", fqn="train_state.step", size=(2**40,),
                      sizes=(2**40,), offsets=(0,), offset=(0,))  # fmt: skip
     (broken / METADATA).write_bytes(pickles.dump(about, 4))

@@ -56,9 +56,7 @@ def names_of(stage, n):
         ("schedule_free_adamw", "flat", 3),
     ],
 )  # fmt: skip
-def test_stages_round_trip_for_every_optimizer(
-    run_of, tmp_path, optimizer, layout, n
-):
+def test_stages_round_trip_for_every_optimizer(run_of, tmp_path, optimizer, layout, n):
     run, config = run_of(optimizer), f"--config={run_of(optimizer) / 'config.toml'}"
     export(run, tmp_path / "dcp", n, f"--layout={layout}")
     assert main(["verify", str(run), str(tmp_path / "dcp"), config]) == 0
