@@ -177,7 +177,7 @@ def without(tmp_path):
 
 def test_run_does_not_go_on_without_it(without, tmp_path):
     dcp, config = without
-    message = r"state is missing \(.*drift.*cannot resume without it; --weights-only starts one"
+    message = r"state is missing \(.*drift.*cannot resume without it; --weights-only starts a run"
     with pytest.raises(UserError, match=message):
         main(["import", str(dcp), str(tmp_path / "run"), f"--config={config}"])
     with pytest.raises(UserError, match=message):

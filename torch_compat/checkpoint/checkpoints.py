@@ -1,4 +1,4 @@
-"""References to checkpoints of any format: jaxforge, PyTorch DCP, Hugging Face."""
+"""References to checkpoints of any format: jaxforge, PyTorch DCP, `torch.save`, Hugging Face."""
 
 import dataclasses
 import os
@@ -19,15 +19,17 @@ from jaxforge.storage import trust, urls
 from torch_compat.checkpoint import dcp_state, hf_config, hf_state, mup, orbax_store, train_state
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
-from torch_compat.formats import safetensors
+from torch_compat.formats import torch_file
 from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, stage_directories
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
-Format = Literal["jaxforge", "dcp", "hf"]
+Format = Literal["jaxforge", "dcp", "pt", "hf"]
+"""pt: a file of `torch.save`."""
 
 _STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed writes global_step
 _STEP_PARENTS = ("checkpoints", "checkpoint")  # names of directories of steps
+_GENERIC_STEMS = ("checkpoint", "ckpt", "model", "pytorch_model", "last", "best")  # of files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +39,20 @@ class CheckpointRef:
     Attributes:
         format: format of the checkpoint.
         directory: directory of the checkpoint; for jaxforge, that of the step.
+        file: name of the file in the directory; "" if the directory is the checkpoint.
     """
 
     format: Format
     directory: Directory
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.directory}/{self.file}" if self.file else str(self.directory)
+
+    @property
+    def is_torch(self) -> bool:
+        """True for a checkpoint of a PyTorch loop, which has the keys of state dicts."""
+        return self.format in ("dcp", "pt")
 
     def config(
         self, path: Path | None, overrides: Sequence[str] = (), *, is_compared: bool = False
@@ -57,10 +69,10 @@ class CheckpointRef:
             UserError: the config is invalid, or is needed and cannot be read.
         """
         directory = self.run if self.format == "jaxforge" else self.directory.path
-        trusts = trust.if_told(directory) if is_compared else trust.of_run(directory)
+        trusts = trust.if_granted(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
-            if self.format == "dcp" and (usual := _usual_settings(config)):
+            if self.is_torch and (usual := _usual_settings(config)):
                 return load_config(path, [*overrides, *usual], trusts)
             return config
         if self.format == "jaxforge":
@@ -83,7 +95,7 @@ class CheckpointRef:
         config = self.config(path, overrides)
         if config is None:
             raise UserError(
-                f"{self.directory}: a DCP checkpoint does not record its model: "
+                f"{self}: a checkpoint of PyTorch does not record its model: "
                 "give the run's config, --config FILE"
             )
         return config
@@ -101,17 +113,17 @@ class CheckpointRef:
                 if options.weights_only
                 else checkpoint
             )
-        mup.check_import(config.model, str(self.directory))
+        mup.check_import(config.model, str(self))
         if self.format == "hf":
             return hf_state.read(self.directory, abstract_target(config), options)
-        return dcp_state.read(open_dcp(self.directory), abstract_target(config), options)
+        return dcp_state.read(self.dcp(), abstract_target(config), options)
 
     def raw(self) -> Mapping[str, LazyTensor]:
         """Return the tensors by the checkpoint's own keys."""
-        if self.format == "dcp":
-            return open_dcp(self.directory).tensors
+        if self.is_torch:
+            return self.dcp().tensors
         if self.format == "hf":
-            return safetensors.open_directory(self.directory)
+            return hf_state.tensors(self.directory)
         return dict(orbax_store.open_orbax(self._path)[0].tensors())
 
     def stamps(self) -> dict[str, dict[str, str]]:
@@ -129,6 +141,8 @@ class CheckpointRef:
         if self.format == "hf":
             stamps = self.directory.stamps().items()
             return {str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+        if self.format == "pt":
+            return {str(self): {self.file: self.directory.stamps()[self.file]}}
         if self.format == "dcp":
             extra = self.directory / posixpath.dirname(train_state.EXTRA_STATE)
             directories = [self.directory, *stage_directories(self.directory), extra]
@@ -145,7 +159,9 @@ class CheckpointRef:
     @property
     def title(self) -> str:
         """Last part of the path that is no step and no directory of steps."""
-        names = reversed(self.directory.path.split("/"))
+        names = [*reversed(self.directory.path.split("/"))]
+        if self.file and (stem := self.file.rpartition(".")[0]) not in _GENERIC_STEMS:
+            names.insert(0, stem)
         return next(
             (n for n in names if n and n not in _STEP_PARENTS and not _STEP.fullmatch(n)), "model"
         )
@@ -156,8 +172,10 @@ class CheckpointRef:
         return urls.path(self.directory.path)
 
     def dcp(self) -> Dcp:
-        """Open the DCP checkpoint."""
-        assert self.format == "dcp"
+        """Open a checkpoint of a PyTorch loop."""
+        assert self.is_torch
+        if self.file:
+            return torch_file.open_file(self.directory, self.file)
         return open_dcp(self.directory)
 
 
@@ -173,16 +191,20 @@ def find(path: str | os.PathLike) -> CheckpointRef:
     if has_run(location):
         run, step = find_step(urls.path(location))
         return CheckpointRef("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
+    if file := torch_file.find_file(location):
+        return CheckpointRef("pt", *file)
     directory = Directory(location)
     for candidate in (directory, *_latest(directory)):
         if is_dcp(candidate):
             return CheckpointRef("dcp", candidate.resolved())
         if hf_state.is_hf(candidate):
             return CheckpointRef("hf", candidate.resolved())
+    files = torch_file.names_in(directory)
+    hint = f". Name the file: {directory}/{files[0]}" if files else path_hint(location)
     raise UserError(
         f"{location}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
-        "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
-        f"{path_hint(location)}"
+        "(.metadata), nor a file of torch.save (.pt), nor one of Hugging Face (config.json and "
+        f".safetensors){hint}"
     )
 
 

@@ -102,7 +102,7 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
         else:
             stripped = strip_wrappers(key)
             if stripped in model:
-                raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
+                raise UserError(f"{dcp.where}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
     result = find_model(model, dialect)
     state = {result.owner(owner): fields for owner, fields in state.items()}
@@ -125,11 +125,11 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     """
     keys = sort_keys(dcp, options.dialect)
     if keys.dialect is None:
-        raise UserError(unknown(keys.params, str(dcp.directory)))
+        raise UserError(unknown(keys.params, dcp.where))
     notes: list[str] = []
     if keys.left_out:
         notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
-    by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
+    by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
     alone = options.weights_only or not keys.state
     params, state, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
     notes += more
@@ -152,7 +152,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
         keys = keys._replace(state=numbered_state.state_by_name(keys.state, of_model, dcp))
     states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
     notes += more
-    counts = _counts(keys, target, str(dcp.directory))
+    counts = _counts(keys, target, dcp.where)
     settled = expert_counts.resolve_skip_idle_experts(
         states, counts, target, by, where.skips_idle_experts
     )
@@ -165,7 +165,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
     common = expert_counts.drop_expert_counts(counts, target, by.dialect)
-    scalars, updates = _scalars(common, target, where, str(dcp.directory))
+    scalars, updates = _scalars(common, target, where, dcp.where)
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
     progress, more = train_state.to_progress(where, updates, target.config)

@@ -106,11 +106,11 @@ def open_foreign(path: str, config: JobConfig) -> ForeignCheckpoint:
     reference = checkpoints.find(path)
     excluded = "optimizer" in config.checkpoint.exclude_from_loading
     checkpoint = reference.read(config, ReadOptions(weights_only=excluded, keep_place=excluded))
-    check_moment_dtype(checkpoint, config, str(reference.directory))
+    check_moment_dtype(checkpoint, config, str(reference))
     for note in checkpoint.notes:
-        log.warning("%s: %s", reference.directory, note)
+        log.warning("%s: %s", reference, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
-    name = f"{step}{reference.directory} ({checkpoint.dialect})"
+    name = f"{step}{reference} ({checkpoint.dialect})"
     return ForeignCheckpoint(name, checkpoint, Stacking(config.model))
 
 
@@ -129,7 +129,7 @@ def copy_documents(path: str, run: Path) -> None:
     source = reference.directory
     if reference.format == "jaxforge":
         source = Directory(paths.find(urls.path(path))[0] / hf_state.IMPORTED)
-    if source.has(CONFIG) and reference.format != "dcp":
+    if source.has(CONFIG) and not reference.is_torch:
         try:
             hf_state.copy_documents(source, run)
         except OSError as error:
@@ -143,7 +143,7 @@ def counts_experts(path: str, config: JobConfig) -> bool:
         UserError: see `open_foreign`.
     """
     reference = checkpoints.find(path)
-    return reference.format == "dcp" and reference.read(config, ReadOptions()).counts_experts
+    return reference.is_torch and reference.read(config, ReadOptions()).counts_experts
 
 
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -131,15 +131,22 @@ class Dcp:
         directory: directory of the checkpoint.
         tensors: key -> tensor.
         objects: key -> object, read on access.
+        file: name of the `torch.save` file in the directory that holds all of it; "" for a DCP.
     """
 
     directory: Directory
     tensors: Mapping[str, LazyTensor]
     objects: "LazyObjects"
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        """Its path, for messages."""
+        return f"{self.directory}/{self.file}" if self.file else str(self.directory)
 
 
-class LazyObjects(dict[str, "_Location"]):
-    """Locations of objects that are no tensors; a call with a key reads the object."""
+class LazyObjects(dict[str, Callable[[], Any]]):
+    """Readers of objects that are no tensors; a call with a key reads the object."""
 
     def __call__(self, key: str) -> Any:  # noqa: ANN401 (torch.save holds anything)
         """Read the object of a key.
@@ -147,7 +154,7 @@ class LazyObjects(dict[str, "_Location"]):
         Raises:
             UnsafePickleError: the pickle uses a name that no checkpoint needs.
         """
-        return self[key].archive().object()
+        return self[key]()
 
 
 def stage_name(stage: int) -> str:
@@ -223,6 +230,9 @@ class _Location:
     def archive(self) -> Archive:
         return Archive(self.files[self.name], self.offset, self.length, self.where)
 
+    def read_object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
+        return self.archive().object()
+
 
 class _Files(dict[str, Bytes]):
     """Data files of a directory, each opened once."""
@@ -258,7 +268,7 @@ def _open_stage(directory: Directory) -> tuple[dict[str, LazyTensor], LazyObject
         elif isinstance(value, _BytesMetadata):
             if _key(None) not in of_key:
                 raise UserError(f"{where}: no file is named for {key}")
-            objects[key] = of_key[_key(None)]
+            objects[key] = of_key[_key(None)].read_object
         else:
             raise UserError(f"{where}: {key} is neither a tensor nor an object")
     return tensors, objects

@@ -22,6 +22,7 @@ ENTRIES = 16 << 20  # bytes of an archive's index
 LAYERS = 10_000
 EXPERTS = 1 << 16  # experts of all layers together: each has entries of its own
 WIDTH = 2**31  # any size in a model: vocabulary, matrices, positions
+KEYS = 1 << 20  # keys of a nested state dict
 COUNT = 2**53  # steps or tokens, up to which a float64 is exact
 
 

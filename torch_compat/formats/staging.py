@@ -118,8 +118,12 @@ class Staging:
         locks.wait_until(complete, 24 * 3600, "for the other processes to do their share")
         return {name: json.loads(self._mark(name).read_text()) for name in names}
 
-    def commit(self) -> None:
-        """Sync all files and rename the directory to its destination. Only process 0 calls this."""
+    def commit(self, file: str = "") -> None:
+        """Sync all files and rename the result to its destination. Only process 0 calls this.
+
+        Args:
+            file: file in the directory that is the result; "" if the directory is the result.
+        """
         with naming_failure(self.destination):
             for directory, _, files in os.walk(self.path):
                 for name in files:
@@ -128,8 +132,10 @@ class Staging:
             # Last before the rename: a full disk can no longer stop the conversion, which would
             # have to start anew without its marks.
             shutil.rmtree(self.path / _MARKS)
-            self.path.rename(self.destination)
+            (self.path / file).rename(self.destination)
             sync(self.destination.parent)
+            if file:
+                self.discard()
 
     def discard(self) -> None:
         """Remove the partial directory."""
