@@ -170,4 +170,4 @@ def _keep_documents(load_path: str, run: Path) -> None:
     """Keep what exports of a run need of the Hugging Face model that it starts from."""
     from torch_compat.checkpoint import restore  # only for runs that start from a checkpoint
 
-    restore.keep_documents(load_path, run)
+    restore.copy_documents(load_path, run)
