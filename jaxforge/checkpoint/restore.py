@@ -150,7 +150,7 @@ def start_from(
             state = dataclasses.replace(state, params=new.params, model_state=new.model_state)
     elif "model" in excluded:
         progress = source.progress()
-        state = _at(program.init(), progress)
+        state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
         restored = source.restore_model(model_tree(wanted.params, wanted.model_state))
