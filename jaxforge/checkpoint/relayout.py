@@ -26,7 +26,7 @@ def by_layer(tree: PyTree, stack: Stack) -> PyTree:
         tree: arrays, or their abstract values with shardings.
         stack: the order that they are in.
     """
-    if stack.in_order:
+    if stack.is_in_order:
         return tree
     wanted = _map_stacked(lambda leaf: _abstract_by_layer(leaf, stack), tree)
     if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
@@ -42,7 +42,7 @@ def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
         stack: the order wanted.
         like: abstract values with the shardings wanted.
     """
-    if stack.in_order:
+    if stack.is_in_order:
         return tree
     return _rearranged(tree, stack.stack, _shardings(tree), _shardings(like))
 

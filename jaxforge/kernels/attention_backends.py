@@ -1,18 +1,18 @@
-"""The kernels behind `model.sdpa_backend`, and which of them can serve whom.
+"""Attention backends of `model.sdpa_backend`, and the choice between them.
 
-    reference   plain products over the full score matrix, anywhere; judges the others
-    blockwise   blocks of queries in plain XLA, anywhere (`blockwise.py`); auto's choice on CPU
+    reference   plain products over the full score matrix, on any platform; the tests' reference
+    blockwise   blocks of queries in plain XLA, on any platform (`blockwise.py`); "auto" on CPU
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
     triton      flash attention in Pallas on NVIDIA GPUs, bf16 or fp16 (`flash.py`)
     splash      JAX's flash attention on TPU (`splash.py`)
 
-Each honours causality, packed documents, sliding windows and a scale of scores; chunks, a soft cap
-of scores and attention sinks, all but cuDNN's. One that is asked for by name and cannot serve is an
-error; `auto` takes the first of its platform's that serves well, and the run's banner names it, and
-says why where that is not the first of all.
+All backends support causality, packed documents, sliding windows and a scale of scores. All but
+cuDNN support chunks, a soft cap of scores and attention sinks. A backend that is named in the
+config and cannot be used is an error. `auto` takes the first suitable backend of the platform. The
+run's banner names it, with the reason if it is not the preferred backend.
 
-XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
-device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
+XLA partitions plain products over any mesh. It cannot partition a kernel, so that each device runs
+the kernel on its own sequences and heads (`attend_locally`). Attention needs no communication.
 """
 
 import functools
@@ -36,15 +36,15 @@ Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 SegmentIds = Int[Array, "b s"] | None
 Sinks = Float[Array, "heads"] | None
-Backend = Callable[..., Queries]
+AttentionFunction = Callable[..., Queries]
 """(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
 -> softmax(q kᵀ / √h) v, causal.
 
-`segment_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included;
-with None, all of them. Of a row cut into chunks of `chunk` tokens, it sees its own. `sinks` are a
-logit of each head that joins its scores, and has no value: they take sigmoid(sink - lse) of all
-weight. cuDNN's takes neither chunks nor sinks. One that is not opaque takes `reach` as well, a
-window that is an array.
+A query sees only tokens with its own id in `segment_ids`, the last `window` of them including
+itself (None: all), and only those of its own chunk of `chunk` tokens. `sinks` holds a logit of each
+head, which joins the scores without a value: it takes the part sigmoid(sink - lse) of the weight.
+cuDNN takes neither chunks nor sinks. Functions that are not opaque also take `reach`, a window as
+an array.
 """
 
 
@@ -59,14 +59,15 @@ def reference_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Scores and softmax in float32, all S x S of them."""
+    """Compute attention from all S x S scores, with scores and softmax in float32."""
     if reach is None and chunk is None and scoring.softcap is None and sinks is None:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
-    seen = visible(tokens[:, None], tokens, window if reach is None else reach, chunk)[None, None]
+    limit = window if reach is None else reach
+    mask = visible(tokens[:, None], tokens, limit, chunk)[None, None]
     if segment_ids is not None:
-        seen = seen & _same_document(segment_ids)
-    return masked_attention(q, k, v, seen, scoring, sinks)
+        mask = mask & _same_document(segment_ids)
+    return masked_attention(q, k, v, mask, scoring, sinks)
 
 
 def cudnn_attention(
@@ -77,7 +78,7 @@ def cudnn_attention(
     window: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
-    """CuDNN's kernel; packed documents cost it a mask of S x S per sequence."""
+    """Compute attention with cuDNN; packed documents need an S x S mask per sequence."""
     return _dot_product(q, k, v, segment_ids, window, "cudnn", scoring)
 
 
@@ -89,7 +90,7 @@ def masked_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """The reference for any mask: what decoding with a cache uses."""
+    """Compute attention with an explicit mask, as decoding with a cache does."""
     if scoring.softcap is not None or sinks is not None:
         weights = softmax_weights(q, k, mask, scoring, sinks)
         output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
@@ -106,12 +107,12 @@ def softmax_weights(
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
     capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
-    seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
-    if sinks is not None:  # as one more key
-        column = sinks.reshape(k.shape[2], -1, 1, 1).astype(seen.dtype)
-        column = jnp.broadcast_to(column, (*seen.shape[:-1], 1))
-        seen = jnp.concatenate([seen, column], axis=-1)
-    return jax.nn.softmax(seen, axis=-1)[..., : k.shape[1]]
+    masked = jnp.where(mask[:, :, None], capped, -jnp.inf)
+    if sinks is not None:  # the score of an extra key, whose weight is dropped below
+        column = sinks.reshape(k.shape[2], -1, 1, 1).astype(masked.dtype)
+        column = jnp.broadcast_to(column, (*masked.shape[:-1], 1))
+        masked = jnp.concatenate([masked, column], axis=-1)
+    return jax.nn.softmax(masked, axis=-1)[..., : k.shape[1]]
 
 
 def _dot_product(
@@ -123,10 +124,10 @@ def _dot_product(
     implementation: Literal["xla", "cudnn"],
     scoring: Scoring,
 ) -> Queries:
-    same = None if segment_ids is None else _same_document(segment_ids)
-    back = None if window is None else (window - 1, 0)
+    mask = None if segment_ids is None else _same_document(segment_ids)
+    window_size = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=same, is_causal=True, local_window_size=back, scale=scoring.scale,
+        q, k, v, mask=mask, is_causal=True, local_window_size=window_size, scale=scoring.scale,
         implementation=implementation,
     )  # fmt: skip
 
@@ -136,7 +137,7 @@ def _same_document(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
 
 
 def attend_locally(
-    kernel: Backend,
+    kernel: AttentionFunction,
     q: Queries,
     k: Keys,
     v: Keys,
@@ -146,21 +147,22 @@ def attend_locally(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Runs a kernel that knows one device, on any mesh.
+    """Run a single-device kernel on each device of any mesh.
 
-    Manual over every axis that is still automatic, so that nothing is left to the partitioner:
-    cuDNN's attention brings one of its own, which fails where some axes are manual already.
+    All automatic axes become manual, so that the partitioner has nothing to do. cuDNN's attention
+    brings its own partitioning rule, which fails if some axes are manual and others automatic.
     """
     options = {"window": window, "chunk": chunk, "scoring": scoring if scoring != PLAIN else None}
     kernel = functools.partial(kernel, **{k: x for k, x in options.items() if x is not None})
 
-    def run(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
+    def attend(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
         return _with_sinks(kernel, sinks)(q, k, v, segment_ids)
 
-    return run_per_device(run, q, k, v, segment_ids, sinks)
+    return run_per_device(attend, q, k, v, segment_ids, sinks)
 
 
-def _with_sinks(kernel: Backend, sinks: Sinks) -> Backend:
+def _with_sinks(kernel: AttentionFunction, sinks: Sinks) -> AttentionFunction:
+    # cuDNN's function has no argument `sinks`.
     return kernel if sinks is None else functools.partial(kernel, sinks=sinks)
 
 
@@ -169,25 +171,35 @@ def run_per_device(
     q: Queries,
     k: Keys,
     v: Keys,
-    of_tokens: PyTree,
+    token_arrays: PyTree,
     sinks: Sinks,
     *scalars: Array,
 ) -> Queries:
-    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and the rest."""
+    """Run a single-device attention function on each device of the current mesh.
+
+    Args:
+        kernel: (q, k, v, token_arrays, sinks, *scalars) -> outputs, all of one device.
+        q: queries, split over sequences, tokens and heads.
+        k: keys, split likewise.
+        v: values, split likewise.
+        token_arrays: tree of arrays [b, s], such as document ids, split over sequences and tokens.
+        sinks: sink logit of each head, split over heads.
+        *scalars: arrays that all devices receive whole.
+    """
     axes = automatic_axes()
     if not axes:
-        return kernel(q, k, v, of_tokens, sinks, *scalars)
-    queries = automatic_spec("batch", "context", "heads", None)
-    keys = automatic_spec("batch", "context", "kv_heads", None)
-    rows = jax.tree.map(lambda _: automatic_spec("batch", "context"), of_tokens)
-    of_heads = None if sinks is None else automatic_spec("heads")
+        return kernel(q, k, v, token_arrays, sinks, *scalars)
+    query_spec = automatic_spec("batch", "context", "heads", None)
+    key_spec = automatic_spec("batch", "context", "kv_heads", None)
+    token_specs = jax.tree.map(lambda _: automatic_spec("batch", "context"), token_arrays)
+    sink_spec = None if sinks is None else automatic_spec("heads")
     return jax.shard_map(
         kernel,
-        in_specs=(queries, keys, keys, rows, of_heads, *(P() for _ in scalars)),
-        out_specs=queries,
+        in_specs=(query_spec, key_spec, key_spec, token_specs, sink_spec, *(P() for _ in scalars)),
+        out_specs=query_spec,
         axis_names=axes,
-        check_vma=False,  # the kernels' types do not tell over which axes results vary
-    )(q, k, v, of_tokens, sinks, *scalars)
+        check_vma=False,  # kernels do not declare the mesh axes that their results vary over
+    )(q, k, v, token_arrays, sinks, *scalars)
 
 
 def attend_with_masks(
@@ -202,21 +214,22 @@ def attend_with_masks(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Attention by a backend, as far as one of some masks says.
+    """Compute attention with a backend, under a mask that may be selected on the device.
 
-    Where only the device knows which, XLA's own kernels mask what lies outside. Of the others,
-    which must be told when they are compiled, each device runs one of several; nothing in them
-    communicates, as other devices may run another.
+    With a traced index, backends in plain XLA apply the mask as data. Opaque kernels need their
+    mask at compile time, so that one is compiled for each mask and a switch selects it. A kernel
+    must not communicate, because devices may take different branches.
 
     Args:
         name: a key of `BACKENDS`.
-        masks: the masks of a `LayerPlan`.
-        mask_index: index of the mask to apply.
+        masks: distinct masks of the model's layers (`LayerPlan.masks`).
+        mask_index: index of the mask to apply; a traced array in pipelines.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: identifiers of packed documents.
-        positions: positions of tokens in their documents, for chunked masks; counted if None.
+        segment_ids: document id of each token; None: one document per row.
+        positions: position of each token in its document, for chunked masks; None: computed from
+            `segment_ids`.
         scoring: transformation of the products of queries and keys.
         sinks: logit of each head that joins its scores; None: no sinks.
     """
@@ -225,7 +238,7 @@ def attend_with_masks(
         masks = [mask.within(q.shape[1]) for mask in masks]
     if isinstance(mask_index, int) or len(set(masks)) == 1:
         mask = masks[mask_index if isinstance(mask_index, int) else 0]
-        return _attend_by(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
+        return _attend_with_mask(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
 
     if not BACKENDS[name].is_opaque:
         if (chunk := select_chunk(masks, mask_index)) is not None:
@@ -233,51 +246,50 @@ def attend_with_masks(
         reach = select_window(masks, mask_index)
         return _with_sinks(attend, sinks)(q, k, v, segment_ids, reach=reach)
 
-    of_tokens = (segment_ids, positions)
-
-    def chosen(
-        q: Queries, k: Keys, v: Keys, of_tokens: PyTree, sinks: Sinks, mask_index: Array
+    def attend_by_index(
+        q: Queries, k: Keys, v: Keys, token_arrays: PyTree, sinks: Sinks, mask_index: Array
     ) -> Queries:
-        run = _with_sinks(attend, sinks)
-        kernels = [functools.partial(_attend_by, mask, run) for mask in masks]
-        return jax.lax.switch(mask_index, kernels, q, k, v, *of_tokens)
+        kernel = _with_sinks(attend, sinks)
+        branches = [functools.partial(_attend_with_mask, mask, kernel) for mask in masks]
+        return jax.lax.switch(mask_index, branches, q, k, v, *token_arrays)
 
-    return run_per_device(chosen, q, k, v, of_tokens, sinks, mask_index)
+    return run_per_device(attend_by_index, q, k, v, (segment_ids, positions), sinks, mask_index)
 
 
-def _attend_by(
+def _attend_with_mask(
     mask: Mask,
-    attend: Backend,
+    attend: AttentionFunction,
     q: Queries,
     k: Keys,
     v: Keys,
     segment_ids: SegmentIds,
     positions: Int[Array, "b s"] | None,
 ) -> Queries:
-    """Over a mask that is known when this is compiled."""
+    """Compute attention under a mask that is known at compile time."""
     if mask.chunk is None:
         return attend(q, k, v, segment_ids, mask.window)
     if segment_ids is None and positions is None:
         return attend(q, k, v, None, chunk=mask.chunk)
     ids = chunk_ids(q.shape[0], q.shape[1], mask.chunk, segment_ids, positions)
-    # No token of a chunk that was counted is further back: kernels leave out what is.
+    # If positions are consecutive, a query is at most `chunk - 1` tokens from the start of its
+    # chunk. The window tells kernels which blocks they can skip.
     return attend(q, k, v, ids, mask.chunk if positions is None else None)
 
 
 class KernelRequirements(NamedTuple):
-    """Requirements for an attention kernel.
+    """Hardware and model properties that an attention kernel must support.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         head_size: width of a head.
-        seq_len: tokens of a sequence.
-        softcap: of scores; None: none.
-        chunk: tokens of a chunk; a sequence has several chunks; None: no layer has any.
+        seq_len: number of tokens of a sequence.
+        softcap: cap of the scores; None: no cap.
+        chunk: number of tokens of a chunk, less than `seq_len`; None: no layer needs chunks.
         sinks: whether heads have attention sinks.
         packed: whether rows hold several documents.
-        capability: compute capability of a GPU, such as "9.0"; None: not known.
-        here: whether such a device is present, and not only compiled for.
+        capability: compute capability of a GPU, such as "9.0"; None: unknown.
+        is_present: whether this machine has such a device; False when compiling ahead of time.
     """
 
     platform: str
@@ -289,151 +301,153 @@ class KernelRequirements(NamedTuple):
     sinks: bool = False
     packed: bool = False
     capability: str | None = None
-    here: bool = True
+    is_present: bool = True
 
 
-_ROOMY = ("8.0", "9.0", "10.0", "10.3")
-"""GPUs with 160 KiB of shared memory for a block, or more."""
+_LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")
+"""Compute capabilities of GPUs with at least 160 KiB of shared memory for a block."""
 
 
-def _no_gpu_kernel(at: KernelRequirements) -> str | None:
-    """Return the reason why no GPU kernel can be used, or None."""
-    if at.platform != "gpu":
-        return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
-    if at.dtype not in (jnp.bfloat16, jnp.float16):
+def _gpu_unsupported(needs: KernelRequirements) -> str | None:
+    if needs.platform != "gpu":
+        return f"it needs an NVIDIA GPU, and this run is on {needs.platform}"
+    if needs.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
     return None
 
 
-def _cudnn_unsupported(at: KernelRequirements) -> str | None:
-    if reason := _no_gpu_kernel(at):
+def _cudnn_unsupported(needs: KernelRequirements) -> str | None:
+    if reason := _gpu_unsupported(needs):
         return reason
-    # Wider heads have gradients on Hopper alone, and JAX looks for such a GPU in this machine.
-    widest = 256 if at.capability == "9.0" and at.here else 128
-    if at.head_size % 8 or at.head_size > widest:
+    # Gradients of heads wider than 128 exist on Hopper only, and JAX looks for that GPU in this
+    # machine, even if it compiles for another.
+    widest = 256 if needs.capability == "9.0" and needs.is_present else 128
+    if needs.head_size % 8 or needs.head_size > widest:
         on_hopper = "" if widest == 256 else ", on Hopper, and run there, up to 256"
+        size = needs.head_size
+        return f"its heads are multiples of 8 up to {widest} wide{on_hopper}; these are {size}"
+    if needs.softcap is not None:
+        return f"it does not cap scores, and model.attn_logit_softcap = {needs.softcap}"
+    if needs.chunk is not None:
         return (
-            f"its heads are multiples of 8 up to {widest} wide{on_hopper}; these are {at.head_size}"
+            f"it has no mask of chunks, and model.attention_chunk_size = {needs.chunk} cuts "
+            f"sequences of train.seq_len = {needs.seq_len}"
         )
-    if at.softcap is not None:
-        return f"it does not cap scores, and model.attn_logit_softcap = {at.softcap}"
-    if at.chunk is not None:
-        return (
-            f"it has no mask of chunks, and model.attention_chunk_size = {at.chunk} cuts sequences "
-            f"of train.seq_len = {at.seq_len}"
-        )
-    if at.sinks:
+    if needs.sinks:
         return "it has no attention sinks, and model.attention_sinks = true"
     return None
 
 
-def _triton_unsupported(at: KernelRequirements) -> str | None:
-    if reason := _no_gpu_kernel(at):
+def _triton_unsupported(needs: KernelRequirements) -> str | None:
+    if reason := _gpu_unsupported(needs):
         return reason
-    from jaxforge.kernels.flash import MAX_HEAD  # here: see on_first_use
+    from jaxforge.kernels.flash import MAX_HEAD  # imported lazily: see on_first_use
 
-    if at.head_size > MAX_HEAD:
-        return f"its heads are up to {MAX_HEAD} wide, and these are {at.head_size}"
-    if at.capability not in (None, *_ROOMY):
+    if needs.head_size > MAX_HEAD:
+        return f"its heads are up to {MAX_HEAD} wide, and these are {needs.head_size}"
+    if needs.capability not in (None, *_LARGE_SHARED_MEMORY):
         return (
-            f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
-            f"these GPUs have {at.capability}"
+            "its tiles need the shared memory of compute capability "
+            f"{', '.join(_LARGE_SHARED_MEMORY)}, and these GPUs have {needs.capability}"
         )
     return None
 
 
-def _splash_unsupported(at: KernelRequirements) -> str | None:
-    if at.platform != "tpu":
-        return f"it needs a TPU, and this run is on {at.platform}"
-    from jaxforge.kernels.splash import SEQUENCE_MULTIPLE  # here: see on_first_use
+def _splash_unsupported(needs: KernelRequirements) -> str | None:
+    if needs.platform != "tpu":
+        return f"it needs a TPU, and this run is on {needs.platform}"
+    from jaxforge.kernels.splash import SEQUENCE_MULTIPLE  # imported lazily: see on_first_use
 
-    if at.seq_len % SEQUENCE_MULTIPLE:
-        return f"train.seq_len = {at.seq_len} is no multiple of {SEQUENCE_MULTIPLE}"
+    if needs.seq_len % SEQUENCE_MULTIPLE:
+        return f"train.seq_len = {needs.seq_len} is not a multiple of {SEQUENCE_MULTIPLE}"
     return None
 
 
-class Kernel(NamedTuple):
-    """A backend.
+class AttentionBackend(NamedTuple):
+    """An attention backend.
 
     Attributes:
-        attend: the function.
-        unsupported_reason: what speaks against it in a situation; None: nothing.
-        is_opaque: whether XLA does not see inside: such a kernel is run by `attend_locally`, and
-            `shard_map` cannot check over which mesh axes its results vary.
+        attend: the function that computes attention.
+        unsupported_reason: returns why the backend cannot be used, or None if it can.
+        is_opaque: whether `attend` is a kernel that XLA cannot partition. It runs by
+            `attend_locally`, and `shard_map` cannot check the mesh axes that its results vary over.
     """
 
-    attend: Backend
+    attend: AttentionFunction
     unsupported_reason: Callable[[KernelRequirements], str | None]
     is_opaque: bool = False
 
 
 def opaque_kernel(
-    kernel: Backend, unsupported_reason: Callable[[KernelRequirements], str | None]
-) -> Kernel:
-    """A kernel that knows one device only."""
-    return Kernel(functools.partial(attend_locally, kernel), unsupported_reason, is_opaque=True)
+    kernel: AttentionFunction, unsupported_reason: Callable[[KernelRequirements], str | None]
+) -> AttentionBackend:
+    """Return the backend of a kernel that runs on one device."""
+    return AttentionBackend(
+        functools.partial(attend_locally, kernel), unsupported_reason, is_opaque=True
+    )
 
 
 BACKENDS = {
-    "reference": Kernel(reference_attention, lambda at: None),
-    "blockwise": Kernel(blockwise_attention, lambda at: None),
+    "reference": AttentionBackend(reference_attention, lambda needs: None),
+    "blockwise": AttentionBackend(blockwise_attention, lambda needs: None),
     "cudnn": opaque_kernel(cudnn_attention, _cudnn_unsupported),
     "triton": opaque_kernel(on_first_use("flash", "flash_attention"), _triton_unsupported),
     "splash": opaque_kernel(on_first_use("splash", "splash_attention"), _splash_unsupported),
 }
 
 _FLASH = {"cpu": ("blockwise",), "gpu": ("cudnn", "triton"), "tpu": ("splash",)}
-"""Kernels of each platform, the fastest first."""
+"""Backends of each platform, the fastest first."""
 
-_MASKS_DOCUMENTS = "documents are packed, of which it has an S x S mask"
+_NEEDS_FULL_MASK = "packed documents would need an S x S mask"
 _SYNONYMS = {"math": "reference", "efficient": "blockwise"}  # PyTorch's names
 
 
 class KernelChoice(NamedTuple):
-    """A kernel.
+    """A chosen backend.
 
     Attributes:
-        name: in `BACKENDS`.
-        why: what spoke against those that would have come first, for people; "": nothing.
+        name: key of `BACKENDS`.
+        why: reasons against the preferred backends, for messages; "": it is the preferred one.
     """
 
     name: str
     why: str = ""
 
 
-def choose_backend(config: ModelConfig, at: KernelRequirements) -> KernelChoice:
+def choose_backend(config: ModelConfig, needs: KernelRequirements) -> KernelChoice:
     """Resolve `model.sdpa_backend` for this platform and model.
 
     Raises:
-        UserError: the backend asked for cannot serve.
+        UserError: the backend that the config names cannot be used.
     """
     asked = config.sdpa_backend
-    flash = _FLASH.get(at.platform, ("blockwise",))
+    flash = _FLASH.get(needs.platform, ("blockwise",))
     if asked == "auto":
-        return _first((*flash, "blockwise"), at)
+        return _first((*flash, "blockwise"), needs)
     if asked == "flash":
-        able = [name for name in flash if BACKENDS[name].unsupported_reason(at) is None]
-        if able:
-            return _first(able, at)
+        supported = [name for name in flash if BACKENDS[name].unsupported_reason(needs) is None]
+        if supported:
+            return _first(supported, needs)
     name = flash[-1] if asked == "flash" else _SYNONYMS.get(asked, asked)
-    if problem := BACKENDS[name].unsupported_reason(at):
+    if problem := BACKENDS[name].unsupported_reason(needs):
         raise UserError(
-            f'model.sdpa_backend = "{asked}" cannot serve here: {problem}; '
-            'or set model.sdpa_backend = "auto"'
+            f'model.sdpa_backend = "{asked}" cannot be used here: {problem}. Change that, or set '
+            'model.sdpa_backend = "auto"'
         )
     return KernelChoice(name)
 
 
-def choose_ring_kernel(at: KernelRequirements) -> str:
-    """The kernel of a ring's turns, a key of `partial_attention.PARTIAL_KERNELS`."""
-    return "tiles" if _triton_unsupported(at) else "triton"
+def choose_ring_kernel(needs: KernelRequirements) -> str:
+    """Return the key of `partial_attention.PARTIAL_KERNELS` for the steps of ring attention."""
+    return "tiles" if _triton_unsupported(needs) else "triton"
 
 
-def _first(names: Sequence[str], at: KernelRequirements) -> KernelChoice:
-    """The first that serves, cuDNN's last of a GPU's own where documents are packed."""
-    against = {name: BACKENDS[name].unsupported_reason(at) for name in names}
-    able = [name for name in names if against[name] is None]
-    if at.packed and able[:2] == ["cudnn", "triton"]:
-        against["cudnn"], able = _MASKS_DOCUMENTS, able[1:]
-    before = names[: names.index(able[0])]
-    return KernelChoice(able[0], "; ".join(f"not {name}: {against[name]}" for name in before))
+def _first(names: Sequence[str], needs: KernelRequirements) -> KernelChoice:
+    """Choose the first supported backend; with packed documents, triton before cuDNN."""
+    reasons = {name: BACKENDS[name].unsupported_reason(needs) for name in names}
+    supported = [name for name in names if reasons[name] is None]
+    if needs.packed and supported[:2] == ["cudnn", "triton"]:
+        reasons["cudnn"], supported = _NEEDS_FULL_MASK, supported[1:]
+    preferred = names[: names.index(supported[0])]
+    why = "; ".join(f"not {name}: {reasons[name]}" for name in preferred)
+    return KernelChoice(supported[0], why)

@@ -1,18 +1,18 @@
-"""Causal attention by blocks of queries, in plain XLA: no S x S array of scores, no wasted half.
+"""Causal attention by blocks of queries in plain XLA, without an S x S array of scores.
 
-A block of queries meets only the keys up to its own end, and of a sliding window or a chunk only
-those that it reaches, so that memory is [block, S] and what nobody sees is hardly computed. The
-backward pass recomputes the scores from the saved logsumexp (Dao et al. 2022, FlashAttention,
-arXiv:2205.14135, algorithm 4):
+A block of queries is multiplied with the keys up to its own end only, less those before its window
+or chunk. So memory is [block, S], and few masked scores are computed. The backward pass recomputes
+the scores from the saved logsumexp (Dao et al. 2022, FlashAttention, arXiv:2205.14135,
+algorithm 4):
 
     P  = exp(Q Kᵀ/√h - lse)      dV = Pᵀ dO       δ  = rowsum(dO ∘ O)
     dS = P ∘ (dO Vᵀ - δ)/√h      dQ = dS K        dK = dSᵀ Q
 
-Of capped scores s = c tanh(Q Kᵀ/(c √h)), dS has the factor 1 - (s/c)² as well. A sink is one more
-score, of a key whose value is 0: it is in lse, and has the gradient -Σ exp(sink - lse) δ.
+With capped scores s = c tanh(Q Kᵀ/(c √h)), dS has the additional factor 1 - (s/c)². A sink is the
+score of an extra key whose value is 0: it is part of lse, and its gradient is -Σ exp(sink - lse) δ.
 
-Query heads that share a key head are folded into its rows: one product each, nothing repeated.
-R: rows of a block, which are queries x heads per key head.
+Query heads that share a key head are folded into the rows of one product, so that keys are not
+repeated. R: rows of a block, which are queries x query heads per key head.
 """
 
 import functools
@@ -26,8 +26,9 @@ from jaxtyping import Array, Float, Int
 from jaxforge.kernels import masking
 from jaxforge.kernels.scoring import PLAIN, Scoring, product
 
-_BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
-_SMALLEST = 32  # queries: below it, products are too small to be fast
+# Blocks of a sequence. The diagonal block of each is half masked: 1/16 of all S x S scores.
+_BLOCKS = 8
+_MIN_QUERIES = 32  # of a block: smaller products are slow
 
 SegmentIds = Int[Array, "b s"] | None
 Reach = Int[Array, ""] | None
@@ -35,7 +36,7 @@ Sinks = Float[Array, "heads"] | None
 
 
 class _Inputs(NamedTuple):
-    """Arrays that attention is computed from, and in their place their gradients."""
+    """Differentiable inputs of attention, or their gradients."""
 
     q: Float[Array, "b s heads h"]
     k: Float[Array, "b s kv h"]
@@ -54,7 +55,7 @@ class _Static(NamedTuple):
 
 
 class _Folded(NamedTuple):
-    """Queries [b, kv, R, h]; keys and values [b, kv, s, h]; the sinks of rows [kv, R, 1]."""
+    """Inputs by key head: q [b, kv, R, h], k and v [b, kv, s, h], sinks of all rows [kv, R, 1]."""
 
     q: Array
     k: Array
@@ -75,8 +76,8 @@ def blockwise_attention(
 ) -> Float[Array, "b s heads h"]:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
-    `reach` is a window that only the device knows: no key is left out for it, but masked. `sinks`
-    are logits next to the scores of each query, and take weight from them.
+    `reach` is a window as an array on the device: keys outside of it are masked, not skipped.
+    `sinks` holds a logit of each head that joins the scores and has no value.
     """
     inputs = _Inputs(q_BSHh, k_BSKh, v_BSKh, segment_ids, reach, sinks)
     return _attention(_Static(window, chunk, scoring), inputs)
@@ -95,11 +96,12 @@ def _attend(static: _Static, inputs: _Inputs) -> tuple[Array, tuple[_Inputs, Arr
         scores = product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = scoring.capped(scores * scoring.scale_of(q.shape[-1]))
         scores = jnp.where(block.visible, scores, -jnp.inf)
+        # Each query sees at least its own key, so `top` is finite.
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         if folded.sinks is not None:
-            total += jnp.exp(folded.sinks[:, block.rows] - top)  # inf: nothing is left for keys
+            total += jnp.exp(folded.sinks[:, block.rows] - top)  # inf for huge sinks: keys get 0
         output = product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, block.keys])
         outputs.append((output / total).astype(v.dtype))
         lses.append(top + jnp.log(total))
@@ -115,7 +117,7 @@ def _differentiate(
     kv_heads, dtype = k.shape[2], q.dtype
     folded, d_out = _fold_all(inputs), _fold_queries(d_output, kv_heads)
     products = d_output.astype(jnp.float32) * output.astype(jnp.float32)
-    delta = jnp.sum(_fold_queries(products, kv_heads), axis=-1, keepdims=True)
+    delta = jnp.sum(_fold_queries(products, kv_heads), axis=-1, keepdims=True)  # δ, float32
     d_queries, d_keys, d_values = [], [], []
     for block, lse in zip(_blocks(static, inputs), lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
@@ -128,11 +130,11 @@ def _differentiate(
             scores, weights, d_weights, delta[:, :, block.rows], q.shape[-1]
         ).astype(dtype)
         d_queries.append(product("bkrt,bkth->bkrh", d_scores, keys))
-        others = (block.keys.start, k.shape[1] - block.keys.stop)
-        around = ((0, 0), (0, 0), others, (0, 0))
-        d_keys.append(jnp.pad(product("bkrt,bkrh->bkth", d_scores, queries), around))
+        # Several blocks contribute to a key: pad to all keys, and sum in float32 below.
+        padding = ((0, 0), (0, 0), (block.keys.start, k.shape[1] - block.keys.stop), (0, 0))
+        d_keys.append(jnp.pad(product("bkrt,bkrh->bkth", d_scores, queries), padding))
         d_value = product("bkrt,bkrh->bkth", weights.astype(dtype), d_out_block)
-        d_values.append(jnp.pad(d_value, around))
+        d_values.append(jnp.pad(d_value, padding))
     d_query = jnp.concatenate(d_queries, axis=2)
     gradients = _Inputs(
         _unfold_queries(d_query.astype(dtype), kv_heads, q.shape),
@@ -151,16 +153,22 @@ def _sink_gradients(
     """Return the gradient of the sinks: each row's δ times the sink's weight, summed over rows."""
     if sinks is None or folded.sinks is None:
         return None
-    taken = jnp.exp(folded.sinks - jnp.concatenate(lses, axis=2)) * delta
-    of_heads = taken.reshape(*taken.shape[:2], length, -1)
-    return -jnp.sum(of_heads, axis=(0, 2)).reshape(sinks.shape).astype(sinks.dtype)
+    d_rows = jnp.exp(folded.sinks - jnp.concatenate(lses, axis=2)) * delta
+    by_head = d_rows.reshape(*d_rows.shape[:2], length, -1)
+    return -jnp.sum(by_head, axis=(0, 2)).reshape(sinks.shape).astype(sinks.dtype)
 
 
 _attention.defvjp(_attend, _differentiate)
 
 
 class _Block(NamedTuple):
-    """Some queries: their folded rows, the keys among which are those they see, and which."""
+    """A block of queries.
+
+    Attributes:
+        rows: folded rows of the queries.
+        keys: keys that any of the queries may see.
+        visible: whether a row sees a key [R, t], or [b, 1, R, t] with documents.
+    """
 
     rows: slice
     keys: slice
@@ -172,7 +180,7 @@ def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
     window, chunk, _ = static
     length, kv_heads = q.shape[1], k.shape[2]
     group = q.shape[2] // kv_heads
-    size = max(_SMALLEST, -(-length // _BLOCKS))
+    size = max(_MIN_QUERIES, -(-length // _BLOCKS))
     for start in range(0, length, size):
         end = min(start + size, length)
         first = 0 if window is None else max(0, start - window + 1)
@@ -182,7 +190,7 @@ def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
         if segment_ids is not None:
             same = segment_ids[:, start:end, None] == segment_ids[:, None, first:end]
             visible = (visible & same)[:, None]
-        visible = jnp.repeat(visible, group, axis=-2)
+        visible = jnp.repeat(visible, group, axis=-2)  # rows are (query, head of the group)
         yield _Block(slice(start * group, end * group), slice(first, end), visible)
 
 

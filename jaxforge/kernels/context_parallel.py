@@ -1,17 +1,20 @@
-"""Context parallelism: attention over sequences that devices share (`distributed.cp`), in two ways.
+"""Context parallelism: attention over sequences that devices share (`distributed.cp`).
 
-    ulysses   heads instead of tokens: an all-to-all gives each device all tokens for its share of
-              the heads, which the platform's own kernel attends over, and another brings the result
-              back (DeepSpeed-Ulysses, arXiv:2309.14509). KeyPart' heads are copied where there are
+There are two strategies:
+
+    ulysses   An all-to-all exchanges tokens for heads: each device gets all tokens for its share of
+              the heads, and runs the platform's own kernel. A second all-to-all restores the layout
+              of the result (DeepSpeed-Ulysses, arXiv:2309.14509). Key heads are copied if there are
               fewer of them than devices.
-    ring      queries stay; keys and values go round, and what each device makes of them adds up by
-              their logsumexp (Ring Attention, arXiv:2310.01889). Any number of heads will do.
+    ring      Queries stay on their device; keys and values travel around a ring. Partial results
+              are merged by their logsumexp (Ring Attention, arXiv:2310.01889). Any number of heads
+              is possible.
 
-What a sequence means does not change: tokens see the same tokens as on one device.
+Results do not depend on the strategy: tokens see the same tokens as on one device.
 
-With "ring", causal attention would leave the devices that hold first tokens with little to do. So
-a sequence is cut into 2 cp parts; device i has parts i and 2 cp - 1 - i, and all devices have
-the same number of pairs of tokens to score (as in Llama 3, arXiv:2407.21783, section 3.3.2):
+With "ring" and consecutive parts, causal attention would leave the devices of the first tokens
+mostly idle. So a sequence is cut into 2 cp parts, and device i holds parts i and 2 cp - 1 - i. All
+devices then score the same number of token pairs (as in Llama 3, arXiv:2407.21783, section 3.3.2):
 
     device    0      1      2      3
     parts    0 7    1 6    2 5    3 4
@@ -28,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxforge.kernels.attention_backends import SegmentIds, Sinks, attend_with_masks, run_per_device
-from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.partial_attention import (
     PARTIAL_KERNELS,
@@ -53,11 +56,11 @@ def context_size() -> int:
 
 
 def part_order(strategy: str, devices: int) -> np.ndarray:
-    """The parts into which sequences are cut, device by device: equally many of each.
+    """Return the index of each part of a sequence, in the order of the devices that hold the parts.
 
     Args:
         strategy: "ulysses" or "ring".
-        devices: that share a sequence.
+        devices: number of devices that share a sequence.
     """
     if strategy == "ulysses" or devices == 1:
         return np.arange(devices)
@@ -66,18 +69,18 @@ def part_order(strategy: str, devices: int) -> np.ndarray:
 
 
 def to_device_order(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
-    """Tokens in the order in which devices hold them: the first has the first s / devices."""
-    return _reordered(x, part_order(strategy, devices))
+    """Reorder tokens for their devices: device i holds the i-th part of s / devices tokens."""
+    return _reorder(x, part_order(strategy, devices))
 
 
 def to_sequence_order(
     x: Shaped[Array, "*b s"], strategy: str, devices: int
 ) -> Shaped[Array, "*b s"]:
-    """Tokens in their own order again."""
-    return _reordered(x, np.argsort(part_order(strategy, devices)))
+    """Undo `to_device_order`."""
+    return _reorder(x, np.argsort(part_order(strategy, devices)))
 
 
-def _reordered(x: Array, parts: np.ndarray) -> Array:
+def _reorder(x: Array, parts: np.ndarray) -> Array:
     if np.array_equal(parts, np.arange(len(parts))):
         return x
     by_part = x.reshape(*x.shape[:-1], len(parts), -1)
@@ -97,38 +100,41 @@ def attend_across_devices(
     scoring: Scoring,
     sinks: Sinks,
 ) -> Array:
-    """`attend_with_masks` of tokens that devices share, as `spread` has laid them out.
+    """Compute `attend_with_masks` for sequences that several devices share.
+
+    Tokens are laid out by `to_device_order`.
 
     Args:
         strategy: "ulysses" or "ring".
-        name: the kernel: for "ulysses" of all tokens, for "ring" of each turn.
-        masks: the masks of a `LayerPlan`.
-        mask_index: index of the mask to apply.
-        q: queries.
-        k: keys.
-        v: values.
-        segment_ids: identifiers of packed documents.
-        positions: positions of tokens in their row.
+        name: key of `BACKENDS` for "ulysses", key of `PARTIAL_KERNELS` for "ring".
+        masks: distinct masks of the model's layers (`LayerPlan.masks`).
+        mask_index: index of the mask to apply; a traced array in pipelines.
+        q: queries [b, s, heads, h].
+        k: keys [b, s, kv, h].
+        v: values [b, s, kv, h].
+        segment_ids: document id of each token; None: one document per row.
+        positions: position of each token in its row.
         scoring: transformation of the products of queries and keys.
         sinks: logit of each head that joins its scores; None: no sinks.
     """
-    is_known = isinstance(mask_index, int)
-    scalars = () if is_known else (mask_index,)
+    # A traced index is an explicit input of the `shard_map` in `run_per_device`.
+    is_static = isinstance(mask_index, int)
+    scalars = () if is_static else (mask_index,)
 
-    def local(
-        q: Array, k: Array, v: Array, of_tokens: PyTree, sinks: Sinks, *scalars: Array
+    def attend_on_device(
+        q: Array, k: Array, v: Array, token_arrays: PyTree, sinks: Sinks, *scalars: Array
     ) -> Array:
-        first, (segment_ids, positions) = mask_index if is_known else scalars[0], of_tokens
+        index, (segment_ids, positions) = mask_index if is_static else scalars[0], token_arrays
         if strategy == "ulysses":
-            attend = functools.partial(attend_with_masks, name, masks, first, scoring=scoring)
+            attend = functools.partial(attend_with_masks, name, masks, index, scoring=scoring)
             return _ulysses(attend, q, k, v, segment_ids, sinks)
-        window = select_window(masks, first)
-        if (chunk := select_chunk(masks, first)) is not None:
-            segment_ids = _chunks(chunk, segment_ids, *positions.shape)
-        at = Tokens(positions, segment_ids)
-        return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
+        window = select_window(masks, index)
+        if (chunk := select_chunk(masks, index)) is not None:
+            segment_ids = _local_chunk_ids(chunk, segment_ids, *positions.shape)
+        tokens = TokenPositions(positions, segment_ids)
+        return _ring((name, scoring), q, k, v, tokens, window, sinks).astype(q.dtype)
 
-    return run_per_device(local, q, k, v, (segment_ids, positions), sinks, *scalars)
+    return run_per_device(attend_on_device, q, k, v, (segment_ids, positions), sinks, *scalars)
 
 
 def _ulysses(
@@ -147,19 +153,19 @@ def _ulysses(
     copies = devices // math.gcd(k.shape[2], devices)
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-    of_heads = functools.partial(collectives.all_to_all, axis=_AXIS, split=2, join=1)
+    split_heads = functools.partial(collectives.all_to_all, axis=_AXIS, split=2, join=1)
     if segment_ids is not None:
         segment_ids = collectives.all_gather(segment_ids, _AXIS, 1)
     if sinks is not None:
         share = q.shape[2] // devices
         first = collectives.first_index(_AXIS, share)
         sinks = jax.lax.dynamic_slice_in_dim(sinks, first, share)
-    y = attend(of_heads(q), of_heads(k), of_heads(v), segment_ids, sinks=sinks)
+    y = attend(split_heads(q), split_heads(k), split_heads(v), segment_ids, sinks=sinks)
     return collectives.all_to_all(y, _AXIS, split=1, join=2)
 
 
-def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
-    """The chunks of this device's tokens, as documents: counted where a row is whole."""
+def _local_chunk_ids(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
+    """Return the chunk ids [b, s] of this device's tokens, which replace their document ids."""
     # Chunks are counted from the start of a row or document, which another device may hold. So ids
     # are computed for whole rows, reordered as the ring holds them, and sliced.
     devices = collectives.axis_size(_AXIS)
@@ -174,22 +180,34 @@ def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> A
 
 
 _RingSettings = tuple[str, Scoring]
-"""The kernel of each turn, a key of `PARTIAL_KERNELS`, and what becomes of products."""
+"""Key of `PARTIAL_KERNELS`, and transformation of the products of queries and keys."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    tokens: TokenPositions,
+    window: Window,
+    sinks: Sinks,
 ) -> Array:
-    return _ring_saving(strategy, q, k, v, at, window, sinks)[0]
+    return _ring_forward(settings, q, k, v, tokens, window, sinks)[0]
 
 
-def _go_round(
-    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
-) -> PartialResult:
+def _ring_forward(
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    tokens: TokenPositions,
+    window: Window,
+    sinks: Sinks,
+) -> tuple[Array, tuple[Any, ...]]:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
-    queries, own = QueryPart(q, at), KeyPart(k, v, at)
-    name, scoring = strategy
+    queries, own = QueryPart(q, tokens), KeyPart(k, v, tokens)
+    name, scoring = settings
 
     def attend(keys: KeyPart) -> PartialResult:
         return PARTIAL_KERNELS[name].attend(queries, keys, scoring, window)
@@ -198,7 +216,7 @@ def _go_round(
         carry: tuple[PartialResult, KeyPart], _: None
     ) -> tuple[tuple[PartialResult, KeyPart], None]:
         part, keys = carry
-        arriving = _ring_shift(keys)  # while these are attended to
+        arriving = _ring_shift(keys)  # overlaps with the attention to `keys`
         return (part.merged(attend(keys)), arriving), None
 
     # Turn t attends to the keys of device i - t. The transfer for the next turn is issued before
@@ -210,51 +228,44 @@ def _go_round(
     carry = attend(own), _ring_shift(own)
     (part, last), _ = jax.lax.scan(turn, carry, length=collectives.axis_size(_AXIS) - 2)
     part = part.merged(attend(last))
-    if sinks is None:
-        return part
-    # A sink is a logit without a value: it only enlarges the denominator.
-    lse = jnp.logaddexp(part.lse, sinks)
-    return PartialResult(part.scaled_to(lse), lse)
+    if sinks is not None:
+        # A sink is a logit without a value: it only enlarges the denominator.
+        lse = jnp.logaddexp(part.lse, sinks)
+        part = PartialResult(part.scaled_to(lse), lse)
+    return part.o, (q, k, v, tokens, window, sinks, part)
 
 
 def _ring_shift(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: collectives.ring_shift(leaf, _AXIS), x)
 
 
-def _ring_saving(
-    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
-) -> tuple[Array, tuple[Any, ...]]:
-    part = _go_round(strategy, q, k, v, at, window, sinks)
-    return part.o, (q, k, v, at, window, sinks, part)
-
-
-def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
-    """KeyPart go round again, and with them, a turn behind, what becomes their gradients."""
-    q, k, v, at, window, sinks, whole = saved
-    # δ and lse are those of the whole row, so gradients of single parts add up without corrections.
+def _ring_backward(settings: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
+    """Compute gradients by a second turn of the keys, followed by their partial gradients."""
+    q, k, v, tokens, window, sinks, whole = saved
+    # δ and lse belong to all keys, so that the gradients of parts add up without corrections.
     delta = jnp.sum(whole.o * d_o, axis=-1)
-    queries, of_queries = QueryPart(q, at), BackwardInputs(d_o, whole.lse, delta)
-    name, scoring = strategy
+    queries, backward_inputs = QueryPart(q, tokens), BackwardInputs(d_o, whole.lse, delta)
+    name, scoring = settings
 
-    def back(keys: KeyPart) -> Gradients:
-        return PARTIAL_KERNELS[name].gradients(queries, of_queries, keys, scoring, window)
+    def gradients(keys: KeyPart) -> Gradients:
+        return PARTIAL_KERNELS[name].gradients(queries, backward_inputs, keys, scoring, window)
 
     def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
         d_q, d_keys, keys = carry
-        # Gradients of keys travel with their keys: each device adds its share, and after N turns
-        # the sums are back where the keys live.
+        # Partial gradients follow their keys, one turn behind. Each device adds its share, and
+        # after N shifts the sums are back on the device of the keys.
         arriving, d_arriving = _ring_shift(keys), _ring_shift(d_keys)
-        got = back(keys)
-        d_keys = jax.tree.map(jnp.add, d_arriving, (got.k, got.v))
-        return (d_q + got.q, d_keys, arriving), None
+        grads = gradients(keys)
+        d_keys = jax.tree.map(jnp.add, d_arriving, (grads.k, grads.v))
+        return (d_q + grads.q, d_keys, arriving), None
 
-    got, own = back(KeyPart(k, v, at)), KeyPart(k, v, at)
-    carry = got.q, (got.k, got.v), _ring_shift(own)
+    grads, own = gradients(KeyPart(k, v, tokens)), KeyPart(k, v, tokens)
+    carry = grads.q, (grads.k, grads.v), _ring_shift(own)
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)
-    d_k, d_v = _ring_shift(d_keys)  # home
+    d_k, d_v = _ring_shift(d_keys)  # the last shift
     d_sinks = sink_gradients(sinks, whole.lse.swapaxes(1, 2), delta.swapaxes(1, 2))
     return (*(d.astype(x.dtype) for d, x in ((d_q, q), (d_k, k), (d_v, v))), None, None, d_sinks)
 
 
-_ring.defvjp(_ring_saving, _ring_back)
+_ring.defvjp(_ring_forward, _ring_backward)

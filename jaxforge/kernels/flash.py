@@ -1,12 +1,13 @@
-"""Flash attention for GPUs, in Pallas (Triton): blocks of keys that no query sees are not touched.
+"""Flash attention for GPUs, in Pallas (Triton), which skips invisible blocks of keys.
 
-Who sees whom is told by positions and documents of both sides, never by an S x S mask: a query sees
-the keys at or before it, of its document, among the last `window`. From the least and greatest of
-both in each block follow, before the kernel, the blocks that it visits and those that it need not
-mask. So causality, windows and packed documents all skip, in gradients too.
+Visibility is computed from positions and documents of queries and keys, without an S x S mask: a
+query sees the keys at or before it, of its document, among the last `window`. The least and
+greatest position and document of each block determine, before the kernel runs, which blocks it
+visits and which of them need no mask. So causality, windows and packed documents all save
+computation, in gradients too.
 
-Queries and keys may be different pieces of a sequence: `forward` gives the logsumexp, by which
-results over several pieces of the keys are put together, and `backward` takes that of them all.
+Queries and keys may belong to different parts of a sequence. `forward` returns the logsumexp, by
+which results over several parts of the keys are merged. `backward` takes the merged logsumexp.
 
     forward, for a block of queries        P = exp(S - m)     O = Σ P V / Σ P
     backward, for a block of queries       dS = P ∘ (dO Vᵀ - δ)    dQ = Σ dS K / √h
@@ -30,7 +31,7 @@ from jaxforge.kernels import flash_kernels
 from jaxforge.kernels.flash_blocks import (
     AFTER,
     BEFORE,
-    Tokens,
+    TokenPositions,
     block_ranges,
     block_visibility,
     pad_to_blocks,
@@ -41,15 +42,15 @@ from jaxforge.kernels.masking import chunk_ids
 from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
 
 MAX_HEAD = 256
-"""Width of the widest heads: of wider ones, tiles do not fit into shared memory."""
+"""Maximal width of heads: tiles of wider heads do not fit into shared memory."""
 
 _INTERPRET = False  # tests set it, to run the kernels without a GPU
-_SMALLEST = 16  # rows of what tensor cores multiply
-_PROGRAMS = 132  # processors of an H100
+_MIN_ROWS = 16  # of a tile, for tensor cores
+_MIN_PROGRAMS = 132  # streaming multiprocessors of an H100
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
-Rows = Float[Array, "b heads s"]
+PerQuery = Float[Array, "b heads s"]
 Sinks = Float[Array, "heads"] | None
 Window = int | Int[Array, ""] | None
 
@@ -66,20 +67,20 @@ def flash_attention(
 ) -> Queries:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
-    `sinks` are logits next to the scores of each query, and take weight from them. Heads are up to
+    `sinks` holds a logit of each head that joins the scores and has no value. Heads are at most
     `MAX_HEAD` wide.
     """
     batch, length = q_BSHh.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     if chunk is not None:
         segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
-    # A chunk is a document as far as visibility goes: chunk ids replace document ids.
-    at = Tokens(positions, segment_ids)
-    return _attention(window, scoring, (q_BSHh, k_BSKh, v_BSKh, at, sinks))
+    # A chunk acts like a document of its own: chunk ids replace document ids.
+    tokens = TokenPositions(positions, segment_ids)
+    return _attention(window, scoring, (q_BSHh, k_BSKh, v_BSKh, tokens, sinks))
 
 
-_Inputs = tuple[Array, Array, Array, Tokens, Sinks]
-"""Queries, keys, values, where both are, and sinks."""
+_Inputs = tuple[Array, Array, Array, TokenPositions, Sinks]
+"""Queries, keys, values, positions and documents of the tokens, and sinks."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -88,25 +89,25 @@ def _attention(window: int | None, scoring: Scoring, inputs: _Inputs) -> Array:
 
 
 def _attend(window: int | None, scoring: Scoring, inputs: _Inputs) -> tuple[Array, tuple]:
-    q, k, v, at, sinks = inputs
-    output, lse = forward(q, k, v, at, at, window, scoring, sinks)
+    q, k, v, tokens, sinks = inputs
+    output, lse = forward(q, k, v, tokens, tokens, window, scoring, sinks)
     return output, (inputs, output, lse)
 
 
 def _differentiate(
     window: int | None, scoring: Scoring, saved: tuple, d_output: Array
 ) -> tuple[tuple[Array, Array, Array, None, Sinks]]:
-    (q, k, v, at, sinks), output, lse = saved
+    (q, k, v, tokens, sinks), output, lse = saved
     delta = compute_delta(output, d_output)
-    gradients = backward(q, k, v, at, at, lse, delta, d_output, window, scoring)
+    gradients = backward(q, k, v, tokens, tokens, lse, delta, d_output, window, scoring)
     return ((*gradients, None, sink_gradients(sinks, lse, delta)),)
 
 
 _attention.defvjp(_attend, _differentiate)
 
 
-def compute_delta(output: Queries, d_output: Queries) -> Rows:
-    """rowsum(dO ∘ O), float32."""
+def compute_delta(output: Queries, d_output: Queries) -> PerQuery:
+    """Compute δ = rowsum(dO ∘ O) in float32."""
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     return jnp.sum(product, axis=-1).swapaxes(1, 2)
 
@@ -115,38 +116,39 @@ def forward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenPositions,
+    keys: TokenPositions,
     window: Window = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
     dtype: jnp.dtype | None = None,
-) -> tuple[Queries, Rows]:
-    """Attention of some queries over some keys; no gradient is defined.
+) -> tuple[Queries, PerQuery]:
+    """Compute the attention of queries over keys, without a derivative rule.
 
     Args:
         q_BSHh: queries.
-        k_BTKh: keys, of as many heads or fewer, each for the next few of the queries'.
+        k_BTKh: keys. Each key head serves heads / kv consecutive query heads.
         v_BTKh: values.
-        queries: where the queries are.
-        keys: where the keys are.
-        window: positions that a query sees, its own included, which the device alone may know;
-            None: all up to it.
-        scoring: what becomes of products of queries and keys.
-        sinks: a logit of each head that joins its scores.
-        dtype: of the result; None: that of q.
+        queries: positions and documents of the queries.
+        keys: positions and documents of the keys.
+        window: number of last positions that a query sees, its own included, as an integer or an
+            array; None: all.
+        scoring: transformation of the products of queries and keys.
+        sinks: sink logit of each head; None: no sinks.
+        dtype: dtype of the result; None: dtype of q.
 
     Returns:
-        The result, and the logsumexp of scores, sinks included, in float32. Of a
-        query that sees nothing, 0 and -inf, or its sink.
+        The result, and the logsumexp of the scores and sinks in float32. For queries without a
+        visible key, the result is 0 and the logsumexp is the sink, or -inf.
     """
-    given = _Given.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
-    at, (batch, length, heads, _) = _by_queries(given), given.q.shape
-    result = jax.ShapeDtypeStruct(given.q.shape, dtype or given.q.dtype)
-    of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
-    o, lse = _run(
-        flash_kernels.flash_forward, given.config, at.grid,
-        [*at.arguments, _once(sinks)], [(at.heads, result), (at.rows, of_rows)],
+    inputs = _PaddedInputs.pad("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
+    layout, (batch, length, heads, _) = _layout_by_queries(inputs), inputs.q.shape
+    out_shape = jax.ShapeDtypeStruct(inputs.q.shape, dtype or inputs.q.dtype)
+    lse_shape = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    o, lse = _call_kernel(
+        flash_kernels.flash_forward, inputs.config, layout.grid,
+        [*layout.arguments, _whole(sinks)],
+        [(layout.outputs, out_shape), (layout.per_query, lse_shape)],
     )  # fmt: skip
     n = q_BSHh.shape[1]
     return o[:, :n], lse[..., :n]
@@ -156,112 +158,120 @@ def backward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
-    lse: Rows,
-    delta: Rows,
+    queries: TokenPositions,
+    keys: TokenPositions,
+    lse: PerQuery,
+    delta: PerQuery,
     d_output: Queries,
     window: Window = None,
     scoring: Scoring = PLAIN,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Queries, Keys, Keys]:
-    """Gradients of some queries, and of some keys and values as far as these queries see them.
+    """Compute the gradients of queries, and the queries' contribution to those of keys and values.
 
     Args:
-        q_BSHh: as of `forward`, like all that are not named here.
+        q_BSHh: queries.
         k_BTKh: keys.
         v_BTKh: values.
-        queries: where the queries are.
-        keys: where the keys are.
-        lse: logsumexp over all that these queries see, be it among these keys or not.
-        delta: `compute_delta` their whole result.
+        queries: positions and documents of the queries.
+        keys: positions and documents of the keys.
+        lse: logsumexp over all keys that the queries see, which may be more than `keys`.
+        delta: `compute_delta` of the result over all these keys.
         d_output: gradient of the result.
-        window: positions that a query sees.
-        scoring: what becomes of products.
-        dtype: of the gradients, which somebody may go on adding up; None: that of q.
+        window: number of last positions that a query sees, its own included; None: all.
+        scoring: transformation of the products of queries and keys.
+        dtype: dtype of the gradients, such as float32 if they are summed further; None: dtype of q.
 
     Returns:
         dq, dk and dv.
     """
     dtype = dtype or q_BSHh.dtype
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
-    of_rows = d_output.astype(q_BSHh.dtype), lse, delta
-    given = _Given.of("dq", *arrays, window, scoring)
-    at, (d_filled, lse_filled, delta_filled) = _by_queries(given), given.pad_to_blocks(*of_rows)
-    (dq,) = _run(
-        flash_kernels.flash_dq, given.config, at.grid,
-        [*at.arguments, (at.heads, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
-        [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
+    per_query = d_output.astype(q_BSHh.dtype), lse, delta
+    inputs = _PaddedInputs.pad("dq", *arrays, window, scoring)
+    layout, (d_padded, lse_padded, delta_padded) = (
+        _layout_by_queries(inputs),
+        inputs.pad_per_query(*per_query),
+    )
+    (dq,) = _call_kernel(
+        flash_kernels.flash_dq, inputs.config, layout.grid,
+        [
+            *layout.arguments, (layout.queries, d_padded), (layout.per_query, lse_padded),
+            (layout.per_query, delta_padded),
+        ],
+        [(layout.outputs, jax.ShapeDtypeStruct(inputs.q.shape, dtype))],
     )  # fmt: skip
-    # dq and dkv tile the same pairs differently, so queries and keys are padded anew.
-    given = _Given.of("dkv", *arrays, window, scoring)
-    dk, dv = _gradients_of_keys(given, *given.pad_to_blocks(*of_rows), dtype)
+    # The kernels dq and dkv have tiles of different sizes, so that inputs are padded again.
+    inputs = _PaddedInputs.pad("dkv", *arrays, window, scoring)
+    dk, dv = _gradients_of_keys(inputs, *inputs.pad_per_query(*per_query), dtype)
     t = k_BTKh.shape[1]
     return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t]
 
 
 def _gradients_of_keys(
-    given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
+    inputs: "_PaddedInputs", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """A program sums over all query heads of a key head, or has one where programs are few."""
-    (batch, length, kv, head), config = given.k.shape, given.config
-    group = given.q.shape[2] // kv
-    # Enough programs to fill the GPU: one program sums over all query heads of a key head.
-    # Otherwise one program per query head, and a sum in float32 afterwards.
-    if batch * kv * (length // config.tiles.keys) >= _PROGRAMS:
+    (batch, length, kv, head), config = inputs.k.shape, inputs.config
+    group = inputs.q.shape[2] // kv
+    # If there are enough programs to fill the GPU, one program sums over all query heads of a key
+    # head. Otherwise there is one program per query head, and a sum in float32 afterwards.
+    if batch * kv * (length // config.tiles.keys) >= _MIN_PROGRAMS:
         config = config._replace(group=group)
     parts = group // config.group
-    at = _by_keys(given._replace(config=config), parts)
-    summed = dtype if parts == 1 else jnp.float32
-    out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
-    dk, dv = _run(
-        flash_kernels.flash_dkv, config, at.grid,
-        [*at.arguments, (at.queries, d_output), (at.rows, lse), (at.rows, delta)],
+    layout = _layout_by_keys(inputs._replace(config=config), parts)
+    sum_dtype = dtype if parts == 1 else jnp.float32
+    out = layout.outputs, jax.ShapeDtypeStruct((batch, length, kv * parts, head), sum_dtype)
+    dk, dv = _call_kernel(
+        flash_kernels.flash_dkv, config, layout.grid,
+        [
+            *layout.arguments, (layout.queries, d_output), (layout.per_query, lse),
+            (layout.per_query, delta),
+        ],
         [out, out],
     )  # fmt: skip
     if parts == 1:
         return dk, dv
-    of_parts = batch, length, kv, parts, head
-    dk, dv = (jnp.sum(x.reshape(of_parts), axis=3).astype(dtype) for x in (dk, dv))
+    by_part = batch, length, kv, parts, head
+    dk, dv = (jnp.sum(x.reshape(by_part), axis=3).astype(dtype) for x in (dk, dv))
     return dk, dv
 
 
-class _Given(NamedTuple):
+class _PaddedInputs(NamedTuple):
     """Inputs of all kernels, padded to whole blocks."""
 
     config: KernelConfig
     q: Array
     k: Array
     v: Array
-    queries: Tokens
-    keys: Tokens
+    queries: TokenPositions
+    keys: TokenPositions
     window: Int[Array, "1"] | None
 
     @classmethod
-    def of(
+    def pad(
         cls,
         kernel: str,
         q: Array,
         k: Array,
         v: Array,
-        queries: Tokens,
-        keys: Tokens,
+        queries: TokenPositions,
+        keys: TokenPositions,
         window: Window,
         scoring: Scoring,
-    ) -> "_Given":
+    ) -> "_PaddedInputs":
         head = q.shape[3]
         tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
         config = KernelConfig(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
-        reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+        window_1 = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
         k, v = (pad_to_blocks(x, tiles.keys) for x in (k, v))
         queries = pad_tokens(queries, tiles.queries, BEFORE)
         keys = pad_tokens(keys, tiles.keys, AFTER)
-        return cls(config, pad_to_blocks(q, tiles.queries), k, v, queries, keys, reach)
+        return cls(config, pad_to_blocks(q, tiles.queries), k, v, queries, keys, window_1)
 
-    def pad_to_blocks(
+    def pad_per_query(
         self, d_output: Array, lse: Array, delta: Array
     ) -> tuple[Array, Array, Array]:
-        """Pad the per-query inputs of the backward kernels."""
+        """Pad the additional inputs of the backward kernels to whole blocks of queries."""
         n = self.config.tiles.queries
         return (
             pad_to_blocks(d_output, n),
@@ -271,104 +281,132 @@ class _Given(NamedTuple):
 
 
 def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
-    """By the width of heads: what registers, and 160 KiB of shared memory, can hold."""
+    """Return the tiles of a kernel, which registers and 160 KiB of shared memory can hold."""
+    # (queries, keys, warps, stages) for heads up to 64, up to 128, and up to `MAX_HEAD` wide.
     narrow, wide, widest = {
         "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
         "dq": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
         "dkv": (Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     }[kernel]
     tiles = narrow if head <= 64 else wide if head <= 128 else widest
-    fit = (max(_SMALLEST, pl.next_power_of_2(n)) for n in (queries, keys))
+    # Shorter sequences get smaller tiles: the next power of two, which tensor cores still accept.
+    fit = (max(_MIN_ROWS, pl.next_power_of_2(n)) for n in (queries, keys))
     return tiles._replace(queries=min(tiles.queries, next(fit)), keys=min(tiles.keys, next(fit)))
 
 
 class _Layout(NamedTuple):
-    """Grid, inputs and outputs of a kernel."""
+    """Grid, inputs and outputs of a kernel.
+
+    Attributes:
+        grid: number of programs: blocks, heads, sequences.
+        arguments: block specification and array of each common input.
+        outputs: specification of the result, or of dk and dv.
+        queries: specification of arrays like q.
+        per_query: specification of arrays [b, heads, s], such as the logsumexp.
+    """
 
     grid: tuple[int, int, int]
     arguments: list[tuple[Any, Any]]
-    heads: pl.BlockSpec
+    outputs: pl.BlockSpec
     queries: pl.BlockSpec
-    rows: pl.BlockSpec
+    per_query: pl.BlockSpec
 
 
-def _by_queries(given: _Given) -> _Layout:
-    """A program for each block of queries of each head; those that visit most come first."""
-    config, (batch, length, heads, _), n = given.config, given.q.shape, given.config.tiles.queries
-    keys, group, last = given.k.shape[1], heads // given.k.shape[2], length // n - 1
+# What one program (i, h, b) of each layout holds, with n queries or keys of a block:
+#
+#              by queries (forward, dq)          by keys (dkv)
+# q, dO        block [n, H] of head h            all queries of `group` heads from h * group on
+# k, v         all keys of head h // group       block [n, H] of head h // parts
+# lse, δ       block [n] of head h               all queries of these heads
+# written      block [n, H] of o or dq           block [n, H] of dk and dv, for part h % parts
+def _layout_by_queries(inputs: _PaddedInputs) -> _Layout:
+    """Return the layout with a program for each block of queries of each head."""
+    config, (batch, length, heads, _), n = (
+        inputs.config,
+        inputs.q.shape,
+        inputs.config.tiles.queries,
+    )
+    keys, group, last = inputs.k.shape[1], heads // inputs.k.shape[2], length // n - 1
     # Causal: the last blocks of queries visit the most keys. `last - i` starts them first, which
     # balances the tail of the grid.
-    some, every = _meetings(given)
-    of_q = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, last - i, h, 0))
-    of_k = _spec(
+    some, every = _block_visibility(inputs)
+    q_spec = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, last - i, h, 0))
+    k_spec = _spec(
         (None, keys, None, config.in_memory), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
     )
     arguments = [
         (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), block_ranges(some, every)),
-        (of_q, given.q), (of_k, given.k), (of_k, given.v),
-        _sides_of(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
-        _sides_of(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
-        _once(given.window),
+        (q_spec, inputs.q), (k_spec, inputs.k), (k_spec, inputs.v),
+        _token_blocks(inputs.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
+        _token_blocks(inputs.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
+        _whole(inputs.window),
     ]  # fmt: skip
-    rows = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
-    return _Layout((last + 1, heads, batch), arguments, of_q, of_q, rows)
+    per_query = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
+    return _Layout((last + 1, heads, batch), arguments, q_spec, q_spec, per_query)
 
 
-def _by_keys(given: _Given, parts: int) -> _Layout:
-    """A program for each block of keys of each head, and of each part of its heads of queries."""
-    config, (batch, length, kv, _), n = given.config, given.k.shape, given.config.tiles.keys
-    queries, group = given.q.shape[1], config.group
-    some, every = (x.swapaxes(1, 2) for x in _meetings(given))
-    of_q = _spec((None, queries, group, config.in_memory), lambda _, h, b: (b, 0, h, 0))
-    of_k = _spec(
+def _layout_by_keys(inputs: _PaddedInputs, parts: int) -> _Layout:
+    """Return the layout with a program for each block of keys of each head.
+
+    Args:
+        inputs: inputs, with `config.group` query heads of a program.
+        parts: number of programs that share the query heads of a key head.
+    """
+    config, (batch, length, kv, _) = inputs.config, inputs.k.shape
+    n = config.tiles.keys
+    queries, group = inputs.q.shape[1], config.group
+    some, every = (x.swapaxes(1, 2) for x in _block_visibility(inputs))
+    q_spec = _spec((None, queries, group, config.in_memory), lambda _, h, b: (b, 0, h, 0))
+    k_spec = _spec(
         (None, n, None, config.in_memory), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0)
     )
     arguments = [
         (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), block_ranges(some, every)),
-        (of_q, given.q), (of_k, given.k), (of_k, given.v),
-        _sides_of(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
-        _sides_of(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
-        _once(given.window),
+        (q_spec, inputs.q), (k_spec, inputs.k), (k_spec, inputs.v),
+        _token_blocks(inputs.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
+        _token_blocks(inputs.keys, _spec((None, n), lambda i, _, b: (b, i))),
+        _whole(inputs.window),
     ]  # fmt: skip
-    heads = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, i, h, 0))
-    rows = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
-    return _Layout((length // n, kv * parts, batch), arguments, heads, of_q, rows)
+    outputs = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, i, h, 0))
+    per_query = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
+    return _Layout((length // n, kv * parts, batch), arguments, outputs, q_spec, per_query)
 
 
-def _meetings(given: _Given) -> tuple[Array, Array]:
-    window = None if given.window is None else given.window[0]
-    return block_visibility(given.queries, given.keys, given.config.tiles[:2], window)
+def _block_visibility(inputs: _PaddedInputs) -> tuple[Array, Array]:
+    window = None if inputs.window is None else inputs.window[0]
+    return block_visibility(inputs.queries, inputs.keys, inputs.config.tiles[:2], window)
 
 
 _spec = pl.BlockSpec
 
 
-def _sides_of(tokens: Tokens, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
+def _token_blocks(tokens: TokenPositions, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
+    """Return the block specifications of positions and documents, and the arrays."""
     return TokenBlock(spec, None if tokens.documents is None else spec), TokenBlock(*tokens)
 
 
-def _once(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:
-    """A vector that all programs are given whole."""
+def _whole(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:
+    """Return the specification of a vector that all programs receive whole, and the vector."""
     return None if x is None else _spec(x.shape, lambda *_: (0,)), x
 
 
-def _run(
+def _call_kernel(
     kernel: Callable[..., None],
     config: KernelConfig,
     grid: tuple[int, int, int],
     arguments: list[tuple[Any, Any]],
     results: list[tuple[pl.BlockSpec, Any]],
 ) -> list[Array]:
-    """Runs a kernel over a grid; of what it takes and gives, where and what."""
+    """Run a kernel over a grid, given (block specification, array or shape) pairs."""
     return pl.pallas_call(
         functools.partial(kernel, config),
         grid=grid,
-        in_specs=[where for where, _ in arguments],
-        out_specs=[where for where, _ in results],
+        in_specs=[spec for spec, _ in arguments],
+        out_specs=[spec for spec, _ in results],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results],
         compiler_params=triton.CompilerParams(
             num_warps=config.tiles.warps, num_stages=config.tiles.stages
         ),
         interpret=_INTERPRET,
         name=kernel.__name__,
-    )(*(what for _, what in arguments))
+    )(*(array for _, array in arguments))

@@ -1,7 +1,7 @@
-"""Pairs of query and key blocks: skipped, masked, or visible as a whole.
+"""Visibility of pairs of query and key blocks: skipped, masked, or visible as a whole.
 
-By the least and greatest position and document of each block, so that any order of tokens is right,
-and one in which documents follow each other is fast.
+Visibility follows from the least and greatest position and document of each block. So any order of
+tokens gives correct results, and an order with consecutive documents is fast.
 """
 
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-BEFORE = -1  # position of the queries that fill up a block
-AFTER = 2**31 - 1  # position of such keys
+BEFORE = -1  # position of padding queries: they see no key
+AFTER = 2**31 - 1  # position of padding keys: no query sees them
 
 
-class Tokens(NamedTuple):
+class TokenPositions(NamedTuple):
     """Positions and documents of the tokens of queries or keys.
 
     Attributes:
@@ -26,37 +26,37 @@ class Tokens(NamedTuple):
 
 
 def pad_to_blocks(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
-    """Whole blocks of what lies along an axis."""
+    """Pad an axis to a multiple of the block size."""
     more = -x.shape[axis] % block
     if not more:
         return x
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
 
 
-def pad_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
-    """Return whole blocks of tokens. The last document goes on, so that no block has more of them.
+def pad_tokens(tokens: TokenPositions, block: int, position: int) -> TokenPositions:
+    """Pad tokens to whole blocks. Padding belongs to the last document, so that it adds none.
 
     Args:
-        tokens: of one side.
-        block: tokens of a block.
-        position: of the added ones: `BEFORE` for queries, which see nothing, `AFTER` for keys.
+        tokens: positions and documents of queries or of keys.
+        block: number of tokens of a block.
+        position: position of the padding: `BEFORE` for queries, `AFTER` for keys.
     """
     positions = pad_to_blocks(tokens.positions, block, fill=position)
     documents, more = tokens.documents, -tokens.positions.shape[1] % block
     if documents is not None and more:
         documents = jnp.pad(documents, [(0, 0), (0, more)], mode="edge")
-    return Tokens(positions, documents)
+    return TokenPositions(positions, documents)
 
 
 class _Extent(NamedTuple):
-    """The least and greatest of each block, [b, n, 1] or [b, 1, n]: of positions and documents."""
+    """Least and greatest position and document of each block, each [b, n, 1] or [b, 1, n]."""
 
     first: Array
     last: Array
     documents: tuple[Array, Array] | None
 
     @classmethod
-    def of(cls, tokens: Tokens, block: int, axis: int) -> "_Extent":
+    def of(cls, tokens: TokenPositions, block: int, axis: int) -> "_Extent":
         """Return the extents of whole blocks, with an extra axis for pairing them."""
 
         def ends(x: Array) -> tuple[Array, Array]:
@@ -68,17 +68,21 @@ class _Extent(NamedTuple):
 
 
 def block_visibility(
-    queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: Int[Array, ""] | int | None
+    queries: TokenPositions,
+    keys: TokenPositions,
+    blocks: tuple[int, int],
+    window: Int[Array, ""] | int | None,
 ) -> tuple[Bool[Array, "b n m"], Bool[Array, "b n m"]]:
     """Return for each pair of blocks whether any token pair is visible, and whether all are.
 
     Args:
-        queries: whole blocks of them.
-        keys: whole blocks of them.
-        blocks: queries and keys of a block.
-        window: positions that a query sees.
+        queries: positions and documents of whole blocks of queries.
+        keys: positions and documents of whole blocks of keys.
+        blocks: number of queries, and of keys, of a block.
+        window: number of last positions that a query sees, its own included; None: all.
     """
     q, k = _Extent.of(queries, blocks[0], axis=2), _Extent.of(keys, blocks[1], axis=1)
+    # Necessary condition of one visible pair, and sufficient condition that all pairs are visible.
     some, every = k.first <= q.last, k.last <= q.first
     if window is not None:
         some &= q.first - k.last < window
@@ -94,11 +98,12 @@ def block_ranges(some: Bool[Array, "b n m"], every: Bool[Array, "b n m"]) -> Int
     """Return for each block the range of blocks to visit and the range that needs no mask.
 
     Args:
-        some: where there may be anything to see.
-        every: where everything is seen, a part of `some`.
+        some: whether any pair of tokens of two blocks may be visible.
+        every: whether all pairs are visible; implies `some`.
 
     Returns:
-        first, whole, end of whole, end.
+        Indices (first, whole, whole_end, end): blocks [first, end) are visited, and of these
+        [whole, whole_end) without a mask.
     """
     m = some.shape[2]
     at = jnp.arange(m, dtype=jnp.int32)

@@ -1,9 +1,10 @@
 """Attention kernels of `flash.py` for GPUs, in Pallas with Triton lowering.
 
-Each program has one block of queries or of keys, and visits blocks of the other side: those that
-its queries see wholly, then those that it must mask. Scores are powers of two, not of e.
+Each program holds one block of queries (or keys) and loops over blocks of keys (or queries): first
+over those that are visible as a whole, then over those that need a mask. Exponentials are powers of
+two, which GPUs compute natively: exp(s) = 2^(s log2 e).
 
-Q: queries of a block; T: keys of a block; H: head in memory, a power of two.
+Q: queries of a block; T: keys of a block; H: width of a head in memory, a power of two.
 """
 
 import math
@@ -21,13 +22,20 @@ from jaxforge.kernels.scoring import soft_cap_slope
 
 LOG2E = math.log2(math.e)
 
-Ref = Any  # to global memory
-Carry = Any  # arrays of a loop
-Where = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and documents of some rows
+Ref = Any  # reference to global memory
+Carry = Any  # loop carry
+TokenArrays = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and documents
 
 
 class Tiles(NamedTuple):
-    """Block sizes and compiler options of a kernel."""
+    """Block sizes and compiler options of a kernel.
+
+    Attributes:
+        queries: number of queries of a block.
+        keys: number of keys of a block.
+        warps: number of warps of a program.
+        stages: number of stages of Triton's software pipeline.
+    """
 
     queries: int
     keys: int
@@ -39,11 +47,11 @@ class KernelConfig(NamedTuple):
     """Compile-time constants of a kernel.
 
     Attributes:
-        tiles: of its blocks.
+        tiles: block sizes and compiler options.
         head: width of heads, padded in memory to the next power of two.
-        group: query heads of a program.
-        scale: of products.
-        softcap: of scores.
+        group: number of query heads that a program of `flash_dkv` sums over.
+        scale: factor of the products of queries and keys.
+        softcap: cap of the scores; None: no cap.
     """
 
     tiles: Tiles
@@ -54,12 +62,12 @@ class KernelConfig(NamedTuple):
 
     @property
     def in_memory(self) -> int:
-        """Width of the tiles of heads."""
+        """Width of a head in memory, H."""
         return pl.next_power_of_2(self.head)
 
     @property
     def factor(self) -> float:
-        """Return the factor that turns `scores` into exponents of two."""
+        """Factor that turns `scores` into exponents of two."""
         return LOG2E * (self.scale if self.softcap is None else 1)
 
     def scores(self, products: Array) -> Array:
@@ -67,39 +75,40 @@ class KernelConfig(NamedTuple):
         if self.softcap is None:
             return products
         x = products * (self.scale / self.softcap)
-        return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))  # tanh, also of large x
+        # tanh(x) in a form that does not overflow to NaN: 1 - 2 / (1 + inf) = 1.
+        return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))
 
 
-# Visibility comes from positions and documents only, never from an S x S mask in memory. A block of
-# rows with its `spans` (first, whole, whole_end, end) along the other side:
+# Visibility comes from positions and documents only, never from an S x S mask in memory. Each block
+# has `block_ranges` (first, whole, whole_end, end) of blocks to visit:
 #
 # first     whole          whole_end      end
 # |  masked  |  no mask     |   masked     |      blocks outside of [first, end) are not visited
 class TokenBlock(NamedTuple):
-    """References to the rows of one side: positions, and documents or None."""
+    """References to the positions and documents of queries or keys."""
 
-    at: Ref
-    of: Ref | None
+    positions: Ref
+    documents: Ref | None
 
-    def rows(self, rows: Any) -> Where:  # noqa: ANN401
-        """Positions and documents of some."""
-        return self.at[rows], None if self.of is None else self.of[rows]
+    def load(self, rows: Any) -> TokenArrays:  # noqa: ANN401
+        """Load the positions and documents of some rows."""
+        return self.positions[rows], None if self.documents is None else self.documents[rows]
 
 
-def _seen(
-    queries: Where, keys: Where, window: Ref | None, *, transposed: bool = False
+def _visibility(
+    queries: TokenArrays, keys: TokenArrays, window: Ref | None, *, transposed: bool = False
 ) -> Bool[Array, "Q T"]:
-    """Who sees whom, by positions and documents; transposed, for each key by which queries."""
+    """Return whether each query sees each key, as [Q, T], or as [T, Q] if transposed."""
 
-    def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+    def pairs(by_query: Array, by_key: Array) -> tuple[Array, Array]:
         if transposed:
-            return of_queries[None], of_keys[:, None]
-        return of_queries[:, None], of_keys[None]
+            return by_query[None], by_key[:, None]
+        return by_query[:, None], by_key[None]
 
-    seen = visible(*pairs(queries[0], keys[0]), None if window is None else window[0])
+    is_visible = visible(*pairs(queries[0], keys[0]), None if window is None else window[0])
     if queries[1] is None or keys[1] is None:
-        return seen
-    return seen & jnp.equal(*pairs(queries[1], keys[1]))
+        return is_visible
+    return is_visible & jnp.equal(*pairs(queries[1], keys[1]))
 
 
 def flash_forward(
@@ -115,37 +124,39 @@ def flash_forward(
     o_ref: Ref,
     lse_ref: Ref,
 ) -> None:
-    """Output [Q, H] and logsumexp [Q] of a block of queries of one head."""
+    """Compute output [Q, H] and logsumexp [Q] of a block of queries of one head."""
     # Online softmax in base 2: acc = Σ 2^(s - top) v, total = Σ 2^(s - top), top = running maximum
     # of s = score * factor. One exp2 per score, and no division until the end.
     q_QH = _load(config, q_ref)
-    of_queries = queries.rows(...)
+    query_tokens = queries.load(...)
 
     def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
         acc_QH, top_Q, total_Q = carry
         rows = pl.ds(block * config.tiles.keys, config.tiles.keys)
         scores_QT = config.scores(triton.dot(q_QH, _load(config, k_ref.at[rows, :]).T))
         if masked:
-            scores_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), scores_QT, -jnp.inf)
+            is_visible_QT = _visibility(query_tokens, keys.load(rows), window)
+            scores_QT = jnp.where(is_visible_QT, scores_QT, -jnp.inf)
         new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * config.factor)
         # A row that has seen nothing has top = -inf; -inf - -inf would be NaN, so its base is 0.
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
         weights_QT = jnp.exp2(scores_QT * config.factor - base_Q[:, None])
-        kept_Q = jnp.exp2(top_Q - base_Q)
+        rescale_Q = jnp.exp2(top_Q - base_Q)  # of earlier blocks, to the new maximum
         values_TH = _load(config, v_ref.at[rows, :])
-        more_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
-        total_Q = total_Q * kept_Q + jnp.sum(weights_QT, axis=1)
-        return acc_QH * kept_Q[:, None] + more_QH, new_Q, total_Q
+        weighted_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
+        total_Q = total_Q * rescale_Q + jnp.sum(weights_QT, axis=1)
+        return acc_QH * rescale_Q[:, None] + weighted_QH, new_Q, total_Q
 
     n = config.tiles.queries
     # A sink starts as a score of weight 1 without a value.
     top, total = -jnp.inf, 0.0
     if sinks is not None:
         top, total = sinks[pl.program_id(1)].astype(jnp.float32) * LOG2E, 1.0
-    first = zeros((n, config.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
-    acc_QH, top_Q, total_Q = _visit(block_ranges, step, first)
+    carry = zeros((n, config.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
+    acc_QH, top_Q, total_Q = _loop_over_blocks(block_ranges, step, carry)
     # Back to base e: the logsumexp is merged with parts from other kernels.
     lse_ref[...] = top_Q / LOG2E + jnp.log(total_Q)
+    # Rows that see nothing have acc = total = 0: their output is 0, not 0 / 0.
     _store(config, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
 
 
@@ -163,9 +174,9 @@ def flash_dq(
     delta_ref: Ref,
     dq_ref: Ref,
 ) -> None:
-    """Gradient [Q, H] of a block of queries of one head."""
+    """Compute the gradient [Q, H] of a block of queries of one head."""
     q_QH, do_QH = _load(config, q_ref), _load(config, do_ref)
-    of_queries = queries.rows(...)
+    query_tokens = queries.load(...)
     lse_Q, delta_Q = lse_ref[...] * LOG2E, delta_ref[...]
 
     def step(block: Array, dq_QH: Carry, *, masked: bool) -> Carry:
@@ -174,16 +185,17 @@ def flash_dq(
         scores_QT = config.scores(triton.dot(q_QH, k_TH.T))
         weights_QT = jnp.exp2(scores_QT * config.factor - lse_Q[:, None])
         if masked:
-            weights_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), weights_QT, 0.0)
-        # dS = P (dP - δ), with P from the saved logsumexp: nothing of the forward pass is stored
-        # per pair.
+            is_visible_QT = _visibility(query_tokens, keys.load(rows), window)
+            weights_QT = jnp.where(is_visible_QT, weights_QT, 0.0)
+        # dS = P (dP - δ), with P recomputed from the saved logsumexp: the forward pass stores
+        # nothing per pair of tokens.
         ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
         if config.softcap is not None:
             ds_QT *= soft_cap_slope(scores_QT, config.softcap)
         return dq_QH + triton.dot(ds_QT.astype(k_TH.dtype), k_TH)
 
-    dq_QH = _visit(block_ranges, step, zeros((config.tiles.queries, config.in_memory)))
-    _store(config, dq_ref, dq_QH * config.scale)
+    dq_QH = _loop_over_blocks(block_ranges, step, zeros((config.tiles.queries, config.in_memory)))
+    _store(config, dq_ref, dq_QH * config.scale)  # S = scale * Q Kᵀ
 
 
 def flash_dkv(
@@ -201,16 +213,17 @@ def flash_dkv(
     dk_ref: Ref,
     dv_ref: Ref,
 ) -> None:
-    """Gradients [T, H] of a block of keys and values, summed over `group` heads of queries.
+    """Compute gradients [T, H] of a block of keys and values, summed over `group` query heads.
 
-    Scores are transposed: what is multiplied with queries stays in registers.
+    Scores are transposed, [T, Q], so that the left operands of the products for dK and dV are
+    already in registers.
     """
-    # One program owns a block of keys and adds up over all queries that see it: no atomics. The
-    # heads of queries that share this key head are a loop.
+    # One program owns a block of keys and sums over all queries that see it, without atomics. A
+    # loop runs over the query heads of the program.
     k_TH, v_TH = _load(config, k_ref), _load(config, v_ref)
-    of_keys = keys.rows(...)
+    key_tokens = keys.load(...)
 
-    def of_head(head: Array, carry: Carry) -> Carry:
+    def add_head(head: Array, carry: Carry) -> Carry:
         def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
             dk_TH, dv_TH = carry
             rows = pl.ds(block * config.tiles.queries, config.tiles.queries)
@@ -219,42 +232,43 @@ def flash_dkv(
             scores_TQ = config.scores(triton.dot(k_TH, q_QH.T))
             weights_TQ = jnp.exp2(scores_TQ * config.factor - (lse_ref[head, rows] * LOG2E)[None])
             if masked:
-                seen = _seen(queries.rows(rows), of_keys, window, transposed=True)
-                weights_TQ = jnp.where(seen, weights_TQ, 0.0)
+                tokens = queries.load(rows)
+                is_visible_TQ = _visibility(tokens, key_tokens, window, transposed=True)
+                weights_TQ = jnp.where(is_visible_TQ, weights_TQ, 0.0)
             dv_TH += triton.dot(weights_TQ.astype(do_QH.dtype), do_QH)
             ds_TQ = weights_TQ * (triton.dot(v_TH, do_QH.T) - delta_ref[head, rows][None])
             if config.softcap is not None:
                 ds_TQ *= soft_cap_slope(scores_TQ, config.softcap)
             return dk_TH + triton.dot(ds_TQ.astype(q_QH.dtype), q_QH), dv_TH
 
-        return _visit(block_ranges, step, carry)
+        return _loop_over_blocks(block_ranges, step, carry)
 
     carry = (
         zeros((config.tiles.keys, config.in_memory)),
         zeros((config.tiles.keys, config.in_memory)),
     )
     if config.group == 1:
-        dk_TH, dv_TH = of_head(jnp.int32(0), carry)
+        dk_TH, dv_TH = add_head(jnp.int32(0), carry)
     else:
-        dk_TH, dv_TH = jax.lax.fori_loop(0, config.group, of_head, carry)
+        dk_TH, dv_TH = jax.lax.fori_loop(0, config.group, add_head, carry)
     _store(config, dk_ref, dk_TH * config.scale)
     _store(config, dv_ref, dv_TH)
 
 
-def _visit(block_ranges: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
-    """Blocks that are seen wholly, from `whole` on, then those on both sides of them."""
+def _loop_over_blocks(block_ranges: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
+    """Run `step` over [whole, whole_end) without a mask, then over the other blocks with one."""
     # Two loops instead of a branch in one: unmasked blocks, the majority, need no comparisons.
     first, whole, whole_end, end = (block_ranges[i] for i in range(4))
-    between = whole_end - whole
+    n_whole = whole_end - whole
     carry = jax.lax.fori_loop(
         whole, whole_end, lambda block, carry: step(block, carry, masked=False), carry
     )
 
-    def at_edge(i: Array, carry: Carry) -> Carry:
+    def masked_step(i: Array, carry: Carry) -> Carry:
         block = first + i
-        return step(jnp.where(block < whole, block, block + between), carry, masked=True)
+        return step(jnp.where(block < whole, block, block + n_whole), carry, masked=True)
 
-    return jax.lax.fori_loop(0, end - first - between, at_edge, carry)
+    return jax.lax.fori_loop(0, end - first - n_whole, masked_step, carry)
 
 
 def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -263,7 +277,7 @@ def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
 
 
 def _load(config: KernelConfig, ref: Ref) -> Float[Array, "rows H"]:
-    """Rows of heads; beyond their width, zeros."""
+    """Load rows of a head, padded with zeros to its width in memory."""
     if config.head == config.in_memory:
         return triton.load(ref)
     return triton.load(ref, mask=_in_head(config), other=0.0)

@@ -1,6 +1,6 @@
-"""Kernels of other machines, imported when they run.
+"""Lazy import of kernels for specific platforms.
 
-To import JAX's for GPUs and TPUs takes a while, and not every JAX has them all.
+Importing JAX's kernels for GPUs and TPUs takes time, and not every version of JAX has all of them.
 """
 
 import importlib
@@ -9,9 +9,14 @@ from typing import Any
 
 
 def on_first_use(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module of this package, which is imported when it is called."""
+    """Return a function that imports a module of this package when it is first called.
 
-    def function(*inputs: Any, **options: Any) -> Any:  # noqa: ANN401 (those of what it stands for)
+    Args:
+        module: name of the module within `jaxforge.kernels`.
+        name: name of the function in the module.
+    """
+
+    def function(*inputs: Any, **options: Any) -> Any:  # noqa: ANN401 (types of the kernel)
         return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*inputs, **options)
 
     return function

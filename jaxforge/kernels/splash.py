@@ -1,8 +1,9 @@
 """Splash attention: the flash attention kernel for TPU that comes with JAX.
 
-The kernel knows one sequence on one device. Here it is mapped over the batch;
-`attention_backends.attend_locally` brings it to a mesh. Tiles that it computes are listed when it
-is made, from its mask; documents are known later, and by them tiles are struck from the lists.
+The kernel computes one sequence on one device. Here it is mapped over the batch;
+`attention_backends.attend_locally` runs it on a mesh. The static mask determines, at trace time,
+the tiles that the kernel computes. Tiles whose queries and keys share no document are removed from
+these lists at run time.
 """
 
 import functools
@@ -31,9 +32,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.kernels.scoring import PLAIN, Scoring
 
 SEQUENCE_MULTIPLE = 128
-"""The kernel reads tiles of so many tokens."""
+"""Divisor of sequence lengths: the kernel reads tiles of 128 tokens."""
 
-_BLOCK = 512  # tokens of a tile: what MaxText runs with on every generation
+_BLOCK = 512  # tokens of a tile, as MaxText uses on all generations of TPUs
 _INTERPRET = False  # tests set it, to run the kernel without a TPU
 
 DocumentIds = Int[Array, "b s"] | None
@@ -49,70 +50,74 @@ def splash_attention(
     scoring: Scoring = PLAIN,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "b s heads h"]:
-    """Compute softmax(q kᵀ / √h) v over the keys at or before each query, in its document.
+    """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
-    Of a window of tokens, its own included, it sees those, and of a row in chunks its own chunk;
-    tiles outside of it are not computed, nor those whose queries and keys share no document.
-    `sinks` are a logit of each head that joins its scores.
+    Tiles without a visible key are not computed. `sinks` holds a logit of each head that joins the
+    scores and has no value.
     """
     length, heads, h = q_BSHh.shape[1:]
-    # The kernel multiplies q by nothing: scale the queries instead, in their dtype.
+    # The kernel applies no scale to products: scale the queries instead, in their dtype.
     kernel = _kernel(length, heads, _mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
 
-    def of_row(q: Array, k: Array, v: Array, ids: Int[Array, "s"] | None) -> Array:
-        own = kernel if ids is None else _within_documents(kernel, ids)
-        y = own(q, k, v, None if ids is None else SegmentIds(q=ids, kv=ids), sinks)
+    def attend(q: Array, k: Array, v: Array, ids: Int[Array, "s"] | None) -> Array:
+        row_kernel = kernel if ids is None else _within_documents(kernel, ids)
+        y = row_kernel(q, k, v, None if ids is None else SegmentIds(q=ids, kv=ids), sinks)
         assert isinstance(y, jax.Array)  # without residuals
         return y
 
-    return jax.vmap(of_row)(q, k, v, segment_ids).swapaxes(1, 2)
+    return jax.vmap(attend)(q, k, v, segment_ids).swapaxes(1, 2)
 
 
 def _within_documents(kernel: SplashAttentionKernel, ids: Int[Array, "s"]) -> SplashAttentionKernel:
     """Return the kernel without tiles whose queries and keys share no document."""
     tiles = ids.reshape(-1, _block(len(ids)))
-    # A tile of queries and one of keys share a document only if their ranges of ids overlap (ids
-    # ascend along a row). The mask of the forward and both backward kernels lose the others.
+    # A tile of queries and one of keys share a document only if their ranges of ids overlap. Other
+    # pairs are removed from the forward and both backward kernels.
     first, last = jnp.min(tiles, axis=1), jnp.max(tiles, axis=1)
-    meet = (first[:, None] <= last) & (first <= last[:, None])
-    of_keys, of_queries = kernel.dkv_mask_info, kernel.dq_mask_info
-    assert of_keys is not None
-    assert of_queries is not None
+    overlaps = (first[:, None] <= last) & (first <= last[:, None])
+    dkv_info, dq_info = kernel.dkv_mask_info, kernel.dq_mask_info
+    assert dkv_info is not None
+    assert dq_info is not None
     return SplashAttentionKernel(
-        _struck(kernel.fwd_mask_info, meet),
-        _struck(of_queries, meet),
-        _struck(of_keys, meet, by_keys=True),
+        _remove_tiles(kernel.fwd_mask_info, overlaps),
+        _remove_tiles(dq_info, overlaps),
+        _remove_tiles(dkv_info, overlaps, by_keys=True),
         **kernel.kwargs,
     )
 
 
-def _struck(info: MaskInfo, meet: Bool[Array, "n n"], *, by_keys: bool = False) -> MaskInfo:
-    """Lists without tiles that do not meet: instead of one, what comes next is fetched meanwhile.
+def _remove_tiles(
+    info: MaskInfo, overlaps: Bool[Array, "n n"], *, by_keys: bool = False
+) -> MaskInfo:
+    """Return the lists of tiles without pairs that do not overlap.
 
-    A tile of queries has a list of tiles of keys; `by_keys` it is the other way round.
+    Args:
+        info: for each tile of queries, the list of tiles of keys.
+        overlaps: whether a tile of queries and one of keys may share a document.
+        by_keys: whether `info` instead lists tiles of queries for each tile of keys.
     """
-    if info.data_next is None or info.block_mask is None:  # nothing is listed: all are computed
+    if info.data_next is None or info.block_mask is None:  # no lists: all tiles are computed
         return info
-    turned = (0, 2, 1) if by_keys else (0, 1, 2)
-    listed, mask = (jnp.transpose(x, turned) for x in (info.data_next, info.block_mask))
-    # Per head and row of tiles, in the order of execution:
+    order = (0, 2, 1) if by_keys else (0, 1, 2)
+    prefetched, mask = (jnp.transpose(x, order) for x in (info.data_next, info.block_mask))
+    # For each head h and row of tiles i, in the order of execution t:
     #
-    # listed[h, i, t]   tile of the other side to prefetch for step t
-    # mask[h, i, t]     0: skip, 1: compute with mask, 2: compute without mask
+    # prefetched[h, i, t]   index of the other tile (of keys, or of queries) to fetch for step t
+    # mask[h, i, t]         0: skip, 1: compute with mask, 2: compute without mask
     #
-    # Steps that are struck get mask 0. Their prefetch is replaced by that of the next step that
-    # stays, so that the pipeline of transfers has no bubble: `cummin` from the right finds it.
-    own = jnp.arange(len(meet))[:, None]
-    stays = (mask > 0) & meet[own, listed.astype(jnp.int32)]
-    at = jnp.arange(stays[0].size)
-    following = jnp.where(stays.reshape(len(stays), -1), at, len(at) - 1)
+    # Removed steps get mask 0. They fetch the tile of the next remaining step, so that transfers
+    # have no gap: `cummin` from the right finds that step.
+    row = jnp.arange(len(overlaps))[:, None]
+    remains = (mask > 0) & overlaps[row, prefetched.astype(jnp.int32)]
+    step = jnp.arange(remains[0].size)
+    following = jnp.where(remains.reshape(len(remains), -1), step, len(step) - 1)
     following = jax.lax.cummin(following, axis=1, reverse=True)
-    fetched = jnp.take_along_axis(listed.reshape(following.shape), following, axis=1)
+    fetched = jnp.take_along_axis(prefetched.reshape(following.shape), following, axis=1)
     return info._replace(
-        data_next=jnp.transpose(fetched.reshape(listed.shape), turned),
-        block_mask=jnp.transpose(jnp.where(stays, mask, 0), turned),
+        data_next=jnp.transpose(fetched.reshape(prefetched.shape), order),
+        block_mask=jnp.transpose(jnp.where(remains, mask, 0), order),
     )
 
 
@@ -130,18 +135,19 @@ def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
 
 
 class _ByTile(Mask):
-    """Mask that computes only those of its tiles that are partially visible.
+    """Mask that compares positions only in tiles that are partially visible.
 
-    The kernel asks for every tile while the step is traced: of 131,072 tokens, that took a minute.
+    The kernel evaluates every tile while the step is traced. Without this class, that took a minute
+    for 131,072 tokens.
     """
 
     reach: int
-    """How many tokens back a query sees at most."""
+    """Largest distance of a visible key from its query, in tokens."""
 
     def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
         rows, columns = tile
-        # Distances query - key over the corners of the tile decide it without a comparison per
-        # pair.
+        # The least and greatest distance query - key of a tile, at two of its corners, decide
+        # whether all of it is masked or visible.
         nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
         shape = rows.stop - rows.start, columns.stop - columns.start
         if farthest < 0 or nearest > self.reach:

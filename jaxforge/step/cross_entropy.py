@@ -37,8 +37,8 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     automatic_size,
     constrain,
-    parts_of_sequences,
     size_per_device,
+    split_sequences,
 )
 from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
 
@@ -131,7 +131,7 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
 
     Args:
         config: the `[train]` section.
-        batch: sequences, over all devices, or parts of them (`parts_of_sequences`).
+        batch: sequences, over all devices, or parts of them (`split_sequences`).
         length: tokens of each.
         vocab: size of the vocabulary.
         tile: logits that the platform likes to see at a time, on a device; None: any number.
@@ -155,7 +155,7 @@ def tiling_on_device(
 
 def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
     """`tiling` of labels [b, s] and a head [v, d], for a model's logits."""
-    batch, length = parts_of_sequences(labels).shape
+    batch, length = split_sequences(labels).shape
     tiles = tiling(config, batch, length, head.shape[0], model.runtime.loss_tile)
     return tiles._replace(softcap=model.config.final_logit_softcap)
 
@@ -190,9 +190,9 @@ def _by_part(hidden_BSD: Array, labels_BS: Array, masks: _Masks) -> tuple[Array,
     if dataset is not None and parts > 1:
         dataset = jnp.tile(dataset, (parts, 1))
     if padding is not None:
-        padding = parts_of_sequences(padding)
+        padding = split_sequences(padding)
     masks = _Masks(dataset, padding)
-    return parts_of_sequences(hidden_BSD), parts_of_sequences(labels_BS), masks
+    return split_sequences(hidden_BSD), split_sequences(labels_BS), masks
 
 
 def _sums(

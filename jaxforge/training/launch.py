@@ -50,7 +50,7 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
     with Watchdog(Limits.of(known.train)) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
-            multihost.leaving_at_once_on_failure(),
+            multihost.exit_at_once_on_failure(),
             _live_line(console, known, watchdog) as live,
         ):
             config = resolve(config, watchdog)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.kernels import flash
 from jaxforge.kernels.attention_backends import reference_attention
-from jaxforge.kernels.flash_blocks import Tokens, block_ranges, block_visibility
+from jaxforge.kernels.flash_blocks import TokenPositions, block_ranges, block_visibility
 from jaxforge.kernels.flash_kernels import Tiles
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel import targets
@@ -71,7 +71,7 @@ def test_flash_attention_is_the_reference(heads, h, length, packed, window, how)
 
 @pytest.mark.parametrize("programs", [0, 10**6])
 def test_heads_are_summed_in_the_kernel_or_after_it(monkeypatch, programs):
-    monkeypatch.setattr(flash, "_PROGRAMS", programs)
+    monkeypatch.setattr(flash, "_MIN_PROGRAMS", programs)
     given = random_heads(64, (6, 2), 16)
     loss = lambda *qkv: jnp.sum(flash.flash_attention(*qkv, None))  # noqa: E731
     is_apart = "2,64,2,3,16]" in str(jax.make_jaxpr(jax.grad(loss))(*given))
@@ -110,8 +110,8 @@ def test_pieces_of_the_keys_put_together_are_the_whole():
 
     expected = [np.asarray(each)[:, order] for each in whole(q, k, v, d_y)]
     q, k, v, at, ids, d_y = (x[:, order] for x in (q, k, v, at, ids, d_y))
-    queries = Tokens(at, ids)
-    keys = [Tokens(*each) for each in zip(chunks(at, size), chunks(ids, size), strict=True)]
+    queries = TokenPositions(at, ids)
+    keys = [TokenPositions(*each) for each in zip(chunks(at, size), chunks(ids, size), strict=True)]
     kv = list(zip(chunks(k, size), chunks(v, size), keys, strict=True))
 
     result = [map(np.asarray, FORWARD(q, k, v, queries, t, window, scoring)) for k, v, t in kv]
@@ -130,7 +130,10 @@ def test_pieces_of_the_keys_put_together_are_the_whole():
 def test_queries_that_see_nothing_give_nothing():
     q, k, v = random_heads(32, (2, 1), 16)
     at = np.tile(np.arange(32), (2, 1))
-    earlier = Tokens(at), Tokens(at + 20)  # the first 20 queries see no key, the others 12
+    earlier = (
+        TokenPositions(at),
+        TokenPositions(at + 20),
+    )  # the first 20 queries see no key, the others 12
     y, lse = FORWARD(q, k, v, *earlier)
     assert (np.asarray(y)[:, :20] == 0).all()
     assert (np.asarray(lse)[..., :20] == -np.inf).all()
@@ -144,7 +147,7 @@ def test_queries_that_see_nothing_give_nothing():
 
 def test_results_are_rounded_once():
     q, k, v = (x.astype(jnp.bfloat16) for x in random_heads(32, (2, 1), 16))
-    at = Tokens(np.tile(np.arange(32), (2, 1)))
+    at = TokenPositions(np.tile(np.arange(32), (2, 1)))
     y, lse = FORWARD(q, k, v, at, at)
     assert (y.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
     exact, _ = FORWARD(q, k, v, at, at, dtype=jnp.float32)
@@ -158,7 +161,7 @@ def test_results_are_rounded_once():
 
 def visits(positions, documents=None, window=None, block=4):
     ids = None if documents is None else np.array([documents], np.int32)
-    tokens = Tokens(np.array([positions], np.int32), ids)
+    tokens = TokenPositions(np.array([positions], np.int32), ids)
     return visited(tokens, tokens, block, window)[0].tolist()
 
 
@@ -191,15 +194,15 @@ def test_blocks_that_nobody_sees_are_skipped_and_whole_ones_not_masked(
 
 
 def test_no_block_of_the_keys_is_visited_by_queries_that_come_before():
-    early = Tokens(np.arange(8)[None], np.zeros((1, 8), np.int32))
-    late = Tokens(np.arange(8, 16)[None], np.zeros((1, 8), np.int32))
+    early = TokenPositions(np.arange(8)[None], np.zeros((1, 8), np.int32))
+    late = TokenPositions(np.arange(8, 16)[None], np.zeros((1, 8), np.int32))
     assert visited(early, late).tolist() == [[[0] * 4] * 2]
     other = late._replace(documents=late.documents + 1)
     assert visited(other, early).tolist() == [[[0] * 4] * 2]
 
 
 @pytest.mark.skipif(
-    not targets.gpu_compiler_is_here(),
+    not targets.has_gpu_compiler(),
     reason="needs XLA's compiler for GPUs: make test-gpu-compiler",
 )
 @pytest.mark.parametrize("h", [64, 80, 128, 256])

@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxforge.errors import UserError
 from jaxforge.kernels import grouped_blocks, grouped_mosaic, megablox
-from jaxforge.kernels.grouped import GROUPED, ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.kernels.grouped import (
+    GROUPED_BACKENDS,
+    ProductRequirements,
+    choose_grouped,
+    grouped_matmul,
+)
 from jaxforge.parallel import targets
 
 INP, OUT = 16, 24
@@ -158,10 +163,9 @@ def test_inside_shard_map(weights):
 def test_no_more_is_multiplied_than_is_active():
     """All three products; a dense one would be 16 times as much, and the bound is 1.1.
 
-    Rows that are multiplied are those of each loop's body, times its turns. The compiler counts
-    the body of a loop once, and so says that the bodies together have as many rows as all of
-    `rungs`. How often each is run is what `_plan` says; that those blocks are the rows, once each,
-    is `test_any_sizes_are_covered_once`.
+    The number of multiplied rows is that of each loop's body, times its number of iterations. The
+    compiler counts the body of a loop once, so that all bodies together have the sum of
+    `row_block_sizes` as rows. `_block_table` returns the number of iterations.
     """
     groups, rows = 16, 4096
     ladder = grouped_blocks.row_block_sizes(rows, groups)
@@ -177,7 +181,7 @@ def test_no_more_is_multiplied_than_is_active():
         assert program.as_text().count(" while(") == len(ladder)
         counted = program.cost_analysis()["flops"] / (2 * INP * OUT * 16)
         assert sum(ladder) <= counted <= 1.1 * sum(ladder)  # masks and the plan are in it
-    plan = jax.jit(lambda sizes: grouped_blocks._plan(sizes, rows, ladder)[1])
+    plan = jax.jit(lambda sizes: grouped_blocks._block_table(sizes, rows, ladder)[1])
     rng = np.random.default_rng(0)
     skewed, usual = (rng.dirichlet([alpha] * groups) for alpha in (1.0, 4.0))
     for shares in (skewed, usual, np.full(groups, 1 / groups)):
@@ -211,7 +215,7 @@ def test_tiles_of_megablox_waste_little():
 def test_rows_laid_apart_for_mosaic():
     """No block of 64 places has rows of two groups, and each row has one place."""
     sizes = np.array([0, 70, 0, 64, 1, 0])
-    apart = jax.jit(lambda sizes: grouped_mosaic._apart(sizes, 150))
+    apart = jax.jit(lambda sizes: grouped_mosaic._padded_layout(sizes, 150))
     first, count, row, is_row = map(np.asarray, apart(sizes))
     np.testing.assert_array_equal(count, [0, 2, 0, 1, 1, 0])
     np.testing.assert_array_equal(row[is_row], np.arange(135))
@@ -249,7 +253,7 @@ def compile_for(devices, backend, rows, inp, out, groups=4):
     return jax.jit(of_all).lower(x, w, dy, sizes).compile()
 
 
-@pytest.mark.skipif(not targets.gpu_compiler_is_here(), reason="XLA's compiler for GPUs is missing")
+@pytest.mark.skipif(not targets.has_gpu_compiler(), reason="XLA's compiler for GPUs is missing")
 def test_mosaic_compiles_for_h100():
     """Compilation reaches PTX, forward and both gradients, with no product outside of kernels."""
     text = compile_for(targets.gpus("h100"), "mosaic_gpu", rows=1000, inp=192, out=320).as_text()
@@ -301,4 +305,4 @@ def test_every_backend_that_is_named_is_there():
     from jaxforge.config.model import ModelConfig
 
     names = ModelConfig.model_fields["moe_backend"].annotation.__args__
-    assert set(names) == {"auto", *GROUPED}
+    assert set(names) == {"auto", *GROUPED_BACKENDS}

@@ -269,7 +269,7 @@ AT = KernelRequirements("cpu", jnp.dtype("float32"), 64, 256)
 TPU = AT._replace(platform="tpu")
 GPU = AT._replace(platform="gpu", dtype=jnp.dtype("bfloat16"), capability="9.0")
 NO_FLOAT32 = 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-NO_MASK = "not cudnn: documents are packed, of which it has an S x S mask"
+NO_MASK = "not cudnn: packed documents would need an S x S mask"
 SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 10.0, 10.3"
 
 
@@ -287,7 +287,7 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
         ("auto", GPU._replace(sinks=True, capability="8.9"), "blockwise",
          f"not triton: {SMALL_TILES}"),
         ("auto", GPU._replace(head_size=256), "cudnn", ""),
-        ("auto", GPU._replace(head_size=256, here=False), "triton", "multiples of 8 up to 128"),
+        ("auto", GPU._replace(head_size=256, is_present=False), "triton", "of 8 up to 128"),
         ("auto", GPU._replace(head_size=256, capability="8.0"), "triton", "run there, up to 256"),
         ("auto", GPU._replace(head_size=256, capability="10.0"), "triton", "these are 256"),
         ("auto", GPU._replace(head_size=100), "triton", "multiples of 8 up to 256"),
@@ -318,10 +318,10 @@ def test_choice_of_a_kernel(asked, at, chosen, why):
 @pytest.mark.parametrize(
     ("asked", "at", "message"),
     [
-        ("cudnn", AT, '"cudnn" cannot serve here: it needs an NVIDIA GPU, and this run is on cpu'),
-        ("triton", AT, '"triton" cannot serve here: it needs an NVIDIA GPU, and this run is on'),
+        ("cudnn", AT, '"cudnn" cannot be used here: it needs an NVIDIA GPU, and this run is'),
+        ("triton", AT, '"triton" cannot be used here: it needs an NVIDIA GPU, and this run is on'),
         ("flash", GPU._replace(dtype=AT.dtype), NO_FLOAT32),
-        ("cudnn", GPU._replace(head_size=160, here=False),
+        ("cudnn", GPU._replace(head_size=160, is_present=False),
          "up to 128 wide, on Hopper, and run there, up to 256; these are 160"),
         ("triton", GPU._replace(head_size=264), "up to 256 wide, and these are 264"),
         ("triton", GPU._replace(capability="8.6"), f"{SMALL_TILES}, and these GPUs have 8.6"),
@@ -333,7 +333,7 @@ def test_choice_of_a_kernel(asked, at, chosen, why):
         ("cudnn", GPU._replace(sinks=True),
          "it has no attention sinks, and model.attention_sinks = true"),
         ("splash", AT, "it needs a TPU"),
-        ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is no multiple"),
+        ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is not a multiple"),
     ],
 )  # fmt: skip
 def test_unsupported_backend_raises(asked, at, message):
