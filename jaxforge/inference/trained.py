@@ -137,8 +137,8 @@ def _does_not_fit(error: BaseException, params: Params) -> str:
     has = device_memory.gigabytes(device_memory.capacity())
     return (
         f"out of memory: {device_memory.first_line(error)}\non each device parameters take {needs} "
-        f"of {has}. What helps: a smaller --batch-size, fewer tokens, or more devices to split them "
-        "over (--distributed.tp)"
+        f"of {has}. What helps: a smaller --batch-size, fewer tokens, or more devices to split "
+        "them over (--distributed.tp)"
     )
 
 
