@@ -1,18 +1,18 @@
-"""Attention backends of `model.sdpa_backend`, and the choice between them.
+"""Attention kernels of `model.sdpa_backend`, and the choice of a supported one.
 
-    reference   plain products over the full score matrix, on any platform; the tests' reference
-    blockwise   blocks of queries in plain XLA, on any platform (`blockwise.py`); "auto" on CPU
+    reference   plain products over the full score matrix, anywhere; tests compare others with it
+    blockwise   blocks of queries in plain XLA, anywhere (`blockwise.py`); auto's choice on CPU
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
     triton      flash attention in Pallas on NVIDIA GPUs, bf16 or fp16 (`flash.py`)
     splash      JAX's flash attention on TPU (`splash.py`)
 
-All backends support causality, packed documents, sliding windows and a scale of scores. All but
-cuDNN support chunks, a soft cap of scores and attention sinks. A backend that is named in the
-config and cannot be used is an error. `auto` takes the first suitable backend of the platform. The
-run's banner names it, with the reason if it is not the preferred backend.
+Every kernel supports causality, packed documents, sliding windows and a scale of scores. All except
+cuDNN's also support chunks, a soft cap of scores and attention sinks. Selecting an unsupported
+kernel by name is an error. `auto` takes the platform's first supported kernel. The run's banner
+names it, with the reasons against preferred kernels.
 
-XLA partitions plain products over any mesh. It cannot partition a kernel, so that each device runs
-the kernel on its own sequences and heads (`attend_locally`). Attention needs no communication.
+XLA's partitioner splits plain products over any mesh, but not the inside of a kernel. So each
+device runs the kernel on its own sequences and heads (`attend_locally`), without communication.
 """
 
 import functools
@@ -36,15 +36,15 @@ Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 SegmentIds = Int[Array, "b s"] | None
 Sinks = Float[Array, "heads"] | None
-AttentionFunction = Callable[..., Queries]
+Backend = Callable[..., Queries]
 """(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
 -> softmax(q kᵀ / √h) v, causal.
 
-A query sees only tokens with its own id in `segment_ids`, the last `window` of them including
-itself (None: all), and only those of its own chunk of `chunk` tokens. `sinks` holds a logit of each
-head, which joins the scores without a value: it takes the part sigmoid(sink - lse) of the weight.
-cuDNN takes neither chunks nor sinks. Functions that are not opaque also take `reach`, a window as
-an array.
+`segment_ids` separates packed documents. A query sees the last `window` tokens, including itself;
+None: all of them. With chunks of `chunk` tokens, it sees only its own chunk. `sinks` are an extra
+logit per head that joins the scores and has no value: a sink takes the fraction
+sigmoid(sink - lse) of the weight. cuDNN's kernel supports neither chunks nor sinks. Kernels that
+are not opaque also take `reach`, a window that is an array.
 """
 
 
@@ -59,15 +59,14 @@ def reference_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Compute attention from all S x S scores, with scores and softmax in float32."""
+    """Attend with all S x S scores in float32."""
     if reach is None and chunk is None and scoring.softcap is None and sinks is None:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
-    limit = window if reach is None else reach
-    mask = visible(tokens[:, None], tokens, limit, chunk)[None, None]
+    seen = visible(tokens[:, None], tokens, window if reach is None else reach, chunk)[None, None]
     if segment_ids is not None:
-        mask = mask & _same_document(segment_ids)
-    return masked_attention(q, k, v, mask, scoring, sinks)
+        seen = seen & _same_document(segment_ids)
+    return masked_attention(q, k, v, seen, scoring, sinks)
 
 
 def cudnn_attention(
@@ -78,7 +77,7 @@ def cudnn_attention(
     window: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
-    """Compute attention with cuDNN; packed documents need an S x S mask per sequence."""
+    """Attend with cuDNN's kernel; packed documents need an S x S mask per sequence."""
     return _dot_product(q, k, v, segment_ids, window, "cudnn", scoring)
 
 
@@ -90,7 +89,7 @@ def masked_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Compute attention with an explicit mask, as decoding with a cache does."""
+    """Attend with any mask by plain products, as decoding with a cache does."""
     if scoring.softcap is not None or sinks is not None:
         weights = softmax_weights(q, k, mask, scoring, sinks)
         output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
@@ -107,12 +106,12 @@ def softmax_weights(
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
     capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
-    masked = jnp.where(mask[:, :, None], capped, -jnp.inf)
-    if sinks is not None:  # the score of an extra key, whose weight is dropped below
-        column = sinks.reshape(k.shape[2], -1, 1, 1).astype(masked.dtype)
-        column = jnp.broadcast_to(column, (*masked.shape[:-1], 1))
-        masked = jnp.concatenate([masked, column], axis=-1)
-    return jax.nn.softmax(masked, axis=-1)[..., : k.shape[1]]
+    seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
+    if sinks is not None:  # one more key
+        column = sinks.reshape(k.shape[2], -1, 1, 1).astype(seen.dtype)
+        column = jnp.broadcast_to(column, (*seen.shape[:-1], 1))
+        seen = jnp.concatenate([seen, column], axis=-1)
+    return jax.nn.softmax(seen, axis=-1)[..., : k.shape[1]]
 
 
 def _dot_product(
@@ -124,10 +123,10 @@ def _dot_product(
     implementation: Literal["xla", "cudnn"],
     scoring: Scoring,
 ) -> Queries:
-    mask = None if segment_ids is None else _same_document(segment_ids)
-    window_size = None if window is None else (window - 1, 0)
+    same = None if segment_ids is None else _same_document(segment_ids)
+    back = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, local_window_size=window_size, scale=scoring.scale,
+        q, k, v, mask=same, is_causal=True, local_window_size=back, scale=scoring.scale,
         implementation=implementation,
     )  # fmt: skip
 
@@ -137,7 +136,7 @@ def _same_document(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
 
 
 def attend_locally(
-    kernel: AttentionFunction,
+    kernel: Backend,
     q: Queries,
     k: Keys,
     v: Keys,
@@ -147,22 +146,21 @@ def attend_locally(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Run a single-device kernel on each device of any mesh.
+    """Run a single-device kernel on any mesh.
 
-    All automatic axes become manual, so that the partitioner has nothing to do. cuDNN's attention
-    brings its own partitioning rule, which fails if some axes are manual and others automatic.
+    All automatic axes become manual, so that the partitioner has nothing to do: cuDNN's attention
+    has its own partitioner, which fails where some axes are manual already.
     """
     options = {"window": window, "chunk": chunk, "scoring": scoring if scoring != PLAIN else None}
     kernel = functools.partial(kernel, **{k: x for k, x in options.items() if x is not None})
 
-    def attend(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
+    def run(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
         return _with_sinks(kernel, sinks)(q, k, v, segment_ids)
 
-    return run_per_device(attend, q, k, v, segment_ids, sinks)
+    return run_per_device(run, q, k, v, segment_ids, sinks)
 
 
-def _with_sinks(kernel: AttentionFunction, sinks: Sinks) -> AttentionFunction:
-    # cuDNN's function has no argument `sinks`.
+def _with_sinks(kernel: Backend, sinks: Sinks) -> Backend:
     return kernel if sinks is None else functools.partial(kernel, sinks=sinks)
 
 
@@ -171,35 +169,25 @@ def run_per_device(
     q: Queries,
     k: Keys,
     v: Keys,
-    token_arrays: PyTree,
+    of_tokens: PyTree,
     sinks: Sinks,
     *scalars: Array,
 ) -> Queries:
-    """Run a single-device attention function on each device of the current mesh.
-
-    Args:
-        kernel: (q, k, v, token_arrays, sinks, *scalars) -> outputs, all of one device.
-        q: queries, split over sequences, tokens and heads.
-        k: keys, split likewise.
-        v: values, split likewise.
-        token_arrays: tree of arrays [b, s], such as document ids, split over sequences and tokens.
-        sinks: sink logit of each head, split over heads.
-        *scalars: arrays that all devices receive whole.
-    """
+    """Run a function on each device's share of q, k, v, arrays [b, s] of tokens, and sinks."""
     axes = automatic_axes()
-    if not axes:
-        return kernel(q, k, v, token_arrays, sinks, *scalars)
-    query_spec = automatic_spec("batch", "context", "heads", None)
-    key_spec = automatic_spec("batch", "context", "kv_heads", None)
-    token_specs = jax.tree.map(lambda _: automatic_spec("batch", "context"), token_arrays)
-    sink_spec = None if sinks is None else automatic_spec("heads")
+    if not axes:  # the caller is in a `shard_map` over all axes, or there is no mesh
+        return kernel(q, k, v, of_tokens, sinks, *scalars)
+    queries = automatic_spec("batch", "context", "heads", None)
+    keys = automatic_spec("batch", "context", "kv_heads", None)
+    rows = jax.tree.map(lambda _: automatic_spec("batch", "context"), of_tokens)
+    of_heads = None if sinks is None else automatic_spec("heads")
     return jax.shard_map(
         kernel,
-        in_specs=(query_spec, key_spec, key_spec, token_specs, sink_spec, *(P() for _ in scalars)),
-        out_specs=query_spec,
+        in_specs=(queries, keys, keys, rows, of_heads, *(P() for _ in scalars)),
+        out_specs=queries,
         axis_names=axes,
         check_vma=False,  # kernels do not declare the mesh axes that their results vary over
-    )(q, k, v, token_arrays, sinks, *scalars)
+    )(q, k, v, of_tokens, sinks, *scalars)
 
 
 def attend_with_masks(
@@ -214,31 +202,30 @@ def attend_with_masks(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Compute attention with a backend, under a mask that may be selected on the device.
+    """Attend with the mask `masks[mask_index]`.
 
-    With a traced index, backends in plain XLA apply the mask as data. Opaque kernels need their
-    mask at compile time, so that one is compiled for each mask and a switch selects it. A kernel
-    must not communicate, because devices may take different branches.
+    If `mask_index` is an array, plain XLA kernels apply the mask at run time. Opaque kernels are
+    compiled once per mask, and each device switches to its own. Devices may take different
+    branches, so kernels must not communicate.
 
     Args:
         name: a key of `BACKENDS`.
-        masks: distinct masks of the model's layers (`LayerPlan.masks`).
-        mask_index: index of the mask to apply; a traced array in pipelines.
+        masks: masks of the layers (`LayerPlan.masks`).
+        mask_index: index of the layer's mask in `masks`.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: document id of each token; None: one document per row.
-        positions: position of each token in its document, for chunked masks; None: computed from
-            `segment_ids`.
-        scoring: transformation of the products of queries and keys.
-        sinks: logit of each head that joins its scores; None: no sinks.
+        segment_ids: documents of packed rows.
+        positions: positions of tokens in their documents, for chunks; None: they are counted.
+        scoring: scale and soft cap of the scores.
+        sinks: an extra logit per head that joins the scores; None: there are none.
     """
     attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
     if positions is None:  # kernels are faster without a mask
         masks = [mask.within(q.shape[1]) for mask in masks]
     if isinstance(mask_index, int) or len(set(masks)) == 1:
         mask = masks[mask_index if isinstance(mask_index, int) else 0]
-        return _attend_with_mask(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
+        return _attend_masked(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
 
     if not BACKENDS[name].is_opaque:
         if (chunk := select_chunk(masks, mask_index)) is not None:
@@ -246,50 +233,52 @@ def attend_with_masks(
         reach = select_window(masks, mask_index)
         return _with_sinks(attend, sinks)(q, k, v, segment_ids, reach=reach)
 
-    def attend_by_index(
-        q: Queries, k: Keys, v: Keys, token_arrays: PyTree, sinks: Sinks, mask_index: Array
+    of_tokens = (segment_ids, positions)
+
+    def switch(
+        q: Queries, k: Keys, v: Keys, of_tokens: PyTree, sinks: Sinks, mask_index: Array
     ) -> Queries:
-        kernel = _with_sinks(attend, sinks)
-        branches = [functools.partial(_attend_with_mask, mask, kernel) for mask in masks]
-        return jax.lax.switch(mask_index, branches, q, k, v, *token_arrays)
+        run = _with_sinks(attend, sinks)
+        kernels = [functools.partial(_attend_masked, mask, run) for mask in masks]
+        return jax.lax.switch(mask_index, kernels, q, k, v, *of_tokens)
 
-    return run_per_device(attend_by_index, q, k, v, (segment_ids, positions), sinks, mask_index)
+    return run_per_device(switch, q, k, v, of_tokens, sinks, mask_index)
 
 
-def _attend_with_mask(
+def _attend_masked(
     mask: Mask,
-    attend: AttentionFunction,
+    attend: Backend,
     q: Queries,
     k: Keys,
     v: Keys,
     segment_ids: SegmentIds,
     positions: Int[Array, "b s"] | None,
 ) -> Queries:
-    """Compute attention under a mask that is known at compile time."""
+    """Attend with a mask that is known at compile time."""
     if mask.chunk is None:
         return attend(q, k, v, segment_ids, mask.window)
     if segment_ids is None and positions is None:
         return attend(q, k, v, None, chunk=mask.chunk)
     ids = chunk_ids(q.shape[0], q.shape[1], mask.chunk, segment_ids, positions)
-    # If positions are consecutive, a query is at most `chunk - 1` tokens from the start of its
-    # chunk. The window tells kernels which blocks they can skip.
+    # Chunks that are counted in a row are contiguous, so the chunk size is also a window: kernels
+    # skip blocks outside of it. Given positions may place tokens of a chunk further apart.
     return attend(q, k, v, ids, mask.chunk if positions is None else None)
 
 
 class KernelRequirements(NamedTuple):
-    """Hardware and model properties that an attention kernel must support.
+    """Requirements for an attention kernel.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         dtype: dtype of queries, keys and values.
         head_size: width of a head.
         seq_len: number of tokens of a sequence.
-        softcap: cap of the scores; None: no cap.
-        chunk: number of tokens of a chunk, less than `seq_len`; None: no layer needs chunks.
+        softcap: soft cap of scores; None: none.
+        chunk: number of tokens of a chunk, less than `seq_len`; None: no layer has chunks.
         sinks: whether heads have attention sinks.
-        packed: whether rows hold several documents.
+        packed: whether rows contain several documents.
         capability: compute capability of a GPU, such as "9.0"; None: unknown.
-        is_present: whether this machine has such a device; False when compiling ahead of time.
+        here: whether such a device is present; False: programs are only compiled for it.
     """
 
     platform: str
@@ -304,150 +293,150 @@ class KernelRequirements(NamedTuple):
     is_present: bool = True
 
 
-_LARGE_SHARED_MEMORY = ("8.0", "9.0", "10.0", "10.3")
-"""Compute capabilities of GPUs with at least 160 KiB of shared memory for a block."""
+_ROOMY = ("8.0", "9.0", "10.0", "10.3")
+"""Compute capabilities with at least 160 KiB of shared memory per block."""
 
 
-def _gpu_unsupported(needs: KernelRequirements) -> str | None:
-    if needs.platform != "gpu":
-        return f"it needs an NVIDIA GPU, and this run is on {needs.platform}"
-    if needs.dtype not in (jnp.bfloat16, jnp.float16):
+def _no_gpu_kernel(at: KernelRequirements) -> str | None:
+    """Return the reason why no GPU kernel can be used, or None."""
+    if at.platform != "gpu":
+        return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
+    if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
     return None
 
 
-def _cudnn_unsupported(needs: KernelRequirements) -> str | None:
-    if reason := _gpu_unsupported(needs):
+def _cudnn_unsupported(at: KernelRequirements) -> str | None:
+    if reason := _no_gpu_kernel(at):
         return reason
-    # Gradients of heads wider than 128 exist on Hopper only, and JAX looks for that GPU in this
-    # machine, even if it compiles for another.
-    widest = 256 if needs.capability == "9.0" and needs.is_present else 128
-    if needs.head_size % 8 or needs.head_size > widest:
-        on_hopper = "" if widest == 256 else ", on Hopper, and run there, up to 256"
-        size = needs.head_size
-        return f"its heads are multiples of 8 up to {widest} wide{on_hopper}; these are {size}"
-    if needs.softcap is not None:
-        return f"it does not cap scores, and model.attn_logit_softcap = {needs.softcap}"
-    if needs.chunk is not None:
+    # Gradients of wider heads need Hopper, and JAX checks for such a GPU on this machine.
+    widest = 256 if at.capability == "9.0" and at.is_present else 128
+    if at.head_size % 8 or at.head_size > widest:
+        on_hopper = "" if widest == 256 else " (256 on a Hopper GPU of this machine)"
         return (
-            f"it has no mask of chunks, and model.attention_chunk_size = {needs.chunk} cuts "
-            f"sequences of train.seq_len = {needs.seq_len}"
+            f"head widths must be multiples of 8 up to {widest}{on_hopper}, and this model has "
+            f"{at.head_size}"
         )
-    if needs.sinks:
+    if at.softcap is not None:
+        return f"it does not cap scores, and model.attn_logit_softcap = {at.softcap}"
+    if at.chunk is not None:
+        return (
+            f"it has no mask of chunks, and model.attention_chunk_size = {at.chunk} cuts sequences "
+            f"of train.seq_len = {at.seq_len}"
+        )
+    if at.sinks:
         return "it has no attention sinks, and model.attention_sinks = true"
     return None
 
 
-def _triton_unsupported(needs: KernelRequirements) -> str | None:
-    if reason := _gpu_unsupported(needs):
+def _triton_unsupported(at: KernelRequirements) -> str | None:
+    if reason := _no_gpu_kernel(at):
         return reason
-    from jaxforge.kernels.flash import MAX_HEAD  # imported lazily: see on_first_use
+    from jaxforge.kernels.flash import MAX_HEAD  # here: see on_first_use
 
-    if needs.head_size > MAX_HEAD:
-        return f"its heads are up to {MAX_HEAD} wide, and these are {needs.head_size}"
-    if needs.capability not in (None, *_LARGE_SHARED_MEMORY):
+    if at.head_size > MAX_HEAD:
+        return f"head widths must be at most {MAX_HEAD}, and this model has {at.head_size}"
+    if at.capability not in (None, *_ROOMY):
         return (
-            "its tiles need the shared memory of compute capability "
-            f"{', '.join(_LARGE_SHARED_MEMORY)}, and these GPUs have {needs.capability}"
+            f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
+            f"these GPUs have {at.capability}"
         )
     return None
 
 
-def _splash_unsupported(needs: KernelRequirements) -> str | None:
-    if needs.platform != "tpu":
-        return f"it needs a TPU, and this run is on {needs.platform}"
-    from jaxforge.kernels.splash import SEQUENCE_MULTIPLE  # imported lazily: see on_first_use
+def _splash_unsupported(at: KernelRequirements) -> str | None:
+    if at.platform != "tpu":
+        return f"it needs a TPU, and this run is on {at.platform}"
+    from jaxforge.kernels.splash import SEQUENCE_MULTIPLE  # here: see on_first_use
 
-    if needs.seq_len % SEQUENCE_MULTIPLE:
-        return f"train.seq_len = {needs.seq_len} is not a multiple of {SEQUENCE_MULTIPLE}"
+    if at.seq_len % SEQUENCE_MULTIPLE:
+        return f"train.seq_len = {at.seq_len} is not a multiple of {SEQUENCE_MULTIPLE}"
     return None
 
 
-class AttentionBackend(NamedTuple):
+class Kernel(NamedTuple):
     """An attention backend.
 
     Attributes:
-        attend: the function that computes attention.
-        unsupported_reason: returns why the backend cannot be used, or None if it can.
-        is_opaque: whether `attend` is a kernel that XLA cannot partition. It runs by
-            `attend_locally`, and `shard_map` cannot check the mesh axes that its results vary over.
+        attend: the attention function.
+        unsupported_reason: requirements -> reason why the kernel does not support them, or None.
+        is_opaque: whether XLA cannot partition the kernel. `attend_locally` runs it, and
+            `shard_map` cannot check over which mesh axes its results vary.
     """
 
-    attend: AttentionFunction
+    attend: Backend
     unsupported_reason: Callable[[KernelRequirements], str | None]
     is_opaque: bool = False
 
 
 def opaque_kernel(
-    kernel: AttentionFunction, unsupported_reason: Callable[[KernelRequirements], str | None]
-) -> AttentionBackend:
-    """Return the backend of a kernel that runs on one device."""
-    return AttentionBackend(
-        functools.partial(attend_locally, kernel), unsupported_reason, is_opaque=True
-    )
+    kernel: Backend, unsupported_reason: Callable[[KernelRequirements], str | None]
+) -> Kernel:
+    """Return the backend of a single-device kernel."""
+    return Kernel(functools.partial(attend_locally, kernel), unsupported_reason, is_opaque=True)
 
 
 BACKENDS = {
-    "reference": AttentionBackend(reference_attention, lambda needs: None),
-    "blockwise": AttentionBackend(blockwise_attention, lambda needs: None),
+    "reference": Kernel(reference_attention, lambda at: None),
+    "blockwise": Kernel(blockwise_attention, lambda at: None),
     "cudnn": opaque_kernel(cudnn_attention, _cudnn_unsupported),
     "triton": opaque_kernel(on_first_use("flash", "flash_attention"), _triton_unsupported),
     "splash": opaque_kernel(on_first_use("splash", "splash_attention"), _splash_unsupported),
 }
 
 _FLASH = {"cpu": ("blockwise",), "gpu": ("cudnn", "triton"), "tpu": ("splash",)}
-"""Backends of each platform, the fastest first."""
+"""Kernels of each platform, fastest first."""
 
-_NEEDS_FULL_MASK = "packed documents would need an S x S mask"
+_MASKS_DOCUMENTS = "it needs an S x S mask for packed documents"
 _SYNONYMS = {"math": "reference", "efficient": "blockwise"}  # PyTorch's names
 
 
 class KernelChoice(NamedTuple):
-    """A chosen backend.
+    """Choice of a kernel.
 
     Attributes:
-        name: key of `BACKENDS`.
-        why: reasons against the preferred backends, for messages; "": it is the preferred one.
+        name: key in `BACKENDS`.
+        why: reasons against preferred kernels, for the log; "": none.
     """
 
     name: str
     why: str = ""
 
 
-def choose_backend(config: ModelConfig, needs: KernelRequirements) -> KernelChoice:
+def choose_backend(config: ModelConfig, at: KernelRequirements) -> KernelChoice:
     """Resolve `model.sdpa_backend` for this platform and model.
 
     Raises:
-        UserError: the backend that the config names cannot be used.
+        UserError: the configured backend is not supported.
     """
-    asked = config.sdpa_backend
-    flash = _FLASH.get(needs.platform, ("blockwise",))
-    if asked == "auto":
-        return _first((*flash, "blockwise"), needs)
-    if asked == "flash":
-        supported = [name for name in flash if BACKENDS[name].unsupported_reason(needs) is None]
+    requested = config.sdpa_backend
+    flash = _FLASH.get(at.platform, ("blockwise",))
+    if requested == "auto":
+        return _first_supported((*flash, "blockwise"), at)
+    if requested == "flash":
+        supported = [name for name in flash if BACKENDS[name].unsupported_reason(at) is None]
         if supported:
-            return _first(supported, needs)
-    name = flash[-1] if asked == "flash" else _SYNONYMS.get(asked, asked)
-    if problem := BACKENDS[name].unsupported_reason(needs):
+            return _first_supported(supported, at)
+    name = flash[-1] if requested == "flash" else _SYNONYMS.get(requested, requested)
+    if problem := BACKENDS[name].unsupported_reason(at):
         raise UserError(
-            f'model.sdpa_backend = "{asked}" cannot be used here: {problem}. Change that, or set '
-            'model.sdpa_backend = "auto"'
+            f'model.sdpa_backend = "{requested}" is not supported: {problem}. To use a supported '
+            'kernel, set model.sdpa_backend = "auto"'
         )
     return KernelChoice(name)
 
 
-def choose_ring_kernel(needs: KernelRequirements) -> str:
-    """Return the key of `partial_attention.PARTIAL_KERNELS` for the steps of ring attention."""
-    return "tiles" if _triton_unsupported(needs) else "triton"
+def choose_ring_kernel(at: KernelRequirements) -> str:
+    """Return the kernel of a ring's turns, a key of `partial_attention.PARTIAL_KERNELS`."""
+    return "tiles" if _triton_unsupported(at) else "triton"
 
 
-def _first(names: Sequence[str], needs: KernelRequirements) -> KernelChoice:
-    """Choose the first supported backend; with packed documents, triton before cuDNN."""
-    reasons = {name: BACKENDS[name].unsupported_reason(needs) for name in names}
+def _first_supported(names: Sequence[str], at: KernelRequirements) -> KernelChoice:
+    """Return the first supported kernel, with Triton's before cuDNN's for packed documents."""
+    reasons = {name: BACKENDS[name].unsupported_reason(at) for name in names}
     supported = [name for name in names if reasons[name] is None]
-    if needs.packed and supported[:2] == ["cudnn", "triton"]:
-        reasons["cudnn"], supported = _NEEDS_FULL_MASK, supported[1:]
-    preferred = names[: names.index(supported[0])]
-    why = "; ".join(f"not {name}: {reasons[name]}" for name in preferred)
+    if at.packed and supported[:2] == ["cudnn", "triton"]:
+        reasons["cudnn"], supported = _MASKS_DOCUMENTS, supported[1:]
+    skipped = names[: names.index(supported[0])]
+    why = "; ".join(f"not {name}: {reasons[name]}" for name in skipped)
     return KernelChoice(supported[0], why)

@@ -1,20 +1,18 @@
 """Context parallelism: attention over sequences that devices share (`distributed.cp`).
 
-There are two strategies:
+    ulysses   An all-to-all gives each device all tokens for a share of the heads. The platform's
+              kernel attends, and a second all-to-all restores the shares of tokens
+              (DeepSpeed-Ulysses, arXiv:2309.14509). Key heads are repeated if there are fewer than
+              devices.
+    ring      Queries stay on their device, and keys and values travel around a ring. Partial
+              results are merged by their logsumexp (Ring Attention, arXiv:2310.01889). Any number
+              of heads is supported.
 
-    ulysses   An all-to-all exchanges tokens for heads: each device gets all tokens for its share of
-              the heads, and runs the platform's own kernel. A second all-to-all restores the layout
-              of the result (DeepSpeed-Ulysses, arXiv:2309.14509). Key heads are copied if there are
-              fewer of them than devices.
-    ring      Queries stay on their device; keys and values travel around a ring. Partial results
-              are merged by their logsumexp (Ring Attention, arXiv:2310.01889). Any number of heads
-              is possible.
+Each token sees the same tokens as on a single device.
 
-Results do not depend on the strategy: tokens see the same tokens as on one device.
-
-With "ring" and consecutive parts, causal attention would leave the devices of the first tokens
-mostly idle. So a sequence is cut into 2 cp parts, and device i holds parts i and 2 cp - 1 - i. All
-devices then score the same number of token pairs (as in Llama 3, arXiv:2407.21783, section 3.3.2):
+With "ring", causal attention would give little work to the devices with the first tokens. So a
+sequence is cut into 2 cp parts, and device i holds parts i and 2 cp - 1 - i. All devices then score
+the same number of token pairs (as in Llama 3, arXiv:2407.21783, section 3.3.2):
 
     device    0      1      2      3
     parts    0 7    1 6    2 5    3 4
@@ -56,7 +54,7 @@ def context_size() -> int:
 
 
 def part_order(strategy: str, devices: int) -> np.ndarray:
-    """Return the index of each part of a sequence, in the order of the devices that hold the parts.
+    """Return the parts of a sequence in the order of devices; each device has the same number.
 
     Args:
         strategy: "ulysses" or "ring".
@@ -69,18 +67,18 @@ def part_order(strategy: str, devices: int) -> np.ndarray:
 
 
 def to_device_order(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
-    """Reorder tokens for their devices: device i holds the i-th part of s / devices tokens."""
-    return _reorder(x, part_order(strategy, devices))
+    """Reorder tokens for the devices: device i gets the i-th of `devices` equal slices."""
+    return _reordered(x, part_order(strategy, devices))
 
 
 def to_sequence_order(
     x: Shaped[Array, "*b s"], strategy: str, devices: int
 ) -> Shaped[Array, "*b s"]:
-    """Undo `to_device_order`."""
-    return _reorder(x, np.argsort(part_order(strategy, devices)))
+    """Restore the original order of tokens that `to_device_order` has reordered."""
+    return _reordered(x, np.argsort(part_order(strategy, devices)))
 
 
-def _reorder(x: Array, parts: np.ndarray) -> Array:
+def _reordered(x: Array, parts: np.ndarray) -> Array:
     if np.array_equal(parts, np.arange(len(parts))):
         return x
     by_part = x.reshape(*x.shape[:-1], len(parts), -1)
@@ -100,41 +98,38 @@ def attend_across_devices(
     scoring: Scoring,
     sinks: Sinks,
 ) -> Array:
-    """Compute `attend_with_masks` for sequences that several devices share.
-
-    Tokens are laid out by `to_device_order`.
+    """Attend over sequences that devices share, in the order of `to_device_order`.
 
     Args:
         strategy: "ulysses" or "ring".
-        name: key of `BACKENDS` for "ulysses", key of `PARTIAL_KERNELS` for "ring".
-        masks: distinct masks of the model's layers (`LayerPlan.masks`).
-        mask_index: index of the mask to apply; a traced array in pipelines.
-        q: queries [b, s, heads, h].
-        k: keys [b, s, kv, h].
-        v: values [b, s, kv, h].
-        segment_ids: document id of each token; None: one document per row.
-        positions: position of each token in its row.
-        scoring: transformation of the products of queries and keys.
-        sinks: logit of each head that joins its scores; None: no sinks.
+        name: kernel; with "ulysses" for all tokens, with "ring" for each turn.
+        masks: masks of the layers (`LayerPlan.masks`).
+        mask_index: index of the layer's mask in `masks`.
+        q: queries.
+        k: keys.
+        v: values.
+        segment_ids: documents of packed rows.
+        positions: positions of tokens in their row.
+        scoring: scale and soft cap of the scores.
+        sinks: an extra logit per head that joins the scores; None: there are none.
     """
-    # A traced index is an explicit input of the `shard_map` in `run_per_device`.
-    is_static = isinstance(mask_index, int)
-    scalars = () if is_static else (mask_index,)
+    is_known = isinstance(mask_index, int)
+    scalars = () if is_known else (mask_index,)
 
-    def attend_on_device(
-        q: Array, k: Array, v: Array, token_arrays: PyTree, sinks: Sinks, *scalars: Array
+    def local(
+        q: Array, k: Array, v: Array, of_tokens: PyTree, sinks: Sinks, *scalars: Array
     ) -> Array:
-        index, (segment_ids, positions) = mask_index if is_static else scalars[0], token_arrays
+        first, (segment_ids, positions) = mask_index if is_known else scalars[0], of_tokens
         if strategy == "ulysses":
-            attend = functools.partial(attend_with_masks, name, masks, index, scoring=scoring)
+            attend = functools.partial(attend_with_masks, name, masks, first, scoring=scoring)
             return _ulysses(attend, q, k, v, segment_ids, sinks)
-        window = select_window(masks, index)
-        if (chunk := select_chunk(masks, index)) is not None:
+        window = select_window(masks, first)
+        if (chunk := select_chunk(masks, first)) is not None:
             segment_ids = _local_chunk_ids(chunk, segment_ids, *positions.shape)
-        tokens = TokenPositions(positions, segment_ids)
-        return _ring((name, scoring), q, k, v, tokens, window, sinks).astype(q.dtype)
+        at = TokenPositions(positions, segment_ids)
+        return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
 
-    return run_per_device(attend_on_device, q, k, v, (segment_ids, positions), sinks, *scalars)
+    return run_per_device(local, q, k, v, (segment_ids, positions), sinks, *scalars)
 
 
 def _ulysses(
@@ -153,19 +148,19 @@ def _ulysses(
     copies = devices // math.gcd(k.shape[2], devices)
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-    split_heads = functools.partial(collectives.all_to_all, axis=_AXIS, split=2, join=1)
+    to_heads = functools.partial(collectives.all_to_all, axis=_AXIS, split=2, join=1)
     if segment_ids is not None:
         segment_ids = collectives.all_gather(segment_ids, _AXIS, 1)
     if sinks is not None:
         share = q.shape[2] // devices
         first = collectives.first_index(_AXIS, share)
         sinks = jax.lax.dynamic_slice_in_dim(sinks, first, share)
-    y = attend(split_heads(q), split_heads(k), split_heads(v), segment_ids, sinks=sinks)
+    y = attend(to_heads(q), to_heads(k), to_heads(v), segment_ids, sinks=sinks)
     return collectives.all_to_all(y, _AXIS, split=1, join=2)
 
 
 def _local_chunk_ids(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
-    """Return the chunk ids [b, s] of this device's tokens, which replace their document ids."""
+    """Return ids of the chunks of this device's tokens, which act as document ids."""
     # Chunks are counted from the start of a row or document, which another device may hold. So ids
     # are computed for whole rows, reordered as the ring holds them, and sliced.
     devices = collectives.axis_size(_AXIS)
@@ -180,7 +175,7 @@ def _local_chunk_ids(chunk: Array, segment_ids: SegmentIds, batch: int, length: 
 
 
 _RingSettings = tuple[str, Scoring]
-"""Key of `PARTIAL_KERNELS`, and transformation of the products of queries and keys."""
+"""Kernel of each turn (a key of `PARTIAL_KERNELS`), and scale and soft cap of the scores."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -189,24 +184,24 @@ def _ring(
     q: Array,
     k: Array,
     v: Array,
-    tokens: TokenPositions,
+    at: TokenPositions,
     window: Window,
     sinks: Sinks,
 ) -> Array:
-    return _ring_forward(settings, q, k, v, tokens, window, sinks)[0]
+    return _ring_forward(settings, q, k, v, at, window, sinks)[0]
 
 
-def _ring_forward(
+def _attend_around_ring(
     settings: _RingSettings,
     q: Array,
     k: Array,
     v: Array,
-    tokens: TokenPositions,
+    at: TokenPositions,
     window: Window,
     sinks: Sinks,
-) -> tuple[Array, tuple[Any, ...]]:
+) -> PartialResult:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
-    queries, own = QueryPart(q, tokens), KeyPart(k, v, tokens)
+    queries, own = QueryPart(q, at), KeyPart(k, v, at)
     name, scoring = settings
 
     def attend(keys: KeyPart) -> PartialResult:
@@ -228,42 +223,55 @@ def _ring_forward(
     carry = attend(own), _ring_shift(own)
     (part, last), _ = jax.lax.scan(turn, carry, length=collectives.axis_size(_AXIS) - 2)
     part = part.merged(attend(last))
-    if sinks is not None:
-        # A sink is a logit without a value: it only enlarges the denominator.
-        lse = jnp.logaddexp(part.lse, sinks)
-        part = PartialResult(part.scaled_to(lse), lse)
-    return part.o, (q, k, v, tokens, window, sinks, part)
+    if sinks is None:
+        return part
+    # A sink is a logit without a value: it only increases the denominator.
+    lse = jnp.logaddexp(part.lse, sinks)
+    return PartialResult(part.scaled_to(lse), lse)
 
 
 def _ring_shift(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: collectives.ring_shift(leaf, _AXIS), x)
 
 
+def _ring_forward(
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    at: TokenPositions,
+    window: Window,
+    sinks: Sinks,
+) -> tuple[Array, tuple[Any, ...]]:
+    part = _attend_around_ring(settings, q, k, v, at, window, sinks)
+    return part.o, (q, k, v, at, window, sinks, part)
+
+
 def _ring_backward(settings: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
-    """Compute gradients by a second turn of the keys, followed by their partial gradients."""
-    q, k, v, tokens, window, sinks, whole = saved
-    # δ and lse belong to all keys, so that the gradients of parts add up without corrections.
+    """Compute gradients: keys travel around the ring again, and their gradients one turn behind."""
+    q, k, v, at, window, sinks, whole = saved
+    # δ and lse belong to the whole row, so that gradients of parts add up without corrections.
     delta = jnp.sum(whole.o * d_o, axis=-1)
-    queries, backward_inputs = QueryPart(q, tokens), BackwardInputs(d_o, whole.lse, delta)
+    queries, backward_inputs = QueryPart(q, at), BackwardInputs(d_o, whole.lse, delta)
     name, scoring = settings
 
-    def gradients(keys: KeyPart) -> Gradients:
+    def part_gradients(keys: KeyPart) -> Gradients:
         return PARTIAL_KERNELS[name].gradients(queries, backward_inputs, keys, scoring, window)
 
     def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
         d_q, d_keys, keys = carry
-        # Partial gradients follow their keys, one turn behind. Each device adds its share, and
-        # after N shifts the sums are back on the device of the keys.
+        # Gradients of keys travel with their keys: each device adds its share, and after N turns
+        # the sums are back where the keys live.
         arriving, d_arriving = _ring_shift(keys), _ring_shift(d_keys)
-        grads = gradients(keys)
+        grads = part_gradients(keys)
         d_keys = jax.tree.map(jnp.add, d_arriving, (grads.k, grads.v))
         return (d_q + grads.q, d_keys, arriving), None
 
-    grads, own = gradients(KeyPart(k, v, tokens)), KeyPart(k, v, tokens)
+    grads, own = part_gradients(KeyPart(k, v, at)), KeyPart(k, v, at)
     carry = grads.q, (grads.k, grads.v), _ring_shift(own)
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)
-    d_k, d_v = _ring_shift(d_keys)  # the last shift
+    d_k, d_v = _ring_shift(d_keys)  # the last shift returns them to the device of their keys
     d_sinks = sink_gradients(sinks, whole.lse.swapaxes(1, 2), delta.swapaxes(1, 2))
     return (*(d.astype(x.dtype) for d, x in ((d_q, q), (d_k, k), (d_v, v))), None, None, d_sinks)
 

@@ -1,10 +1,9 @@
 """Attention kernels of `flash.py` for GPUs, in Pallas with Triton lowering.
 
-Each program holds one block of queries (or keys) and loops over blocks of keys (or queries): first
-over those that are visible as a whole, then over those that need a mask. Exponentials are powers of
-two, which GPUs compute natively: exp(s) = 2^(s log2 e).
+Each program has one block of queries or keys, and visits blocks of the other kind: first the wholly
+visible blocks, then those that need a mask. Exponentials use base 2 instead of e.
 
-Q: queries of a block; T: keys of a block; H: width of a head in memory, a power of two.
+Q: queries of a block; T: keys of a block; H: head in memory, a power of two.
 """
 
 import math
@@ -23,19 +22,12 @@ from jaxforge.kernels.scoring import soft_cap_slope
 LOG2E = math.log2(math.e)
 
 Ref = Any  # reference to global memory
-Carry = Any  # loop carry
-TokenArrays = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and documents
+Carry = Any  # carry of a loop
+TokenInfo = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions, documents
 
 
 class Tiles(NamedTuple):
-    """Block sizes and compiler options of a kernel.
-
-    Attributes:
-        queries: number of queries of a block.
-        keys: number of keys of a block.
-        warps: number of warps of a program.
-        stages: number of stages of Triton's software pipeline.
-    """
+    """Block sizes and compiler options of a kernel."""
 
     queries: int
     keys: int
@@ -48,10 +40,10 @@ class KernelConfig(NamedTuple):
 
     Attributes:
         tiles: block sizes and compiler options.
-        head: width of heads, padded in memory to the next power of two.
-        group: number of query heads that a program of `flash_dkv` sums over.
-        scale: factor of the products of queries and keys.
-        softcap: cap of the scores; None: no cap.
+        head: width of heads, padded in registers to the next power of two.
+        group: number of query heads of a program.
+        scale: factor of query-key products.
+        softcap: soft cap of scores; None: none.
     """
 
     tiles: Tiles
@@ -62,12 +54,12 @@ class KernelConfig(NamedTuple):
 
     @property
     def in_memory(self) -> int:
-        """Width of a head in memory, H."""
+        """Width of tiles: the head width, padded to a power of two."""
         return pl.next_power_of_2(self.head)
 
     @property
     def factor(self) -> float:
-        """Factor that turns `scores` into exponents of two."""
+        """Factor that converts `scores` to exponents of base 2."""
         return LOG2E * (self.scale if self.softcap is None else 1)
 
     def scores(self, products: Array) -> Array:
@@ -75,40 +67,39 @@ class KernelConfig(NamedTuple):
         if self.softcap is None:
             return products
         x = products * (self.scale / self.softcap)
-        # tanh(x) in a form that does not overflow to NaN: 1 - 2 / (1 + inf) = 1.
-        return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))
+        return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))  # tanh, also of large x
 
 
-# Visibility comes from positions and documents only, never from an S x S mask in memory. Each block
-# has `block_ranges` (first, whole, whole_end, end) of blocks to visit:
+# Visibility comes from positions and documents only, never from an S x S mask in memory. The blocks
+# that a block visits, by its `block_ranges` (first, whole, whole_end, end):
 #
 # first     whole          whole_end      end
 # |  masked  |  no mask     |   masked     |      blocks outside of [first, end) are not visited
 class TokenBlock(NamedTuple):
-    """References to the positions and documents of queries or keys."""
+    """References to positions and documents (or None) of queries or keys."""
 
     positions: Ref
     documents: Ref | None
 
-    def load(self, rows: Any) -> TokenArrays:  # noqa: ANN401
-        """Load the positions and documents of some rows."""
+    def rows(self, rows: Any) -> TokenInfo:  # noqa: ANN401
+        """Load positions and documents of rows."""
         return self.positions[rows], None if self.documents is None else self.documents[rows]
 
 
-def _visibility(
-    queries: TokenArrays, keys: TokenArrays, window: Ref | None, *, transposed: bool = False
+def _seen(
+    queries: TokenInfo, keys: TokenInfo, window: Ref | None, *, transposed: bool = False
 ) -> Bool[Array, "Q T"]:
-    """Return whether each query sees each key, as [Q, T], or as [T, Q] if transposed."""
+    """Return the mask of visible pairs, [Q, T], or [T, Q] if transposed."""
 
-    def pairs(by_query: Array, by_key: Array) -> tuple[Array, Array]:
+    def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
         if transposed:
-            return by_query[None], by_key[:, None]
-        return by_query[:, None], by_key[None]
+            return of_queries[None], of_keys[:, None]
+        return of_queries[:, None], of_keys[None]
 
-    is_visible = visible(*pairs(queries[0], keys[0]), None if window is None else window[0])
+    seen = visible(*pairs(queries[0], keys[0]), None if window is None else window[0])
     if queries[1] is None or keys[1] is None:
-        return is_visible
-    return is_visible & jnp.equal(*pairs(queries[1], keys[1]))
+        return seen
+    return seen & jnp.equal(*pairs(queries[1], keys[1]))
 
 
 def flash_forward(
@@ -128,35 +119,33 @@ def flash_forward(
     # Online softmax in base 2: acc = Σ 2^(s - top) v, total = Σ 2^(s - top), top = running maximum
     # of s = score * factor. One exp2 per score, and no division until the end.
     q_QH = _load(config, q_ref)
-    query_tokens = queries.load(...)
+    of_queries = queries.rows(...)
 
     def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
         acc_QH, top_Q, total_Q = carry
         rows = pl.ds(block * config.tiles.keys, config.tiles.keys)
         scores_QT = config.scores(triton.dot(q_QH, _load(config, k_ref.at[rows, :]).T))
         if masked:
-            is_visible_QT = _visibility(query_tokens, keys.load(rows), window)
-            scores_QT = jnp.where(is_visible_QT, scores_QT, -jnp.inf)
+            scores_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), scores_QT, -jnp.inf)
         new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * config.factor)
         # A row that has seen nothing has top = -inf; -inf - -inf would be NaN, so its base is 0.
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
         weights_QT = jnp.exp2(scores_QT * config.factor - base_Q[:, None])
-        rescale_Q = jnp.exp2(top_Q - base_Q)  # of earlier blocks, to the new maximum
+        rescale_Q = jnp.exp2(top_Q - base_Q)
         values_TH = _load(config, v_ref.at[rows, :])
-        weighted_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
+        values_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
         total_Q = total_Q * rescale_Q + jnp.sum(weights_QT, axis=1)
-        return acc_QH * rescale_Q[:, None] + weighted_QH, new_Q, total_Q
+        return acc_QH * rescale_Q[:, None] + values_QH, new_Q, total_Q
 
     n = config.tiles.queries
     # A sink starts as a score of weight 1 without a value.
     top, total = -jnp.inf, 0.0
     if sinks is not None:
         top, total = sinks[pl.program_id(1)].astype(jnp.float32) * LOG2E, 1.0
-    carry = zeros((n, config.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
-    acc_QH, top_Q, total_Q = _loop_over_blocks(block_ranges, step, carry)
+    first = zeros((n, config.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
+    acc_QH, top_Q, total_Q = _visit(block_ranges, step, first)
     # Back to base e: the logsumexp is merged with parts from other kernels.
     lse_ref[...] = top_Q / LOG2E + jnp.log(total_Q)
-    # Rows that see nothing have acc = total = 0: their output is 0, not 0 / 0.
     _store(config, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
 
 
@@ -176,7 +165,7 @@ def flash_dq(
 ) -> None:
     """Compute the gradient [Q, H] of a block of queries of one head."""
     q_QH, do_QH = _load(config, q_ref), _load(config, do_ref)
-    query_tokens = queries.load(...)
+    of_queries = queries.rows(...)
     lse_Q, delta_Q = lse_ref[...] * LOG2E, delta_ref[...]
 
     def step(block: Array, dq_QH: Carry, *, masked: bool) -> Carry:
@@ -185,17 +174,16 @@ def flash_dq(
         scores_QT = config.scores(triton.dot(q_QH, k_TH.T))
         weights_QT = jnp.exp2(scores_QT * config.factor - lse_Q[:, None])
         if masked:
-            is_visible_QT = _visibility(query_tokens, keys.load(rows), window)
-            weights_QT = jnp.where(is_visible_QT, weights_QT, 0.0)
-        # dS = P (dP - δ), with P recomputed from the saved logsumexp: the forward pass stores
-        # nothing per pair of tokens.
+            weights_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), weights_QT, 0.0)
+        # dS = P (dP - δ), with P from the saved logsumexp: nothing of the forward pass is stored
+        # per pair.
         ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
         if config.softcap is not None:
             ds_QT *= soft_cap_slope(scores_QT, config.softcap)
         return dq_QH + triton.dot(ds_QT.astype(k_TH.dtype), k_TH)
 
-    dq_QH = _loop_over_blocks(block_ranges, step, zeros((config.tiles.queries, config.in_memory)))
-    _store(config, dq_ref, dq_QH * config.scale)  # S = scale * Q Kᵀ
+    dq_QH = _visit(block_ranges, step, zeros((config.tiles.queries, config.in_memory)))
+    _store(config, dq_ref, dq_QH * config.scale)
 
 
 def flash_dkv(
@@ -215,15 +203,15 @@ def flash_dkv(
 ) -> None:
     """Compute gradients [T, H] of a block of keys and values, summed over `group` query heads.
 
-    Scores are transposed, [T, Q], so that the left operands of the products for dK and dV are
-    already in registers.
+    Scores are transposed, [T, Q], so that the left operand of products with queries is in
+    registers.
     """
     # One program owns a block of keys and sums over all queries that see it, without atomics. A
-    # loop runs over the query heads of the program.
+    # loop runs over the query heads that share this key head.
     k_TH, v_TH = _load(config, k_ref), _load(config, v_ref)
-    key_tokens = keys.load(...)
+    of_keys = keys.rows(...)
 
-    def add_head(head: Array, carry: Carry) -> Carry:
+    def of_head(head: Array, carry: Carry) -> Carry:
         def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
             dk_TH, dv_TH = carry
             rows = pl.ds(block * config.tiles.queries, config.tiles.queries)
@@ -232,43 +220,42 @@ def flash_dkv(
             scores_TQ = config.scores(triton.dot(k_TH, q_QH.T))
             weights_TQ = jnp.exp2(scores_TQ * config.factor - (lse_ref[head, rows] * LOG2E)[None])
             if masked:
-                tokens = queries.load(rows)
-                is_visible_TQ = _visibility(tokens, key_tokens, window, transposed=True)
-                weights_TQ = jnp.where(is_visible_TQ, weights_TQ, 0.0)
+                seen = _seen(queries.rows(rows), of_keys, window, transposed=True)
+                weights_TQ = jnp.where(seen, weights_TQ, 0.0)
             dv_TH += triton.dot(weights_TQ.astype(do_QH.dtype), do_QH)
             ds_TQ = weights_TQ * (triton.dot(v_TH, do_QH.T) - delta_ref[head, rows][None])
             if config.softcap is not None:
                 ds_TQ *= soft_cap_slope(scores_TQ, config.softcap)
             return dk_TH + triton.dot(ds_TQ.astype(q_QH.dtype), q_QH), dv_TH
 
-        return _loop_over_blocks(block_ranges, step, carry)
+        return _visit(block_ranges, step, carry)
 
     carry = (
         zeros((config.tiles.keys, config.in_memory)),
         zeros((config.tiles.keys, config.in_memory)),
     )
     if config.group == 1:
-        dk_TH, dv_TH = add_head(jnp.int32(0), carry)
+        dk_TH, dv_TH = of_head(jnp.int32(0), carry)
     else:
-        dk_TH, dv_TH = jax.lax.fori_loop(0, config.group, add_head, carry)
+        dk_TH, dv_TH = jax.lax.fori_loop(0, config.group, of_head, carry)
     _store(config, dk_ref, dk_TH * config.scale)
     _store(config, dv_ref, dv_TH)
 
 
-def _loop_over_blocks(block_ranges: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
-    """Run `step` over [whole, whole_end) without a mask, then over the other blocks with one."""
-    # Two loops instead of a branch in one: unmasked blocks, the majority, need no comparisons.
+def _visit(block_ranges: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
+    """Run `step` on the wholly visible blocks, then on the blocks before and after them."""
+    # Two loops instead of a branch in one loop: unmasked blocks need no comparisons.
     first, whole, whole_end, end = (block_ranges[i] for i in range(4))
     n_whole = whole_end - whole
     carry = jax.lax.fori_loop(
         whole, whole_end, lambda block, carry: step(block, carry, masked=False), carry
     )
 
-    def masked_step(i: Array, carry: Carry) -> Carry:
+    def at_edge(i: Array, carry: Carry) -> Carry:
         block = first + i
         return step(jnp.where(block < whole, block, block + n_whole), carry, masked=True)
 
-    return jax.lax.fori_loop(0, end - first - n_whole, masked_step, carry)
+    return jax.lax.fori_loop(0, end - first - n_whole, at_edge, carry)
 
 
 def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -277,7 +264,7 @@ def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
 
 
 def _load(config: KernelConfig, ref: Ref) -> Float[Array, "rows H"]:
-    """Load rows of a head, padded with zeros to its width in memory."""
+    """Load rows of heads, with zeros beyond their width."""
     if config.head == config.in_memory:
         return triton.load(ref)
     return triton.load(ref, mask=_in_head(config), other=0.0)

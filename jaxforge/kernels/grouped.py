@@ -1,12 +1,17 @@
-"""Grouped matrix products for mixtures of experts: each row is multiplied with its group's weights.
+"""Grouped products of rows with the weights of their group, for mixtures of experts.
 
-    blocks       blocks of rows in plain XLA, on any platform (`grouped_blocks.py`)
+    blocks       blocks of rows in plain XLA, anywhere (`grouped_blocks.py`)
     megablox     JAX's Pallas kernels for TPU (`megablox.py`)
     mosaic_gpu   Pallas kernels for Hopper, bf16 or fp16 (`grouped_mosaic.py`)
 
-All backends multiply a row with the weights of its own group only, in the forward pass and in both
-gradients. `jax.lax.ragged_dot` does not: on CPU and GPU, and for the gradient of weights on TPU, it
-multiplies every row with the weights of every group (JAX 0.10).
+Each backend multiplies a row only with the weights of its own group, in the forward pass and in
+both gradients. `jax.lax.ragged_dot` is not used: on CPU and GPU, and for the gradient of weights on
+TPU, it multiplies every row with the weights of every group (JAX 0.10).
+
+    x_MI     rows sorted by group    0 0 0 | 1 | 2 2 | . .      sizes_G = [3, 1, 2]
+    y_MO     x[m] w[g]ᵀ                                         rows beyond the last group (.):
+    dx_MI    dy[m] w[g]                                         undefined values, no contribution
+    dw_GOI   Σ over rows m of group g of dy[m] x[m]ᵀ
 """
 
 import functools
@@ -30,27 +35,29 @@ def grouped_matmul(
     backend: str,
     gradient_GOI: Float[Array, "g o i"] | None = None,
 ) -> Float[Array, "m o"]:
-    """Return y[m] = w[g] x[m] for the group g of each row m.
+    """Compute y[m] = w[g] x[m] for the group g of each row m.
 
-    Arrays are local: inside `shard_map`, all axes are manual. If `shard_map` tracks the axes that
-    arrays vary over, gradients are summed over the axes that the input did not vary over. Only the
-    backend "blocks" supports that.
+    Arrays are local: inside `shard_map`, all its axes are manual. If `shard_map` tracks varying
+    axes, a gradient is summed over the axes that its array does not vary over. Only the backend
+    `blocks` supports this.
 
     Args:
-        x_MI: rows, sorted by group. Rows beyond the last group are ignored; their results and
-            gradients are undefined.
-        w_GOI: matrix of each group, in any dtype; it is cast to the dtype of `x_MI`.
-        sizes_G: int32 number of rows of each group, in total at most M.
-        backend: key of `GROUPED_BACKENDS`.
-        gradient_GOI: zeros that receive the gradient of the weights, in their own dtype, instead of
-            `w_GOI`; None: `w_GOI` receives its gradient.
+        x_MI: rows, sorted by group. Rows beyond the last group do not contribute to gradients of
+            weights; their results and gradients are undefined.
+        w_GOI: a matrix per group in any dtype, cast to the dtype of `x_MI`.
+        sizes_G: number of rows of each group, int32; their sum is at most M.
+        backend: a key of `GROUPED_BACKENDS`.
+        gradient_GOI: receives the gradient of the weights in its own dtype, instead of `w_GOI`.
 
     Returns:
-        Results [m, o] in the dtype of `x_MI`. Sums are in float32, also those of gradients.
+        The products in the dtype of `x_MI`, summed in float32 as the gradients are.
     """
-    # Marking all inputs as varying over the same axes makes the transpose of `pcast` sum gradients.
+    # All arrays vary over the same axes from here on: the transpose of the cast sums the gradient
+    # of an array over the axes that the array itself does not vary over.
     arrays = x_MI, w_GOI, sizes_G, gradient_GOI
     axes = collectives.varying_axes(arrays)
+    # A custom gradient, because the gradient of weights is a product of another kind, and because
+    # opaque kernels have no gradients of their own.
     return _matmul(backend, *jax.tree.map(lambda array: collectives.varying(array, axes), arrays))
 
 
@@ -64,7 +71,7 @@ def _matmul(
 def _forward(
     backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array, gradient_GOI: Array | None
 ) -> tuple[Array, tuple]:
-    # A scalar carries the dtype of the gradient to the backward pass, without its memory.
+    # `gradient_GOI` has no values of interest; a scalar carries its dtype to the backward pass.
     like = None if gradient_GOI is None else jnp.zeros((), gradient_GOI.dtype)
     return _matmul(backend, x_MI, w_GOI, sizes_G, gradient_GOI), (x_MI, w_GOI, sizes_G, like)
 
@@ -76,6 +83,8 @@ def _backward(
     products = GROUPED_BACKENDS[backend]
     dx_MI = products.gradient_of_rows(dy_MO, w_GOI, sizes_G)
     dw_GOI = products.gradient_of_weights(x_MI, dy_MO, sizes_G)
+    # dw is float32. It is rounded once: to the dtype of the sum over devices if the caller gave
+    # `gradient_GOI`, else to the dtype of the weights.
     if like is not None:
         return dx_MI, None, None, dw_GOI.astype(like.dtype)
     return dx_MI, dw_GOI.astype(w_GOI.dtype), None, None
@@ -85,13 +94,13 @@ _matmul.defvjp(_forward, _backward)
 
 
 class ProductRequirements(NamedTuple):
-    """Hardware and model properties that grouped products must support.
+    """Requirements for grouped products.
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         dtype: dtype of the rows.
-        widths: widths of the model and of an expert on each device.
-        capability: compute capability of a GPU, such as "9.0"; None: unknown.
+        widths: widths of the operands: of the model, and of an expert on each device.
+        capability: compute capability of a GPU, such as "9.0".
     """
 
     platform: str
@@ -100,38 +109,39 @@ class ProductRequirements(NamedTuple):
     capability: str | None = None
 
 
-def _megablox_unsupported(needs: ProductRequirements) -> str | None:
-    if needs.platform != "tpu":
-        return f"it needs a TPU, and this run is on {needs.platform}"
-    if needs.dtype not in (jnp.bfloat16, jnp.float32):
+def _megablox_unsupported(at: ProductRequirements) -> str | None:
+    if at.platform != "tpu":
+        return f"it needs a TPU, and this run is on {at.platform}"
+    if at.dtype not in (jnp.bfloat16, jnp.float32):
         return 'it computes in bf16 or fp32: set train.mixed_precision = "bf16"'
     return None
 
 
-def _mosaic_unsupported(needs: ProductRequirements) -> str | None:
-    if needs.platform != "gpu":
-        return f"it needs an NVIDIA GPU, and this run is on {needs.platform}"
-    if needs.capability != "9.0":
-        return f"it needs Hopper, compute capability 9.0, and these GPUs have {needs.capability}"
-    if needs.dtype not in (jnp.bfloat16, jnp.float16):
+def _mosaic_unsupported(at: ProductRequirements) -> str | None:
+    if at.platform != "gpu":
+        return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
+    # The kernels use WGMMA, an instruction of Hopper only.
+    if at.capability != "9.0":
+        return f"it needs Hopper, compute capability 9.0, and these GPUs have {at.capability}"
+    if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-    from jaxforge.kernels.grouped_mosaic import MULTIPLE  # imported lazily: see on_first_use
+    from jaxforge.kernels.grouped_mosaic import MULTIPLE  # here: see on_first_use
 
-    if odd := [width for width in needs.widths if width % MULTIPLE]:
-        return f"its widths are multiples of {MULTIPLE}, and an expert has {odd[0]}"
+    if odd := [width for width in at.widths if width % MULTIPLE]:
+        return f"widths must be multiples of {MULTIPLE}, and an expert has {odd[0]}"
     return None
 
 
-class GroupedBackend(NamedTuple):
+class Products(NamedTuple):
     """A backend of grouped products.
 
     Attributes:
         matmul: (x_MI, w_GOI, sizes_G) -> y_MO in the dtype of x.
         gradient_of_rows: (dy_MO, w_GOI, sizes_G) -> dx_MI in the dtype of dy.
         gradient_of_weights: (x_MI, dy_MO, sizes_G) -> dw_GOI in float32.
-        unsupported_reason: returns why the backend cannot be used, or None if it can.
-        is_opaque: whether the functions are kernels, of which `shard_map` cannot check the mesh
-            axes that results vary over.
+        unsupported_reason: requirements -> reason why the backend does not support them, or None.
+        is_opaque: whether XLA cannot see inside of the kernel, so that `shard_map` cannot check
+            over which mesh axes results vary.
     """
 
     matmul: Callable[[Array, Array, Array], Array]
@@ -141,46 +151,44 @@ class GroupedBackend(NamedTuple):
     is_opaque: bool = False
 
 
-def _kernels_of_module(
+def _import_backend(
     module: str, unsupported_reason: Callable[[ProductRequirements], str | None]
-) -> GroupedBackend:
+) -> Products:
     names = "matmul", "gradient_of_rows", "gradient_of_weights"
     matmul, of_rows, of_weights = (on_first_use(module, name) for name in names)
-    return GroupedBackend(matmul, of_rows, of_weights, unsupported_reason, is_opaque=True)
+    return Products(matmul, of_rows, of_weights, unsupported_reason, is_opaque=True)
 
 
+# Pallas modules are imported at the first call, so that this table exists on any platform.
 GROUPED_BACKENDS = {
-    "blocks": GroupedBackend(
+    "blocks": Products(
         grouped_blocks.matmul, grouped_blocks.gradient_of_rows,
-        grouped_blocks.gradient_of_weights, lambda needs: None,
+        grouped_blocks.gradient_of_weights, lambda at: None,
     ),
-    "megablox": _kernels_of_module("megablox", _megablox_unsupported),
-    "mosaic_gpu": _kernels_of_module("grouped_mosaic", _mosaic_unsupported),
+    "megablox": _import_backend("megablox", _megablox_unsupported),
+    "mosaic_gpu": _import_backend("grouped_mosaic", _mosaic_unsupported),
 }  # fmt: skip
 
 _FAST = {"gpu": "mosaic_gpu", "tpu": "megablox"}
 
 
-def choose_grouped(asked: str, needs: ProductRequirements) -> str:
-    """Resolve `model.moe_backend` for this platform and model.
+def choose_grouped(requested: str, at: ProductRequirements) -> str:
+    """Resolve `model.moe_backend` to a name in `GROUPED_BACKENDS`.
 
     Args:
-        asked: value of `model.moe_backend`.
-        needs: hardware and model properties.
-
-    Returns:
-        A key of `GROUPED_BACKENDS`.
+        requested: `model.moe_backend`.
+        at: requirements for the products.
 
     Raises:
-        UserError: the backend that the config names cannot be used.
+        UserError: the configured backend is not supported.
     """
-    name = _FAST.get(needs.platform, "blocks") if asked == "auto" else asked
-    problem = GROUPED_BACKENDS[name].unsupported_reason(needs)
+    name = _FAST.get(at.platform, "blocks") if requested == "auto" else requested
+    problem = GROUPED_BACKENDS[name].unsupported_reason(at)
     if problem is None:
         return name
-    if asked == "auto":
-        return "blocks"
+    if requested == "auto":
+        return "blocks"  # which runs anywhere
     raise UserError(
-        f'model.moe_backend = "{asked}" cannot be used here: {problem}. Change that, or set '
-        'model.moe_backend = "auto"'
+        f'model.moe_backend = "{requested}" is not supported: {problem}. To use a supported '
+        'kernel, set model.moe_backend = "auto"'
     )

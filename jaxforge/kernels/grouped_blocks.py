@@ -1,8 +1,8 @@
-"""Grouped products in plain XLA, a block of rows at a time.
+"""Grouped products by blocks of rows, in plain XLA.
 
-A loop runs over blocks of rows of one group. The number of blocks depends on data; shapes do not.
-The last block of a group has one of a few static sizes (`row_block_sizes`), so that on average 1/16
-of the multiplied rows is padding, whatever the number of groups.
+A loop runs over blocks of rows; its length depends on the data, but the shapes in it are static. A
+block has rows of one group. The last block of a group has one of a few sizes (`row_block_sizes`),
+so that on average a sixteenth of the multiplied rows is padding, for any number of groups.
 """
 
 import functools
@@ -20,40 +20,41 @@ Weights = Float[Array, "g o i"]
 Sizes = Int[Array, "g"]
 Carry = TypeVar("Carry")
 
-_EIGHTHS = (*range(1, 13), 14, 16)  # block sizes in eighths of rows / groups; each is compiled
-_ONE_SIZE_ROWS = 2048  # up to so many rows, a single block size is enough
+_EIGHTHS = (*range(1, 13), 14, 16)  # block sizes in eighths of a group's fair share
+_FEW = 2048  # rows up to which a single block size is compiled
 
 
 def row_block_sizes(rows: int, groups: int) -> tuple[int, ...]:
-    """Return the ascending sizes of blocks: multiples of 1/8 of an even share, up to two shares.
+    """Return the sizes of blocks: multiples of an eighth of a group's fair share, up to two shares.
 
-    For few rows there is one size: padding then costs less time than compiling more sizes.
+    Few rows have a single size: compiling more sizes would take longer than multiplying padding.
     """
-    if rows <= _ONE_SIZE_ROWS:
+    if rows <= _FEW:
         return (min(rows, 64),)
     step = max(8, -(-rows // (8 * groups * 8)) * 8)
     return tuple(sorted({min(step * eighths, rows) for eighths in _EIGHTHS}))
 
 
-# Rows sorted by group, cut into blocks of one group each. With block sizes 2, 4 and 8:
+# Blocks of rows that are sorted by group, for block sizes 2 and 4 (x: owned, o: only read):
 #
-# row     0 1 2 3 4 | 5 6 | 7 8 9 10 11 12 13 14 | 15 16
-# group   0 0 0 0 0 | 1 1 | 2 2 2  2  2  2  2  2 |  2  2
-# size        8     |  2  |           8          |   2
+# row       0 1 2 3 4   5 6   7 8 9
+# group     0 0 0 0 0 | 1 1 | 2 2 2
+# block 0   x x x x
+# block 1           x   o              size 2: the remainder of group 0
+# block 2               x x
+# block 3                 o   x x x    size 4: starts at row 6, because the array ends at row 10
 #
-# A block of 5 rows has size 8 and also reads rows 5, 6 and 7 of its neighbours: `own` replaces them
-# by zeros, and `write` leaves them unchanged.
+# `own` masks rows that are only read, `write` preserves them.
 class Block(NamedTuple):
     """Rows of one group.
 
     Attributes:
-        size: number of rows that are read. All attributes below are integers on the device, but for
-            `is_first`.
-        is_first: whether the block is known to be the first of its group.
-        group: group of the rows.
-        start: first row that is read. It is moved back if the block would exceed the array.
-        first: first row of the block itself.
-        end: row after the last row of the block itself.
+        size: number of rows that are read, static; fields below are integers on the device.
+        is_first: whether the block is known to be the first of its group to run, static.
+        group: group of the block.
+        start: first row that is read; reduced at the end of the array.
+        first: first row that the block owns.
+        end: end of the rows that the block owns.
     """
 
     size: int
@@ -64,28 +65,28 @@ class Block(NamedTuple):
     end: Array
 
     def read(self, rows: Rows) -> Float[Array, "size i"]:
-        """Return `size` rows, including rows of neighbouring blocks."""
+        """Return the rows of the block, including rows that it does not own."""
         return jax.lax.dynamic_slice_in_dim(
             rows, self.start, self.size, allow_negative_indices=False
         )
 
     def own(self, rows: Rows) -> Float[Array, "size i"]:
-        """Return `size` rows, with zeros for rows of other blocks, so that they can be summed."""
+        """Return the rows of the block, with zeros for rows that it does not own."""
         bits = _bits(self.read(rows))
         return _floats(jnp.where(self._is_own, bits, jnp.zeros_like(bits)), rows.dtype)
 
     def write(self, rows: Rows, new: Float[Array, "size i"]) -> Rows:
-        """Return `rows` with the rows of this block replaced; both arguments are `_bits`."""
+        """Replace the rows that the block owns; both arguments are results of `_bits`."""
         return _update(rows, jnp.where(self._is_own, new, self.read(rows)), self.start)
 
     def weight(self, w_GOI: Weights) -> Float[Array, "o i"]:
-        """Return the matrix of the block's group."""
+        """Return the weights of the block's group."""
         return jax.lax.dynamic_index_in_dim(
             w_GOI, self.group, keepdims=False, allow_negative_indices=False
         )
 
     def add(self, sums_GOI: Weights, more_OI: Float[Array, "o i"]) -> Weights:
-        """Return the sums with `more_OI` added for the block's group; initial sums are zeros."""
+        """Add to the sum of the block's group; sums are initially zero."""
         total_OI = more_OI if self.is_first else self.weight(sums_GOI) + more_OI
         return _update(sums_GOI, total_OI[None], self.group)
 
@@ -96,18 +97,18 @@ class Block(NamedTuple):
 
 
 def _update(rows: Array, new: Array, start: Array) -> Array:
-    # XLA:CPU runs an in-place update on one thread, with all that is fused into it. The barrier
-    # leaves only the copy to that thread.
+    # XLA:CPU runs what is fused into an in-place update in one thread. With the barrier, the update
+    # only copies.
     new = jax.lax.optimization_barrier(new)
-    indices = [start] + [jnp.zeros_like(start)] * (rows.ndim - 1)
-    return jax.lax.dynamic_update_slice(rows, new, indices, allow_negative_indices=False)
+    at = [start] + [jnp.zeros_like(start)] * (rows.ndim - 1)
+    return jax.lax.dynamic_update_slice(rows, new, at, allow_negative_indices=False)
 
 
 def _bits(x: Array) -> Array:
-    """Return 16-bit floats as integers, which XLA:CPU can select without casts to float32."""
+    """View 16-bit floats as integers, because XLA:CPU selects 16-bit floats via float32."""
     if x.dtype.itemsize != 2:
         return x
-    # Without the barriers, XLA moves the bitcast out of the select again.
+    # Without barriers, XLA moves the cast out of the selection again.
     return jax.lax.optimization_barrier(
         jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(x), jnp.uint16)
     )
@@ -122,14 +123,14 @@ def loop_over_blocks(
 ) -> Carry:
     """Run `carry = body(block, carry)` over all blocks of all groups.
 
-    There is one loop for each block size. A single loop with a switch would copy its carry. Loops
-    run in ascending order of sizes: smaller blocks hold the remainder of a group, so that nothing
-    has been added for the group before.
+    There is one loop per block size instead of one loop with a switch, which would copy its carry.
+    Loops run from the smallest size to the largest. A block of a smaller size has the remaining
+    rows of a group, so it is the first block of its group to run.
 
     Args:
-        sizes_G: number of rows of each group, which are consecutive.
+        sizes_G: number of rows of each group; groups are contiguous.
         rows: number of rows of all arrays, M.
-        body: function of a block and the carry; it is compiled for each block size.
+        body: (block, carry) -> carry; compiled for each of `row_block_sizes`.
         carry: initial carry.
     """
     block_sizes = row_block_sizes(rows, sizes_G.shape[0])
@@ -139,50 +140,45 @@ def loop_over_blocks(
         row = jax.lax.dynamic_index_in_dim(table, i, keepdims=False, allow_negative_indices=False)
         return body(Block(size, size < block_sizes[-1], *row), carry)
 
-    for i, size in enumerate(block_sizes):
+    for size_index, size in enumerate(block_sizes):
         run = functools.partial(step, size)
-        carry = jax.lax.fori_loop(firsts[i], firsts[i + 1], run, carry)
+        carry = jax.lax.fori_loop(firsts[size_index], firsts[size_index + 1], run, carry)
     return carry
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _block_table(sizes_G: Sizes, rows: int, block_sizes: tuple[int, ...]) -> tuple[Array, Array]:
-    """Plan the blocks of all groups.
-
-    Returns:
-        The blocks (group, start, first, end), sorted by block size, and the index of the first
-        block of each size, with the number of blocks at the end.
-    """
+    """Return the fields of all blocks, sorted by size, and the first block of each size."""
     groups, largest = sizes_G.shape[0], block_sizes[-1]
     blocks_G = -(-sizes_G // largest)
     last_G = jnp.cumsum(blocks_G)
-    # Each group has at most one block that is not full, which bounds the number of blocks. Blocks
-    # beyond `last_G[-1]` are unused.
+    # Each group adds at most one partial block: an upper bound of the number of blocks. Entries
+    # beyond the actual number sort to the end of the table, and no loop reaches them.
     block = jnp.arange(rows // largest + groups, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(last_G <= block[:, None], axis=1, dtype=jnp.int32), groups - 1)
     ends = jnp.cumsum(sizes_G)[group]
     first = ends - sizes_G[group] + (block - (last_G - blocks_G)[group]) * largest
     end = jnp.minimum(first + largest, ends)
-    # The smallest size that holds the rows; unused blocks come last.
-    index = jnp.sum(jnp.asarray(block_sizes) < (end - first)[:, None], axis=1, dtype=jnp.int32)
-    index = jnp.where(block < last_G[-1], index, len(block_sizes))
-    size = jnp.asarray((*block_sizes, 0), jnp.int32)[index]
-    # A block at the end of the array starts earlier instead of reading beyond it.
+    size_index = jnp.sum(jnp.asarray(block_sizes) < (end - first)[:, None], axis=1, dtype=jnp.int32)
+    size_index = jnp.where(block < last_G[-1], size_index, len(block_sizes))
+    size = jnp.asarray((*block_sizes, 0), jnp.int32)[size_index]
+    # A block at the end of the array starts earlier instead of reading beyond the end.
     columns = [group, jnp.minimum(first, rows - size), first, end]
-    table = jnp.stack(columns, axis=1)[jnp.argsort(index)]
-    counts = index < jnp.arange(len(block_sizes) + 1)[:, None]
-    return table, jnp.sum(counts, axis=1, dtype=jnp.int32)
+    table = jnp.stack(columns, axis=1)[jnp.argsort(size_index)]
+    return table, jnp.sum(
+        size_index < jnp.arange(len(block_sizes) + 1)[:, None], axis=1, dtype=jnp.int32
+    )
 
 
 @jax.jit
 def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
-    """Return the product of each row with its group's weights; zeros for rows beyond all groups."""
+    """Multiply each row by the weights of its group; rows beyond all groups are zeros."""
     return _multiply_rows("bi,oi->bo", x_MI, w_GOI, sizes_G, w_GOI.shape[1])
 
 
 @jax.jit
 def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
-    """Return the gradient of the rows: dy times its group's weights, transposed."""
+    """Multiply each row of the result's gradient by the transposed weights of its group."""
     return _multiply_rows("bo,oi->bi", dy_MO, w_GOI, sizes_G, w_GOI.shape[2])
 
 
@@ -191,13 +187,13 @@ def _multiply_rows(equation: str, x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, wi
         weight = block.weight(w_GOI).astype(x_MI.dtype)
         return block.write(rows, _bits(product(equation, block.read(x_MI), weight, x_MI.dtype)))
 
-    initial = zeros((x_MI.shape[0], width), _bits(x_MI).dtype, x_MI)
-    return _floats(loop_over_blocks(sizes_G, x_MI.shape[0], body, initial), x_MI.dtype)
+    nothing = zeros((x_MI.shape[0], width), _bits(x_MI).dtype, x_MI)
+    return _floats(loop_over_blocks(sizes_G, x_MI.shape[0], body, nothing), x_MI.dtype)
 
 
 @jax.jit
 def gradient_of_weights(x_MI: Rows, dy_MO: Array, sizes_G: Sizes) -> Float[Array, "g o i"]:
-    """Return the gradient of the weights: the float32 sum of dy xᵀ over each group's rows."""
+    """Sum dy xᵀ over the rows of each group, in float32."""
 
     def body(block: Block, dw_GOI: Array) -> Array:
         return block.add(dw_GOI, product("bo,bi->oi", block.own(dy_MO), block.own(x_MI)))
@@ -207,10 +203,10 @@ def gradient_of_weights(x_MI: Rows, dy_MO: Array, sizes_G: Sizes) -> Float[Array
 
 
 def product(equation: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
-    """Return an einsum with sums in float32, which makes bfloat16 five times faster with AMX."""
+    """Compute an `einsum` with float32 sums, which for bfloat16 is five times faster with AMX."""
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, like: Array) -> Array:
-    """Return zeros that vary over the same mesh axes as `like`, as the carry of a loop must."""
+    """Return zeros that vary over the mesh axes of `like`, as the carry of a loop must."""
     return collectives.varying(jnp.zeros(shape, dtype), collectives.varying_axes(like))

@@ -1,12 +1,12 @@
-"""Grouped products of rows and experts in 8 bits.
+"""Grouped products of operands that are rounded to 8 bits.
 
-    y  = x Wᵀ      x in e4m3 with one scale, W in e4m3 with a scale for each expert
+    y  = x Wᵀ      x in e4m3 with one scale, W in e4m3 with one scale per expert
     dx = dy W      dy in e5m2 with one scale
     dW = dyᵀ x     x as in the forward pass
 
-Each device scales its own rows, whatever `train.fp8_scaling` is. The backends of `grouped.py` get
-the rounded numbers in the dtype of the rows: results equal those of 8-bit products, but are no
-faster. Residuals take one byte per number, and W travels between devices in 8 bits.
+Each device scales its own rows under every `train.fp8_scaling`. The kernels of `grouped.py` get the
+rounded values in the dtype of the rows. Results are those of 8-bit products, but not faster.
+Residuals take one byte per value, and W is transferred between devices in 8 bits.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxforge.kernels.grouped import GROUPED_BACKENDS
 
 
 def quantize_experts(w_GOI: Float[Array, "g o i"]) -> Scaled:
-    """Quantize the matrices of experts, each with its own scale: the unit is [g, 1, 1]."""
+    """Quantize matrices to 8 bits with one scale each; `unit` is [g, 1, 1]."""
     scale = power_of_two_scale(amax(w_GOI, axis=(1, 2), keepdims=True), E4M3)
     return Scaled(round_to_fp8(w_GOI, E4M3, scale), 1 / scale)
 
@@ -44,11 +44,11 @@ def grouped_matmul_fp8(
     """Compute `grouped.grouped_matmul` with both operands in 8 bits.
 
     Args:
-        backend: key of `GROUPED_BACKENDS`.
+        backend: a key of `GROUPED_BACKENDS`.
         x_MI: rows, sorted by group.
-        w_GOI: result of `quantize_experts`.
+        w_GOI: weights from `quantize_experts`.
         sizes_G: number of rows of each group.
-        gradient_GOI: zeros that receive the gradient of the weights, in their own dtype.
+        gradient_GOI: receives the gradient of the weights in its own dtype.
     """
     return _forward(backend, x_MI, w_GOI, sizes_G, gradient_GOI)[0]
 
@@ -56,18 +56,22 @@ def grouped_matmul_fp8(
 def _forward(
     backend: str, x_MI: Array, w_GOI: Scaled, sizes_G: Array, gradient_GOI: Array
 ) -> tuple[Array, tuple]:
-    x_8, dtype = quantize_tensor(_zero_unused(x_MI, sizes_G), E4M3), x_MI.dtype
-    matmul = GROUPED_BACKENDS[backend].matmul
-    y_MO = matmul(_dequantize(x_8, dtype), _dequantize(w_GOI, dtype), sizes_G)
+    # Rows beyond the last group are undefined (perhaps NaN) and must not determine the scale.
+    x_8 = quantize_tensor(_mask_unused_rows(x_MI, sizes_G), E4M3)
+    y_MO = GROUPED_BACKENDS[backend].matmul(
+        _dequantize(x_8, x_MI.dtype), _dequantize(w_GOI, x_MI.dtype), sizes_G
+    )
+    # A scalar carries the dtype of the weights' gradient to the backward pass, without its memory.
     return y_MO, (x_8, w_GOI, sizes_G, jnp.zeros((), gradient_GOI.dtype))
 
 
 def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, None, None, Array]:
     x_8, w_GOI, sizes_G, like = saved
-    # The residuals x_8 and W are one byte per number. Their conversion is exact: an 8-bit value
-    # times a power of two fits the mantissa of bfloat16.
+    # The saved x_8 and W take one byte per value. Widening is exact: an 8-bit value times a power
+    # of two fits the mantissa of bfloat16.
     products, dtype = GROUPED_BACKENDS[backend], dy_MO.dtype
-    rounded_dy = _dequantize(quantize_tensor(_zero_unused(dy_MO, sizes_G), E5M2), dtype)
+    # Both products use the same rounded dy, with one scale for all rows of this device.
+    rounded_dy = _dequantize(quantize_tensor(_mask_unused_rows(dy_MO, sizes_G), E5M2), dtype)
     dx_MI = products.gradient_of_rows(rounded_dy, _dequantize(w_GOI, dtype), sizes_G)
     dw_GOI = products.gradient_of_weights(_dequantize(x_8, dtype), rounded_dy, sizes_G)
     return dx_MI, None, None, dw_GOI.astype(like.dtype)
@@ -76,10 +80,11 @@ def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, None, No
 grouped_matmul_fp8.defvjp(_forward, _backward)
 
 
-def _zero_unused(rows: Float[Array, "m i"], sizes_G: Int[Array, "g"]) -> Float[Array, "m i"]:
-    """Replace rows beyond the last group by zeros: they must not affect the scale."""
+def _mask_unused_rows(rows: Float[Array, "m i"], sizes_G: Int[Array, "g"]) -> Float[Array, "m i"]:
+    """Return the rows with zeros beyond the last group."""
     return jnp.where((jnp.arange(len(rows)) < jnp.sum(sizes_G))[:, None], rows, 0)
 
 
 def _dequantize(x: Scaled, dtype: jnp.dtype) -> Array:
+    """Dequantize exactly: units are powers of two."""
     return x.values.astype(dtype) * x.unit.astype(dtype)

@@ -1,8 +1,8 @@
-"""Grouped products on Hopper in Pallas for GPUs (Mosaic), with tiles loaded by TMA.
+"""Grouped products on Hopper in Pallas Mosaic GPU, with tiles that are loaded by TMA.
 
-Products of rows use the kernel that comes with JAX. JAX's kernel for gradients of weights masks
-rows inside, needs a GPU even for ahead-of-time compilation, and rounds to bfloat16. The kernel here
-first lays out rows so that no two groups share a tile, and returns float32 sums.
+Products of rows use the kernel of JAX. JAX's kernel for gradients of weights masks rows inside of
+the kernel, needs a GPU even for ahead-of-time compilation, and rounds to bfloat16. The kernel here
+takes rows in a layout in which no two groups share a tile, and returns float32 sums.
 """
 
 import functools
@@ -17,16 +17,16 @@ from jaxtyping import Array, Float
 
 from jaxforge.kernels.grouped_blocks import Rows, Sizes, Weights
 
-Ref = Any  # reference to global, shared or register memory; Pallas has a class for each
+Ref = Any  # reference to global or shared memory, or to an accumulator
 
 MULTIPLE = 64
-"""Divisor of all widths: the kernels read tiles of 64 columns."""
+"""Divisor of all widths: the number of columns of the tiles that kernels read."""
 
-# Shapes: M rows, P rows in the padded layout (P >= M), G groups, O outputs, I inputs. A tile of dW
-# is at most [128, 128], in registers of a warpgroup; rows arrive in steps of `MULTIPLE` by TMA.
-_PROCESSORS = 132  # streaming multiprocessors of an H100: size of the persistent grid
-_ROWS = 128  # of a tile
-_STEPS = 4  # tiles of a product that are loaded ahead
+# Shapes: M rows, P rows in the layout with padding (P >= M), G groups, O outputs, I inputs. A tile
+# of dW is [128, 128] in registers of a warpgroup; rows arrive in steps of `MULTIPLE` through TMA.
+_PROCESSORS = 132  # multiprocessors of an H100; on smaller GPUs some run after others
+_ROWS = 128  # rows of a tile
+_STEPS = 4  # tiles of a product that are in flight
 
 
 def _multiply_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
@@ -38,19 +38,18 @@ def _multiply_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: boo
 
 
 matmul = functools.partial(_multiply_rows, transpose=True)
-"""(x_MI, w_GOI, sizes_G) -> product of each row with its group's weights [M, O].
-
-Results of rows beyond all groups are undefined.
-"""
+"""(x_MI, w_GOI, sizes_G) -> each row times the weights of its group; rows beyond all groups are
+undefined."""
 
 gradient_of_rows = functools.partial(_multiply_rows, transpose=False)
-"""(dy_MO, w_GOI, sizes_G) -> gradient of the rows [M, I]."""
+"""(dy_MO, w_GOI, sizes_G) -> each row of the result's gradient times the transposed weights of its
+group."""
 
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:
-    """Return the gradient of the weights: the float32 sum of dy xᵀ over each group's rows."""
+    """Sum dy xᵀ over the rows of each group, in float32."""
     out, inp, groups = dy_MO.shape[1], x_MI.shape[1], sizes_G.shape[0]
-    first_G, blocks_G, row_P, is_row_P = _padded_layout(sizes_G, x_MI.shape[0])
+    first_G, blocks_G, row_P, is_row_P = _block_layout(sizes_G, x_MI.shape[0])
     x_PI, dy_PO = (jnp.where(is_row_P[:, None], rows[row_P], 0) for rows in (x_MI, dy_MO))
     kernel = plgpu.kernel(
         functools.partial(_sum_kernel, groups, (_tile(out), _tile(inp))),
@@ -62,22 +61,20 @@ def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array,
     return kernel(first_G, blocks_G, dy_PO.T, x_PI)
 
 
-def _padded_layout(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
-    """Pad the rows of each group to whole blocks of `MULTIPLE` rows.
+def _block_layout(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
+    """Return a layout of rows in which each block of `MULTIPLE` rows belongs to one group.
 
     Returns:
-        The first block of each group [G], its number of blocks [G], and for each row of the padded
-        layout [P] the index of its source row and whether it has one.
+        First block and number of blocks of each group, and for each position of the layout its row
+        and whether it has one.
     """
     groups = sizes_G.shape[0]
     blocks_G = -(-sizes_G // MULTIPLE)
     first_G = jnp.cumsum(blocks_G) - blocks_G
-    # Example: group sizes 3 and 2, MULTIPLE = 4, and "." for zeros:
-    #
-    #   rows  a a a b b  ->  a a a . | b b . .
-    slot_P = jnp.arange((-(-rows // MULTIPLE) + groups) * MULTIPLE, dtype=jnp.int32)
-    group_P = jnp.searchsorted(first_G, slot_P // MULTIPLE, side="right") - 1
-    within_P = slot_P - first_G[group_P] * MULTIPLE
+    # group sizes 3, 2 with MULTIPLE = 4:  rows  a a a b b  ->  a a a . | b b . .   (. = zeros)
+    position_P = jnp.arange((-(-rows // MULTIPLE) + groups) * MULTIPLE, dtype=jnp.int32)
+    group_P = jnp.searchsorted(first_G, position_P // MULTIPLE, side="right") - 1
+    within_P = position_P - first_G[group_P] * MULTIPLE
     row_P = (jnp.cumsum(sizes_G) - sizes_G)[group_P] + within_P
     return first_G, blocks_G, jnp.minimum(row_P, rows - 1), within_P < sizes_G[group_P]
 
@@ -91,17 +88,19 @@ def _sum_kernel(
     x_PI: Ref,
     dw_GOI: Ref,
 ) -> None:
-    """Compute each tile of each group's dW, a sum over the group's blocks of rows."""
-    n_columns = dw_GOI.shape[2] // tile[1]
+    """Kernel that sums each tile of each group over the group's blocks of rows."""
+    tiles_per_row = dw_GOI.shape[2] // tile[1]
 
     # A persistent grid: each processor takes (group, tile) pairs in a strided loop.
-    @plgpu.nd_loop((groups, dw_GOI.shape[1] // tile[0] * n_columns), collective_axes="processor")
-    def _compute_tile(loop: plgpu.NDLoopInfo) -> None:
-        group, index = loop.index
-        o, i = jax.lax.div(index, jnp.int32(n_columns)), jax.lax.rem(index, jnp.int32(n_columns))
+    @plgpu.nd_loop(
+        (groups, dw_GOI.shape[1] // tile[0] * tiles_per_row), collective_axes="processor"
+    )
+    def _sum_tile(loop: plgpu.NDLoopInfo) -> None:
+        group, at = loop.index
+        o, i = jax.lax.div(at, jnp.int32(tiles_per_row)), jax.lax.rem(at, jnp.int32(tiles_per_row))
         first, blocks = first_G[group], blocks_G[group]
 
-        def accumulate(sum_ref: Ref) -> Array:
+        def sums(sum_ref: Ref) -> Array:
             # A group without rows leaves the accumulator at its initial zeros.
             @pl.when(blocks > 0)
             def _() -> None:
@@ -121,7 +120,7 @@ def _sum_kernel(
 
             return sum_ref[...]
 
-        total = pl.run_scoped(accumulate, plgpu.ACC(tile))
+        total = pl.run_scoped(sums, plgpu.ACC(tile))
 
         @functools.partial(pl.run_scoped, shared=plgpu.SMEM(tile, dtype=jnp.float32))
         def _store(shared: Ref) -> None:

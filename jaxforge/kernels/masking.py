@@ -1,9 +1,9 @@
-"""Visibility of keys to queries: windows, chunks and packed documents.
+"""Visibility of keys to a query: windows, chunks and packed documents.
 
-Chunks are counted from the first token of a document, so that attention within a packed document is
-the same as in a row of its own, and as in generation. transformers counts chunks from the first
-real token of a row (`masking_utils.chunked_overlay`). That is the same if a row is one document;
-with several documents, their chunks depend on their position in the row.
+Chunks are counted from the first token of a document, so that a packed document gives the same
+result as alone, and as in generation. transformers counts them from the first real token of a row
+(`masking_utils.chunked_overlay`). This is the same for rows of one document; in rows of several
+documents, its chunks depend on the position of a document in the row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,22 +13,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-_NO_LIMIT = 2**31 - 1  # tokens, more than any sequence has
+_ALL = 2**31 - 1  # more tokens than any sequence has
 
 
 class Mask(NamedTuple):
     """Limits of causal attention.
 
     Attributes:
-        window: number of last tokens that a query sees, its own included; None: all.
-        chunk: number of tokens of a chunk; a query sees only its own chunk. None: no chunks.
+        window: number of tokens that a query sees, including itself; None: no limit.
+        chunk: number of tokens of a chunk; queries see only their own chunk. None: no chunks.
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def within(self, length: int) -> "Mask":
-        """Return the mask for sequences of a length, without limits that have no effect."""
+        """Return the mask without limits that have no effect on sequences of this length."""
         return Mask(*(None if n is not None and n >= length else n for n in self))
 
 
@@ -36,21 +36,21 @@ FULL = Mask()
 
 
 def select_window(masks: Sequence[Mask], mask_index: int | Int[Array, ""]) -> Int[Array, ""] | None:
-    """Return the window of the mask at an index, which may be traced; None: no mask has one."""
+    """Return the window of `masks[mask_index]`, or None if no mask has a window."""
     return _select_limit([mask.window for mask in masks], mask_index)
 
 
 def select_chunk(masks: Sequence[Mask], mask_index: int | Int[Array, ""]) -> Int[Array, ""] | None:
-    """Return the chunk size of the mask at an index, which may be traced; None: no mask has one."""
+    """Return the chunk of `masks[mask_index]`, or None if no mask has chunks."""
     return _select_limit([mask.chunk for mask in masks], mask_index)
 
 
 def _select_limit(
-    limits: Sequence[int | None], mask_index: int | Int[Array, ""]
+    tokens: Sequence[int | None], mask_index: int | Int[Array, ""]
 ) -> Int[Array, ""] | None:
-    if not any(limits):
+    if not any(tokens):
         return None
-    return jnp.asarray([n or _NO_LIMIT for n in limits], jnp.int32)[mask_index]
+    return jnp.asarray([n or _ALL for n in tokens], jnp.int32)[mask_index]
 
 
 def visible(
@@ -60,10 +60,10 @@ def visible(
     chunk: int | Int[Array, ""] | None = None,
 ) -> Bool[Array, "..."]:
     """Return whether a query sees a key, from their positions in the document."""
-    is_visible = keys <= queries
+    seen = keys <= queries
     if window is not None:
-        is_visible &= queries - keys < window
-    return is_visible if chunk is None else is_visible & (queries // chunk == keys // chunk)
+        seen &= queries - keys < window
+    return seen if chunk is None else seen & (queries // chunk == keys // chunk)
 
 
 def chunk_ids(
@@ -73,31 +73,30 @@ def chunk_ids(
     segment_ids: Int[Array, "b s"] | None,
     positions: Int[Array, "b s"] | None = None,
 ) -> Int[Array, "b s"]:
-    """Return an id for each chunk of each document, which kernels can use as a document id.
+    """Return ids of the chunks of each document, which kernels treat as documents.
 
     Args:
         batch: number of rows.
         length: number of tokens of a row.
         chunk: number of tokens of a chunk.
-        segment_ids: document id of each token; None: one document per row.
-        positions: position of each token in its document; None: computed from `segment_ids`.
+        segment_ids: document of each token; None: each row is one document.
+        positions: positions of the tokens in their documents; None: they are counted.
     """
-    if positions is None:
-        positions = positions_in_documents(batch, length, segment_ids)
-    is_start = _is_start(positions // chunk)
+    at = positions_in_documents(batch, length, segment_ids) if positions is None else positions
+    begins = _is_new_id(at // chunk)
     if segment_ids is not None:
-        is_start |= _is_start(segment_ids)
-    return jnp.cumsum(is_start, axis=1, dtype=jnp.int32)
+        begins |= _is_new_id(segment_ids)
+    return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
 
 
 def padding_of(batch: Mapping[str, Array]) -> Bool[Array, "..."] | None:
     """Return which tokens of a batch are padding.
 
-    Padding is marked by `is_padding` in the batch. Missing labels do not mark padding: the tokens
-    of a prompt have no labels either.
+    Padding is marked by the field `is_padding`. Tokens without a label, such as prompts, are not
+    padding.
 
     Returns:
-        A bool for each token; None if the batch cannot have padding.
+        A bool for each token; None if the batch has no field `is_padding`.
     """
     is_padding = batch.get("is_padding")
     return None if is_padding is None else jnp.asarray(is_padding, bool)
@@ -107,13 +106,12 @@ def positions_in_documents(
     batch: int, length: int, segment_ids: Int[Array, "b s"] | None
 ) -> Int[Array, "b s"]:
     """Return the position of each token [b, s] in its document."""
-    column = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    at = jnp.broadcast_to(jnp.arange(length), (batch, length))
     if segment_ids is None:
-        return column
-    # `cummax` carries the column of each document's first token along the document.
-    return column - jax.lax.cummax(jnp.where(_is_start(segment_ids), column, 0), axis=1)
+        return at
+    return at - jax.lax.cummax(jnp.where(_is_new_id(segment_ids), at, 0), axis=1)
 
 
-def _is_start(ids: Int[Array, "b s"]) -> Bool[Array, "b s"]:
-    """Return where an id differs from the id of the previous token, or of the last in column 0."""
+def _is_new_id(ids: Int[Array, "b s"]) -> Bool[Array, "b s"]:
+    """Return where an id differs from the id of the token before."""
     return ids != jnp.roll(ids, 1, axis=1)

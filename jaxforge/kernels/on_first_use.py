@@ -1,6 +1,6 @@
-"""Lazy import of kernels for specific platforms.
+"""Kernels of other platforms, imported when they are called.
 
-Importing JAX's kernels for GPUs and TPUs takes time, and not every version of JAX has all of them.
+JAX's kernels for GPUs and TPUs take time to import, and not every version of JAX has all of them.
 """
 
 import importlib
@@ -9,14 +9,9 @@ from typing import Any
 
 
 def on_first_use(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports a module of this package when it is first called.
+    """Return a function of a module of this package that is imported at the first call."""
 
-    Args:
-        module: name of the module within `jaxforge.kernels`.
-        name: name of the function in the module.
-    """
-
-    def function(*inputs: Any, **options: Any) -> Any:  # noqa: ANN401 (types of the kernel)
+    def function(*inputs: Any, **options: Any) -> Any:  # noqa: ANN401 (as the function)
         return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*inputs, **options)
 
     return function

@@ -1,17 +1,18 @@
-"""Attention of some queries over a part of the keys, with partial results that can be merged.
+"""Attention over a part of the keys, with results that can be merged over parts.
 
-A partial result is the softmax-weighted mean o of the part's values and the logsumexp of its
-scores. Two parts are merged by
+A partial result is the softmax-weighted mean o over its keys, and the logsumexp of its scores. Two
+partial results are merged by
 
     lse = log(e^lse_1 + e^lse_2)        o = e^(lse_1 - lse) o_1 + e^(lse_2 - lse) o_2
 
-(FlashAttention, arXiv:2205.14135, section 3.1). The gradient of a part needs lse and the row sums
-δ = Σ o · d_o of the merged result only. So gradients of parts are summed.
+(FlashAttention, arXiv:2205.14135, section 3.1). The gradients of a part depend on other parts only
+by lse and the row sums δ = Σ o · d_o of the merged result, so that gradients of parts are summed.
 
-Scores exist for one tile of queries and one tile of keys at a time. A tile is skipped if causality,
-the window or packed documents make all of it invisible.
+Scores exist for one tile of queries and one tile of keys at a time. A tile is skipped if nothing in
+it is visible, because of causality, a window, or packed documents.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,41 +25,41 @@ from jaxforge.kernels.flash_blocks import AFTER, BEFORE, TokenPositions
 from jaxforge.kernels.on_first_use import on_first_use
 from jaxforge.kernels.scoring import Scoring, product
 
-_TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
+_TILE = 512  # queries, and keys, of a tile
 
 
 class QueryPart(NamedTuple):
-    """Queries of some tokens.
+    """A part of the queries.
 
     Attributes:
-        q: queries.
-        tokens: positions and documents of the queries.
+        q: the queries.
+        at: their positions and documents.
     """
 
     q: Float[Array, "b s heads h"]
-    tokens: TokenPositions
+    at: TokenPositions
 
 
 class KeyPart(NamedTuple):
-    """Keys and values of some tokens.
+    """A part of the keys and values.
 
     Attributes:
-        k: keys.
-        v: values.
-        tokens: positions and documents of the keys.
+        k: the keys.
+        v: the values.
+        at: their positions and documents.
     """
 
     k: Float[Array, "b t kv h"]
     v: Float[Array, "b t kv h"]
-    tokens: TokenPositions
+    at: TokenPositions
 
 
 class PartialResult(NamedTuple):
     """Partial attention result over some of the keys, float32.
 
     Attributes:
-        o: mean of the values, weighted by the softmax over these keys; 0 if no key is visible.
-        lse: logsumexp of the scores of these keys; -inf if no key is visible.
+        o: mean of values, weighted by the softmax over these keys; 0 if no key is visible.
+        lse: logsumexp of the scores; -inf if no key is visible.
     """
 
     o: Float[Array, "b s heads h"]
@@ -70,7 +71,7 @@ class PartialResult(NamedTuple):
         return PartialResult(self.scaled_to(lse) + other.scaled_to(lse), lse)
 
     def scaled_to(self, lse: Float[Array, "b s heads"]) -> Float[Array, "b s heads h"]:
-        """Return the contribution of this part to a result whose logsumexp is `lse`."""
+        """Return the contribution to the mean over more keys, whose logsumexp is `lse`."""
         return self.o * jnp.exp(self.lse - _finite(lse))[..., None]
 
 
@@ -87,8 +88,8 @@ class BackwardInputs(NamedTuple):
 
     Attributes:
         d_o: gradient of the merged result.
-        lse: logsumexp of the scores of all keys.
-        delta: Σ o · d_o over the width of each head, δ.
+        lse: logsumexp of the scores over all keys.
+        delta: Σ o · d_o over each head.
     """
 
     d_o: Float[Array, "b s heads h"]
@@ -97,21 +98,19 @@ class BackwardInputs(NamedTuple):
 
 
 Window = Int[Array, ""] | None
-"""Number of last tokens that a query sees, itself included; None: all."""
+"""Number of last tokens that a query sees, including itself; None: all."""
 
 
 def attend_to_part(
     queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
 ) -> PartialResult:
-    """Compute the attention of queries over a part of the keys, in plain XLA.
-
-    A query sees the keys at or before its position, in its document and window.
+    """Attend to a part of the keys: those at or before each query, in its document.
 
     Args:
-        queries: queries and their positions.
-        keys: keys, values and their positions.
-        scoring: transformation of the products of queries and keys.
-        window: number of last positions that a query sees, its own included; None: all.
+        queries: the queries.
+        keys: the part of the keys.
+        scoring: scale and soft cap of the scores.
+        window: number of last tokens that a query sees.
     """
     # Loop nest: map over query tiles, scan over key tiles, online softmax in the carry.
     #
@@ -120,72 +119,66 @@ def attend_to_part(
     # query tile 1      full   causal -    -       full / causal: computed, masked where needed
     # query tile 2      full   full causal -
     #
-    # Padding positions: AFTER everything for keys (invisible), BEFORE everything for queries
-    # (blind).
-    queries = _block_hoisting(queries)
-    key_tiles = _split_tiles(keys, AFTER)
+    # The last tiles are padded with positions AFTER all queries (invisible keys) and BEFORE all
+    # keys (queries that see nothing).
+    queries = _keep_in_loop(queries)
+    key_tiles = _tiles(keys, AFTER)
 
-    def attend_query_tile(tile: QueryPart) -> PartialResult:
-        def merge_key_tile(part: PartialResult, keys: KeyPart) -> tuple[PartialResult, None]:
+    def of_queries(tile: QueryPart) -> PartialResult:
+        def of_keys(part: PartialResult, keys: KeyPart) -> tuple[PartialResult, None]:
             def merged() -> PartialResult:
                 scores, _ = _scores(tile, keys, scoring, window)
                 lse = jax.nn.logsumexp(scores, axis=-1)
-                # Rows without a visible key have lse = -inf. Subtracting 0 gives exp(-inf) = 0
-                # instead of exp(-inf + inf) = NaN.
+                # Rows without a visible key have lse = -inf; subtracting 0 instead keeps exp(-inf)
+                # = 0.
                 weights = jnp.exp(scores - _finite(lse)[..., None])
                 o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
                 o = o.reshape(tile.q.shape)
                 lse = lse.reshape(lse.shape[0], -1, lse.shape[-1]).swapaxes(1, 2)
                 return part.merged(PartialResult(o, lse))
 
-            return jax.lax.cond(_any_visible(tile, keys, window), merged, lambda: part), None
+            return jax.lax.cond(_may_see(tile, keys, window), merged, lambda: part), None
 
         # The neutral element of `PartialResult.merged`: weight e^-inf = 0.
         o = jnp.zeros(tile.q.shape, jnp.float32)
-        return jax.lax.scan(merge_key_tile, PartialResult(o, o[..., 0] - jnp.inf), key_tiles)[0]
+        return jax.lax.scan(of_keys, PartialResult(o, o[..., 0] - jnp.inf), key_tiles)[0]
 
-    parts = jax.lax.map(attend_query_tile, _split_tiles(queries, BEFORE))
+    parts = jax.lax.map(of_queries, _tiles(queries, BEFORE))
     return _join_tiles(parts, queries.q.shape[1])
 
 
 def gradients_of_part(
-    queries: QueryPart,
-    backward_inputs: BackwardInputs,
-    keys: KeyPart,
-    scoring: Scoring,
-    window: Window,
+    queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
-    """Compute the gradients of attention over a part of the keys, in plain XLA.
+    """Compute the gradients of attention to a part of the keys.
 
     Args:
-        queries: queries and their positions.
-        backward_inputs: gradient and statistics of the result over all keys.
-        keys: keys, values and their positions.
-        scoring: transformation of the products of queries and keys.
-        window: number of last positions that a query sees, its own included; None: all.
+        queries: the queries.
+        of_queries: gradients and statistics of the merged result.
+        keys: the part of the keys.
+        scoring: scale and soft cap of the scores.
+        window: number of last tokens that a query sees.
     """
-    queries = _block_hoisting(queries)
-    key_tiles = _split_tiles(keys, AFTER)
+    queries = _keep_in_loop(queries)
+    key_tiles = _tiles(keys, AFTER)
 
     def add_tile(sums: tuple[Array, Array], tile: tuple[QueryPart, BackwardInputs]) -> Any:  # noqa: ANN401
-        def add_key_tile(d_q: Array, keys: KeyPart) -> tuple[Array, tuple[Array, Array]]:
-            def compute() -> Gradients:
-                return _gradients_of_tile(*tile, keys, scoring, window)
-
-            def skip() -> Gradients:
+        def of_keys(d_q: Array, keys: KeyPart) -> tuple[Array, tuple[Array, Array]]:
+            def zero_gradients() -> Gradients:
                 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys[:2])
                 return Gradients(jnp.zeros_like(d_q), *zeros)
 
-            grads = jax.lax.cond(_any_visible(tile[0], keys, window), compute, skip)
+            gradients = functools.partial(_gradients_of_tile, *tile, keys, scoring, window)
+            grads = jax.lax.cond(_may_see(tile[0], keys, window), gradients, zero_gradients)
             return d_q + grads.q, (grads.k, grads.v)
 
-        # Gradients of queries add up over key tiles (carry of the inner scan), those of keys over
-        # query tiles (carry of the outer scan).
-        d_q, d_key_tiles = jax.lax.scan(add_key_tile, jnp.zeros_like(tile[1].d_o), key_tiles)
-        return jax.tree.map(jnp.add, sums, d_key_tiles), d_q
+        # Gradients of queries are summed over key tiles (carry of the inner scan), gradients of
+        # keys over query tiles (carry of the outer scan).
+        d_q, of_tiles = jax.lax.scan(of_keys, jnp.zeros_like(tile[1].d_o), key_tiles)
+        return jax.tree.map(jnp.add, sums, of_tiles), d_q
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), key_tiles[:2])
-    tiles = _split_tiles(queries, BEFORE), _split_tiles(backward_inputs, 0)
+    tiles = _tiles(queries, BEFORE), _tiles(of_queries, 0)
     (d_k, d_v), d_q = jax.lax.scan(add_tile, zeros, tiles)
     length = keys.k.shape[1]
     return Gradients(
@@ -193,13 +186,11 @@ def gradients_of_part(
     )
 
 
-def _block_hoisting(queries: QueryPart) -> QueryPart:
-    """Return the queries behind a barrier, which ties their positions to the loop over layers.
-
-    Differentiation of `lax.scan` moves computations that do not depend on the layer out of the loop
-    over layers. Masks depend on positions only: those of all tiles would be computed at once, and
-    held in memory. Behind the barrier, positions depend on the queries of the layer.
-    """
+def _keep_in_loop(queries: QueryPart) -> QueryPart:
+    """Make masks depend on the queries, so that they stay inside of a loop over layers."""
+    # Differentiation of `lax.scan` over layers hoists values that do not depend on the layer, here
+    # the masks of all tiles at once. The barrier makes masks depend on the layer's queries, so that
+    # they are computed inside of the loop, one tile at a time.
     return jax.lax.optimization_barrier(queries)
 
 
@@ -210,30 +201,25 @@ _flash_backward = on_first_use("flash", "backward")
 def _attend_by_flash(
     queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
 ) -> PartialResult:
-    # float32: the caller merges partial results, and rounds only once.
     o, lse = _flash_forward(
-        queries.q, keys.k, keys.v, queries.tokens, keys.tokens, window, scoring, dtype=jnp.float32
+        queries.q, keys.k, keys.v, queries.at, keys.at, window, scoring, dtype=jnp.float32
     )  # fmt: skip
     return PartialResult(o, lse.swapaxes(1, 2))
 
 
 def _gradients_by_flash(
-    queries: QueryPart,
-    backward_inputs: BackwardInputs,
-    keys: KeyPart,
-    scoring: Scoring,
-    window: Window,
+    queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
-    lse, delta = (x.swapaxes(1, 2) for x in (backward_inputs.lse, backward_inputs.delta))
+    lse, delta = (x.swapaxes(1, 2) for x in (of_queries.lse, of_queries.delta))
     grads = _flash_backward(
-        queries.q, keys.k, keys.v, queries.tokens, keys.tokens, lse, delta, backward_inputs.d_o,
-        window, scoring, dtype=jnp.float32,
+        queries.q, keys.k, keys.v, queries.at, keys.at, lse, delta, of_queries.d_o, window, scoring,
+        dtype=jnp.float32,
     )  # fmt: skip
     return Gradients(*grads)
 
 
 class PartialKernel(NamedTuple):
-    """Implementation of `attend_to_part` and `gradients_of_part`."""
+    """Functions like `attend_to_part` and `gradients_of_part`."""
 
     attend: Callable[[QueryPart, KeyPart, Scoring, Window], PartialResult]
     gradients: Callable[[QueryPart, BackwardInputs, KeyPart, Scoring, Window], Gradients]
@@ -243,18 +229,14 @@ PARTIAL_KERNELS = {
     "tiles": PartialKernel(attend_to_part, gradients_of_part),
     "triton": PartialKernel(_attend_by_flash, _gradients_by_flash),
 }
-"""Implementations by name: "tiles" in plain XLA for any platform; "triton" for GPUs."""
+"""Kernels by name: "tiles" in plain XLA, anywhere; "triton" on GPUs (`flash.py`)."""
 
-T = TypeVar("T")
+Tree = TypeVar("Tree")
 
 
-def _split_tiles(arrays: T, padding: int) -> T:
-    """Split arrays [b, s, ...] into tiles [n, b, t, ...].
-
-    The last tile is padded with `padding` in integer arrays (positions, documents), and with zeros
-    in others.
-    """
-    length = jax.tree.leaves(arrays)[0].shape[1]
+def _tiles(of_tokens: Tree, padding: int) -> Tree:
+    """Cut arrays [b, s, ...] into tiles [n, b, t, ...]; integers are padded with `padding`."""
+    length = jax.tree.leaves(of_tokens)[0].shape[1]
     size = min(length, _TILE)
     n = -(-length // size)
 
@@ -264,11 +246,11 @@ def _split_tiles(arrays: T, padding: int) -> T:
         x = jnp.pad(x, widths, constant_values=fill)
         return x.reshape(x.shape[0], n, size, *x.shape[2:]).swapaxes(0, 1)
 
-    return jax.tree.map(cut, arrays)
+    return jax.tree.map(cut, of_tokens)
 
 
-def _join_tiles(tiles: T, length: int) -> T:
-    """Undo `_split_tiles` for arrays of `length` tokens."""
+def _join_tiles(tiles: Tree, length: int) -> Tree:
+    """Join the tiles of `_tiles`, without padding."""
 
     def join(x: Array) -> Array:
         x = x.swapaxes(0, 1)
@@ -277,17 +259,20 @@ def _join_tiles(tiles: T, length: int) -> T:
     return jax.tree.map(join, tiles)
 
 
-def _any_visible(queries: QueryPart, keys: KeyPart, window: Window) -> Bool[Array, ""]:
+def _may_see(queries: QueryPart, keys: KeyPart, window: Window) -> Bool[Array, ""]:
     """Return whether any query may see any key, from the extreme positions of each row."""
-    q, k = queries.tokens, keys.tokens
-    (first_q, last_q), (first_k, last_k) = _range(q.positions), _range(k.positions)
-    # Conservative interval tests on each row: false only if provably nothing is visible. Ranges of
-    # document ids that are disjoint share no document.
+    q_tokens, k_tokens = queries.at, keys.at
+    (first_q, last_q), (first_k, last_k) = _range(q_tokens.positions), _range(k_tokens.positions)
+    # Conservative interval tests on each row: False only if nothing is visible. Disjoint ranges of
+    # document ids share no document.
     is_visible = first_k <= last_q
     if window is not None:
         is_visible &= first_q - last_k < window
-    if q.documents is not None and k.documents is not None:
-        (first_q, last_q), (first_k, last_k) = _range(q.documents), _range(k.documents)
+    if q_tokens.documents is not None and k_tokens.documents is not None:
+        (first_q, last_q), (first_k, last_k) = (
+            _range(q_tokens.documents),
+            _range(k_tokens.documents),
+        )
         is_visible &= (first_k <= last_q) & (first_q <= last_k)
     return jnp.any(is_visible)
 
@@ -299,36 +284,33 @@ def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
 def _scores(
     queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
 ) -> tuple[Float[Array, "b kv g s t"], Float[Array, "b s kv g h"]]:
-    """Return the scores, -inf for invisible keys, and the queries grouped by key head."""
+    """Return scores, -inf for invisible pairs, and the queries grouped by key heads."""
     batch, length, _, h = queries.q.shape
     q = queries.q.reshape(batch, length, keys.k.shape[2], -1, h)
     products = product("bskgh,btkh->bkgst", q, keys.k)
     capped = scoring.capped(products * scoring.scale_of(h))
-    at_q, at_k = queries.tokens, keys.tokens
-    is_visible = masking.visible(at_q.positions[:, :, None], at_k.positions[:, None], window)
-    if at_q.documents is not None and at_k.documents is not None:
-        is_visible &= at_q.documents[:, :, None] == at_k.documents[:, None]
-    return jnp.where(is_visible[:, None, None], capped, -jnp.inf), q
+    seen = masking.visible(queries.at.positions[:, :, None], keys.at.positions[:, None], window)
+    if queries.at.documents is not None and keys.at.documents is not None:
+        seen &= queries.at.documents[:, :, None] == keys.at.documents[:, None]
+    return jnp.where(seen[:, None, None], capped, -jnp.inf), q
 
 
 def _gradients_of_tile(
-    queries: QueryPart,
-    backward_inputs: BackwardInputs,
-    keys: KeyPart,
-    scoring: Scoring,
-    window: Window,
+    queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
     scores, q = _scores(queries, keys, scoring, window)
-    lse, delta = (  # [b, s, heads] -> [b, kv, g, s]
+    lse, delta = (
         x.swapaxes(1, 2).reshape(len(x), keys.k.shape[2], -1, x.shape[1])
-        for x in (backward_inputs.lse, backward_inputs.delta)
+        for x in (of_queries.lse, of_queries.delta)
     )
-    # The backward pass of FlashAttention (arXiv:2205.14135, algorithm 4), with casts to the dtype
-    # of the inputs before each product, and sums in float32:
+    # FlashAttention's backward pass (arXiv:2205.14135, algorithm 4):
     #
-    #   P = exp(S - lse)    dV = Pᵀ dO    dP = dO Vᵀ    dS = P (dP - δ)    dQ = dS K    dK = dSᵀ Q
+    #   P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ
+    #   dS = P (dP - δ)       dQ = dS K       dK = dSᵀ Q
+    #
+    # Operands are cast to the input dtype before each product; sums are float32.
     weights = jnp.exp(scores - _finite(lse)[..., None])
-    d_o = backward_inputs.d_o.reshape(q.shape).astype(keys.v.dtype)
+    d_o = of_queries.d_o.reshape(q.shape).astype(keys.v.dtype)
     d_weights = product("bskgh,btkh->bkgst", d_o, keys.v)
     d_scores = scoring.score_gradients(scores, weights, d_weights, delta[..., None], q.shape[-1])
     d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
@@ -340,5 +322,5 @@ def _gradients_of_tile(
 
 
 def _finite(lse: Array) -> Array:
-    """Replace -inf, the logsumexp of rows without a visible key, by 0."""
+    """Replace -inf by 0, so that exp(-inf - lse) is 0 instead of NaN if nothing is visible."""
     return jnp.where(jnp.isneginf(lse), 0.0, lse)

@@ -106,7 +106,7 @@ def _replacing(directory: Path) -> Iterator[Path]:
     safe_files.make_directory(directory.parent)
     for torn in directory.parent.glob(f".{directory.name}.*partial"):  # of one that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    partial, old = safe_files.beside(directory), safe_files.beside(directory)
+    partial, old = safe_files.temporary_path(directory), safe_files.temporary_path(directory)
     try:
         partial.mkdir()
         yield partial

@@ -156,7 +156,7 @@ def skipping_experts_as_started(config: JobConfig) -> JobConfig:
         "optimizer.skip_idle_experts is set to true, as in %s: an update skips experts without "
         "tokens", start,
     )  # fmt: skip
-    return config.skipping_idle_experts()
+    return config.with_idle_experts_skipped()
 
 
 def open_foreign(path: str, config: JobConfig) -> Source:
