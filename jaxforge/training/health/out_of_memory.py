@@ -63,7 +63,7 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         else smaller_step(config, rows, reduces_whole=reduces_whole)
     )
     listed = "".join(f"\n  - {remedy}" for remedy in (*fewer_copies(config, mesh), *advice))
-    return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
+    return f"out of memory: {device_memory.first_line(said)}\n{needs}. What helps:{listed}"
 
 
 def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
