@@ -77,7 +77,7 @@ def train(
                         with watchdog.section("end"):
                             reason = trainer.close(reason)
             assert reason is not None  # as nothing was raised
-            if reason is Exit.UNHEALTHY or signals.left_work:
+            if reason is Exit.UNHEALTHY or signals.has_background_thread:
                 end_now(reason.code)  # nor must the compiler find the process half gone
             return reason
 
