@@ -44,8 +44,8 @@ class Signals:
     """SIGTERM, SIGUSR1 and SIGINT turned into a decision that all processes take at one place.
 
     Attributes:
-        has_background_thread: a thread was left behind, in compiled code or in a read that may never end, and
-            the interpreter would wait for it; leave by `os._exit`.
+        has_background_thread: a thread is left in compiled code or in a read that may never end,
+            and the interpreter would wait for it; leave by `os._exit`.
     """
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
