@@ -15,6 +15,7 @@ from jaxforge.config.train import EIGHT_BIT
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
+from jaxforge.optim.freezing import applied_to_trained, frozen_paths, keep_frozen, zero_frozen
 from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.optim.rounding import build_apply
@@ -95,8 +96,8 @@ def make_train_step(
         shardings: `NamedSharding` of every array of the state.
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
-    lr = learning_rate(config)
-    guard, add = Guard(config.train), build_apply(config.train)
+    lr, frozen = learning_rate(config), frozen_paths(model.axes, config.optimizer)
+    guard, add = Guard(config.train), applied_to_trained(build_apply(config.train), frozen)
     # 8-bit and offloaded moments keep their old values themselves after a bad step, given
     # `applied`. Selecting between old and new here would keep both in memory.
     in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
@@ -112,7 +113,7 @@ def make_train_step(
         batch = spread_sequences(model, batch)
         scale = guard.loss_scale(state.guard)
         grads, loss = gradients(state.params, state.model_state, batch, scale)
-        grads, loss = unscale(grads, loss, scale)
+        grads, loss = unscale(zero_frozen(grads, frozen), loss, scale)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         # Without valid labels the gradient is 0, but decay and moments would change the weights.
@@ -132,6 +133,7 @@ def make_train_step(
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)
+        params = keep_frozen(params, state.params, frozen)
         params, opt_state, model_state = select(
             good,
             (params, opt_state, model_state),

@@ -138,7 +138,12 @@ def _optimizer(config: JobConfig) -> str:
     of_parameters = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
     moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
     idle = ", experts without tokens skipped" if config.skips_idle_experts else ""
-    return f"{config.optimizer.name}, moments in {moments}{of_parameters}{idle}"
+    o = config.optimizer
+    factors = "".join(
+        f", lr x {factor:g} for {pattern}" for pattern, factor in o.lr_patterns.items()
+    )
+    frozen = "".join(f", {pattern} frozen" for pattern in o.freeze_patterns)
+    return f"{o.name}, moments in {moments}{of_parameters}{idle}{factors}{frozen}"
 
 
 def _products(model: Model, device: jax.Device) -> str:
