@@ -56,24 +56,22 @@ class Controls(NamedTuple):
     next_lr_scale: Float[Array, ""] | float | None = None
 
 
+TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+
+
 class CompiledSteps:
-    """The train step for each size of batch, by the number of its microbatches.
+    """The compiled train step for each size of batch, by the number of its microbatches.
 
     Attributes:
-        largest: the one for the largest batch.
+        largest: the step for the largest batch.
     """
 
     def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
         self._by_size, self.largest = by_size, by_size[max(by_size)]
 
-    def __call__(
-        self, state: TrainState, batch: Batch, controls: Controls
-    ) -> tuple[TrainState, Metrics]:
-        """Runs the step."""
-        return self._by_size[batch["labels"].shape[0]](state, batch, controls)
-
-
-TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+    def __getitem__(self, microbatches: int) -> TrainStep:
+        """Return the step for batches of this many microbatches."""
+        return self._by_size[microbatches]
 
 
 def make_train_step(

@@ -13,7 +13,7 @@ from jaxforge.errors import StorageError
 from jaxforge.exit_codes import AGREED
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.train_step import Metrics
+from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
 from jaxforge.training.callbacks.runner import Callbacks
@@ -73,7 +73,10 @@ class Trainer:
             reason = self._begin(signals, exits)
             while reason is None:
                 with profiler.around(self.progress.step + 1, tracker.paused):
-                    metrics = self._step(signals)
+                    batch, controls = self._next_batch(signals)
+                    step = self.updates.step[batch["labels"].shape[0]]
+                    self.state, metrics = step(self.state, batch, controls)
+                    self._note_launch(step, batch, controls, metrics)
                 due = self.callbacks.due(self.progress.step, tracker.paused)
                 if self._is_something_due(due) and self.bad_steps.had_ended(self.progress):
                     reason = self._go_back()
@@ -141,26 +144,32 @@ class Trainer:
             if not signals.stop_for_failed_save():
                 raise
 
-    def _step(self, signals: Signals) -> Metrics:
-        """Launch one step; the metrics of the one before it are logged where they are due."""
-        progress, data, tracker = self.progress, self.updates.data, self.instruments.tracker
-        with tracker.waiting_for_data(), signals.interrupting():
+    def _next_batch(self, signals: Signals) -> tuple[Batch, Controls]:
+        data, progress = self.updates.data, self.progress
+        with self.instruments.tracker.waiting_for_data(), signals.interrupting():
             batch = next(data)
         data.note_mixture(progress)
-        controls = data.controls(progress.step, self.config.train.iterations_to_skip)
-        first = progress.samples
-        self.state, metrics = self.updates.step(self.state, batch, controls)
+        return batch, data.controls(progress.step, self.config.train.iterations_to_skip)
+
+    def _note_launch(
+        self, step: TrainStep, batch: Batch, controls: Controls, metrics: Metrics
+    ) -> None:
+        """Count the step that was launched; log the metrics of the previous step if due.
+
+        The device is still computing the step, unless bad steps are attributed
+        (`train.rerun_bad_steps`): only then does the host wait for its metrics.
+        """
+        progress, bad_steps, first = self.progress, self.bad_steps, self.progress.samples
         microbatches, rows, length = batch["labels"].shape
         progress.advance(microbatches * rows, microbatches * rows * length)
-        tracker.end_step(progress.step, metrics)
-        bad = self.bad_steps
-        bad.note(metrics["consecutive"])
+        self.instruments.tracker.end_step(progress.step, metrics)
+        bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)
-        if bad.attribution and not bad.had_ended(progress) and int(metrics["consecutive"]):
-            self.state, bad.fault = bad.attribution.examine(
-                self.updates.step, self.state, batch, metrics, controls, first
+        attribution = bad_steps.attribution
+        if attribution and not bad_steps.had_ended(progress) and int(metrics["consecutive"]):
+            self.state, bad_steps.fault = attribution.examine(
+                step, self.state, batch, metrics, controls, first
             )
-        return metrics
 
     def _is_something_due(self, due: Sequence[Callback]) -> bool:
         """Return whether anything after the latest step depends on that it took place."""

@@ -11,6 +11,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.profiler import Profiler
@@ -242,7 +243,7 @@ def run(
     trainer = Trainer(
         config=config, state=device_state(), progress=progress,
         updates=Updates(
-            lambda batch: lambda: train_step,
+            lambda batch: lambda: CompiledSteps({1: train_step}),
             data(config, lambda: itertools.repeat(batch(), steps)),
         ),
         saver=saver(config, events), bad_steps=BadSteps(config.train.nan_consecutive_max),

@@ -10,6 +10,7 @@ import pytest
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.tracker import Tracker
@@ -178,7 +179,7 @@ def test_hook_reads_scalars_state_and_gradients():
     trainer = Trainer(
         config=ours.config, state=ours.state(), progress=Progress(),
         updates=Updates(
-            lambda batch: lambda: ours.step,
+            lambda batch: lambda: CompiledSteps({ours.config.train.grad_accum_steps: ours.step}),
             data(ours.config, lambda: map(ours.put, random_batches(ours.config, 2))),
         ),
         saver=saver(ours.config, []), bad_steps=BadSteps(3), callbacks=callbacks,
