@@ -18,7 +18,10 @@ from jaxforge.step.executable import Executable
 from jaxforge.step.train_step import Batch, CompiledSteps
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.banner import rows
-from jaxforge.training.callbacks.assembly import assemble, named_callbacks
+from jaxforge.training.callbacks.order import callbacks_of
+from jaxforge.training.callbacks.run_callback import RunParts
+from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.hooks import named_callbacks
 from jaxforge.training.instruments import Instruments, Session, open_profiler, open_tracker
 from jaxforge.training.loop import Trainer
 from jaxforge.training.start import RunFiles, open_foreign, skipping_experts_as_started
@@ -47,14 +50,15 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     model = program.model
     session.lock.acquire()
     files = RunFiles.open(config, model, watchdog)
-    checkpoints, local = files.checkpoints, files.local
+    saver = files.saver
     has_begun = not files.begins or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
-        state, progress = starting_state(program, checkpoints, open_foreign, local)
+        state, progress = starting_state(program, saver.lasting, open_foreign, saver.local)
     ramp = batch_ramp(config, mesh)
     follow_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
-    callbacks = assemble(config, mesh, model, eval_data, progress, session.lock, users)
+    parts = RunParts(config, mesh, model, eval_data, progress, session.lock)
+    callbacks = Callbacks([*users, *callbacks_of(parts)])
     sizes = {stage.accum for stage in ramp.stages}
     ready = functools.partial(_ready, flags, saved, program.resolved_config)
     if jax.process_index() == 0:
@@ -65,7 +69,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     files.note_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
-        return start_from(Saved(checkpoints, step), program)
+        return start_from(Saved(saver.lasting, step), program)
 
     return Trainer(
         config=config,
@@ -75,9 +79,9 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
             functools.partial(_lower, program, sizes, ready),
             TrainingData.of(config, mesh, dataset, ramp),
         ),
-        saver=files.saver,
+        saver=saver,
         bad_steps=BadSteps.of(
-            config, mesh, model, dataset, progress, (checkpoints, local), restore
+            config, mesh, model, dataset, progress, (saver.lasting, saver.local), restore
         ),
         callbacks=callbacks,
         instruments=Instruments(tracker, watchdog, profiler),

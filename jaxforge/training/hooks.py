@@ -2,10 +2,11 @@
 
 import importlib
 
+from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.training.callbacks.callback import Callback, StepContext
 
-__all__ = ["Hook", "StepContext", "named_hook"]
+__all__ = ["Hook", "StepContext", "named_callbacks", "named_hook"]
 
 Hook = Callback
 """Name of `Callback` in code and configs that were written before callbacks had intervals."""
@@ -25,3 +26,12 @@ def named_hook(path: str) -> Callback:
     if not (isinstance(hook, type) and issubclass(hook, Callback)):
         raise UserError(f"plugins.hooks: {path} is no subclass of jaxforge.training.hooks.Hook")
     return hook()
+
+
+def named_callbacks(config: JobConfig) -> list[Callback]:
+    """Return the callbacks that `plugins.hooks` names.
+
+    Raises:
+        UserError: a name is not a class of callbacks.
+    """
+    return [named_hook(path) for path in config.plugins.hooks]

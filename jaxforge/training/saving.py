@@ -6,9 +6,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.storage.mirror import Mirror
@@ -16,6 +20,12 @@ from jaxforge.storage.mirror import Mirror
 log = logging.getLogger(__name__)
 
 _LASTING, _LOCAL = "checkpoint", "local_checkpoint"  # in metrics
+
+
+def open_checkpoints(config: JobConfig, model: Model) -> Checkpoints:
+    """Open the checkpoints in `checkpoint.dir`, which may be empty."""
+    resolved, run = config.model_dump(mode="json"), run_directory.root(config)
+    return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
 
 
 class Saver:
@@ -38,13 +48,33 @@ class Saver:
         mirror: Mirror | None = None,
     ) -> None:
         self._config, self._policy, self._mirror = config, policy, mirror
-        self._lasting, self._checkpoints = lasting, {_LASTING: lasting}
-        if local:
-            self._checkpoints[_LOCAL] = local
+        self.lasting, self.local = lasting, local
+        self._checkpoints = {_LASTING: lasting, **({_LOCAL: local} if local else {})}
+
+    @classmethod
+    def of_run(cls, config: JobConfig, model: Model, mirror: Mirror | None) -> "Saver":
+        """Open the checkpoints of a run.
+
+        Args:
+            config: the resolved config.
+            model: the model.
+            mirror: copies the other files of the run to its bucket; None for a run on disk.
+
+        Raises:
+            UserError: `checkpoint.non_persistent_dir` cannot be used.
+        """
+        section, resolved = config.checkpoint, config.model_dump(mode="json")
+        lasting = open_checkpoints(config, model)
+        local = open_local(section, model.axes, resolved, model.stack)
+        return cls(section, SavePolicy(config), lasting, local, mirror)
+
+    def is_empty(self) -> bool:
+        """Return whether there is no checkpoint yet."""
+        return all(checkpoints.latest() is None for checkpoints in self._checkpoints.values())
 
     def latest(self) -> int | None:
         """The step of the newest lasting checkpoint."""
-        return self._lasting.latest()
+        return self.lasting.latest()
 
     def is_due(self, step: int, *, new_best: bool = False) -> bool:
         """Return whether a permanent checkpoint is due, by schedule or as a new best."""
@@ -86,7 +116,7 @@ class Saver:
 
     def amend(self, progress: Progress) -> None:
         """Writes progress anew to the checkpoint of its step."""
-        self._lasting.amend(progress)
+        self.lasting.amend(progress)
 
     def check(self) -> None:
         """Raises what went wrong in the background."""
@@ -102,7 +132,7 @@ class Saver:
 
     def wait(self) -> None:
         """Returns when every lasting checkpoint is durable."""
-        self._lasting.wait()
+        self.lasting.wait()
 
     def close(self, *, together: bool = True) -> None:
         """Waits for all, and ends.

@@ -8,10 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge.checkpoint import paths
-from jaxforge.checkpoint.local import open_local
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Source
-from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
@@ -34,14 +31,10 @@ class RunFiles:
     """The directory of a run.
 
     Attributes:
-        checkpoints: lasting checkpoints.
-        local: checkpoints that need not last; None without them.
-        saver: saves to both.
-        begins: whether the run has no checkpoint yet.
+        saver: the checkpoints of the run.
+        begins: True if the run has no checkpoint yet.
     """
 
-    checkpoints: Checkpoints
-    local: Checkpoints | None
     saver: Saver
     begins: bool
 
@@ -61,16 +54,12 @@ class RunFiles:
         if jax.process_index() == 0:
             for warning in ineffective_settings(config, jax.default_backend()):
                 log.warning("%s", warning)
-        section, resolved = config.checkpoint, config.model_dump(mode="json")
-        run = run_directory.root(config)
-        lasting = Checkpoints(run, section, model.axes, resolved, stack=model.stack)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
-        local = open_local(section, model.axes, resolved, model.stack)
-        begins = lasting.latest() is None and not (local and local.latest() is not None)
+        saver = Saver.of_run(config, model, copier)
+        begins = saver.is_empty()
         if begins:
             _check_not_lost(config)
-        saver = Saver(section, SavePolicy(config), lasting, local, copier)
-        return cls(lasting, local, saver, begins)
+        return cls(saver, begins)
 
     def put_metrics_aside(self, config: JobConfig) -> None:
         """Rename metrics of an earlier run that left no checkpoint, where this run begins."""

@@ -19,12 +19,13 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.step.forward_values import Activations, Values
 from jaxforge.storage import mirror
 from jaxforge.training import activation_files
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 
-class ActivationCapture(Callback):
+class ActivationCapture(RunCallback):
     """Captures what `[eval]` names, on the mesh of the run.
 
     Args:
@@ -41,6 +42,14 @@ class ActivationCapture(Callback):
             model, wanted.captured_points, wanted.activations_layers or None, mesh
         )
         self._numbers = range(min(wanted.activations_sequences, len(dataset)))
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "ActivationCapture | None":
+        """Return the callback if `eval.activations_interval` is set."""
+        section = run.config.eval
+        if not section.activations_interval:
+            return None
+        return cls(run.config, run.mesh, run.model, run.eval_data[section.captured_set()])
 
     follows_evaluation = True
 

@@ -14,14 +14,15 @@ from jaxtyping import Array, Int
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.step.train_step import CompiledSteps
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class CollectiveHealth(Callback):
+class CollectiveHealth(RunCallback):
     """Every device adds one to a count of its own; every device must see every count at one.
 
     Each process judges what its own devices see, so one may end while others still wait for it:
@@ -37,6 +38,12 @@ class CollectiveHealth(Callback):
         self.every, self._mesh = config.nccl_health_check_interval, mesh
         self._seconds, self._devices = config.health_check_timeout_sec, list(mesh.devices.flat)
         self._answer: Array | None = None
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "CollectiveHealth | None":
+        """Return the callback if `train.nccl_health_check_interval` is set."""
+        interval = run.config.train.nccl_health_check_interval
+        return cls(run.config.train, run.mesh) if interval else None
 
     def on_compiled(self, steps: CompiledSteps) -> None:
         """Compile the check, and connect the devices, which may take minutes."""

@@ -6,21 +6,17 @@ the middle goes on there: no batch, set or hook is left out or repeated.
 
 from collections.abc import Callable
 
-from jax.sharding import Mesh
-
 from jaxforge.config.job import JobConfig
-from jaxforge.data.corpus.tokenizer import Tokenizer
-from jaxforge.data.dataset import Dataset
 from jaxforge.exit_codes import Exit
-from jaxforge.model.transformer import Model
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
 from jaxforge.training.callbacks.garbage import collecting_garbage
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
 
-class Evaluation(Callback):
+class Evaluation(RunCallback):
     """Evaluates on the sets of `[eval]`.
 
     Args:
@@ -37,33 +33,20 @@ class Evaluation(Callback):
         self._config, self._evaluation, self._progress = config, evaluation, progress
 
     @classmethod
-    def of(
-        cls,
-        config: JobConfig,
-        mesh: Mesh,
-        model: Model,
-        datasets: dict[str, Dataset],
-        tokenizer: Tokenizer | None,
-        progress: Progress,
-    ) -> "Evaluation":
-        """Make the evaluation that a config asks for.
-
-        Args:
-            config: a resolved config.
-            mesh: of the run.
-            model: the model.
-            datasets: evaluation sets by name.
-            tokenizer: of the run, for bits per byte; None without one.
-            progress: the counters of the run.
+    def of_run(cls, run: RunParts) -> "Evaluation | None":
+        """Return the callback if `eval.enabled` is set.
 
         Raises:
-            UserError: a metric that the config names is not reported.
+            UserError: the evaluation does not report a metric that the config names.
         """
-        evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
+        config = run.config
+        if not config.eval.enabled:
+            return None
+        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer)
         evaluator.check_reports(config.checkpoint.best_metric)
         if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
             evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
-        return cls(config, ResumableEvaluation(evaluator, config.eval.steps), progress)
+        return cls(config, ResumableEvaluation(evaluator, config.eval.steps), run.progress)
 
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after a step, or whether its evaluation was stopped."""

@@ -18,7 +18,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import urls
-from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ SUBDIRECTORY = "exports"
 _POLL = 0.2  # seconds
 
 
-class Exporter(Callback):
+class Exporter(RunCallback):
     """Exports every n-th checkpoint, and the last one where asked.
 
     Args:
@@ -39,6 +39,12 @@ class Exporter(Callback):
         self._failures: list[str] = []
         self._last: Path | None = None
         self._ended = threading.Event()
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "Exporter | None":
+        """Return the callback if `checkpoint.export_interval` or `export_last` is set."""
+        section = run.config.checkpoint
+        return cls(section) if section.export_interval or section.export_last else None
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
         """Begins the export of a checkpoint, if it is due, for when it is durable."""

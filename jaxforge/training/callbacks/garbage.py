@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from jaxforge.config.job import JobConfig
 from jaxforge.step.train_step import CompiledSteps
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
-class CollectGarbage(Callback):
+class CollectGarbage(RunCallback):
     """Collects on its interval only, so that no host pauses while the others wait for it.
 
     It does so while the devices compute. What is alive when it first runs stays for the whole
@@ -24,6 +25,12 @@ class CollectGarbage(Callback):
     def __init__(self, interval: int) -> None:
         self.every = interval
         self._is_frozen, self._was_enabled = False, False
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "CollectGarbage | None":
+        """Return the callback if `train.manual_gc_interval` is set."""
+        interval = run.config.train.manual_gc_interval
+        return cls(interval) if interval else None
 
     def on_compiled(self, steps: CompiledSteps) -> None:
         """Turn Python's own collection off."""

@@ -6,18 +6,24 @@ import jax
 
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import describe_memory
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 
-class MemoryReport(Callback):
+class MemoryReport(RunCallback):
     """Logs, after this process's first step, what takes the memory of its devices."""
 
     every = 1
     waits = False
     _compiled: jax.stages.Compiled | None = None
     _is_logged = False
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "MemoryReport":
+        """Return the callback of every run."""
+        return cls()
 
     def on_compiled(self, steps: CompiledSteps) -> None:
         """Keep the step of the largest batch for the report."""

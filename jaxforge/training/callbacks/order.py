@@ -1,5 +1,6 @@
 """The order of a step: what happens from the launch of one step to the launch of the next."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxforge.training.callbacks.activations import ActivationCapture
@@ -11,6 +12,7 @@ from jaxforge.training.callbacks.exports import Exporter
 from jaxforge.training.callbacks.garbage import CollectGarbage
 from jaxforge.training.callbacks.memory_report import MemoryReport
 from jaxforge.training.callbacks.progress_txt import ProgressTxt
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.callbacks.samples import Sampler
 from jaxforge.training.callbacks.stragglers import Stragglers
 from jaxforge.training.callbacks.synchronize import Synchronize
@@ -38,7 +40,7 @@ WATCHING = "[metrics.md](metrics.md#watching-a-run)"
 
 ORDER = (
     Event("launch", "the next batch, already on the devices, and the step on it; the host does "
-          "not wait", "`Trainer._step`"),
+          "not wait", "`Trainer.train`"),
     Event("metrics", "those of the step *before* are read and logged, where some sink is due",
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
     Event("`on_step_end`", "of your own callbacks, after the metrics of this step",
@@ -82,6 +84,19 @@ ORDER = (
 Callbacks of users take the row of `Callback`: in events that several callbacks share, such as
 `on_eval_end`, they come before exports and `progress.txt`.
 """
+
+
+def callbacks_of(run: RunParts) -> Iterator[Callback]:
+    """Yield the callbacks that the config of a run asks for, in the order of `ORDER`.
+
+    Raises:
+        UserError: a callback lacks something it needs, such as a tokenizer.
+    """
+    for event in ORDER:
+        if event.callback and issubclass(event.callback, RunCallback):
+            callback = event.callback.of_run(run)
+            if callback is not None:
+                yield callback
 
 
 def position(callback: Callback) -> int:

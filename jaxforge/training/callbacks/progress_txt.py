@@ -11,10 +11,10 @@ from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
-from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
-class ProgressTxt(Callback):
+class ProgressTxt(RunCallback):
     """Tells the progress log of checkpoints: of asynchronous ones again when they are durable.
 
     That is noticed at the next evaluation, checkpoint or at the end. Only for process 0.
@@ -30,6 +30,12 @@ class ProgressTxt(Callback):
         self._flops_per_token = causal_flops_per_token(config.model, config.train.seq_len)
         path = mirror.files(config.checkpoint.dir) / NAME
         self._log = ProgressLog(path, jax.device_count(), self._flops)
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "ProgressTxt | None":
+        """Return the callback of process 0 if `metrics.log_progress` is set."""
+        is_writer = run.config.metrics.log_progress and jax.process_index() == 0
+        return cls(run.config, run.progress) if is_writer else None
 
     @property
     def _flops(self) -> float:

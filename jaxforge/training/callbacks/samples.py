@@ -14,12 +14,13 @@ from jaxforge.model.decoding import Decoder
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, Params
 from jaxforge.telemetry.sinks import Sample
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 _NUMBERS = 2**31  # that draws may be told apart by
 
 
-class Sampler(Callback):
+class Sampler(RunCallback):
     """Continues the prompts on the mesh of the run.
 
     Args:
@@ -50,6 +51,13 @@ class Sampler(Callback):
             encode(tokenizer, prompt, limit, wanted.sample_tokens, "eval.sample_tokens =")
             for prompt in self._prompts
         ]
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "Sampler | None":
+        """Return the callback if `eval.sample_interval` is set."""
+        if not run.config.eval.sample_interval:
+            return None
+        return cls(run.config, run.mesh, run.model, run.tokenizer)
 
     follows_evaluation = True
 

@@ -19,7 +19,8 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.tracker import HostTimes
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Report(NamedTuple):
         return (self.scores < threshold) & (self.own > _NOTICEABLE * self.step)
 
 
-class Stragglers(Callback):
+class Stragglers(RunCallback):
     """Reports what hosts spend on their own, and names the slow ones.
 
     Args:
@@ -72,6 +73,11 @@ class Stragglers(Callback):
         self.every, self._config = config.straggler_report_interval, config
         self._hosts: list[str] = []
         self._since: tuple[int, HostTimes] | None = None
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "Stragglers | None":
+        """Return the callback if `metrics.log_straggler` is set."""
+        return cls(run.config.metrics) if run.config.metrics.log_straggler else None
 
     def on_compiled(self, steps: CompiledSteps) -> None:
         """Gather the names of all hosts."""

@@ -18,7 +18,8 @@ from jaxtyping import Array, UInt32
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Params
 from jaxforge.state.checksum import checksum
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ Odd = dict[jax.Device, list[str]]
 """Device -> parameters of which its copy differs from the others'."""
 
 
-class WeightHashes(Callback):
+class WeightHashes(RunCallback):
     """Compares the copies of every shard of every parameter, over all devices of all processes.
 
     Args:
@@ -38,6 +39,12 @@ class WeightHashes(Callback):
     def __init__(self, interval: int, mesh: Mesh) -> None:
         self.every, self._mesh = interval, mesh
         self._hash: Hasher | None = None
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "WeightHashes | None":
+        """Return the callback if `train.check_weight_hash_across_dp_replicas_interval` is set."""
+        interval = run.config.train.check_weight_hash_across_dp_replicas_interval
+        return cls(interval, run.mesh) if interval else None
 
     def on_interval(self, context: IntervalContext) -> Exit | None:
         """Log that all copies match, or which devices differ in which parameters."""

@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from jaxforge.training.callbacks import garbage
-from jaxforge.training.callbacks.assembly import health_callbacks
 from jaxforge.training.callbacks.garbage import CollectGarbage, collecting_garbage
 from jaxforge.training.callbacks.memory_report import MemoryReport
+from jaxforge.training.callbacks.order import callbacks_of
+from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.synchronize import Synchronize
 from tests.conftest import tiny_config
 from tests.training.callbacks.contexts import after
@@ -34,18 +35,16 @@ def test_health_callbacks_are_off_until_asked_for(calls):
     mesh = jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1])
 
     def names(**sections):
-        return [
-            type(health_callback).__name__
-            for health_callback in health_callbacks(tiny_config(**sections), mesh)
-        ]
+        parts = RunParts(tiny_config(**sections), mesh, None, {}, None, None)
+        return [type(callback).__name__ for callback in callbacks_of(parts)]
 
-    assert names() == ["MemoryReport"]
+    assert names() == ["MemoryReport", "DirectoryLock"]
     assert calls == []
     every = {
         "manual_gc_interval": 5, "train_sync_interval": 6, "nccl_health_check_interval": 7,
         "check_weight_hash_across_dp_replicas_interval": 8,
     }  # fmt: skip
-    assert names(train=every, metrics={"log_straggler": True})[1:] == [
+    assert names(train=every, metrics={"log_straggler": True})[2:] == [
         "CollectGarbage", "Synchronize", "CollectiveHealth", "WeightHashes", "Stragglers",
     ]  # fmt: skip
 
