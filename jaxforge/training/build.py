@@ -32,10 +32,18 @@ log = logging.getLogger(__name__)
 
 
 def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
-    """Make everything a run needs, in the order in which a user's mistakes should surface.
+    """Build the trainer of a run, in the order in which user errors should surface.
 
-    Nothing is written before the data has been checked and the run directory is ours; what the
-    directory says of its run is written once nothing can refuse the start any more.
+    Nothing is written before the data are checked and the lock of the run directory is held. The
+    records of the start (config, starts, summary) are written last, when nothing can fail anymore.
+
+    Args:
+        config: the resolved config.
+        mesh: the mesh of the run.
+        session: callbacks, console, watchdog and lock of the command.
+
+    Raises:
+        UserError: the config, the data or a checkpoint cannot be used.
     """
     profiler = open_profiler(config)
     config = skipping_experts_as_started(config)
@@ -53,7 +61,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     saver = files.saver
     has_begun = not files.begins or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
-        state, progress = starting_state(program, saver.lasting, open_foreign, saver.local)
+        state, progress = starting_state(program, saver.permanent, open_foreign, saver.local)
     ramp = batch_ramp(config, mesh)
     follow_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
@@ -69,7 +77,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     files.note_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
-        return start_from(Saved(saver.lasting, step), program)
+        return start_from(Saved(saver.permanent, step), program)
 
     return Trainer(
         config=config,
@@ -81,7 +89,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         ),
         saver=saver,
         bad_steps=BadSteps.of(
-            config, mesh, model, dataset, progress, (saver.lasting, saver.local), restore
+            config, mesh, model, dataset, progress, (saver.permanent, saver.local), restore
         ),
         callbacks=callbacks,
         instruments=Instruments(tracker, watchdog, profiler),
@@ -94,15 +102,15 @@ def _lower(
     ready: Callable[[dict[int, jax.stages.Lowered]], CompiledSteps],
     batch: Batch,
 ) -> Callable[[], CompiledSteps]:
-    """The step as an executable for each size of batch, made before the first step.
+    """Trace the step for each size of batch; return the function that compiles all of them.
 
-    So it can never be compiled twice, nor in the middle of a run.
+    All sizes are compiled before the first step, so a run never compiles the step again.
 
     Args:
-        program: the run's.
-        sizes: microbatches of an update, in each stage of the run.
-        ready: compiles or loads them.
-        batch: of any size.
+        program: the program of the run.
+        sizes: numbers of microbatches per update over the run.
+        ready: compiles or loads the traced steps.
+        batch: a batch of any size.
     """
     return functools.partial(ready, program.lower_sizes(sizes, batch))
 
@@ -115,7 +123,7 @@ def _ready(
 ) -> CompiledSteps:
     if saved is not None:
         steps = saved.load(lowered, config)
-        log.info("train step loaded from %s: nothing is compiled", config.train.executable)
+        log.info("loaded the train step from %s; nothing is compiled", config.train.executable)
         return CompiledSteps(steps)
     return CompiledSteps(
         {n: compilation.compile_step(program, flags) for n, program in lowered.items()}

@@ -1,4 +1,4 @@
-"""Parts for a training loop of your own, around `jaxforge.Program` (examples/textbook.py)."""
+"""Building blocks for your own training loop around `jaxforge.Program` (examples/textbook.py)."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def open_checkpoints(program: Program) -> Checkpoints:
 
 
 def open_batches(program: Program, progress: Progress) -> Iterator[Batch]:
-    """Return the batches of all updates that are left, on the devices.
+    """Return the batches of all remaining updates, on the devices.
 
     Raises:
         UserError: the data are missing or damaged, or do not fit the model.
@@ -40,7 +40,7 @@ def open_batches(program: Program, progress: Progress) -> Iterator[Batch]:
 
 
 def open_evaluator(program: Program) -> Evaluator:
-    """Return the evaluation on the sets of `[eval]`.
+    """Return an evaluator for the sets of `[eval]`.
 
     Raises:
         UserError: the data are missing or damaged, or do not fit the model.

@@ -62,7 +62,7 @@ def test_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, caps
     assert "reached already" not in output
     run.finish_here("--metrics.log_interval=8")
     output = "".join(capsys.readouterr())
-    assert "step 30 of train.max_steps = 30 is reached already" in output
+    assert "the run has reached step 30 of train.max_steps = 30" in output
     assert "name another checkpoint.dir to start anew" in output
     assert run.lines() == before
     assert run.steps() == [20, 25, 30]

@@ -26,7 +26,7 @@ def test_totals_of_the_run():
     assert f"jax {jax.__version__}, Python 3." in reported["versions"]
     assert reported["memory"].startswith("about ")
     assert reported["memory"].endswith(
-        " per device, for a step's arrays; libraries, compiler, data and saves take more"
+        " per device, for the arrays of a step; libraries, compiler, data and saves need more"
     )
     assert "on the host" not in reported
 

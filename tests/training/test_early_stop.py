@@ -49,7 +49,7 @@ def test_lower_is_better(metric):
 def test_higher_is_better_for_any_other():
     ours = stop(patience_steps=10, metric="model/accuracy")
     assert ends_at(ours, [0.1, 0.2, 0.3], "model/accuracy") is None
-    assert "0.3, that of step 30" in ours.reason(40, {"model/accuracy": 0.2})
+    assert "0.3 (step 30)" in ours.reason(40, {"model/accuracy": 0.2})
 
 
 def test_patience_is_asked_only_where_there_is_a_value():

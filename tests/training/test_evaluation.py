@@ -186,7 +186,7 @@ def test_metric_that_needs_bytes_is_refused_without_them(shards):
     sets = sources.open_eval_data(given)
     Evaluator(given, mesh, model, sets, ByteTokenizer()).check_reports("eval/bits_per_byte")
     Evaluator(given, mesh, model, sets, None).check_reports("eval/loss")
-    with pytest.raises(UserError, match=r"bytes of these tokens.*eval/loss, eval/perplexity"):
+    with pytest.raises(UserError, match=r"bytes of tokens are unknown.*eval/loss, eval/perplexity"):
         Evaluator(given, mesh, model, sets, None).check_reports("eval/bits_per_byte")
 
 

@@ -35,7 +35,7 @@ def test_failed_export_is_the_last_word_and_never_silent(tmp_path):
         if file.is_file():
             file.write_bytes(b"")
     exporter.on_checkpoint_save(2, result)
-    with pytest.raises(StorageError, match=r"not every export was made:\n.*step_2: .*damaged"):
+    with pytest.raises(StorageError, match=r"some exports failed:\n.*step_2: .*damaged"):
         exporter.on_train_end(2, 0, None)
 
 

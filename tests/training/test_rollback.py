@@ -111,10 +111,10 @@ def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poi
     limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
     assert train.run(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE
     said = capsys.readouterr().err
-    assert "went back from step 14 to step 10" in said
-    assert "went back from step 12 to step 5" in said
-    assert "went back from step 7 to step 0" in said
-    assert "train.max_rollbacks = 3 rollbacks did not help" in said
+    assert "rolled back from step 14 to step 10" in said
+    assert "rolled back from step 12 to step 5" in said
+    assert "rolled back from step 7 to step 0" in said
+    assert "no further rollback: train.max_rollbacks = 3 is reached" in said
     assert saved(tmp_path) == [0]
     assert list(losses(tmp_path).values()) == [None, None]
 
@@ -126,7 +126,7 @@ def test_stop_ends_the_run_before_the_update(tmp_path, poisonous, capsys):
     assert losses(tmp_path)[4] is None
     assert saved(tmp_path) == []
     said = capsys.readouterr().err
-    assert "step 4, run again from the same state, gave the same answer" in said
+    assert "step 4, rerun from the same state, gave the same result" in said
     assert "sequence 24 (" in said
 
 

@@ -123,8 +123,8 @@ def test_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
 
 def test_unwritable_activations_warn_and_stop_nothing(runs):
     log = (runs / "stopped" / "logs" / "process_0.log").read_text()
-    assert log.count("are not kept: ") == 1
-    assert "activations of step 2 are not kept: [Errno 20] Not a directory" in log
+    assert log.count("are not saved: ") == 1
+    assert "activations of step 2 are not saved: [Errno 20] Not a directory" in log
 
 
 def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):

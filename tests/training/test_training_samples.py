@@ -93,7 +93,7 @@ def test_share_of_the_run_is_an_interval():
 @pytest.mark.parametrize(
     ("tokenizer", "changed", "message"),
     [
-        (None, {}, r"eval.sample_interval = 2 needs a tokenizer: set data.tokenizer_path, or"),
+        (None, {}, r"eval.sample_interval = 2 needs a tokenizer. Set data.tokenizer_path, or"),
         (ByteTokenizer(), {"sample_tokens": 60},
          r"eval.sample_prompts\[1\]: a prompt of 9 tokens and eval.sample_tokens = 60 exceed "
          r"model.max_seq_len = 64"),

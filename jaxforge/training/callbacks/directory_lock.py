@@ -1,4 +1,4 @@
-"""A check of the run directory's lock after each step."""
+"""Check of the lock of the run directory after each step."""
 
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.training.callbacks.callback import IntervalContext
@@ -6,10 +6,10 @@ from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
 class DirectoryLock(RunCallback):
-    """Ends a run whose directory another job has taken, before it overwrites anything there.
+    """Ends a run whose directory another job has locked, before it overwrites files there.
 
     Args:
-        lock: of the run directory.
+        lock: the lock of the run directory.
     """
 
     every = 1
@@ -28,6 +28,6 @@ class DirectoryLock(RunCallback):
 
         Raises:
             StorageError: the run directory is gone.
-            UserError: another job has the run directory now.
+            UserError: another job holds the lock.
         """
         self._lock.check()

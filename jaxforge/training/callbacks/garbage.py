@@ -1,4 +1,4 @@
-"""Python's garbage, collected by hand: `train.manual_gc_interval`."""
+"""Manual garbage collection: `train.manual_gc_interval`."""
 
 import contextlib
 import gc
@@ -11,13 +11,13 @@ from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
 class CollectGarbage(RunCallback):
-    """Collects on its interval only, so that no host pauses while the others wait for it.
+    """Collects garbage at the same steps on all hosts, so that no host pauses alone.
 
-    It does so while the devices compute. What is alive when it first runs stays for the whole
-    run, and is not looked at again. Source: Megatron's `manual_gc`, torchtitan's `gc_freq`.
+    It collects while the devices compute. Objects that are alive at the first collection are frozen
+    and not scanned again. Source: Megatron's `manual_gc`, torchtitan's `gc_freq`.
 
     Args:
-        interval: in steps.
+        interval: interval in steps.
     """
 
     waits = False
@@ -33,19 +33,19 @@ class CollectGarbage(RunCallback):
         return cls(interval) if interval else None
 
     def on_compiled(self, steps: CompiledSteps) -> None:
-        """Turn Python's own collection off."""
+        """Turn automatic collection off."""
         self._was_enabled = gc.isenabled()
         gc.disable()
 
     def on_interval(self, context: IntervalContext) -> None:
-        """Collect."""
+        """Collect garbage; freeze all living objects the first time."""
         gc.collect()
         if not self._is_frozen:
             gc.freeze()
             self._is_frozen = True
 
     def close(self) -> None:
-        """Leave the collection to Python again."""
+        """Restore automatic collection."""
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()
@@ -53,7 +53,7 @@ class CollectGarbage(RunCallback):
 
 @contextlib.contextmanager
 def collecting_garbage(config: JobConfig) -> Iterator[None]:
-    """Collect before and after an evaluation, where garbage is collected by hand."""
+    """Collect before and after an evaluation, if garbage is collected manually."""
     by_hand = config.train.manual_gc_interval > 0
     if by_hand:
         gc.collect()

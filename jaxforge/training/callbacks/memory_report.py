@@ -1,4 +1,4 @@
-"""The memory of the devices, logged once."""
+"""A log message about the memory of the devices after the first step."""
 
 import logging
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class MemoryReport(RunCallback):
-    """Logs, after this process's first step, what takes the memory of its devices."""
+    """Logs the memory use of the devices after the first step of this process."""
 
     every = 1
     waits = False
@@ -26,11 +26,11 @@ class MemoryReport(RunCallback):
         return cls()
 
     def on_compiled(self, steps: CompiledSteps) -> None:
-        """Keep the step of the largest batch for the report."""
+        """Store the step of the largest batch for the report."""
         self._compiled = steps.largest
 
     def on_interval(self, context: IntervalContext) -> None:
-        """Wait for the first step, and log the report."""
+        """Wait for the first step and log the report, once."""
         if self._is_logged:
             return
         self._is_logged = True

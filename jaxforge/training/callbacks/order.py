@@ -1,4 +1,4 @@
-"""The order of a step: what happens from the launch of one step to the launch of the next."""
+"""The order of events in a step, from its launch to the launch of the next step."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,9 +23,9 @@ class Event(NamedTuple):
     """An event of a step, as docs/loop.md prints it.
 
     Attributes:
-        name: of the event.
-        what: its description.
-        where: the file that has it, and the page that explains it.
+        name: name of the event.
+        what: description.
+        where: the file that implements the event, and the page that explains it.
         callback: the class that acts; None for events of the loop itself.
     """
 
@@ -81,7 +81,7 @@ ORDER = (
 )  # fmt: skip
 """All events of a step, in order. Callbacks that are due run in the order of their rows.
 
-Callbacks of users take the row of `Callback`: in events that several callbacks share, such as
+Callbacks of users have the row of `Callback`: in events that several callbacks handle, such as
 `on_eval_end`, they come before exports and `progress.txt`.
 """
 
@@ -100,7 +100,7 @@ def callbacks_of(run: RunParts) -> Iterator[Callback]:
 
 
 def position(callback: Callback) -> int:
-    """Return the row of `ORDER` that a callback belongs to."""
+    """Return the index of the row of `ORDER` for a callback."""
     rows = {event.callback: i for i, event in enumerate(ORDER)}
     return next(rows[base] for base in type(callback).__mro__ if base in rows)
 

@@ -1,4 +1,4 @@
-"""Keeps `progress.txt` while a run goes on."""
+"""Entries of `progress.txt` during a run."""
 
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
 class ProgressTxt(RunCallback):
-    """Tells the progress log of checkpoints: of asynchronous ones again when they are durable.
+    """Writes a line for each checkpoint, and another when an asynchronous one is durable.
 
-    That is noticed at the next evaluation, checkpoint or at the end. Only for process 0.
+    Durability is checked at the next evaluation or checkpoint and at the end. Only for process 0.
 
     Args:
-        config: the run's.
-        progress: the run's own counts, as of where it starts; read again at each checkpoint.
+        config: the resolved config.
+        progress: the counters of the run, read at each checkpoint.
     """
 
     def __init__(self, config: JobConfig, progress: Progress) -> None:
@@ -42,11 +42,11 @@ class ProgressTxt(RunCallback):
         return float(self._progress.tokens * self._flops_per_token)
 
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """A moment to look for durable checkpoints."""
+        """Check for durable checkpoints."""
         self.note_durable()
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
-        """Writes the checkpoint's line; the one before it is durable, or its save has failed."""
+        """Write the line of a checkpoint; the previous save has ended by now."""
         self.note_durable()
         event = "Saving async checkpoint" if self._asynchronous else "Saved checkpoint"
         self._log.append_checkpoint(event, step, self._flops, self._progress.tokens)
@@ -54,7 +54,7 @@ class ProgressTxt(RunCallback):
             self._being_saved[step] = path
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Comes after the last save has ended.
+        """Write the remaining lines; the last save has ended by now.
 
         Raises:
             StorageError: lines are lost.
@@ -63,7 +63,7 @@ class ProgressTxt(RunCallback):
         self._log.close()
 
     def note_durable(self) -> None:
-        """Writes a line for each checkpoint that has come to stand under its name."""
+        """Write a line for each checkpoint that has become durable."""
         for step, path in list(self._being_saved.items()):
             if is_whole(path):
                 self._log.append("Saved async checkpoint", f"Iteration: {step}")

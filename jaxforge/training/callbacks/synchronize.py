@@ -1,4 +1,4 @@
-"""Waiting for the devices now and then: `train.train_sync_interval`."""
+"""Periodic synchronization with the devices: `train.train_sync_interval`."""
 
 import jax
 
@@ -7,10 +7,10 @@ from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
 class Synchronize(RunCallback):
-    """Waits for the devices, so that the host is never further ahead than the interval.
+    """Waits for the devices, so that the host is at most one interval ahead.
 
     Args:
-        interval: in steps.
+        interval: interval in steps.
     """
 
     def __init__(self, interval: int) -> None:

@@ -54,21 +54,21 @@ def examine(bad_step, step):
 
 def test_same_answer_is_the_data_and_names_them(bad_step, caplog):
     assert examine(bad_step, None) is None
-    assert "gave the same answer: its data or its numbers are at fault" in caplog.text
+    assert "gave the same result: the cause is data or numerics" in caplog.text
     assert "not finite: sample 161 (nan nats); sample 169 (nan nats)" in caplog.text
 
 
 def test_another_answer_is_the_machine(bad_step, caplog, monkeypatch):
     odd = jax.devices()[3]
-    real = attribution._try
-    monkeypatch.setattr(attribution, "_try", lambda d: real(d) + (d == odd))
+    real = attribution.device_checksum
+    monkeypatch.setattr(attribution, "device_checksum", lambda d: real(d) + (d == odd))
 
     def flipped(state, batch, controls):
         state, metrics = bad_step[0].step(state, batch, controls)
         return state, {**metrics, "loss": jnp.full_like(metrics["loss"], 2.0)}
 
     assert examine(bad_step, flipped) is Exit.MACHINE
-    assert f"the machine is at fault; these devices come to another result: {odd}" in (
+    assert f"the hardware is faulty. These devices compute another result: {odd}" in (
         caplog.text.replace(" than the others", "")
     )
 

@@ -73,7 +73,10 @@ def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch
     mesh = make_mesh(config, jax.devices()[:2])
     monkeypatch.setattr(device_memory, "capacity", lambda: 500_000)
     text = out_of_memory.explanation(GPU, config, mesh)
-    match = re.search(r"take (.+) GB, their .* state (.+) GB: (.+) GB of 0.0005 GB", text)
+    match = re.search(
+        r"holds (.+) GB of parameters, .* and (.+) GB of optimizer state: (.+) GB of 0.0005 GB",
+        text,
+    )
     params, moments, whole = map(float, match.groups())
     # 156 K parameters in float32 over two devices; small ones are whole on each
     assert 0.000312 <= params < 0.00032
