@@ -49,7 +49,7 @@ def test_processes_that_are_not_named_write_nothing(tmp_path):
 
 
 def test_process_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"profiling.hosts = \[0, 3\]: there is no process 3"):
+    with pytest.raises(UserError, match=r"profiling.hosts = \[0, 3\]: process 3 does not exist"):
         Profiler(ProfilingConfig(enable=True, hosts=(0, 3)), tmp_path)
 
 

@@ -150,7 +150,7 @@ def test_earliest_job_on_as_many_devices(path, text, devices, day, flops):
 def test_lines_that_are_none_are_passed_over_with_a_warning(path, warnings, bad):
     path.write_text(FOUR_AGAIN + bad + "\n" + EIGHT_AGAIN)
     assert start_time_and_flops(path, 8) == (datetime.datetime(2026, 8, 4), 0.0)
-    assert warnings.messages == [f"{path}:2 is not a line of a progress log: passed over"]
+    assert warnings.messages == [f"{path}:2 is not a line of a progress log: ignored"]
 
 
 def test_file_without_such_a_job_is_said(path):
@@ -163,7 +163,7 @@ def test_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
     progress = ProgressLog(tmp_path, 8, flops=0.0)  # a directory
     clock.seconds = 1.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
-    assert "takes no lines: Is a directory; the run continues" in warnings.text
+    assert ": Is a directory. The run continues" in warnings.text
     with pytest.raises(StorageError, match="lacks the last 2 lines: Is a directory"):
         progress.close()
     tmp_path.rmdir()

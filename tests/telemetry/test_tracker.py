@@ -213,8 +213,8 @@ def test_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
     assert broken.closed
     reasons = [record.getMessage() for record in messages.records]
     assert len(reasons) == 3
-    assert reasons[0].startswith("broken takes no metrics: OSError: [Errno 28] No space left")
-    assert reasons[2].startswith("broken is switched off until the next start: it failed 3 times")
+    assert reasons[0].startswith("broken failed: OSError: [Errno 28] No space left")
+    assert reasons[2].startswith("broken is disabled until the next start: it failed 3 times")
 
 
 def test_bad_steps_are_told_once_whoever_counted_them_first(clock, messages):
