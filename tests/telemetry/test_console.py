@@ -30,7 +30,7 @@ def report(text):
     sys.excepthook(type(error), error, None)
 
 
-def test_threads_with_nobody_left_to_report_to_are_silent(reported):
+def test_threads_with_closed_loop_are_silent(reported):
     """TensorStore's, once a save has failed; whatever else fails is reported."""
     for text in ("Event loop is closed", "something else"):
         thread = threading.Thread(target=report, args=(text,))
@@ -40,13 +40,13 @@ def test_threads_with_nobody_left_to_report_to_are_silent(reported):
     assert reported == ["something else", "Event loop is closed"]
 
 
-def test_setting_up_twice_changes_nothing(reported):
+def test_setup_twice_equals_setup_once(reported):
     hook = sys.excepthook
     setup_logging(Console())
     assert sys.excepthook is hook
 
 
-def test_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
+def test_run_continues_without_reader_of_output(tmp_path, monkeypatch):
     """Readers disappear as in `train ... 2>&1 | head`, or the log's disk is full."""
     read, write = os.pipe()
     os.close(read)

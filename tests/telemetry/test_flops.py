@@ -21,17 +21,17 @@ DEBUG = {"dim": 256, "n_layers": 4, "n_heads": 4, "vocab_size": 32000}
     ("model", "seq_len", "expected"),
     [(SEVEN_B, 4096, "5.1470e+10"), (THIRTEEN_B, 4096, "9.5166e+10"), (DEBUG, 512, "7.5891e+07")],
 )
-def test_kempnerforge_counts_the_same(model, seq_len, expected):
+def test_flops_match_kempnerforge(model, seq_len, expected):
     assert f"{flops.flops_per_token(ModelConfig(**model), seq_len):.4e}" == expected
 
 
-def test_llama_3_8b_at_8k_in_both_conventions():
+def test_flops_of_llama_3_8b_in_both_conventions():
     model = ModelConfig(**SEVEN_B)  # 57.9 is torchtitan's figure, 51.5 Megatron-Bridge's
     assert round(flops.flops_per_token(model, 8192) / 1e9, 1) == 57.9
     assert round(flops.causal_flops_per_token(model, 8192) / 1e9, 1) == 51.5
 
 
-def test_windows_count_what_they_see():
+def test_windows_count_visible_tokens():
     full = ModelConfig(**DEBUG)
     local = ModelConfig(**DEBUG, sliding_window=100, attention_pattern=["full", "sliding"])
     a_key = 12 * full.n_heads * full.head_size  # of a query: two products, three times
@@ -42,7 +42,7 @@ def test_windows_count_what_they_see():
     assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
 
 
-def test_chunks_count_what_they_see():
+def test_chunks_count_visible_tokens():
     full = ModelConfig(**DEBUG)
     local = ModelConfig(**DEBUG, attention_chunk_size=100, attention_pattern=["full", "chunked"])
     a_key = 12 * full.n_heads * full.head_size
@@ -57,7 +57,7 @@ def test_chunks_count_what_they_see():
     "mlp", [{}, {"activation": "relu"}, {"activation": "relu", "gated_mlp": True}], ids=str
 )
 @pytest.mark.parametrize("heads", [{}, {"head_dim": 24}], ids=str)
-def test_model_multiplies_as_much(mlp, heads):
+def test_flops_match_products_of_model(mlp, heads):
     config = ModelConfig(
         dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, ffn_hidden_dim=80,
         max_seq_len=32, sdpa_backend="math", **heads, **mlp,
@@ -103,5 +103,5 @@ def as_jaxpr(param):
         ("TPU7x", 1153.5), ("cpu", None), ("NVIDIA GeForce GTX 1080", None),
     ],
 )  # fmt: skip
-def test_longest_name_in_the_kind_decides(kind, peak):
+def test_longest_matching_device_name_gives_peak(kind, peak):
     assert hardware.peak_tflops(kind) == peak

@@ -56,13 +56,13 @@ def test_narrow_line_drops_the_least_important_parts(width, expected):
     assert line_at(STEPPING, width) == expected
 
 
-def test_nothing_less_important_takes_the_room():
+def test_less_important_part_does_not_replace_dropped_part():
     line = line_at(STEPPING, 57, **{"train/skipped_steps": 3.0})
     assert line == "step 1200/100000  1%  loss 3.2145  350K tok/s"
     assert "3 skipped" in line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
 
 
-def test_wide_terminal_has_more_beside_a_bar():
+def test_wide_terminal_shows_extras_and_bar():
     more = {"train/mfu": 0.413, "train/lr": 3e-4, "train/grad_norm": 1.2346,
             "gpu/peak_gb": 61.2, "gpu/total_gb": 80.0}  # fmt: skip
     begun = "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  "
@@ -72,13 +72,13 @@ def test_wide_terminal_has_more_beside_a_bar():
     assert line_at(STEPPING, 140, **more) == everything + "─" * 30
 
 
-def test_every_width_is_kept_to():
+def test_line_never_exceeds_width():
     for moment in (STEPPING, Moment(1200, "evaluating", 75.2), Moment(None, "loading data", 3)):
         for width in range(1, 130):
             assert len(line_at(moment, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
 
 
-def test_pause_is_named_beside_the_step_and_time_left_waits():
+def test_pause_is_named_and_time_left_is_hidden():
     assert line_at(Moment(1200, "evaluating", 75.2), 60) == (
         "step 1200/100000  ⠋ evaluating 1:16  1%  loss 3.2145"
     )
@@ -88,7 +88,7 @@ def test_pause_is_named_beside_the_step_and_time_left_waits():
     assert line.text(Moment(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
 
 
-def test_bad_steps_are_counted():
+def test_skipped_steps_are_counted():
     skipped = line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
     assert skipped.endswith("13:43:20 left  3 skipped")
 
@@ -101,7 +101,7 @@ def left(moment, steps=((100, 1.0), (200, 2.0)), begin=0):
     return line.seconds_left(moment)
 
 
-def test_time_left_is_by_the_recent_rate_and_runs_down_within_a_step():
+def test_time_left_uses_recent_rate():
     assert left(Moment(200, "", 0.0)) == 800 * 2  # the first interval had more to do
     three = ((1, 60.0), (100, 1.0), (200, 2.0))
     assert left(Moment(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
@@ -111,7 +111,7 @@ def test_time_left_is_by_the_recent_rate_and_runs_down_within_a_step():
     assert left(Moment(1, "", 0.0), steps=()) is None
 
 
-def test_run_that_resumes_counts_its_own_steps():
+def test_resumed_run_counts_steps_since_start():
     assert left(Moment(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
 
 
@@ -119,7 +119,7 @@ def test_run_that_resumes_counts_its_own_steps():
     ("seconds", "text"),
     [(0, "0:00"), (6.1, "0:07"), (754, "12:34"), (3723, "1:02:03"), (2 * 86400 + 184, "2d 00:03")],
 )
-def test_clock(seconds, text):
+def test_clock_formats_duration(seconds, text):
     assert clock(seconds) == text
 
 
@@ -130,7 +130,7 @@ def screen():
     return terminal, Console(file=terminal, force_terminal=True, width=80, _environ=named)
 
 
-def test_live_line_moves_during_a_long_step(screen):
+def test_live_line_moves_during_long_step(screen):
     terminal, console = screen
     began = time.monotonic()
     setup_logging(console)
@@ -152,7 +152,7 @@ def test_live_line_moves_during_a_long_step(screen):
     )
 
 
-def test_start_that_fails_leaves_no_line(screen):
+def test_failed_start_leaves_no_line(screen):
     terminal, console = screen
     with pytest.raises(OSError, match="data"), LiveLine(console, lambda: STEPPING):
         raise OSError("data")
@@ -160,7 +160,7 @@ def test_start_that_fails_leaves_no_line(screen):
     assert terminal.getvalue().rstrip().endswith("\x1b[2K")  # erased
 
 
-def test_terminal_keeps_its_cursor(screen):
+def test_terminal_shows_cursor(screen):
     terminal, console = screen
     with LiveLine(console, lambda: STEPPING):
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
@@ -201,7 +201,7 @@ def test_sections_are_shown_by_name():
         (False, False, "kempnerforge", False),
     ],
 )
-def test_only_a_terminal_has_it(terminal, dumb, log_format, is_live, tmp_path):
+def test_live_line_requires_terminal(terminal, dumb, log_format, is_live, tmp_path):
     environment = {"TERM": "dumb"} if dumb else {"TERM": "xterm"}
     console = Console(file=io.StringIO(), force_terminal=terminal, _environ=environment)
     config = tiny_config(metrics={"log_format": log_format}, checkpoint={"dir": str(tmp_path)})

@@ -47,7 +47,7 @@ def path(tmp_path):
     return tmp_path / "progress.txt"
 
 
-def test_lines_are_megatrons(path, clock):
+def test_lines_match_megatron(path, clock):
     progress = ProgressLog(path, 8, flops=0.0)
     clock.seconds = 100.0
     progress.append_checkpoint("Saved checkpoint", 200, flops=4e16, tokens=12_345_678_901)
@@ -72,7 +72,7 @@ def throughputs(path):
     return [float(field.split(": ")[1].split()[0]) for field in fields[5:7]]
 
 
-def test_job_counts_what_it_did_itself_and_the_first_job_counts_all_since(path, clock):
+def test_job_and_cumulative_throughput_have_own_starts(path, clock):
     first = ProgressLog(path, 8, flops=0.0)
     clock.seconds = 100.0
     first.append_checkpoint("Saved checkpoint", 10, 4e16, 0)
@@ -83,7 +83,7 @@ def test_job_counts_what_it_did_itself_and_the_first_job_counts_all_since(path, 
     assert throughputs(path) == [50.0, 30.0]  # 2e17 / 500 s / 8, and 2.4e17 / 1000 s / 8
 
 
-def test_another_number_of_devices_begins_anew_and_exactly(path, clock):
+def test_other_device_count_restarts_cumulative_throughput(path, clock):
     ProgressLog(path, 8, flops=0.0).append_checkpoint("Saved checkpoint", 10, 1.23456e20, 0)
     clock.seconds = 3600.0
     half = ProgressLog(path, 4, flops=1.23456e20)
@@ -95,7 +95,7 @@ def test_another_number_of_devices_begins_anew_and_exactly(path, clock):
     assert start_time_and_flops(path, 8) == (NOON + datetime.timedelta(seconds=4000), 1.23e20)
 
 
-def test_no_token_is_lost_in_a_float(path, clock, tmp_path):
+def test_tokens_are_exact(path, clock, tmp_path):
     tokens = 15_000_000_000_001
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     per_token = causal_flops_per_token(config.model, config.train.seq_len)
@@ -134,7 +134,7 @@ EIGHT_AGAIN = line(4, 0, 3, 8, "Starting job")
         (LINES + DURABLE + FOUR_AGAIN + EIGHT_AGAIN, 8, 4, 2e15),
     ],
 )
-def test_earliest_job_on_as_many_devices(path, text, devices, day, flops):
+def test_first_job_has_same_device_count(path, text, devices, day, flops):
     path.write_text(text)
     assert start_time_and_flops(path, devices) == (datetime.datetime(2026, 8, day), flops)
 
@@ -147,19 +147,19 @@ def test_earliest_job_on_as_many_devices(path, text, devices, day, flops):
         "2026-08-02 00:00:00\tJob ID: 1\t# GPUs: 8\tSaved checkpoint\tIteration: 7\tJob thr",
     ],
 )  # fmt: skip
-def test_lines_that_are_none_are_passed_over_with_a_warning(path, warnings, bad):
+def test_invalid_lines_are_ignored_with_warning(path, warnings, bad):
     path.write_text(FOUR_AGAIN + bad + "\n" + EIGHT_AGAIN)
     assert start_time_and_flops(path, 8) == (datetime.datetime(2026, 8, 4), 0.0)
     assert warnings.messages == [f"{path}:2 is not a line of a progress log: ignored"]
 
 
-def test_file_without_such_a_job_is_said(path):
+def test_file_without_matching_job_raises(path):
     path.write_text(LINES)
     with pytest.raises(ValueError, match='has no "Starting job" on 16 devices'):
         start_time_and_flops(path, 16)
 
 
-def test_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
+def test_unwritable_line_does_not_stop_run(tmp_path, warnings, clock):
     progress = ProgressLog(tmp_path, 8, flops=0.0)  # a directory
     clock.seconds = 1.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
@@ -172,14 +172,14 @@ def test_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
     assert len(tmp_path.read_text().splitlines()) == 3
 
 
-def test_clock_that_is_set_back_stops_nothing(path, clock):
+def test_clock_set_back_does_not_fail(path, clock):
     progress = ProgressLog(path, 8, flops=0.0)
     clock.seconds = -100.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
     assert throughputs(path) == [0.0, 0.0]
 
 
-def test_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, clock):
+def test_asynchronous_checkpoint_has_line_when_durable(path, tmp_path, clock):
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     progress = Progress(tokens=1000)
     hook = ProgressTxt(config, progress)
@@ -206,7 +206,7 @@ def test_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, c
     assert flops / 0.001 / 8e12 > 0.1
 
 
-def test_synchronous_checkpoint_is_saved_at_once(path, tmp_path):
+def test_synchronous_checkpoint_has_one_line(path, tmp_path):
     config = tiny_config(checkpoint={"dir": str(tmp_path), "async_mode": "disabled"})
     hook = ProgressTxt(config, Progress())
     hook.on_checkpoint_save(1, tmp_path / "step_1")

@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     return run
 
 
-def test_every_sink_has_the_steps_of_its_interval(run):
+def test_sinks_have_steps_of_their_interval(run):
     assert list(run.losses()) == [1, 5, 10, 15, 16]
     assert [step for step, _ in points(run)] == [1, 4, 8, 12, 12, 16]
     assert [
@@ -44,7 +44,7 @@ def test_every_sink_has_the_steps_of_its_interval(run):
     ] == [[1, 3, 6, 9, 12], [12, 15, 16]]
 
 
-def test_every_sink_is_told_how_long_saves_took(run):
+def test_sinks_receive_durations_of_saves(run):
     assert [x["step"] for x in run.lines() if "checkpoint/blocking_sec" in x] == [5, 10, 15, 16]
     *_, last = durable = [x for x in run.lines() if "checkpoint/save_sec" in x and x["step"] > 10]
     assert len(durable) == 2  # of steps 15 and 16
@@ -54,7 +54,7 @@ def test_every_sink_is_told_how_long_saves_took(run):
     assert row["checkpoint/save_sec"] == last["checkpoint/save_sec"]
 
 
-def test_every_sink_has_the_same_values(run):
+def test_sinks_have_equal_values(run):
     (line,) = [x for x in run.lines() if x["step"] == 16 and "train/loss" in x]
     _, of_tensorboard = points(run)[-1]
     row = wandb_history(starts(run)[1])[16]
@@ -64,7 +64,7 @@ def test_every_sink_has_the_same_values(run):
     assert of_tensorboard.keys() == line.keys() - {"step", "time"}
 
 
-def test_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
+def test_resume_continues_wandb_and_rewinds_tensorboard(run):
     ids = [r.run.run_id for records in starts(run) for r in records if r.HasField("run")]
     assert ids == ["ours", "ours"]  # the second time from the checkpoint
     codes = [r.exit.exit_code for records in starts(run) for r in records if r.HasField("exit")]
@@ -73,7 +73,7 @@ def test_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
     assert [e.step for e in rewinds] == [1, 11]
 
 
-def test_trace_has_the_steps_of_the_window(run):
+def test_trace_contains_steps_of_window(run):
     traces = (run.directory / "profiler_traces").glob("plugins/profile/*/*.xplane.pb")
     assert sorted(map(steps_in, traces)) == [[11, 12], [11, 12, 13, 14]]
 

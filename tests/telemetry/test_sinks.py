@@ -54,7 +54,7 @@ def disk(monkeypatch):
     return Disk
 
 
-def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, disk):
+def test_full_disk_delays_lines(tmp_path, disk):
     path = tmp_path / "metrics.jsonl"
     writer = MetricWriter("metrics.jsonl", JsonlSink(path, 0), 1, catches_up=True)
 
@@ -77,7 +77,7 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, disk):
     assert steps() == [1, 2, 3, 4, 5, 6]
 
 
-def test_lines_that_a_full_disk_never_takes_are_counted_at_the_end(tmp_path, disk, messages):
+def test_lost_lines_are_counted_at_the_end(tmp_path, disk, messages):
     """Metrics of steps 2 to 6, and three samples of step 6."""
     sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
     writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
@@ -103,7 +103,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("start", [0, 3])
-def test_damaged_lines_are_put_aside_and_cost_no_other_line(tmp_path, messages, start):
+def test_damaged_lines_are_moved_without_losing_others(tmp_path, messages, start):
     """A resume from step 6 finds a run that reached step 8 when a line was torn."""
     path = tmp_path / "metrics.jsonl"
     lines = [line(step) for step in range(1, 9)]
@@ -131,7 +131,7 @@ def test_damaged_lines_are_put_aside_and_cost_no_other_line(tmp_path, messages, 
         (b"", b""),
     ],
 )
-def test_sound_lines_up_to_the_step_are_kept(tmp_path, before, after):
+def test_valid_lines_up_to_step_remain(tmp_path, before, after):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before)
     JsonlSink(path, 2)
@@ -139,15 +139,13 @@ def test_sound_lines_up_to_the_step_are_kept(tmp_path, before, after):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_metrics_that_cannot_be_read_are_an_error_before_the_first_step(tmp_path):
+def test_unreadable_metrics_raise_before_first_step(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(
-        StorageError, match=r"metrics.jsonl cannot be opened: .*Is a dir"
-    ):
+    with pytest.raises(StorageError, match=r"metrics.jsonl cannot be opened: .*Is a dir"):
         open_writers(Console(file=io.StringIO()), config_in(tmp_path), "id", 3)
 
 
-def test_log_on_a_full_disk_says_so_once(tmp_path, capfd):
+def test_log_on_full_disk_warns_once(tmp_path, capfd):
     log = logging.getLogger("jaxforge")
     setup_logging(Console(file=io.StringIO()))
     add_log_file(tmp_path)
@@ -165,7 +163,7 @@ def test_log_on_a_full_disk_says_so_once(tmp_path, capfd):
     assert "three" in (tmp_path / "logs" / "process_0.log").read_text()
 
 
-def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):
+def test_tensorboard_drops_repeated_steps_on_resume(tmp_path):
     first = TensorBoardSink(tmp_path, 0)
     first.write(10, {"train/loss": 3.0, "train/lr": 0.5})
     first.write(15, {"train/loss": 2.5})  # read while the file is open: a kill loses nothing
@@ -184,7 +182,7 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):
     assert again.step == 15
 
 
-def test_tensorboard_has_the_config_and_hyperparameters(tmp_path):
+def test_tensorboard_has_config_and_hyperparameters(tmp_path):
     config = config_in(tmp_path, enable_tensorboard=True)
     for code in (75, 0):
         TensorBoardSink(tmp_path / str(code), 10, config).close(code)
@@ -220,7 +218,7 @@ def wandb_environment(tmp_path, monkeypatch):
     wandb.teardown()  # what it read of the environment goes with its process
 
 
-def test_wandb_offline_goes_on_in_the_same_run_and_keeps_how_it_ended(tmp_path, wandb_environment):
+def test_wandb_resumes_same_run_with_exit_state(tmp_path, wandb_environment):
     wandb_environment.setenv("WANDB_MODE", "offline")
     config = config_in(tmp_path, enable_wandb=True, wandb_project="ours", wandb_run_name="long")
     for start, exit_code in (
@@ -255,21 +253,21 @@ def ends(records):
     return [record.exit.exit_code for record in records if record.HasField("exit")]
 
 
-def test_wandb_that_is_not_set_up_stops_before_anything_runs(tmp_path, wandb_environment):
+def test_wandb_without_setup_raises_before_run(tmp_path, wandb_environment):
     wandb_environment.setenv("WANDB_MODE", "online")
     with pytest.raises(UserError, match=r"metrics.enable_wandb = true: .*WANDB_MODE=offline"):
         WandbSink(tmp_path, config_in(tmp_path), "abc")
 
 
 @pytest.mark.parametrize(("key", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_library_that_is_missing_is_named_with_its_extra(monkeypatch, key, library):
+def test_missing_library_names_its_extra(monkeypatch, key, library):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else 1)
     check_libraries(MetricsConfig())
     with pytest.raises(UserError, match=rf"needs {library}: pip install 'jaxforge\[{key}\]'"):
         check_libraries(MetricsConfig.model_validate({f"enable_{key}": True}))
 
 
-def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monkeypatch):
+def test_sink_interval_defaults_to_log_interval(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", lambda *arguments: None)
     for given, expected in (({}, 6), ({"tensorboard_interval": 4, "wandb_interval": 4}, 4)):
         config = config_in(
@@ -282,14 +280,14 @@ def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monk
         assert due == [6, 6, expected, expected]
 
 
-def test_directory_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
+def test_unwritable_directory_raises_user_error(tmp_path):
     (tmp_path / "file").touch()
     config = config_in(tmp_path, enable_tensorboard=True, tensorboard_dir="file/inside")
     with pytest.raises(UserError, match=r"metrics.tensorboard_dir: .*file/inside: Not a directory"):
         open_writers(Console(file=io.StringIO()), config, "id", 0)
 
 
-def test_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
+def test_unreachable_service_is_disabled(tmp_path, monkeypatch):
     def no_network(*arguments):
         raise TimeoutError("no answer")
 

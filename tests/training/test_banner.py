@@ -17,7 +17,7 @@ def said(progress, **sections):
     return rows(s, s.abstract_state(), progress)
 
 
-def test_totals_of_the_run():
+def test_banner_shows_totals():
     train = {"max_steps": 1000, "seed": 7, "data_seed": 8}
     reported = said(Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"})
     assert reported["length"] == "1,000 steps, 512K tokens, 4 epochs"
@@ -31,14 +31,14 @@ def test_totals_of_the_run():
     assert "on the host" not in reported
 
 
-def test_run_without_data_has_no_epochs_and_a_resumed_one_says_where_it_is():
+def test_banner_shows_epochs_and_resumed_step():
     reported = said(Progress(step=5))
     assert reported["length"] == "20 steps, 10.2K tokens; from step 5 on"
     assert reported["data"] == "synthetic random tokens (no data)"
     assert reported["seed"] == "42"
 
 
-def test_banner_fits_a_narrow_terminal():
+def test_banner_fits_narrow_terminal():
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, color_system=None)
     banner(console, said(Progress()))

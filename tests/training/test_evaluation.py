@@ -79,7 +79,7 @@ def by_hand(path, pack):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_sums_are_those_by_hand_with_a_ragged_last_batch(shards, pack):
+def test_sums_match_reference_with_partial_last_batch(shards, pack):
     sums = evaluated(config(shards, "a", pack=pack), ByteTokenizer())[""]
     nats, tokens, n_bytes = by_hand(shards / "a", pack)
     assert (sums.tokens, sums.n_bytes) == (tokens, n_bytes)
@@ -103,7 +103,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("axes", "devices", "batch"), MESHES, ids=str)
-def test_mesh_and_the_batch_do_not_matter(shards, axes, devices, batch):
+def test_sums_do_not_depend_on_mesh_and_batch_size(shards, axes, devices, batch):
     given = config(shards, "a", "b", batch=batch, pack=True, distributed=axes)
     sums = evaluated(given, ByteTokenizer(), devices=devices)
     for name in WINDOWS:
@@ -112,7 +112,7 @@ def test_mesh_and_the_batch_do_not_matter(shards, axes, devices, batch):
         assert sums[name].nats == pytest.approx(nats, rel=1e-5)
 
 
-def test_sets_are_summed_token_by_token(shards):
+def test_every_token_of_all_sets_has_equal_weight(shards):
     sums = evaluated(config(shards, "a", "b"), ByteTokenizer())
     metrics = summary(sums)
     assert set(metrics) == set(config(shards, "a", "b").eval.metric_names())
@@ -123,7 +123,7 @@ def test_sets_are_summed_token_by_token(shards):
     assert metrics["eval/a/loss"] != metrics["eval/b/loss"]
 
 
-def test_steps_limit_each_set_and_batches_repeat(shards):
+def test_steps_limit_each_set_to_the_same_batches(shards):
     given = config(shards, "a", "b")
     once, again = (evaluated(given, steps=1) for _ in range(2))
     assert once == again
@@ -131,14 +131,14 @@ def test_steps_limit_each_set_and_batches_repeat(shards):
     assert evaluated(given, steps=99)["a"].tokens == 11 * SEQ
 
 
-def test_chunked_loss_is_the_same(shards):
+def test_chunked_loss_gives_same_sums(shards):
     plain = evaluated(config(shards, "a"))
     train = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 20}
     chunked = evaluated(config(shards, "a", train=train))
     assert chunked[""].nats == pytest.approx(plain[""].nats, rel=1e-6)
 
 
-def test_rows_that_fill_up_the_last_batch_reach_no_expert(shards):
+def test_padding_rows_reach_no_expert(shards):
     """The mean of a term over the tokens of 11 windows is the same by batches of 4 and of 1."""
 
     def router_z(batch):
@@ -155,7 +155,7 @@ def test_rows_that_fill_up_the_last_batch_reach_no_expert(shards):
     assert router_z(4) == pytest.approx(router_z(1), rel=1e-5)
 
 
-def test_without_bytes_there_are_no_bits_per_byte(shards):
+def test_bits_per_byte_are_missing_without_bytes(shards):
     assert set(summary(evaluated(config(shards, "a")))) == {"eval/loss", "eval/perplexity"}
     known, unknown = SetSums(2.0, 1, 1), SetSums(3.0, 4, None)
     metrics = summary({"a": known, "b": unknown})
@@ -164,7 +164,7 @@ def test_without_bytes_there_are_no_bits_per_byte(shards):
     assert metrics["eval/loss"] == 1.0
 
 
-def test_another_tokenizers_tokens_have_no_known_bytes(shards, tmp_path, caplog):
+def test_bits_per_byte_are_missing_for_another_tokenizer(shards, tmp_path, caplog):
     (tmp_path / "a.npy").write_bytes((shards / "a" / "a.npy").read_bytes())
     n = 11 * (SEQ + 1) + 5
     for digest, known in ((ByteTokenizer.fingerprint, True), ("0" * 64, False)):
@@ -174,13 +174,13 @@ def test_another_tokenizers_tokens_have_no_known_bytes(shards, tmp_path, caplog)
         assert (sums.n_bytes is not None) == known
 
 
-def test_perplexity_is_bounded_and_nothing_is_nan():
+def test_perplexity_is_bounded_and_empty_set_is_nan():
     assert SetSums(100.0, 1, None).metrics()["perplexity"] == math.exp(20)
     assert all(math.isnan(value) for value in SetSums(0.0, 0, 0).metrics().values())
     assert math.isnan(SetSums(1.0, 1, 0).metrics()["bits_per_byte"])
 
 
-def test_metric_that_needs_bytes_is_refused_without_them(shards):
+def test_metric_that_needs_bytes_raises_without_bytes(shards):
     given = config(shards, "a")
     mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
     sets = sources.open_eval_data(given)
@@ -190,7 +190,7 @@ def test_metric_that_needs_bytes_is_refused_without_them(shards):
         Evaluator(given, mesh, model, sets, None).check_reports("eval/bits_per_byte")
 
 
-def test_one_program_for_all_sets_and_evaluations(shards):
+def test_evaluations_share_one_compiled_program(shards):
     given = config(shards, "a", "b", pack=True)
     mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
     with jax.set_mesh(mesh):

@@ -59,7 +59,7 @@ def said(caplog, monkeypatch):
 DUE = TrainConfig(exit_interval=4, exit_duration_in_mins=2)
 
 
-def test_signal_comes_first_then_the_duration_then_the_interval(clock):
+def test_signal_precedes_duration_and_interval(clock):
     asked, signals = Exits(DUE, received := Received(Exit.SIGNAL)), received
     clock.seconds = 121.0
     assert asked.requested(8) is Exit.SIGNAL
@@ -71,7 +71,7 @@ def test_signal_comes_first_then_the_duration_then_the_interval(clock):
     assert Exits(TrainConfig(), Received()).requested(8) is None
 
 
-def test_duration_counts_from_the_start_of_the_command(clock):
+def test_duration_counts_from_start_of_command(clock):
     clock.seconds = 1000.0
     began_before = Exits(DUE, Received(), since=1000.0 - 121.0)
     assert began_before.requested(5) is Exit.DURATION
@@ -79,7 +79,7 @@ def test_duration_counts_from_the_start_of_the_command(clock):
 
 
 @pytest.mark.parametrize(("processes", "reason", "sent"), [(1, Exit.DURATION, 0), (2, None, 1)])
-def test_duration_ends_an_evaluation(clock, monkeypatch, processes, reason, sent):
+def test_duration_stops_evaluation(clock, monkeypatch, processes, reason, sent):
     """Several processes are told, and stop where the preemption service says."""
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     asked = Exits(DUE, signals := Received())
@@ -91,7 +91,7 @@ def test_duration_ends_an_evaluation(clock, monkeypatch, processes, reason, sent
     assert asked.requested_in_evaluation() is Exit.SIGNAL
 
 
-def test_command_began_when_its_process_did(monkeypatch):
+def test_command_starts_with_its_process(monkeypatch):
     monkeypatch.delenv("JAXFORGE_BEGAN", raising=False)
     assert process.began() == pytest.approx(time.monotonic(), abs=PATIENCE)
     began = float(process.began_env()["JAXFORGE_BEGAN"])
@@ -101,7 +101,7 @@ def test_command_began_when_its_process_did(monkeypatch):
     assert (process.began(), process.began_env()["JAXFORGE_BEGAN"]) == (12.5, "12.5")
 
 
-def test_messages_are_megatrons(clock, said):
+def test_exit_messages_match_megatron(clock, said):
     asked = Exits(DUE, received := Received(Exit.SIGNAL))
     asked.requested(4)
     received.stop = None
@@ -117,7 +117,7 @@ def test_messages_are_megatrons(clock, said):
 
 
 @pytest.mark.parametrize(("process", "sent"), [(0, 1), (1, 0)])
-def test_one_clock_decides_for_all_processes(clock, monkeypatch, process, sent):
+def test_clock_of_process_zero_decides_for_all(clock, monkeypatch, process, sent):
     """And it does not decide alone: all of them stop where the preemption service says."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
@@ -137,7 +137,7 @@ def test_one_clock_decides_for_all_processes(clock, monkeypatch, process, sent):
     ],
 )
 @pytest.mark.parametrize("process", [0, 1])
-def test_all_processes_agree_why_they_stop(
+def test_processes_agree_on_exit_reason(
     clock, said, monkeypatch, process, received, time_is_up, reason, name
 ):
     """Also where they are asked again, as after an evaluation: the service says yes only once."""
@@ -163,7 +163,7 @@ def test_all_processes_agree_why_they_stop(
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_failed_save_of_any_process_comes_before_all_other_reasons(monkeypatch, process):
+def test_failed_save_precedes_other_exit_reasons(monkeypatch, process):
     """SIGTERM goes once to JAX's service, which makes every process ask at the same step."""
     sent = []
     mine, others = [np.array([signal.SIGINT, 0, i == 1]) for i in (process, 1 - process)]
@@ -186,7 +186,7 @@ def test_failed_save_of_any_process_comes_before_all_other_reasons(monkeypatch, 
     assert Exits(TrainConfig(), signals).requested(3) is Exit.STORAGE
 
 
-def test_process_on_its_own_does_not_stop_for_a_failed_save_but_fails():
+def test_failed_save_raises_in_single_process():
     assert not Signals(timeout_seconds=60).stop_for_failed_save()
 
 
@@ -194,14 +194,14 @@ def test_process_on_its_own_does_not_stop_for_a_failed_save_but_fails():
     ("sig", "reason"),
     [(signal.SIGTERM, Exit.SIGNAL), (signal.SIGUSR1, Exit.SIGNAL), (signal.SIGINT, Exit.INTERRUPT)],
 )
-def test_signal_that_came_is_the_reason(sig, reason):
+def test_received_signal_is_the_exit_reason(sig, reason):
     with Signals(timeout_seconds=60) as signals:
         assert signals.requested() is None
         signal.raise_signal(sig)
         assert (signals.requested(), signals.name) == (reason, sig.name)
 
 
-def test_work_that_no_signal_cuts_short_is_waited_for():
+def test_wait_returns_result_without_signal():
     with Signals(timeout_seconds=60) as signals:
         assert signals.wait_for(lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
@@ -210,7 +210,7 @@ def test_work_that_no_signal_cuts_short_is_waited_for():
 
 
 @pytest.mark.parametrize("end", [Exit.SIGNAL, Exit.INTERVAL, Exit.NON_FINITE, ZeroDivisionError])
-def test_every_end_closes_the_run_with_the_reason(monkeypatch, end):
+def test_every_exit_closes_run_with_reason(monkeypatch, end):
     """`Trainer.close` is what tells the hooks. Megatron-Bridge leaves without a word."""
     closed = []
 
@@ -236,9 +236,7 @@ def test_every_end_closes_the_run_with_the_reason(monkeypatch, end):
 
 
 @pytest.mark.parametrize("interactive", [False, True])
-def test_checkpoint_that_takes_too_long_ends_the_process_or_what_runs_in_a_notebook(
-    monkeypatch, interactive
-):
+def test_slow_checkpoint_ends_process_or_interrupts_notebook(monkeypatch, interactive):
     events = []
     monkeypatch.setattr(os, "_exit", events.append)
     monkeypatch.setattr(_thread, "interrupt_main", lambda: events.append("interrupted"))
@@ -248,7 +246,7 @@ def test_checkpoint_that_takes_too_long_ends_the_process_or_what_runs_in_a_noteb
     assert events[0] == ("interrupted" if interactive else 1)
 
 
-def test_second_ctrl_c_in_a_notebook_is_an_exception(monkeypatch):
+def test_second_ctrl_c_raises_in_notebook(monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with Signals(timeout_seconds=60) as signals:
         signal.raise_signal(signal.SIGINT)
@@ -257,7 +255,7 @@ def test_second_ctrl_c_in_a_notebook_is_an_exception(monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_run_in_a_thread_needs_no_signals(tmp_path):
+def test_run_in_thread_works_without_signals(tmp_path):
     of_train = {"max_steps": 2, "batch_size": 1}
     config = tiny_config(train=of_train, checkpoint={"dir": str(tmp_path)})
     with devices_here(1), concurrent.futures.ThreadPoolExecutor(1) as pool:

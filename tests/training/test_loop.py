@@ -24,7 +24,7 @@ from tests.helpers import random_batches, setup
 from tests.training.observers import Recorder, Signals, Sink, data, instruments, run, saver
 
 
-def test_metrics_are_read_a_step_late_and_only_where_due():
+def test_metrics_are_read_one_step_late_if_due():
     events, _, _ = run(steps=7, log=3, hooks=False)
     assert events[:11] == [
         "launch 1", "launch 2", "read 1", "log 1 train", "launch 3", "launch 4", "read 2",
@@ -35,13 +35,13 @@ def test_metrics_are_read_a_step_late_and_only_where_due():
     ]  # fmt: skip
 
 
-def test_silent_steps_copy_nothing_from_the_device():
+def test_silent_steps_read_nothing_from_device():
     events, _, _ = run(steps=50, log=1000, hooks=True)
     until_the_end = events[: events.index("launch 50")]
     assert [e for e in until_the_end if e.startswith("read")] == ["read 1"]
 
 
-def test_order_within_a_step():
+def test_step_has_fixed_order_of_events():
     events, reason, _ = run(steps=4, log=2, evaluate=2, save=2)
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [e for e in second if not e.startswith("read")] == [
@@ -81,13 +81,13 @@ def test_bad_steps_count_as_attempted_but_not_as_tokens():
     assert trainer.progress.samples == 6 * 8
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_unsaved():
+def test_too_many_bad_steps_end_run_unsaved():
     events, reason, _ = run(steps=20, log=1, save=6, bad={4, 5, 6})
     assert reason is Exit.NON_FINITE
     assert not [e for e in events if e.startswith("save")]
 
 
-def test_hooks_are_told_of_the_end_when_a_step_fails():
+def test_failed_step_calls_on_train_end():
     class Fails(Hook):
         def on_step_end(self, context):
             raise ZeroDivisionError
@@ -103,14 +103,14 @@ def test_hooks_are_told_of_the_end_when_a_step_fails():
     assert events == ["begin", "end 1 256 None"]
 
 
-def test_sinks_are_told_the_exit_code():
+def test_sinks_receive_exit_code():
     assert run(steps=10, stop_at=3)[0][-1] == "sink closed, code 75"
     assert run(steps=20, log=1, bad={4, 5, 6})[0][-1] == "sink closed, code 65"
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), UserError(), StorageError()])
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
+def test_sinks_receive_exit_code_of_failure(error, at_the_end):
     class Fails(Hook):
         def on_train_end(self, step, tokens_seen, reason):
             if at_the_end:
@@ -135,7 +135,7 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
     assert events == [f"sink closed, code {code}"]
 
 
-def test_every_callback_learns_of_the_end_though_one_lost_files():
+def test_failing_callback_does_not_stop_others_at_end():
     class Loses(Hook):
         def on_train_end(self, step, tokens_seen, reason):
             raise StorageError("a line is lost")
@@ -146,7 +146,7 @@ def test_every_callback_learns_of_the_end_though_one_lost_files():
     assert events == ["end 1 256 Exit.COMPLETED"]
 
 
-def test_lost_metrics_end_a_finished_run_with_the_code_of_storage(caplog):
+def test_lost_metrics_end_run_with_storage_code(caplog):
     class Lossy(Sink):
         def close(self, exit_code):
             super().close(exit_code)
@@ -193,7 +193,7 @@ def test_hook_reads_scalars_state_and_gradients():
 
 
 @pytest.mark.skipif(jax.default_backend() == "cpu", reason="the guard sees no transfers on CPU")
-def test_transfer_guard_agrees():
+def test_transfer_guard_sees_no_transfers():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
     tracker = Tracker([MetricWriter("it", None, 1000)], StepCost(256, 8), Progress(1, 1), 10**9)

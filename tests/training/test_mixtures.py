@@ -87,12 +87,12 @@ TOKEN_CHUNKS = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 24}
     ],
     ids=str,
 )
-def test_sums_of_each_dataset_do_not_depend_on_the_mesh(train, axes):
+def test_dataset_sums_do_not_depend_on_mesh(train, axes):
     ours = setup(config(train, **axes))
     assert_sums_are_those_of_the_logits(ours, ours.step)
 
 
-def test_sums_of_each_dataset_are_those_of_the_logits(compiled):
+def test_dataset_sums_match_logits(compiled):
     assert_sums_are_those_of_the_logits(*compiled)
 
 
@@ -111,7 +111,7 @@ def assert_sums_are_those_of_the_logits(ours, step):
 
 
 @pytest.mark.parametrize("lag", [False, True])
-def test_phase_scales_the_rate_of_one_executable_from_its_first_update_on(compiled, lag):
+def test_phase_scales_learning_rate_without_recompilation(compiled, lag):
     """Updates of plain Lion are as long as the rate; the rate of the next update is logged."""
     ours, step = compiled
     phases = [{"start_step": 3, "lr_scale": 0.25}, {"start_step": 5, "lr_scale": 0.5}]

@@ -40,7 +40,7 @@ def lines(tmp_path):
     ]
 
 
-def test_run_without_any_label_is_a_mistake_of_the_user(tmp_path, capsys):
+def test_run_without_labels_raises_user_error(tmp_path, capsys):
     with pytest.raises(UserError, match=r"nothing was learned: none of 3 update\(s\) was applied"):
         train.run(config(tmp_path, unlabelled=3))
     for line in lines(tmp_path):
@@ -52,7 +52,7 @@ def test_run_without_any_label_is_a_mistake_of_the_user(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_step_without_labels_has_no_loss_and_a_warning(tmp_path, capsys, interval):
+def test_step_without_labels_warns_and_has_no_loss(tmp_path, capsys, interval):
     job = config(tmp_path, unlabelled=1, metrics={"log_interval": interval})
     assert train.run(job) is Exit.COMPLETED
     first, *_, last = lines(tmp_path)
@@ -63,7 +63,7 @@ def test_step_without_labels_has_no_loss_and_a_warning(tmp_path, capsys, interva
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))])
-def test_run_whose_directory_goes_away_fails(tmp_path, change):
+def test_run_fails_when_its_directory_disappears(tmp_path, change):
     class Removes(Hook):
         def on_step_end(self, context):
             if context.step == 2:

@@ -84,7 +84,7 @@ def whole(tmp_path_factory, poisonous):
     return directory
 
 
-def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(whole):
+def test_run_continues_past_ten_nans_in_a_row(whole):
     assert saved(whole) == list(range(0, 41, 10))
     logged = losses(whole)
     assert list(logged) == list(range(1, 41))
@@ -100,14 +100,14 @@ def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(whole):
     assert [line for line in lines(whole) if line.get("train/rollbacks") == 1]
 
 
-def test_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(whole, tmp_path):
+def test_resume_after_rollback_equals_uninterrupted_run(whole, tmp_path):
     stop = {"exit_interval": 33}
     assert train.run(config(tmp_path, range(22, 32), train=stop)) is Exit.INTERVAL
     assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED
     assert losses(tmp_path) == losses(whole)
 
 
-def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poisonous, capsys):
+def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, capsys):
     limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
     assert train.run(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE
     said = capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poi
     assert list(losses(tmp_path).values()) == [None, None]
 
 
-def test_stop_ends_the_run_before_the_update(tmp_path, poisonous, capsys):
+def test_stop_ends_run_before_bad_update(tmp_path, poisonous, capsys):
     stop = {"on_nonfinite": "stop", "rerun_bad_steps": True}
     assert train.run(config(tmp_path, [3], train=stop)) is Exit.NON_FINITE
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
@@ -131,7 +131,7 @@ def test_stop_ends_the_run_before_the_update(tmp_path, poisonous, capsys):
 
 
 @pytest.mark.parametrize("interval", [1, 10])
-def test_nothing_is_logged_or_done_after_the_last_bad_step(tmp_path, poisonous, interval):
+def test_no_action_follows_last_bad_step(tmp_path, poisonous, interval):
     """Steps 3 to 5 are bad; all numbers logged of step 5 are those of step 5."""
     seen, tokens = [], []
 
@@ -158,7 +158,7 @@ def test_nothing_is_logged_or_done_after_the_last_bad_step(tmp_path, poisonous, 
     assert (total, logged[-1]["train/skipped_steps"]) == (3, 3)
 
 
-def test_steps_before_a_rollback_that_never_took_place_have_no_hook(tmp_path, poisonous):
+def test_steps_after_halt_call_no_hook(tmp_path, poisonous):
     steps = []
 
     class Seen(Hook):

@@ -51,7 +51,7 @@ def through_json(progress):
 
 
 @pytest.mark.parametrize("batches_between_stops", [1, 2, 3, 5, 7])
-def test_stops_leave_out_and_repeat_nothing(validations, batches_between_stops):
+def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batches_between_stops):
     ours, seen = validations
     whole = ours.run(STATE, Progress(), lambda: False)
     once = dict(seen)
@@ -69,7 +69,7 @@ def test_stops_leave_out_and_repeat_nothing(validations, batches_between_stops):
     assert progress.validation is None
 
 
-def test_where_a_stopped_one_stands(validations):
+def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
     ours, _ = validations
     progress = Progress()
     assert ours.run(STATE, progress, after(4)) is None

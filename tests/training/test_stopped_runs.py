@@ -82,7 +82,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [4, 8])
-def test_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, step):
+def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     first = Log(at=f"begin {step}")
     assert train.run(config(tmp_path, "run"), [first]) is Exit.SIGNAL
     assert first.events[-3:] == [f"begin {step}", f"save {step}", f"Exit.SIGNAL {step}"]
@@ -100,7 +100,7 @@ def test_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, step)
     assert third.events == ["Exit.COMPLETED 8"]  # nothing is evaluated or saved again
 
 
-def test_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
+def test_signal_interrupts_compilation(tmp_path, monkeypatch):
     left, done = [], threading.Event()
 
     def compiles_for_minutes(*_):
@@ -117,7 +117,7 @@ def test_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
     assert left == [Exit.SIGNAL.code]  # past the compiler, which is still at work
 
 
-def test_stopping_after_so_many_minutes_or_at_a_step(tmp_path, whole):
+def test_run_stops_at_duration_or_step(tmp_path, whole):
     by_step, by_clock = Log(), Log()
     assert train.run(config(tmp_path, "run", exit_interval=3), [by_step]) is Exit.INTERVAL
     assert by_step.events == ["save 3", "Exit.INTERVAL 3"]
@@ -134,7 +134,7 @@ class Dies(Hook):
             raise ZeroDivisionError
 
 
-def test_checkpoints_that_need_not_last_serve_as_long_as_they_do(tmp_path, whole):
+def test_local_checkpoint_is_used_while_it_exists(tmp_path, whole):
     local = {"non_persistent_interval": 3, "non_persistent_dir": str(tmp_path / "local")}
     with pytest.raises(ZeroDivisionError):
         train.run(config(tmp_path, "run", checkpoint=local), [Dies()])

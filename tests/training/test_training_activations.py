@@ -66,7 +66,7 @@ def runs(tmp_path_factory):
     return path
 
 
-def test_each_interval_has_its_files(runs):
+def test_capture_is_written_at_each_interval(runs):
     run = jaxforge.Run(runs / "whole")
     assert run.captured_steps == [2, 4, 6]
     result = run.activations(4)
@@ -104,12 +104,12 @@ def test_captured_activations_equal_the_checkpoint(runs, tmp_path):
     )
 
 
-def test_losses_do_not_feel_it(runs):
+def test_capture_does_not_change_losses(runs):
     assert logged(runs, "whole") == logged(runs, "silent")
     assert not (runs / "silent" / "activations").exists()
 
 
-def test_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
+def test_resumed_run_captures_same_activations(runs):
     def files(name):
         directory = runs / name / "activations"
         paths = (path for path in directory.rglob("*") if path.is_file())
@@ -121,13 +121,13 @@ def test_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
     assert logged(runs, "stopped") == logged(runs, "whole")
 
 
-def test_unwritable_activations_warn_and_stop_nothing(runs):
+def test_unwritable_activations_warn_and_run_continues(runs):
     log = (runs / "stopped" / "logs" / "process_0.log").read_text()
     assert log.count("are not saved: ") == 1
     assert "activations of step 2 are not saved: [Errno 20] Not a directory" in log
 
 
-def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):
+def test_each_captured_sequence_ticks_the_watchdog(tmp_path, monkeypatch):
     """Also where nothing can be written: the watchdog of other processes waits for theirs."""
     given = config(tmp_path, "run")
     capture = ActivationCapture(given, make_mesh(given), build_model(given), range(40))
@@ -143,7 +143,7 @@ def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):
     assert signs == ["written"] * 10 + ["lost"] * 10
 
 
-def test_run_says_when_it_will(runs):
+def test_summary_lists_captures(runs):
     text = (runs / "whole" / "schedule_summary.txt").read_text()
     each = 10 * LENGTH * (64 + 4 * LENGTH + 256) * 4
     assert sum(x.nbytes for name, x in jaxforge.Run(runs / "whole").activations(2).items()
@@ -153,7 +153,7 @@ def test_run_says_when_it_will(runs):
     assert "activations\n  none\n" in schedule_summary(config(runs, "x", interval=0), 1)
 
 
-def test_share_of_the_run_is_an_interval_of_captures():
+def test_capture_interval_may_be_share_of_run():
     config = load_config(None, ["--train.max_steps=200", "--eval.activations_interval=25%"])
     assert [step for step in range(201) if step and config.eval.is_capture_due(step)] == [
         50, 100, 150, 200,
@@ -169,7 +169,7 @@ def test_share_of_the_run_is_an_interval_of_captures():
         (["activations_layers=[-1]"], "activations_layers"),
     ],
 )
-def test_points_that_there_are_not_are_refused(settings, message):
+def test_unknown_capture_points_raise(settings, message):
     with pytest.raises(UserError) as caught:
         load_config(None, [f"--eval.{setting}" for setting in settings])
     assert message in str(caught.value)

@@ -71,7 +71,7 @@ def restored(run):
     result.close()
 
 
-def test_batch_of_a_bad_step_is_consumed_and_its_tokens_are_not_learned(run, restored):
+def test_bad_step_consumes_batch_without_learning_tokens(run, restored):
     _, progress = restored
     labels = [batch["labels"] for i, batch in enumerate(run.batches[:STOP]) if i != BAD]
     assert (progress.step, progress.samples) == (STOP, STOP * 4)
@@ -81,17 +81,17 @@ def test_batch_of_a_bad_step_is_consumed_and_its_tokens_are_not_learned(run, res
     assert int(run.middle.opt_state[1].updates) == STOP - 1
 
 
-def test_save_holds_what_was_saved_whatever_the_next_steps_do_to_its_memory(run, restored):
+def test_save_is_independent_of_later_steps(run, restored):
     assert_same(copied(restored[0]), run.middle)
 
 
-def test_run_resumed_after_a_bad_step_is_the_run_undisturbed(run, restored):
+def test_resume_after_bad_step_equals_uninterrupted_run(run, restored):
     """Guard, counts and schedule included; no update is made twice, and no batch read twice."""
     state, _ = run.ours.run(restored[0], run.batches[STOP:])
     assert_same(copied(state), run.end)
 
 
-def test_evaluation_leaves_nothing_behind(run, restored):
+def test_evaluation_does_not_change_training(run, restored):
     """torch's `eval()` lasts until somebody calls `train()`."""
     ours, (state, _) = run.ours, restored
     evaluate = make_eval_step(ours.model, ours.config.train, ours.mesh)
@@ -101,9 +101,7 @@ def test_evaluation_leaves_nothing_behind(run, restored):
     assert_same(copied(state), run.end)
 
 
-def test_run_goes_on_from_its_newest_checkpoint_not_from_its_best(
-    run, restored, tmp_path, monkeypatch
-):
+def test_resume_uses_newest_and_not_best_checkpoint(run, restored, tmp_path, monkeypatch):
     """Nor from `load_path`, which is for a run that has none yet."""
     keys = {"keep_last_n": 1, "keep_best_n": 1, "load_path": "nowhere"}
     ours = setup(tiny_config(model=MODEL, checkpoint=keys))
@@ -125,7 +123,7 @@ RAMP = {
 }  # fmt: skip
 
 
-def test_ramp_goes_on_where_it_stands(monkeypatch):
+def test_batch_ramp_resumes_at_its_position(monkeypatch):
     """Here after two steps, the run having begun with another batch: position 100, not 8."""
     monkeypatch.setattr(
         training_data.loader,
@@ -138,7 +136,7 @@ def test_ramp_goes_on_where_it_stands(monkeypatch):
     assert list(spans) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
 
 
-def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
+def test_every_batch_size_is_compiled_before_first_step(monkeypatch):
     shapes = []
     monkeypatch.setattr(Program, "lower", lambda _, batch: shapes.append(batch["labels"].shape))
     monkeypatch.setattr(build.compilation, "compile_step", lambda lowered, flags: lowered)
@@ -151,7 +149,7 @@ def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
     assert steps.largest() == 4
 
 
-def test_floor_of_the_learning_rate_is_scaled_with_its_peak():
+def test_learning_rate_floor_scales_with_peak():
     """The textbook's rule scales the peak alone."""
     settings = ["lr=1e-3", "lr_scale_rule=linear", "lr_base_batch=256"]
     config = load_unresolved(

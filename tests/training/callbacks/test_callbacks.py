@@ -47,7 +47,7 @@ def clock(monkeypatch):
     return at
 
 
-def test_each_acts_at_its_interval_in_order_and_waits_if_it_must():
+def test_callbacks_act_at_their_interval_in_order():
     events = []
     both = Callbacks([Acts("a", 2, events), Acts("b", 3, events, waits=False)])
     assert [act(both, step, events) for step in range(1, 7)] == [None] * 6
@@ -57,7 +57,7 @@ def test_each_acts_at_its_interval_in_order_and_waits_if_it_must():
     ]  # fmt: skip
 
 
-def test_no_callback_acts_after_a_reason_to_end_the_run():
+def test_no_callback_acts_after_exit_reason():
     events = []
     first = Acts("a", 1, events, reason=Exit.UNHEALTHY, waits=False)
     assert act(Callbacks([first, Acts("b", 1, events)]), 7, events) is Exit.UNHEALTHY
@@ -72,7 +72,7 @@ def test_callbacks_without_an_interval_never_act():
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1.5m", 90), ("2 h", 7200)])
-def test_durations_are_intervals_from_the_first_step_on(clock, text, seconds):
+def test_durations_count_from_first_step(clock, text, seconds):
     events = []
     callbacks = Callbacks([Acts("a", text, events, waits=False)])
     clock.seconds += 5 * seconds  # of compilation
@@ -83,7 +83,7 @@ def test_durations_are_intervals_from_the_first_step_on(clock, text, seconds):
     assert events == ["a 3", "a 5", "a 6", "a 8"]
 
 
-def test_processes_follow_the_clock_of_the_first_one_now_and_then(clock, monkeypatch):
+def test_processes_follow_clock_of_process_zero(clock, monkeypatch):
     """This process's own clock says nothing; the first one's says that ten seconds are over."""
     events, sent = [], []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -101,10 +101,10 @@ def test_processes_follow_the_clock_of_the_first_one_now_and_then(clock, monkeyp
 
 
 @pytest.mark.parametrize("text", ["10", "m", "10 min", "-1s", "0m", ""])
-def test_text_that_is_no_duration_is_refused(text):
+def test_invalid_duration_raises(text):
     with pytest.raises(UserError, match=r'Acts.every = ".*" is not a duration. Write a number and'):
         Callbacks([Acts("a", text, [])])
 
 
-def test_public_name_and_that_of_older_hooks_are_one_class():
+def test_hook_is_an_alias_of_callback():
     assert jaxforge.Callback is Callback is Hook

@@ -79,7 +79,7 @@ SEEN = {
 }  # fmt: skip
 
 
-def test_step_follows_the_table():
+def test_step_follows_order_of_table():
     """The callbacks are given in the wrong order; a run puts them into that of the table."""
     makers = [
         *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking,
@@ -102,7 +102,7 @@ def test_every_callback_class_has_one_row():
     assert Callback in classes
 
 
-def test_docs_print_the_table():
+def test_docs_contain_the_table():
     text = (ROOT / "docs/loop.md").read_text()
     assert order_table() in text
 

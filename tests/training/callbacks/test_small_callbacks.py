@@ -31,7 +31,7 @@ def calls(monkeypatch):
     return events
 
 
-def test_health_callbacks_are_off_until_asked_for(calls):
+def test_health_callbacks_are_disabled_by_default(calls):
     mesh = jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1])
 
     def names(**sections):
@@ -49,7 +49,7 @@ def test_health_callbacks_are_off_until_asked_for(calls):
     ]  # fmt: skip
 
 
-def test_garbage_is_collected_when_told_and_never_else(calls):
+def test_garbage_is_collected_only_at_interval(calls):
     callback = CollectGarbage(50)
     assert not callback.waits  # the devices compute meanwhile
     callback.on_compiled(None)
@@ -59,7 +59,7 @@ def test_garbage_is_collected_when_told_and_never_else(calls):
     assert calls == ["disable", "collect 2", "freeze", "collect 2", "unfreeze", "enable"]
 
 
-def test_garbage_is_collected_around_evaluations_where_that_is_done_by_hand(calls):
+def test_garbage_is_collected_around_evaluations_in_manual_mode(calls):
     with collecting_garbage(tiny_config()):
         calls.append("evaluate")
     with collecting_garbage(tiny_config(train={"manual_gc_interval": 9})):
@@ -67,7 +67,7 @@ def test_garbage_is_collected_around_evaluations_where_that_is_done_by_hand(call
     assert calls == ["evaluate", "collect 2", "evaluate", "collect 0"]
 
 
-def test_collector_is_left_as_it_was():
+def test_garbage_collector_is_restored():
     callback = CollectGarbage(9)
     callback.on_compiled(None)
     assert not gc.isenabled()
@@ -75,7 +75,7 @@ def test_collector_is_left_as_it_was():
     assert gc.isenabled()
 
 
-def test_synchronizing_waits_for_the_state(monkeypatch):
+def test_synchronization_waits_for_state(monkeypatch):
     states = []
     monkeypatch.setattr(jax, "block_until_ready", states.append)
     assert Synchronize(4).on_interval(after(4, "state")) is None
@@ -109,6 +109,6 @@ def test_memory_is_reported_once(reports, monkeypatch):
     ]
 
 
-def test_devices_that_do_not_tell_have_no_memory_report(reports):
+def test_devices_without_statistics_have_no_memory_report(reports):
     MemoryReport().on_interval(after(1, ()))
     assert reports.messages == []

@@ -32,7 +32,7 @@ def report(data_wait, launch=0.0, step=1.0):
         (report([0.5]), []),
     ],
 )
-def test_who_is_slow(given, slow):
+def test_slow_hosts_are_detected(given, slow):
     assert np.flatnonzero(given.slow(0.7)).tolist() == slow
 
 
@@ -51,7 +51,7 @@ def test_report_names_the_slow_host():
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
+def test_slow_host_ends_run_only_if_enabled(monkeypatch, caplog, stop):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     caplog.set_level(logging.WARNING, "jaxforge")
     clock = iter([HostTimes(100, 50, 9), HostTimes(110, 51, 10), HostTimes(120, 56, 11)])

@@ -66,7 +66,7 @@ def swap_first_two(data):
     data[:2] = data[[1, 0]]
 
 
-def test_equal_copies_match(check, params, caplog, monkeypatch):
+def test_equal_replicas_match(check, params, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     with caplog.at_level(logging.INFO, "jaxforge"):
         assert check.on_interval(after(20, State(params))) is None
@@ -75,7 +75,7 @@ def test_equal_copies_match(check, params, caplog, monkeypatch):
 
 @pytest.mark.parametrize("change", [flip_lowest_bit, swap_first_two])
 @pytest.mark.parametrize("name", ["embedding", "norm"])
-def test_copy_that_differs_is_named_with_its_device(
+def test_differing_replica_is_named_with_its_device(
     check, mesh, params, caplog, monkeypatch, name, change
 ):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
@@ -89,13 +89,13 @@ def test_copy_that_differs_is_named_with_its_device(
     )
 
 
-def test_shards_without_a_copy_are_compared_with_nothing(check, mesh, params):
+def test_shards_without_replicas_are_not_compared(check, mesh, params):
     head = params["head"]["weight"]
     params["head"]["weight"] = with_copy_changed(head, mesh.devices[0, 1], flip_lowest_bit)
     assert check.on_interval(after(40, State(params))) is None
 
 
-def test_each_device_hashes_what_it_holds(mesh, params):
+def test_each_device_hashes_its_own_shard(mesh, params):
     params["norm"]["weight"] = with_copy_changed(
         params["norm"]["weight"], mesh.devices[3, 0], flip_lowest_bit
     )
@@ -109,7 +109,7 @@ def test_each_device_hashes_what_it_holds(mesh, params):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checksum_sees_every_element_and_its_place(dtype):
+def test_checksum_depends_on_every_element_and_position(dtype):
     x = np.arange(24).reshape(2, 3, 4).astype(jnp.dtype(dtype))
     x[0, 0] = 7
     seen = {int(checksum(jnp.asarray(x)))}

@@ -52,13 +52,13 @@ def examine(bad_step, step):
     return fault
 
 
-def test_same_answer_is_the_data_and_names_them(bad_step, caplog):
+def test_same_result_names_sequences(bad_step, caplog):
     assert examine(bad_step, None) is None
     assert "gave the same result: the cause is data or numerics" in caplog.text
     assert "not finite: sample 161 (nan nats); sample 169 (nan nats)" in caplog.text
 
 
-def test_another_answer_is_the_machine(bad_step, caplog, monkeypatch):
+def test_different_result_blames_hardware(bad_step, caplog, monkeypatch):
     odd = jax.devices()[3]
     real = attribution.device_checksum
     monkeypatch.setattr(attribution, "device_checksum", lambda d: real(d) + (d == odd))
@@ -73,11 +73,11 @@ def test_another_answer_is_the_machine(bad_step, caplog, monkeypatch):
     )
 
 
-def test_devices_that_agree_are_not_accused():
+def test_agreeing_devices_are_not_reported():
     assert odd_devices() == []
 
 
-def test_worst_rows_are_those_that_are_not_finite_else_the_largest():
+def test_worst_rows_are_nonfinite_or_largest():
     losses = np.array([[1.0, np.nan], [np.inf, 2.0]])
     assert [location for location, _ in worst_rows(losses)] == [1, 2]
     assert worst_rows(np.array([[1.0, 3.0], [4.0, 2.0]]))[:2] == [(2, 4.0), (1, 3.0)]

@@ -43,7 +43,7 @@ def config_in(directory):
         (MemoryError("Unable to allocate 4 GiB"), "Unable to allocate 4 GiB\n"),
     ],
 )
-def test_oversized_run_names_what_would_fit(tmp_path, error, said):
+def test_oversized_run_lists_remedies(tmp_path, error, said):
     config = config_in(tmp_path)
     with (
         pytest.raises(UserError) as caught,
@@ -60,7 +60,7 @@ def test_oversized_run_names_what_would_fit(tmp_path, error, said):
     assert 'train.mixed_precision = "bf16"' in text
 
 
-def test_run_says_it_of_its_steps_and_other_failures_keep_their_traceback(tmp_path):
+def test_run_explains_out_of_memory_and_passes_other_failures(tmp_path):
     with pytest.raises(UserError, match=r"out of memory: .*\n.*activations of 4 sequences"):
         train.run(config_in(tmp_path / "a"), [Fails(jax.errors.JaxRuntimeError(GPU))])
     other = jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -68,7 +68,7 @@ def test_run_says_it_of_its_steps_and_other_failures_keep_their_traceback(tmp_pa
         train.run(config_in(tmp_path / "b"), [Fails(other)])
 
 
-def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch):
+def test_oversized_state_suggests_more_devices(monkeypatch):
     config = tiny_config(distributed={"dp_shard": 2})
     mesh = make_mesh(config, jax.devices()[:2])
     monkeypatch.setattr(device_memory, "capacity", lambda: 500_000)
@@ -86,7 +86,7 @@ def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch
     assert "batch_size" not in text
 
 
-def test_copies_of_the_state_are_named_first():
+def test_state_copies_are_the_first_remedy():
     config = tiny_config(distributed={"dp_shard": 6})
     text = out_of_memory.explanation(GPU, config, make_mesh(config, jax.devices()[:6]))
     assert "helps:\n  - a distributed.dp_shard that divides model.dim = 64" in text
@@ -96,7 +96,7 @@ def test_copies_of_the_state_are_named_first():
     assert "times as much" not in text
 
 
-def test_trained_model_that_does_not_fit_says_so(tmp_path):
+def test_inference_explains_out_of_memory(tmp_path):
     train.run(config_in(tmp_path))
     trained = inference.open_run(tmp_path)
     message = r"out of memory: .*\n.*parameters take .* GB.* a smaller --batch-size"
