@@ -75,7 +75,10 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
     )
     yield "gradients", sync.why
     yield "memory", _memory(config, model, mesh, state, sync)
-    yield "products", _products(model, device)
+    if model.recipe is not None:
+        capability = gpu_capability(device)
+        products = describe_products(model.recipe, device.platform, capability, device.device_kind)
+        yield "products", products
     yield (
         "kernels",
         (
@@ -141,14 +144,6 @@ def _optimizer(config: JobConfig) -> str:
     moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
     idle = ", experts without tokens skipped" if config.skips_idle_experts else ""
     return f"{config.optimizer.name}, moments in {moments}{rounded}{idle}"
-
-
-def _products(model: Model, device: jax.Device) -> str:
-    """Describe 8-bit matrix products; empty without them."""
-    if model.recipe is None:
-        return ""
-    capability = gpu_capability(device)
-    return describe_products(model.recipe, device.platform, capability, device.device_kind)
 
 
 def _experts(model: Model) -> str:

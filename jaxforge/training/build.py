@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Callable, Collection
 
 import jax
 from jax.sharding import Mesh
@@ -15,7 +14,7 @@ from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import Executable
-from jaxforge.step.train_step import Batch, CompiledSteps
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.banner import rows
 from jaxforge.training.callbacks.order import callbacks_of
@@ -68,7 +67,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     parts = RunParts(config, mesh, model, eval_data, progress, session.lock)
     callbacks = Callbacks([*users, *callbacks_of(parts)])
     sizes = {stage.accum for stage in ramp.stages}
-    ready = functools.partial(_ready, flags, saved, program.resolved_config)
+    ready = functools.partial(_compile_or_load, flags, saved, program.resolved_config)
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress))
     files.put_metrics_aside(config)
@@ -84,7 +83,9 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         state=state,
         progress=progress,
         updates=Updates(
-            functools.partial(_lower, program, sizes, ready),
+            # All sizes of a batch are traced here and compiled together before the first step, so
+            # that a run never compiles the step again.
+            lambda batch: functools.partial(ready, program.lower_sizes(sizes, batch)),
             TrainingData.of(config, mesh, dataset, ramp),
         ),
         saver=saver,
@@ -96,26 +97,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     )
 
 
-def _lower(
-    program: Program,
-    sizes: Collection[int],
-    ready: Callable[[dict[int, jax.stages.Lowered]], CompiledSteps],
-    batch: Batch,
-) -> Callable[[], CompiledSteps]:
-    """Trace the step for each size of batch; return the function that compiles all of them.
-
-    All sizes are compiled before the first step, so a run never compiles the step again.
-
-    Args:
-        program: the program of the run.
-        sizes: numbers of microbatches per update over the run.
-        ready: compiles or loads the traced steps.
-        batch: a batch of any size.
-    """
-    return functools.partial(ready, program.lower_sizes(sizes, batch))
-
-
-def _ready(
+def _compile_or_load(
     flags: dict[str, Option],
     saved: Executable | None,
     config: JobConfig,

@@ -169,7 +169,9 @@ class Evaluator:
                 "tokenizer of the data. Set data.tokenizer_path, or use one of "
                 f"{', '.join(known)}"
             )
-        if metric not in (known := self._reports(self._terms())):
+        batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
+        sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
+        if metric not in (known := self._reports(sums.terms)):  # with terms of loss and layers
             raise UserError(
                 f'{key} = "{metric}": no such metric. Evaluation reports {", ".join(known)}'
             )
@@ -182,12 +184,6 @@ class Evaluator:
                 for name, known in self._has_bytes.items()
             }
         )
-
-    def _terms(self) -> Mapping[str, object]:
-        """Return the abstract loss terms of the loss and of layers, without computing them."""
-        batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
-        sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
-        return sums.terms
 
     def evaluate(
         self,

@@ -51,7 +51,7 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
             multihost.leaving_at_once_on_failure(),
-            _live_line(console, known, watchdog) as live,
+            open_live_line(console, known, watchdog) as live,
         ):
             config = resolve(config, watchdog)
             program = Program(config)
@@ -76,7 +76,7 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
             return reason
 
 
-def _live_line(
+def open_live_line(
     console: Console, config: JobConfig, watchdog: Watchdog
 ) -> contextlib.AbstractContextManager[LiveLine | None]:
     """Return the live line for a terminal of process 0; None in the context without one."""

@@ -18,7 +18,7 @@ from tests.helpers import devices_here
 
 @pytest.fixture
 def reported(monkeypatch):
-    """Exceptions that are reported as uncaught."""
+    """List of uncaught exceptions."""
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, location: seen.append(str(error)))
     setup_logging(Console())
@@ -31,12 +31,12 @@ def report(text):
 
 
 def test_threads_with_closed_loop_are_silent(reported):
-    """TensorStore's, once a save has failed; whatever else fails is reported."""
+    """These are threads of TensorStore after a failed save; other failures are reported."""
     for text in ("Event loop is closed", "something else"):
         thread = threading.Thread(target=report, args=(text,))
         thread.start()
         thread.join()
-    report("Event loop is closed")  # in the main thread it is somebody's mistake
+    report("Event loop is closed")  # a bug in the main thread
     assert reported == ["something else", "Event loop is closed"]
 
 
@@ -47,7 +47,7 @@ def test_setup_twice_equals_setup_once(reported):
 
 
 def test_run_continues_without_reader_of_output(tmp_path, monkeypatch):
-    """Readers disappear as in `train ... 2>&1 | head`, or the log's disk is full."""
+    """The reader may end as in `train ... 2>&1 | head`, or the disk of the log may be full."""
     read, write = os.pipe()
     os.close(read)
     config = tiny_config(train={"max_steps": 3, "batch_size": 1}, checkpoint={"dir": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""FLOPs against KempnerForge's and Megatron's own figures, and against the model itself."""
+"""FLOPs compared with figures of KempnerForge and Megatron, and with the compiled model."""
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def test_flops_match_kempnerforge(model, seq_len, expected):
 
 
 def test_flops_of_llama_3_8b_in_both_conventions():
-    model = ModelConfig(**SEVEN_B)  # 57.9 is torchtitan's figure, 51.5 Megatron-Bridge's
+    model = ModelConfig(**SEVEN_B)  # torchtitan has 57.9, Megatron-Bridge 51.5
     assert round(flops.flops_per_token(model, 8192) / 1e9, 1) == 57.9
     assert round(flops.causal_flops_per_token(model, 8192) / 1e9, 1) == 51.5
 
@@ -34,7 +34,7 @@ def test_flops_of_llama_3_8b_in_both_conventions():
 def test_windows_count_visible_tokens():
     full = ModelConfig(**DEBUG)
     local = ModelConfig(**DEBUG, sliding_window=100, attention_pattern=["full", "sliding"])
-    a_key = 12 * full.n_heads * full.head_size  # of a query: two products, three times
+    a_key = 12 * full.n_heads * full.head_size  # two products per query, three times
     saved = flops.flops_per_token(full, 512) - flops.flops_per_token(local, 512)
     assert saved == 2 * a_key * (512 - 100)
     seen = [sum(min(q + 0.5, window) for q in range(512)) / 512 for window in (512, 100)]
@@ -70,14 +70,14 @@ def test_flops_match_products_of_model(mlp, heads):
     tokens = jax.ShapeDtypeStruct((1, seq_len), np.int32)
     forward = matmul_flops(jax.make_jaxpr(logits)(model.abstract, tokens).jaxpr) / seq_len
     width = config.n_heads * config.head_size
-    looking_ahead = 6 * config.n_layers * width * seq_len  # this kernel masks what it computed
+    looking_ahead = 6 * config.n_layers * width * seq_len  # this kernel computes masked pairs too
     assert 3 * forward == flops.causal_flops_per_token(config, seq_len) + looking_ahead
     if config.is_gated:
         assert 3 * forward == flops.flops_per_token(config, seq_len)
 
 
 def matmul_flops(jaxpr) -> int:
-    """2 m n k of every product in a program, as often as it runs."""
+    """Return 2 m n k of every product in a program, times the number of its executions."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":

@@ -1,4 +1,4 @@
-"""Lines against others' lines, written out by hand, and against expressions that parse those."""
+"""Lines compared with lines of other loops and with the expressions of their parsers."""
 
 import io
 import json
@@ -175,7 +175,7 @@ def test_other_metrics_have_no_line(name):
 
 @pytest.mark.parametrize("name", ["megatron", "mindspeed"])
 def test_samples_and_batch_size_follow_growing_batch(name):
-    """Two of eight steps at 256 were skipped, then came two at 512."""
+    """Eight steps of 256, two of them skipped, are followed by two of 512."""
     tokens, samples = (6 * 256 + 2 * 512) * 2048.0, 8 * 256.0 + 2 * 512
     line = printed(name, 10, STEP | {
         "train/tokens_per_sec": 512 * 2048 / 1.5, "train/tokens": tokens, "train/samples": samples,

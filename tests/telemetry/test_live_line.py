@@ -1,4 +1,4 @@
-"""The line of a terminal: what fits, what it counts down, what goes on above it."""
+"""Live line of a terminal: width, time left, and output above the line."""
 
 import io
 import logging
@@ -13,7 +13,7 @@ from jaxforge.telemetry.console import setup_logging
 from jaxforge.telemetry.live_line import LiveLine, Moment, clock
 from jaxforge.telemetry.metric_writers import open_writers
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.launch import _live_line
+from jaxforge.training.launch import open_live_line
 from tests.conftest import tiny_config
 from tests.machine import wait_until
 
@@ -24,7 +24,7 @@ STEP = {
 
 
 class Terminal(io.StringIO):
-    """Terminal that records the written text and the final lines of the screen."""
+    """A terminal that records the text and the final lines of the screen."""
 
     def on_screen(self):
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())
@@ -102,11 +102,11 @@ def left(moment, steps=((100, 1.0), (200, 2.0)), begin=0):
 
 
 def test_time_left_uses_recent_rate():
-    assert left(Moment(200, "", 0.0)) == 800 * 2  # the first interval had more to do
+    assert left(Moment(200, "", 0.0)) == 800 * 2  # the first interval is slower and does not count
     three = ((1, 60.0), (100, 1.0), (200, 2.0))
     assert left(Moment(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
     assert left(Moment(300, "", 1.5)) == 700 * 2 - 1.5
-    assert left(Moment(300, "", 3600.0)) == 699 * 2  # a step that hangs takes nothing from others
+    assert left(Moment(300, "", 3600.0)) == 699 * 2  # a hanging step counts as one step
     assert left(Moment(1000, "", 0.0)) == 0
     assert left(Moment(1, "", 0.0), steps=()) is None
 
@@ -126,7 +126,7 @@ def test_clock_formats_duration(seconds, text):
 @pytest.fixture
 def screen():
     terminal = Terminal()
-    named = {"TERM": "xterm"}  # whatever the tests run in: a dumb one has no line
+    named = {"TERM": "xterm"}  # a dumb terminal would have no line
     return terminal, Console(file=terminal, force_terminal=True, width=80, _environ=named)
 
 
@@ -146,7 +146,7 @@ def test_live_line_moves_during_long_step(screen):
     assert [line for line in shown if line][-3].endswith("said meanwhile")
     assert [line for line in shown if line][-2] == "[step 1] eval_loss=4.5000"
     assert [line for line in shown if line][-1].startswith("step 1/10  10%  loss 3.2145")
-    assert "\x1b[2K" not in terminal.getvalue().rpartition("step 1/10")[2]  # it stays
+    assert "\x1b[2K" not in terminal.getvalue().rpartition("step 1/10")[2]  # not erased
     wait_until(
         lambda: "_RefreshThread" not in {type(item).__name__ for item in threading.enumerate()}
     )
@@ -205,7 +205,7 @@ def test_live_line_requires_terminal(terminal, dumb, log_format, is_live, tmp_pa
     environment = {"TERM": "dumb"} if dumb else {"TERM": "xterm"}
     console = Console(file=io.StringIO(), force_terminal=terminal, _environ=environment)
     config = tiny_config(metrics={"log_format": log_format}, checkpoint={"dir": str(tmp_path)})
-    live = _live_line(console, config, Watchdog(Limits(0, 0, 0)))
+    live = open_live_line(console, config, Watchdog(Limits(0, 0, 0)))
     assert isinstance(live, LiveLine) is is_live
     if is_live:
         *_, writer = open_writers(console, config, "id", 3, live=live)

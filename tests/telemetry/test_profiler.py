@@ -1,4 +1,4 @@
-"""Steps in a trace."""
+"""Steps in traces of the profiler."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ from tests.telemetry.traces import steps_in
 
 
 def run(directory, steps, **options):
-    """Runs tiny steps; returns the steps in each trace that was written."""
+    """Run tiny steps and return the steps in each trace."""
     options = {"enable": True, "start_step": 3, "end_step": 5, **options}
     profiler = Profiler(ProfilingConfig(**options), directory)
     step_function = jax.jit(lambda x: x + 1)
@@ -54,7 +54,7 @@ def test_unknown_process_raises(tmp_path):
 
 
 def test_failed_trace_does_not_stop_run(tmp_path):
-    jax.profiler.start_trace(tmp_path / "theirs")  # there can be one only
+    jax.profiler.start_trace(tmp_path / "theirs")  # only one trace can run
     try:
         assert run(tmp_path, range(1, 8), trace_dir="traces") == []
     finally:

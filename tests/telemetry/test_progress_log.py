@@ -1,4 +1,4 @@
-"""progress.txt, byte by byte, with a clock that the test turns; and what is read out of it."""
+"""Contents of progress.txt with a fake clock, and reading of the file."""
 
 import datetime
 import logging
@@ -67,7 +67,7 @@ def test_lines_match_megatron(path, clock):
 
 
 def throughputs(path):
-    """Job and cumulative, of the last line."""
+    """Return job and cumulative throughput of the last line."""
     fields = path.read_text().splitlines()[-1].split("\t")
     return [float(field.split(": ")[1].split()[0]) for field in fields[5:7]]
 
@@ -89,7 +89,7 @@ def test_other_device_count_restarts_cumulative_throughput(path, clock):
     half = ProgressLog(path, 4, flops=1.23456e20)
     clock.seconds = 3700.0
     half.append_checkpoint("Saved checkpoint", 20, 1.23456e20 + 2e16, 0)
-    assert throughputs(path) == [50.0, 50.0]  # by the file's 1.23e20 it would be 1190
+    assert throughputs(path) == [50.0, 50.0]  # the rounded 1.23e20 of the file would give 1190
     clock.seconds = 4000.0
     ProgressLog(path, 8, flops=1.23456e20 + 2e16)
     assert start_time_and_flops(path, 8) == (NOON + datetime.timedelta(seconds=4000), 1.23e20)
@@ -128,8 +128,8 @@ EIGHT_AGAIN = line(4, 0, 3, 8, "Starting job")
     ("text", "devices", "day", "flops"),
     [
         (LINES, 8, 2, 1e15),
-        (LINES + DURABLE + EIGHT_AGAIN, 8, 2, 1e15),  # the earliest of them
-        (LINES + FOUR_AGAIN, 4, 3, 1e15),  # an asynchronous save that never ended
+        (LINES + DURABLE + EIGHT_AGAIN, 8, 2, 1e15),  # the first of them
+        (LINES + FOUR_AGAIN, 4, 3, 1e15),  # the asynchronous save never finished
         (LINES + DURABLE + FOUR_AGAIN, 4, 3, 2e15),
         (LINES + DURABLE + FOUR_AGAIN + EIGHT_AGAIN, 8, 4, 2e15),
     ],
@@ -167,7 +167,7 @@ def test_unwritable_line_does_not_stop_run(tmp_path, warnings, clock):
     with pytest.raises(StorageError, match="lacks the last 2 lines: Is a directory"):
         progress.close()
     tmp_path.rmdir()
-    progress.append("Saved checkpoint")  # the disk is back
+    progress.append("Saved checkpoint")  # the disk works again
     progress.close()
     assert len(tmp_path.read_text().splitlines()) == 3
 
@@ -187,7 +187,7 @@ def test_asynchronous_checkpoint_has_line_when_durable(path, tmp_path, clock):
     for step in (1, 2, 3):
         progress.tokens += 10**6
         hook.on_checkpoint_save(step, tmp_path / f"step_{step}")
-        if step != 2:  # whose save fails
+        if step != 2:  # the save of step 2 fails
             (tmp_path / f"step_{step}").mkdir()
     hook.on_eval_end({}, 3)
     hook.on_train_end(3, 0, None)

@@ -1,4 +1,4 @@
-"""A run with every sink, stopped and resumed, as a user starts it."""
+"""A run with every sink, stopped and resumed by the command."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """12 steps, the checkpoint of the last one lost, then on to 16 from step 10."""
+    """A run of 12 steps that loses its last checkpoint and resumes from step 10 to 16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         run = Run(tmp_path_factory.mktemp("sinks"), "run")
@@ -47,7 +47,7 @@ def test_sinks_have_steps_of_their_interval(run):
 def test_sinks_receive_durations_of_saves(run):
     assert [x["step"] for x in run.lines() if "checkpoint/blocking_sec" in x] == [5, 10, 15, 16]
     *_, last = durable = [x for x in run.lines() if "checkpoint/save_sec" in x and x["step"] > 10]
-    assert len(durable) == 2  # of steps 15 and 16
+    assert len(durable) == 2  # steps 15 and 16
     assert last["step"] == 16
     assert 0 < last["checkpoint/save_sec"] < 60
     row = wandb_history(starts(run)[1])[16]
@@ -66,7 +66,7 @@ def test_sinks_have_equal_values(run):
 
 def test_resume_continues_wandb_and_rewinds_tensorboard(run):
     ids = [r.run.run_id for records in starts(run) for r in records if r.HasField("run")]
-    assert ids == ["ours", "ours"]  # the second time from the checkpoint
+    assert ids == ["ours", "ours"]  # repeated from the checkpoint
     codes = [r.exit.exit_code for records in starts(run) for r in records if r.HasField("exit")]
     assert codes == [0, 0]
     rewinds = [e for e in events(run.directory / "tb_logs") if e.HasField("session_log")]
@@ -93,7 +93,7 @@ def test_documentation_lists_every_metric(run):
 
 
 def points(run):
-    """Steps in TensorBoard, with their values."""
+    """Return steps and values in TensorBoard."""
     result = [
         (e.step, {value.tag: value.simple_value for value in e.summary.value})
         for e in events(run.directory / "tb_logs")

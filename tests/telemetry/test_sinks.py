@@ -1,4 +1,4 @@
-"""TensorBoard and W&B, read back from their files; a resumed run goes on in both."""
+"""Sinks of metrics, read back from their files."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ def config_in(directory, **metrics):
 
 
 class Disk(io.FileIO):
-    """A file on a disk with so much room, that takes what fits, as the system's own do."""
+    """A file on a disk with limited room: a write stores what fits, as the system does."""
 
     room = 10**9
 
@@ -48,7 +48,7 @@ def messages(caplog, monkeypatch):
 
 @pytest.fixture
 def disk(monkeypatch):
-    """The room of the disk that every file of lines is on."""
+    """A fake disk for the files of lines, whose room the test sets."""
     monkeypatch.setattr(Disk, "room", 10**9)
     monkeypatch.setattr(safe_files, "open_to_append", lambda path: Disk(path, "ab"))
     return Disk
@@ -64,7 +64,7 @@ def test_full_disk_delays_lines(tmp_path, disk):
     disk.room = 100
     for step in range(1, 7):
         writer.write(step, {"train/loss": 1.0})
-    assert steps() == [1]  # and no half of the next
+    assert steps() == [1]  # no partial line follows
     writer.rewind(4)
     disk.room = 10**9
     writer.write(5, {"train/loss": 2.0})
@@ -78,7 +78,7 @@ def test_full_disk_delays_lines(tmp_path, disk):
 
 
 def test_lost_lines_are_counted_at_the_end(tmp_path, disk, messages):
-    """Metrics of steps 2 to 6, and three samples of step 6."""
+    """Metrics of steps 2 to 6 and three samples of step 6 are lost."""
     sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
     writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
     disk.room = 100
@@ -104,7 +104,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("start", [0, 3])
 def test_damaged_lines_are_moved_without_losing_others(tmp_path, messages, start):
-    """A resume from step 6 finds a run that reached step 8 when a line was torn."""
+    """The run resumes from step 6, and had reached step 8 when a line was torn."""
     path = tmp_path / "metrics.jsonl"
     lines = [line(step) for step in range(1, 9)]
     path.write_bytes(b"".join([*lines[:start], *DAMAGED, *lines[start:], line(9)[:-5]]))
@@ -125,7 +125,7 @@ def test_damaged_lines_are_moved_without_losing_others(tmp_path, messages, start
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (line(1) + line(2)[:-1], line(1) + line(2)),  # the end of the last line alone is missing
+        (line(1) + line(2)[:-1], line(1) + line(2)),  # only the end of the last line is missing
         (line(1) + line(3)[:-1], line(1)),
         (line(1) + line(3) + line(2), line(1) + line(2)),
         (b"", b""),
@@ -166,7 +166,7 @@ def test_log_on_full_disk_warns_once(tmp_path, capfd):
 def test_tensorboard_drops_repeated_steps_on_resume(tmp_path):
     first = TensorBoardSink(tmp_path, 0)
     first.write(10, {"train/loss": 3.0, "train/lr": 0.5})
-    first.write(15, {"train/loss": 2.5})  # read while the file is open: a kill loses nothing
+    first.write(15, {"train/loss": 2.5})  # read while the file is open, as after a kill
     written = events(tmp_path)
     first.close(0)
     assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in written[2:]] == [
@@ -177,7 +177,7 @@ def test_tensorboard_drops_repeated_steps_on_resume(tmp_path):
     second.write(15, {"train/loss": 2.4})
     second.close(0)
     version, start, again = events(tmp_path / "resumed")
-    assert version.file_version == "brain.Event:2"  # from which on TensorBoard honours the next
+    assert version.file_version == "brain.Event:2"  # required by TensorBoard for the next record
     assert (start.step, start.session_log.status) == (11, start.session_log.START)
     assert again.step == 15
 
@@ -206,7 +206,7 @@ def test_tensorboard_has_config_and_hyperparameters(tmp_path):
     assert "train.global_batch_size" not in started  # not set
     assert "_hparams_/session_end_info" in of_runs
     stopped = [v.tag for event in events(tmp_path / "75") for v in event.summary.value]
-    assert "_hparams_/session_end_info" not in stopped  # it goes on
+    assert "_hparams_/session_end_info" not in stopped  # the session continues
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def wandb_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
     monkeypatch.setenv("WANDB_SILENT", "true")
     yield monkeypatch
-    wandb.teardown()  # what it read of the environment goes with its process
+    wandb.teardown()  # resets what W&B read from the environment
 
 
 def test_wandb_resumes_same_run_with_exit_state(tmp_path, wandb_environment):
@@ -224,13 +224,13 @@ def test_wandb_resumes_same_run_with_exit_state(tmp_path, wandb_environment):
     for start, exit_code in (
         (0, 75),
         (10, 0),
-    ):  # each with files of its own: W&B names them by the second
+    ):  # separate directories: W&B names files by the second
         sink = WandbSink(tmp_path / str(start), config, "abc123")
         sink.write(start + 5, {"train/loss": 3.0 - start / 10})
         sink.write(start + 5, {"eval/loss": 4.0})
         sink.write_samples(start + 5, [Sample("Once", " upon")])
         sink.close(exit_code)
-    wandb.teardown()  # `finish` returns before the file is written; the end of a process waits
+    wandb.teardown()  # `finish` returns before the file is complete
     runs = sorted(tmp_path.glob("*/wandb/offline-run-*"))
     records = [wandb_records(run) for run in runs]
     about = [record.run for both in records for record in both if record.HasField("run")]

@@ -1,4 +1,4 @@
-"""Times and places of logged metrics, with a clock that the test turns."""
+"""Metrics of the tracker and of writers, with a fake clock."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def messages(caplog, monkeypatch):
     logger = logging.getLogger("jaxforge")
-    monkeypatch.setattr(logger, "propagate", False)  # as a run has it
+    monkeypatch.setattr(logger, "propagate", False)  # as in a run
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
@@ -62,7 +62,7 @@ def test_sink_receives_means_over_its_interval(clock):
         Progress(),
         last_step=11,
     )
-    # The clock is read when a step's metrics have arrived: here, when the next has been launched.
+    # The clock is read when the metrics of a step arrive: here, after the launch of the next.
     run(tracker, clock, range(1, 12), seconds=lambda step: float(step))
     assert list(often.lines) == [1, 2, 4, 6, 8, 10, 11]
     assert list(seldom.lines) == [1, 5, 10, 11]
@@ -74,7 +74,7 @@ def test_sink_receives_means_over_its_interval(clock):
 
 
 def test_megatron_line_excludes_iterations_to_skip(clock):
-    """Steps 2 and 3 were not applied; 3 was named. A step without labels has no NaN."""
+    """Steps 2 and 3 are not applied; 3 is in the list. A step without labels is not NaN."""
     sink = RecordingSink()
     writers = [MetricWriter("a", sink, 4)]
     tracker = Tracker(writers, StepCost(100, 1), Progress(), 10**9, left_out=[3, 9])
@@ -101,7 +101,7 @@ def test_data_wait_counts_and_pauses_do_not(clock):
         if step == 6:
             with tracker.paused():
                 clock.now += 100.0
-    assert sink.lines[8]["train/data_wait_sec"] == pytest.approx(0.2)  # not step 9's
+    assert sink.lines[8]["train/data_wait_sec"] == pytest.approx(0.2)  # without step 9
     assert sink.lines[8]["train/step_time_sec"] < 7
 
 
@@ -162,7 +162,7 @@ def test_sink_receives_mean_loss_of_its_interval(clock):
 
 
 def test_resumed_run_averages_steps_since_resume(clock):
-    """MindSpeed takes all steps since the first, but only the losses since the resume."""
+    """MindSpeed divides losses since the resume by all steps since the first."""
     sink = RecordingSink()
     tracker = Tracker(
         [MetricWriter("a", sink, 2)], StepCost(100), Progress(10, 10, skipped=3), 10**9
@@ -209,7 +209,7 @@ def test_failing_sink_does_not_stop_run_or_others(clock, messages):
     writers = [MetricWriter("broken", broken, 1), MetricWriter("whole", whole, 1)]
     run(Tracker(writers, StepCost(100), Progress(), 8), clock, range(1, 9))
     assert list(whole.lines) == list(range(1, 9))
-    assert list(broken.lines) == [3]  # tried again after a failure, given up after three in a row
+    assert list(broken.lines) == [3]  # retried after failures, disabled after three in a row
     assert broken.closed
     reasons = [record.getMessage() for record in messages.records]
     assert len(reasons) == 3
@@ -218,14 +218,14 @@ def test_failing_sink_does_not_stop_run_or_others(clock, messages):
 
 
 def test_bad_steps_are_warned_of_once(clock, messages):
-    """Neither those from before a resume, nor only those that a save has not counted already."""
+    """Steps before a resume are not counted; steps counted by a save are."""
     progress = Progress(10, 10, nonfinite=3, spikes=1)
     tracker = Tracker([MetricWriter("a", RecordingSink(), 1)], StepCost(100), progress, 10**9)
     tracker.end_step(11, scalars(11) | {"nonfinite": 3, "spikes": 1})
     tracker.flush()
     assert not messages.records
     tracker.end_step(12, scalars(12) | {"nonfinite": 4, "spikes": 1})
-    progress.nonfinite = 4  # as `Progress.follow` has it
+    progress.nonfinite = 4  # as `Progress.follow` does
     tracker.flush()
     (record,) = messages.records
     assert "step 12: 1 step(s) whose loss or gradient norm was not finite, 0 spike(s)" in (
@@ -247,7 +247,7 @@ def test_sink_failing_to_close_does_not_fail_run(messages):
 
 
 def test_process_without_sinks_reads_same_steps():
-    """Otherwise it would notice later than process 0 that the run has given up."""
+    """Otherwise it would notice a halt later than process 0."""
     progress = Progress()
     tracker = Tracker([MetricWriter("a", None, 3)], StepCost(100), progress, 10**9)
     seen = []
@@ -272,7 +272,7 @@ def test_mfu_requires_peak():
 
 
 def test_memory_is_largest_over_devices_or_missing():
-    assert measures.memory(jax.devices()) == {}  # CPUs do not tell
+    assert measures.memory(jax.devices()) == {}  # CPUs have no statistics
 
     def device(used, peak, **more):
         stats = {"bytes_in_use": used * 2**30, "peak_bytes_in_use": peak * 2**30,

@@ -1,4 +1,4 @@
-"""Directories of activations: whole or absent, sequence by sequence; no JAX here."""
+"""Directories of activations: complete or absent, written sequence by sequence."""
 
 import errno
 import json
@@ -56,6 +56,6 @@ def test_full_disk_leaves_previous_directory_unchanged(tmp_path, monkeypatch):
     remaining = sequences(4)
     with pytest.raises(OSError, match="No space"):
         activation_files.write(directory, remaining, {})
-    assert len(list(remaining)) == 2  # whoever else computes them goes on
+    assert len(list(remaining)) == 2  # other processes still compute the sequences
     assert [path.name for path in (tmp_path / "activations").iterdir()] == ["step_5"]
     assert len(activation_files.read(directory)["residual"]) == 1

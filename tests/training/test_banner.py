@@ -1,4 +1,4 @@
-"""Description of a run before it begins."""
+"""Banner of a run."""
 
 import io
 
@@ -31,7 +31,7 @@ def test_banner_shows_totals():
     assert "on the host" not in reported
 
 
-def test_banner_shows_epochs_and_resumed_step():
+def test_banner_without_data_shows_resumed_step():
     reported = said(Progress(step=5))
     assert reported["length"] == "20 steps, 10.2K tokens; from step 5 on"
     assert reported["data"] == "synthetic random tokens (no data)"

@@ -1,4 +1,4 @@
-"""Work of the loop between two steps, and the mistakes of other loops there."""
+"""Actions of the loop between two steps, with known mistakes of other loops."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def test_due_actions_follow_order():
 
 
 def test_samples_wait_for_stopped_evaluation():
-    """A resumed run would write its samples again, and capture its activations."""
+    """Otherwise a resumed run would repeat samples and captures."""
     events, reason, _ = run(steps=9, evaluate=2, stop_at=2, callbacks=[Sampler, Capture])
     assert reason is Exit.SIGNAL
     assert "evaluate from 0" in events
@@ -47,7 +47,7 @@ def test_untrusted_state_is_not_saved(reason, saved):
 
 
 def test_bad_step_is_evaluated_and_saved_if_due():
-    """Its parameters are those of the last good step. KempnerForge leaves all of it out."""
+    """The parameters are those of the last good step. KempnerForge skips these actions."""
     events, _, trainer = run(steps=3, evaluate=2, save=2, bad={2})
     assert {"hook 2", "eval hook 2", "save 2", "save hook 2"} <= set(events)
     assert trainer.progress.skipped == 1
@@ -56,7 +56,7 @@ def test_bad_step_is_evaluated_and_saved_if_due():
 @pytest.mark.parametrize("log", [1, 2, 4, 10, 100])
 @pytest.mark.parametrize("due", [{}, {"evaluate": 1}, {"save": 4}, {"hooks": True}], ids=str)
 def test_no_action_follows_halting_step(log, due):
-    """Step 5 is the third bad one in a row; later steps are launched, and do not take place."""
+    """Step 5 is the third bad step in a row; later steps are launched, but change nothing."""
     due = {"hooks": False, **due}
     events, reason, trainer = run(steps=20, log=log, bad={3, 4, 5}, callbacks=[Sampler], **due)
     effects = [e for e in events if not e.startswith(("read", "launch", "sink", "evaluate from"))]
@@ -70,7 +70,7 @@ def test_no_action_follows_halting_step(log, due):
 
 
 def test_waiting_callbacks_ignore_steps_after_halt():
-    """Step 5 ends the run; step 6, whose interval it is, is launched before that is known."""
+    """Step 5 halts the run; step 6, where the callback is due, is launched before that is known."""
     events, *_ = run(steps=20, log=100, hooks=False, bad={3, 4, 5}, callbacks=[Looking])
     assert "launch 6" in events
     assert [event for event in events if "look" in event] == ["look 2", "look 4"]
@@ -100,7 +100,7 @@ def test_evaluations_start_at_start_step():
 
 
 def test_skipped_iterations_consume_their_batch():
-    """Counted from 1, as in Megatron."""
+    """Iterations count from 1, as in Megatron."""
     events, _, trainer = run(steps=3, iterations_to_skip=(1, 3))
     launched = [event for event in events if event.startswith("launch")]
     assert launched == ["launch 1 left out", "launch 2", "launch 3 left out"]
@@ -114,10 +114,10 @@ def test_early_stop_saves_checkpoint():
 
 
 def test_every_process_saves_a_new_best(monkeypatch):
-    """The textbook's other processes do not know the best, and would wait for one that saves."""
+    """If only process 0 knew the best metric, the others would wait forever in the save."""
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     events, _, trainer = run(steps=7, evaluate=2, sections={"checkpoint": {"keep_best_n": 1}})
-    assert saves(events) == [2, 7]  # steps 4 and 6 are as good, not better
+    assert saves(events) == [2, 7]  # steps 4 and 6 are equally good
     assert (trainer.progress.best_metric, trainer.progress.best_step) == (1.0, 2)
 
 

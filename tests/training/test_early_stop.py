@@ -1,4 +1,4 @@
-"""When a run ends early, what it says, and that a restart does not forget."""
+"""Early stopping: conditions, reasons, and state across restarts."""
 
 import json
 import math
@@ -105,6 +105,6 @@ def test_restart_restores_patience_and_learning_rate():
     assert again.reason(39, {"eval/loss": 5.0}) is None
     assert again.reason(40, {"eval/loss": 5.0}) is not None
     assert again.reason(41, {"train/lr": 5e-5}) is not None
-    older = {"best": None, "best_step": 0, "lr_was_above": False}  # what versions before wrote
+    older = {"best": None, "best_step": 0, "lr_was_above": False}  # written by earlier versions
     again.memory = older
     assert again.reason(50, {"eval/loss": 5.0, "train/lr": 5e-5}) is None

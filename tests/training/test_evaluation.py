@@ -1,4 +1,4 @@
-"""Evaluation: every token counts alike, whatever the batch, the mesh and the number of sets."""
+"""Evaluation weights every token equally, for any batch size, mesh and number of sets."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ WINDOWS = {"a": 11, "b": 6}
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Two sets of random documents of bytes, of 11 and 6 windows."""
+    """Two sets of random documents of bytes, with 11 and 6 windows."""
     root, rng = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
     for name, n in WINDOWS.items():
         tokens = rng.integers(0, 256, n * (SEQ + 1) + 5)
@@ -64,7 +64,7 @@ def evaluated(given, tokenizer=None, steps=None, devices=1):
 
 @functools.cache
 def by_hand(path, pack):
-    """Sums over a set in float64, from the logits of each window by itself."""
+    """Return the sums over a set in float64, from the logits of single windows."""
     model = build_model(tiny_config(model={"vocab_size": VOCAB, "init_std": 0.3}))
     windows = np.load(path / "a.npy").astype(np.int64)
     windows = windows[: len(windows) // (SEQ + 1) * (SEQ + 1)].reshape(-1, SEQ + 1)
@@ -139,7 +139,7 @@ def test_chunked_loss_gives_same_sums(shards):
 
 
 def test_padding_rows_reach_no_expert(shards):
-    """The mean of a term over the tokens of 11 windows is the same by batches of 4 and of 1."""
+    """The mean of a term over 11 windows is the same with batches of 4 and of 1."""
 
     def router_z(batch):
         given = config(shards, "a", batch=batch)

@@ -18,7 +18,7 @@ def test_every_nth_and_last_checkpoint_are_exported(tmp_path):
     exporter = Exporter(CheckpointConfig(export_interval=2, export_last=True))
     result = tmp_path / "checkpoints" / "step_2"
     absent = tmp_path / "checkpoints" / "step_1"
-    exporter.on_checkpoint_save(1, absent)  # the first of two: not due
+    exporter.on_checkpoint_save(1, absent)  # not due: the first of two
     exporter.on_checkpoint_save(2, result)
     exporter.on_train_end(2, 0, None)
     assert [p.name for p in (tmp_path / "exports").iterdir()] == ["step_2"]

@@ -1,4 +1,4 @@
-"""Why a run leaves: in which order that is asked, what is said, and who decides for all."""
+"""Exit reasons of a run: order, messages, and agreement of processes."""
 
 import _thread
 import concurrent.futures
@@ -21,11 +21,11 @@ from jaxforge.training import launch, preemption
 from jaxforge.training.preemption import Exit, Exits, Signals
 from tests.conftest import tiny_config
 from tests.helpers import devices_here
-from tests.machine import PATIENCE
+from tests.machine import PATIENCE, wait_until
 
 
 class Received:
-    """Signals of a process, without any process."""
+    """Fake signals of a process."""
 
     name = "SIGTERM"
 
@@ -41,7 +41,7 @@ class Received:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when the test says so; it is noon all the same."""
+    """A clock that the test advances; the time of day is fixed."""
     now = types.SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(preemption, "time", types.SimpleNamespace(
         monotonic=lambda: now.seconds, strftime=lambda form: f"noon by {form}",
@@ -80,7 +80,7 @@ def test_duration_counts_from_start_of_command(clock):
 
 @pytest.mark.parametrize(("processes", "reason", "sent"), [(1, Exit.DURATION, 0), (2, None, 1)])
 def test_duration_stops_evaluation(clock, monkeypatch, processes, reason, sent):
-    """Several processes are told, and stop where the preemption service says."""
+    """Several processes stop at the step that the preemption service determines."""
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     asked = Exits(DUE, signals := Received())
     assert asked.requested_in_evaluation() is None
@@ -97,7 +97,7 @@ def test_command_starts_with_its_process(monkeypatch):
     began = float(process.began_env()["JAXFORGE_BEGAN"])
     age = time.time() - psutil.Process().create_time()
     assert time.monotonic() - began == pytest.approx(age, abs=2.0)
-    monkeypatch.setenv("JAXFORGE_BEGAN", "12.5")  # of its supervisor
+    monkeypatch.setenv("JAXFORGE_BEGAN", "12.5")  # set by the supervisor
     assert (process.began(), process.began_env()["JAXFORGE_BEGAN"]) == (12.5, "12.5")
 
 
@@ -118,7 +118,7 @@ def test_exit_messages_match_megatron(clock, said):
 
 @pytest.mark.parametrize(("process", "sent"), [(0, 1), (1, 0)])
 def test_clock_of_process_zero_decides_for_all(clock, monkeypatch, process, sent):
-    """And it does not decide alone: all of them stop where the preemption service says."""
+    """All processes stop at the step that the preemption service determines."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
     asked = Exits(TrainConfig(exit_duration_in_mins=2), signals := Received())
@@ -130,7 +130,12 @@ def test_clock_of_process_zero_decides_for_all(clock, monkeypatch, process, sent
 @pytest.mark.parametrize(
     ("received", "time_is_up", "reason", "name"),
     [
-        ([0, 0], [0, 0], Exit.SIGNAL, "SIGTERM"),  # which JAX handles, and we do not see
+        (
+            [0, 0],
+            [0, 0],
+            Exit.SIGNAL,
+            "SIGTERM",
+        ),  # JAX handles SIGTERM, so no process has received it
         ([0, 0], [1, 0], Exit.DURATION, None),
         ([0, signal.SIGUSR1], [1, 0], Exit.SIGNAL, "SIGUSR1"),
         ([signal.SIGUSR1, signal.SIGINT], [0, 0], Exit.INTERRUPT, "SIGINT"),
@@ -140,10 +145,12 @@ def test_clock_of_process_zero_decides_for_all(clock, monkeypatch, process, sent
 def test_processes_agree_on_exit_reason(
     clock, said, monkeypatch, process, received, time_is_up, reason, name
 ):
-    """Also where they are asked again, as after an evaluation: the service says yes only once."""
+    """Repeated requests give the same reason, although the service reports the point only once."""
     service = types.SimpleNamespace(
         reached_preemption_sync_point=lambda asked: asked == 3,
-        process_allgather=lambda mine: np.stack([mine, others]),  # in some order
+        process_allgather=lambda mine: np.stack(
+            [mine, others]
+        ),  # order of processes does not matter
     )
     others = np.array([received[1 - process], time_is_up[1 - process], 0])
     monkeypatch.setattr(preemption, "multihost_utils", service)
@@ -164,7 +171,7 @@ def test_processes_agree_on_exit_reason(
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_failed_save_precedes_other_exit_reasons(monkeypatch, process):
-    """SIGTERM goes once to JAX's service, which makes every process ask at the same step."""
+    """SIGTERM is sent once to JAX's service, which stops every process at the same step."""
     sent = []
     mine, others = [np.array([signal.SIGINT, 0, i == 1]) for i in (process, 1 - process)]
     service = types.SimpleNamespace(
@@ -211,7 +218,7 @@ def test_wait_returns_result_without_signal():
 
 @pytest.mark.parametrize("end", [Exit.SIGNAL, Exit.INTERVAL, Exit.NON_FINITE, ZeroDivisionError])
 def test_every_exit_closes_run_with_reason(monkeypatch, end):
-    """`Trainer.close` is what tells the hooks. Megatron-Bridge leaves without a word."""
+    """`Trainer.close` notifies the hooks. Megatron-Bridge exits without notification."""
     closed = []
 
     def run_loop(signals, since):
@@ -242,7 +249,9 @@ def test_slow_checkpoint_ends_process_or_interrupts_notebook(monkeypatch, intera
     monkeypatch.setattr(_thread, "interrupt_main", lambda: events.append("interrupted"))
     if interactive:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    preemption._give_up(0)
+    with Signals(timeout_seconds=0):
+        signal.raise_signal(signal.SIGUSR1)
+        wait_until(lambda: events)
     assert events[0] == ("interrupted" if interactive else 1)
 
 

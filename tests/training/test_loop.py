@@ -1,4 +1,4 @@
-"""The order of things in the loop, seen through fakes that write down what happens to them."""
+"""The order of events in the loop, recorded by fakes."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ def test_step_has_fixed_order_of_events():
     assert reason is Exit.COMPLETED
     assert events[0] == "begin"
     third = events[events.index("launch 3") : events.index("launch 4")]
-    assert third[-2:] == ["hook 3", "log 3 checkpoint"]  # what was saved after step 2 is durable
+    assert third[-2:] == ["hook 3", "log 3 checkpoint"]  # the save after step 2 is durable
     assert events[-5:] == [
         "wait", "log 4 checkpoint", "close", "end 4 1024 Exit.COMPLETED", "sink closed, code 0",
     ]  # fmt: skip
@@ -127,7 +127,7 @@ def test_sinks_receive_exit_code_of_failure(error, at_the_end):
             raise error
     except type(error):
         trainer.close(reason)
-    else:  # what could not be written at the end is an orderly end of its own: others wait for it
+    else:  # a failed write at the end is an orderly end, since other processes wait for this one
         lost = isinstance(error, StorageError)
         with contextlib.nullcontext() if lost else pytest.raises(type(error)):
             assert trainer.close(reason) is Exit.STORAGE

@@ -26,9 +26,9 @@ def test_step_is_at_most_five_frames_below_the_command(tmp_path, monkeypatch):
     options = [f"--checkpoint.dir={tmp_path}", "--train.max_steps=2"]
     monkeypatch.setattr(sys, "argv", ["train", f"--config={DEBUG}", *options])
     monkeypatch.setattr(CompiledSteps, "__getitem__", recorded)
-    monkeypatch.setattr(train, "leave", codes.append)  # it ends the process
-    monkeypatch.setenv("JAXFORGE_BEGAN", "0")  # the command sets it
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # a fork of this process would check them
+    monkeypatch.setattr(train, "leave", codes.append)  # would end the process
+    monkeypatch.setenv("JAXFORGE_BEGAN", "0")  # set by the command
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # would be checked by a fork of this process
     train.entry()
     assert codes == [0]
     own = [f for f in stacks[0] if Path(f.filename).is_relative_to(PACKAGE)]

@@ -1,4 +1,4 @@
-"""A start says what it would lose, and what changed, instead of training on."""
+"""Starts that would lose data or change a run: refusals and warnings."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def config(run, max_steps=2, **sections):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two steps; tests work on copies."""
+    """A run of two steps; tests use copies."""
     run = tmp_path_factory.mktemp("finished") / "run"
     assert train.run(config(run)) is Exit.COMPLETED
     return run
@@ -40,7 +40,7 @@ def run(finished, tmp_path):
 
 
 def dry(run, *settings, **sections):
-    """Return the dry run's messages about the run directory."""
+    """Do a dry run on the run directory and return its exit code."""
     path = run.with_name("dry.toml")
     path.write_text(config(run, **sections).to_toml())
     return dry_run.run(load_unresolved(path, settings), "")

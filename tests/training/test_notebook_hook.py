@@ -1,4 +1,4 @@
-"""A run in a notebook: what it shows, and that Stop stops the run alone."""
+"""Runs in a notebook: the plot, and the Stop button."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.processes.conftest import ROOT, environment
 
 
 class Shown(list):
-    """IPython's display, and the handle that it returns."""
+    """A fake of IPython's display and of its handle."""
 
     def __call__(self, data, raw, display_id):
         assert raw

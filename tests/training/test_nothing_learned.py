@@ -1,4 +1,4 @@
-"""Runs that learn nothing, or lose their directory: never a success."""
+"""Runs that learn nothing or lose their directory must fail."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ EOS, ROWS, LENGTH = 7, 8, 32
 
 
 def config(tmp_path, unlabelled, steps=3, **sections):
-    """A run whose first batches hold nothing but ends of documents: no label counts."""
+    """Return the config of a run whose first batches contain only EOS: no label is valid."""
     tokens = np.random.default_rng(0).integers(8, 200, steps * ROWS * (LENGTH + 1), np.uint16)
     tokens[: unlabelled * ROWS * (LENGTH + 1)] = EOS
     (tmp_path / "data").mkdir()
@@ -48,7 +48,7 @@ def test_run_without_labels_raises_user_error(tmp_path, capsys):
         assert (line["train/valid_tokens"], line["interval/nan_steps"]) == (0, 0)
     said = capsys.readouterr().err
     assert "Training complete" not in said
-    assert said.count("without any label") == 1
+    assert said.count("without valid labels") == 1
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -59,7 +59,7 @@ def test_step_without_labels_warns_and_has_no_loss(tmp_path, capsys, interval):
     assert (first["train/loss"], first["smoothed/loss"]) == (None, None)
     assert last["smoothed/loss"] > 4
     assert (last["interval/nan_steps"], last["train/skipped_steps"]) == (0, 1)
-    assert capsys.readouterr().err.count("up to step 1: 1 step(s) without any label") == 1
+    assert capsys.readouterr().err.count("up to step 1: 1 step(s) without valid labels") == 1
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))])

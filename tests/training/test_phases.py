@@ -1,4 +1,4 @@
-"""Phases as a function of the step, and mixtures as facts of a run."""
+"""Phases as a function of the step, and mixtures as the history of a run."""
 
 import json
 
@@ -22,7 +22,7 @@ def phases(**data):
 
 
 def by_fours(step, samples):
-    """Batches of four sequences, from `samples` at `step` on."""
+    """Return positions for batches of four sequences, from `samples` at `step` on."""
     return lambda later: samples + 4 * (later - step)
 
 
@@ -76,7 +76,7 @@ def test_segments_do_not_depend_on_resume_step():
 
 
 def test_phase_with_same_weights_adds_no_segment():
-    """A segment would begin a new block at the start, but not at a resume."""
+    """A segment would start a new block at the start, but not at a resume."""
     same = phases(phases=[{"start_step": 2, "lr_scale": 0.5}, {"start_step": 3}])
     assert same.segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
     assert same.recorded([(0, WEB)], 5, 20) == [(0, WEB)]
@@ -92,7 +92,7 @@ def test_growing_batches_move_later_phases():
 
 
 def test_rollback_adds_segment():
-    """Back at step 8, with the data moved on from 44 to 60: the first mixture again."""
+    """The run is back at step 8 with data position 60: the first mixture is current again."""
     history = phases().recorded([(0, WEB)], 11, 44)
     assert history == [(0, WEB), (44, EVEN)]
     back = phases().segments(history, 8, 60, by_fours(8, 60))
@@ -101,7 +101,7 @@ def test_rollback_adds_segment():
 
 def test_mixture_without_draws_is_dropped():
     assert phases().recorded([(0, WEB), (40, CODE)], 10, 40) == [(0, WEB), (40, EVEN)]
-    assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == [(0, WEB)]  # counts corrected
+    assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == [(0, WEB)]  # no longer drawn
 
 
 def test_changed_config_adds_segment():

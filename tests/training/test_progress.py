@@ -1,4 +1,4 @@
-"""The counters of a run: one truth, derived where it can be, and kept through JSON."""
+"""Counters of a run: derived values and JSON round trips."""
 
 import json
 
@@ -23,7 +23,7 @@ def test_updates_count_applied_steps():
 
 
 def test_evaluation_set_is_complete_after_its_last_batch():
-    """linnaeus counts a partly evaluated set as completed and pending."""
+    """linnaeus counts a partly evaluated set as both completed and pending."""
     progress = Progress()
     validation = progress.begin_validation(["a", "b"])
     validation.sums["a"] = {"batches": 3}
@@ -54,7 +54,7 @@ def test_json_round_trip_preserves_progress_and_adds_derived_values():
 
 
 def test_written_progress_is_a_copy():
-    """linnaeus hands out the list itself."""
+    """linnaeus returns the mutable list itself."""
     progress = Progress(validation=Validation(["a", "b"]))
     written = progress.to_json()
     progress.validation.pending.pop(0)

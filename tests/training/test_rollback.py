@@ -1,4 +1,4 @@
-"""Runs whose data poison the loss: what rolling back makes of them."""
+"""Rollback of runs whose data give a NaN loss."""
 
 import json
 
@@ -20,19 +20,19 @@ ROWS, LENGTH = 8, 32
 
 @pytest.fixture(scope="module")
 def poisonous():
-    """A step whose loss is NaN for batches that hold the poison."""
+    """Patch the step: its loss is NaN for batches that contain the token POISON."""
     make = program_module.make_gradients
 
     def make_poisonous(*args):
         gradients = make(*args)
 
-        def of(params, state, batch, scale):
+        def poisonous_gradients(params, state, batch, scale):
             grads, loss = gradients(params, state, batch, scale)
             poisoned = jnp.any(batch["input_ids"] == POISON)
             terms = {"poisoned": jnp.where(poisoned, jnp.nan, loss.value)}
             return grads, loss._replace(aux=loss.aux._replace(loss_terms=terms))
 
-        return of
+        return poisonous_gradients
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program_module, "make_gradients", make_poisonous)
@@ -40,7 +40,7 @@ def poisonous():
 
 
 def config(tmp_path, poisoned, interval=10, **sections):
-    """A run of 40 steps; the batches `poisoned` hold the poison."""
+    """Return the config of a run of 40 steps; batches in `poisoned` contain POISON."""
     data = tmp_path / "data"
     if not data.exists():
         data.mkdir()
@@ -78,7 +78,7 @@ def progress(tmp_path, step):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, poisonous):
-    """The directory of a run that was not stopped."""
+    """The directory of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("whole")
     assert train.run(config(directory, range(22, 32))) is Exit.COMPLETED
     return directory
@@ -90,8 +90,8 @@ def test_run_continues_past_ten_nans_in_a_row(whole):
     assert list(logged) == list(range(1, 41))
     assert all(loss is not None for loss in logged.values())
     assert logged[40] < 0.5 < logged[1]
-    # 22 good steps, 10 bad ones: back to step 20, whose 12 batches since are not read again. The
-    # checkpoint of step 30, in the middle of the bad steps, is not a good one.
+    # 22 good steps, then 10 bad ones: rollback to step 20. The 12 batches since then are skipped.
+    # The checkpoint of step 30, in the middle of the bad steps, is not good.
     last = progress(whole, 40)
     (rollback,) = last["rollbacks"]
     assert (rollback["from"], rollback["to"], rollback["samples"]) == (32, 20, 12 * ROWS)
@@ -132,7 +132,7 @@ def test_stop_ends_run_before_bad_update(tmp_path, poisonous, capsys):
 
 @pytest.mark.parametrize("interval", [1, 10])
 def test_no_action_follows_last_bad_step(tmp_path, poisonous, interval):
-    """Steps 3 to 5 are bad; all numbers logged of step 5 are those of step 5."""
+    """Steps 3 to 5 are bad; all metrics logged under step 5 belong to step 5."""
     seen, tokens = [], []
 
     class Seen(Hook):

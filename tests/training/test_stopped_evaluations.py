@@ -1,4 +1,4 @@
-"""Evaluations that are stopped anywhere and gone on with: each batch once, the same numbers."""
+"""Evaluations that stop at any batch and resume: each batch once, equal metrics."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ STATE = TrainState(None, "params", None, None, None)
 
 @pytest.fixture
 def validations(monkeypatch):
-    """Return an evaluator whose model sums the batches, and the batches that it saw."""
+    """Return an evaluation whose model sums the batches, and the list of batches that it saw."""
     seen = Counter()
 
     def step(params, batch, _):
@@ -41,7 +41,7 @@ def validations(monkeypatch):
 
 
 def after(n):
-    """Asks to stop at the n-th question and from then on."""
+    """Return a function that requests a stop from its n-th call on."""
     asked = iter(range(n))
     return lambda: next(asked, None) is None
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped in the middle of an evaluation, while they wait, or by the clock."""
+"""Runs that stop within an evaluation, during compilation, or by a time limit."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROWS, LENGTH = 8, 32
 
 
 class Log(Hook):
-    """Log of events that sends a signal at `at`."""
+    """A log of events that sends a signal at event `at`."""
 
     def __init__(self, at=None):
         self.events, self._at = [], at
@@ -114,7 +114,7 @@ def test_signal_interrupts_compilation(tmp_path, monkeypatch):
     assert not done.is_set()
     done.set()
     assert log.events == ["save 0", "Exit.SIGNAL 0"]
-    assert left == [Exit.SIGNAL.code]  # past the compiler, which is still at work
+    assert left == [Exit.SIGNAL.code]  # the compiler is still running
 
 
 def test_run_stops_at_duration_or_step(tmp_path, whole):
@@ -143,6 +143,6 @@ def test_local_checkpoint_is_used_while_it_exists(tmp_path, whole):
     log = Log()
     stop = config(tmp_path, "run", checkpoint=local, exit_interval=6)
     assert train.run(stop, [log]) is Exit.INTERVAL
-    assert log.events == ["begin 4", "end 4", "save 6", "Exit.INTERVAL 6"]  # this one lasts
+    assert log.events == ["begin 4", "end 4", "save 6", "Exit.INTERVAL 6"]  # a permanent checkpoint
     assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
     assert lines(tmp_path, "run") == whole

@@ -121,7 +121,7 @@ def test_summary_lists_annealing_as_phase():
 
 
 def test_summary_counts_steps_without_listing_them():
-    """Its steps are counted, and not listed: there would be 600 million of them."""
+    """The steps are counted and not listed: there would be 600 million of them."""
     config = tiny_config(
         train={"max_steps": 3_000_000_000},
         checkpoint={"interval": 5},

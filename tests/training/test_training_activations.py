@@ -1,4 +1,4 @@
-"""Activations captured while a run trains: of what, when, and that nothing else feels it."""
+"""Activations captured during training: contents, intervals, and no effect on the run."""
 
 import json
 
@@ -50,7 +50,7 @@ def logged(path, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One that captures, one that does not; one that had nowhere to write, and was stopped."""
+    """A run that captures, a run that does not, and a stopped run with an unwritable directory."""
     path = tmp_path_factory.mktemp("captured")
     assert train.run(config(path, "whole")) is Exit.COMPLETED
     assert train.run(config(path, "silent", interval=0)) is Exit.COMPLETED
@@ -60,7 +60,7 @@ def runs(tmp_path_factory):
     assert train.run(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
     location.unlink()
     (location / ".step_4.partial").mkdir(parents=True)
-    once = [{"mlp": np.zeros(3)}]  # of a step that is run again
+    once = [{"mlp": np.zeros(3)}]  # left by a step that is repeated
     activation_files.write(activation_files.of_step(path / "stopped", 4), once, {})
     assert train.run(config(path, "stopped")) is Exit.COMPLETED
     return path
@@ -128,7 +128,7 @@ def test_unwritable_activations_warn_and_run_continues(runs):
 
 
 def test_each_captured_sequence_ticks_the_watchdog(tmp_path, monkeypatch):
-    """Also where nothing can be written: the watchdog of other processes waits for theirs."""
+    """Ticks continue if nothing can be written, for the watchdogs of other processes."""
     given = config(tmp_path, "run")
     capture = ActivationCapture(given, make_mesh(given), build_model(given), range(40))
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Samples during training: readers, times, and no influence on the run."""
+"""Samples during training: sinks, intervals, and no effect on the run."""
 
 import json
 
@@ -50,7 +50,7 @@ def samples(path, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One that samples, one that does not, and one that samples and was stopped."""
+    """A run that samples, a run that does not, and a stopped run that samples."""
     path = tmp_path_factory.mktemp("samples")
     assert train.run(config(path, "whole")) is Exit.COMPLETED
     assert train.run(config(path, "silent", sample=0)) is Exit.COMPLETED

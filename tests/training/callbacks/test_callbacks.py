@@ -1,4 +1,4 @@
-"""When callbacks are due, in which order they act, and what ends them."""
+"""Intervals and order of callbacks, and reasons to end a run."""
 
 import contextlib
 import types
@@ -27,7 +27,7 @@ class Acts(Callback):
 
 
 def act(callbacks, step, events):
-    """Run what is due after a step; pauses of the clock are events."""
+    """Run the callbacks that are due after a step; pauses of the clock are events."""
 
     @contextlib.contextmanager
     def paused():
@@ -42,9 +42,9 @@ def act(callbacks, step, events):
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that the test sets, in seconds."""
-    at = types.SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: at.seconds))
-    return at
+    now = types.SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
 
 
 def test_callbacks_act_at_their_interval_in_order():
@@ -75,16 +75,16 @@ def test_callbacks_without_an_interval_never_act():
 def test_durations_count_from_first_step(clock, text, seconds):
     events = []
     callbacks = Callbacks([Acts("a", text, events, waits=False)])
-    clock.seconds += 5 * seconds  # of compilation
+    clock.seconds += 5 * seconds  # compilation
     callbacks.start_clock()
     for step, later in enumerate([0.5, 0.4, 0.2, 0.8, 0.2, 3.0, 0.9, 0.2], 1):
-        clock.seconds += later * seconds  # since the last time: .5, .9, 1.1; .8, 1.; 3.; .9, 1.1
+        clock.seconds += later * seconds  # since the last call: .5, .9, 1.1; .8, 1.; 3.; .9, 1.1
         act(callbacks, step, events)
     assert events == ["a 3", "a 5", "a 6", "a 8"]
 
 
 def test_processes_follow_clock_of_process_zero(clock, monkeypatch):
-    """This process's own clock says nothing; the first one's says that ten seconds are over."""
+    """The clock of this process is ignored; ten seconds are over on the clock of process 0."""
     events, sent = [], []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 

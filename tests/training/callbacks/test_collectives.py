@@ -1,4 +1,4 @@
-"""The collective check: healthy devices pass, wrong, late and failing answers end the run."""
+"""Health check of collectives: wrong, late and failing answers end the run."""
 
 import logging
 import threading
@@ -27,7 +27,7 @@ def compiled(mesh):
 
 @pytest.fixture
 def check(compiled, monkeypatch):
-    """The check, whose program a test may replace."""
+    """Return the check; tests may replace its program."""
     monkeypatch.setattr(compiled, "_sum", compiled._sum)
     return compiled
 
@@ -47,7 +47,7 @@ def test_healthy_devices_pass_repeatedly(check, messages):
 def test_device_with_wrong_contribution_is_named(check, mesh, messages):
     def deaf_to_the_sixth(counts):
         answer = np.ones(counts.shape, np.int32)
-        answer[3, 5] = 0  # only the fourth device is deaf
+        answer[3, 5] = 0  # only the fourth device gets a wrong sum
         return jax.device_put(answer, counts.sharding)
 
     check._sum = deaf_to_the_sixth

@@ -1,4 +1,4 @@
-"""The table of a step's events is what a run does, and what the docs print."""
+"""The order of events in a run and in the docs is that of the table."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def acting(kind, name):
-    """Return a maker of a callback of a class that does nothing but write down that it acts."""
+    """Return a subclass of a callback that only records that it acts."""
 
     class Acts(kind):
         every = 2
@@ -51,7 +51,7 @@ def acting(kind, name):
 
 
 def saving(kind, name):
-    """Return a maker of a callback of a class that writes down which saves it sees."""
+    """Return a subclass of a callback that records saves."""
 
     class Acts(acting(kind, name)):
         every = None
@@ -80,7 +80,7 @@ SEEN = {
 
 
 def test_step_follows_order_of_table():
-    """The callbacks are given in the wrong order; a run puts them into that of the table."""
+    """The callbacks are given in the wrong order; a run sorts them by the table."""
     makers = [
         *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking,
         *(acting(kind, name) for name, kind in reversed(HEALTH.items())), Capture, Sampler,
@@ -89,7 +89,9 @@ def test_step_follows_order_of_table():
     second = events[events.index("launch 2") : events.index("wait")]
     named = [SEEN.get(event, event) for event in second]
     table = [event.name for event in ORDER]
-    assert [name for name in named if name in table] == table[:-1]  # the last: why it ends here
+    assert [name for name in named if name in table] == table[
+        :-1
+    ]  # the last row has no event in this step
     assert table[-1] == "exits"
 
 

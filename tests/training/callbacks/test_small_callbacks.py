@@ -1,4 +1,4 @@
-"""The small callbacks, and which of them a config asks for."""
+"""Small callbacks, and the config keys that enable them."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ from tests.training.callbacks.contexts import after
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the collector, which is not that of the tests."""
+    """Calls of a fake garbage collector."""
     events = []
     fake = types.SimpleNamespace(
         isenabled=lambda: True, freeze=lambda: events.append("freeze"),

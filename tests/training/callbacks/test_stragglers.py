@@ -1,4 +1,4 @@
-"""Slow hosts are told from fast ones, and noise from both."""
+"""Detection of slow hosts, and noise that does not count."""
 
 import logging
 import types
@@ -25,7 +25,7 @@ def report(data_wait, launch=0.0, step=1.0):
         (report([0.2, 0.2, 0.5, 0.2]), [2]),
         (report([0.2, 0.2, 0.27, 0.2]), []),  # 0.74 of the fastest
         (report([0.2, 0.2, 0.29, 0.2]), [2]),  # 0.69
-        (report([0.001, 0.001, 0.09, 0.001]), []),  # worth no mention in a step of a second
+        (report([0.001, 0.001, 0.09, 0.001]), []),  # noise within a step of a second
         (report([0.001, 0.001, 0.09, 0.001], step=0.8), [2]),
         (report([0.3, 0.9], launch=0.1), [1]),
         (report([0.0, 0.0]), []),
@@ -68,7 +68,7 @@ def test_slow_host_ends_run_only_if_enabled(monkeypatch, caplog, stop):
     check = Stragglers(config)
     check.on_compiled(None)
     tracker = types.SimpleNamespace(host_times=lambda: next(clock))
-    assert check.on_interval(after(10, tracker=tracker)) is None  # set-up is in these
+    assert check.on_interval(after(10, tracker=tracker)) is None  # these steps include the setup
     assert check.on_interval(after(20, tracker=tracker)) is None
     assert not caplog.messages
     assert check.on_interval(after(30, tracker=tracker)) is (Exit.STRAGGLER if stop else None)

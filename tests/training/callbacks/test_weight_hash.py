@@ -1,4 +1,4 @@
-"""Copies of parameters that differ are found, wherever they lie; equal ones are not."""
+"""Detection of replicas of parameters that differ."""
 
 import dataclasses
 import logging
@@ -15,9 +15,9 @@ from jaxforge.training.callbacks.weight_hash import WeightHashes, make_hasher
 from tests.training.callbacks.contexts import after
 
 SPECS = {
-    "embedding": {"weight": PartitionSpec(None, "tp")},  # four copies of each half
-    "norm": {"weight": PartitionSpec()},  # eight copies
-    "head": {"weight": PartitionSpec(("dp", "tp"))},  # one copy of each eighth
+    "embedding": {"weight": PartitionSpec(None, "tp")},  # four replicas of each half
+    "norm": {"weight": PartitionSpec()},  # eight replicas
+    "head": {"weight": PartitionSpec(("dp", "tp"))},  # one replica of each eighth
 }
 
 
@@ -48,7 +48,7 @@ def params(mesh):
 
 
 def with_copy_changed(array, device, change):
-    """The array with other bits on one device, which no other knows of."""
+    """Return the array with changed bits on one device."""
     shards = []
     for shard in array.addressable_shards:
         data = np.array(shard.data)
@@ -105,7 +105,7 @@ def test_each_device_hashes_its_own_shard(mesh, params):
         [int(checksum(jnp.asarray(np.array(shard.data)))) for shard in leaf.addressable_shards]
         for leaf in (params["embedding"]["weight"], params["norm"]["weight"])
     ]
-    assert table[:, [0, 2]].T.tolist() == by_hand  # dicts are sorted
+    assert table[:, [0, 2]].T.tolist() == by_hand  # the keys of dicts are sorted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Whose fault a bad step is: the machine's answers differ, those of data and numbers do not."""
+"""Attribution of bad steps: results of faulty hardware differ, results of bad data do not."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from tests.helpers import random_batches, setup
 
 @pytest.fixture(scope="module")
 def bad_step():
-    """A step on two microbatches whose second and tenth sequence meet a NaN in the embedding."""
+    """A step on two microbatches; the embedding gives NaN for the second and tenth sequence."""
     ours = setup(tiny_config(model={"n_layers": 1}, distributed={"dp_shard": 2},
                              train={"grad_accum_steps": 2, "batch_size": 4}))  # fmt: skip
     (batch,) = random_batches(ours.config, 1)

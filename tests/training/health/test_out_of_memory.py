@@ -1,4 +1,4 @@
-"""A run that does not fit: what is said, and that it is not run again."""
+"""Messages of runs that do not fit into memory."""
 
 import re
 
@@ -78,7 +78,7 @@ def test_oversized_state_suggests_more_devices(monkeypatch):
         text,
     )
     params, moments, whole = map(float, match.groups())
-    # 156 K parameters in float32 over two devices; small ones are whole on each
+    # 156 K float32 parameters over two devices; small parameters are replicated
     assert 0.000312 <= params < 0.00032
     assert moments == pytest.approx(2 * params, rel=0.01)
     assert whole == pytest.approx(2 * params + moments, rel=0.01)

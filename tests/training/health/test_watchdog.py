@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def watchdog():
-    return Watchdog(LIMITS)  # its thread does not run: time passes by `idle`
+    return Watchdog(LIMITS)  # the thread does not run: `idle` advances time
 
 
 def test_setup_limit_holds_until_first_step(watchdog):
@@ -147,7 +147,7 @@ def test_hanging_process_exits_with_stacks_and_code(where, said, tmp_path):
     for text in (done.stderr, stacks.read_text()):
         assert f"hung: no progress {said} (train.watchdog_{where}_sec = 0.1)" in text
         assert text.count("in stuck_in_a_lock") == 1
-        assert text.count("most recent call first") >= 3  # main, the other, the watchdog's own
+        assert text.count("most recent call first") >= 3  # main, the other thread, the watchdog
     assert ("exiting with code 70" in done.stderr) == (where != "checkpoint")
 
 
@@ -160,7 +160,7 @@ def test_progressing_run_does_not_expire(tmp_path):
 
 
 def test_watchdog_only_reports_in_notebook(monkeypatch, caplog):
-    """The kernel, and all that the user has made in it, are not ours to end."""
+    """The kernel and the state of the user must survive."""
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
