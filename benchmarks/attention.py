@@ -21,7 +21,7 @@ import results
 from kernels import fastest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose
+from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose_backend
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.parallel import host_memory
 
@@ -103,7 +103,7 @@ def kernels_for(case: Case) -> list[str]:
         for name, kernel in BACKENDS.items()
         if kernel.unsupported_reason(at) is None and scores.get(name, 0) <= _MOST_SCORES
     ]
-    return list(dict.fromkeys((choose(ModelConfig(), at).name, *able)))
+    return list(dict.fromkeys((choose_backend(ModelConfig(), at).name, *able)))
 
 
 def ours(name: str, case: Case) -> Callable[[], Any]:

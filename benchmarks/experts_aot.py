@@ -24,7 +24,7 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.kernels.megablox import tile_of_rows
+from jaxforge.kernels.megablox import choose_row_tile
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
@@ -103,7 +103,7 @@ def measure(case: Case) -> dict[str, float]:
 def multiplied(model: ModelConfig, ep: int) -> float:
     """Rows in the tiles of a product with experts, relative to those that experts have."""
     groups, rows = model.num_experts // ep, SEQ * model.moe_top_k
-    tile = tile_of_rows(rows if ep == 1 else int(rows * HEADROOM), groups)
+    tile = choose_row_tile(rows if ep == 1 else int(rows * HEADROOM), groups)
     ends = np.cumsum(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)))
     starts = np.concatenate([[0], ends[:-1]])
     return float(np.sum(-(-ends // tile) - starts // tile) * tile / rows)

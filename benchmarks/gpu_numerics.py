@@ -16,7 +16,7 @@ import numpy as np
 import results
 
 from jaxforge.config.job import JobConfig
-from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose
+from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose_backend
 from jaxforge.kernels.grouped import ProductRequirements, choose_grouped, grouped_matmul
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.parallel.mesh import make_mesh
@@ -88,7 +88,9 @@ def attention(size: Size) -> Iterator[results.Claim]:
     rows, tokens, width, device = 2, size.tokens, config.head_size, jax.devices()[0]
     at = KernelRequirements(device.platform, jnp.dtype(dtype()), width, tokens,
                             capability=gpu_capability(device))  # fmt: skip
-    names = {choose(config, at._replace(packed=packed)).name: None for packed in (False, True)}
+    names = {
+        choose_backend(config, at._replace(packed=packed)).name: None for packed in (False, True)
+    }
     rng = np.random.default_rng(0)
     shapes = [(rows, tokens, heads, width) for heads in (8, 2, 2, 8)]
     *qkv, d_y = (rng.standard_normal(shape, np.float32) for shape in shapes)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.errors import UserError
 from torch_compat.formats.workers import Share, Workers
 
@@ -157,9 +157,9 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dialect", metavar="NAME", help=f"whose names to use: {_DIALECTS}")
     parser.add_argument("--layout", choices=["nested", "flat"],
                         help="of optimizer state in DCP; by default the dialect's")  # fmt: skip
-    parser.add_argument("--ranks", type=count, default=1,
+    parser.add_argument("--ranks", type=positive_int, default=1,
                         help="data-parallel ranks that will go on with it (1)")  # fmt: skip
-    parser.add_argument("--stages", type=count, default=1,
+    parser.add_argument("--stages", type=positive_int, default=1,
                         help="pipeline stages that will, each with its own DCP (1)")  # fmt: skip
     parser.add_argument("--max-shard-size", type=Size, default=_LARGEST_FILE,
                         help="of a safetensors file (5GB)")  # fmt: skip
@@ -170,7 +170,9 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
                         help="of the weights; by default as they are")  # fmt: skip
     parser.add_argument("--max-memory", type=Size, default=Size("256MiB"),
                         help="for tensors on their way (256MiB)")  # fmt: skip
-    parser.add_argument("--processes", type=count, default=1, help="work on so many cores (1)")
+    parser.add_argument(
+        "--processes", type=positive_int, default=1, help="work on so many cores (1)"
+    )
     parser.add_argument("--process", type=_share, default=Share(), metavar="I/N",
                         help="be process I of N, started elsewhere too")  # fmt: skip
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # of a process: its source
@@ -187,8 +189,8 @@ def _add_lockstep(parser: argparse.ArgumentParser) -> None:
     add("--loaded", action="store_true", help="the factory has loaded the weights itself")
     add("--batch", type=Path, metavar="FILE.npz",
         help="input_ids and labels, [b, s]; by default of the config's data")  # fmt: skip
-    add("--rows", type=count, default=2, help="of a batch that is drawn (2)")
-    add("--tokens", type=count, default=64, help="of each of its rows (64)")
+    add("--rows", type=positive_int, default=2, help="of a batch that is drawn (2)")
+    add("--tokens", type=positive_int, default=64, help="of each of its rows (64)")
     add("--json", action="store_true")
     parser.set_defaults(run=_lockstep)
 

@@ -1,7 +1,7 @@
-"""Bits of token files, compared with the hashes in their manifest as they are read.
+"""Verification of token files against the hashes in their manifest while they are read.
 
-A file is hashed in blocks of 64 KiB (`manifest.BLOCK_BYTES`), so that a window anywhere costs the
-hash of one block or two, once for each process.
+A file is hashed in blocks of 64 KiB (`manifest.BLOCK_BYTES`). So a window costs the hash of one or
+two blocks, once per process.
 """
 
 import os
@@ -15,7 +15,7 @@ from jaxforge.errors import UserError
 
 
 class BlockHashes:
-    """Hashes of the blocks of one file, and which blocks were compared.
+    """Block hashes of one file, with a record of the verified blocks.
 
     Args:
         path: the file.
@@ -38,7 +38,7 @@ class BlockHashes:
         self._is_checked = bytearray(len(hashes))
 
     def around(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first token, and the one after the last, of the blocks that hold a range.
+        """Return the range of tokens, start and end, of the blocks that contain a range.
 
         Args:
             start: first token of the range.
@@ -47,7 +47,7 @@ class BlockHashes:
         return start - start % self._tokens, min(-(-end // self._tokens) * self._tokens, self._end)
 
     def check_once(self, tokens: Int[np.ndarray, "tokens"], start: int, end: int) -> None:
-        """Compare the blocks that hold a range, unless this process has done it.
+        """Verify the blocks that contain a range, unless this process has verified them before.
 
         Args:
             tokens: all tokens of the file.
@@ -63,7 +63,7 @@ class BlockHashes:
                 self._is_checked[block] = True
 
     def check_from(self, tokens: Int[np.ndarray, "_"], first: int) -> None:
-        """Compare whole blocks with their hashes; `first` is the index of the first token.
+        """Verify whole blocks; `first` is the index of the first token.
 
         Raises:
             UserError: a block has other bytes than `prepare` wrote.
@@ -72,10 +72,10 @@ class BlockHashes:
             self.check(tokens[at : at + self._tokens], (first + at) // self._tokens)
 
     def check(self, tokens: Int[np.ndarray, "_"], block: int) -> None:
-        """Compare one block.
+        """Verify one block.
 
         Raises:
-            UserError: it has other bytes than `prepare` wrote.
+            UserError: the block has other bytes than `prepare` wrote.
         """
         if zlib.crc32(tokens.data) == self._hashes[block]:
             return

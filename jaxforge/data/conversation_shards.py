@@ -1,6 +1,6 @@
-"""Shards of conversations, read as windows of whole conversations.
+"""Windows of whole conversations, read from shards.
 
-Index spaces, next to those of `tokens`:
+Index spaces, in addition to those of `tokens`:
     conversation: number in the directory, in the order of `manifest.LENGTHS`.
     window: S + 1 entries (`packing`): conversations that fit together, and padding.
 
@@ -30,15 +30,14 @@ class ConversationShards(TokenFiles):
     """Windows of a directory of conversations that `prepare` has written.
 
     Args:
-        directory: as of `TokenFiles`.
-        pattern: the same.
+        directory: see `TokenFiles`.
+        pattern: see `TokenFiles`.
         seq_len: S; a window holds S + 1 entries.
         overlong: `data.overlong`.
-        options: as of `TokenFiles`.
+        options: see `TokenFiles`.
 
     Raises:
-        UserError: as `TokenFiles`; or lengths and shards are not of one another, or no conversation
-            fits.
+        UserError: as `TokenFiles`; or lengths and shards do not match, or no conversation fits.
     """
 
     def __init__(
@@ -56,19 +55,19 @@ class ConversationShards(TokenFiles):
         self._file, self._start, lengths = self._window_spans(self.manifest, lengths)
         self._packed = Packed(lengths, self.window, overlong)
         if not len(self):
-            raise UserError(f"{self.directory}: {self._packed.in_words}; raise train.seq_len")
+            raise UserError(f"{self.directory}: {self._packed.summary}; raise train.seq_len")
         log.info(
             "%s: %s conversations in %s sequences, which are %.1f%% full",
             self.directory, f"{len(lengths):,}", f"{len(self):,}", 100 * self._packed.fill,
         )  # fmt: skip
         if self._packed.overlong:
-            log.warning("%s: %s", self.directory, self._packed.in_words)
+            log.warning("%s: %s", self.directory, self._packed.summary)
 
     def __len__(self) -> int:
         return len(self._packed)
 
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
-        """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
+        """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
         file, start, length = self._file, self._start, self._packed.lengths
         spans = [
             [Span(int(file[i]), int(start[i]), int(start[i] + length[i])) for i in self._packed[n]]
@@ -87,7 +86,7 @@ class ConversationShards(TokenFiles):
     def _window_spans(
         self, manifest: Manifest, lengths: Int[np.ndarray, "n"]
     ) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
-        """File, place in it and length of each conversation of the files that are read."""
+        """Return file number, first token and length of each conversation in the opened files."""
         numbers = {file.path.name: number for number, file in enumerate(self.files)}
         ends = np.cumsum([shard.tokens for shard in manifest.shards])
         starts = np.cumsum(lengths) - lengths
@@ -99,7 +98,7 @@ class ConversationShards(TokenFiles):
 
 
 def _read_lengths(directory: Path, manifest: Manifest) -> Int[np.ndarray, "n"]:
-    """Entries of each conversation, int64."""
+    """Read the number of entries of each conversation, int64."""
     path = directory / LENGTHS
     try:
         data = path.read_bytes()

@@ -22,11 +22,11 @@ class Windows(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> np.ndarray:
-        """One window, int32 [seq_len + 1]."""
+        """Return one window, int32 [seq_len + 1]."""
         ...
 
     def batch(self, indices: Sequence[int], /) -> np.ndarray:
-        """Windows, int32 [n, seq_len + 1]."""
+        """Return windows, int32 [n, seq_len + 1]."""
         ...
 
 
@@ -49,13 +49,13 @@ class Dataset:
         return self.split(self.source[index])
 
     def batch(self, indices: Sequence[int]) -> Example:
-        """The examples of `indices`, stacked."""
+        """Return the examples `indices`, stacked."""
         return self.split(self.source.batch(indices))
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Datasets, one after the other, as one.
+    """Concatenation of datasets.
 
     Attributes:
         datasets: by name, in the order of `data.datasets`.
@@ -72,7 +72,7 @@ class Mixture:
         return sum(self.sizes.values())
 
     def batch(self, indices: Sequence[int]) -> Example:
-        """The examples of `indices`, stacked, and the number of the dataset of each."""
+        """Return the examples `indices`, stacked, with the number of the dataset of each."""
         ends = np.cumsum(list(self.sizes.values()))
         numbers = np.searchsorted(ends, indices, side="right").astype(np.int32)
         examples: Example = {"dataset_idx": numbers}
@@ -91,16 +91,16 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Sequences of a dataset that streams.
+    """Sequences of a streaming dataset.
 
     Attributes:
         source: the dataset.
-        split: as of `Dataset`.
+        split: see `Dataset`.
     """
 
     source: StreamedTokens
     split: Callable[[np.ndarray], Example]
 
     def start(self, first: int, rows: int, local_rows: Sequence[int]) -> Dataset:
-        """The sequences from position `first` on, by position; arguments as of `source.start`."""
+        """Return the sequences from position `first` on, by position; see `source.start`."""
         return Dataset(self.source.start(first, rows, local_rows), self.split)

@@ -8,14 +8,13 @@ from jaxforge.data.sources import open_training_data
 def sequences_per_epoch(
     config: JobConfig, rows: int, dataset: Dataset | Mixture | Streaming | None = None
 ) -> int | None:
-    """Sequences that are read before any is read again; None if that is not known.
+    """Return the sequences of an epoch; None if there is no such number.
 
-    Random tokens and streams have no known length, and the sources of a mixture end at different
-    times.
+    Random tokens and streams have no known length. The datasets of a mixture have different epochs.
 
     Args:
-        config: what to train on; its schedule is not looked at.
-        rows: sequences of a microbatch over all ranks.
+        config: the config; its schedule is not used.
+        rows: sequences of a microbatch, all ranks together.
         dataset: the training set; opened here if None.
 
     Raises:
@@ -26,7 +25,7 @@ def sequences_per_epoch(
     if data.dataset_type in ("auto", "synthetic") and (data.datasets or not has_length):
         return None
     dataset = open_training_data(config) if dataset is None else dataset
-    if not isinstance(dataset, Dataset):  # a stream of one's own
+    if not isinstance(dataset, Dataset):  # a registered dataset that streams
         return None
-    # torch's sampler leaves out what does not fill a batch.
+    # torch's sampler drops the last partial batch.
     return len(dataset) // rows * rows if data.order == "torch" else len(dataset)

@@ -1,7 +1,7 @@
-"""Fingerprints of datasets: the same data on all hosts, and at each start of a run.
+"""Fingerprints of datasets, compared between hosts and between starts of a run.
 
-Files with hashes in their manifest are known by these. Of others, names, sizes, the first and the
-last bytes are looked at: a replaced file shows, a single changed token may not.
+Files with hashes in their manifest are identified by the hashes. For other files, names, sizes, and
+the first and last bytes are used: a replaced file is detected, a single changed token may not be.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
 Fingerprint = dict[str, Any]
-"""What a dataset is, as JSON: `tokenizer` and `contents` are hashes, the rest is for messages."""
+"""Identity of a dataset as JSON: `tokenizer` and `contents` are hashes, other keys for messages."""
 
 _TRAINING = "data: "
 _RANDOM = {f"{_TRAINING}auto", f"{_TRAINING}synthetic"}  # names of random tokens
-_LOOKED_AT = 4096  # bytes at either end of a file without hashes
+_END_BYTES = 4096  # hashed at either end of a file without hashes
 
 
 def fingerprints(
@@ -32,7 +32,7 @@ def fingerprints(
 
     Args:
         config: `[data]`.
-        training: what it opened.
+        training: the training set that the section opened.
         evaluation: evaluation sets by name.
     """
     name = config.dataset_path or config.hf_dataset_name or config.dataset_type
@@ -43,14 +43,14 @@ def fingerprints(
 
 
 def changes(then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> list[str]:
-    """Describe what a run's training data became since its checkpoint.
+    """Describe the changes of the training data since a checkpoint.
 
-    Datasets that have another name in the config may be other data: somebody said so. Tokens of
-    another tokenizer mean something else under any name.
+    Only datasets with the same name in the config are compared: under a new name, other data are
+    intended. Another tokenizer is reported under any name.
 
     Args:
-        then: fingerprints stored with the checkpoint; empty in those of older versions.
-        now: those of the data that are here.
+        then: fingerprints stored with the checkpoint; empty for older versions.
+        now: fingerprints of the present data.
     """
     lines = [
         f"{name.removeprefix(_TRAINING)} had {difference}"
@@ -67,23 +67,23 @@ def changes(then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> 
 def check_unchanged(
     on_change: str, then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint], step: int
 ) -> list[str]:
-    """Return `changes`, where a run may go on in spite of them.
+    """Return `changes`, or raise if they are not allowed.
 
     Args:
         on_change: `data.on_change`.
         then: fingerprints stored with the checkpoint.
-        now: those of the data that are here.
-        step: that of the checkpoint.
+        now: fingerprints of the present data.
+        step: step of the checkpoint.
 
     Raises:
-        UserError: there are some, and it may not.
+        UserError: the data have changed, and `on_change` is "refuse".
     """
     differences = changes(then, now)
     if differences and on_change == "refuse":
         raise UserError(
-            f"the data are not those of step {step} of this run: {'; '.join(differences)}. "
-            "Its position would mean other sequences, of which some come again or never: "
-            "bring the data back, or continue with --data.on_change=continue, "
+            f"the data have changed since step {step} of this run: {'; '.join(differences)}. "
+            "At its position, sequences would be repeated or never read. Bring the data back, or "
+            "continue with --data.on_change=continue, "
             "or start a new run with checkpoint.load_path"
         )
     return differences
@@ -92,14 +92,14 @@ def check_unchanged(
 def check_random_tokens(data: DataConfig, trained_on: Mapping[str, Fingerprint]) -> None:
     """Refuse random tokens for weights that were trained on other data.
 
-    A new model may train on random tokens, as in KempnerForge: that tries a machine or a mesh.
+    A new model may train on random tokens, as in KempnerForge, to test a machine or a mesh.
 
     Args:
         data: the `[data]` section.
-        trained_on: fingerprints of the data of the checkpoint that a run goes on from.
+        trained_on: fingerprints of the data of the checkpoint to start from.
 
     Raises:
-        UserError: the section names no data, and does not say that random tokens are meant.
+        UserError: the section names no data and does not ask for random tokens.
     """
     if data.has_source or data.dataset_type != "auto" or _RANDOM & trained_on.keys():
         return
@@ -112,7 +112,7 @@ def check_random_tokens(data: DataConfig, trained_on: Mapping[str, Fingerprint])
 
 
 def _differences(then: Fingerprint, now: Fingerprint) -> Iterator[str]:
-    """Yield "20 files, and has 21" for each number, or what is not a number in words."""
+    """Yield differences such as "20 files, and has 21"."""
     numbers = [key for key in ("files", "tokens", "sequences") if then.get(key) != now.get(key)]
     for key in numbers:
         yield f"{then.get(key)} {key}, and has {now.get(key)}"
@@ -130,14 +130,14 @@ def _tokenizers(fingerprints_: Mapping[str, Fingerprint]) -> set[str]:
 def _fingerprint(dataset: Dataset | Streaming) -> Fingerprint:
     source = getattr(dataset, "source", None)  # a registered dataset may have none
     if isinstance(source, TokenFiles):
-        return _of_files(source)
+        return _fingerprint_of_files(source)
     if isinstance(source, StreamedTokens):
         identity = [source.name, *source.content.identity]
         return {"tokenizer": source.tokenizer.fingerprint, "contents": _digest(identity)}
     return {"sequences": len(dataset) if isinstance(dataset, Dataset) else None}
 
 
-def _of_files(source: TokenFiles) -> Fingerprint:
+def _fingerprint_of_files(source: TokenFiles) -> Fingerprint:
     manifest = source.manifest
     contents: list[Any] = []
     for file in source.files:
@@ -159,8 +159,8 @@ def _of_files(source: TokenFiles) -> Fingerprint:
 
 def _ends(file: TokenFile) -> str:
     with file.path.open("rb") as opened:
-        first = opened.read(_LOOKED_AT)
-        opened.seek(max(0, file.path.stat().st_size - _LOOKED_AT))
+        first = opened.read(_END_BYTES)
+        opened.seek(max(0, file.path.stat().st_size - _END_BYTES))
         return hashlib.sha256(first + opened.read()).hexdigest()
 
 

@@ -9,7 +9,7 @@ The index spaces:
     row         a sequence within its microbatch; rows are what the mesh splits
 
 so that, from `first` on,  position = first + (update * accum + microbatch) * rows + row.
-A process reads only the rows that its devices hold.
+Each process reads only the rows of its own devices.
 """
 
 import collections
@@ -29,8 +29,8 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import SEQUENCES, batch_shardings, partition_spec
 
-_ITEM_TOKENS = 1 << 15  # read at a time, if updates are smaller
-_AHEAD = 2  # batches on the devices: the one in use and the next
+_ITEM_TOKENS = 1 << 15  # per item, if updates are smaller
+_AHEAD = 2  # batches on devices: the current and the next
 
 
 def training_batches(
@@ -42,19 +42,19 @@ def training_batches(
     segments: Sequence[Segment] = (),
     accum: int | None = None,
 ) -> Iterator[dict[str, jax.Array]]:
-    """Batches [accum, rows, seq] of `n_updates` updates from sample position `first` on.
+    """Return the batches [accum, rows, seq] of `n_updates` updates from position `first` on.
 
-    Each is on its devices before it is asked for. Those of a mixture hold `dataset_idx`
+    The transfer to devices runs one batch ahead. Batches of a mixture have `dataset_idx`
     [accum, rows] too.
 
     Args:
         config: the validated config.
-        mesh: where the batches go.
-        dataset: as `open_training_data` gave it.
-        first: position, of a whole microbatch.
-        n_updates: how many batches there are.
-        segments: of a mixture (`training.phases.Phases.segments`), those to come included.
-        accum: microbatches of an update; by default those of the config.
+        mesh: mesh of the batches.
+        dataset: result of `open_training_data`.
+        first: first position; begins a microbatch.
+        n_updates: number of batches.
+        segments: all segments of a mixture (`training.phases.Phases.segments`).
+        accum: microbatches of an update; by default as the config.
     """
     rows = config.train.microbatch_size(data_parallel_size(mesh))
     accum = accum or config.train.grad_accum_steps
@@ -100,7 +100,7 @@ def _order(
     segments: Sequence[Segment],
     first: int,
 ) -> Order:
-    """Position -> index, from position `first` on."""
+    """Return the map of positions to indices, from position `first` on."""
     data, ranks, seed = config.data, data_parallel_size(mesh), data_seed(config)
     rows, is_torch = config.train.microbatch_size(ranks), data.order == "torch"
     if not isinstance(dataset, Mixture):
@@ -118,16 +118,16 @@ def _order(
 def eval_batches(
     config: JobConfig, mesh: Mesh, dataset: Dataset, sequences: Sequence[int] | None = None
 ) -> Iterator[dict[str, jax.Array]]:
-    """Batches [1, rows, seq] over the whole set in file order, once; or over some of its sequences.
+    """Return batches [1, rows, seq] of an evaluation set in file order, or of some sequences.
 
-    The last batch is filled up with rows whose labels are all ignored. Batches for models with
-    experts have `is_padding`, so that no expert sees these rows.
+    The last batch is padded with rows whose labels are all ignored. Batches for models with
+    experts have `is_padding`, so that no expert receives these rows.
 
     Args:
-        config: sizes of a batch.
-        mesh: where they lie.
-        dataset: the set.
-        sequences: their numbers; None: all.
+        config: the validated config.
+        mesh: mesh of the batches.
+        dataset: the evaluation set.
+        sequences: numbers of the sequences; None: all.
     """
     rows = config.train.microbatch_size(data_parallel_size(mesh))
     layout = _Layout(mesh, 1, rows, config.train.seq_len)
@@ -141,7 +141,7 @@ def eval_batches(
 
 
 class _Padded:
-    """A dataset that goes on after its end with examples that count for nothing.
+    """Dataset with padding examples after its end, whose labels are ignored.
 
     Args:
         dataset: the dataset.
@@ -163,7 +163,7 @@ class _Padded:
 
 
 class _Layout:
-    """Shape and sharding of a batch, and which of its rows this process reads, as a whole."""
+    """Shape and sharding of a batch, and the rows that this process reads."""
 
     def __init__(self, mesh: Mesh, accum: int, rows: int, seq_len: int) -> None:
         self.accum, self.rows = accum, rows
@@ -176,7 +176,7 @@ class _Layout:
         self._offsets = {row: offset for offset, row in enumerate(self.local_rows)}
 
     def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Global arrays from this process's rows [accum, local rows, ...]."""
+        """Return global arrays of the rows of this process [accum, local rows, ...]."""
         shardings = batch_shardings(self._mesh, local)
         return {name: self._put(array, shardings[name]) for name, array in local.items()}
 
@@ -192,9 +192,9 @@ class _Layout:
 
 
 class _Updates:
-    """This process's rows of runs of updates, in random access: what Grain reads and prefetches.
+    """Random-access source for Grain: an item holds this process's rows of consecutive updates.
 
-    Small updates are read several at a time, as each item costs Grain as much as a few sequences.
+    Several small updates make one item, as Grain's overhead per item equals a few sequences.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class _Updates:
         return -(-self._n_updates // self._per_item)
 
     def __getitem__(self, item: int) -> list[Example]:
-        """The next updates, each [accum, local rows, ...]."""
+        """Return the updates of an item, each [accum, local rows, ...]."""
         accum, rows, local = self._layout.accum, self._layout.rows, self._layout.local_rows
         begin = int(item) * self._per_item
         n_updates = min(self._per_item, self._n_updates - begin)
@@ -227,7 +227,7 @@ class _Updates:
 
 
 def _to_devices(items: Iterator[list[Example]], layout: _Layout) -> Iterator[dict[str, jax.Array]]:
-    """Starts the transfer of the next batch before the current one is used."""
+    """Yield batches on devices; start the transfer of each before its predecessor is used."""
     ahead: collections.deque[dict[str, jax.Array]] = collections.deque()
     for batch in itertools.chain.from_iterable(items):
         ahead.append(layout.put(batch))

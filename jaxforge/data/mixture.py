@@ -1,13 +1,17 @@
 """Order of a mixture: several datasets drawn in changing proportions.
 
-Index spaces, next to those of `order`:
-    index: place in the datasets, one after the other.
-    place: how many samples of its own dataset a run has drawn before a sample.
-    segment: positions that are drawn in the same proportions, from `Segment.start` to the next's.
+Index spaces, in addition to those of `order`:
+    index: number of a sample in the concatenated datasets.
+    draw: number of samples of the same dataset that the run has drawn before.
+    segment: positions with the same proportions, from `Segment.start` to the start of the next.
     block: `BLOCK` positions of a segment, counted from its start.
 
-Proportions change at positions and not at times, so a mixture is as pure a function of the position
-as any other order: it knows nothing of hosts, devices, restarts, or of how far ahead is read.
+    position   0                           s1
+    segment    |------------- 0 -----------|-------- 1 ------- ...
+    block      |    0    |    1    | 2 cut |    0    |    1    ...
+
+Proportions change at positions, not at times. So a mixture is a pure function of the position, as
+every order: it does not depend on hosts, devices, restarts or the depth of prefetching.
 """
 
 import itertools
@@ -22,8 +26,8 @@ from jaxtyping import Int
 
 from jaxforge.data.order import (
     GrainOrder,
-    LastTwo,
-    Rebuilt,
+    PickledAsArguments,
+    TwoEntryCache,
     next_randperm,
     rank_slice,
     torch_generator,
@@ -31,16 +35,16 @@ from jaxforge.data.order import (
 from jaxforge.errors import UserError
 
 BLOCK = 8192
-"""Positions over which `GrainMixture` keeps the proportions."""
+"""Positions over which `GrainMixture` has exact proportions."""
 
-_SMALLEST = 1e-12  # weight that KempnerForge's temperature sees in place of 0
+_SMALLEST = 1e-12  # replaces a weight of 0 under a temperature, as in KempnerForge
 
 
 class Segment(NamedTuple):
     """A span of a run with the same mixture.
 
     Attributes:
-        start: its first position; it ends where the next one begins.
+        start: first position; the segment ends where the next begins.
         proportions: share of each dataset, by name; they sum to 1.
     """
 
@@ -54,10 +58,10 @@ def proportions(
     """Return normalized weights under `data.mix_temperature`: w^(1/T) divided by their sum.
 
     Args:
-        weights: at least 0, one of them above.
+        weights: nonnegative, at least one positive.
         temperature: T; 1 leaves proportions as they are, larger ones are more even.
-        as_torch: count a weight of 0 as 1e-12 where T is not 1, as KempnerForge does: with a large
-            T, such a dataset is drawn from.
+        as_torch: replace a weight of 0 by 1e-12 where T is not 1, as KempnerForge does: with a
+            large T, such a dataset is drawn from.
     """
     if temperature == 1.0:
         powers = list(weights.values())
@@ -70,18 +74,18 @@ def proportions(
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
 
 
-class GrainMixture(Rebuilt):
-    """Blocks with exactly the proportions, in random order; each dataset in its own `GrainOrder`.
+class GrainMixture(PickledAsArguments):
+    """Mixture with exact proportions in each block, and a `GrainOrder` for each dataset.
 
-    Each dataset has epochs of its own: no sample comes again before all others of its dataset have
-    come, whatever the segments were. A dataset's order depends on its name, and not on the others.
+    Each dataset has its own epochs: no sample is repeated before all samples of its dataset were
+    drawn, across segments. The order of a dataset depends on its name, not on the other datasets.
 
     Args:
         sizes: samples of each dataset, by name.
-        segments: in order; a name that `sizes` lack is counted and cannot be read.
+        segments: in order. A name that `sizes` lacks is counted, but cannot be read.
         seed: any integer.
         shuffle: False reads each dataset from its first sample to its last; blocks stay random.
-        block: as `BLOCK`; at least one for each dataset.
+        block: positions per block, at least one for each dataset.
 
     Raises:
         UserError: a dataset is empty.
@@ -99,7 +103,8 @@ class GrainMixture(Rebuilt):
         self._seed, self._block = seed % 2**32, block
         self._offsets = dict(zip(sizes, offsets(sizes.values()), strict=True))
         self._orders = {}
-        for name, n in sizes.items():  # by a seed of the dataset's own, whatever the others are
+        for name, n in sizes.items():  # each with a seed of its own
+            # A CRC, as Python's hash of a string differs between processes.
             sequence = np.random.SeedSequence([self._seed, crc32(name.encode())])
             self._orders[name] = GrainOrder(n, int(sequence.generate_state(1)[0]), shuffle)
         self._starts = [segment.start for segment in segments]
@@ -107,7 +112,7 @@ class GrainMixture(Rebuilt):
         self._counts = [
             block_counts(list(segment.proportions.values()), block) for segment in segments
         ]
-        self._cached = LastTwo(self._make_block)
+        self._cached = TwoEntryCache(self._make_block)
         self._drawn = list(self._draws())
 
     def __getitem__(self, position: int) -> int:
@@ -115,6 +120,7 @@ class GrainMixture(Rebuilt):
         block, within = divmod(position - self._starts[segment], self._block)
         datasets, draws = self._cached(segment, block)
         dataset = int(datasets[within])
+        # Number of the draw in the segment: whole blocks before this one, and earlier draws in it.
         draw = block * self._counts[segment][dataset] + int(draws[within])
         name = self._names[segment][dataset]
         return self._offsets[name] + self._orders[name][self._drawn[segment].get(name, 0) + draw]
@@ -124,21 +130,24 @@ class GrainMixture(Rebuilt):
     ) -> tuple[Int[np.ndarray, "block"], Int[np.ndarray, "block"]]:
         """Return each position's dataset, and the number of its earlier draws in the block."""
         counts = self._counts[segment]
-        # Raw words, as numpy may change its shuffles.
+        # Philox is counter-based: (start, block) selects a stream, so any block can be made first.
+        # Sorting raw words shuffles; `Generator.shuffle` may change between versions of NumPy.
         generator = np.random.Philox(key=self._seed, counter=[0, self._starts[segment], block, 0])
         shuffled = np.argsort(generator.random_raw(self._block), kind="stable")
         datasets = np.repeat(np.arange(len(counts)), counts)[shuffled]
+        # A stable sort by dataset lists the positions of each dataset in order: 0, 1, 2, … there.
         draws = np.empty(self._block, np.int64)
         by_dataset = np.argsort(datasets, kind="stable")
         draws[by_dataset] = np.concatenate([np.arange(count) for count in counts])
         return datasets, draws
 
     def _draws(self) -> Iterator[dict[str, int]]:
-        """Draws from each dataset before each segment."""
+        """Yield the number of draws from each dataset before each segment."""
         drawn: dict[str, int] = {}
         for segment, (start, end) in enumerate(itertools.pairwise(self._starts)):
             yield drawn
             blocks, remaining = divmod(end - start, self._block)
+            # The last block of a segment may be cut: count what its part before the cut draws.
             datasets = self._cached(segment, blocks)[0][:remaining]
             counts = self._counts[segment]
             begun = np.bincount(datasets, minlength=len(counts)).tolist()
@@ -148,27 +157,28 @@ class GrainMixture(Rebuilt):
 
 
 def block_counts(proportions: Sequence[float], block: int) -> list[int]:
-    """Whole numbers nearest to `proportions` that sum to `block`, by the largest remainders.
+    """Round `proportions` to counts that sum to `block`, by the largest remainders.
 
-    What has any share has at least one.
+    A positive share gets at least 1.
     """
     exact = [share * block for share in proportions]
     counts = [max(int(share > 0), math.floor(share)) for share in exact]
     while left := block - sum(counts):
+        # One step at a time, where the count is furthest from its share in the needed direction.
         sign = 1 if left > 0 else -1
         can_change = [i for i, n in enumerate(counts) if exact[i] and n + sign > 0]
         counts[max(can_change, key=lambda i: sign * (exact[i] - counts[i]))] += sign
     return counts
 
 
-class TorchMixture(Rebuilt):
-    """KempnerForge's `MixtureSampler` under a DataLoader that drops the last.
+class TorchMixture(PickledAsArguments):
+    """KempnerForge's `MixtureSampler` under a DataLoader with `drop_last`.
 
-    An epoch draws from each dataset as often as its proportion of all samples says; where that is
-    more than it holds, its samples come again, in the same order. Entry k of rank r is position
-    k·R + r of the epoch, so that a batch of all R ranks together is consecutive, as in
-    `TorchOrder`. In the middle of an epoch, a segment takes up its own order where the one before
-    has come to: what was drawn may be drawn again.
+    An epoch draws from each dataset its proportion of all samples. If a dataset holds fewer, its
+    samples are repeated in the same order. Entry k of rank r is position k·R + r of the epoch, so
+    a batch of all R ranks together is consecutive, as in `TorchOrder`. A segment that begins in
+    the middle of an epoch continues at the same position of its own order: samples that were
+    drawn before may be drawn again.
 
     Args:
         sizes: samples of each dataset, by name.
@@ -206,7 +216,7 @@ class TorchMixture(Rebuilt):
                 "global microbatch; lower train.batch_size or train.seq_len, or add data"
             )
         self._starts = [segment.start for segment in segments]
-        self._cached = LastTwo(self._make_epoch)
+        self._cached = TwoEntryCache(self._make_epoch)
 
     def __getitem__(self, position: int) -> int:
         segment = bisect_right(self._starts, position) - 1
@@ -214,15 +224,21 @@ class TorchMixture(Rebuilt):
         return int(self._cached(segment, epoch)[index])
 
     def _make_epoch(self, segment: int, epoch: int) -> Int[np.ndarray, "samples"]:
-        """The order of an epoch, as it is in a segment."""
+        """Return the order of an epoch under the proportions of a segment."""
         generator = torch_generator(self._seed + epoch)
         targets = epoch_targets(
             [self._segments[segment].proportions[name] for name in self._sizes],
             sum(n // self._ranks for n in self._sizes.values()),
         )
+        # Shapes, with R ranks and T = the sum of all targets, per rank:
+        #   permutation     [n]          one per dataset, from one generator, in order of the config
+        #   by_rank         R x [target] slices of the permutation, repeated or cut to the target
+        #   drawn           [target, R]
+        #   entries         [T, R]       all datasets; its rows are permuted by the same generator
+        #   result          [T * R]      row-major: position = k * R + r
         drawn, sizes = [], self._sizes.values()
         for n, target, offset in zip(sizes, targets, offsets(sizes), strict=True):
-            if target > 0:  # the others leave the generator alone
+            if target > 0:  # a dataset without samples draws nothing from the generator
                 permutation = next_randperm(n, generator)
                 by_rank = [
                     np.resize(rank_slice(permutation, rank, self._ranks), target)
@@ -234,10 +250,10 @@ class TorchMixture(Rebuilt):
 
 
 def epoch_targets(proportions: Sequence[float], total: int) -> list[int]:
-    """Samples of each dataset in an epoch of `total`, as KempnerForge rounds them.
+    """Return the samples of each dataset in an epoch of `total`, as KempnerForge rounds them.
 
-    Each is rounded to the nearest, halves to the even number; then one is added to each, or taken
-    away, from the largest share down and round again, until they sum to `total`.
+    Shares are rounded to the nearest integer, halves to even. Then 1 is added to or subtracted
+    from the counts, cycling from the largest share down, until they sum to `total`.
     """
     targets = [round(share * total) for share in proportions]
     largest_first = sorted(range(len(targets)), key=lambda i: proportions[i], reverse=True)
@@ -248,5 +264,5 @@ def epoch_targets(proportions: Sequence[float], total: int) -> list[int]:
 
 
 def offsets(sizes: Iterable[int]) -> list[int]:
-    """Index of the first sample of each dataset."""
+    """Return the index of the first sample of each dataset."""
     return [0, *itertools.accumulate(sizes)][:-1]

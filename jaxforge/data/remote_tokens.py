@@ -1,4 +1,4 @@
-"""Tokens of a file in a bucket, read piece by piece."""
+"""Tokens of a file in a bucket, read in ranges."""
 
 import functools
 import os
@@ -14,13 +14,13 @@ from jaxforge.storage import buckets
 
 
 class RemoteTokens:
-    """Stands for the array of a file's tokens: a slice of it is asked for at once, in background.
+    """Array-like of the tokens in a file. A slice starts a request in the background.
 
     Args:
-        place: of the file.
-        dtype: of its tokens.
-        offset: bytes before the first of them.
-        hashes: hashes of its blocks. With them, whole blocks are requested, and compared each time.
+        url: URL of the file.
+        dtype: type of the tokens.
+        offset: bytes before the first token.
+        hashes: block hashes of the file. If given, whole blocks are read and verified each time.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RemoteTokens:
         self._hashes = hashes
         self._store = buckets.open_store(url)
 
-    def __getitem__(self, span: slice) -> "_Asked":
+    def __getitem__(self, span: slice) -> "_PendingTokens":
         size, hashes = self._dtype.itemsize, self._hashes
         start, stop = span.start, span.stop
         if hashes:
@@ -43,11 +43,11 @@ class RemoteTokens:
         future = self._store.read("", byte_range=slice(first, end))
         check = functools.partial(hashes.check_from, first=start) if hashes else None
         wanted = slice(span.start - start, span.stop - start)
-        return _Asked(future, self._dtype, os.fspath(self._url), wanted, check)
+        return _PendingTokens(future, self._dtype, os.fspath(self._url), wanted, check)
 
 
-class _Asked:
-    """Tokens that are on their way; whoever makes an array of them waits."""
+class _PendingTokens:
+    """Pending request of tokens; conversion to an array waits for the response."""
 
     def __init__(
         self,

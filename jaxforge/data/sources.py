@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
-"""config -> training set; mixtures are of `data.datasets`, and these for "auto" alone."""
+"""config -> training set. Only "auto" reads `data.datasets`, and so opens mixtures."""
 
 
 def open_training_data(config: JobConfig) -> Dataset | Mixture | Streaming:
-    """The training set that `data.dataset_type` asks for.
+    """Open the training set of `data.dataset_type`.
 
     Raises:
         UserError: the data are missing, damaged or do not fit the model.
@@ -39,7 +39,7 @@ def open_training_data(config: JobConfig) -> Dataset | Mixture | Streaming:
 
 
 def register_dataset(name: str) -> Callable[[DatasetBuilder], DatasetBuilder]:
-    """Decorates what opens the training set that `data.dataset_type` calls `name`."""
+    """Register the decorated function to open training sets of `data.dataset_type = name`."""
     return DATASETS.register(name)
 
 
@@ -58,7 +58,7 @@ def _open_named(config: JobConfig) -> Dataset | Mixture | Streaming:
 
 @register_dataset("synthetic")
 def _open_synthetic(config: JobConfig) -> Dataset | Mixture | Streaming:
-    """Open what the config names, or else random tokens."""
+    """Open the data that the config names, else random tokens."""
     return _open_named(config) if config.data.has_source else _random_tokens(config)
 
 
@@ -68,9 +68,9 @@ def _random_tokens(config: JobConfig) -> Dataset:
 
 
 def open_eval_data(config: JobConfig) -> dict[str, Dataset]:
-    """The evaluation sets by name, "" being the name of a single one.
+    """Open the evaluation sets by name; the name of a single set is "".
 
-    They are packed like the training set, so that losses compare.
+    They are packed like the training set, so that losses are comparable.
 
     Raises:
         UserError: shards are missing, damaged or do not fit the model.
@@ -105,14 +105,14 @@ def _with_all_fields(dataset: Dataset) -> Dataset:
 
 
 def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
-    """Manifests tell; what has none may be anything."""
+    """Compare tokenizers by manifest; datasets without a manifest are not checked."""
     made_by: dict[str, tuple[str, str]] = {}
     begun_by: dict[tuple[int, ...], str] = {}
     for name, dataset in datasets.items():
         manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
         if manifest:
             made_by.setdefault(manifest.tokenizer_sha256, (name, manifest.tokenizer))
-        if manifest and not manifest.conversations:  # whose templates write BOS themselves
+        if manifest and not manifest.conversations:  # chat templates write BOS themselves
             begun_by.setdefault(manifest.bos_ids, name)
     if len(made_by) > 1:
         (first, its), (other, others), *_ = made_by.values()
@@ -131,7 +131,7 @@ def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
 def _open_shards(
     config: JobConfig, source: DataConfig | EvalSource, keys: tuple[str, str]
 ) -> Dataset:
-    """The shards of a source, `keys` being those of its directory and pattern."""
+    """Open the shards of a source; `keys` are the config keys of directory and pattern."""
     directory, pattern = source.dataset_path, source.file_pattern
     if not directory:
         assert source.hf_dataset_name
@@ -199,7 +199,7 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _splitter(config: JobConfig, eos_id: int | None) -> Callable[[np.ndarray], Example]:
-    """Window -> example, as `data.pack_sequences` says; `eos_id` is that of the data."""
+    """Return the function window -> example by `data.pack_sequences`; `eos_id` is the data's."""
     if not config.data.pack_sequences:
         return split_window
     eos = _eos_id(config, eos_id)
@@ -207,10 +207,10 @@ def _splitter(config: JobConfig, eos_id: int | None) -> Callable[[np.ndarray], E
 
 
 def _eos_id(config: JobConfig, of_data: int | None) -> int:
-    """Return what ends documents: the config's word first, then the data's, the tokenizer's.
+    """Return the EOS id: of the config, else of the data, else of the tokenizer.
 
     Raises:
-        UserError: nothing says it, or it is no token of the model's.
+        UserError: no EOS id is known, or it is outside the vocabulary of the model.
     """
     data, vocab_size = config.data, config.model.vocab_size
     eos = of_data if data.eos_token_id is None else data.eos_token_id

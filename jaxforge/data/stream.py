@@ -1,24 +1,24 @@
-"""A Hugging Face dataset as it streams: windows in an order that can be taken up anywhere.
+"""Streaming Hugging Face datasets: windows in an order that can be resumed at any position.
 
 Index spaces:
-    file      one of the dataset's split; they are dealt out to the streams: stream g of G has
-              the files g, g + G, ..., in an order of its own each epoch. G is as large as the
-              files and the rows of a microbatch divide by, up to 16.
-    stream    the documents of its files, epoch after epoch, each ended by EOS. Streams know
-              nothing of each other: each begins its next epoch when its own files are through.
-    window    S + 1 consecutive tokens of a stream, counted over its epochs; the next begins where
-              it ends, and what remains of an epoch is not used.
+    file      a file of the split. Stream g of G reads the files g, g + G, ..., in a new order
+              each epoch. G is the largest common divisor of the number of files and the rows of
+              a microbatch, up to 16.
+    stream    the documents of its files, epoch after epoch, each ended by EOS. Streams
+              are independent: each begins its next epoch when its own files end.
+    window    S + 1 consecutive tokens of a stream, counted over its epochs; windows are
+              adjacent, and the remainder of an epoch is not used.
     block     consecutive windows of an epoch, about a million tokens; with `data.shuffle`, the
-              windows within a block change places. Conversations are packed block by block.
-    position  of the run, as in `loader`. The rows of a microbatch are dealt out to the streams in
-              G equal runs, and each stream's windows go to its rows one after the other.
+              windows within a block are shuffled. Conversations are packed block by block.
+    position  of the run, as in `loader`. The rows of a microbatch are split into G equal
+              ranges, one per stream. The windows of a stream go to its rows in order.
 
-So a batch is a function of (dataset, config, position), and of neither hosts nor devices; a host
-reads the streams whose rows it holds, and no others.
+So a batch is a function of (dataset, config, position), independent of hosts and devices. A host
+reads only the streams of its own rows.
 
-To find a window again without reading all before it, each stream leaves anchors in the run
-directory, `stream/`: the places in its files at which some blocks begin. Without them, all is read
-again up to the window, with the same result.
+To resume without reading everything before a window, each stream writes anchors to `stream/` in
+the run directory: positions in its files at which some blocks begin. Without anchors, the stream
+is read from its beginning, with the same result.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_STREAMS = 16  # open at a time on a single host
-_BLOCK_TOKENS = 1 << 20  # within which windows change places
-_ANCHOR_SECONDS = 30.0  # of reading that may have to be repeated
+_BLOCK_TOKENS = 1 << 20  # range of the shuffle of windows
+_ANCHOR_SECONDS = 30.0  # between anchors: reading that a restart may repeat
 _LAYOUT = "layout.json"
 
 
@@ -66,12 +66,12 @@ class Anchor(NamedTuple):
     """Position of a block of windows in the files of a stream.
 
     Attributes:
-        window: the first of the block.
-        epoch: of the stream.
-        file: place in the order of this epoch.
-        record: records of the file before the block.
-        offset: bytes of the next record before it.
-        drop: tokens from there that are still before it.
+        window: number of the first window of the block.
+        epoch: epoch of the stream.
+        file: position of the file in the order of the epoch.
+        record: records of the file to skip.
+        offset: bytes of the next record to skip.
+        drop: tokens after that position to skip.
     """
 
     window: int = 0
@@ -84,19 +84,19 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedTokens:
-    """The windows of a streaming dataset, to be started somewhere.
+    """Windows of a streaming dataset, before it is started at a position.
 
     Attributes:
-        name: of the dataset, for messages.
-        dataset: its rows.
-        content: of its rows.
-        tokenizer: has an EOS.
+        name: name of the dataset in messages.
+        dataset: the rows.
+        content: selects the text of a row.
+        tokenizer: a tokenizer with an EOS.
         window: S + 1.
         vocab_size: all tokens are below.
-        seed: of the order.
-        shuffle: False reads files and windows in their own order.
-        directory: of layout and anchors, shared by all processes.
-        overlong: what becomes of conversations that are longer than a window: `data.overlong`.
+        seed: seed of the order.
+        shuffle: False reads files and windows in order.
+        directory: directory of layout and anchors, shared by all processes.
+        overlong: treatment of conversations longer than a window: `data.overlong`.
     """
 
     name: str
@@ -111,12 +111,12 @@ class StreamedTokens:
     overlong: Overlong = "truncate"
 
     def start(self, first: int, rows: int, local_rows: Sequence[int]) -> "Streams":
-        """Opens the streams of some rows.
+        """Open the streams of some rows.
 
         Args:
-            first: position to begin with, the first of a microbatch.
-            rows: of a microbatch.
-            local_rows: those that will be asked for.
+            first: first position; begins a microbatch.
+            rows: rows of a microbatch.
+            local_rows: the rows that will be read.
 
         Raises:
             UserError: `rows` do not divide by the streams that the run began with.
@@ -136,7 +136,7 @@ class StreamedTokens:
         return Streams(first, rows, per_stream, readers)
 
     def file(self, index: int) -> HuggingFace:
-        """One file of the dataset."""
+        """Return one file of the dataset."""
         n_files = self.dataset.num_shards
         rows = self.dataset.shard(n_files, index, contiguous=False)
         return HuggingFace(f"{self.name}, file {index} of {n_files}", rows, self.content)
@@ -147,10 +147,10 @@ class StreamedTokens:
         return isinstance(self.content, Conversations)
 
     def encode(self, texts: Sequence[Text]) -> Int[np.ndarray, "_"]:
-        """Tokens or entries of documents of a file.
+        """Return the tokens, or conversation entries, of documents.
 
         Raises:
-            UserError: the model does not know some.
+            UserError: a token is outside the vocabulary of the model.
         """
         function = encode_conversations if self.conversations else encode
         tokens = function(self.tokenizer, texts, "int32")["train"]
@@ -158,10 +158,10 @@ class StreamedTokens:
         return tokens
 
     def check(self, tokens: Int[np.ndarray, "_"]) -> None:
-        """Refuses tokens that the model does not know.
+        """Refuse tokens outside the vocabulary of the model.
 
         Raises:
-            UserError: there are such.
+            UserError: there is such a token.
         """
         if tokens.max() >= self.vocab_size:
             raise UserError(
@@ -170,7 +170,7 @@ class StreamedTokens:
             )
 
     def _n_streams(self, rows: int) -> int:
-        """G: the run's, as its first start left it, or else the largest that divides."""
+        """Return G: as recorded by the first start of the run, else the largest common divisor."""
         path = self.directory / _LAYOUT
         if not path.exists():
             common = math.gcd(self.dataset.num_shards, rows)
@@ -198,7 +198,7 @@ class StreamedTokens:
 
 
 class Streams:
-    """Started streams, as a source of windows; safe to ask from many threads, once for each."""
+    """Started streams as a source of windows. Thread-safe; each window can be read once."""
 
     def __init__(
         self, first: int, rows: int, per_stream: int, readers: "dict[int, _Reader]"
@@ -207,27 +207,27 @@ class Streams:
         self._readers = readers
 
     def __len__(self) -> int:
-        return sys.maxsize  # there is always another epoch
+        return sys.maxsize  # epochs never end
 
     def __getitem__(self, position: int) -> Int[np.ndarray, "S+1"]:
-        """The window at a position of a local row, int32 [S + 1]."""
+        """Return the window at a position of a local row, int32 [S + 1]."""
         microbatch, row = divmod(position - self._first, self._rows)
         stream, index = divmod(row, self._per_stream)
         return self._readers[stream].take(microbatch * self._per_stream + index)
 
     def batch(self, positions: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
-        """The windows at some positions, int32 [n, S + 1]."""
+        """Return the windows at some positions, int32 [n, S + 1]."""
         return np.stack([self[position] for position in positions])
 
 
 class _Reader:
-    """Windows of a stream in about the order in which they are asked for.
+    """Buffer that returns the windows of a stream in the order of requests.
 
     Args:
         stream: the stream.
-        first: its window that is number 0 here.
-        rows: of a microbatch that are this stream's.
-        local: those of them that are asked for here; windows of the others are dropped.
+        first: window of the stream that has number 0 here.
+        rows: number of rows of a microbatch that the stream fills.
+        local: the rows that this process reads; other windows are dropped.
     """
 
     def __init__(self, stream: "_Stream", first: int, rows: int, local: Collection[int]) -> None:
@@ -237,7 +237,7 @@ class _Reader:
         self._lock = Lock()
 
     def take(self, number: int) -> Int[np.ndarray, "S+1"]:
-        """Window `number`, once."""
+        """Return window `number` and drop it from the buffer."""
         with self._lock:
             while number not in self._read:
                 i, window = next(self._windows)
@@ -247,14 +247,14 @@ class _Reader:
 
 
 class _Stream:
-    """One stream: every G-th file, for ever.
+    """One stream: every G-th file, in endless epochs.
 
     Args:
         source: the dataset.
         index: g.
-        files: its files.
-        path: of its anchors.
-        writes: this process leaves them.
+        files: numbers of the files.
+        path: file of the anchors.
+        writes: True if this process writes the anchors.
     """
 
     def __init__(
@@ -263,21 +263,21 @@ class _Stream:
         self._source, self._index, self._files = source, index, files
         self._path, self._writes = path, writes
         self._anchored = time.monotonic()
-        self._warned = False  # that some conversations are too long
+        self._warned = False  # of conversations that are too long
 
     def windows(self, first: int) -> Iterator[Int[np.ndarray, "S+1"]]:
-        """The windows from `first` on; the next block is read while one is used."""
+        """Return the windows from `first` on; one block is read ahead."""
         anchors = [anchor for anchor in self._anchors() if anchor.window <= first]
         start = max(anchors, default=Anchor())
-        blocks = _ahead(self._blocks(start))
+        blocks = _prefetched(self._blocks(start))
         return islice((window for block in blocks for window in block), first - start.window, None)
 
     def _blocks(self, start: Anchor) -> Iterator[Int[np.ndarray, "windows S+1"]]:
         window = start.window
-        of_epoch = self._packed if self._source.conversations else self._of_epoch
+        of_epoch = self._conversation_blocks if self._source.conversations else self._text_blocks
         while True:
             for anchor, block in of_epoch(start):
-                self._leave(anchor)
+                self._write_anchor(anchor)
                 window = anchor.window + len(block)
                 yield block[self._permutation(len(block), 1, anchor.window)]
             if start == Anchor(window, start.epoch):
@@ -290,11 +290,13 @@ class _Stream:
                 raise UserError(f"{self._source.name}: files {files} hold {too_little}")
             start = Anchor(window, start.epoch + 1)
 
-    def _of_epoch(self, start: Anchor) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
-        """The rest of an epoch in blocks; what remains after its last window is not used."""
+    def _text_blocks(
+        self, start: Anchor
+    ) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
+        """Yield the remaining epoch in blocks; tokens after the last window are not used."""
         width = self._source.window
         full = max(1, _BLOCK_TOKENS // width)
-        held: list[tuple[_InFile, Int[np.ndarray, "_"]]] = []
+        held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
         window, drop, size = start.window, start.drop, -start.drop
         for chunk in chain(self._chunks(start), [None]):
             if chunk is not None:
@@ -311,10 +313,12 @@ class _Stream:
                 while held and drop >= len(held[0][1]):
                     drop -= len(held.pop(0)[1])
 
-    def _packed(self, start: Anchor) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
-        """The rest of an epoch in blocks of packed conversations."""
+    def _conversation_blocks(
+        self, start: Anchor
+    ) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
+        """Yield the remaining epoch in blocks of packed conversations."""
         window, size = start.window, 0
-        held: list[tuple[_InFile, Int[np.ndarray, "_"]]] = []
+        held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
         for chunk in chain(self._chunks(start), [None]):
             if chunk is not None:
                 held.append(chunk)
@@ -330,7 +334,7 @@ class _Stream:
         packed = Packed(lengths, self._source.window, self._source.overlong)
         if packed.overlong and not self._warned:
             self._warned = True
-            log.warning("%s: %s", self._source.name, packed.in_words)
+            log.warning("%s: %s", self._source.name, packed.summary)
         windows = [
             fill_window(
                 [entries[starts[i] : starts[i] + packed.lengths[i]] for i in packed[window]],
@@ -340,19 +344,22 @@ class _Stream:
         ]
         return np.stack(windows) if windows else np.empty((0, self._source.window), np.int32)
 
-    def _chunks(self, start: Anchor) -> "Iterator[tuple[_InFile, Int[np.ndarray, '_']]]":
-        """Tokens from `start` to the end of its epoch, with the place where each chunk begins."""
+    def _chunks(self, start: Anchor) -> "Iterator[tuple[_ChunkPosition, Int[np.ndarray, '_']]]":
+        """Yield the tokens from `start` to the end of the epoch with the position of each chunk."""
         source, position = self._source, ReadPosition(0, start.record, start.offset)
         order = self._permutation(len(self._files), 0, start.epoch)
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file])
             for batch in batches(text_parts([rows], start=position)):
-                yield _InFile(i, position.record, position.offset), source.encode(texts_of(batch))
+                yield (
+                    _ChunkPosition(i, position.record, position.offset),
+                    source.encode(texts_of(batch)),
+                )
                 position = batch[-1].end
             position = ReadPosition()
 
     def _permutation(self, n: int, kind: int, number: int) -> Int[np.ndarray, "n"]:
-        """0 ... n-1, shuffled if asked for: by raw words, as numpy may change its shuffles."""
+        """Return 0 ... n-1, shuffled by raw random words: NumPy's own shuffles may change."""
         if not self._source.shuffle:
             return np.arange(n)
         counter = [0, self._index, kind, number]
@@ -364,7 +371,7 @@ class _Stream:
             return []
         return [Anchor(*json.loads(line)) for line in self._path.read_text().splitlines()]
 
-    def _leave(self, anchor: Anchor) -> None:
+    def _write_anchor(self, anchor: Anchor) -> None:
         if not self._writes or time.monotonic() - self._anchored < _ANCHOR_SECONDS:
             return
         self._anchored = time.monotonic()
@@ -374,8 +381,8 @@ class _Stream:
         )
 
 
-class _InFile(NamedTuple):
-    """A place in a stream's epoch: `Anchor`'s."""
+class _ChunkPosition(NamedTuple):
+    """Position in an epoch of a stream; fields as of `Anchor`."""
 
     file: int
     record: int
@@ -385,8 +392,8 @@ class _InFile(NamedTuple):
 _T = TypeVar("_T")
 
 
-def _ahead(items: Iterator[_T]) -> Iterator[_T]:
-    """Yield endless `items`; a thread prepares the next one while one is used."""
+def _prefetched(items: Iterator[_T]) -> Iterator[_T]:
+    """Yield endless `items`; a thread prepares the next item while the current one is used."""
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(next, items)
         while True:

@@ -1,8 +1,8 @@
-"""One file of token ids: what it says of itself, and its tokens.
+"""One file of token ids: header, size, type and tokens.
 
-`.npy` files hold one 1-D array of integers. `.bin` files hold little-endian integers: bare ones,
-whose type the manifest or the config states (or is guessed as KempnerForge does), or after the
-header of llm.c, which modded-nanoGPT writes too.
+`.npy` files hold one 1-D array of integers. `.bin` files hold little-endian integers, either bare
+(the type comes from manifest or config, or is guessed as in KempnerForge) or after the header of
+llm.c, which modded-nanoGPT writes too.
 """
 
 import io
@@ -54,26 +54,26 @@ class TokenFile:
     hashes: BlockHashes | None = None
 
     def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
-        """Return the tokens, as an array or what stands for one."""
+        """Return the tokens as an array or an array-like."""
         if urls.in_bucket(self.path):
             from jaxforge.data.remote_tokens import RemoteTokens
 
             return RemoteTokens(self.path, self.dtype, self.offset, self.hashes)
-        # As a plain array: cutting a piece out of a memmap takes several times longer.
+        # As a plain array: slicing a memmap takes several times longer.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
 
-    def describe_place(self, number: int) -> str:
-        """Return the place of a token by its number, for messages."""
+    def describe_location(self, number: int) -> str:
+        """Return the place of a token in words, for messages."""
         return f"place {number} (byte {self.offset + number * self.dtype.itemsize})"
 
 
 def inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFile:
-    """Read what a file says of itself, and compare it with its size and the manifest.
+    """Read the header of a file and compare it with its size and the manifest.
 
     Args:
         path: a `.npy` or `.bin` file.
         token_dtype: numpy name of the type of bare `.bin` files.
-        manifest: that of the directory.
+        manifest: manifest of the directory.
 
     Raises:
         UserError: the file is empty, cut short, of another type, or not the manifest's.
@@ -91,7 +91,7 @@ def inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFil
 
 
 def guess_type(paths: Sequence[Path]) -> str:
-    """Return the type of bare `.bin` files by the size of the first, as KempnerForge guesses it."""
+    """Return the type of bare `.bin` files, guessed by the size of the first as in KempnerForge."""
     first = next((path for path in paths if path.suffix == ".bin" and not _llm_c(path)), None)
     if first is None or urls.in_bucket(first):
         return ""
@@ -105,7 +105,7 @@ def guess_type(paths: Sequence[Path]) -> str:
 
 
 def _with_hashes(file: TokenFile, manifest: Manifest | None) -> TokenFile:
-    """Return the file with the hashes that the manifest has of it."""
+    """Return the file with its hashes in the manifest."""
     shard = manifest and manifest.by_file.get(file.path.name)
     if manifest is None or not shard or (hashes := shard.block_hashes()) is None:
         return file
@@ -120,7 +120,7 @@ def _with_hashes(file: TokenFile, manifest: Manifest | None) -> TokenFile:
 
 
 def _llm_c(path: Path) -> TokenFile | None:
-    """Return the file as its header of llm.c describes it; None where it has none.
+    """Return the file that a header of llm.c describes; None without such a header.
 
     Raises:
         UserError: the header is of another version, or names another number of tokens.
@@ -184,7 +184,9 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
     with suppress(TypeError):
         dtype = np.dtype(name).newbyteorder("<")
     if dtype.kind not in "iu":
-        raise UserError(f'data.token_dtype = {name!r} is no integer type; try "uint16" or "uint32"')
+        raise UserError(
+            f'data.token_dtype = {name!r} is not an integer type; try "uint16" or "uint32"'
+        )
     if urls.in_bucket(path):
         if not shard:
             raise UserError(
@@ -198,8 +200,8 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
         _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
     elif size % dtype.itemsize:
         raise UserError(
-            f"{path} has {size} bytes, which is no whole number of {name}: it is cut short, or "
-            "data.token_dtype is another"
+            f"{path} has {size} bytes, which is not a multiple of the size of {name}: it is cut "
+            "short, or data.token_dtype is another"
         )
     return TokenFile(path, dtype, size // dtype.itemsize, 0)
 

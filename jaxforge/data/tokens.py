@@ -1,16 +1,16 @@
-"""Token shards on disk: files of token ids, read as windows.
+"""Token shards on disk or in a bucket, read as windows.
 
 Index spaces:
-    token: place in one file, 0 … tokens-1.
-    window: place in the whole directory. A window is S + 1 consecutive tokens of one file
-        (S = `train.seq_len`; the extra one is the last position's label), the next begins where it
-        ends, and what remains of each file is not read. Files count in the order of their names.
+    token: number of a token in one file, 0 … tokens-1.
+    window: number of a window in the whole directory. A window is S + 1 consecutive tokens of one
+        file (S = `train.seq_len`; the extra token is the label of the last position). Windows are
+        adjacent, and the remainder of each file is not read. Files are sorted by name.
 
-`token_file` reads what each file is. What is read is compared with the hashes in the manifest
-(`block_hashes`), and tokens beyond the vocabulary are refused wherever they come from.
+`token_file` reads the headers. Blocks are verified against the hashes in the manifest
+(`block_hashes`) when they are read. Tokens outside the vocabulary are refused.
 
-Files of this machine are mapped into memory. From a bucket, each window is a request of its own for
-its bytes, many at a time, and nothing is kept on a disk.
+Local files are mapped into memory. Each window of a file in a bucket is a request of its own, many
+at a time, and nothing is stored on disk.
 """
 
 import logging
@@ -61,26 +61,26 @@ class Span(NamedTuple):
 
 
 class TokenFiles(ABC):
-    """A directory of token files, read as windows.
+    """Base of directories of token files that are read as windows.
 
-    Everything that can be wrong with the files is found here, before the first step.
+    Errors in the files are found by the constructor, before the first step.
 
     Args:
         directory: `data.dataset_path`.
-        pattern: which files of the directory, as a glob ("*.npy").
+        pattern: glob of the files to read ("*.npy").
         vocab_size: `model.vocab_size`; all tokens are below.
-        token_dtype: numpy name of the type in `.bin` files; by default the manifest's or a guess.
+        token_dtype: NumPy name of the type in `.bin` files; by default the manifest's or a guess.
         verify: `data.verify`.
         keys: config keys of directory and pattern, for error messages.
 
     Attributes:
-        directory: where they are.
-        manifest: the directory's `manifest.json`, or None.
-        files: in the order of their names.
+        directory: the directory.
+        manifest: its `manifest.json`, or None.
+        files: the files, sorted by name.
         tokens: tokens in all files together.
 
     Raises:
-        UserError: no such directory or files; a file is empty, cut short, of another type, or
+        UserError: directory or files do not exist; a file is empty, cut short, of another type, or
             holds tokens outside the vocabulary.
     """
 
@@ -122,10 +122,10 @@ class TokenFiles(ABC):
         return self.batch([index])[0]
 
     def read_span(self, span: Span) -> ArrayLike:
-        """Return tokens of a file; of one in a bucket, on their way.
+        """Return tokens of a file; for a file in a bucket, a pending request.
 
         Raises:
-            UserError: they are not what `prepare` wrote.
+            UserError: they are not the tokens that `prepare` wrote.
         """
         file, start, end = span
         tokens, hashes = self._map(file), self.files[file].hashes
@@ -134,13 +134,13 @@ class TokenFiles(ABC):
         return tokens[start:end]
 
     def check_ids(self, windows: Int[np.ndarray, "n S+1"], spans: Sequence[Iterable[Span]]) -> None:
-        """Raise if a token of the windows, which these spans make up, is outside the vocabulary.
+        """Raise if a token of the windows, read from these spans, is outside the vocabulary.
 
-        Manifests are believed when files are opened; what is trained on is looked at. It costs some
-        0.3 ms for a million tokens.
+        When files are opened, only their manifest is checked. This check of the tokens themselves
+        costs 0.3 ms per million tokens.
 
         Raises:
-            UserError: a token is; the message names file and place.
+            UserError: a token is outside; the message names file and place.
         """
         ids = windows.view(np.uint32)
         if self.manifest and self.manifest.conversations:
@@ -153,13 +153,13 @@ class TokenFiles(ABC):
         number, token = indices[column]
         file = self.files[number]
         raise UserError(
-            f"{file.path}: token {ids[row, column]} at {file.describe_place(token)} is outside the "
-            f"vocabulary of {self._vocab_size}, and was not there when the file was prepared, or "
-            "opened: it is damaged; copy or prepare it again"
+            f"{file.path}: token {ids[row, column]} at {file.describe_location(token)} is outside "
+            f"the vocabulary of {self._vocab_size}, and was not there when the file was prepared, "
+            "or opened: it is damaged; copy or prepare it again"
         )
 
     def warn_without(self, eos: int) -> None:
-        """Log a warning if a token that should end documents is not among the first tokens."""
+        """Log a warning if the EOS is not among the first tokens."""
         first = Span(0, 0, min(_CHUNK, self.files[0].tokens))
         if not np.any(np.asarray(self.read_span(first)) == eos):
             log.warning(
@@ -169,7 +169,7 @@ class TokenFiles(ABC):
             )  # fmt: skip
 
     def _check_all_blocks(self) -> None:
-        """Compare every block of every file."""
+        """Verify every block of every file."""
         for number, file in enumerate(self.files):
             if file.hashes:
                 for at in range(0, file.tokens, _CHUNK):
@@ -183,7 +183,7 @@ class TokenFiles(ABC):
     def _map_file(self, file: int) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         try:
             return self.files[file].map()
-        except (OSError, ValueError) as error:  # ValueError: shorter than it was
+        except (OSError, ValueError) as error:  # ValueError: the file has become shorter
             raise UserError(
                 f"{self.files[file].path} was whole when the run started and cannot be read now "
                 f"({error}); bring it back, then run the same command to resume"
@@ -201,10 +201,10 @@ class TokenShards(TokenFiles):
     """Windows of a directory of token files: a Grain `RandomAccessDataSource`.
 
     Args:
-        directory: as of `TokenFiles`.
-        pattern: the same.
+        directory: see `TokenFiles`.
+        pattern: see `TokenFiles`.
         seq_len: S; a window holds S + 1 tokens.
-        options: as of `TokenFiles`.
+        options: see `TokenFiles`.
 
     Raises:
         UserError: as `TokenFiles`; or no file is as long as a window.
@@ -233,13 +233,13 @@ class TokenShards(TokenFiles):
         return self._ends[-1]
 
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
-        """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
+        """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
         windows = np.empty((len(indices), self.window), np.int32)
         files = [bisect_right(self._ends, index) for index in indices]
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
         spans = [Span(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
-        parts = [self.read_span(span) for span in spans]  # of a bucket: all of them are asked for
+        parts = [self.read_span(span) for span in spans]  # files in a bucket: starts all requests
         for row, part in zip(windows, parts, strict=True):
             row[:] = part
         self.check_ids(windows, [[span] for span in spans])
@@ -251,10 +251,10 @@ class TokenShards(TokenFiles):
 
 
 class SyntheticTokens:
-    """Windows of random tokens, without end for all practical purposes.
+    """Practically endless windows of random tokens.
 
-    Window i is a pure function of (seed, i): words of a Philox generator, which counts in i,
-    modulo the vocabulary.
+    Window i is a pure function of (seed, i): words of a Philox generator with counter i, modulo
+    the vocabulary.
 
     Args:
         vocab_size: tokens are 0 … vocab_size-1, equally likely.
@@ -269,13 +269,13 @@ class SyntheticTokens:
         return 2**31 - 1
 
     def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
-        """Window `index`, int32 [S + 1]."""
-        # Raw words, as numpy may change how it makes bounded integers of them.
+        """Return window `index`, int32 [S + 1]."""
+        # Raw words: NumPy may change its sampling of bounded integers.
         words = np.random.Philox(key=self.seed % 2**128, counter=index << 64)
         return (words.random_raw(self.window) % self.vocab_size).astype(np.int32)
 
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
-        """The windows `indices`, int32 [n, S + 1]."""
+        """Return the windows `indices`, int32 [n, S + 1]."""
         return np.stack([self[index] for index in indices])
 
     def __repr__(self) -> str:
@@ -283,7 +283,7 @@ class SyntheticTokens:
 
 
 def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]:
-    """The files that `pattern` names, sorted."""
+    """Return the files that match `pattern`, sorted."""
     of_directory, of_pattern = keys
     if not directory.is_dir():
         file = directory.exists() and (how_to_prepare(directory) or "is a file, not a directory")
@@ -293,7 +293,7 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
         paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
     except (ValueError, NotImplementedError, IndexError) as error:  # as pathlib says it
         raise UserError(
-            f"{of_pattern} = {pattern!r} is no pattern of files below {of_directory} ({error}): "
+            f"{of_pattern} = {pattern!r} is not a pattern of files below {of_directory} ({error}): "
             "give one such as '*.npy'"
         ) from error
     if paths:
@@ -320,7 +320,7 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
             f"{file.path} is not what {FILE_NAME} beside it says; copy or prepare it again"
         )
     elif file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
-        return  # such a type has no token to be afraid of
+        return  # the type cannot hold a token outside the vocabulary
     else:
         extremes = [(int(chunk.min()), int(chunk.max())) for chunk in _chunks(file)]
         low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
@@ -345,10 +345,10 @@ def _chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:
 
 
 def _where(file: TokenFile, value: int) -> str:
-    """Return the first place of a token in a file, to follow what is wrong with it."""
+    """Return the first place of a token in a file, as the end of an error message."""
     before = 0
     for chunk in _chunks(file):
         if len(indices := np.flatnonzero(chunk == value)):
-            return f"; it is first at {file.describe_place(before + int(indices[0]))}"
+            return f"; it is first at {file.describe_location(before + int(indices[0]))}"
         before += len(chunk)
-    return ""  # the manifest names it, and the file does not hold it
+    return ""  # the manifest has it, but the file does not

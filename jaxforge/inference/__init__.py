@@ -1,4 +1,4 @@
-"""Trained models in use: opened on any mesh, continuing prompts, evaluated."""
+"""Inference with trained models on any mesh: generation, conversation, evaluation."""
 
 from jaxforge.inference.trained import TrainedModel, open_run
 

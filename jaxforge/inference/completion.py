@@ -1,4 +1,4 @@
-"""Prompts continued by a trained model: what `python -m jaxforge.generate` does."""
+"""Completion of prompts by a trained model: the command `jaxforge generate`."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import jax
 
-from jaxforge.cli.running import check_place
+from jaxforge.cli.running import check_parent_directory
 from jaxforge.data.corpus.prompts import (
     RESULTS,
     STDIN,
@@ -37,14 +37,14 @@ from jaxforge.telemetry.console import begin_command
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-"""A prompt with its fields, and what it was continued with."""
+"""Prompt with its fields and the fields of its completion."""
 
-_REPLACEMENT = "�"  # what an unfinished character decodes to
-_WINDOW = 8  # batches among which prompts are sorted by length; results wait for at most this many
+_REPLACEMENT = "�"  # decoded from an incomplete character
+_WINDOW = 8  # batches sorted by length together, which bounds the delay of a result
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints prompts with their continuations, or writes them down as JSON Lines."""
+    """Print prompts with their continuations, or write them as JSON Lines."""
     begin_command()
     prompts = _prompts(args)
     trained = open_run(urls.path(args.run), overrides, step=args.step)
@@ -82,7 +82,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
             urls.local(value, f"--{name}", "copy it from or to there")
     if args.output and args.output.exists():
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
-    check_place("--output", args.output)
+    check_parent_directory("--output", args.output)
     if args.prompts == STDIN and jax.process_count() > 1:
         raise UserError("--prompts - is for one process: of several, each would read its own input")
     if args.prompts:
@@ -111,7 +111,7 @@ def _check_terminal() -> None:
 
 
 def _stream(decoder: Decoder, prompt: list[int], tokenizer: Tokenizer) -> None:
-    """Prints a prompt and its continuation as it comes: characters, once they are whole."""
+    """Print a prompt and stream its continuation, in whole characters."""
     ids, shown = list(prompt), 0
     turns: Iterator[list[int | None]] = itertools.chain([[None]], decoder.stream([prompt]))
     for (token,) in turns:
@@ -126,7 +126,7 @@ def _stream(decoder: Decoder, prompt: list[int], tokenizer: Tokenizer) -> None:
 def results(
     decoder: Decoder, prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: Tokenizer
 ) -> Iterator[list[Record]]:
-    """Results in the order of the prompts, as many at a time as have become known."""
+    """Yield lists of results in the order of the prompts, as soon as they are complete."""
     done: dict[int, Record] = {}
     shown, tokens, start = 0, 0, time.perf_counter()
     for numbers in _batches([len(prompt) for prompt in ids], decoder.rows):
@@ -142,14 +142,14 @@ def results(
 
 
 def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: Tokenizer) -> Record:
-    """The prompt's own fields, and `corpus.prompts.RESULTS`."""
+    """Return the fields of the prompt and `corpus.prompts.RESULTS`."""
     text = continuation(tokenizer, ids, completion.tokens)
     values = (text, completion.tokens, completion.finish_reason)
     return {"prompt": prompt.text, **prompt.fields, **dict(zip(RESULTS, values, strict=True))}
 
 
 def _batches(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
-    """Numbers of the prompts of each batch: of similar length, out of some batches in a row."""
+    """Yield the prompt numbers of each batch, of similar length within a window of batches."""
     for first in range(0, len(lengths), window := _WINDOW * rows):
         numbers = range(first, min(first + window, len(lengths)))
         by_length = sorted(numbers, key=lambda number: lengths[number])
@@ -162,7 +162,7 @@ def _print(results: Iterator[list[Record]]) -> None:
 
 
 def _write(path: Path | None, results: Iterator[list[Record]]) -> None:
-    """A line a prompt: whole lines only, however the process ends."""
+    """Write a line per prompt; whole lines only, even if the process is killed."""
     first = next(results)  # a failure before this leaves no empty file behind
     with _open(path) as file:
         for records in itertools.chain([first], results):

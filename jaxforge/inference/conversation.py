@@ -1,8 +1,8 @@
-"""A conversation with a trained model on a terminal: what `generate` does without a prompt.
+"""Conversation with a trained model on a terminal: `jaxforge generate` without a prompt.
 
-With a chat template, turns are messages of a user and an assistant; without one, the model goes on
-with what was typed, and all so far is one text. When that outgrows the model, it does not see
-the oldest turns, or the beginning of the text, any more.
+With a chat template, turns are messages of a user and an assistant. Without a template, the typed
+text and the answers form one text, which the model continues. If the conversation exceeds the
+model's context, the oldest turns or the beginning of the text are dropped.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
 
 _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer"
-_CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model goes on with your text"
-_UNFINISHED = "�"  # what half a character decodes to
-_ANSWER = "jaxforge's answer"  # to see what a template writes after one
+_CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model continues your text"
+_UNFINISHED = "�"  # decoded from an incomplete character
+_ANSWER = "jaxforge's answer"  # to find the text that a template adds after an answer
 
 Say = Callable[[str], None]
-"""Prints a piece of text, and no line end."""
+"""Function that prints text without a newline."""
 
 
 class _Turn(NamedTuple):
@@ -37,11 +37,11 @@ class _Turn(NamedTuple):
 
 
 class Dialogue:
-    """Conversation so far, as the tokens that the model continues.
+    """History of a conversation, encoded as the tokens that the model continues.
 
     Args:
-        tokenizer: the run's.
-        room: tokens that the model can read, those of an answer left out.
+        tokenizer: tokenizer of the run.
+        room: tokens of the model's context that are left for the history.
 
     Raises:
         UserError: the tokenizer's chat template cannot write a conversation.
@@ -59,10 +59,10 @@ class Dialogue:
         return self._template is not None
 
     def ask(self, text: str) -> tuple[list[int], str]:
-        """A new turn.
+        """Begin a new turn.
 
         Returns:
-            The tokens to go on with, and what the user should know of what was left out of them.
+            The tokens to continue, and a notice to the user about dropped tokens, or "".
 
         Raises:
             ValueError: the message alone is too long, or the template refuses it.
@@ -91,12 +91,12 @@ class Dialogue:
         word = f"the model sees the last {self._room:,} tokens of {len(ids):,}"
         return ids[-self._room :], word if is_cut else ""
 
-    def answered(self, text: str) -> None:
-        """Keeps the answer, as far as it went."""
+    def record_answer(self, text: str) -> None:
+        """Record the answer, which may be partial."""
         self._turns[-1] = self._turns[-1]._replace(answer=text)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Clear the history."""
         self._turns = []
 
     def _encode(self, turns: Sequence[_Turn]) -> list[int]:
@@ -117,7 +117,7 @@ class Dialogue:
         return self._template.render(messages, len(messages), wanted)[0]
 
     def _end_of_answer(self) -> str:
-        """Return what the template writes after an answer, stripped; empty without a template."""
+        """Return the stripped text that the template adds after an answer, or ""."""
         if self._template is None:
             return ""
         messages = list(_messages(_Turn("a question", _ANSWER)))
@@ -145,15 +145,15 @@ def _messages(turn: _Turn) -> Iterator[dict[str, str]]:
 def answer(
     tokens: Iterator[int], ids: Sequence[int], tokenizer: Tokenizer, end: str
 ) -> Iterator[str]:
-    """The text that tokens add to a prompt, in pieces, until what ends an answer.
+    """Yield the text that tokens add to a prompt, up to the end of the answer.
 
-    Characters come once they are whole; what may be the beginning of the end is held back.
+    Only whole characters are yielded. Text that may be the beginning of `end` is held back.
 
     Args:
-        tokens: as they come.
-        ids: the prompt's.
-        tokenizer: of both.
-        end: what ends an answer, special tokens as they are spelled; empty: nothing does.
+        tokens: stream of tokens.
+        ids: token ids of the prompt.
+        tokenizer: tokenizer of both.
+        end: text that ends an answer, with special tokens spelled out; "": none.
     """
     tokens_: list[int] = []
     n_printed, text = 0, ""
@@ -162,7 +162,7 @@ def answer(
         if end and end in tokenizer.decode(tokens_, special_tokens=True):
             break
         text = continuation(tokenizer, ids, tokens_)
-        ready = len(text) - _begun(text, end)
+        ready = len(text) - _overlap(text, end)
         if not text.endswith(_UNFINISHED) and ready > n_printed:
             yield text[n_printed:ready]
             n_printed = ready
@@ -170,8 +170,8 @@ def answer(
     yield (text.partition(end)[0] if end else text)[n_printed:]
 
 
-def _begun(text: str, end: str) -> int:
-    """Return the number of last characters that may be the beginning of `end`."""
+def _overlap(text: str, end: str) -> int:
+    """Return the number of final characters that may begin `end`."""
     return next((n for n in range(min(len(end), len(text)), 0, -1) if text.endswith(end[:n])), 0)
 
 
@@ -182,13 +182,13 @@ def talk(
     ask: Callable[[str], str] = input,
     say: Say = lambda text: print(text, end="", flush=True),
 ) -> None:
-    """Asks, answers, and asks again, until /quit or the end of input.
+    """Run a conversation until /quit or the end of input.
 
     Args:
-        decoder: continues one prompt; its `max_tokens` are those of an answer.
-        tokenizer: the run's.
-        ask: shows a prompt and returns a line; EOFError ends.
-        say: prints.
+        decoder: decoder of one prompt; its `max_tokens` limits an answer.
+        tokenizer: tokenizer of the run.
+        ask: function that shows a prompt and returns a line; EOFError ends the conversation.
+        say: function that prints.
 
     Raises:
         UserError: the tokenizer's chat template cannot write a conversation.
@@ -208,7 +208,7 @@ def talk(
             if word:
                 say(f"({word})\n")
             own = dataclasses.replace(decoder, seed=decoder.seed + turn)
-            dialogue.answered(_answer(own, ids, tokenizer, dialogue.end, say))
+            dialogue.record_answer(_answer(own, ids, tokenizer, dialogue.end, say))
 
 
 def _lines(ask: Callable[[str], str], say: Say) -> Iterator[str]:
@@ -234,7 +234,7 @@ def _lines(ask: Callable[[str], str], say: Say) -> Iterator[str]:
 
 
 def _answer(decoder: Decoder, ids: list[int], tokenizer: Tokenizer, end: str, say: Say) -> str:
-    """Prints the answer as it comes, until Ctrl-C, and returns it."""
+    """Print the answer as a stream, until Ctrl-C, and return it."""
     tokens, text = _tokens(decoder, ids), ""
     try:
         for part in answer(tokens, ids, tokenizer, end):
@@ -255,7 +255,7 @@ def _tokens(decoder: Decoder, ids: list[int]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C is raised here; of other commands it is the end (`jaxforge.__init__`)."""
+    """Let Ctrl-C raise KeyboardInterrupt; it ends other commands (`jaxforge.__init__`)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -267,5 +267,5 @@ def _interruptible() -> Iterator[None]:
 
 
 def is_possible() -> bool:
-    """Return whether both ends are terminals."""
+    """Return whether standard input and output are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()

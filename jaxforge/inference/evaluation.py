@@ -1,4 +1,4 @@
-"""A trained model on sets of text: what `python -m jaxforge.evaluate` does."""
+"""Evaluation of a trained model on text datasets: the command `jaxforge evaluate`."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ from jaxforge.training.evaluation import Evaluator, SetSums, summary, together
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Evaluates, prints a table, writes JSON."""
+    """Evaluate, print a table and write JSON."""
     begin_command()
     trained, sums = evaluate(
         urls.path(args.run), overrides, sets=args.set, step=args.step,
@@ -46,7 +46,7 @@ def evaluate(
     steps: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> tuple[TrainedModel, dict[str, SetSums]]:
-    """Evaluates a checkpoint of a run.
+    """Evaluate a checkpoint of a run.
 
     Args:
         path: a run directory, or one of its checkpoints.
@@ -58,10 +58,10 @@ def evaluate(
         devices: the devices to use; all by default.
 
     Returns:
-        What was evaluated, and its sums over each set by name.
+        The model, and the sums over each set by name.
 
     Raises:
-        UserError: there is no such checkpoint or set, or they do not fit one another.
+        UserError: checkpoint or set do not exist, or they do not match.
     """
     overrides = [*overrides, *set_overrides(sets)]
     trained = open_run(path, overrides, step=step, devices=devices)
@@ -77,9 +77,9 @@ def evaluate(
 
 
 def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]:
-    """Return the JSON report; numbers that are not finite become null.
+    """Return the JSON report; non-finite numbers become null.
 
-    `metrics` has the names and values that training logs, `sets` each set by itself.
+    `metrics` has the names and values that training logs; `sets` has each set separately.
     """
     sets = [
         {
@@ -117,7 +117,7 @@ def set_overrides(sets: Sequence[str]) -> list[str]:
 
 
 def _with_batch(trained: TrainedModel, as_trained: JobConfig, batch_size: int | None) -> JobConfig:
-    """Return the config with the requested batch size, or with that of training."""
+    """Return the config with the requested batch size, by default that of training."""
     groups = data_parallel_size(trained.mesh)
     if batch_size is not None and batch_size % groups:
         raise UserError(
@@ -134,7 +134,7 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: bool) -> None:
-    """A row for each set, and one for all where there are several."""
+    """Print a table with a row for each set, and a row for all if there are several."""
     table = Table(title=f"{trained.run.name}, step {trained.step}", title_justify="left")
     table.add_column("set")
     for name in ("tokens", "loss", "perplexity", "bits/byte"):

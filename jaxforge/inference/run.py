@@ -29,7 +29,7 @@ from jaxforge.training import activation_files
 
 
 class Run:
-    """A run, to look at and to use: as far as it has come, also while it goes on.
+    """Interface to a finished or running run: metrics, generation, evaluation, export.
 
     Parameters are read when they are first needed, and stay in memory.
 
@@ -37,8 +37,8 @@ class Run:
         path: a run directory, or one of its checkpoints.
         overrides: settings over the run's config, such as "--distributed.tp=2".
         step: the checkpoint to use; by default the newest, or the one that `path` names.
-        trust_plugins: import the modules that the run's `[plugins]` names, which runs their code.
-            Those of a run that this user has trained on this machine are imported anyway.
+        trust_plugins: import the modules of the run's `[plugins]`, which runs their code. For runs
+            that this user has trained on this machine, they are always imported.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The step of the checkpoint that is used."""
+        """Step of the checkpoint."""
         return self._trained.step
 
     @property
     def config(self) -> JobConfig:
-        """Config of the run's last start."""
+        """Config of the last start of the run."""
         return run_directory.shown_config(self._trained.run)
 
     @property
     def metrics(self) -> Any:  # noqa: ANN401
         """Logged metrics by name: a pandas DataFrame over steps if pandas is installed.
 
-        Elsewhere a dict of `report.reading.Series`, which may have several values of a step.
+        Otherwise a dict of `runs.reading.Series`, which may have several values per step.
         """
         series = read_metrics(self._trained.run)
         if importlib.util.find_spec("pandas") is None:
@@ -94,16 +94,16 @@ class Run:
         seed: int = 0,
         batch_size: int = 32,
     ) -> Any:  # noqa: ANN401
-        """Continues a prompt, or several.
+        """Continue one or several prompts.
 
         Args:
             prompts: one text, or several; an empty one starts a document.
             max_tokens: tokens to generate.
-            temperature: 0 takes the likeliest token.
-            top_k: keep the k likeliest; 0: all.
-            top_p: keep this much probability.
-            seed: of the draws.
-            batch_size: prompts at a time.
+            temperature: sampling temperature; 0 takes the most likely token.
+            top_k: number of most likely tokens to sample from; 0: all.
+            top_p: probability of the tokens to sample from.
+            seed: seed of the sampling.
+            batch_size: prompts per batch.
 
         Returns:
             The continuation, or a list of them.
@@ -130,11 +130,11 @@ class Run:
         return texts[0] if isinstance(prompts, str) else texts
 
     def evaluate(self, *, steps: int | None = None, **sets: str) -> dict[str, Any]:
-        """Loss, perplexity and bits per byte, as `python -m jaxforge.evaluate --json` has them.
+        """Return loss, perplexity and bits per byte, as `jaxforge evaluate --json`.
 
         Args:
             steps: batches of each set; by default all.
-            sets: by name, directories of token shards; by default those of the run's `[eval]`.
+            sets: directories of token shards by name; by default the sets of the run's `[eval]`.
         """
         named = [f"{name}={path}" for name, path in sets.items()]
         sums = evaluation.evaluate(
@@ -144,17 +144,17 @@ class Run:
 
     @property
     def captured_steps(self) -> list[int]:
-        """The steps whose activations were captured (`eval.activations_interval`), ascending."""
+        """Steps with captured activations (`eval.activations_interval`), ascending."""
         return activation_files.steps(self._trained.run)
 
     def activations(self, step: int) -> dict[str, np.ndarray]:
         """Return the activations captured after a step, by name, memory-mapped.
 
         Args:
-            step: of `captured_steps`.
+            step: an element of `captured_steps`.
 
         Raises:
-            UserError: nothing was captured then, or the run is in a bucket.
+            UserError: the step has no captured activations, or the run is in a bucket.
         """
         run = self._trained.run
         if urls.in_bucket(run):
@@ -166,15 +166,15 @@ class Run:
         return activation_files.read(activation_files.of_step(run, step))
 
     def export(self, destination: str | os.PathLike, *options: str, to: str = "hf") -> Path:
-        """Writes a checkpoint for transformers ("hf") or for PyTorch jobs ("dcp").
+        """Write a checkpoint for transformers ("hf") or for PyTorch jobs ("dcp").
 
         Args:
             destination: a new directory.
-            options: more of `python -m torch_compat export`, such as "--dtype=bfloat16".
+            options: further options of `torch_compat export`, such as "--dtype=bfloat16".
             to: the format.
 
         Raises:
-            UserError: it cannot be written, or the model has no counterpart there.
+            UserError: the checkpoint cannot be written, or the format does not support the model.
         """
         source = self._trained.run / SUBDIRECTORY / f"step_{self.step}"
         command = [sys.executable, "-m", "torch_compat", "export", str(source), str(destination)]

@@ -1,4 +1,4 @@
-"""Trained models opened for use: a checkpoint's parameters, on any mesh."""
+"""Trained models: the parameters of a checkpoint on any mesh."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 
-# What a run was trained on, and how, says nothing about where its model is used.
+# The mesh and the schedule of training do not apply to inference.
 _ANY_MESH = [
     "--distributed.dp_shard=-1",
     *(f"--distributed.{axis}=1" for axis in ("dp_replicate", "tp", "pp", "cp", "ep")),
@@ -38,12 +38,12 @@ _NO_TRAINING = [
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint whose parameters have not been read yet.
+    """Opened checkpoint whose parameters have not been read yet.
 
     Attributes:
         run: the run directory.
-        step: the step of the checkpoint.
-        program: model and mesh, for the run's config with overrides; no gradients are accumulated.
+        step: step of the checkpoint.
+        program: model and mesh for the run's config with overrides, without accumulation.
     """
 
     run: Path
@@ -52,28 +52,28 @@ class TrainedModel:
 
     @property
     def config(self) -> JobConfig:
-        """The config of the program."""
+        """Config of the program."""
         return self.program.config
 
     @property
     def mesh(self) -> Mesh:
-        """The devices of the parameters."""
+        """Mesh of the parameters."""
         return self.program.mesh
 
     @property
     def model(self) -> Model:
-        """The model."""
+        """Model of the program."""
         return self.program.model
 
     @contextlib.contextmanager
     def in_use(self, params: Params | None = None) -> Iterator[Params]:
-        """The parameters, on their mesh and in their precision while the context lasts.
+        """Yield the parameters on their mesh, within the mesh and precision of the program.
 
         Args:
-            params: they, where they have been read before.
+            params: the parameters, if they have been read before.
 
         Raises:
-            UserError: they, or what is done with them, do not fit into memory.
+            UserError: the parameters, or the computation in the context, exceed the memory.
         """
         like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -92,7 +92,7 @@ class TrainedModel:
             raise UserError(_does_not_fit(error, like)) from error
 
     def _restore(self, like: Params) -> Params:
-        """Each device reads its own share: no parameter is ever whole on one of several."""
+        """Read the parameters; each device reads only its own shards."""
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
             restored = checkpoints.restore_model(by_layer(like, self.model.stack), self.step)
@@ -108,27 +108,27 @@ def open_run(
     step: int | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> TrainedModel:
-    """Opens a run directory, or one of its checkpoints.
+    """Open a run directory, or one of its checkpoints.
 
     Args:
-        path: either.
-        overrides: settings over the run's config, such as "--distributed.tp=2". Whatever mesh the
-            run was trained on, by default all devices are `dp_shard`.
-        step: the checkpoint to take; by default the newest, or the one that `path` names.
+        path: path of either.
+        overrides: settings over the run's config, such as "--distributed.tp=2". By default all
+            devices are `dp_shard`, whatever the mesh of training was.
+        step: step of the checkpoint; by default the newest, or the one that `path` names.
         devices: the devices to use; all by default.
 
     Raises:
-        UserError: there is no such checkpoint, or the config cannot run on these devices.
+        UserError: the checkpoint does not exist, or the config cannot run on these devices.
     """
     run, step = _find(path, step)
     config = run_directory.read_config(run, [*_ANY_MESH, *overrides, *_NO_TRAINING])
     devices = list(jax.devices() if devices is None else devices)
-    # No microbatches are accumulated: as many as stages are what their rules ask for.
+    # No accumulation; pipeline stages require at least as many microbatches as stages.
     train = config.train.model_copy(update={"grad_accum_steps": config.distributed.pp})
     config = config.model_copy(update={"train": train})
     rules.check(config, len(devices))
     trained = TrainedModel(run, step, Program(config, make_mesh(config, devices)))
-    _ = trained.model  # refuses an unregistered name before anything else is looked at
+    _ = trained.model  # raises for an unregistered model before the checkpoint is read
     return trained
 
 

@@ -1,7 +1,7 @@
 """Attention kernels of `flash.py` for GPUs, in Pallas with Triton lowering.
 
-Each program has one block of queries or of keys, and visits blocks of the other side: those that
-its queries see wholly, then those that it must mask. Scores are powers of two, not of e.
+Each program has one block of queries or keys, and visits blocks of the other kind: first the wholly
+visible blocks, then those that need a mask. Exponentials use base 2 instead of e.
 
 Q: queries of a block; T: keys of a block; H: head in memory, a power of two.
 """
@@ -21,9 +21,9 @@ from jaxforge.kernels.scoring import soft_cap_slope
 
 LOG2E = math.log2(math.e)
 
-Ref = Any  # to global memory
-Carry = Any  # arrays of a loop
-Where = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and documents of some rows
+Ref = Any  # reference to global memory
+Carry = Any  # carry of a loop
+TokenInfo = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions, documents
 
 
 class Tiles(NamedTuple):
@@ -35,15 +35,15 @@ class Tiles(NamedTuple):
     stages: int
 
 
-class Kind(NamedTuple):
+class KernelConfig(NamedTuple):
     """Compile-time constants of a kernel.
 
     Attributes:
-        tiles: of its blocks.
-        head: width of heads, padded in memory to the next power of two.
-        group: query heads of a program.
-        scale: of products.
-        softcap: of scores.
+        tiles: block sizes and compiler options.
+        head: width of heads, padded in registers to the next power of two.
+        group: number of query heads of a program.
+        scale: factor of query-key products.
+        softcap: soft cap of scores; None: none.
     """
 
     tiles: Tiles
@@ -54,12 +54,12 @@ class Kind(NamedTuple):
 
     @property
     def in_memory(self) -> int:
-        """Width of the tiles of heads."""
+        """Width of tiles: the head width, padded to a power of two."""
         return pl.next_power_of_2(self.head)
 
     @property
     def factor(self) -> float:
-        """Return the factor that turns `scores` into exponents of two."""
+        """Factor that converts `scores` to exponents of base 2."""
         return LOG2E * (self.scale if self.softcap is None else 1)
 
     def scores(self, products: Array) -> Array:
@@ -70,26 +70,26 @@ class Kind(NamedTuple):
         return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))  # tanh, also of large x
 
 
-# Visibility comes from positions and documents only, never from an S x S mask in memory. A block of
-# rows with its `spans` (first, whole, whole_end, end) along the other side:
+# Visibility comes from positions and documents only, never from an S x S mask in memory. The blocks
+# that a block visits, by its `block_ranges` (first, whole, whole_end, end):
 #
 # first     whole          whole_end      end
 # |  masked  |  no mask     |   masked     |      blocks outside of [first, end) are not visited
 class TokenBlock(NamedTuple):
-    """References to the rows of one side: positions, and documents or None."""
+    """References to positions and documents (or None) of queries or keys."""
 
-    at: Ref
-    of: Ref | None
+    positions: Ref
+    documents: Ref | None
 
-    def rows(self, rows: Any) -> Where:  # noqa: ANN401
-        """Positions and documents of some."""
-        return self.at[rows], None if self.of is None else self.of[rows]
+    def rows(self, rows: Any) -> TokenInfo:  # noqa: ANN401
+        """Load positions and documents of rows."""
+        return self.positions[rows], None if self.documents is None else self.documents[rows]
 
 
 def _seen(
-    queries: Where, keys: Where, window: Ref | None, *, transposed: bool = False
+    queries: TokenInfo, keys: TokenInfo, window: Ref | None, *, transposed: bool = False
 ) -> Bool[Array, "Q T"]:
-    """Who sees whom, by positions and documents; transposed, for each key by which queries."""
+    """Return the mask of visible pairs, [Q, T], or [T, Q] if transposed."""
 
     def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
         if transposed:
@@ -103,8 +103,8 @@ def _seen(
 
 
 def flash_forward(
-    kind: Kind,
-    spans: Ref,
+    config: KernelConfig,
+    block_ranges: Ref,
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
@@ -115,43 +115,43 @@ def flash_forward(
     o_ref: Ref,
     lse_ref: Ref,
 ) -> None:
-    """Output [Q, H] and logsumexp [Q] of a block of queries of one head."""
+    """Compute output [Q, H] and logsumexp [Q] of a block of queries of one head."""
     # Online softmax in base 2: acc = Σ 2^(s - top) v, total = Σ 2^(s - top), top = running maximum
     # of s = score * factor. One exp2 per score, and no division until the end.
-    q_QH = _load(kind, q_ref)
+    q_QH = _load(config, q_ref)
     of_queries = queries.rows(...)
 
     def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
         acc_QH, top_Q, total_Q = carry
-        rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
-        scores_QT = kind.scores(triton.dot(q_QH, _load(kind, k_ref.at[rows, :]).T))
+        rows = pl.ds(block * config.tiles.keys, config.tiles.keys)
+        scores_QT = config.scores(triton.dot(q_QH, _load(config, k_ref.at[rows, :]).T))
         if masked:
             scores_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), scores_QT, -jnp.inf)
-        new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * kind.factor)
+        new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * config.factor)
         # A row that has seen nothing has top = -inf; -inf - -inf would be NaN, so its base is 0.
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
-        weights_QT = jnp.exp2(scores_QT * kind.factor - base_Q[:, None])
-        kept_Q = jnp.exp2(top_Q - base_Q)
-        values_TH = _load(kind, v_ref.at[rows, :])
-        more_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
-        total_Q = total_Q * kept_Q + jnp.sum(weights_QT, axis=1)
-        return acc_QH * kept_Q[:, None] + more_QH, new_Q, total_Q
+        weights_QT = jnp.exp2(scores_QT * config.factor - base_Q[:, None])
+        rescale_Q = jnp.exp2(top_Q - base_Q)
+        values_TH = _load(config, v_ref.at[rows, :])
+        values_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
+        total_Q = total_Q * rescale_Q + jnp.sum(weights_QT, axis=1)
+        return acc_QH * rescale_Q[:, None] + values_QH, new_Q, total_Q
 
-    n = kind.tiles.queries
+    n = config.tiles.queries
     # A sink starts as a score of weight 1 without a value.
     top, total = -jnp.inf, 0.0
     if sinks is not None:
         top, total = sinks[pl.program_id(1)].astype(jnp.float32) * LOG2E, 1.0
-    first = zeros((n, kind.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
-    acc_QH, top_Q, total_Q = _visit(spans, step, first)
+    first = zeros((n, config.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
+    acc_QH, top_Q, total_Q = _visit(block_ranges, step, first)
     # Back to base e: the logsumexp is merged with parts from other kernels.
     lse_ref[...] = top_Q / LOG2E + jnp.log(total_Q)
-    _store(kind, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
+    _store(config, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
 
 
 def flash_dq(
-    kind: Kind,
-    spans: Ref,
+    config: KernelConfig,
+    block_ranges: Ref,
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
@@ -163,32 +163,32 @@ def flash_dq(
     delta_ref: Ref,
     dq_ref: Ref,
 ) -> None:
-    """Gradient [Q, H] of a block of queries of one head."""
-    q_QH, do_QH = _load(kind, q_ref), _load(kind, do_ref)
+    """Compute the gradient [Q, H] of a block of queries of one head."""
+    q_QH, do_QH = _load(config, q_ref), _load(config, do_ref)
     of_queries = queries.rows(...)
     lse_Q, delta_Q = lse_ref[...] * LOG2E, delta_ref[...]
 
     def step(block: Array, dq_QH: Carry, *, masked: bool) -> Carry:
-        rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
-        k_TH, v_TH = _load(kind, k_ref.at[rows, :]), _load(kind, v_ref.at[rows, :])
-        scores_QT = kind.scores(triton.dot(q_QH, k_TH.T))
-        weights_QT = jnp.exp2(scores_QT * kind.factor - lse_Q[:, None])
+        rows = pl.ds(block * config.tiles.keys, config.tiles.keys)
+        k_TH, v_TH = _load(config, k_ref.at[rows, :]), _load(config, v_ref.at[rows, :])
+        scores_QT = config.scores(triton.dot(q_QH, k_TH.T))
+        weights_QT = jnp.exp2(scores_QT * config.factor - lse_Q[:, None])
         if masked:
             weights_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), weights_QT, 0.0)
         # dS = P (dP - δ), with P from the saved logsumexp: nothing of the forward pass is stored
         # per pair.
         ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
-        if kind.softcap is not None:
-            ds_QT *= soft_cap_slope(scores_QT, kind.softcap)
+        if config.softcap is not None:
+            ds_QT *= soft_cap_slope(scores_QT, config.softcap)
         return dq_QH + triton.dot(ds_QT.astype(k_TH.dtype), k_TH)
 
-    dq_QH = _visit(spans, step, zeros((kind.tiles.queries, kind.in_memory)))
-    _store(kind, dq_ref, dq_QH * kind.scale)
+    dq_QH = _visit(block_ranges, step, zeros((config.tiles.queries, config.in_memory)))
+    _store(config, dq_ref, dq_QH * config.scale)
 
 
 def flash_dkv(
-    kind: Kind,
-    spans: Ref,
+    config: KernelConfig,
+    block_ranges: Ref,
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
@@ -201,57 +201,61 @@ def flash_dkv(
     dk_ref: Ref,
     dv_ref: Ref,
 ) -> None:
-    """Gradients [T, H] of a block of keys and values, summed over `group` heads of queries.
+    """Compute gradients [T, H] of a block of keys and values, summed over `group` query heads.
 
-    Scores are transposed: what is multiplied with queries stays in registers.
+    Scores are transposed, [T, Q], so that the left operand of products with queries is in
+    registers.
     """
-    # One program owns a block of keys and adds up over all queries that see it: no atomics. The
-    # heads of queries that share this key head are a loop.
-    k_TH, v_TH = _load(kind, k_ref), _load(kind, v_ref)
+    # One program owns a block of keys and sums over all queries that see it, without atomics. A
+    # loop runs over the query heads that share this key head.
+    k_TH, v_TH = _load(config, k_ref), _load(config, v_ref)
     of_keys = keys.rows(...)
 
     def of_head(head: Array, carry: Carry) -> Carry:
         def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
             dk_TH, dv_TH = carry
-            rows = pl.ds(block * kind.tiles.queries, kind.tiles.queries)
-            q_QH = _load(kind, q_ref.at[rows, head, :])
-            do_QH = _load(kind, do_ref.at[rows, head, :])
-            scores_TQ = kind.scores(triton.dot(k_TH, q_QH.T))
-            weights_TQ = jnp.exp2(scores_TQ * kind.factor - (lse_ref[head, rows] * LOG2E)[None])
+            rows = pl.ds(block * config.tiles.queries, config.tiles.queries)
+            q_QH = _load(config, q_ref.at[rows, head, :])
+            do_QH = _load(config, do_ref.at[rows, head, :])
+            scores_TQ = config.scores(triton.dot(k_TH, q_QH.T))
+            weights_TQ = jnp.exp2(scores_TQ * config.factor - (lse_ref[head, rows] * LOG2E)[None])
             if masked:
                 seen = _seen(queries.rows(rows), of_keys, window, transposed=True)
                 weights_TQ = jnp.where(seen, weights_TQ, 0.0)
             dv_TH += triton.dot(weights_TQ.astype(do_QH.dtype), do_QH)
             ds_TQ = weights_TQ * (triton.dot(v_TH, do_QH.T) - delta_ref[head, rows][None])
-            if kind.softcap is not None:
-                ds_TQ *= soft_cap_slope(scores_TQ, kind.softcap)
+            if config.softcap is not None:
+                ds_TQ *= soft_cap_slope(scores_TQ, config.softcap)
             return dk_TH + triton.dot(ds_TQ.astype(q_QH.dtype), q_QH), dv_TH
 
-        return _visit(spans, step, carry)
+        return _visit(block_ranges, step, carry)
 
-    carry = zeros((kind.tiles.keys, kind.in_memory)), zeros((kind.tiles.keys, kind.in_memory))
-    if kind.group == 1:
+    carry = (
+        zeros((config.tiles.keys, config.in_memory)),
+        zeros((config.tiles.keys, config.in_memory)),
+    )
+    if config.group == 1:
         dk_TH, dv_TH = of_head(jnp.int32(0), carry)
     else:
-        dk_TH, dv_TH = jax.lax.fori_loop(0, kind.group, of_head, carry)
-    _store(kind, dk_ref, dk_TH * kind.scale)
-    _store(kind, dv_ref, dv_TH)
+        dk_TH, dv_TH = jax.lax.fori_loop(0, config.group, of_head, carry)
+    _store(config, dk_ref, dk_TH * config.scale)
+    _store(config, dv_ref, dv_TH)
 
 
-def _visit(spans: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
-    """Blocks that are seen wholly, from `whole` on, then those on both sides of them."""
-    # Two loops instead of a branch in one: unmasked blocks, the majority, need no comparisons.
-    first, whole, whole_end, end = (spans[i] for i in range(4))
-    between = whole_end - whole
+def _visit(block_ranges: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
+    """Run `step` on the wholly visible blocks, then on the blocks before and after them."""
+    # Two loops instead of a branch in one loop: unmasked blocks need no comparisons.
+    first, whole, whole_end, end = (block_ranges[i] for i in range(4))
+    n_whole = whole_end - whole
     carry = jax.lax.fori_loop(
         whole, whole_end, lambda block, carry: step(block, carry, masked=False), carry
     )
 
     def at_edge(i: Array, carry: Carry) -> Carry:
         block = first + i
-        return step(jnp.where(block < whole, block, block + between), carry, masked=True)
+        return step(jnp.where(block < whole, block, block + n_whole), carry, masked=True)
 
-    return jax.lax.fori_loop(0, end - first - between, at_edge, carry)
+    return jax.lax.fori_loop(0, end - first - n_whole, at_edge, carry)
 
 
 def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -259,17 +263,17 @@ def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
     return jnp.zeros(shape, jnp.float32)
 
 
-def _load(kind: Kind, ref: Ref) -> Float[Array, "rows H"]:
-    """Rows of heads; beyond their width, zeros."""
-    if kind.head == kind.in_memory:
+def _load(config: KernelConfig, ref: Ref) -> Float[Array, "rows H"]:
+    """Load rows of heads, with zeros beyond their width."""
+    if config.head == config.in_memory:
         return triton.load(ref)
-    return triton.load(ref, mask=_in_head(kind), other=0.0)
+    return triton.load(ref, mask=_in_head(config), other=0.0)
 
 
-def _store(kind: Kind, ref: Ref, value: Float[Array, "rows H"]) -> None:
-    mask = None if kind.head == kind.in_memory else _in_head(kind)
+def _store(config: KernelConfig, ref: Ref, value: Float[Array, "rows H"]) -> None:
+    mask = None if config.head == config.in_memory else _in_head(config)
     triton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
-def _in_head(kind: Kind) -> Bool[Array, "1 H"]:
-    return (jnp.arange(kind.in_memory) < kind.head)[None]
+def _in_head(config: KernelConfig) -> Bool[Array, "1 H"]:
+    return (jnp.arange(config.in_memory) < config.head)[None]

@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Max
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
-from jaxforge.kernels.attention_backends import Scoring, attend_over, masked_attention
-from jaxforge.kernels.context_parallel import attend_in_context, context_size
+from jaxforge.kernels.attention_backends import Scoring, attend_with_masks, masked_attention
+from jaxforge.kernels.context_parallel import attend_across_devices, context_size
 from jaxforge.kernels.fp8 import LayerPrecision
-from jaxforge.kernels.masking import chunk_of, visible, window_of
+from jaxforge.kernels.masking import select_chunk, select_window, visible
 from jaxforge.model import mup
 from jaxforge.model.attention_weights import attention_weights
 from jaxforge.model.linear import Declare, Linear, normal
@@ -31,11 +31,11 @@ class Context(NamedTuple):
     """Properties of the tokens of a batch, shared by all layers.
 
     Attributes:
-        positions: position of each token in its sequence; None: token i stands at i.
-        segment_ids: document of each token; None: one document a row.
-        rotations: the angles of the positions, by each of `LayerPlan.ropes`.
-        loss_weights: what a layer's terms of the loss count for; None where nothing is trained.
-        is_padding: which tokens go to no expert; None: each token goes to its experts.
+        positions: position of each token in its sequence; None: token i is at position i.
+        segment_ids: document of each token; None: each row is one document.
+        rotations: rotary angles of the positions for each of `LayerPlan.ropes`.
+        loss_weights: weights of the layers' loss terms; None outside of training.
+        is_padding: tokens that are routed to no expert; None: there is no padding.
     """
 
     positions: Int[Array, "b s"] | None = None
@@ -50,33 +50,33 @@ class Context(NamedTuple):
             return self.rotations[kind.rope]
         if len(self.rotations) == 1:
             return self.rotations[0]
-        return jax.tree.map(lambda *of_ropes: jnp.stack(of_ropes)[kind.rope], *self.rotations)
+        return jax.tree.map(lambda *angles: jnp.stack(angles)[kind.rope], *self.rotations)
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens so far, after rotation; outside the scan, of all layers."""
+    """Rotated keys and values of the tokens so far; outside of the layer scan, stacked by layer."""
 
     k: Float[Array, "b t kv h"]
     v: Float[Array, "b t kv h"]
 
     def write(self, k: Array, v: Array, positions: Int[Array, "b s"]) -> "KVCache":
-        """The cache with new rows at `positions`, which may differ between sequences."""
-        # Row by row, so that nothing crosses devices where rows are split over them.
-        put = jax.vmap(lambda old, new, at: old.at[at].set(new))
-        return KVCache(put(self.k, k, positions), put(self.v, v, positions))
+        """Return the cache with new rows at `positions`, which may differ between sequences."""
+        # Mapped over rows: a scatter over the batch dimension would communicate between devices.
+        write_rows = jax.vmap(lambda old, new, at: old.at[at].set(new))
+        return KVCache(write_rows(self.k, k, positions), write_rows(self.v, v, positions))
 
 
 class Capture(NamedTuple):
     """The activations that each layer returns (`LayerOut.activations`).
 
-        attention           the attention's sum for the residual stream, [b, s, d]
-        mlp                 the same of the feed-forward, or of experts
-        residual            the output of the layer
-        attention_weights   of each query and key, after the softmax, [b, heads, s, s]; computed by
-                            a softmax of their own
+        attention           output of attention that is added to the residual stream, [b, s, d]
+        mlp                 output of the feed-forward or experts, [b, s, d]
+        residual            output of the layer, [b, s, d]
+        attention_weights   weight of each key for each query, [b, heads, s, s], by an explicit
+                            softmax
 
     Attributes:
-        points: their names (`config.points`).
+        points: names of the activations (`config.points`).
         reduce: (name, value) -> the value to return.
     """
 
@@ -84,7 +84,7 @@ class Capture(NamedTuple):
     reduce: Callable[[str, Array], Array] = lambda name, value: value
 
     def collect(self, values: Mapping[str, Array | None]) -> dict[str, Array]:
-        """Return the wanted ones of a layer's values, by name."""
+        """Return the captured values of a layer, by name."""
         return {
             name: self.reduce(name, value)
             for name, value in values.items()
@@ -112,12 +112,12 @@ class LayerSettings(NamedTuple):
 
 
 class LayerOut(NamedTuple):
-    """Outputs of a layer in addition to x; outside the scan, of all layers.
+    """Outputs of a layer in addition to x; outside of the layer scan, stacked by layer.
 
     All layers of a model use the same names; a layer without a value has 0.
 
     Attributes:
-        cache: the extended cache, if there was one.
+        cache: the extended cache, if the layer was given one.
         aux: auxiliary outputs.
         activations: the captured activations, by name.
     """
@@ -131,9 +131,9 @@ class AttentionOut(NamedTuple):
     """Outputs of attention.
 
     Attributes:
-        y: sum for the residual stream.
-        cache: the extended cache, if there was one.
-        amax: amax of the linear layers, where the layer records them.
+        y: output to add to the residual stream.
+        cache: the extended cache, if attention was given one.
+        amax: amax of the linear layers, if the layer records them.
         weights: the attention weights, if they are captured.
     """
 
@@ -146,8 +146,8 @@ class AttentionOut(NamedTuple):
 class Attention(nnx.Module):
     """Attention of `n_heads` query and `kv_heads` key/value heads; optional RMSNorm on q and k.
 
-    Optional sinks: a logit of each head next to its scores, of no value (gpt-oss,
-    arXiv:2508.10925). The heads together may be wider or narrower than the residual stream.
+    Optional sinks: one extra logit per head that joins the scores and has no value (gpt-oss,
+    arXiv:2508.10925). `n_heads * head_size` may differ from the width of the residual stream.
     """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
@@ -181,65 +181,61 @@ class Attention(nnx.Module):
         settings: LayerSettings,
         precision: LayerPrecision | None = None,
     ) -> AttentionOut:
-        """Attend within `x`, or, with a cache, to the earlier tokens as well."""
+        """Attend to the tokens of `x` and, with a cache, to all earlier tokens."""
         kind, plan, runtime, capture = settings
-        # A record of its own: values cannot leave a `jax.checkpoint` except as its outputs.
+        # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
         precision = precision and dataclasses.replace(precision, amax={})
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
         if c.qk_norm and c.qk_norm_scope == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BSHh, k_BSKh = self._heads(q, "heads"), self._heads(k, "kv_heads")
+        q_BSHh, k_BSKh = self._split_heads(q, "heads"), self._split_heads(k, "kv_heads")
         if c.qk_norm and c.qk_norm_scope == "head":
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
-        v_BSKh = self._heads(self.v_proj(x_BSD, precision), "kv_heads")
-        if plan.turns(kind):
-            by = context.rotation(kind)
-            turn = functools.partial(rotate, by=by, rope_as_matmul=runtime.rope_as_matmul)
-            q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
+        v_BSKh = self._split_heads(self.v_proj(x_BSD, precision), "kv_heads")
+        if plan.has_rope(kind):
+            rope = functools.partial(
+                rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
+            )
+            q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
+        # Scores are float32, so sinks are, too.
+        sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
         weights = None
         if cache is None:
             if ATTENTION_WEIGHTS in capture.points:
-                assert context_size() == 1  # or no device has all keys
+                assert context_size() == 1  # otherwise no device has all keys
                 weights = attention_weights(
-                    plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring,
-                    self._sinks(),
-                )  # fmt: skip
-            attend: Callable[..., Array] = attend_over
+                    plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring, sinks
+                )
+            attend: Callable[..., Array] = attend_with_masks
             kernel = runtime.attention
             if context_size() > 1:
-                attend = functools.partial(attend_in_context, runtime.context)
+                attend = functools.partial(attend_across_devices, runtime.context)
                 kernel = runtime.ring if runtime.context == "ring" else kernel
             y_BSHh = attend(
                 kernel, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh,
-                context.segment_ids, context.positions, self.scoring, self._sinks(),
+                context.segment_ids, context.positions, self.scoring, sinks,
             )  # fmt: skip
         else:
             assert context.positions is not None
-            assert context.segment_ids is None  # no cache holds packed documents
+            assert context.segment_ids is None  # a cache holds one document per row
             cache = cache.write(k_BSKh, v_BSKh, context.positions)
             at = context.positions[..., None], jnp.arange(cache.k.shape[1])
             seen_BST = visible(
-                *at, window_of(plan.masks, kind.mask), chunk_of(plan.masks, kind.mask)
+                *at, select_window(plan.masks, kind.mask), select_chunk(plan.masks, kind.mask)
             )
-            y_BSHh = masked_attention(
-                q_BSHh, *cache, seen_BST[:, None], self.scoring, self._sinks()
-            )
-        y_BSHh = _of_heads(y_BSHh, "heads")
+            y_BSHh = masked_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
+        y_BSHh = _constrain_heads(y_BSHh, "heads")
         y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
         return AttentionOut(y_BSD, cache, precision.amax if precision else {}, weights)
 
-    def _sinks(self) -> Float[Array, "heads"] | None:
-        """Float32, as scores are."""
-        return self.sinks[...].astype(jnp.float32) if self.config.attention_sinks else None
-
-    def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
-        return _of_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
+    def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
+        return _constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
 
 
-def _of_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:
+def _constrain_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:
     return constrain(x_BSHh, "batch", "context", axis, None)
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Initial std of the two matrices that write to the residual stream: init_std / √(2 L)."""
+    """Return the initial std of matrices that write to the residual stream: init_std / √(2 L)."""
     return config.init_std / (2 * config.n_layers) ** 0.5

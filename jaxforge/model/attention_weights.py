@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.kernels.attention_backends import Keys, Queries, SegmentIds, Sinks, softmax_weights
-from jaxforge.kernels.masking import Mask, chunk_ids, chunk_of, visible, window_of
+from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel.sharding import constrain
 
 
 def attention_weights(
     masks: Sequence[Mask],
-    which: int | Int[Array, ""],
+    mask_index: int | Int[Array, ""],
     q: Queries,
     k: Keys,
     segment_ids: SegmentIds,
@@ -23,18 +23,18 @@ def attention_weights(
     """Return the weight of every key for every query of its sequence, 0 for invisible keys.
 
     Args:
-        masks: as of `LayerPlan`.
-        which: of them.
+        masks: masks of the layers (`LayerPlan.masks`).
+        mask_index: index of the layer's mask in `masks`.
         q: queries.
         k: keys.
-        segment_ids: of packed documents.
-        scoring: what becomes of products of queries and keys.
-        sinks: a logit of each head that joins its scores: a row then adds up to less than 1.
+        segment_ids: documents of packed rows.
+        scoring: scale and soft cap of the scores.
+        sinks: an extra logit per head; weights then sum to less than 1.
     """
     batch, length, heads, _ = q.shape
     tokens = jnp.arange(length)
-    seen_BST = visible(tokens[:, None], tokens, window_of(masks, which))[None]
-    if (chunk := chunk_of(masks, which)) is not None:
+    seen_BST = visible(tokens[:, None], tokens, select_window(masks, mask_index))[None]
+    if (chunk := select_chunk(masks, mask_index)) is not None:
         segment_ids = chunk_ids(batch, length, chunk, segment_ids)
     if segment_ids is not None:
         seen_BST = seen_BST & (segment_ids[:, :, None] == segment_ids[:, None, :])

@@ -1,9 +1,15 @@
-"""Decoding many prompts at once with a cache, on any mesh.
+"""Batched decoding with a key/value cache, on any mesh.
 
-A batch is [rows, length]: prompts of different lengths, each at its own position, padded to a
-length out of a few (16, 32, 64 ...) so that few programs are compiled. Rows are split over the data
-axes and heads over tp, in the cache too. What a row draws depends on the seed and on the prompt's
-number alone, so that it does not feel which others are in its batch.
+A batch is [rows, length]. Prompts of different lengths are padded on the right to a power of two
+(16, 32, 64 ...), so that few programs are compiled. Rows are split over the data axes and heads
+over `tp`, in the cache as well. The draws of a row depend only on the seed and the prompt's number,
+not on the other prompts of its batch.
+
+Columns of the cache for a prompt of 3 tokens in a bucket of 8 (p prompt, x padding, g generated):
+
+    after the prompt    p p p x x x x x . . .    the mask ends at the query's own position, so
+    after turn 1        p p p g x x x x . . .    no real token sees x; generated token t is
+    after turn 2        p p p g g x x x . . .    written to column lengths + t
 """
 
 import dataclasses
@@ -24,9 +30,9 @@ from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import constrain
 
-_SHORTEST = 16  # tokens that the shortest prompts are padded to
-_TURNS = 16  # between two looks at whether a batch is finished
-_NO_EOS = -1
+_SHORTEST = 16  # length that shorter prompts are padded to
+_TURNS = 16  # turns between two checks of whether a batch has finished
+_NO_EOS = -1  # equals no token id
 
 
 class Completion(NamedTuple):
@@ -42,15 +48,15 @@ class Completion(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """A batch in the course of decoding.
+    """State of a batch that is being decoded.
 
     Attributes:
         cache: keys and values so far.
-        keys: what each row draws with.
-        lengths: tokens of each prompt.
-        tokens: tokens generated; columns from `turn` on are still 0.
-        turn: how many columns of `tokens` are filled.
-        ended: rows that have met their end-of-text; what they get from then on is void.
+        keys: random key of each row.
+        lengths: number of tokens of each prompt.
+        tokens: generated tokens; columns from `turn` on are still 0.
+        turn: number of columns of `tokens` that are filled.
+        ended: rows that have drawn an end-of-text id; their later tokens are meaningless.
     """
 
     cache: KVCache
@@ -63,17 +69,17 @@ class Decoding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """Continues prompts.
+    """Decoder of batches of prompts.
 
     Attributes:
         model: the model.
-        params: its parameters.
-        max_tokens: tokens to add to each prompt, at least one.
-        sampling: how tokens are drawn.
-        eos_ids: ids that end a row; without any, rows end only by `max_tokens`.
+        params: parameters of the model.
+        max_tokens: tokens to generate for each prompt, at least 1.
+        sampling: settings of the draws.
+        eos_ids: ids that end a row; if empty, rows end only at `max_tokens`.
         seed: seed of the draws.
-        mesh: where the parameters lie, set by `jax.set_mesh` too; None: no mesh.
-        rows: prompts at a time, at least; batches are filled up to it, so that all are of one size.
+        mesh: mesh of the parameters, which is also the current mesh; None: no mesh.
+        rows: minimum number of rows; smaller batches are padded, so that one program serves all.
     """
 
     model: Model
@@ -86,18 +92,18 @@ class Decoder:
     rows: int = 1
 
     def stream(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int | None]]:
-        """Continues prompts 0, 1, 2 ..., a token a turn.
+        """Continue prompts 0, 1, 2 ..., one token per turn.
 
         Yields:
-            The next token of each prompt; None for those that have ended.
+            The next token of each prompt; None for prompts that have ended.
         """
         batch = self._start(prompts, range(len(prompts)))
         for turn in range(self.max_tokens):
             if turn:
                 batch = self._advance(batch, turn + 1)
             tokens, ended = jax.device_get((batch.tokens[:, turn], batch.ended))
-            ends = zip(tokens, ended, range(len(prompts)), strict=False)
-            yield [None if end else int(token) for token, end, _ in ends]
+            of_prompts = zip(tokens, ended, range(len(prompts)), strict=False)  # without padding
+            yield [None if end else int(token) for token, end, _ in of_prompts]
             if ended.all():
                 return
 
@@ -107,15 +113,18 @@ class Decoder:
         numbers: Sequence[int],
         is_enough: Callable[[list[int]], bool] | None = None,
     ) -> list[Completion]:
-        """Continues one batch to its end, without a word to the host on the way.
+        """Complete one batch of prompts in a single loop on the device.
 
         Args:
             prompts: token ids, at least one each.
-            numbers: the number of each prompt among all; decides its draws.
-            is_enough: whether a completion needs no more tokens. The batch then ends soon after
-                all of its rows have enough; the host looks every few turns.
+            numbers: number of each prompt among all prompts, which determines its draws.
+            is_enough: returns whether a completion needs no more tokens. The batch then ends soon
+                after all rows have enough; the host checks every few turns.
         """
         batch, turn = self._start(prompts, numbers), 1
+        # Reading the state makes the host wait for the device. So it checks every `_TURNS` turns,
+        # and only if `is_enough` may end the batch early: the device's loop stops by itself when
+        # all rows have drawn end-of-text.
         while True:
             turn = min(turn + _TURNS, self.max_tokens) if is_enough else self.max_tokens
             batch = self._advance(batch, turn)
@@ -134,7 +143,7 @@ class Decoder:
         return Completion(tokens, "length") if end is None else Completion(tokens[:end], "stop")
 
     def _start(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> Decoding:
-        """The batch with the first token of each row; rows without a prompt have ended."""
+        """Return the batch with the first token of each row; rows without a prompt have ended."""
         rows = padded_rows(max(self.rows, len(prompts)), self.mesh)
         longest = max(map(len, prompts))
         length = padded_length(longest, self.model.config.max_seq_len, self.mesh)
@@ -158,7 +167,7 @@ class Decoder:
 
     @cached_property
     def _seed_words(self) -> np.ndarray:
-        """The key of `seed` as the host's words: the same for all processes."""
+        """Return the key of `seed` as host data, which is equal on all processes."""
         return np.asarray(jax.random.key_data(jax.random.key(self.seed)))
 
 
@@ -175,10 +184,11 @@ def _start(
     ended: Bool[Array, "b"],
     eos: Int[Array, "e"],
 ) -> Decoding:
-    """Reads the prompts and draws the first tokens."""
+    """Run the prompts through the model and draw the first tokens."""
     rows, length = prompts.shape
-    numbered = jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(seed_words)))
-    # What a short prompt's padding leaves in the cache is overwritten before it can be seen.
+    key_of_number = jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(seed_words)))
+    # Keys of padding are in the cache, but generated tokens overwrite them before a query's own
+    # position, where its mask ends, reaches them.
     positions = jnp.broadcast_to(jnp.arange(length), prompts.shape)
     cache = _split(model.empty_cache(rows, length + max_tokens))
     is_padding = (positions >= lengths[:, None]) | ended[:, None]
@@ -186,7 +196,7 @@ def _start(
         params, prompts, positions, cache, only=lengths - 1, is_padding=is_padding
     )
     tokens = jnp.zeros((rows, max_tokens), jnp.int32)
-    batch = Decoding(cache, numbered(numbers), lengths, tokens, jnp.int32(0), ended)
+    batch = Decoding(cache, key_of_number(numbers), lengths, tokens, jnp.int32(0), ended)
     return _readable(_draw(batch, logits, cache, sampling, eos))
 
 
@@ -199,22 +209,28 @@ def _advance(
     until: Int[Array, ""],
     eos: Int[Array, "e"],
 ) -> Decoding:
-    """Goes on to turn `until`, or till every row has ended."""
+    """Decode up to turn `until`, or until every row has ended."""
 
-    def turn(batch: Decoding) -> Decoding:
+    def decode_turn(batch: Decoding) -> Decoding:
+        # The newest token is in column `turn - 1`. Its keys go to the cache at its position. Rows
+        # that have ended stay in the batch (static shapes), but are routed to no expert.
         latest = jax.lax.dynamic_slice_in_dim(batch.tokens, batch.turn - 1, 1, axis=1)
         at = batch.lengths[:, None] + batch.turn - 1
         is_padding = batch.ended[:, None]
         logits, cache = model.extend(params, latest, at, batch.cache, is_padding=is_padding)
         return _draw(batch, logits, cache, sampling, eos)
 
-    return _readable(jax.lax.while_loop(lambda b: (b.turn < until) & ~b.ended.all(), turn, batch))
+    def is_unfinished(batch: Decoding) -> Array:
+        return (batch.turn < until) & ~batch.ended.all()
+
+    return _readable(jax.lax.while_loop(is_unfinished, decode_turn, batch))
 
 
 def _draw(
     batch: Decoding, logits: Array, cache: KVCache, sampling: Sampling, eos: Array
 ) -> Decoding:
-    """The batch a turn later."""
+    """Return the batch with the next token of each row."""
+    # A key per (seed, prompt number, turn): the draw does not depend on batch or mesh.
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, batch.turn)
     drawn = sample(constrain(logits[:, 0], "batch", None), sampling, keys).astype(jnp.int32)
     tokens = jax.lax.dynamic_update_slice_in_dim(batch.tokens, drawn[:, None], batch.turn, axis=1)
@@ -229,7 +245,7 @@ def _readable(batch: Decoding) -> Decoding:
 
 
 def _split(cache: KVCache) -> KVCache:
-    """Rows over the data axes, heads over tp; positions and a head's numbers whole."""
+    """Split the rows of a cache over the data axes and its heads over `tp`."""
     axes = (LAYERS, "batch", None, "kv_heads", None)
     split: Any = jax.tree.map(lambda x: constrain(x, *axes), cache)
     return split
@@ -241,15 +257,18 @@ def padded_rows(rows: int, mesh: Mesh | None) -> int:
 
 
 def padded_batch(n: int, most: int, mesh: Mesh | None) -> int:
-    """Rows of each batch of n things: `most`, or, for fewer, the next power of two."""
+    """Return the batch size for n sequences: the next power of two, limited to `most`."""
     return padded_rows(min(most, 1 << max(0, n - 1).bit_length()), mesh)
 
 
 def padded_length(length: int, most: int, mesh: Mesh | None) -> int:
-    """The next power of two, but no longer than `most` where that is enough."""
-    parts = mesh.shape["cp"] * mesh.shape["tp"] if mesh else 1
+    """Return the next power of two, limited to `most` if `length` allows it.
+
+    Sequences are split over `cp` and `tp`, so the result is a multiple of both together.
+    """
+    shares = mesh.shape["cp"] * mesh.shape["tp"] if mesh else 1
     bucket = max(_SHORTEST, 1 << (length - 1).bit_length())
-    return _round_up(max(length, min(bucket, most)), parts)
+    return _round_up(max(length, min(bucket, most)), shares)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -1,11 +1,11 @@
-"""The experts: each token's rows go to its experts, through their matrices, and back.
+"""Experts of a mixture: dispatch of tokens, grouped feed-forward products, and combination.
 
-On each device on its own, manual over all mesh axes (`_on_each_device`): rows are sorted by expert,
-and products of rows and experts are grouped (`model/grouped.py`), so that no token is dropped and
-nothing is multiplied in vain. With `distributed.ep`, experts are spread: rows travel to the device
-of their expert by an all-to-all, and back. Its buffers have room for some more rows than an even
-load has (`_HEADROOM`); rows for which there is none go in further rounds, which are skipped as a
-rule, so that neither memory nor traffic is that of the worst load, and no row is lost.
+The code runs per device, manual over all mesh axes (`_run_per_device`). Rows are sorted by expert,
+and the products of rows and experts are grouped (`kernels/grouped.py`), so that no token is dropped
+and no product is padded to the largest expert. With `distributed.ep`, experts are split over
+devices, and an all-to-all moves rows to the device of their expert and back. The buffers of the
+all-to-all hold `_HEADROOM` times the rows of an even load. Excess rows take further rounds, which
+are usually skipped. So memory and traffic do not follow the worst load, and no row is lost.
 """
 
 import functools
@@ -23,16 +23,16 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.kernels.fp8 import Scaled
 from jaxforge.kernels.grouped import grouped_matmul
-from jaxforge.kernels.grouped_fp8 import by_expert, grouped_matmul_fp8
+from jaxforge.kernels.grouped_fp8 import grouped_matmul_fp8, quantize_experts
 from jaxforge.model.attention import residual_std
 from jaxforge.model.dispatch import (
     Assignments,
-    reordered,
-    sorted_order,
-    sorted_places,
-    summed,
-    to_rows,
-    weights_of_rows,
+    gather_tokens,
+    gather_weights,
+    permute_rows,
+    sort_assignments,
+    sort_by_key,
+    sum_by_token,
 )
 from jaxforge.model.linear import Declare, normal
 from jaxforge.model.mlp import activated
@@ -45,34 +45,33 @@ from jaxforge.parallel.sharding import (
     compute_axes,
 )
 
-_HEADROOM = 1.5  # rows in a round, relative to an even load
+_HEADROOM = 1.5  # rows of a round relative to an even load
 
 
-Part = TypeVar("Part")
+Leaf = TypeVar("Leaf")
 
 
-class Gathered(NamedTuple, Generic[Part]):
-    """A projection of all experts, whole but for experts and what `tp` splits; or how that is laid
-    out.
+class GatheredLinear(NamedTuple, Generic[Leaf]):
+    """A projection of all experts, gathered except over `ep` and `tp`; or its partition specs.
 
     Attributes:
         weight: [E, out, in], in the dtype of products, or in 8 bits.
         bias: [E, out], if there is one.
-        gradient: zeros like the weight, whose gradient is the weight's where that is added up in
-            another dtype than products are made in, or these are made in 8 bits.
+        gradient: zeros like the weight, which receive its gradient if that has another dtype than
+            the products, or if these are in 8 bits. None: the weight receives it.
     """
 
-    weight: Part | Scaled
-    bias: Part | None
-    gradient: Part | None
+    weight: Leaf | Scaled
+    bias: Leaf | None
+    gradient: Leaf | None
 
 
-Linears = dict[str, Gathered[Array]]
-"""By name of a projection."""
+Linears = dict[str, GatheredLinear[Array]]
+"""Projections by name."""
 Operands = tuple[Array, Array, Linears]
-"""Tokens, weights of their experts, and the experts' matrices."""
+"""Tokens, weights of their experts, and the experts' projections."""
 Round = Callable[[Array | int, Operands, "_Load"], Array]
-"""(number, operands, load) -> what the tokens that take part in that round get of it."""
+"""(number, operands, load) -> the tokens' sum of the outputs of that round."""
 
 
 class ExpertLinear(nnx.Module):
@@ -89,42 +88,47 @@ class ExpertLinear(nnx.Module):
         if config.mlp_bias:
             self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
 
-    def gathered(self, dtype: jnp.dtype, in_8_bits: bool) -> Gathered[Array]:
-        """Return the matrices for products in `dtype`, or in 8 bits if the experts have those."""
+    def gathered(self, dtype: jnp.dtype, in_8_bits: bool) -> GatheredLinear[Array]:
+        """Return the matrices for products in `dtype`, or in 8 bits if the experts use them."""
         weight = self.weight[...]
         if self.in_8_bits and in_8_bits:
             return self._gathered_in_8_bits(weight, dtype)
         whole = collectives.all_gather_weight(weight.astype(dtype), self.axes)
-        if not self._is_reduced_apart(dtype):
-            return Gathered(whole, self.bias[...].astype(dtype) if self.has_bias else None, None)
+        if not self._reduces_in_other_dtype(dtype):
+            return GatheredLinear(
+                whole, self.bias[...].astype(dtype) if self.has_bias else None, None
+            )
+        # The gradient flows to zeros of the reduction's dtype instead of through the cast of the
+        # weight: devices then sum it before it is rounded to `dtype`.
         gradient = collectives.gradient_of(weight, self.axes, self.reduce_dtype)
         bias = self.bias[...].astype(self.reduce_dtype) if self.has_bias else None
-        return Gathered(jax.lax.stop_gradient(whole), bias, gradient)
+        return GatheredLinear(jax.lax.stop_gradient(whole), bias, gradient)
 
-    def _gathered_in_8_bits(self, weight: Array, dtype: jnp.dtype) -> Gathered[Array]:
-        own = by_expert(jax.lax.stop_gradient(weight.astype(dtype)))
+    def _gathered_in_8_bits(self, weight: Array, dtype: jnp.dtype) -> GatheredLinear[Array]:
+        # Quantized before they are gathered, so that values travel as one byte each.
+        own = quantize_experts(jax.lax.stop_gradient(weight.astype(dtype)))
         values = collectives.all_gather_weight(own.values, self.axes)
         sums = jnp.promote_types(self.reduce_dtype, dtype)
         gradient = collectives.gradient_of(weight, self.axes, sums)
         bias = self.bias[...].astype(sums) if self.has_bias else None
-        return Gathered(own._replace(values=values), bias, gradient)
+        return GatheredLinear(own._replace(values=values), bias, gradient)
 
-    def specs(self, dtype: jnp.dtype, in_8_bits: bool) -> Gathered[P]:
-        """Return how the arrays of `gathered` are split."""
+    def specs(self, dtype: jnp.dtype, in_8_bits: bool) -> GatheredLinear[P]:
+        """Return the partition specs of the arrays of `gathered`."""
         axes = compute_axes(self.axes)
         weight, bias = automatic_spec(*axes), automatic_spec(*axes[:2])
         if self.in_8_bits and in_8_bits:
             packed = Scaled._make((weight, automatic_spec(axes[0], None, None)))
-            return Gathered(packed, bias if self.has_bias else None, weight)
-        gradient = weight if self._is_reduced_apart(dtype) else None
-        return Gathered(weight, bias if self.has_bias else None, gradient)
+            return GatheredLinear(packed, bias if self.has_bias else None, weight)
+        gradient = weight if self._reduces_in_other_dtype(dtype) else None
+        return GatheredLinear(weight, bias if self.has_bias else None, gradient)
 
-    def _is_reduced_apart(self, dtype: jnp.dtype) -> bool:
+    def _reduces_in_other_dtype(self, dtype: jnp.dtype) -> bool:
         return collectives.reduces_in_other_dtype(self.reduce_dtype, dtype)
 
 
 class Experts(nnx.Module):
-    """down(act(gate(x)) · up(x)) of each expert, or down(act(up(x))) where there is no gate."""
+    """Experts: down(act(gate(x)) · up(x)) each, or down(act(up(x))) without a gate."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         embed, hidden = (config.dim, "expert_embed"), (config.expert_dim, "mlp")
@@ -144,14 +148,14 @@ class Experts(nnx.Module):
         has_padding: bool = False,
         in_8_bits: bool | Bool[Array, ""] = False,
     ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
-        """Return the weighted sum of the outputs of a token's experts, and the dropped tokens.
+        """Return the weighted sum of each token's expert outputs, and the number of dropped tokens.
 
         Args:
             x_BSD: tokens.
-            routing: where they go.
-            backend: the kernel of grouped products.
-            has_padding: whether some tokens go to no expert.
-            in_8_bits: whether products of the block are in 8 bits.
+            routing: experts of each token.
+            backend: kernel of the grouped products.
+            has_padding: whether some tokens are routed to no expert.
+            in_8_bits: whether the products of the block are in 8 bits.
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
         if not isinstance(in_8_bits, bool):
@@ -160,19 +164,19 @@ class Experts(nnx.Module):
         linears = {name: getattr(self, name).gathered(x_BSD.dtype, in_8_bits) for name in names}
         specs = {name: getattr(self, name).specs(x_BSD.dtype, in_8_bits) for name in names}
         run = functools.partial(_run, self.config, backend, has_padding)
-        return _on_each_device(run, specs, x_BSD, routing, linears)
+        return _run_per_device(run, specs, x_BSD, routing, linears)
 
 
-def _on_each_device(
+def _run_per_device(
     run: Callable[..., tuple[Array, Array]],
     specs: PyTree,
     x_BSD: Float[Array, "b s d"],
     routing: Routing,
     linears: Linears,
 ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
-    """Runs a function of what one device has, and adds up what was dropped."""
+    """Run a per-device function on all devices, and sum the number of dropped tokens."""
     axes, choice = automatic_axes(), (routing.experts, routing.weights)
-    if axes_size(axes) == 1:  # alone: XLA:CPU would copy all that it exchanges with nobody
+    if axes_size(axes) == 1:  # XLA:CPU would copy the operands of collectives over one device
         y_BSD, dropped = run(x_BSD, choice, linears)
     else:
         tokens = automatic_spec("batch", "context", None)
@@ -181,7 +185,7 @@ def _on_each_device(
             in_specs=(tokens, (tokens, tokens), specs),
             out_specs=(tokens, automatic_spec("tokens")),
             axis_names=axes,
-            check_vma=False,  # kernels do not tell over which axes results vary
+            check_vma=False,  # kernels do not declare the mesh axes that their results vary over
         )(x_BSD, choice, linears)
     return y_BSD, jnp.sum(dropped)
 
@@ -203,12 +207,17 @@ def _run(
     mlp = functools.partial(_mlp, config, backend)
     # Shapes on one device, T tokens with K experts each, N = T K assignments, E local experts:
     #
-    # x_TD [T, D] --to_rows--> rows [N, D] sorted by expert --mlp--> [N, D] --summed--> y_TD [T, D]
-    # sizes_E [E] rows of each expert; the grouped products skip experts without rows.
+    #   x_TD  [T, D]
+    #     | gather_tokens
+    #   rows  [N, D], sorted by expert; sizes_E [E]: number of rows of each expert
+    #     | mlp: grouped products, which skip experts without rows
+    #   rows  [N, D]
+    #     | sum_by_token
+    #   y_TD  [T, D]
     if collectives.axis_size(EXPERTS) == 1:
-        assignments, sizes_E = sorted_places(expert_TK, config.num_experts)
-        rows = to_rows(x_TD, assignments), weights_of_rows(weight_TK, assignments)
-        y_TD = summed(mlp(linears, *rows, sizes_E), assignments)
+        assignments, sizes_E = sort_assignments(expert_TK, config.num_experts)
+        rows = gather_tokens(x_TD, assignments), gather_weights(weight_TK, assignments)
+        y_TD = sum_by_token(mlp(linears, *rows, sizes_E), assignments)
     else:
         y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
     # The feed-forward dimension is split over tp: each device has a partial sum.
@@ -228,9 +237,9 @@ def _mlp(
     weight_N: Float[Array, "n"],
     sizes_E: Int[Array, "e"],
 ) -> Float[Array, "n d"]:
-    """Rows sorted by expert, through the matrices of their experts, times their weights.
+    """Apply each expert to its rows, and multiply the outputs by the weights of the rows.
 
-    The weight comes before the last matrix, so that its gradient needs no row of the result.
+    Weights are applied before the last matrix, so that their gradient does not need the output.
     """
 
     def apply(name: str, rows: Array) -> Array:
@@ -252,9 +261,9 @@ def _mlp(
 def _bias_of_rows(
     bias_EO: Float[Array, "e o"], sizes_E: Int[Array, "e"], n: int, name: str
 ) -> Float[Array, "n o"]:
-    """The bias of each row's expert, 0 where it has none.
+    """Return the bias of each row's expert, 0 for rows without an expert.
 
-    Of what is summed over `tp` afterwards, on one device.
+    The output of `down_proj` is summed over `tp`, so that only one of those devices adds the bias.
     """
     expert_N = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(n), side="right")
     if name == "down_proj":
@@ -265,36 +274,34 @@ def _bias_of_rows(
 def _within_capacity(
     expert_TK: Int[Array, "t k"], config: ModelConfig, has_padding: bool
 ) -> Int[Array, "t k"]:
-    """Replace experts whose capacity is used up by `num_experts`.
+    """Replace experts beyond their capacity by `num_experts`.
 
-    As in KempnerForge: an expert first takes tokens for which it is the first choice, then the
-    second and so on, in the order of the microbatch, which devices share. Padding takes no place,
-    and the capacity is that of the other tokens.
+    As in KempnerForge, the capacity holds for each expert and each rank of choice: an expert takes
+    up to `capacity` tokens as their first choice, as many as their second, and so on, in the order
+    of the microbatch over all devices. Padding uses no capacity, which is computed from the number
+    of real tokens.
     """
     tokens, k = expert_TK.shape
     n = config.num_experts
-    capacities = _capacities(tokens * collectives.axis_size("tokens"), config)
+    # Capacity of a microbatch of 0, 1, 2 ... tokens, computed in float64 on the host.
+    even = np.arange(tokens * collectives.axis_size("tokens") + 1) * k / n
+    capacities = np.maximum(1, np.ceil(even * config.moe_capacity_factor)).astype(np.int32)
     capacity: int | Array = int(capacities[-1])
     if has_padding:
-        real = collectives.psum(jnp.sum(expert_TK[:, 0] < n, dtype=jnp.int32), "tokens")
-        least = np.searchsorted(capacities, np.arange(1, capacities[-1] + 1))  # tokens for so much
-        capacity = jnp.sum(jnp.asarray(least) <= real)
+        # Only the device knows the number of real tokens: count the capacities that they reach.
+        n_real = collectives.psum(jnp.sum(expert_TK[:, 0] < n, dtype=jnp.int32), "tokens")
+        least_tokens = np.searchsorted(capacities, np.arange(1, capacities[-1] + 1))
+        capacity = jnp.sum(jnp.asarray(least_tokens) <= n_real)
     # A slot is (expert, rank of the choice). Sorting assignments by slot gives each its rank within
     # the slot; adding the tokens of the devices before this one makes the rank global, so that
     # capacity does not depend on how devices share the microbatch.
     slot_TK = expert_TK * k + jnp.arange(k)
-    assignments, sizes = sorted_places(slot_TK, n * k)
+    assignments, sizes = sort_assignments(slot_TK, n * k)
     before = jnp.cumsum(sizes) - sizes
     rank_TK = (
         assignments.row - before[slot_TK] + collectives.exclusive_cumsum(sizes, "tokens")[slot_TK]
     )
     return jnp.where(rank_TK < capacity, expert_TK, n)
-
-
-def _capacities(tokens: int, config: ModelConfig) -> Int[np.ndarray, "n"]:
-    """Return how many tokens an expert takes of a microbatch of 0 to `tokens` tokens."""
-    even = np.arange(tokens + 1) * config.moe_top_k / config.num_experts
-    return np.maximum(1, np.ceil(even * config.moe_capacity_factor)).astype(np.int32)
 
 
 def _by_all_to_all(
@@ -305,17 +312,19 @@ def _by_all_to_all(
     linears: Linears,
     n_experts: int,
 ) -> Float[Array, "t d"]:
-    """Run experts that are spread over devices, in as many rounds as the fullest device needs."""
+    """Run experts that are split over devices, in as many rounds as the fullest device needs."""
     devices, (tokens, k) = collectives.axis_size(EXPERTS), expert_TK.shape
     # Static shapes: a round moves `room` rows from each device to each device. Balanced routing
-    # needs T K / devices; headroom covers the usual imbalance, and further rounds the rest.
+    # needs T K / devices rows; the headroom covers the usual imbalance, further rounds the excess.
     #
-    # device d                       device p (experts p E/P ...)
-    # rows for device 0 [room] --+ rows for device 1 [room] --+-- all_to_all --> [devices x room]
-    # --sort--> mlp --unsort--+
-    # ...                                                                                    |
-    # y_TD <-- summed <-- all_to_all <--------------------------------------------------------
-    most = tokens * min(k, n_experts // devices)  # a token's experts differ
+    #   on the tokens' device                       on the experts' device
+    #
+    #   x_TD --gather_tokens--> [devices, room] --all-to-all--> [devices * room]
+    #                                                             | sort by expert
+    #                                                             | mlp
+    #                                                             | inverse order
+    #   y_TD <--sum_by_token--- [devices, room] <--all-to-all-- [devices * room]
+    most = tokens * min(k, n_experts // devices)  # the experts of a token are distinct
     room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
     load = _load_of_devices(expert_TK, n_experts, devices)
 
@@ -325,24 +334,24 @@ def _by_all_to_all(
 
     def run_round(number: Array | int, operands: Operands, load: _Load) -> Array:
         x_TD, weight_TK, linears = operands
-        assignments = _places_in_round(load, number * room, room)
+        assignments = _assignments_in_round(load, number * room, room)
         # Unused rows get an expert number out of range: they sort to the end, and no product
         # touches them.
         expert = load.local_expert.at[assignments.assignment].get(
             mode="fill", fill_value=n_experts // devices
         )
-        order, sizes = sorted_order(exchange(expert), n_experts // devices)
-        rows, weights = to_rows(x_TD, assignments), weights_of_rows(weight_TK, assignments)
-        rows, weights = (reordered(exchange(each), order) for each in (rows, weights))
-        back = exchange(reordered(mlp(linears, rows, weights, sizes), order.back))
-        return summed(back, assignments)
+        order, sizes = sort_by_key(exchange(expert), n_experts // devices)
+        rows, weights = gather_tokens(x_TD, assignments), gather_weights(weight_TK, assignments)
+        rows, weights = (permute_rows(exchange(x), order) for x in (rows, weights))
+        outputs = permute_rows(mlp(linears, rows, weights, sizes), order.inverse)
+        return sum_by_token(exchange(outputs), assignments)
 
     operands = (x_TD, weight_TK, linears)
     y_TD = run_round(0, operands, load)
     if (rounds := -(-most // room)) > 1:
         # The branch must be the same on all devices, because it contains collectives.
         fullest = collectives.pmax(jnp.max(load.sizes), "tokens")
-        y_TD = y_TD + _further(run_round, rounds, fullest > room, operands, load)
+        y_TD = y_TD + _further_rounds(run_round, rounds, fullest > room, operands, load)
     return y_TD
 
 
@@ -350,11 +359,11 @@ class _Load(NamedTuple):
     """Number of rows that a device sends to each device with experts.
 
     Attributes:
-        assignments: (token, choice) pairs in the order of their experts.
-        device: where each assignment goes.
-        local_expert: the expert there of each assignment, by number.
-        sizes: how many go to each device.
-        first: the first row of each device.
+        assignments: rows of (token, choice) pairs in the order of their experts.
+        device: device of each assignment's expert.
+        local_expert: index of each assignment's expert on its device.
+        sizes: number of rows for each device.
+        first: first row for each device.
     """
 
     assignments: Assignments
@@ -365,21 +374,22 @@ class _Load(NamedTuple):
 
 
 def _load_of_devices(expert_TK: Int[Array, "t k"], n_experts: int, devices: int) -> _Load:
-    assignments, sizes_E = sorted_places(expert_TK, n_experts)
+    assignments, sizes_E = sort_assignments(expert_TK, n_experts)
     sizes = jnp.sum(sizes_E.reshape(devices, -1), axis=1)
-    each = n_experts // devices
-    device = jnp.minimum(expert_TK // each, devices - 1)
+    n_local = n_experts // devices
+    device = jnp.minimum(expert_TK // n_local, devices - 1)  # of padding, any: it has no row
     return _Load(
-        assignments, device, expert_TK.reshape(-1) % each, sizes, jnp.cumsum(sizes) - sizes
+        assignments, device, expert_TK.reshape(-1) % n_local, sizes, jnp.cumsum(sizes) - sizes
     )
 
 
-def _places_in_round(load: _Load, begin: Array | int, room: int) -> Assignments:
-    """Rows [devices x room]: of each device's load, `room` assignments from `begin` on."""
+def _assignments_in_round(load: _Load, begin: Array | int, room: int) -> Assignments:
+    """Return the assignments of rows [devices * room]: for each device, `room` from `begin` on."""
     none, at = load.local_expert.shape[0], begin + jnp.arange(room)
     position = load.first[:, None] + at
     assignment = load.assignments.assignment.at[position].get(mode="fill", fill_value=none)
     assignment = jnp.where(at < load.sizes[:, None], assignment, none)
+    # The inverse: an assignment is in this round if its rank among those for its device is.
     slot = load.assignments.row - load.first[load.device] - begin
     is_in = (slot >= 0) & (slot < room) & (load.assignments.row < none)
     row = jnp.where(is_in, load.device * room + slot, assignment.size)
@@ -387,44 +397,44 @@ def _places_in_round(load: _Load, begin: Array | int, room: int) -> Assignments:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _further(
+def _further_rounds(
     round_: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load
 ) -> Array:
-    """All rounds but the first, if needed. Nothing is saved: the backward runs them again."""
+    """Run all rounds but the first, if needed. The backward pass recomputes them."""
     return jax.lax.cond(
         is_needed,
-        functools.partial(_all_further, round_, rounds),
+        functools.partial(_sum_of_rounds, round_, rounds),
         lambda operands, load: jnp.zeros_like(operands[0]),
         operands,
         load,
     )
 
 
-def _all_further(round_: Round, rounds: int, operands: Operands, load: _Load) -> Array:
+def _sum_of_rounds(round_: Round, rounds: int, operands: Operands, load: _Load) -> Array:
     # `checkpoint`: a round's exchanged rows are recomputed in the backward pass instead of saved.
-    def add(y_TD: Array, number: Array) -> tuple[Array, None]:
+    def add_round(y_TD: Array, number: Array) -> tuple[Array, None]:
         return y_TD + jax.checkpoint(round_)(number, operands, load), None
 
-    return jax.lax.scan(add, jnp.zeros_like(operands[0]), jnp.arange(1, rounds))[0]
+    return jax.lax.scan(add_round, jnp.zeros_like(operands[0]), jnp.arange(1, rounds))[0]
 
 
-def _further_back(
+def _further_rounds_backward(
     round_: Round, rounds: int, saved: tuple[Array, Operands, _Load], d_y: Array
 ) -> tuple[None, Operands, None]:
     is_needed, operands, load = saved
 
-    def back(operands: Operands, load: _Load, d_y: Array) -> Operands:
-        return jax.vjp(lambda o: _all_further(round_, rounds, o, load), operands)[1](d_y)[0]
+    def recompute(operands: Operands, load: _Load, d_y: Array) -> Operands:
+        return jax.vjp(lambda o: _sum_of_rounds(round_, rounds, o, load), operands)[1](d_y)[0]
 
-    def nothing(operands: Operands, load: _Load, d_y: Array) -> Operands:
+    def zeros(operands: Operands, load: _Load, d_y: Array) -> Operands:
         return jax.tree.map(jnp.zeros_like, operands)
 
     # `cond` inside a custom_vjp: plain autodiff of `cond` would save the residuals of both
     # branches.
-    return None, jax.lax.cond(is_needed, back, nothing, operands, load, d_y), None
+    return None, jax.lax.cond(is_needed, recompute, zeros, operands, load, d_y), None
 
 
-_further.defvjp(
-    lambda run_round, rounds, *saved: (_further(run_round, rounds, *saved), saved),
-    _further_back,
+_further_rounds.defvjp(
+    lambda run_round, rounds, *saved: (_further_rounds(run_round, rounds, *saved), saved),
+    _further_rounds_backward,
 )

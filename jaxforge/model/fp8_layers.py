@@ -1,8 +1,8 @@
-"""Linear layers that multiply in 8 bits, and the amax history of their scales.
+"""Selection of linear layers that multiply in 8 bits, and the amax history of their scales.
 
-Never: embedding, output head (its product is in the loss), norms, routers. By default not experts
-either, as in KempnerForge, nor the first and the last layer, as in Megatron-LM's
-`--first-last-layers-bf16`.
+Embedding, output head (its product is part of the loss), norms and routers never multiply in 8
+bits. By default neither do experts, as in KempnerForge, nor the first and the last layer, as with
+Megatron-LM's `--first-last-layers-bf16`.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.plan import LayerPlan
 
 Params = dict[str, Any]
-"""As of `model.transformer`."""
+"""Nested dicts of arrays, as in `model.transformer`."""
 
 
 _ADA = (8, 9)  # the first compute capability with products in 8 bits
@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
 
     @classmethod
     def of(cls, train: TrainConfig) -> "Recipe | None":
-        """None where nothing is multiplied so."""
+        """Return the recipe of a `[train]` section, or None if it does not multiply in 8 bits."""
         if train.mixed_precision != "fp8":
             return None
         return cls(
@@ -51,18 +51,18 @@ class Recipe(NamedTuple):
         )
 
 
-def marked(plan: LayerPlan, recipe: Recipe) -> LayerPlan:
-    """The plan, whose layers know whether they stay in bf16; as it is where none does."""
+def mark_bf16_layers(plan: LayerPlan, recipe: Recipe) -> LayerPlan:
+    """Return the plan with the layers marked that stay in bf16; unchanged if none does."""
     n = len(plan.layers)
     if not (recipe.at_start or recipe.at_end):
         return plan
-    stays = [i < recipe.at_start or i >= n - recipe.at_end for i in range(n)]
-    layers = zip(plan.layers, stays, strict=True)
+    in_bf16 = [i < recipe.at_start or i >= n - recipe.at_end for i in range(n)]
+    layers = zip(plan.layers, in_bf16, strict=True)
     return plan._replace(layers=tuple(kind._replace(in_bf16=bf16) for kind, bf16 in layers))
 
 
 def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: Declare) -> None:
-    """Set the linear layers of a declared model to 8 bits, and name them to its blocks."""
+    """Set the linear layers of a declared model to 8 bits, and list their names in its blocks."""
     names: dict[str, None] = {}
     for stack, rows in config.stacks.items():
         for path, linear in nnx.iter_modules(getattr(module, stack)):
@@ -94,13 +94,13 @@ def describe_products(recipe: Recipe, platform: str, capability: str | None, kin
     """Return a description of how a platform computes products in 8 bits, for the log.
 
     Args:
-        recipe: of the run.
+        recipe: the recipe of the run.
         platform: "cpu", "gpu" or "tpu".
-        capability: compute capability of a GPU; None: not known.
-        kind: what JAX calls the device.
+        capability: compute capability of a GPU; None: unknown.
+        kind: JAX's `device_kind`.
 
     Raises:
-        UserError: a GPU that does not know the formats.
+        UserError: the GPU does not support the 8-bit formats.
     """
     if platform == "gpu" and capability and tuple(map(int, capability.split("."))) < _ADA:
         raise UserError(
@@ -116,9 +116,10 @@ def describe_products(recipe: Recipe, platform: str, capability: str | None, kin
 
 
 def next_histories(config: ModelConfig, state: Params, amax: dict[str, Max]) -> Params:
-    """Return the amax histories after an update: the newest first, without the oldest.
+    """Return the amax histories after an update, newest first; the oldest entry is dropped.
 
-    An amax that is not finite becomes 0: it would be the largest for a long time.
+    An amax that is not finite is stored as 0. It would otherwise dominate the maximum until it
+    leaves the history.
 
     Args:
         config: the model.

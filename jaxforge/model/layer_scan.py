@@ -1,4 +1,4 @@
-"""Layers in their order, as a scan over the periods of their plan."""
+"""Execution of a plan's layers in order, with a scan over its periods."""
 
 import functools
 from collections import Counter
@@ -12,69 +12,73 @@ from jaxtyping import Array, PyTree
 from jaxforge.model.plan import LayerKind, LayerPlan
 
 Layer = Callable[[Array, PyTree], tuple[Array, PyTree]]
-"""A layer: (x, its parameters and other arrays) -> x, and its other outputs."""
+"""(x, (parameters, other inputs)) -> (x, other outputs)."""
 
 
-class Rows(NamedTuple):
+class LayerInputs(NamedTuple):
     """Per-layer inputs of a layer scan.
 
     Attributes:
-        stacks: parameters by stack, one row for each of its layers.
-        others: the rest, one row for each layer.
+        stacks: stacked parameters by name of the stack, with a row per layer of the stack.
+        others: other inputs, such as the cache, with a row per layer of the model.
     """
 
     stacks: Mapping[str, PyTree]
     others: PyTree
 
 
-class Part(NamedTuple):
+class LayerGroup(NamedTuple):
     """Consecutive layers of a plan.
 
     Attributes:
-        run: x -> x after the layers, and their other outputs, stacked.
-        is_scanned: whether the outputs are stacked twice: by period, and by layer in each.
+        run: x -> (x after the layers, stacked other outputs).
+        is_scanned: whether outputs are stacked as [periods, layers of a period, ...].
     """
 
     run: Callable[[Array], tuple[Array, PyTree]]
     is_scanned: bool
 
 
-def parts_of(
+def split_into_groups(
     plan: LayerPlan,
     layer: Callable[[LayerKind, str, bool], Layer],
-    rows: Rows,
+    rows: LayerInputs,
     unroll: int,
-) -> Iterator[Part]:
+) -> Iterator[LayerGroup]:
     """Split a plan into leading layers, repeated periods (one scan) and remaining layers.
 
     Args:
         plan: the kind of each layer.
-        layer: (kind, name of the stack, whether in a loop) -> a layer.
-        rows: the arrays of the layers.
-        unroll: layers in an iteration of the loop.
+        layer: (kind, name of the stack, whether in a loop) -> the layer function.
+        rows: inputs of the layers.
+        unroll: number of layers per iteration of the loop.
     """
     leading, length, repeats = period = plan.period
 
-    def run(layers: Sequence[int], in_loop: bool, x_BSD: Array, rows: Rows) -> tuple[Array, PyTree]:
+    def run(
+        layers: Sequence[int], in_loop: bool, x_BSD: Array, rows: LayerInputs
+    ) -> tuple[Array, PyTree]:
         outs, used = [], Counter[str]()
         for i, number in enumerate(layers):
             stack = plan.stacks[number]
-            own = _row(rows.stacks[stack], used[stack]), _row(rows.others, i)
-            x_BSD, out = layer(plan.layers[number], stack, in_loop)(x_BSD, own)
+            row = _row(rows.stacks[stack], used[stack]), _row(rows.others, i)
+            x_BSD, out = layer(plan.layers[number], stack, in_loop)(x_BSD, row)
             outs.append(out)
             used[stack] += 1
-        return x_BSD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *outs)
+        return x_BSD, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
-    def in_order(first: int, end: int) -> Part:
-        own = _rows_of(rows, plan, slice(first, end))
-        return Part(functools.partial(run, range(first, end), False, rows=own), is_scanned=False)
+    def in_order(first: int, end: int) -> LayerGroup:
+        group_rows = _slice_layers(rows, plan, slice(first, end))
+        body = functools.partial(run, range(first, end), False, rows=group_rows)
+        return LayerGroup(body, is_scanned=False)
 
-    def scanned() -> Part:
-        own = _rows_of(rows, plan, slice(leading, period.end))
-        own = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), own)
+    def scanned() -> LayerGroup:
+        # Rows of L layers become [periods, layers of a period, ...]; the scan runs over periods.
+        group_rows = _slice_layers(rows, plan, slice(leading, period.end))
+        xs = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), group_rows)
         body = functools.partial(run, range(leading, leading + length), repeats > 1)
-        scan = functools.partial(jax.lax.scan, body, xs=own, unroll=max(1, unroll // length))
-        return Part(scan, is_scanned=True)
+        scan = functools.partial(jax.lax.scan, body, xs=xs, unroll=max(1, unroll // length))
+        return LayerGroup(scan, is_scanned=True)
 
     if leading:
         yield in_order(0, leading)
@@ -83,20 +87,20 @@ def parts_of(
         yield in_order(period.end, len(plan.layers))
 
 
-def flattened(outs: PyTree) -> PyTree:
-    """Return outputs [periods, layers, ...] of a scan as [periods x layers, ...]."""
+def flatten_periods(outs: PyTree) -> PyTree:
+    """Reshape outputs [periods, layers, ...] of a scan to [periods * layers, ...]."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outs)
 
 
-def _rows_of(rows: Rows, plan: LayerPlan, layers: slice) -> Rows:
-    """Return the rows of consecutive layers; stacks without any of these layers are left out."""
-    ours = {stack: plan.rows_in(stack, layers) for stack in rows.stacks}
+def _slice_layers(rows: LayerInputs, plan: LayerPlan, layers: slice) -> LayerInputs:
+    """Return the rows of consecutive layers, without stacks that have none of these layers."""
+    slices = {stack: plan.stack_rows(stack, layers) for stack in rows.stacks}
     stacks = {
         stack: jax.tree.map(lambda leaf, at=at: leaf[at], rows.stacks[stack])
-        for stack, at in ours.items()
+        for stack, at in slices.items()
         if at.stop > at.start
     }
-    return Rows(stacks, jax.tree.map(lambda leaf: leaf[layers], rows.others))
+    return LayerInputs(stacks, jax.tree.map(lambda leaf: leaf[layers], rows.others))
 
 
 def _row(stacked: PyTree, row: int) -> PyTree:

@@ -1,4 +1,4 @@
-"""Matrices: the declaration that every parameter shares, linear maps and the token embedding."""
+"""Declaration of parameters, linear layers and table lookups such as the token embedding."""
 
 import functools
 from collections.abc import Callable
@@ -29,17 +29,17 @@ FLOAT32 = jnp.dtype(jnp.float32)
 
 
 class Untrained(nnx.Variable):
-    """A float array that no gradient moves: `state.train_state.TrainState.model_state`."""
+    """Non-trainable float array, stored in `state.train_state.TrainState.model_state`."""
 
 
 class Backward(NamedTuple):
     """Backward pass of a product with a matrix that is split over devices.
 
     Attributes:
-        dtype: in which devices add up their gradients of it.
-        regathers: gathers the matrix again, instead of keeping whole what the forward pass has
-            gathered: for blocks that are not computed again. Activations of feed-forwards are
-            computed again for the same blocks.
+        dtype: dtype in which devices sum their gradients of the matrix.
+        regathers: whether the backward pass gathers the matrix again instead of keeping the whole
+            matrix from the forward pass. Set for blocks that are not rematerialized; their
+            feed-forwards also recompute activations.
     """
 
     dtype: jnp.dtype = FLOAT32
@@ -47,15 +47,15 @@ class Backward(NamedTuple):
 
 
 class Declare(NamedTuple):
-    """Declares parameters: shape, dtype, initial values and logical axes, each said once.
+    """Declaration of parameters: shape, dtype, initial values and logical axes.
 
     Attributes:
         rngs: source of the initial values.
         dtype: dtype that parameters are stored in.
-        layers: how many layers share a declaration; they are stacked along a leading axis.
-        backward: through a matrix.
-        init_factor: on the initial values of a parameter, by its logical axes (`model.mup`).
-        splits_sequences: as of `Runtime`.
+        layers: number of layers that share a declaration, stacked along a leading axis.
+        backward: backward pass of products with matrices.
+        init_factor: logical axes -> factor of the initial values (`model.mup`).
+        splits_sequences: see `Runtime`.
     """
 
     rngs: nnx.Rngs
@@ -66,7 +66,7 @@ class Declare(NamedTuple):
     splits_sequences: bool = False
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
-        """A parameter.
+        """Declare a parameter.
 
         Args:
             shape: shape in one layer.
@@ -94,27 +94,27 @@ def is_matrix(axes: Axes) -> bool:
 
 
 def normal(std: float) -> Initializer:
-    """N(0, std²), not truncated."""
+    """Return an initializer that draws from N(0, std²), not truncated."""
     return jax.nn.initializers.normal(std)
 
 
 def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
-    """A multiple, in the dtype of x; x itself where the factor is 1."""
+    """Return x times a factor in the dtype of x; x itself if the factor is 1."""
     return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 class Linear(nnx.Module):
-    """y = x Wᵀ + b. `weight` is [out, in] as in torch, so that conversions need no transpose.
+    """Linear layer y = x Wᵀ + b. `weight` is [out, in] as in torch: conversions do not transpose.
 
     Args:
         out: (size, logical axis) of the output dimension.
         inp: (size, logical axis) of the input dimension.
         std: standard deviation of the initial weights.
-        declare: makes the parameters.
-        bias: whether there is b, which begins at zero.
+        declare: declares the parameters.
+        bias: whether there is a bias, initially zero.
 
     Attributes:
-        fp8: how it multiplies in layers whose products are in 8 bits; None: as in others.
+        fp8: settings of 8-bit products; None: the layer never multiplies in 8 bits.
     """
 
     def __init__(
@@ -144,42 +144,38 @@ class Linear(nnx.Module):
             precision: precision of the block; None where the model has no layers in 8 bits.
 
         Raises:
-            UserError: the layer multiplies in 8 bits, and a block of one's own gave no precision.
+            UserError: the layer multiplies in 8 bits, and a custom block passed no precision.
         """
         bias = self.bias[...] if self.has_bias else None
         x_PSI = parts_of_sequences(x)
         rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, x.shape[-1])
         if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
-            product = product_for(self.backward, x.dtype)
+            product = select_product(self.backward, x.dtype)
             y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
         elif precision is None:
             raise UserError(
                 f"linear layer {self.fp8.name} multiplies in 8 bits and was called without a "
-                "precision. Pass it that of the block (docs/library.md), or name it in "
+                "precision. Pass the precision of the block (docs/library.md), or add the layer to "
                 "train.fp8_exclude"
             )
         else:
-            y = fp8.product(self.fp8, rows, self.weight[...], bias, self._amaxes(), precision)
+            amaxes = None
+            if hasattr(self, "input_amax_history"):  # delayed scaling
+                maxima = (jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES)
+                amaxes = fp8.Amaxes(*maxima)
+            y = fp8.product(self.fp8, rows, self.weight[...], bias, amaxes, precision)
         return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
 
-    def _amaxes(self) -> fp8.Amaxes | None:
-        """The largest of the last updates, where scales go by those."""
-        if not hasattr(self, "input_amax_history"):
-            return None
-        return fp8.Amaxes(*(jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES))
 
+def select_product(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:
+    """Return the product function of a linear layer for activations of a dtype.
 
-def product_for(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:
-    """Return the product of a linear layer whose activations have a dtype.
-
-    Called with the logical axes of the weight, the dtype of the result, `backward`, x (a row for
-    each token), and weight [out, in] and bias as they are stored.
+    Its arguments are the logical axes of the weight, the dtype of the result, `backward`, x (a row
+    per token), and the stored weight [out, in] and bias.
     """
-    return (
-        _product_reduced_apart
-        if collectives.reduces_in_other_dtype(backward.dtype, dtype)
-        else _product
-    )
+    if collectives.reduces_in_other_dtype(backward.dtype, dtype):
+        return _product_reduced_in_other_dtype
+    return _product
 
 
 def _product(
@@ -190,26 +186,27 @@ def _product(
     return y if bias is None else y + bias.astype(dtype)
 
 
-_product_reduced_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
-"""`_product` on devices that split the batch, and add up gradients in another dtype.
+_product_reduced_in_other_dtype = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
+"""`_product` on devices that split the batch and sum gradients in another dtype.
 
-Gradients of weight and bias are made in the dtype in which they are to be added up: XLA's
-partitioner adds up the products of split rows in the dtype of the products, before any cast. The
-saved weight is the device's own part, or the whole one that was gathered.
+Gradients of weight and bias are computed in the dtype of their sum over devices: XLA's partitioner
+sums the products of split rows in the dtype of the products, before any cast. The saved weight is
+the device's shard, or the gathered matrix.
 """
 
 
-def _reduced_apart_forward(
+def _product_forward(
     axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
 ) -> tuple[Array, tuple]:
-    # Policies of rematerialization see this product, and no weight that is one.
+    # Rematerialization policies see the product here. The weight is not a product, so that policies
+    # which save products do not save the gathered weight.
     weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
     saved, like = weight if backward.regathers else weight_OI, jnp.zeros((), weight.dtype)
     y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
     return y if bias is None else y + bias.astype(dtype), (x, saved, like, bias)
 
 
-def _reduced_apart_backward(
+def _product_backward(
     axes: Axes, dtype: jnp.dtype, backward: Backward, saved: tuple, d_y: Array
 ) -> tuple[Array, Array, Array | None]:
     x, weight_OI, like, bias = saved
@@ -225,111 +222,116 @@ def _reduced_apart_backward(
     return d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype)
 
 
-_product_reduced_apart.defvjp(_reduced_apart_forward, _reduced_apart_backward)
+_product_reduced_in_other_dtype.defvjp(_product_forward, _product_backward)
 
 
 class Embedding(nnx.Module):
-    """Rows of a [vocab, dim] table. The result has the dtype asked for; nothing is scaled."""
+    """Token embedding: rows of a [vocab, dim] table in a given dtype, not scaled."""
 
     def __init__(self, vocab: int, dim: int, *, std: float, declare: Declare) -> None:
         self.reduce_dtype = declare.backward.dtype
         self.weight = declare((vocab, dim), _TABLE, normal(std))
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
-        """Looks up `tokens`; ids outside the table are clamped (data is checked beforehand)."""
-        find = _rows_of_share if collectives.split_over("vocab") else _rows
-        return look_up(find, self.weight[...], tokens, _TABLE, dtype, self.reduce_dtype)
+        """Look up `tokens`; ids outside of the table are clamped (data is checked beforehand)."""
+        gather = _gather_from_shard if collectives.split_over("vocab") else _gather_rows
+        return look_up(gather, self.weight[...], tokens, _TABLE, dtype, self.reduce_dtype)
 
 
 _TABLE = ("vocab", "embed")
 
-Find = Callable[[Array, Array], Array]
-"""(table as it is stored, but in the dtype of the result, tokens) -> their rows."""
+Gather = Callable[[Array, Array], Array]
+"""(stored table in the dtype of the result, row indices) -> rows."""
 
 
 def look_up(
-    find: Find,
+    gather: Gather,
     weight: Float[Array, "v d"],
     tokens: Int[Array, "b s"],
     axes: Axes,
     dtype: jnp.dtype,
     reduce_dtype: jnp.dtype,
 ) -> Float[Array, "b s d"]:
-    """Rows of a table in `dtype`, by a function that finds them.
+    """Look up rows of a table in `dtype`.
 
     Args:
-        find: the function, differentiable in the table.
-        weight: the table as it is stored.
-        tokens: the rows' numbers.
+        gather: function that gathers the rows, differentiable with respect to the table.
+        weight: the stored table.
+        tokens: indices of the rows.
         axes: logical axes of the table.
-        dtype: of the result.
-        reduce_dtype: of the gradient of the table, as devices add it up.
+        dtype: dtype of the result.
+        reduce_dtype: dtype in which devices sum the gradient of the table.
     """
     if collectives.reduces_in_other_dtype(reduce_dtype, dtype):
-        return _look_up_reduced_apart(find, axes, dtype, reduce_dtype, weight, tokens)
-    return find(weight.astype(dtype), tokens)
+        return _look_up_reduced(gather, axes, dtype, reduce_dtype, weight, tokens)
+    return gather(weight.astype(dtype), tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _look_up_reduced_apart(
-    find: Find,
+def _look_up_reduced(
+    gather: Gather,
     axes: Axes,
     dtype: jnp.dtype,
     reduce_dtype: jnp.dtype,
     weight: Array,
     tokens: Array,
 ) -> Array:
-    """`look_up`, whose gradient of the table is made, and so added up, in `reduce_dtype`."""
-    return find(weight.astype(dtype), tokens)
+    """Look up rows; the gradient of the table is computed, and thus summed, in `reduce_dtype`."""
+    return gather(weight.astype(dtype), tokens)
 
 
-def _look_up_back(
-    find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, saved: tuple, d_y: Array
+def _look_up_backward(
+    gather: Gather, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, saved: tuple, d_y: Array
 ) -> tuple[Array, None]:
     weight, tokens = saved
-    _, back = jax.vjp(lambda table: find(table, tokens), weight.astype(reduce_dtype))
-    (gradient,) = back(d_y.astype(reduce_dtype))
+    _, pullback = jax.vjp(lambda table: gather(table, tokens), weight.astype(reduce_dtype))
+    (gradient,) = pullback(d_y.astype(reduce_dtype))
     return constrain(gradient, *axes).astype(weight.dtype), None
 
 
-_look_up_reduced_apart.defvjp(
-    lambda find, axes, dtype, reduce_dtype, *saved: (find(saved[0].astype(dtype), saved[1]), saved),
-    _look_up_back,
+_look_up_reduced.defvjp(
+    lambda gather, axes, dtype, reduce_dtype, weight, tokens: (
+        gather(weight.astype(dtype), tokens),
+        (weight, tokens),
+    ),
+    _look_up_backward,
 )
 
 
-def _rows(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+def _gather_rows(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
     rows = table[tokens]
     if automatic_size("context") == 1:
         return rows
-    # What splits the width is to split rows and tokens: one after the other, as XLA's partitioner
-    # would make all of it whole in between.
+    # The devices that split the width shall split rows and tokens. Two constraints, one for each
+    # dimension: with a single one XLA's partitioner gathers the whole array in between.
     return constrain(constrain(rows, "batch", None, "context"), "batch", "context", None)
 
 
-def _rows_of_share(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-    # Whole over all axes but the one taken over: XLA's partitioner fails on such a gather.
-    return _look_up(constrain(collectives.all_gather_weight(table, _TABLE), None, None), tokens)
+def _gather_from_shard(
+    table: Float[Array, "v d"], tokens: Int[Array, "b s"]
+) -> Float[Array, "b s d"]:
+    # Gathered over all automatic axes: XLA's partitioner fails on a gather from a split table.
+    return _shard_rows(constrain(collectives.all_gather_weight(table, _TABLE), None, None), tokens)
 
 
 @jax.custom_vjp
-def _look_up(share: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-    """Return rows of a table split over devices; the gradient is that of the local share."""
-    rows, is_here = _own_rows(share, tokens)
-    values = jnp.where(is_here[..., None], share[rows], 0)
+def _shard_rows(shard: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+    """Return rows of a table split over devices; the gradient is that of the local shard."""
+    rows, is_local = _local_rows(shard, tokens)
+    values = jnp.where(is_local[..., None], shard[rows], 0)
     return collectives.psum(values, "vocab")
 
 
-def _own_rows(share: Array, tokens: Array) -> tuple[Array, Array]:
-    rows = tokens - collectives.first_index("vocab", share.shape[0])
-    is_here = (rows >= 0) & (rows < share.shape[0])
-    return jnp.where(is_here, rows, 0), is_here
+def _local_rows(shard: Array, tokens: Array) -> tuple[Array, Array]:
+    rows = tokens - collectives.first_index("vocab", shard.shape[0])
+    is_local = (rows >= 0) & (rows < shard.shape[0])
+    return jnp.where(is_local, rows, 0), is_local
 
 
-def _spread(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
-    share, tokens = saved
-    rows, is_here = _own_rows(share, tokens)
-    return jnp.zeros_like(share).at[rows].add(jnp.where(is_here[..., None], gradient, 0)), None
+def _shard_rows_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    shard, tokens = saved
+    rows, is_local = _local_rows(shard, tokens)
+    return jnp.zeros_like(shard).at[rows].add(jnp.where(is_local[..., None], gradient, 0)), None
 
 
-_look_up.defvjp(lambda *saved: (_look_up(*saved), saved), _spread)
+_shard_rows.defvjp(lambda *saved: (_shard_rows(*saved), saved), _shard_rows_backward)

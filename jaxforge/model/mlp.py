@@ -18,16 +18,16 @@ from jaxforge.parallel.sharding import constrain
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The Gaussian error linear unit x Φ(x) (arXiv:1606.08415), inside in float32 as torch's.
+    """Compute the Gaussian error linear unit x Φ(x) (arXiv:1606.08415) in float32, as torch does.
 
-    The gradient is written out: JAX 0.12's fails inside `shard_map` (docs/upstream.md).
+    The gradient is explicit: the gradient of JAX 0.12 fails inside `shard_map` (docs/upstream.md).
     """
     x32 = x.astype(jnp.float32)
     return (x32 * _normal_cdf(x32)).astype(x.dtype)
 
 
 def _gelu_slope(x: Array) -> Array:
-    """Φ(x) + x φ(x)."""
+    """Return the derivative Φ(x) + x φ(x)."""
     x32 = x.astype(jnp.float32)
     density = jnp.exp(-0.5 * x32 * x32) / (2 * math.pi) ** 0.5
     return (_normal_cdf(x32) + x32 * density).astype(x.dtype)
@@ -41,12 +41,12 @@ gelu.defjvps(lambda d_x, y, x: d_x * _gelu_slope(x))
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The approximation of `gelu` by x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2, in float32."""
+    """Approximate `gelu` by x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2, in float32."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 def scaled_silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The approximation of `gelu` by x sigmoid(1.702 x)."""
+    """Approximate `gelu` by x sigmoid(1.702 x)."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
@@ -62,7 +62,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 def gated(
     gate: Float[Array, "..."], up: Float[Array, "..."], config: ModelConfig
 ) -> Float[Array, "..."]:
-    """act(gate) · up, of values that `swiglu_limit` bounds; gpt-oss's has up + 1 in place of up."""
+    """Return act(gate) · up, clamped by `swiglu_limit`; with up + 1 for gpt-oss's activation."""
     if (limit := config.swiglu_limit) is not None:
         gate = _at_most(gate, limit)
         up = -_at_most(-_at_most(up, limit), limit)
@@ -72,7 +72,7 @@ def gated(
 
 
 def _at_most(x: Array, limit: float) -> Array:
-    """The gradient at the limit itself is torch's: 1, where that of `jnp.minimum` is 1/2."""
+    """Clamp x; the gradient at the limit is 1 as in torch, while that of `jnp.minimum` is 1/2."""
     return jnp.where(x > limit, limit, x)
 
 
@@ -87,13 +87,13 @@ def activated(
     """Return the input of a feed-forward's last matrix: act(gate) · up, or act(up) without a gate.
 
     Args:
-        up: output of one matrix.
-        gate: output of the other, if there is one.
+        up: output of `up_proj`.
+        gate: output of `gate_proj`, if there is one.
         config: the model.
-        scale: what each row is multiplied with.
-        recomputes: whether the backward computes the result again from the arguments, and saves
-            nothing else. Blocks that are rematerialised do so anyway, and XLA:TPU fuses them
-            better without: 1 % of the cycles of a Llama 2 7B (docs/kernels.md).
+        scale: factor of each row.
+        recomputes: whether the backward pass recomputes the result and saves only the arguments.
+            Rematerialized blocks do so anyway, and XLA:TPU fuses them better without it: 1 % of the
+            cycles of a Llama 2 7B (docs/kernels.md).
     """
     function = functools.partial(_activated, config)
     inputs = up, gate, scale
@@ -108,19 +108,19 @@ def _activated(config: ModelConfig, inputs: tuple[Array, Array | None, Array | N
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _recomputed(function: Callable[[PyTree], Array], inputs: PyTree) -> Array:
-    """`function(inputs)`; its backward has the inputs alone."""
+    """Return `function(inputs)`; the backward pass saves only the inputs."""
     return function(inputs)
 
 
 _recomputed.defvjp(
     lambda function, inputs: (function(inputs), inputs),
-    # A barrier, or XLA keeps what the forward has computed.
+    # Without the barrier, XLA would reuse, and thus keep, the values of the forward pass.
     lambda function, inputs, d_y: jax.vjp(function, jax.lax.optimization_barrier(inputs))[1](d_y),
 )
 
 
 class MLP(nnx.Module):
-    """down(act(gate(x)) · up(x)) if gated, else down(act(up(x)))."""
+    """Feed-forward block: down(act(gate(x)) · up(x)) if gated, else down(act(up(x)))."""
 
     def __init__(self, config: ModelConfig, declare: Declare, *, width: int | None = None) -> None:
         embed, hidden = (config.dim, "embed"), (width or config.ffn_dim, "mlp")
@@ -134,7 +134,7 @@ class MLP(nnx.Module):
     def __call__(
         self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None = None
     ) -> Float[Array, "b s d"]:
-        """Transform each position by itself; `precision` is that of the block."""
+        """Apply the block to each position; `precision` is that of the enclosing block."""
         up_BSF = self.up_proj(x_BSD, precision)
         gate_BSF = self.gate_proj(x_BSD, precision) if self.config.is_gated else None
         hidden_BSF = activated(up_BSF, gate_BSF, self.config, recomputes=self.recomputes)

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of the feed-forward: router, experts, shared expert."""
+"""Mixture of experts instead of a feed-forward: router, experts and shared expert."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ from jaxforge.model.mlp import MLP
 from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
 
 Params = dict[str, Any]
-"""As of `model.transformer`."""
+"""Nested dicts of arrays, as in `model.transformer`."""
 
 
 class MoE(nnx.Module):
-    """scaling · Σ weight_k · expert_k(x), over a token's k experts, + the shared expert of x."""
+    """Mixture scaling · Σ_k weight_k · expert_k(x) over a token's experts, plus a shared expert."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = self.config = config
@@ -44,13 +44,13 @@ class MoE(nnx.Module):
         is_padding: Bool[Array, "b s"] | None = None,
         precision: LayerPrecision | None = None,
     ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
-        """Return the tokens' outputs, and the experts' load where something is trained.
+        """Return the outputs of tokens and, in training, auxiliary outputs about the expert load.
 
         Args:
             x_BSD: tokens.
-            loss_weights: what terms of the loss count for.
-            backend: the kernel of grouped products (`grouped.GROUPED`).
-            is_padding: tokens that go to no expert and count in no statistic.
+            loss_weights: weights of the loss terms; None outside of training.
+            backend: kernel of the grouped products (`grouped.GROUPED`).
+            is_padding: tokens that are routed to no expert and left out of statistics.
             precision: precision of the block, where the model multiplies in 8 bits.
         """
         c = self.config
@@ -93,11 +93,11 @@ def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
 
 
 def expert_counts(config: ModelConfig, stats: dict[str, Array]) -> Float[Array, "l e"]:
-    """Return the assignments to experts in an update, a row per row of stacked experts.
+    """Return the number of assignments per expert in an update, for each row of stacked experts.
 
     Args:
         config: the model.
-        stats: what layers told of the update, as layers are stacked.
+        stats: statistics of the layers, stacked by layer.
     """
     counts = stats["counts"]
     return counts[np.array(config.stacks[config.moe_stack])] if len(config.stacks) > 1 else counts
@@ -110,9 +110,9 @@ def next_state(
 
     Args:
         config: the model.
-        state: what is not trained, before the update.
-        stats: `counts`: assignments in the update [layers, experts], as layers are stacked.
-        progress: the share of the run that is behind, 0 to 1.
+        state: non-trainable state before the update.
+        stats: statistics of the layers; `counts` are assignments in the update [layers, experts].
+        progress: completed fraction of the run.
     """
     counts = expert_counts(config, stats)
     flat = flatten_dict(state)
@@ -129,7 +129,7 @@ def next_state(
 def next_params(
     config: ModelConfig, params: Params, state: Params, progress: Float[Array, ""]
 ) -> Params:
-    """Parameters, where KempnerForge moves the bias that it also trains: + rate (1/E - load)."""
+    """Return the parameters with KempnerForge's trained bias moved by rate · (1/E - load)."""
     if not (config.is_moe and config.bias_update == "kempnerforge"):
         return params
     router = (config.moe_stack, "mlp", "router")

@@ -1,7 +1,7 @@
-"""Maximal update parametrisation (muP): multipliers, initial values and rates by width.
+"""Maximal update parametrization (muP): multipliers, initial values and learning rates by width.
 
-Tensor Programs V (arXiv:2203.03466), table 8, relative to a base width, where it is the standard
-parametrisation. With m = `model.dim` / `model.mup_base_width`:
+Tensor Programs V (arXiv:2203.03466), table 8, relative to a base width, at which it equals the
+standard parametrization. With m = `model.dim` / `model.mup_base_width`:
 
     kind     parameters                             initial std   step of            result
                                                                   Adam, Lion  Muon
@@ -9,12 +9,12 @@ parametrisation. With m = `model.dim` / `model.mup_base_width`:
     hidden   q k v o, gate up down, also experts'   1/√m          1/m         1      1
     output   head, router, shared expert's gate     1             1           √m     1/m
 
-Entries are factors on what a model of the base width has. Next to them stand scores of attention,
-1/head width in place of 1/√(head width) (`score_scale`), and Adam's eps, which gets 1/m, as all
-gradients do. Weight decay stays lr · weight_decay per update at every width. Why, and what was
-measured: docs/mup.md.
+Entries are factors relative to a model of the base width. In addition, attention scores are scaled
+by 1/head width instead of 1/√(head width) (`score_scale`), and Adam's eps by 1/m, as all gradients
+are. Weight decay stays lr · weight_decay per update at every width. docs/mup.md has the reasons and
+measurements.
 
-No JAX here: conversions go by it, too.
+This module does not import JAX, because conversions use it, too.
 """
 
 import math
@@ -28,7 +28,7 @@ Axes = tuple[str | None, ...]
 
 
 def width_ratio(config: ModelConfig) -> float:
-    """m: how many times wider than the base; 1 in the standard parametrisation."""
+    """Return m, the width relative to the base width; 1 in the standard parametrization."""
     return 1.0 if config.mup_base_width is None else config.dim / config.mup_base_width
 
 
@@ -36,49 +36,49 @@ def is_hidden(axes: Axes) -> bool:
     """Return whether a parameter is a width-to-width matrix in each layer and expert.
 
     Args:
-        axes: its logical axes; what a model of one's own declares is told apart by them as well.
+        axes: logical axes of the parameter, which also classify parameters of custom models.
     """
-    own = [axis for axis in axes if axis not in (LAYERS, EXPERTS)]
-    return len(own) > 1 and _WIDTHS.issuperset(own)
+    dimensions = [axis for axis in axes if axis not in (LAYERS, EXPERTS)]
+    return len(dimensions) > 1 and _WIDTHS.issuperset(dimensions)
 
 
 def init_factor(config: ModelConfig, axes: Axes) -> float:
-    """On the initial values of a parameter."""
+    """Return the factor of the initial values of a parameter."""
     return width_ratio(config) ** -0.5 if is_hidden(axes) else 1.0
 
 
 def lr_factor(config: ModelConfig, axes: Axes) -> float:
-    """On the step of a rule whose steps are as large in every element: Adam's, Lion's."""
+    """Return the factor of steps of elementwise normalized rules such as Adam and Lion."""
     return 1 / width_ratio(config) if is_hidden(axes) else 1.0
 
 
 def muon_factor(config: ModelConfig, axes: Axes) -> float:
-    """On a step along an orthogonal matrix, √max(1, rows/columns) times it.
+    """Return the factor of Muon's step, √max(1, rows/columns) times an orthogonal matrix.
 
-    From width to width its largest singular value is right as it is (arXiv:2310.17813). The
-    elements of another matrix get smaller by 1/√m, and are to stay as large.
+    For width-to-width matrices the largest singular value of the step needs no factor
+    (arXiv:2310.17813). Elements of other matrices would shrink by 1/√m and must keep their size.
     """
     return 1.0 if is_hidden(axes) else width_ratio(config) ** 0.5
 
 
 def base_shape(config: ModelConfig, shape: tuple[int, ...], axes: Axes) -> tuple[float, ...]:
-    """The shape of a parameter at the base width."""
+    """Return the shape of a parameter at the base width."""
     m = width_ratio(config)
     return tuple(n / m if axis in _WIDTHS else n for n, axis in zip(shape, axes, strict=True))
 
 
 def output_multiplier(config: ModelConfig) -> float:
-    """On what output matrices give, and on Adam's eps."""
+    """Return the factor of the results of output matrices, and of Adam's eps."""
     return 1 / width_ratio(config)
 
 
 def score_scale(config: ModelConfig) -> float | None:
     """Return the factor of attention scores; None stands for 1/√(head width).
 
-    √base / head width, where `mup_base_head_dim` says the base's: that is 1/√base there.
+    With `mup_base_head_dim` the factor is √base / head width, which is 1/√base at the base.
     """
     base = config.mup_base_head_dim
     if base is None or base == config.head_size:
         return config.attention_scale
-    usual = 1 / math.sqrt(base) if config.attention_scale is None else config.attention_scale
-    return usual * base / config.head_size
+    base_scale = 1 / math.sqrt(base) if config.attention_scale is None else config.attention_scale
+    return base_scale * base / config.head_size

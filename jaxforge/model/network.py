@@ -1,4 +1,4 @@
-"""The modules that declare a decoder's parameters, and what a block does with them."""
+"""Modules of a decoder: declarations of the parameters, and the forward pass of a block."""
 
 import functools
 
@@ -15,7 +15,7 @@ from jaxforge.model.attention import Attention, Context, KVCache, LayerOut, Laye
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
 from jaxforge.model.mlp import MLP
 from jaxforge.model.moe import MoE, empty_expert_aux
-from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
+from jaxforge.model.norm import LayerNorm, RMSNorm, build_norm
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel import collectives
@@ -23,7 +23,7 @@ from jaxforge.parallel.sharding import constrain
 
 
 class TokenEmbedding(nnx.Module):
-    """The embedding table, one level down as in KempnerForge's parameter names."""
+    """Token embedding, nested one level as in KempnerForge's parameter names."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = config
@@ -31,7 +31,7 @@ class TokenEmbedding(nnx.Module):
 
 
 class OutputHead(nnx.Module):
-    """The projection to logits, absent when it is tied to the embedding."""
+    """Projection to logits; models with tied embeddings have none."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         out, inp = (config.vocab_size, "vocab"), (config.dim, "embed")
@@ -39,14 +39,14 @@ class OutputHead(nnx.Module):
 
 
 class PositionEmbedding(nnx.Module):
-    """The table of learned positions."""
+    """Learned position embedding."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         shape, self.reduce_dtype = (config.max_seq_len, config.dim), declare.backward.dtype
         self.weight = declare(shape, _POSITIONS, normal(config.init_std))
 
     def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
-        """Looks up positions; those beyond the table get its last row."""
+        """Look up positions; positions beyond the table get its last row."""
         table = self.weight[...]
         return look_up(_at_positions, table, positions, _POSITIONS, dtype, self.reduce_dtype)
 
@@ -59,25 +59,26 @@ def _at_positions(table: Float[Array, "p d"], positions: Int[Array, "b s"]) -> A
 
 
 class Block(nnx.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them.
+    """Block x += attention(norm(x)); x += mlp(norm(x)), declared for all layers of a stack at once.
 
-    Norms may come after attention and mlp instead, or on both sides; and both may read the same x.
+    Norms may instead follow attention and mlp (post-norm), or come before and after. With
+    `parallel_residual`, attention and mlp read the same x.
 
     Attributes:
         fp8_names: names of the linear layers in 8 bits in any stack, set by `fp8_layers.convert`.
             None: the model has none.
-        records_amax: whether training records the amax of those.
+        records_amax: whether training records the amax of these layers.
     """
 
     def __init__(self, config: ModelConfig, declare: Declare, *, has_experts: bool = False) -> None:
         before = config.norm_placement != "post"
         after = config.norm_placement != "pre"
-        self.attention_norm = norm_of(config, declare) if before else None
+        self.attention_norm = build_norm(config, declare) if before else None
         self.attention = Attention(config, declare)
-        self.attention_post_norm = norm_of(config, declare) if after else None
-        self.mlp_norm = norm_of(config, declare) if before else None
+        self.attention_post_norm = build_norm(config, declare) if after else None
+        self.mlp_norm = build_norm(config, declare) if before else None
         self.mlp = MoE(config, declare) if has_experts else MLP(config, declare)
-        self.mlp_post_norm = norm_of(config, declare) if after else None
+        self.mlp_post_norm = build_norm(config, declare) if after else None
         self.config = config
         self.fp8_names: tuple[str, ...] | None = None
         self.records_amax = False
@@ -91,21 +92,22 @@ class Block(nnx.Module):
         settings: LayerSettings,
         precision: LayerPrecision | None = None,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """Run one layer; `precision` is `self.precision(...)`, which a subclass may have called."""
+        """Run one layer; `precision` is `self.precision(...)`, if a subclass has called it."""
         precision = precision or self.precision(settings.kind, context)
         run = functools.partial(self.attention, settings=settings, precision=precision)
         attend = remat.attention(settings.runtime.save, run)
         attended = attend(_normed(self.attention_norm, x_BSD), context, cache)
         if precision:
             precision.amax.update(attended.amax)
-        y_BSD = self._added(self.attention_post_norm, attended.y)
+        y_BSD = self._residual_term(self.attention_post_norm, attended.y)
         if not self.config.parallel_residual:
             x_BSD = split_sequence(x_BSD + y_BSD)
         z_BSD, aux = self._feed_forward(x_BSD, context, settings.runtime, precision)
         x_BSD = x_BSD + y_BSD + z_BSD if self.config.parallel_residual else x_BSD + z_BSD
         x_BSD = split_sequence(x_BSD)
         if precision and precision.records_amax:
-            # The names of all layers: this one may be in bf16, or of another stack.
+            # Scan outputs of all layers need the same names; this layer may be in bf16, or belong
+            # to a stack with other names.
             amax = {name: Max(jnp.zeros(2)) for name in self.fp8_names or ()} | precision.amax
             aux = aux._replace(statistics={**aux.statistics, "amax": amax})
         values = {"attention": y_BSD, "mlp": z_BSD, ATTENTION_WEIGHTS: attended.weights}
@@ -137,19 +139,19 @@ class Block(nnx.Module):
         else:
             y_BSD = self.mlp(normed_BSD, precision)
             if self.config.is_moe and context.loss_weights is not None:
-                aux = empty_expert_aux(self.config)  # the names of layers with experts
-        return self._added(self.mlp_post_norm, y_BSD), aux
+                aux = empty_expert_aux(self.config)  # same names as layers with experts
+        return self._residual_term(self.mlp_post_norm, y_BSD), aux
 
-    def _added(
+    def _residual_term(
         self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
     ) -> Float[Array, "b s d"]:
-        """Return the sum for the residual stream."""
+        """Return the term that is added to the residual stream."""
         y_BSD = y_BSD if norm is None else norm(split_sequence(y_BSD))
         return times(y_BSD, self.config.residual_multiplier)
 
 
 class Transformer(nnx.Module):
-    """Declares the parameters: embedding, blocks, final norm, output head."""
+    """Decoder: embedding, stacked blocks, final norm and output head."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.token_embedding = TokenEmbedding(config, declare)
@@ -159,7 +161,7 @@ class Transformer(nnx.Module):
             has_experts = config.has_experts[rows[0]]
             stack = Block(config, declare._replace(layers=len(rows)), has_experts=has_experts)
             setattr(self, name, stack)
-        self.norm = norm_of(config, declare)
+        self.norm = build_norm(config, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)
 
@@ -171,7 +173,7 @@ def _normed(
 
 
 def split_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """The residual stream as it lies between the parts of a block: tokens split over `tp`, too."""
+    """Split the sequence over `tp`, as the residual stream is between the parts of a block."""
     return constrain(x_BSD, "batch", "seq", None)
 
 

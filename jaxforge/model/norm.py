@@ -10,20 +10,20 @@ from jaxforge.model.linear import Declare
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x²) + eps) · weight; the product too is float32, the result has x's dtype.
+    """RMSNorm x / sqrt(mean(x²) + eps) · weight in float32; the result has the dtype of x.
 
-    With a unit offset it is 1 + weight that multiplies, and weights begin at zero.
+    With a unit offset, the factor is 1 + weight, and weights are initially zero.
     """
 
     def __init__(
         self, dim: int, eps: float, declare: Declare, *, unit_offset: bool = False
     ) -> None:
-        begin = jax.nn.initializers.zeros if unit_offset else jax.nn.initializers.ones
-        self.weight = declare((dim,), ("norm",), begin)
+        init = jax.nn.initializers.zeros if unit_offset else jax.nn.initializers.ones
+        self.weight = declare((dim,), ("norm",), init)
         self.eps, self.unit_offset = eps, unit_offset
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Normalises the last dimension."""
+        """Normalize the last dimension."""
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
@@ -31,7 +31,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(var + eps) · weight + bias in float32; the result has x's dtype."""
+    """LayerNorm (x - mean) / sqrt(var + eps) · weight + bias in float32; returns the dtype of x."""
 
     def __init__(self, dim: int, eps: float, declare: Declare) -> None:
         self.weight = declare((dim,), ("norm",), jax.nn.initializers.ones)
@@ -39,7 +39,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Normalises the last dimension."""
+        """Normalize the last dimension."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
@@ -50,7 +50,7 @@ class LayerNorm(nnx.Module):
 NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 
 
-def norm_of(config: ModelConfig, declare: Declare) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream, as `[model]` asks for."""
+def build_norm(config: ModelConfig, declare: Declare) -> RMSNorm | LayerNorm:
+    """Return the norm of the residual stream that `[model]` selects."""
     options = {"unit_offset": True} if config.norm_unit_offset else {}
     return NORMS[config.norm_type](config.dim, config.norm_eps, declare, **options)

@@ -1,9 +1,8 @@
-"""Kinds of layers, and the period in which kinds repeat.
+"""Kinds of layers, and the period in which they repeat.
 
-Layers with the same parameters are stacked, and differ in what they do with them: how far they look
-back, how they turn positions. Where some have experts and others have none, there are two stacks.
-Where kinds repeat, one period of them is compiled, and a scan runs over the periods, so that
-compile time does not grow with depth.
+Layers with the same parameter shapes are stacked. Their kinds may differ: attention mask, rotary
+positions, precision. If only some layers have experts, there are two stacks. One period of kinds is
+compiled, and a scan runs over the periods, so that compile time does not grow with depth.
 """
 
 import functools
@@ -23,7 +22,7 @@ class Rope(NamedTuple):
 
     Attributes:
         theta: base of the frequencies.
-        scaling: how they are stretched; None: not.
+        scaling: scaling of the frequencies; None: none.
     """
 
     theta: float
@@ -33,13 +32,14 @@ class Rope(NamedTuple):
 class LayerKind(NamedTuple):
     """Structure of a layer, apart from its parameters.
 
-    Known when it is compiled; or, where the stages of a pipeline run one program, by each device.
+    Fields are Python values at compile time, or traced arrays if the stages of a pipeline run one
+    program.
 
     Attributes:
-        mask: which of `LayerPlan.masks` says how far it looks back.
-        rope: which of `LayerPlan.ropes` turns its queries and keys.
-        in_bf16: whether its products stay in bf16 where others' are in 8 bits (`model.fp8`); None
-            where all layers are alike in this.
+        mask: index of the layer's mask in `LayerPlan.masks`.
+        rope: index of the layer's rotary positions in `LayerPlan.ropes`.
+        in_bf16: whether products stay in bf16 in a model with 8-bit products (`model.fp8_layers`);
+            None: all layers have the same precision.
     """
 
     mask: int | Int[Array, "..."]
@@ -48,13 +48,13 @@ class LayerKind(NamedTuple):
 
 
 class LayerPlan(NamedTuple):
-    """The kinds of all layers.
+    """Kinds of all layers.
 
     Attributes:
-        masks: how far tokens see.
-        ropes: rotary positions; None: none.
-        layers: the kind of each layer.
-        stacks: name of the stack of parameters that each layer is in (`ModelConfig.stacks`).
+        masks: distinct attention masks.
+        ropes: distinct rotary positions; None: no rotation.
+        layers: kind of each layer.
+        stacks: name of each layer's stack of parameters (`ModelConfig.stacks`).
     """
 
     masks: tuple[Mask, ...]
@@ -64,39 +64,39 @@ class LayerPlan(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether all layers are of one kind, with one stack of parameters."""
+        """True if all layers are of one kind, with one stack of parameters."""
         return len(set(self.layers)) == 1 and len(set(self.stacks)) == 1
 
     @property
     def period(self) -> "Period":
         """Period of layers that a scan iterates over."""
-        return period_of(tuple(zip(self.layers, self.stacks, strict=True)))
+        return shortest_period(tuple(zip(self.layers, self.stacks, strict=True)))
 
-    def rows_in(self, stack: str, layers: slice) -> slice:
-        """The rows of a stack that belong to some consecutive layers."""
+    def stack_rows(self, stack: str, layers: slice) -> slice:
+        """Return the rows of a stack that belong to consecutive layers."""
         first, end, _ = layers.indices(len(self.stacks))
         return slice(self.stacks[:first].count(stack), self.stacks[:end].count(stack))
 
-    def turns(self, kind: LayerKind) -> bool:
+    def has_rope(self, kind: LayerKind) -> bool:
         """Return whether layers of a kind may have rotary positions."""
         ropes = self.ropes[kind.rope : kind.rope + 1] if isinstance(kind.rope, int) else self.ropes
         return ropes != (None,)
 
-    def of_rows(self, stack: Stack) -> LayerKind:
-        """The kind of each row of stacked parameters, as arrays; of one without a layer, any."""
-        layers = [self.layers[row] for row in stack.rows()]  # -1 is the last
+    def kinds_by_row(self, stack: Stack) -> LayerKind:
+        """Return the kinds of rows of stacked parameters as arrays; arbitrary for padding rows."""
+        layers = [self.layers[row] for row in stack.rows()]  # padding is -1: any layer will do
         masks, ropes = np.array([kind[:2] for kind in layers], np.int32).T
-        stay = [kind.in_bf16 for kind in layers]
-        return LayerKind(masks, ropes, None if stay[0] is None else np.array(stay))
+        in_bf16 = [kind.in_bf16 for kind in layers]
+        return LayerKind(masks, ropes, None if in_bf16[0] is None else np.array(in_bf16))
 
 
 class Period(NamedTuple):
-    """Some layers that lead, then one group of kinds again and again, then the others.
+    """Leading layers, repetitions of a group of kinds, and remaining layers.
 
     Attributes:
-        leading: layers before the first group.
-        length: layers of a group.
-        repeats: how many groups there are.
+        leading: number of layers before the first group.
+        length: number of layers of a group.
+        repeats: number of groups.
     """
 
     leading: int
@@ -105,13 +105,13 @@ class Period(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first layer after the groups."""
+        """Index of the first layer after the groups."""
         return self.leading + self.length * self.repeats
 
 
-def plan_of(config: ModelConfig) -> LayerPlan:
-    """The plan that `[model]` describes."""
-    masks = [Mask(*of_layer) for of_layer in zip(config.windows, config.chunks, strict=True)]
+def build_layer_plan(config: ModelConfig) -> LayerPlan:
+    """Return the plan of the layers that `[model]` describes."""
+    masks = [Mask(*limits) for limits in zip(config.windows, config.chunks, strict=True)]
     ropes = [None if rope is None else Rope(*rope) for rope in config.ropes]
     all_masks, all_ropes = tuple(dict.fromkeys(masks)), tuple(dict.fromkeys(ropes))
     layers = zip(map(all_masks.index, masks), map(all_ropes.index, ropes), strict=True)
@@ -121,11 +121,11 @@ def plan_of(config: ModelConfig) -> LayerPlan:
 
 
 @functools.cache
-def period_of(kinds: Sequence[Hashable]) -> Period:
-    """Return the shortest period of the kinds of layers, so that the fewest layers are compiled.
+def shortest_period(kinds: Sequence[Hashable]) -> Period:
+    """Return the period of kinds for which the fewest layers are compiled.
 
     Args:
-        kinds: of each layer, a tuple.
+        kinds: kind of each layer, a tuple.
     """
     best = Period(0, 1, 1)
     for length in range(1, len(kinds) // 2 + 1):
@@ -134,6 +134,7 @@ def period_of(kinds: Sequence[Hashable]) -> Period:
             if kinds[layer] != kinds[layer - length]:
                 leading = layer - length + 1
             period = Period(leading, length, (layer + 1 - leading) // length)
+            # The scan saves the compilation of all groups but one.
             if length * (period.repeats - 1) > best.length * (best.repeats - 1):
                 best = period
     return best

@@ -1,25 +1,25 @@
-"""Rematerialisation of the backward pass (`train.activation_checkpointing`).
+"""Rematerialization in the backward pass (`train.activation_checkpointing`).
 
-none        everything is saved
-full        only the input of each block is saved
-selective   everything but the inside of attention is saved
-<name>      that policy of `jax.checkpoint_policies` decides inside each block
+    none        everything is saved
+    full        only the input of each block is saved
+    selective   everything except the inside of attention is saved
+    <name>      a policy of `jax.checkpoint_policies` selects what each block saves
 
-Between the forward and the backward of a pipeline stage, a ring holds what is saved:
+Pipeline stages keep the saved values of several microbatches in a ring buffer:
 
-full        the input of the stage. In the backward its blocks run again, once: their matrix
-            products are then saved, for this one microbatch
-selective   the matrix products, except those inside of attention
-none        all matrix products; what is between them is computed again
-<name>      what that policy saves
+    full        the input of the stage. The backward pass runs the blocks of the stage once more,
+                and saves their matrix products for that one microbatch
+    selective   the matrix products, except those inside of attention
+    none        all matrix products; operations between products are recomputed
+    <name>      the values that the policy selects
 
-There, everything is a policy's choice, since only a policy leaves the weights out of what is saved.
+Stages always use a policy, because only a policy excludes the weights from the saved values.
 
-With "activations" in `train.offload`, what blocks save waits in the memory of the host: their
-inputs (full), or their matrix products (dots_with_no_batch_dims_saveable).
+With "activations" in `train.offload`, the saved values of blocks wait in host memory: the inputs of
+blocks (full), or their matrix products (dots_with_no_batch_dims_saveable).
 
-A loop over layers keeps the compiler from reusing what the forward pass has computed, which would
-save it after all: no barriers are needed (`prevent_cse`), and no layers may be unrolled.
+In a loop over layers, the compiler cannot reuse values of the forward pass, which would save them
+after all. So loops need no barriers (`prevent_cse`), and layers must not be unrolled.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ _OFFLOADING = {
 
 
 def recomputes(save: str) -> bool:
-    """Return whether the backward pass recomputes all or a part of each block."""
+    """Return whether the backward pass recomputes each block or a part of it."""
     return save not in ("none", "selective", "everything_saveable")
 
 
@@ -65,25 +65,26 @@ def name_input(x: Array) -> Array:
 
 
 def attention(save: str, attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the attention module of one block."""
+    """Rematerialize the attention module of a block, if `save` is "selective"."""
     return jax.checkpoint(attend, prevent_cse=False) if save == "selective" else attend
 
 
-class InPipeline(NamedTuple):
+class StageRemat(NamedTuple):
     """Values that a pipeline stage saves.
 
     Attributes:
-        save: for `block`, inside the stage.
-        saves_residuals: whether that is held from the forward on; else the input of the stage is.
+        save: argument of `block` inside the stage.
+        saves_residuals: whether the forward pass stores these values; otherwise it stores the input
+            of the stage.
     """
 
     save: str
     saves_residuals: bool
 
 
-def in_pipeline(save: str) -> InPipeline:
-    """Return what a stage saves for its backward under `train.activation_checkpointing`."""
+def stage_remat(save: str) -> StageRemat:
+    """Return the values that a stage saves under `train.activation_checkpointing`."""
     if save == "full":
-        return InPipeline(_PRODUCTS_BUT_ATTENTION, saves_residuals=False)
+        return StageRemat(_PRODUCTS_BUT_ATTENTION, saves_residuals=False)
     names = {"none": _PRODUCTS, "selective": _PRODUCTS_BUT_ATTENTION}
-    return InPipeline(names.get(save, save), saves_residuals=True)
+    return StageRemat(names.get(save, save), saves_residuals=True)

@@ -13,7 +13,7 @@ from jaxforge.model.plan import Rope
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of each position's angles, float32."""
+    """Cosine and sine of the angles of each position, float32."""
 
     cos: Float[Array, "b s half"]
     sin: Float[Array, "b s half"]
@@ -25,14 +25,14 @@ def rotation(
     positions: Int[Array, "b s"],
     lengths: Int[Array, "b 1"] | int | None = None,
 ) -> Rotation:
-    """The angles position · frequency for every pair of channels of a head.
+    """Compute the angles position · frequency for every pair of channels of a head.
 
     Args:
-        rope: the frequencies.
-        size: channels of a head that turn.
-        positions: of the tokens.
-        lengths: tokens of each sequence, by which some frequencies go; None: as many as `positions`
-            has.
+        rope: base and scaling of the frequencies.
+        size: number of rotated channels of a head.
+        positions: positions of the tokens.
+        lengths: number of tokens of each sequence, which determines some scalings; None: the number
+            of `positions`.
     """
     scaling = rope.scaling
     frequencies = jnp.asarray(inverse_frequencies(rope, size))
@@ -40,8 +40,8 @@ def rotation(
         tokens = jnp.asarray(positions.shape[1] if lengths is None else lengths)
         frequencies = _by_length(rope, scaling, size, tokens[..., None])
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    by, factor = Rotation(jnp.cos(angles), jnp.sin(angles)), attention_factor(scaling)
-    return by if factor == 1.0 else Rotation(by.cos * factor, by.sin * factor)
+    cos, sin, factor = jnp.cos(angles), jnp.sin(angles), attention_factor(scaling)
+    return Rotation(cos, sin) if factor == 1.0 else Rotation(cos * factor, sin * factor)
 
 
 def rotations(
@@ -50,10 +50,10 @@ def rotations(
     positions: Int[Array, "b s"],
     lengths: Int[Array, "b 1"] | int | None = None,
 ) -> tuple[Rotation, ...]:
-    """The angles by each; None turns nothing."""
-    nowhere = jnp.zeros_like(positions)
+    """Return the rotation of each of `ropes`; for None, by angles of 0."""
+    zeros = jnp.zeros_like(positions)
     return tuple(
-        rotation(Rope(1.0, None), size, nowhere)
+        rotation(Rope(1.0, None), size, zeros)
         if rope is None
         else rotation(rope, size, positions, lengths)
         for rope in ropes
@@ -61,9 +61,9 @@ def rotations(
 
 
 def inverse_frequencies(rope: Rope, size: int) -> np.ndarray:
-    """theta^(-2i / size), i < size / 2, float32; scaled where `scaling` asks.
+    """Return theta^(-2i / size) for i < size / 2 in float32, scaled by `rope.scaling`.
 
-    Of scalings that go by the length of a sequence, those of a short one.
+    Scalings that depend on the length of a sequence return the frequencies of short sequences.
     """
     exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
@@ -94,50 +94,52 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 def rotate(
     x_BSHh: Float[Array, "b s heads h"], by: Rotation, *, rope_as_matmul: bool = False
 ) -> Float[Array, "b s heads h"]:
-    """Turns each pair (channel i, channel i + n/2) by its angle, in float32.
+    """Rotate each pair (channel i, channel i + n/2) by its angle, in float32.
 
-    With n / 2 angles, the first n channels are turned. Either way of bringing a pair together gives
-    the same numbers: see `Runtime`.
+    With n / 2 angles, the first n channels are rotated. `rope_as_matmul` does not change the
+    result (see `Runtime`).
     """
     size = 2 * by.cos.shape[-1]
     if size < x_BSHh.shape[-1]:
-        turned = rotate(x_BSHh[..., :size], by, rope_as_matmul=rope_as_matmul)
-        return jnp.concatenate([turned, x_BSHh[..., size:]], axis=-1)
+        rotated = rotate(x_BSHh[..., :size], by, rope_as_matmul=rope_as_matmul)
+        return jnp.concatenate([rotated, x_BSHh[..., size:]], axis=-1)
     if rope_as_matmul:
         return _rotate_by_product(x_BSHh, by)
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
     cos, sin = by.cos[:, :, None, :], by.sin[:, :, None, :]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BSHh.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BSHh.dtype)
 
 
 def _rotate_by_product(x_BSHh: Float[Array, "b s heads h"], by: Rotation) -> Array:
     cos = jnp.concatenate([by.cos, by.cos], axis=-1)[:, :, None, :]
     sin = jnp.concatenate([-by.sin, by.sin], axis=-1)[:, :, None, :]
     batch, *_, h = x_BSHh.shape
-    # Exact: each sum has one term. Batched, since remat policies save products that are not.
+    # The product with a permutation is exact, because each sum has one term. It has a batch
+    # dimension, because remat policies save products without one.
     swap = jnp.roll(jnp.eye(h, dtype=x_BSHh.dtype), h // 2, axis=0)
     swapped = jnp.einsum("bsnh,bhg->bsng", x_BSHh, jnp.broadcast_to(swap, (batch, h, h)))
-    turned = x_BSHh.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin
-    return turned.astype(x_BSHh.dtype)
+    return (x_BSHh.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(
+        x_BSHh.dtype
+    )
 
 
 def _llama3_scaled(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Llama 3.1's context extension: long wavelengths / factor, short ones kept, a ramp between."""
+    """Scale as Llama 3.1: low frequencies by 1/factor, high ones not, with a ramp in between."""
     wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_seq_len / wavelengths
+    rotations_in_context = scaling.original_max_seq_len / wavelengths
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (frequencies * (keep + (1 - keep) / scaling.factor)).astype(np.float32)
+    unscaled = np.clip((rotations_in_context - low) / (high - low), 0.0, 1.0)
+    return (frequencies * (unscaled + (1 - unscaled) / scaling.factor)).astype(np.float32)
 
 
 def _yarn_scaled(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """YaRN (arXiv:2309.00071, section 3.2): many turns kept, few / factor, a ramp over channels."""
+    """Scale as YaRN (arXiv:2309.00071, section 3.2): as Llama 3.1, with a ramp over channels."""
     pairs, original = len(frequencies), scaling.original_max_seq_len
 
-    def channel(turns: float) -> float:
-        """The pair that turns so often in the original context."""
-        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+    def channel(rotations_in_context: float) -> float:
+        """Return the index of the pair with this number of rotations in the original context."""
+        return pairs * math.log(original / (rotations_in_context * 2 * math.pi)) / math.log(theta)
 
     low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
     if scaling.truncate:
@@ -153,8 +155,9 @@ def _by_length(
 ) -> Float[Array, "*b 1 half"]:
     """Return the rotary frequencies for sequences of the given number of tokens.
 
-    LongRoPE (arXiv:2402.13753) has others beyond the original length. Dynamic scaling (NTK-aware)
-    then raises the base by (factor · tokens / original - factor + 1)^(size / (size - 2)).
+    Beyond the original length, LongRoPE (arXiv:2402.13753) uses `long_factor`, and dynamic
+    (NTK-aware) scaling multiplies the base by
+    (factor · tokens / original - factor + 1)^(size / (size - 2)).
     """
     original = scaling.original_max_seq_len
     is_longer = tokens > original

@@ -1,17 +1,17 @@
-"""Routers of experts: the choice of experts for each token, and its terms of the loss.
+"""Routers: the choice of experts for each token, and the loss terms that balance their load.
 
     softmax_topk    p = softmax(x Wᵀ); the k experts of the largest p (Mixtral, arXiv:2401.04088)
-    sigmoid_topk    s = sigmoid(x Wᵀ), each expert on its own; the k largest (arXiv:2412.19437)
+    sigmoid_topk    s = sigmoid(x Wᵀ), independent per expert; the k largest (arXiv:2412.19437)
 
-An expert's output counts as much as its score, divided by the sum of the chosen ones' if
+The weight of an expert's output is its score, divided by the sum of the chosen scores with
 `moe_norm_topk`. With groups, only experts of a token's best groups can be chosen.
 
-What keeps experts busy alike counts all tokens of a microbatch but padding, however they are spread
-over devices. f_e is the share of the assignments that expert e got:
+Load balancing counts all tokens of a microbatch except padding, on all devices. f_e is the fraction
+of assignments to expert e:
 
     load balance    E Σ_e f_e · mean over tokens of p_e; no gradient through f
                     (Switch Transformer, arXiv:2101.03961, equation 4)
-    sequence        the same within each sequence, and the mean over sequences (DeepSeek-V3)
+    sequence        load balance within each sequence, averaged over sequences (DeepSeek-V3)
     router z        mean over tokens of (log Σ_e exp logit_e)² (ST-MoE, arXiv:2202.08906)
     bias            `model.moe_bias_update`: added to the scores; no term of the loss
 """
@@ -26,19 +26,19 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
-from jaxforge.model.linear import FLOAT32, Declare, normal, product_for, times
+from jaxforge.model.linear import FLOAT32, Declare, normal, select_product, times
 from jaxforge.parallel import collectives
 
-_EMA_DECAY = 0.99  # KempnerForge's
+_EMA_DECAY = 0.99  # as in KempnerForge
 
 
 class Routing(NamedTuple):
     """Routing decision for a batch of tokens.
 
     Attributes:
-        experts: the k experts of each token; `num_experts` for padding, which goes to none.
-        weights: what their outputs are multiplied with.
-        counts: assignments to each expert in the microbatch, over all devices.
+        experts: the k experts of each token; `num_experts` for padding, which has no expert.
+        weights: factors of the experts' outputs.
+        counts: number of assignments to each expert in the microbatch, over all devices.
     """
 
     experts: Int[Array, "b s k"]
@@ -47,7 +47,7 @@ class Routing(NamedTuple):
 
 
 class Gate(nnx.Module):
-    """Logits of all experts, float32, from activations in their own dtype."""
+    """Projection of activations, in their dtype, to float32 logits of all experts."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.axes, self.backward = (None, "embed"), declare.backward
@@ -59,14 +59,14 @@ class Gate(nnx.Module):
             self.bias = declare((config.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
-        """X Wᵀ + b, where x Wᵀ has muP's multiplier."""
+        """Compute x Wᵀ + b; x Wᵀ is multiplied by muP's output multiplier."""
         bias, x_BSD = self.bias[...] if self.has_bias else None, times(x_BSD, self.multiplier)
-        product = product_for(self.backward, x_BSD.dtype)
+        product = select_product(self.backward, x_BSD.dtype)
         return product(self.axes, FLOAT32, self.backward, x_BSD, self.weight[...], bias)
 
 
 class Router(nnx.Module):
-    """Chooses experts. `expert_bias` is trained in KempnerForge's way, and untrained in others."""
+    """Router; `expert_bias` is trained under "kempnerforge", else non-trainable state."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.config = config
@@ -85,16 +85,16 @@ class Router(nnx.Module):
         loss_weights: LossWeights | None,
         is_padding: Bool[Array, "b s"] | None = None,
     ) -> tuple[Routing, AuxOutputs]:
-        """Choose the experts of each token, and compute statistics where something is trained.
+        """Choose the experts of each token, and compute auxiliary outputs in training.
 
         Args:
             x_BSD: tokens.
-            loss_weights: weights of terms of the loss; None where nothing is trained.
-            is_padding: tokens that go to no expert and count in no statistic.
+            loss_weights: weights of the loss terms; None outside of training.
+            is_padding: tokens that are routed to no expert and left out of statistics.
         """
         c, logits = self.config, self.gate(x_BSD)
-        scores, choose_by = self._scores(logits)
-        _, experts = jax.lax.top_k(_within_groups(choose_by, c), c.moe_top_k)
+        scores, ranking = self._scores(logits)
+        _, experts = jax.lax.top_k(_within_groups(ranking, c), c.moe_top_k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if c.moe_norm_topk:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -117,14 +117,14 @@ class Router(nnx.Module):
     def _scores(
         self, logits: Float[Array, "b s e"]
     ) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
-        """Scores, and what experts are chosen by."""
-        how = self.config.bias_update
-        if how == "kempnerforge":
+        """Return the scores, and the values that rank experts."""
+        bias_update = self.config.bias_update
+        if bias_update == "kempnerforge":
             scores = jax.nn.sigmoid(logits + self.expert_bias[...].astype(jnp.float32))
             return scores, scores
         is_softmax = self.config.moe_router == "softmax_topk"
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
-        return scores, scores + self.expert_bias[...] if how == "sign" else scores
+        return scores, scores + self.expert_bias[...] if bias_update == "sign" else scores
 
     def _aux_outputs(
         self,
@@ -135,7 +135,7 @@ class Router(nnx.Module):
         loss_weights: LossWeights,
         is_real: Bool[Array, "b s"] | None,
     ) -> AuxOutputs:
-        """Return auxiliary outputs of routed tokens, with local and global assignments."""
+        """Return auxiliary outputs; `assigned` are local and global numbers of assignments."""
         local, counts = assigned
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
         if is_real is not None:
@@ -144,7 +144,7 @@ class Router(nnx.Module):
         balanced = scores if c.bias_update == "kempnerforge" else shares
         factor = c.moe_sequence_aux_loss_weight if c.bias_update == "kempnerforge" else 1.0
         assignments = jnp.sum(counts)
-        if is_real is not None:  # there may be nothing but padding
+        if is_real is not None:  # all tokens may be padding
             assignments = jnp.maximum(assignments, 1)
         load = counts / assignments
         balance = c.num_experts * jnp.sum(load * jnp.sum(_only(balanced, is_real), axis=(0, 1)))
@@ -169,7 +169,7 @@ class Router(nnx.Module):
 
 
 def term_weights(config: ModelConfig) -> dict[str, float]:
-    """The terms that routers add to the loss, and their weights."""
+    """Return the names and weights of the loss terms of routers."""
     balance, sequence = config.moe_aux_loss_weight, config.moe_sequence_aux_loss_weight
     if config.bias_update == "kempnerforge":
         balance, sequence = balance * sequence, 0.0
@@ -182,13 +182,13 @@ def term_weights(config: ModelConfig) -> dict[str, float]:
 
 
 def _within_groups(scores: Float[Array, "b s e"], config: ModelConfig) -> Float[Array, "b s e"]:
-    """The scores, and -inf for experts of other groups than a token's best ones."""
-    groups, taken = config.moe_groups, config.moe_top_k_groups
-    if groups == taken:
+    """Return the scores, with -inf for experts outside of a token's best groups."""
+    groups, n_best = config.moe_groups, config.moe_top_k_groups
+    if groups == n_best:
         return scores
     by_group = scores.reshape(*scores.shape[:2], groups, -1)
     best_two = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0]
-    _, best = jax.lax.top_k(jnp.sum(best_two, axis=-1), taken)
+    _, best = jax.lax.top_k(jnp.sum(best_two, axis=-1), n_best)
     is_in = jnp.any(best[..., None] == jnp.arange(groups), axis=-2)
     return jnp.where(is_in[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
@@ -206,17 +206,17 @@ def _balance_of_sequences(
     config: ModelConfig,
     is_real: Bool[Array, "b s"] | None,
 ) -> Float[Array, "b"]:
-    """Equations 17 to 20 of DeepSeek-V3: Σ_e f_e P_e within each sequence.
+    """Return Σ_e f_e P_e of each sequence (equations 17 to 20 of DeepSeek-V3).
 
-    Devices that share a sequence tell an equal part of it each.
+    Devices that share a sequence return equal parts of its sum.
     """
     devices = collectives.axis_size("context")
 
     def mean(x_BSE: Array) -> Array:
         if is_real is None:
             return collectives.psum(jnp.mean(x_BSE, axis=1), "context") / devices
-        of_device = jnp.sum(_only(x_BSE, is_real), axis=1), jnp.sum(is_real, axis=1)[:, None]
-        total, tokens = (collectives.psum(x.astype(jnp.float32), "context") for x in of_device)
+        local = jnp.sum(_only(x_BSE, is_real), axis=1), jnp.sum(is_real, axis=1)[:, None]
+        total, tokens = (collectives.psum(x.astype(jnp.float32), "context") for x in local)
         return total / jnp.maximum(tokens, 1)
 
     f = mean(is_chosen) * (config.num_experts / config.moe_top_k)
@@ -229,27 +229,28 @@ def next_bias(
     counts: Float[Array, "l e"],
     progress: Float[Array, ""],
 ) -> Float[Array, "l e"]:
-    """DeepSeek-V3's bias after an update: it rises where an expert got too little.
+    """Return DeepSeek-V3's bias after an update: raised for experts with less than the mean load.
 
     Args:
         config: the model.
-        bias: before it.
-        counts: assignments in the update.
-        progress: the share of the run that is behind, 0 to 1.
+        bias: bias before the update.
+        counts: number of assignments in the update.
+        progress: completed fraction of the run.
     """
-    # From the mean, times experts: a mean by 1/n in a compiled program is not that of an even load.
+    # Compared with the mean times the number of experts: a compiled division by n multiplies by
+    # 1/n, which need not give the exact mean of an even load.
     missing = jnp.sum(counts, axis=-1, keepdims=True) - counts * counts.shape[-1]
     return bias + bias_rate(config, progress) * jnp.sign(missing)
 
 
 def next_ema(ema: Float[Array, "l e"], counts: Float[Array, "l e"]) -> Float[Array, "l e"]:
-    """KempnerForge's running mean of the load after an update."""
+    """Return KempnerForge's moving average of the load after an update."""
     load = counts / (jnp.sum(counts, axis=-1, keepdims=True) + 1e-8)
     return ema + (1 - _EMA_DECAY) * (load - ema)
 
 
 def bias_rate(config: ModelConfig, progress: Float[Array, ""]) -> Float[Array, ""]:
-    """`moe_bias_update_rate` at some point of the run, by `moe_bias_schedule`."""
+    """Return `moe_bias_update_rate` scaled by `moe_bias_schedule` at a fraction of the run."""
     factors = {
         "constant": jnp.ones_like(progress),
         "cosine_decay": 0.5 * (1 + jnp.cos(jnp.pi * progress)),

@@ -1,4 +1,4 @@
-"""Execution of a model on each platform: choices that change speed and memory, but no result."""
+"""Platform-specific execution of a model: choices that affect speed and memory, but no result."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,11 @@ import jax.numpy as jnp
 
 from jaxforge.config.axes import cp_strategy
 from jaxforge.config.job import JobConfig
-from jaxforge.kernels.attention_backends import KernelRequirements, choose, choose_parts
+from jaxforge.kernels.attention_backends import (
+    KernelRequirements,
+    choose_backend,
+    choose_ring_kernel,
+)
 from jaxforge.kernels.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32
 
@@ -16,32 +20,33 @@ _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
 
 
 class Runtime(NamedTuple):
-    """Choices that `runtime_for` makes; the defaults are the plainest.
+    """Execution choices of `runtime_for`; the defaults are the simplest.
 
     Attributes:
         attention: name of the kernel in `attention_backends.BACKENDS`.
-        save: what the backward pass finds saved: `train.activation_checkpointing`.
-        offload: whether that waits in the memory of the host: "activations" in `train.offload`.
-        unroll: layers per iteration of the scan over layers. XLA:CPU copies what a loop carries
-            and saves, so that a step without it takes 15 % less time; compile time grows with what
-            is unrolled, so deep models keep the loop, sooner where they have experts, and so do
-            those that recompute: only a loop keeps the compiler from saving all the same.
-        rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU they meet
-            through a product with a permutation: shuffling lanes took 5 % of a step of Llama 2 7B.
-        loss_tile: logits of the loss that a device likes to see at a time; None: any number.
+        save: values saved for the backward pass: `train.activation_checkpointing`.
+        offload: whether saved values wait in host memory: "activations" in `train.offload`.
+        unroll: layers per iteration of the scan over layers. XLA:CPU copies the carry and saved
+            values of a loop; without a loop, a step takes 15 % less time. Compile time grows with
+            unrolling, so deep models keep the loop, models with experts at fewer layers. Models
+            that recompute keep it as well, because only a loop prevents the compiler from saving
+            the values.
+        rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU a product
+            with a permutation pairs them: shuffling lanes took 5 % of a step of Llama 2 7B.
+        loss_tile: preferred number of logits of the loss at a time; None: any number.
         grouped: name of the kernel of products with experts in `grouped.GROUPED`.
-        reduce_dtype: dtype in which devices add up their gradients of matrices.
-        context: how devices share a sequence, where they do: `distributed.cp_strategy`.
-        why_attention: what speaks against the kernels that come before `attention` here.
-        ring: name of the kernel of a ring's turns in `partial_attention.PARTS`.
-        splits_sequences: whether the partitioner splits sequences over `tp`, between attention and
-            feed-forward. Products then keep sequences apart. Otherwise tokens are one dimension, so
-            that no compiler copies a transpose. With split sequences, a device's part of several is
-            no contiguous piece of that dimension: XLA would make sums over `tp` whole before it
-            splits them, and gradients of all devices' tokens.
-        wholly_manual: whether no axis of one device is left to the partitioner of a step in
-            `shard_map`: that takes a quarter less time to compile on CPU. XLA:TPU then fuses other
-            operations, for a step of Llama 2 7B that it estimates 1 % longer.
+        reduce_dtype: dtype in which devices sum their gradients of matrices.
+        context: how devices share a sequence: `distributed.cp_strategy`.
+        why_attention: reasons against the kernels that are preferred to `attention`.
+        ring: name of the kernel of a ring's turns in `partial_attention.PARTIAL_KERNELS`.
+        splits_sequences: whether the partitioner splits sequences over `tp` between attention and
+            feed-forward. Products then keep a dimension of sequences. Otherwise tokens are one
+            dimension, so that no compiler copies a transpose. With split sequences, a device's
+            tokens of several sequences are not contiguous in that dimension: XLA would compute sums
+            over `tp` for all tokens before it splits them, and gradients of all devices' tokens.
+        wholly_manual: whether mesh axes of size 1 are manual in the `shard_map` of a step: compile
+            time is a quarter less on CPU. XLA:TPU fuses other operations with it, and estimates 1 %
+            more time for a step of Llama 2 7B.
     """
 
     attention: str = "reference"
@@ -58,7 +63,7 @@ class Runtime(NamedTuple):
     splits_sequences: bool = False
     wholly_manual: bool = True
 
-    def attention_of(self, devices: int) -> str:
+    def describe_attention(self, devices: int) -> str:
         """Describe the attention kernel for sequences on this many devices, and the reason."""
         if devices > 1 and self.context == "ring":
             return f"{self.ring}, ring of {devices}"
@@ -67,7 +72,7 @@ class Runtime(NamedTuple):
 
 
 def gpu_capability(device: jax.Device) -> str | None:
-    """Compute capability of a GPU, such as "9.0"; None for other devices."""
+    """Return the compute capability of a GPU, such as "9.0"; None for other devices."""
     return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
 
 
@@ -80,10 +85,10 @@ def runtime_for(
         config: a validated config.
         dtype: dtype of activations.
         platform: "cpu", "gpu" or "tpu".
-        capability: of GPUs.
+        capability: compute capability of GPUs.
 
     Raises:
-        UserError: a kernel asked for cannot serve.
+        UserError: a configured kernel is not supported.
     """
     m = config.model
     length = config.train.seq_len
@@ -97,11 +102,11 @@ def runtime_for(
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
     save = config.train.activation_checkpointing
     sums = FLOAT32 if config.train.reduce_dtype == "float32" else jnp.dtype(dtype)
-    attention, why = choose(m, at)
+    attention, why = choose_backend(m, at)
     runtime = Runtime(
         attention, save, "activations" in config.train.offload, grouped=grouped,
-        reduce_dtype=sums, context=cp_strategy(config), why_attention=why, ring=choose_parts(at),
-        splits_sequences=config.distributed.tp > 1,
+        reduce_dtype=sums, context=cp_strategy(config), why_attention=why,
+        ring=choose_ring_kernel(at), splits_sequences=config.distributed.tp > 1,
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True, wholly_manual=False)

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits."""
+"""Sampling of tokens from logits."""
 
 from typing import NamedTuple
 
@@ -7,19 +7,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 LEAST_TEMPERATURE = 1e-5
-"""Temperature below which sampling is greedy: logits divided by it would overflow float32, and
-another token than the likeliest would need logits that differ by less than 1e-3."""
+"""Temperature below which sampling is greedy. Division by a smaller one would overflow float32, and
+only tokens within 1e-3 of the largest logit could be drawn."""
 
 
 class Sampling(NamedTuple):
-    """Settings of drawing the next token.
+    """Settings of sampling.
 
     Attributes:
-        temperature: divides the logits; 0, or less than `LEAST_TEMPERATURE`, takes the likeliest
-            token.
-        top_k: keeps the k likeliest tokens, and those as likely as the last of them; 0: all.
-        top_p: keeps the likeliest tokens until their probabilities reach p, at least one; 1: all.
-        vocab_size: ids from it on, which a model may have for its size's sake, are never drawn.
+        temperature: divisor of the logits; below `LEAST_TEMPERATURE`, such as 0, sampling is
+            greedy.
+        top_k: draw from the k likeliest tokens and ties with the last of them; 0: from all.
+        top_p: draw from the likeliest tokens whose probabilities reach p, at least one; 1: from
+            all.
+        vocab_size: ids from this one on, which pad the vocabulary of a model, are never drawn.
     """
 
     temperature: float = 1.0
@@ -31,7 +32,7 @@ class Sampling(NamedTuple):
 def sample(
     logits: Float[Array, "b v"], sampling: Sampling, keys: Key[Array, "b"]
 ) -> Int[Array, "b"]:
-    """One token for each row: temperature, then top-k, then top-p, then a draw by its own key."""
+    """Draw a token for each row by its own key: temperature, then top-k, then top-p."""
     logits = logits[:, : sampling.vocab_size]
     if sampling.temperature < LEAST_TEMPERATURE:
         return jnp.argmax(logits, axis=-1)

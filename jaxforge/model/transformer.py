@@ -1,14 +1,13 @@
-"""The decoder as pure functions; by default Llama's shape (pre-norm, rotary, SwiGLU).
+"""Decoder as pure functions; by default with Llama's structure (pre-norm, rotary, SwiGLU).
 
-Shape suffixes used in all model code, one letter per dimension:
+Shape suffixes of all model code, one letter per dimension:
 
     B batch     S sequence (queries)   T keys      D model   L layers   V vocabulary
     H heads     K key/value heads      h head      F feed-forward
 
-Modules declare parameters (`network.py`); `Model` splits the declaration once into a static
-definition and a plain pytree, and everything below it is a pure function of that pytree. Layers
-are stacked along a leading axis and run by `lax.scan`, so that compile time does not grow with
-depth.
+Modules declare parameters (`network.py`). `Model` splits the declaration once into a static
+definition and a plain pytree, and all functions below are pure functions of that pytree. Layers are
+stacked along a leading axis and run by `lax.scan`, so that compile time does not grow with depth.
 """
 
 import contextlib
@@ -29,10 +28,10 @@ from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
 from jaxforge.model import fp8_layers, moe, mup, remat
 from jaxforge.model.attention import NO_CAPTURE, Capture, Context, KVCache, LayerOut, LayerSettings
-from jaxforge.model.layer_scan import Layer, Rows, flattened, parts_of
+from jaxforge.model.layer_scan import Layer, LayerInputs, flatten_periods, split_into_groups
 from jaxforge.model.linear import Backward, Declare, Untrained, times
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence
-from jaxforge.model.plan import LayerKind, plan_of
+from jaxforge.model.plan import LayerKind, build_layer_plan
 from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
 from jaxforge.parallel.mesh import STAGES
@@ -50,15 +49,15 @@ Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
 
 Batch = Mapping[str, Any]
-"""A microbatch by field: `input_ids`, `labels` [b, s], and whatever else the data have."""
+"""Fields of a microbatch: `input_ids`, `labels` [b, s], and other fields of the data."""
 
 
 class Declared(NamedTuple):
-    """Arrays of a model, before there are any.
+    """Declared arrays of a model.
 
     Attributes:
         abstract: shapes and dtypes, as `jax.ShapeDtypeStruct`.
-        axes: the same tree with the logical axes of each.
+        axes: logical axes, in the same tree structure.
     """
 
     abstract: Params
@@ -72,21 +71,21 @@ class Model:
         config: the `[model]` section.
         dtype: dtype of activations and matrix products.
         param_dtype: dtype that parameters are stored in.
-        runtime: how the layers are run; by default as the tests' reference is.
-        stack: which layers pipeline stages hold; by default there is one stage.
-        recipe: of products in 8 bits; None: there are none.
+        runtime: execution choices; by default those of the tests' reference.
+        stack: layers of the pipeline stages; by default there is one stage.
+        recipe: settings of products in 8 bits; None: there are none.
 
     Attributes:
-        runtime: how the layers are run.
-        plan: the kind of each layer.
-        stack: which layer each row of stacked parameters holds.
+        runtime: execution choices.
+        plan: kinds of the layers.
+        stack: layer of each row of stacked parameters.
         abstract: parameters as `jax.ShapeDtypeStruct`.
-        axes: the same tree with each parameter's logical axes.
-        state: what is not trained; functions of parameters take both (`join`).
+        axes: logical axes of the parameters, in the same tree structure.
+        state: declared non-trainable state; functions of parameters take both, joined by `join`.
     """
 
     network: ClassVar[Callable[[ModelConfig, Declare], nnx.Module]] = Transformer
-    """Declares the parameters. A subclass may have another one, of the same parts."""
+    """Module that declares the parameters. A subclass may use another one with the same parts."""
 
     def __init__(
         self,
@@ -100,9 +99,9 @@ class Model:
     ) -> None:
         self.recipe = recipe
         self.config, self.dtype, self.runtime = config, dtype, runtime or Runtime()
-        self.plan, self.stack = plan_of(config), stack or Stack(config.n_layers)
+        self.plan, self.stack = build_layer_plan(config), stack or Stack(config.n_layers)
         if recipe is not None:
-            self.plan = fp8_layers.marked(self.plan, recipe)
+            self.plan = fp8_layers.mark_bf16_layers(self.plan, recipe)
         self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definitions = {
@@ -138,9 +137,9 @@ class Model:
         return Declared(arrays, nnx.to_pure_dict(axes))
 
     def init(self, key: Array) -> Params:
-        """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1.
+        """Initialize parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1.
 
-        Of another width than muP's base, hidden matrices have another factor (`mup.init_factor`).
+        Under muP, hidden matrices have a further factor (`mup.init_factor`).
         """
         return self._stacked(nnx.to_pure_dict(nnx.state(self._declare(key), nnx.Param)))
 
@@ -153,35 +152,30 @@ class Model:
 
     @property
     def scales_loss(self) -> bool:
-        """Return whether gradients would underflow in the compute dtype without loss scaling."""
+        """True if gradients would underflow in the compute dtype without loss scaling."""
         return self.dtype == jnp.float16
 
     def next_state(self, state: Params, stats: Params, progress: Float[Array, ""]) -> Params:
         """Return the non-trainable state after an update.
 
         Args:
-            state: before it.
-            stats: what its parts told; those of layers under LAYERS, by row.
-            progress: the share of the run's steps that is behind, 0 to 1.
+            state: non-trainable state before the update.
+            stats: statistics of the model's parts; those of layers are under LAYERS, by row.
+            progress: completed fraction of the run's steps.
         """
         if self.config.has_router_state:
             state = moe.next_state(self.config, state, stats[LAYERS], progress)
-        if self.remembers_amax:
+        if self.recipe is not None and self.recipe.scaling == "delayed":
             state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"])
         return state
 
-    @property
-    def remembers_amax(self) -> bool:
-        """Return whether 8-bit products are scaled by the amax of earlier updates."""
-        return self.recipe is not None and self.recipe.scaling == "delayed"
-
     def next_params(self, params: Params, state: Params, progress: Float[Array, ""]) -> Params:
-        """Parameters after an update, moved by what is not trained.
+        """Return the parameters after an update, adjusted by non-trainable state.
 
         Args:
-            params: as the optimizer leaves them.
-            state: what is not trained, after the update.
-            progress: as of `next_state`.
+            params: parameters after the optimizer's update.
+            state: non-trainable state after the update.
+            progress: completed fraction of the run's steps.
         """
         return moe.next_params(self.config, params, state, progress)
 
@@ -195,7 +189,7 @@ class Model:
         tokens: Int[Array, "b s"],
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s d"]:
-        """Final hidden states of whole sequences. `segment_ids` keeps packed documents apart."""
+        """Return final hidden states of sequences; `segment_ids` separates packed documents."""
         return self.forward(params, {"input_ids": tokens, "segment_ids": segment_ids})[0]
 
     def forward(
@@ -210,18 +204,18 @@ class Model:
         """Return final hidden states of a microbatch, and the stacked outputs of its layers.
 
         Args:
-            params: the parameters, and what is not trained among them (`join`).
+            params: the parameters, joined with non-trainable state (`join`).
             batch: the microbatch.
-            loss_weights: what terms of the loss count for; None where nothing is trained.
-            cache: what came before the tokens, which then have "positions" in the batch.
-            lengths: as of `context`.
+            loss_weights: weights of the loss terms; None outside of training.
+            cache: keys and values of earlier tokens; the batch then has "positions".
+            lengths: lengths of whole sequences, see `context`.
             capture: the activations to return.
         """
         x_BSD = self.embed(params, batch)
-        context = self.context_of(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
+        context = self.batch_context(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
         layer = functools.partial(self._layer, context, capture)
         if self.stack.stages > 1 and STAGES in automatic_axes():
-            kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
+            kinds = jax.tree.map(jnp.asarray, self.plan.kinds_by_row(self.stack))
             run = functools.partial(self._run_stage, capture)
             rows = kinds, params[LAYERS]
             x_BSD, cache, outputs = forward_pipeline(run, self.stack, rows, x_BSD, context, cache)
@@ -230,11 +224,11 @@ class Model:
             run_layer, rows = layer(self.plan.layers[0], LAYERS, True), (params[LAYERS], cache)
             x_BSD, out = jax.lax.scan(run_layer, x_BSD, rows, unroll=self.runtime.unroll)
         else:
-            rows = Rows({name: params[name] for name in self.config.stacks}, cache)
+            rows = LayerInputs({name: params[name] for name in self.config.stacks}, cache)
             outs = []
-            for part in parts_of(self.plan, layer, rows, self.runtime.unroll):
+            for part in split_into_groups(self.plan, layer, rows, self.runtime.unroll):
                 x_BSD, out = part.run(x_BSD)
-                outs.append(flattened(out) if part.is_scanned else out)
+                outs.append(flatten_periods(out) if part.is_scanned else out)
             out = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
         return self.final_norm(params, x_BSD), out
 
@@ -247,10 +241,10 @@ class Model:
         only: Int[Array, "b"] | None = None,
         is_padding: Bool[Array, "b s"] | None = None,
     ) -> tuple[Float[Array, "b s v"], KVCache]:
-        """Logits (float32) of new tokens at `positions`, and the cache that now holds them.
+        """Return logits (float32) of new tokens at `positions`, and the extended cache.
 
-        `only` names one of the new tokens in each row: no other token's logits are computed.
-        Tokens of `is_padding` go to no expert.
+        `only` is the index of a new token in each row: logits are computed for this token only.
+        Tokens of `is_padding` are routed to no expert.
         """
         last = positions[:, -1:]
         if only is not None:
@@ -265,8 +259,8 @@ class Model:
     def embed(self, params: Params, batch: Batch) -> Float[Array, "b s d"]:
         """Return the input of the first block for a microbatch.
 
-        Where positions are learned, those of "positions", or else of each packed document from 0
-        on, are added to the embeddings.
+        Learned position embeddings are added. Positions are the batch's "positions", or else are
+        counted from 0 in each packed document.
         """
         tokens = batch["input_ids"]
         x_BSD = self.embed_tokens(params, tokens)
@@ -280,7 +274,7 @@ class Model:
         return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
     def embed_tokens(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        """The embeddings of tokens."""
+        """Return the embeddings of tokens."""
         token_embedding = self.module("token_embedding", params["token_embedding"])
         x_BSD = split_sequence(token_embedding.embedding(tokens, self.dtype))
         return times(x_BSD, self.config.embedding_multiplier)
@@ -296,14 +290,14 @@ class Model:
     ) -> Context:
         """Return the properties of the tokens `x` that all blocks share.
 
-        `lengths` are those of whole sequences, by which some rotary positions go; by default, as
-        many tokens as there are in `x`.
+        `lengths` are the lengths of whole sequences, which some scalings of rotary positions depend
+        on; by default the length of `x`.
         """
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
-        turns = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
-        return Context(positions, segment_ids, turns, loss_weights)
+        angles = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
+        return Context(positions, segment_ids, angles, loss_weights)
 
-    def context_of(
+    def batch_context(
         self,
         x_BSD: Float[Array, "b s d"],
         batch: Batch,
@@ -311,15 +305,15 @@ class Model:
         lengths: Int[Array, "b 1"] | None = None,
         loss_weights: LossWeights | None = None,
     ) -> Context:
-        """`context` of a microbatch, with the padding that experts must not see."""
-        of_tokens = {name: batch.get(name) for name in ("positions", "segment_ids")}
-        context = self.context(x_BSD, **of_tokens, lengths=lengths, loss_weights=loss_weights)
+        """Return the `context` of a microbatch, with padding that experts must not see."""
+        fields = {name: batch.get(name) for name in ("positions", "segment_ids")}
+        context = self.context(x_BSD, **fields, lengths=lengths, loss_weights=loss_weights)
         return context._replace(is_padding=padding_of(batch)) if self.config.is_moe else context
 
     def _layer(
         self, context: Context, capture: Capture, kind: LayerKind, stack: str, in_loop: bool
     ) -> Layer:
-        """Return the function of a layer of a stack, rematerialized as the runtime says."""
+        """Return the layer function of a stack, rematerialized according to the runtime."""
         settings = LayerSettings(kind, self.plan, self.runtime, capture)
 
         def run_layer(x_BSD: Array, row: tuple[Params, KVCache | None]) -> tuple[Array, LayerOut]:
@@ -358,27 +352,28 @@ class Model:
         return nnx.merge(self._definitions[name], params)
 
     def head(self, params: Params) -> Float[Array, "v d"]:
-        """The output projection: its own matrix, or the embedding where tied."""
+        """Return the output projection: its own matrix, or the tied embedding."""
         if self.config.tie_embeddings:
             return params["token_embedding"]["embedding"]["weight"]
         return params["output_head"]["proj"]["weight"]
 
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
-        """Next-token logits in float32, capped as the model has it.
+        """Return next-token logits in float32, with the model's soft cap.
 
-        In a pipeline stage, `params` has a share of the head, and the logits are of that share.
+        In a pipeline stage, `params` contains a shard of the head, and logits are those of the
+        shard.
         """
         return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
-        """A cache for `batch` sequences of up to `length` tokens, stacked as the layers are."""
+        """Return a cache for `batch` sequences of up to `length` tokens, stacked by layer."""
         c, rows = self.config, len(self.stack.rows())
         shape = (rows, batch, length, c.kv_heads, c.head_size)
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
 
 
 def join(params: Params, state: Params) -> Params:
-    """Parameters, and what is not trained in its places among them."""
+    """Merge parameters and non-trainable state into one tree."""
     if not state:
         return params
     return unflatten_dict({**flatten_dict(params), **flatten_dict(state)})
@@ -390,15 +385,15 @@ AnyModel = TypeVar("AnyModel", bound=Model)
 def build_model(
     config: JobConfig, platform: str | None = None, capability: str | None = None
 ) -> Model:
-    """The model that `[model]` and `[train]` ask for, run as its platform likes it.
+    """Build the model of `[model]` and `[train]`, with the kernels chosen for the platform.
 
     Args:
         config: a validated config.
         platform: "cpu", "gpu" or "tpu"; by default that of JAX's first device.
-        capability: compute capability of GPUs that are not here.
+        capability: compute capability of GPUs to compile for, if `platform` is given.
 
     Raises:
-        UserError: a kernel asked for cannot serve.
+        UserError: a configured kernel is not supported.
     """
     if platform is None:
         platform, capability = jax.default_backend(), gpu_capability(jax.devices()[0])
@@ -409,16 +404,16 @@ def build_model(
     build = MODELS[config.model.model_type]
     recipe = fp8_layers.Recipe.of(t)
     if recipe is not None:
-        fp8_layers.describe_products(recipe, platform, capability, "")
+        fp8_layers.describe_products(recipe, platform, capability, "")  # raises on old GPUs
     return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
                  stack=stack, **({} if recipe is None else {"recipe": recipe}))  # fmt: skip
 
 
 def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
-    """Decorates the subclass of `Model` that `model.model_type` calls `name`.
+    """Register the decorated subclass of `Model` as `model.model_type = name`.
 
-    Training, evaluation and generation call `embed` and `context`, the layers of `network`,
-    `final_norm` for their output, and `head` for the matrix that computes logits.
+    Training, evaluation and generation call `embed`, `context`, the layers of `network`,
+    `final_norm`, and `head` for the matrix that computes logits.
     """
     return MODELS.register(name)
 
@@ -427,7 +422,7 @@ register_model("transformer")(Model)
 
 
 def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[None]:
-    """float32 means float32: by default GPUs would multiply in tf32, and TPUs in bfloat16."""
+    """Return a context in which float32 products are exact, not tf32 (GPU) or bfloat16 (TPU)."""
     exact = config.train.mixed_precision == "fp32"
     return jax.default_matmul_precision("highest" if exact else "default")
 
@@ -435,12 +430,12 @@ def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[Non
 def project(
     hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"], softcap: float | None
 ) -> Float[Array, "*t v"]:
-    """Multiplies hidden · headᵀ: operands in the dtype of `hidden`, result in float32.
+    """Compute logits hidden · headᵀ: operands in the dtype of `hidden`, result in float32.
 
     Args:
         hidden: final hidden states.
-        head_VD: the output projection, or some rows of it.
-        softcap: `model.final_logit_softcap`, which nobody who makes logits may forget.
+        head_VD: the output projection, or some of its rows.
+        softcap: `model.final_logit_softcap`.
     """
     logits = jnp.einsum(
         "...d,vd->...v",
@@ -453,12 +448,12 @@ def project(
 
 
 def parameter_count(abstract: PyTree) -> int:
-    """Number of parameters, each counted once."""
+    """Return the number of parameters, each counted once."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract))
 
 
 def active_parameter_count(model: Model) -> int:
-    """Number of parameters that a token meets: of experts, those that it goes to."""
+    """Return the number of parameters that a token uses: of experts, only those it is routed to."""
     c, axes = model.config, flatten_dict(model.axes)
     return sum(
         leaf.size * c.moe_top_k // c.num_experts if EXPERTS in axes[path] else leaf.size

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel.xla_flags import DEFAULT, Option, compiler_options, traits
@@ -126,7 +126,7 @@ def complaint(name: str, value: str, platform: str) -> str:
     key = f"train.xla_flags.{name}"
     return (
         f"{key} = {value}: XLA for {platform} in jaxlib {version('jaxlib')} has no such flag, or "
-        f"not this value for it; correct it, or remove it: change {said({key: DEFAULT})}"
+        f"not this value for it; correct it, or remove it: change {describe_change({key: DEFAULT})}"
     )
 
 

@@ -16,7 +16,7 @@ ENVIRONMENT = (
     "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE",
     "JAX_NUMPY_DTYPE_PROMOTION", "NVIDIA_TF32_OVERRIDE", "NPROC",
 )  # fmt: skip
-"""Variables that change what is computed; no others are looked at."""
+"""Environment variables that change the computation; others are ignored."""
 
 PER_HOST = {
     "train.compilation_cache_dir": "a cache of the host",
@@ -24,14 +24,14 @@ PER_HOST = {
     "checkpoint.non_persistent_dir": "looked at by all processes when it is opened",
     "profiling": "traces change nothing, and are of the processes that profiling.hosts names",
 }
-"""Sections and keys that may differ between processes, and why."""
+"""Sections and keys that may differ between processes, with the reason."""
 
 _PER_HOST_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
-"""Variables that may differ: where dumps of the compiler go, and how many threads a host has."""
+"""Variables that may differ: paths of compiler dumps, and numbers of threads."""
 
 
-def of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
-    """Return what all processes must start with, as fact -> JSON."""
+def facts_of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
+    """Return the values in which all processes must agree, as name -> JSON."""
     known = config.known if isinstance(config, UnresolvedConfig) else config
     values = {
         f"{section}.{key}": value
@@ -49,15 +49,15 @@ def of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
 
 
 def code_hashes(config: JobConfig) -> dict[str, str]:
-    """Return the SHA-256 of the sources of jaxforge, and of the modules that `[plugins]` names."""
+    """Return the SHA-256 of the sources of jaxforge and of each module in `[plugins]`."""
     folders = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
     return {name: source_hash(folder) for name, folder in folders.items()}
 
 
 def plugin_sources(config: JobConfig) -> dict[str, Path]:
-    """Return file, or directory of a package, of each module of `[plugins]` that is imported.
+    """Return the file, or package directory, of each imported module in `[plugins]`.
 
-    Others are left out: to search for a module may import the packages around it.
+    Other modules are omitted, because searching for a module may import its parent packages.
     """
     sources = {}
     for name in dict.fromkeys(config.plugins.names.all_modules()):
@@ -77,5 +77,5 @@ def source_hash(path: Path) -> str:
 
 
 def source_files(path: Path) -> list[Path]:
-    """Return the Python files of a directory in order, or the one file."""
+    """Return the sorted Python files of a directory, or the file itself."""
     return sorted(path.rglob("*.py")) if path.is_dir() else [path]

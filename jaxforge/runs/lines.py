@@ -1,7 +1,7 @@
-"""`metrics.jsonl` as columns: quick enough for the million lines of a long run.
+"""Reader of `metrics.jsonl` as columns, fast enough for a million lines.
 
-Lines are parsed many at a time, and of a large file by several processes; this module imports
-little, as each of them does.
+Lines are parsed in blocks, and large files by several processes. This module imports little,
+because each process imports it.
 """
 
 import json
@@ -19,19 +19,19 @@ from jaxforge.runs import uniform_json_lines
 from jaxforge.storage.untrusted_json import LATEST, LINE, STEPS, parse_metrics
 
 _BLOCK = 1 << 20  # bytes parsed at a time
-_KINDS = {int, float, type(None), list}  # of values
-_LARGE = 1 << 25  # bytes of a file that are worth another process
+_KINDS = {int, float, type(None), list}  # types of values
+_LARGE = 1 << 25  # bytes per process
 
 
 class Columns(NamedTuple):
-    """Some lines.
+    """Consecutive lines as columns.
 
     Attributes:
-        values: by name of a metric, its steps, times and values ([n] each), NaN where null.
-        lists: what is a list in them, line by line, with its "step".
-        end: where they end in the file, in bytes.
-        lines: how many there are, damaged ones included.
-        damaged: number (from 1) and reason of lines that are left out.
+        values: steps, times and values ([n] each, NaN for null) of each metric by name.
+        lists: list values of each line, with its "step".
+        end: offset of the end of the lines in the file, in bytes.
+        lines: number of lines, damaged lines included.
+        damaged: number (from 1) and problem of each damaged line, which is skipped.
     """
 
     values: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
@@ -44,13 +44,13 @@ class Columns(NamedTuple):
 def read(
     path: Path, start: int = 0, *, exact: bool = True, processes: bool = False
 ) -> Iterator[Columns]:
-    """Read a file from a place on, a local one in parts. Damaged lines are left out.
+    """Yield the lines of a file from an offset on, in blocks. Damaged lines are skipped.
 
     Args:
-        path: where a run may be writing: the file is read up to its last whole line.
-        start: in bytes, the beginning of a line.
-        exact: to the last bit; otherwise twice as quick.
-        processes: others may help; only where this process' `__main__` can be imported again.
+        path: the file; if a run is writing to it, it is read up to the last whole line.
+        start: offset of the beginning of a line, in bytes.
+        exact: parse numbers exactly; otherwise twice as fast, with errors in the last bit.
+        processes: allow several processes; this process' `__main__` must be importable.
     """
     with path.open("rb") as file:
         ends = list(_ends(file, start))
@@ -71,7 +71,7 @@ def _ends(file: Any, start: int) -> Iterator[int]:  # noqa: ANN401
     size = file.seek(0, os.SEEK_END)
     while start < size:
         at = min(start + _BLOCK, size)
-        while at > start:  # back to the last line's end; a line of `LINE` bytes ends the file
+        while at > start:  # search backwards for the last newline
             low = max(start, at - 4096)
             file.seek(low)
             newline = file.read(at - low).rfind(b"\n")
@@ -79,7 +79,7 @@ def _ends(file: Any, start: int) -> Iterator[int]:  # noqa: ANN401
                 at = low + newline + 1
                 break
             at = low
-        if at == start:  # a torn line, or one that is longer than a part
+        if at == start:  # an incomplete line, or a line longer than a block
             file.seek(start)
             line = file.readline(LINE)
             if not line.endswith(b"\n"):
@@ -99,12 +99,12 @@ def _read_part(path: Path, start: int, end: int, exact: bool) -> Columns:
         rows = json.loads(b"[" + others[:-1].replace(b"\n", b",") + b"]")
         return Columns(*_columns(rows, quick), end, lines, [])
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        rows, damaged = _sound_rows(text)  # slower, and it says which line is damaged
+        rows, damaged = _sound_rows(text)  # slower, but finds the damaged lines
         return Columns(*_columns(rows, {}), end, lines, damaged)
 
 
 def _sound_rows(text: bytes) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
-    """Split lines into objects of sound lines, and numbers of damaged lines with a reason."""
+    """Return the objects of valid lines, and the numbers of damaged lines with the problem."""
     rows, damaged = [], []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
         row, problem = parse_metrics(line)
@@ -119,10 +119,10 @@ def _sound_rows(text: bytes) -> tuple[list[dict[str, Any]], list[tuple[int, str]
 def _columns(
     rows: Sequence[dict[str, Any]], quick: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]], list[dict[str, Any]]]:
-    """Gather metrics and lists of rows, and of columns that were read at once.
+    """Combine rows and vectorized columns to metrics and lists.
 
     Raises:
-        Exception: of many kinds, where a value is not what it should be.
+        Exception: of many types, if a value is invalid.
     """
     by_names = defaultdict(list)
     for row in rows:
@@ -157,7 +157,7 @@ def _columns(
 
 
 def _check_axes(step: np.ndarray, time: np.ndarray) -> None:
-    """Raise ValueError where steps or times are none."""
+    """Raise ValueError for invalid steps or times."""
     steps = (step >= 0) & (step < STEPS) & (step == np.floor(step))
     if not (steps & (time >= 0) & (time < LATEST)).all():
         raise ValueError
@@ -166,7 +166,7 @@ def _check_axes(step: np.ndarray, time: np.ndarray) -> None:
 def joined(
     parts: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Columns one after the other, by step; those of the same step stay as they are."""
+    """Concatenate columns and sort them by step, stably."""
     step, time, value = (np.concatenate(column) for column in zip(*parts, strict=True))
     if (np.diff(step) < 0).any():
         order = np.argsort(step, kind="stable")

@@ -1,4 +1,4 @@
-"""The load of experts over a run, in memory that does not grow with its length."""
+"""Load of experts over a run, in bounded memory."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,22 +10,22 @@ from jaxforge.storage.untrusted_json import is_number
 from jaxforge.telemetry.expert_load import LOAD
 
 _NAME = re.compile(rf"{re.escape(LOAD)}[0-9]{{1,6}}$")
-_EXPERTS = 1 << 16  # of a layer
-_VALUES = 600_000  # of a run, all layers and experts: what its pictures may take of the page
-_FEWEST, _MOST = 32, 300  # columns; a picture is some hundred pixels wide
+_EXPERTS = 1 << 16  # limit per layer
+_VALUES = 600_000  # limit per run over all layers and experts, for the size of the page
+_FEWEST, _MOST = 32, 300  # columns; a figure is a few hundred pixels wide
 
 
 class Loads(NamedTuple):
-    """The load of experts in columns: each the mean of some consecutive logged steps.
+    """Load of experts in columns, each the mean of consecutive logged steps.
 
     Attributes:
-        layers: [L], those that have experts.
-        step: [n], increasing: the mean of a column's steps.
-        value: [n, L, E], an expert's assignments relative to an even load; NaN where not finite.
-        each: logged steps in a column; the last one may have fewer.
-        most: bound of n.
-        last_step: the last one logged.
-        last: [L, E], of that step alone.
+        layers: [L], layers with experts.
+        step: [n], increasing, mean step of each column.
+        value: [n, L, E], assignments of an expert relative to an even load; NaN if not finite.
+        each: logged steps per column; the last column may have fewer.
+        most: upper bound of n.
+        last_step: the last logged step.
+        last: [L, E], load at the last logged step.
     """
 
     layers: list[int]
@@ -38,25 +38,25 @@ class Loads(NamedTuple):
 
 
 class LoadReader:
-    """Takes the lists of one logged step after the other.
+    """Accumulator of the expert loads of logged steps.
 
-    Where there would be more columns than `Loads.most`, two become one, and later ones take as
-    many steps. So which steps a column has depends on nothing but the run.
+    When the number of columns would exceed `Loads.most`, pairs of columns are merged, and later
+    columns hold as many steps. So the steps of a column depend on the run alone.
     """
 
     def __init__(self) -> None:
         self._layers: list[int] = []
         self._shape: tuple[int, ...] = ()  # layers, experts
         self._most, self._each = 0, 1
-        self._sums: list[np.ndarray] = []  # of each column, [1 + L E]: of steps, then of loads
-        self._counts: list[int] = []  # of each column, logged steps
+        self._sums: list[np.ndarray] = []  # by column, [1 + L E]: sum of steps, sums of loads
+        self._counts: list[int] = []  # by column: number of logged steps
         self._last = np.empty(0)
 
     def take(self, line: Mapping[str, Any]) -> str:
         """Add the loads of a line of metrics.jsonl, if it has any.
 
         Returns:
-            Why the loads are left out; empty where they are not.
+            The reason why the loads are skipped, or "".
         """
         lists = {int(name.removeprefix(LOAD)): line[name] for name in line if _NAME.match(name)}
         if not lists:
@@ -83,14 +83,14 @@ class LoadReader:
         self._counts[-1] += 1
 
     def _halve(self) -> None:
-        """All columns are full here, and their number is even."""
+        """Merge pairs of columns; all columns are full, and their number is even."""
         pairs = zip(self._sums[::2], self._sums[1::2], strict=True)
         self._sums = [first + second for first, second in pairs]
         self._each *= 2
         self._counts = [self._each] * len(self._sums)
 
     def loads(self) -> Loads | None:
-        """All that was taken; None where no line had a load."""
+        """Return the accumulated loads; None if no line had any."""
         if not self._layers:
             return None
         columns = np.stack(self._sums) / np.array(self._counts)[:, None]
@@ -106,6 +106,6 @@ class LoadReader:
 
 
 def _is_load(values: Sequence[Any]) -> bool:
-    """Tell whether a list has a number for each of some experts, null where not finite."""
+    """Return whether a list holds a number or null for each expert."""
     known = (value is None or isinstance(value, float) or is_number(value) for value in values)
     return 0 < len(values) <= _EXPERTS and all(known)

@@ -34,8 +34,8 @@ from jaxforge.telemetry.sinks import SAMPLES
 
 _METRICS = "metrics.jsonl"
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
-_METRICS_AT_MOST = 4000  # of a run; a model of 500 layers has 2,500
-_TAIL = 256  # bytes by which a file is known again
+_METRICS_AT_MOST = 4000  # per run; a model of 500 layers has 2,500
+_TAIL = 256  # bytes that identify the part of a file that was read
 
 
 class Series(NamedTuple):
@@ -44,7 +44,7 @@ class Series(NamedTuple):
     Attributes:
         step: [n], increasing.
         time: [n], Unix seconds.
-        value: [n]; NaN where what was logged is not finite.
+        value: [n]; NaN for values that are not finite.
     """
 
     step: np.ndarray
@@ -53,18 +53,18 @@ class Series(NamedTuple):
 
     @property
     def last(self) -> float:
-        """The latest value."""
+        """Latest value."""
         return float(self.value[-1])
 
     @property
     def last_finite(self) -> float:
-        """The latest finite value; 0 where there is none."""
+        """Latest finite value, or 0."""
         finite = self.value[np.isfinite(self.value)]
         return float(finite[-1]) if finite.size else 0.0
 
     @property
     def smoothed(self) -> float:
-        """The mean of the last fiftieth of the values, those that are finite; else NaN."""
+        """Mean of the finite values among the last 2 %, or NaN."""
         late = self.value[-max(1, len(self.value) // 50) :]
         finite = late[np.isfinite(late)]
         return float(finite.mean()) if finite.size else np.nan
@@ -72,18 +72,18 @@ class Series(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run as far as it is logged.
+    """Logged data of one run.
 
     Attributes:
-        name: what the page calls it.
-        config: its resolved config.
-        toml: the same, as its file has it.
-        parameters: number of parameters of the model; None where only a plugin can tell.
-        series: by name of the metric; "train/loss" is always there.
-        loads: of experts; None of a run without any.
-        starts: as of `starts.read`, the latest last.
-        samples: what the model wrote, as lines of samples.jsonl, the latest last.
-        omissions: messages about damaged parts of its files, which are left out.
+        name: display name.
+        config: resolved config.
+        toml: text of the config file.
+        parameters: number of parameters of the model; None if only a plugin knows it.
+        series: series by name of the metric; "train/loss" always exists.
+        loads: load of experts; None without experts.
+        starts: results of `starts.read`, the latest last.
+        samples: lines of samples.jsonl with generated texts, the latest last.
+        omissions: messages about damaged parts of files, which are skipped.
     """
 
     name: str
@@ -98,9 +98,9 @@ class Run:
 
     @property
     def resumes(self) -> list[int]:
-        """Steps after which it was started again, as far as they belong to the present curve.
+        """Steps after which the run was resumed, on the present curve.
 
-        A start from an earlier step than another one's undoes that one.
+        A start from an earlier step undoes the later starts.
         """
         steps: list[int] = []
         for step in (start["step"] for start in self.starts):
@@ -112,22 +112,22 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The last step that is logged."""
+        """Last logged step."""
         return int(self.series["train/loss"].step[-1])
 
     @property
     def tokens(self) -> int:
-        """Tokens of applied updates, padding and masked ones included."""
+        """Tokens of applied updates, including padding and masked tokens."""
         return int(self.series["train/tokens"].last_finite)
 
     @property
     def skipped(self) -> int:
-        """Steps whose update was not applied."""
+        """Number of steps whose update was not applied."""
         return int(self.series["train/skipped_steps"].last_finite)
 
     @property
     def seconds(self) -> float:
-        """Wall time from the first step to the last, pauses between restarts included."""
+        """Wall time from the first step to the last, including pauses between restarts."""
         time = self.series["train/loss"].time
         return float(time[-1] - time[0] + self.series["train/step_time_sec"].value[0])
 
@@ -135,7 +135,9 @@ class Run:
     def seconds_in_steps(self) -> float:
         """Time spent in training steps: without evaluation, checkpoints and restarts."""
         step, _, seconds = self.series["train/step_time_sec"]
-        before = max(0, int(step[0]) - self.config.metrics.log_interval)  # another run's, if any
+        before = max(
+            0, int(step[0]) - self.config.metrics.log_interval
+        )  # steps of another run, if any
         return float(np.sum(seconds * np.diff(step, prepend=before)))
 
     def position(self, steps: ArrayLike, axis: str) -> np.ndarray:
@@ -151,15 +153,15 @@ class Run:
 
 
 class NotYetError(UserError):
-    """There is no run, or it has logged nothing; it may still come."""
+    """Error for a run that does not exist or has logged nothing yet."""
 
 
 class MetricsFile:
-    """`metrics.jsonl` as far as it was read; what is appended later is read alone.
+    """Incremental reader of `metrics.jsonl`: each call reads only the appended lines.
 
     Args:
         path: the run directory.
-        exact: as of `lines.read`.
+        exact: see `lines.read`.
     """
 
     def __init__(self, path: Path, *, exact: bool = False) -> None:
@@ -175,24 +177,24 @@ class MetricsFile:
 
     @property
     def omissions(self) -> list[str]:
-        """Messages about damaged lines, which are left out."""
+        """Messages about damaged lines, which are skipped."""
         return self._omissions.messages()
 
     def read(self, *, processes: bool = False) -> tuple[dict[str, Series], Loads | None]:
-        """The metrics by name, and the load of experts.
+        """Return the metrics by name, and the load of experts.
 
         Args:
-            processes: as of `lines.read`.
+            processes: see `lines.read`.
 
         Raises:
-            NotYetError: there is no such file.
+            NotYetError: the file does not exist.
             UserError: the file cannot be read.
         """
         file = self._path / _METRICS
         if not file.is_file():
             raise NotYetError(_no_metrics(self._path))
         try:
-            if self._read_tail(file) != self._tail:  # it was cut: the run went back to a checkpoint
+            if self._read_tail(file) != self._tail:  # truncated: the run went back to a checkpoint
                 self._begin()
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
@@ -222,7 +224,7 @@ class MetricsFile:
                 self._omissions.note(f"step {line['step']:,}: {problem}; the loads")
 
     def _remember(self, file: Path) -> int:
-        """Remember how the lines end that were read; return how many bytes follow them."""
+        """Record the end of the lines that were read; return the number of bytes after them."""
         self._tail = self._read_tail(file)
         with file.open("rb") as opened:
             return opened.seek(0, os.SEEK_END) - self._end  # a bucket's `stat` has no st_size
@@ -234,11 +236,11 @@ class MetricsFile:
 
 
 class RunReader:
-    """A run directory, read again and again.
+    """Reader of a run directory that may be read repeatedly.
 
     Args:
         path: the directory.
-        name: as of `Run`.
+        name: see `Run`.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -247,13 +249,13 @@ class RunReader:
         self._parameters: dict[str, int | None] = {}
 
     def read(self, *, processes: bool = False) -> Run:
-        """The run as it is now.
+        """Return the present data of the run.
 
         Args:
-            processes: as of `lines.read`.
+            processes: see `lines.read`.
 
         Raises:
-            NotYetError: no step is logged.
+            NotYetError: no step has been logged.
             UserError: the directory is damaged.
         """
         series, loads = self._metrics.read(processes=processes)
@@ -264,7 +266,7 @@ class RunReader:
             )
         config_file, omissions = self._path / "config.toml", self._metrics.omissions
         if config_file.exists() and not config_file.is_file():
-            raise UserError(f"{config_file} is no file")
+            raise UserError(f"{config_file} is not a file")
         config = load_config(config_file, trusts=trust.never)
         begun, strange = read_lines(self._path / starts.FILE_NAME, _START)
         samples, unreadable = read_lines(self._path / SAMPLES, _SAMPLE)
@@ -286,7 +288,7 @@ class RunReader:
 
 
 def readers(paths: Sequence[Path]) -> list[RunReader]:
-    """One for each run; those of the same name are told apart by their paths."""
+    """Return a reader for each run; runs with the same directory name are named by their paths."""
     names = [path.resolve().name for path in paths]
     return [
         RunReader(path, name if names.count(name) == 1 else str(path))
@@ -295,25 +297,25 @@ def readers(paths: Sequence[Path]) -> list[RunReader]:
 
 
 def read_runs(paths: Sequence[Path], *, processes: bool = False) -> list[Run]:
-    """Reads runs.
+    """Read the logged data of runs.
 
     Args:
         paths: run directories.
-        processes: as of `lines.read`.
+        processes: see `lines.read`.
 
     Raises:
-        UserError: a directory is no run, has logged no step yet, or its config is damaged.
+        UserError: a directory is not a run, has no logged step, or its config is damaged.
     """
     return [reader.read(processes=processes) for reader in readers(paths)]
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """Read what a run has logged so far, by name.
+    """Return the metrics that a run has logged so far, by name.
 
-    Lists are left out, and damaged lines with a warning.
+    Lists are omitted. Damaged lines are skipped with a warning.
 
     Raises:
-        UserError: the directory is no run.
+        UserError: the directory is not a run.
     """
     file = MetricsFile(path, exact=True)
     series, _ = file.read()
@@ -323,7 +325,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
 
 
 def _parameters(config: JobConfig) -> int | None:
-    """Return the parameters of a run without recorded starts; None for a plugin's model."""
+    """Return the number of parameters of a model; None for a plugin's model."""
     if config.model.model_type not in MODELS.names():
         return None
     from jaxforge.model.transformer import build_model, parameter_count  # imports JAX: two seconds

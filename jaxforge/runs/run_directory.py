@@ -1,14 +1,14 @@
-"""The run directory, `checkpoint.dir`: everything that belongs to one run.
+"""The run directory, `checkpoint.dir`: all files of one run.
 
-It may be in a bucket; all but the checkpoints is then written here and copied there (`mirror`).
+If it is in a bucket, all files but the checkpoints are written locally and copied there (`mirror`).
 
-run.lock          who trains in it now (`run_lock`)
+run.lock          lock of the training process (`run_lock`)
 config.toml       the resolved config of the latest start
-configs/          those of all starts that the run comes from, by the step that each went on from
+configs/          the configs of all starts on the run's path, by the step at which each began
 metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 starts.jsonl      an object per start: time, command, versions (`starts`)
-samples.jsonl     an object per text that the model wrote (`eval.sample_interval`)
-activations/      step_<n>/: what was captured (`eval.activations_interval`)
+samples.jsonl     an object per generated text (`eval.sample_interval`)
+activations/      step_<n>/: captured activations (`eval.activations_interval`)
 logs/             a log per process
 tokenizer/        a copy of the data's tokenizer, where there is one
 huggingface/      config.json and generation_config.json that it began with, for exports
@@ -44,8 +44,8 @@ _METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
 _TOKENIZER = "tokenizer"
 
 
-def tell_changes(run: Path, config: JobConfig) -> None:
-    """Log what of the config has changed since the run last started.
+def log_config_changes(run: Path, config: JobConfig) -> None:
+    """Log the settings that have changed since the last start of the run.
 
     `config.toml` may have been edited since, to start from: the last start is in `configs/`.
     """
@@ -69,7 +69,7 @@ def check_not_moved(config: UnresolvedConfig) -> None:
     Of a run that was copied the first one is trained, which is a warning.
 
     Raises:
-        UserError: it was, and the command line does not say where to train.
+        UserError: the run was moved, and the command line does not set `checkpoint.dir`.
     """
     file, directory = Path(config.file).absolute(), config.known.checkpoint.dir
     if file.name != _CONFIG or config.is_on_command_line("checkpoint.dir"):
@@ -91,13 +91,13 @@ def _has_steps(run: Path) -> bool:
 
 
 def check_not_lost(run: Path) -> None:
-    """Refuse to begin anew over the metrics of a run whose checkpoints are gone.
+    """Refuse to start at step 0 in the directory of a run whose checkpoints are lost.
 
     Args:
-        run: the directory; there is no checkpoint in it.
+        run: the directory, without checkpoints.
 
     Raises:
-        UserError: it had some.
+        UserError: the run had saved checkpoints.
     """
     logged = _logged_steps(run / _METRICS)
     has_saved = any(is_saved for _, is_saved in logged)
@@ -112,7 +112,7 @@ def check_not_lost(run: Path) -> None:
     )
 
 
-def put_metrics_aside(run: Path) -> None:
+def rename_old_metrics(run: Path) -> None:
     """Rename metrics and samples of steps that no checkpoint explains, before a run begins anew.
 
     Such are left where a run is killed before its first checkpoint.
@@ -136,13 +136,13 @@ def put_metrics_aside(run: Path) -> None:
 
 
 def _logged_steps(path: Path) -> list[tuple[int, bool]]:
-    """Return the step of each whole line of metrics, and whether it says that a save is durable."""
+    """Return the step of each whole line of metrics, with True if it reports a durable save."""
     lines, _ = read_lines(path, {"step": Field(is_step, "the number of a step")})
     return [(int(values["step"]), "checkpoint/save_sec" in values) for values in lines]
 
 
 def root(config: JobConfig) -> Path:
-    """The run directory, on this machine or in a bucket."""
+    """Return the run directory, on this machine or in a bucket."""
     return urls.path(config.checkpoint.dir, "checkpoint.dir")
 
 
@@ -162,18 +162,18 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
         ),
         "progress.txt",
         _TOKENIZER,
-    ]  # process 0 goes on with them
+    ]  # process 0 resumes from them
     return mirror.Mirror(run, jax.process_index(), logs + shared * (jax.process_index() == 0))
 
 
 def prepare(run: Path, config: JobConfig) -> None:
-    """Makes the directory with its `config.toml`, and `tokenizer/` where there is none yet.
+    """Create the directory with `config.toml`, and `tokenizer/` if it does not exist yet.
 
     Raises:
         UserError: the directory cannot be written.
     """
     if jax.process_index() != 0 and not urls.in_bucket(config.checkpoint.dir):
-        return  # of a run in a bucket, each process has files of its own
+        return  # for a run in a bucket, each process has its own local files
     try:
         run.mkdir(parents=True, exist_ok=True)
         tokenizer = tokenizer_for(run, config)
@@ -194,8 +194,8 @@ def _put_aside_if_damaged(path: Path) -> None:
         log.warning("%s was damaged (%s): moved to %s", path, error, _DAMAGED_CONFIG)
 
 
-def note_start(run: Path, config: JobConfig, step: int) -> None:
-    """Keeps the config of a start that goes on from `step`; later ones are undone by it.
+def record_start(run: Path, config: JobConfig, step: int) -> None:
+    """Record the config of a start at `step`, and remove the configs of later starts.
 
     Raises:
         UserError: the directory cannot be written.
@@ -212,7 +212,7 @@ def note_start(run: Path, config: JobConfig, step: int) -> None:
 
 
 def config_of_step(run: Path, step: int) -> JobConfig:
-    """The config with which a step was made, as far as the run says it; else its latest.
+    """Return the config of a step if the run records it, else the latest config.
 
     Args:
         run: the directory.
@@ -224,12 +224,12 @@ def config_of_step(run: Path, step: int) -> JobConfig:
 
 
 def start_before(run: Path, step: int) -> int:
-    """The step that the start went on from which made a step; 0 where the run does not say."""
+    """Return the step at which the start that made a step began; 0 if it is not recorded."""
     return max((start for start in _starts(run) if start < step), default=0)
 
 
 def steps_by_start(run: Path, first: int, last: int) -> list[tuple[int, int]]:
-    """Steps from `first` to `last`, cut where the run was started with another config."""
+    """Return the ranges of steps between `first` and `last` with the same start."""
     starts = []
     while last >= first:
         start = start_before(run, last)
@@ -239,7 +239,7 @@ def steps_by_start(run: Path, first: int, last: int) -> list[tuple[int, int]]:
 
 
 def _starts(run: Path) -> list[int]:
-    """The steps that starts went on from."""
+    """Return the steps at which the recorded starts began."""
     paths = (run / _CONFIGS).glob("from_step_*.toml")
     return [int(n) for path in paths if (n := path.stem.removeprefix("from_step_")).isdigit()]
 
@@ -253,21 +253,21 @@ def _replace(path: Path, config: JobConfig) -> None:
 
 
 def read_config(run: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """Return the config of a run for its use, with settings such as "--distributed.tp=2" over it.
+    """Return the config of a run for inference, with overrides such as "--distributed.tp=2".
 
-    Plugins are imported where the run is trusted, and settings that write files are left out.
+    Plugins are imported if the run is trusted. Settings that write files are omitted.
 
     Raises:
-        UserError: there is no such run, or the settings are wrong.
+        UserError: the run does not exist, or the settings are invalid.
     """
     return load_config_of_run(_config_file(run), run, overrides)
 
 
 def shown_config(run: Path) -> JobConfig:
-    """Return the config of a run as it stands, to be looked at: nothing is imported.
+    """Return the config of a run for display, without imports of plugins.
 
     Raises:
-        UserError: there is no such run, or its config is damaged.
+        UserError: the run does not exist, or its config is damaged.
     """
     return load_config(_config_file(run), trusts=trust.never)
 
@@ -279,21 +279,21 @@ def _config_file(run: Path) -> Path:
 
 
 def find_tokenizer(run: Path) -> Tokenizer | None:
-    """The tokenizer of a run's data, where they had one."""
+    """Return the tokenizer of a run's data, or None."""
     return load_tokenizer(run / _TOKENIZER) if (run / _TOKENIZER).is_dir() else None
 
 
 def tokenizer_for(run: Path, config: JobConfig) -> Tokenizer | None:
-    """The run's tokenizer; before there is one, that of the config's data, where they have one."""
+    """Return the tokenizer of the run, else the tokenizer of the config's data, or None."""
     source = tokenizer_of(config.data)
     return find_tokenizer(run) or (load_tokenizer(source) if source else None)
 
 
 def read_tokenizer(run: Path) -> Tokenizer:
-    """The tokenizer of a run's data.
+    """Return the tokenizer of a run's data.
 
     Raises:
-        UserError: the run's data had none.
+        UserError: the run has no tokenizer.
     """
     tokenizer = find_tokenizer(run)
     if tokenizer is None:
@@ -305,8 +305,8 @@ def read_tokenizer(run: Path) -> Tokenizer:
 
 
 def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
-    """All of it or nothing: other processes of the job look for it meanwhile."""
-    partial = safe_files.beside(run / _TOKENIZER)
+    """Write the tokenizer atomically: other processes of the job may read it meanwhile."""
+    partial = safe_files.temporary_path(run / _TOKENIZER)
     partial.mkdir()
     try:
         tokenizer.save(partial)

@@ -1,6 +1,6 @@
-"""`starts.jsonl` in a run directory: when a run was started, by which command, with which code.
+"""`starts.jsonl` in a run directory: time, command and code versions of each start.
 
-A line for each start, by process 0. Nothing of the environment is in it.
+Process 0 writes a line per start. Environment variables are not recorded.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ _GIT_SEC = 60
 
 
 def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
-    """Add this start to those of a run. Damaged lines are put aside, with a warning.
+    """Append this start to the starts of a run. Damaged lines are moved aside with a warning.
 
     Args:
         run: the directory, on this machine.
-        step: that it goes on from.
-        more: of JSON: `parameters`, and what else is known.
+        step: step at which the start begins.
+        more: further JSON fields, such as `parameters`.
 
     Raises:
         UserError: the directory cannot be written.
@@ -50,10 +50,10 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Return the starts of a run, the latest last; none of a run of an older version.
+    """Return the starts of a run, the latest last; [] for a run of an older version.
 
     Each has `step`, `time` (Unix seconds), `command`, `versions`, `git` (`commit`, `changed`; empty
-    where the code is not under git) and `parameters`.
+    if the code is not under git) and `parameters`.
 
     Raises:
         UserError: the file is damaged.
@@ -68,7 +68,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute."""
+    """Return the versions of Python and of the packages in `PACKAGES`."""
     return {"python": platform.python_version()} | {
         name: version for name in PACKAGES if (version := _version(name))
     }
@@ -77,12 +77,12 @@ def versions() -> dict[str, str]:
 def _version(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:  # as jaxforge itself is where it was not installed
+    except PackageNotFoundError:  # jaxforge itself may not be installed
         return None
 
 
 def git_state(file: Path) -> dict[str, Any]:
-    """Return commit and hash of changes of a file; nothing where it is not under git."""
+    """Return commit and hash of changes of a file; {} if it is not under git."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(file.parent), *arguments]
@@ -92,7 +92,9 @@ def git_state(file: Path) -> dict[str, Any]:
             return None
         return ran.stdout.decode(errors="replace") if ran.returncode == 0 else None
 
-    if git("ls-files", "--error-unmatch", file.name) is None:  # as in an environment within a clone
+    if (
+        git("ls-files", "--error-unmatch", file.name) is None
+    ):  # for example, a virtual environment within a clone
         return {}
     commit, difference = git("rev-parse", "HEAD"), git("diff", "HEAD")
     if commit is None or difference is None:

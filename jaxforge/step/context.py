@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from jaxforge.kernels.context_parallel import context_size, spread
+from jaxforge.kernels.context_parallel import context_size, to_device_order
 from jaxforge.kernels.masking import positions_in_documents
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.sharding import TOKENS, batch_axes, constrain
@@ -21,7 +21,9 @@ def spread_sequences(model: Model, batch: Batch) -> Batch:
     batch = {**batch, "positions": _positions(model, batch)}
 
     def lay_out(x: Shaped[Array, "m b s *rest"]) -> Array:
-        x = jnp.moveaxis(spread(jnp.moveaxis(x, 2, -1), model.runtime.context, devices), -1, 2)
+        x = jnp.moveaxis(
+            to_device_order(jnp.moveaxis(x, 2, -1), model.runtime.context, devices), -1, 2
+        )
         return constrain(x, *TOKENS, *(None,) * (x.ndim - len(TOKENS)))
 
     is_of_tokens = {name: batch_axes(batch, name) == TOKENS for name in batch}

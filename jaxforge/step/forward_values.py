@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.errors import UserError
-from jaxforge.kernels.context_parallel import context_size, gathered
+from jaxforge.kernels.context_parallel import context_size, to_sequence_order
 from jaxforge.model.attention import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
@@ -104,5 +104,5 @@ def _in_order(model: Model, name: str, x: Float[Array, "..."]) -> Array:
     if context_size() == 1:
         return x
     axis = 1 if name in STREAM else 0  # that of tokens
-    ordered = gathered(jnp.moveaxis(x, axis, -1), model.runtime.context, context_size())
+    ordered = to_sequence_order(jnp.moveaxis(x, axis, -1), model.runtime.context, context_size())
     return jnp.moveaxis(ordered, -1, axis)

@@ -260,14 +260,14 @@ def _stage_functions(
         state: non-trainable state outside of the layers.
         other_weights: as of `AddUp`. A microbatch of stages is a pair: batch, token weight.
     """
-    saves, own_loss = remat.in_pipeline(model.runtime.save), build_loss(config.train, model)
+    saves, own_loss = remat.stage_remat(model.runtime.save), build_loss(config.train, model)
 
     def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
         return model.embed(join(params, state), microbatch[0])
 
     def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
         batch, token = microbatch
-        return model.context_of(x, batch, loss_weights=LossWeights(token, *other_weights))
+        return model.batch_context(x, batch, loss_weights=LossWeights(token, *other_weights))
 
     def layer(
         kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
@@ -282,7 +282,7 @@ def _stage_functions(
         hidden = model.final_norm(variables, x)
         return own_loss(variables, hidden, batch, LossWeights(token, *other_weights))
 
-    rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
+    rows = model.plan.kinds_by_row(model.stack), model.stack.rows() >= 0
     stages = config.distributed.pp
     kinds, is_layer = jax.tree.map(lambda column: column.reshape(stages, -1), rows)
     return spmd.StageFunctions(

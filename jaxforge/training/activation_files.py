@@ -112,7 +112,7 @@ def _replacing(directory: Path) -> Iterator[Path]:
         f".{directory.name}.*partial"
     ):  # left by a process that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    partial, old = safe_files.beside(directory), safe_files.beside(directory)
+    partial, old = safe_files.temporary_path(directory), safe_files.temporary_path(directory)
     try:
         partial.mkdir()
         yield partial

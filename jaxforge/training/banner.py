@@ -82,7 +82,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
     yield (
         "kernels",
         (
-            f"attention: {model.runtime.attention_of(mesh.shape['cp'])}, loss: {t.loss_fn}, "
+            f"attention: {model.runtime.describe_attention(mesh.shape['cp'])}, loss: {t.loss_fn}, "
             f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
             f"checkpointing: {t.activation_checkpointing}"
         ),

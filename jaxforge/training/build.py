@@ -70,10 +70,10 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     ready = functools.partial(_compile_or_load, flags, saved, program.resolved_config)
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress))
-    files.put_metrics_aside(config)
+    files.rename_old_metrics(config)
     samples = ramp.rows * config.train.grad_accum_steps
     tracker = open_tracker(session, config, progress, samples)
-    files.note_start(config, model, progress, mesh)
+    files.record_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
         return start_from(Saved(saver.permanent, step), program)

@@ -17,7 +17,7 @@ def resolve(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> JobConf
     Raises:
         UserError: processes have different configs, the run was moved, or the config breaks a rule.
     """
-    agreement.check(job_facts.of_start(config) if jax.process_count() > 1 else {})
+    agreement.check(job_facts.facts_of_start(config) if jax.process_count() > 1 else {})
     if isinstance(config, UnresolvedConfig):
         run_directory.check_not_moved(config)
         with watchdog.section("data"):  # for lengths in epochs

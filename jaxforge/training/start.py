@@ -53,7 +53,7 @@ class RunFiles:
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
         add_log_file(files)
-        run_directory.tell_changes(files, config)
+        run_directory.log_config_changes(files, config)
         for answer in answers(config):
             log.info("%s", answer)
         if jax.process_index() == 0:
@@ -66,12 +66,12 @@ class RunFiles:
             _check_not_lost(config)
         return cls(saver, begins)
 
-    def put_metrics_aside(self, config: JobConfig) -> None:
+    def rename_old_metrics(self, config: JobConfig) -> None:
         """Rename metrics of an earlier run that left no checkpoint, if this run begins."""
         if self.begins:
-            run_directory.put_metrics_aside(mirror.files(config.checkpoint.dir))
+            run_directory.rename_old_metrics(mirror.files(config.checkpoint.dir))
 
-    def note_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
+    def record_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
         """Write the config, the record of this start and the schedule summary.
 
         Args:
@@ -82,7 +82,7 @@ class RunFiles:
         """
         run = mirror.files(config.checkpoint.dir)
         run_directory.prepare(run, config)
-        run_directory.note_start(run, config, progress.step)
+        run_directory.record_start(run, config, progress.step)
         if jax.process_index() == 0:
             if self.begins and config.checkpoint.load_path:
                 _keep_documents(config.checkpoint.load_path, run)
@@ -150,7 +150,7 @@ def skipping_experts_as_started(config: JobConfig) -> JobConfig:
         "optimizer.skip_idle_experts is set to true as in %s: updates skip experts without tokens",
         start,
     )  # fmt: skip
-    return config.skipping_idle_experts()
+    return config.with_idle_experts_skipped()
 
 
 def open_foreign(path: str, config: JobConfig) -> Source:

@@ -1,4 +1,4 @@
-"""Claims of docs/from_kempnerforge.md: KempnerForge's TOML files that load or do not."""
+"""Claims of docs/from_kempnerforge.md about KempnerForge's TOML files."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxforge.errors import UserError
 PAGE = (Path(__file__).parents[2] / "docs" / "from_kempnerforge.md").read_text()
 REFUSED = re.findall(r"^\| (`.+) \| (refused): (.+) \|$", PAGE, re.MULTILINE)
 
-TEXT = [  # what its configs for text differ in
+TEXT = [  # differences between its text configs
     "[train]\ncompile_model = true\nactivation_checkpointing = 'full'\n[optimizer]\nfused = true",
     "[optimizer]\nname = 'muon'\nmuon_momentum = 0.95\nmuon_ns_steps = 5",
     "[train]\nloss_fn = 'chunked_cross_entropy'\nce_chunk_size = 4096\nz_loss_weight = 1e-4",
@@ -37,13 +37,13 @@ def load(tmp_path: Path, text: str) -> JobConfig:
 
 
 @pytest.mark.parametrize("text", TEXT)
-def test_files_of_text_models_load(tmp_path, text):
+def test_text_model_files_load(tmp_path, text):
     config = load(tmp_path, text)
     assert list(config.model.problems()) == []
 
 
 LLAMA_3 = "n_kv_heads = 8\nvocab_size = 128256\nffn_dim_multiplier = 1.3\nrope_theta = 500000.0"
-ODD = {  # what its configs for 12 and 24 GPUs say of models and meshes
+ODD = {  # models and meshes of its configs for 12 and 24 GPUs
     "7b_12gpu_tp4": (
         12,
         f"[model]\ndim = 4096\nn_layers = 32\nn_heads = 32\nmax_seq_len = 4096\n{LLAMA_3}\n"
@@ -67,11 +67,11 @@ ODD = {  # what its configs for 12 and 24 GPUs say of models and meshes
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_files_for_12_and_24_gpus_run_with_three_copies(tmp_path, name):
+def test_files_for_12_and_24_gpus_use_three_replicas(tmp_path, name):
     n_devices, text = ODD[name]
     config = load(tmp_path, text)
     check(config, n_devices)
-    mesh = axes.with_copies(config, mesh_shape(config, n_devices))
+    mesh = axes.with_equal_shards(config, mesh_shape(config, n_devices))
     assert (mesh["dp_replicate"], mesh["dp_shard"] * mesh["tp"]) == (3, n_devices // 3)
     assert "parameters are [copied 3 times]" in PAGE
 
@@ -84,12 +84,12 @@ def test_files_are_refused_for_the_documented_reason(tmp_path, keys, verdict, wh
             load(tmp_path, f"{written}\narch = 'any'")
 
 
-def test_its_file_in_8_bits_runs(tmp_path):
+def test_fp8_file_runs(tmp_path):
     text = f"[model]\ndim = 4096\nn_layers = 32\nn_heads = 32\nmax_seq_len = 4096\n{LLAMA_3}\n"
     config = load(tmp_path, f'{text}[train]\nmixed_precision = "fp8"\nseq_len = 4096')
     check(config, 16)
     assert config.train.fp8_scaling == "tensor"
 
 
-def test_page_names_all_that_is_refused():
+def test_page_lists_all_refused_files():
     assert [len(re.findall("`", keys)) // 2 for keys, _, _ in REFUSED] == [4, 1]

@@ -30,11 +30,11 @@ def test_shards_have_a_length(shards, order, rows, n):
         {"datasets": [{"path": "a"}, {"path": "b"}], "dataset_path": "c"},
     ],
 )
-def test_other_data_have_none(data):
+def test_other_data_have_no_epoch_length(data):
     assert sequences_per_epoch(tiny_config(data=data), 8) is None
 
 
-def test_run_in_epochs_of_its_data(shards):
+def test_run_length_in_epochs(shards):
     settings = [
         "--train.seq_len=32", "--train.batch_size=8", "--train.max_steps=2.5ep",
         "--scheduler.warmup_steps=10%", "--checkpoint.interval=1ep",
@@ -45,7 +45,7 @@ def test_run_in_epochs_of_its_data(shards):
     assert config.checkpoint.interval == 13
 
 
-def test_missing_data_are_named(tmp_path):
+def test_missing_data_raise(tmp_path):
     settings = ["--train.max_steps=1ep", f"--data.dataset_path={tmp_path}/none"]
     with pytest.raises(UserError, match="none"):
         load_unresolved(None, settings).resolve(1, sequences_per_epoch)

@@ -130,7 +130,7 @@ def whole(dataset):
 
 
 @pytest.mark.processes
-def test_command_from_files_to_what_training_reads(files, tokenizer, tmp_path):
+def test_prepare_writes_shards_that_training_reads(files, tokenizer, tmp_path):
     command = [sys.executable, "-m", "jaxforge.prepare", str(files), "--output",
                str(tmp_path / "out"), "--conversations", "--tokenizer", str(tokenizer)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
@@ -191,7 +191,7 @@ def test_shards_hold_whole_conversations(files, tokenizer, tmp_path):
     assert got == sorted(inputs_and_labels(records[here]))
 
 
-def test_interruptions_do_not_show(files, tokenizer, tmp_path, monkeypatch):
+def test_interrupted_runs_give_same_shards(files, tokenizer, tmp_path, monkeypatch):
     options = ("--shard-tokens", "300", "--validation-fraction", "0.2")
     run(files, tokenizer, tmp_path / "whole", *options)
     monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
@@ -227,7 +227,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.cli.running import run_main
 from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
-    ingest._COMMIT_SECONDS, ingest._BATCH_PIECES = 0.0, 5
+    ingest._COMMIT_SECONDS, ingest._BATCH_PARTS = 0.0, 5
     if slow := sys.argv.pop(1) == "slow":
         encode = ingest.encode_conversations
         ingest.encode_conversations = lambda *args: (time.sleep(0.05), encode(*args))[1]
@@ -236,7 +236,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_killed_run_goes_on(files, tokenizer, tmp_path):
+def test_killed_run_resumes(files, tokenizer, tmp_path):
     def command(speed, output):
         return [sys.executable, "-c", SCRIPT, speed, str(files), "--conversations", "--tokenizer",
                 str(tokenizer), "--workers", "1", "--shard-tokens", "300",
@@ -248,7 +248,7 @@ def test_killed_run_goes_on(files, tokenizer, tmp_path):
     process.communicate()
     assert not (tmp_path / "out").exists()
     again = subprocess.run(command("fast", "out"), capture_output=True, text=True)
-    assert (again.returncode, "going on with" in again.stderr) == (0, True), again.stderr
+    assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
     run(files, tokenizer, tmp_path / "whole", "--shard-tokens", "300")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
@@ -287,7 +287,7 @@ def test_parquet_and_hugging_face_datasets_give_the_same(files, tokenizer, tmp_p
     assert len({shard.read_bytes() for shard in shards}) == 1
 
 
-def test_other_templates_are_tokenized_anew(files, tokenizer, tmp_path):
+def test_changed_template_is_tokenized_again(files, tokenizer, tmp_path):
     save_tokenizer(tmp_path / "other", UNMARKED)
     (files / "README.md").unlink()
     data = {"hf_dataset_name": str(files), "hf_dataset_conversations": True}
@@ -354,7 +354,7 @@ def test_overlong_conversations_are_cut_or_dropped_and_reported(
     assert {"truncate": "cut there", "drop": "left out"}[how] in caplog.text
 
 
-def test_mixture_with_text_keeps_the_texts_whole(files, tokenizer, tmp_path):
+def test_mixture_with_text_keeps_texts_unchanged(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     (tmp_path / "text").mkdir()
     np.save(tmp_path / "text" / "a.npy", np.arange(9 * (SEQ + 1), dtype=np.uint16) % 290)
@@ -395,7 +395,7 @@ def by_hand(given, params, conversations):
     return nats
 
 
-def test_packed_conversations_cost_what_each_costs_alone(files, tokenizer, tmp_path):
+def test_packed_loss_equals_separate_losses(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     directory = str(tmp_path / "out" / "train")
     given = config(tokenizer, eval={"enabled": True, "dataset_path": directory})
@@ -411,7 +411,7 @@ def test_packed_conversations_cost_what_each_costs_alone(files, tokenizer, tmp_p
     assert sums.n_bytes == sum(len(text) + 1 for text in said)  # and the line's end
 
 
-def test_run_learns_from_what_is_learned(files, tokenizer, tmp_path):
+def test_valid_tokens_count_learned_labels(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train")}
     given = config(tokenizer, tmp_path / "run", batch=1, data=data, distributed={"dp_shard": 8})
@@ -426,7 +426,7 @@ def test_run_learns_from_what_is_learned(files, tokenizer, tmp_path):
     assert chat["chat_template"] == CHATML
 
 
-def test_example_is_a_config_that_runs():
+def test_example_config_trains():
     path = Path(__file__).parents[2] / "configs" / "fine_tuning.toml"
     rules.check(load_config(path, ["--train.max_steps=99"]), 8)  # epochs need the data
 
@@ -449,7 +449,7 @@ def damaged(directory, change):
         ("more", r"shard_00001\.npy is not what manifest\.json beside it says"),
     ],
 )
-def test_damage_is_named_before_the_first_step(files, tokenizer, tmp_path, change, message):
+def test_damaged_conversation_shards_raise(files, tokenizer, tmp_path, change, message):
     run(files, tokenizer, tmp_path / "out")
     damaged(tmp_path / "out" / "train", change)
     given = config(tokenizer, data={"dataset_path": str(tmp_path / "out" / "train")})
@@ -457,7 +457,7 @@ def test_damage_is_named_before_the_first_step(files, tokenizer, tmp_path, chang
         sources.open_training_data(given)
 
 
-def test_sequence_too_short_for_all_is_named(files, tokenizer, tmp_path):
+def test_too_short_sequence_raises(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     data = {"dataset_path": str(tmp_path / "out" / "train"), "overlong": "drop"}
     given = config(tokenizer, data=data)
@@ -468,7 +468,7 @@ def test_sequence_too_short_for_all_is_named(files, tokenizer, tmp_path):
         sources.open_training_data(given)
 
 
-def test_wrong_arguments_are_told(files, tokenizer, tmp_path):
+def test_wrong_arguments_raise(files, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"README\.md is read as plain text, and holds no conver"):
         run(files / "README.md", tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match="--conversations"):

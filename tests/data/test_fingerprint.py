@@ -51,7 +51,7 @@ def test_copies_have_one_fingerprint_and_changes_are_named(tmp_path):
         assert not changes({}, whole), "checkpoints of older versions have none"
 
 
-def test_replaced_file_without_manifest_is_noticed(tmp_path):
+def test_replaced_file_without_manifest_is_detected(tmp_path):
     np.save(tmp_path / "a.npy", tokens().astype(np.uint16))
     then = of(str(tmp_path))
     assert then == of(str(tmp_path))
@@ -59,7 +59,7 @@ def test_replaced_file_without_manifest_is_noticed(tmp_path):
     assert changes(then, of(str(tmp_path))) == ["x had other contents"]
 
 
-def test_sources_of_a_mixture_may_come_and_go(tmp_path):
+def test_mixture_sources_may_be_added_and_removed(tmp_path):
     paths = [write(tmp_path / name, tokens(seed=i)) for i, name in enumerate("abc")]
     then, now = (
         identity(datasets=[{"path": path, "name": path[-1]} for path in some])
@@ -71,14 +71,14 @@ def test_sources_of_a_mixture_may_come_and_go(tmp_path):
     assert changes(then, swapped) == ["b had other contents"]
 
 
-def test_another_tokenizer_is_noticed_under_another_path(tmp_path):
+def test_changed_tokenizer_is_detected_under_new_path(tmp_path):
     then = identity(dataset_path=write(tmp_path / "a", tokens()))
     assert not changes(then, identity(dataset_path=write(tmp_path / "b", tokens(9000))))
     other = identity(dataset_path=write(tmp_path / "c", tokens(), tokenizer="b" * 64))
     assert changes(then, other) == ["the data were tokenized by another tokenizer"]
 
 
-def test_run_does_not_resume_on_changed_data_unless_told(tmp_path, capsys):
+def test_resume_on_changed_data_needs_option(tmp_path, capsys):
     data = tmp_path / "data"
 
     def run(steps, **keys):
@@ -95,7 +95,7 @@ def test_run_does_not_resume_on_changed_data_unless_told(tmp_path, capsys):
     data.rename(tmp_path / "before")
     write(data, tokens(8000))
     metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"not those of step 2 .*had 3 files, and has 4;"):
+    with pytest.raises(UserError, match=r"changed since step 2 .*had 3 files, and has 4;"):
         run(4)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
     assert run(4, on_change="continue") is Exit.COMPLETED

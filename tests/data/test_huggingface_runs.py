@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.slow
-def test_stream_begun_by_two_processes_is_ended_by_one(tmp_path):
+def test_stream_resumes_on_fewer_processes(tmp_path):
     """Each of the two reads half of the files."""
     (tmp_path / "set").mkdir()
     for file in range(4):

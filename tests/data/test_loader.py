@@ -43,14 +43,14 @@ def windows(batch_list):
     return np.concatenate([b["input_ids"][..., 0].reshape(-1) for b in batch_list])
 
 
-def test_file_order_without_shuffle_and_on_into_the_next_epoch(shards):
+def test_unshuffled_order_continues_into_next_epoch(shards):
     got = batches(config(shards, data={"shuffle": False}), 14)
     assert windows(got).tolist() == [i % 100 for i in range(14 * 8)]
     assert got[0]["input_ids"].shape == (1, 8, SEQ)
     np.testing.assert_array_equal(got[3]["labels"][0, 2], np.arange(27, 27 + SEQ))
 
 
-def test_every_epoch_shows_each_window_once_in_an_order_of_its_own(shards):
+def test_each_epoch_reshuffles_all_windows(shards):
     order = windows(batches(config(shards, batch=10), 20))
     assert sorted(order[:100]) == sorted(order[100:]) == list(range(100))
     assert order[:100].tolist() != order[100:].tolist() != list(range(100))
@@ -58,7 +58,7 @@ def test_every_epoch_shows_each_window_once_in_an_order_of_its_own(shards):
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}])
-def test_mesh_does_not_matter(shards, order, mesh):
+def test_batches_do_not_depend_on_mesh(shards, order, mesh):
     alone = batches(config(shards, data={"order": order}), 15)
     split = batches(
         config(shards, batch=2, data={"order": order}, distributed=mesh),
@@ -68,7 +68,7 @@ def test_mesh_does_not_matter(shards, order, mesh):
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_accumulation_split_does_not_matter(shards):
+def test_batches_do_not_depend_on_accumulation(shards):
     whole = windows(batches(config(shards), 15))
     for accum in (2, 4):
         split = batches(config(shards, accum=accum, batch=8 // accum), 15)
@@ -77,20 +77,20 @@ def test_accumulation_split_does_not_matter(shards):
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
-def test_starting_anywhere_gives_the_rest(shards, order):
+def test_start_at_any_position_continues_batches(shards, order):
     given = config(shards, data={"order": order})
     whole = batches(given, 30)
     np.testing.assert_array_equal(windows(batches(given, 13, first=17 * 8)), windows(whole[17:]))
 
 
-def test_seed_decides(shards):
+def test_order_depends_on_seed(shards):
     by_train_seed = windows(batches(config(shards, train={"seed": 7}), 5))
     by_data_seed = windows(batches(config(shards, train={"seed": 1, "data_seed": 7}), 5))
     np.testing.assert_array_equal(by_train_seed, by_data_seed)
     assert by_train_seed.tolist() != windows(batches(config(shards), 5)).tolist()
 
 
-def test_reader_threads_do_not_matter(shards):
+def test_batches_do_not_depend_on_reader_threads(shards):
     a, b = (windows(batches(config(shards, data={"num_workers": n}), 9)) for n in (0, 4))
     np.testing.assert_array_equal(a, b)
 
@@ -116,7 +116,7 @@ def test_no_source_means_random_tokens():
     assert first[0]["input_ids"].max() < given.model.vocab_size
 
 
-def test_evaluation_sees_the_whole_set_once_and_counts_no_filler(shards):
+def test_evaluation_reads_set_once_without_padding(shards):
     given = config(shards, batch=32, eval={"enabled": True, "dataset_path": str(shards)})
     mesh = make_mesh(given, jax.devices()[:1])
     dataset = sources.open_eval_data(given)[""]
@@ -142,7 +142,7 @@ def test_several_evaluation_sets_go_by_name(shards, tmp_path):
         sources.open_eval_data(config(shards, eval={"datasets": tables}))
 
 
-def test_next_batch_is_on_its_way_before_it_is_asked_for(shards, monkeypatch):
+def test_next_batch_is_transferred_ahead(shards, monkeypatch):
     monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
     given = config(shards, data={"num_workers": 0})
     mesh = make_mesh(given, jax.devices()[:1])
@@ -178,7 +178,7 @@ class _Spy:
         return self._source.batch(indices)
 
 
-def test_torch_order_drops_what_does_not_fill_a_microbatch(shards):
+def test_torch_order_drops_partial_microbatch(shards):
     given = config(shards, batch=24, data={"order": "torch"})
     order = windows(batches(given, 8))
     assert len(set(order[:96])) == 96
@@ -194,6 +194,6 @@ def test_read_ahead_does_not_change_batches(shards, item_tokens, monkeypatch):
     np.testing.assert_array_equal(windows(got), expected)
 
 
-def test_unknown_order_never_gets_here():
+def test_unknown_order_is_refused_by_config():
     with pytest.raises(ValueError, match="order"):
         DataConfig(order="random")

@@ -66,13 +66,13 @@ def test_every_sequence_says_of_which_dataset_it_is(directories):
         np.testing.assert_array_equal(batch["dataset_idx"], batch["input_ids"][..., 0] >= 100)
 
 
-def test_single_source_says_nothing(directories):
+def test_single_source_has_no_dataset_idx(directories):
     given = tiny_config(data={"dataset_path": directories[0]["path"]})
     assert batches(given, 1)[0].keys() == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
-def test_first_batch_of_a_phase_has_its_weights_however_far_ahead_is_read(directories, order):
+def test_phase_weights_do_not_depend_on_read_ahead(directories, order):
     given = config(directories, order=order, num_workers=8, prefetch_factor=8)
     shares = [batch["dataset_idx"].mean() for batch in batches(given, 12)]
     assert all(share < 1 for share in shares[:START])
@@ -81,7 +81,7 @@ def test_first_batch_of_a_phase_has_its_weights_however_far_ahead_is_read(direct
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
-def test_resuming_at_any_step_gives_the_rest(directories, order):
+def test_resume_at_any_step_continues_batches(directories, order):
     given = config(directories, order=order)
     whole, history = batches(given, 12), []
     for step in range(10):
@@ -91,7 +91,7 @@ def test_resuming_at_any_step_gives_the_rest(directories, order):
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}])
-def test_mesh_does_not_matter(directories, order, mesh):
+def test_batches_do_not_depend_on_mesh(directories, order, mesh):
     given = config(directories, batch=2, distributed=mesh, order=order, torch_ranks=1)
     split = batches(given, 8, devices=4 * mesh.get("tp", 1))
     assert_same(batches(config(directories, order=order), 8), split)
@@ -120,13 +120,13 @@ def test_hosts_read_their_rows_of_the_same_batches(directories, order):
             np.testing.assert_array_equal(array, joined)
 
 
-def test_accumulation_split_does_not_matter(directories):
+def test_batches_do_not_depend_on_accumulation(directories):
     split = batches(config(directories, accum=4, batch=2), 8)
     assert split[0]["dataset_idx"].shape == (4, 2)
     np.testing.assert_array_equal(windows(split), windows(batches(config(directories), 8)))
 
 
-def test_ranks_that_torch_had_decide_and_not_those_at_hand(directories):
+def test_torch_order_depends_on_torch_ranks_only(directories):
     alone = config(directories, order="torch", torch_ranks=4)
     four = config(directories, order="torch", batch=2, distributed={"dp_shard": 4})
     assert_same(batches(alone, 8), batches(four, 8, devices=4))
@@ -153,7 +153,7 @@ def test_source_errors_name_their_key(directories, spoil, message):
         sources.open_training_data(config(directories, **more))
 
 
-def test_tokenizer_beside_a_source_is_the_runs(directories, tmp_path):
+def test_tokenizer_next_to_source_is_used(directories, tmp_path):
     assert tokenizer_of(config(directories).data) is None
     directories[1]["path"] = str(tmp_path / "other" / "train")
     (tmp_path / "other" / "tokenizer").mkdir(parents=True)

@@ -42,7 +42,7 @@ def grain(*segments, sizes=SIZES, block=20, seed=3, shuffle=True):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_kempnerforges_proportions_and_targets(temperature):
+def test_proportions_and_targets_match_kempnerforge(temperature):
     case = SAMPLERS[f"mix sizes=11,29,7 w=.7,.2,.1 R=2 seed=5 epoch=1 T={temperature} rank=0"]
     shares = proportions({"a": 0.7, "b": 0.2, "c": 0.1}, temperature, as_torch=True)
     np.testing.assert_allclose(list(shares.values()), case["probs"], rtol=1e-15)
@@ -50,7 +50,7 @@ def test_kempnerforges_proportions_and_targets(temperature):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_epoch_of_two_ranks_is_kempnerforges(temperature):
+def test_two_rank_epoch_matches_kempnerforge(temperature):
     shares = proportions({"a": 0.7, "b": 0.2, "c": 0.1}, temperature, as_torch=True)
     order = TorchMixture(SIZES, [Segment(0, shares)], seed=5, rows=4, ranks=2)
     for rank in range(2):
@@ -59,7 +59,7 @@ def test_epoch_of_two_ranks_is_kempnerforges(temperature):
         assert of_rank == SAMPLERS[case]["idx"]
 
 
-def test_new_weights_in_the_middle_of_an_epoch_are_kempnerforges():
+def test_weight_change_within_epoch_matches_kempnerforge():
     case = SAMPLERS["mix after update_weights(0,1,1) skip 6 R=1 seed=5 epoch0"]
     new = proportions({"a": 0, "b": 1, "c": 1}, 1.0, as_torch=True)
     assert epoch_targets(list(new.values()), 47) == case["target"]
@@ -69,7 +69,7 @@ def test_new_weights_in_the_middle_of_an_epoch_are_kempnerforges():
     assert [order[i] for i in range(6)] == [before[i] for i in range(6)]
 
 
-def test_kempnerforges_epoch_drops_what_makes_no_batch():
+def test_torch_mixture_drops_partial_batch():
     order = TorchMixture(SIZES, [Segment(0, FIRST)], seed=0, rows=10, ranks=2)
     assert order.epoch_length == 40  # 22 samples of each rank, in batches of 5
     second = TorchMixture(SIZES, [Segment(0, FIRST)], seed=1, rows=10, ranks=2)
@@ -80,12 +80,12 @@ def test_kempnerforges_epoch_drops_what_makes_no_batch():
     (48, 1, r"hold 47 samples, less than the 48"),
     (8, 8, r"c holds 7 samples, less than one for each of 8"),
 ])  # fmt: skip
-def test_kempnerforges_order_needs_enough_samples(rows, ranks, message):
+def test_torch_mixture_needs_enough_samples(rows, ranks, message):
     with pytest.raises(UserError, match=message):
         TorchMixture(SIZES, [Segment(0, FIRST)], seed=0, rows=rows, ranks=ranks)
 
 
-def test_temperature_evens_out_and_only_kempnerforge_draws_from_what_weighs_nothing():
+def test_temperature_draws_zero_weights_only_for_kempnerforge():
     weights = {"a": 8.0, "b": 2.0, "c": 0.0}
     assert proportions(weights, 1.0, as_torch=False) == {"a": 0.8, "b": 0.2, "c": 0.0}
     warm = proportions(weights, 2.0, as_torch=False)
@@ -107,13 +107,13 @@ def test_temperature_evens_out_and_only_kempnerforge_draws_from_what_weighs_noth
         ([1.0], [20]),
     ],
 )
-def test_counts_of_a_block(shares, counts):
+def test_block_counts_sum_to_block(shares, counts):
     got = block_counts(shares, 20)
     assert sum(got) == 20
     assert got == counts
 
 
-def test_every_block_has_the_shares_exactly():
+def test_each_block_has_exact_proportions():
     order = grain((0, FIRST), (90, SECOND))
     for start in (0, 20, 40, 60):
         assert names(order, start, start + 20) == {"a": 10, "b": 6, "c": 4}
@@ -124,7 +124,7 @@ def test_every_block_has_the_shares_exactly():
 
 
 @pytest.mark.parametrize("cuts", [(), (33,), (1, 2, 33, 60, 61), (20, 40)])
-def test_no_sample_comes_again_before_its_datasets_epoch_is_over(cuts):
+def test_samples_repeat_only_after_dataset_epoch(cuts):
     shares = [FIRST, {"a": 0.2, "b": 0.6, "c": 0.2}]
     order = grain(*((at, shares[i % 2]) for i, at in enumerate((0, *cuts))))
     seen = {name: [] for name in SIZES}
@@ -149,7 +149,7 @@ def test_dataset_has_its_order_whatever_stands_beside_it():
     assert ours[:n] == theirs[:n]
 
 
-def test_datasets_may_come_and_go():
+def test_datasets_may_be_added_and_removed():
     """Draws of a removed dataset do not count; a new dataset begins at its start."""
     past, now = Segment(0, {"gone": 0.5, "b": 0.5}), Segment(30, {"b": 0.5, "new": 0.5})
     sizes = {"new": 40, "b": 29}
@@ -161,13 +161,13 @@ def test_datasets_may_come_and_go():
     assert [i for name, i in drawn if name == "b"] == [(n + i) % 29 for i in range(20)]
 
 
-def test_unshuffled_datasets_are_read_from_end_to_end():
+def test_unshuffled_datasets_are_read_in_order():
     order = grain((0, FIRST), shuffle=False)
     drawn = [owner(order[i]) for i in range(60)]
     assert [i for name, i in drawn if name == "a"] == [i % 11 for i in range(30)]
 
 
-def test_seed_decides():
+def test_order_depends_on_seed():
     def order_of(seed):
         order = grain((0, FIRST), seed=seed)
         return [order[i] for i in range(50)]

@@ -15,24 +15,24 @@ SAMPLERS = json.loads((Path(__file__).parent / "golden_small.json").read_text())
 
 
 @pytest.mark.parametrize("case", SAMPLERS["randperm"])
-def test_randperm_as_torch(case):
+def test_randperm_matches_torch(case):
     n, seed = (int(part.split("=")[1]) for part in case.split())
     assert randperm(n, seed).tolist() == SAMPLERS["randperm"][case]
 
 
-def test_randperm_takes_any_seed_as_torch():
+def test_randperm_matches_torch_for_any_seed():
     assert randperm(10, 2**31 + 1).tolist() == [8, 4, 9, 1, 0, 6, 3, 2, 5, 7]
     assert randperm(10, -1).tolist() == [1, 4, 6, 2, 0, 5, 8, 7, 9, 3]
 
 
-def test_randperm_as_torch_beyond_one_state_of_the_twister():
+def test_long_randperm_matches_torch():
     # torch 2.13: torch.randperm(1_000_000, generator=torch.Generator().manual_seed(42))
     perm = randperm(1_000_000, 42)
     assert perm[:5].tolist() == [637542, 129489, 295044, 848778, 902602]
     assert (np.sort(perm) == np.arange(len(perm))).all()
 
 
-def test_randperm_of_little_and_too_much():
+def test_randperm_handles_small_and_refuses_large_n():
     assert randperm(0, 1).tolist() == []
     assert randperm(1, 1).tolist() == [0]
     with pytest.raises(UserError, match="too many"):
@@ -41,7 +41,7 @@ def test_randperm_of_little_and_too_much():
 
 @pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_rank_slice_as_kempnerforge(epoch, rank):
+def test_rank_slice_matches_kempnerforge(epoch, rank):
     expected = SAMPLERS[f"dist n=23 R=3 seed=42 epoch={epoch} rank={rank}"]
     assert rank_slice(randperm(23, 42 + epoch), rank, 3).tolist() == expected
 
@@ -70,7 +70,7 @@ def test_torch_order_needs_a_batch():
         TorchOrder(5, 0, True, 6)
 
 
-def test_grain_order_reads_all_once_an_epoch_and_reshuffles():
+def test_grain_order_reshuffles_all_samples_each_epoch():
     order = GrainOrder(101, 3, True)
     epochs = [[order[epoch * 101 + i] for i in range(101)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(101)) for epoch in epochs)
@@ -82,7 +82,7 @@ def test_grain_order_reads_all_once_an_epoch_and_reshuffles():
 
 @pytest.mark.parametrize("seed", [0, 7, -1, 2**40])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_grain_order_is_that_of_grains_pipeline(seed, shuffle):
+def test_grain_order_matches_grain_pipeline(seed, shuffle):
     samples = grain.MapDataset.range(11).seed(seed % 2**32)
     pipeline = (samples.shuffle() if shuffle else samples).repeat()
     order = GrainOrder(11, seed, shuffle)
@@ -104,7 +104,7 @@ def test_orders_are_pure_across_threads_and_pickles(kind, batch):
         assert list(pool.map(copy.__getitem__, positions)) == expected
 
 
-def test_epochs_that_meet_are_shuffled_once_each(monkeypatch):
+def test_adjacent_epochs_are_shuffled_once(monkeypatch):
     result = []
     monkeypatch.setattr(
         order_module, "randperm", lambda n, seed: result.append(seed) or randperm(n, seed)

@@ -8,7 +8,7 @@ from jaxforge.data.packing import IGNORE, split_packed, split_window
 GOLDEN = json.loads((Path(__file__).parent / "golden_small.json").read_text())
 
 
-def test_packed_as_kempnerforge():
+def test_packing_matches_kempnerforge():
     window = np.array(GOLDEN["packed_tokens"], np.uint16)
     parts = split_packed(window, GOLDEN["packed_eos"])
     theirs = GOLDEN["packed"]
@@ -24,7 +24,7 @@ def test_labels_are_the_next_inputs():
     assert {part.dtype for part in parts.values()} == {np.dtype(np.int32)}
 
 
-def test_packing_by_definition():
+def test_packing_matches_definition():
     rng = np.random.default_rng(0)
     for _ in range(50):
         window = rng.integers(0, 4, 33)
@@ -35,7 +35,7 @@ def test_packing_by_definition():
         assert (parts["input_ids"] == window[:-1]).all()
 
 
-def test_no_document_end_masks_nothing():
+def test_window_without_eos_masks_nothing():
     parts = split_packed(np.arange(1, 10), 0)
     assert (parts["segment_ids"] == 0).all()
     assert (parts["labels"] != IGNORE).all()

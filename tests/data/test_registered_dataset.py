@@ -50,7 +50,7 @@ def test_batches_come_from_the_registered_set():
     assert first["labels"][0, 0, :3].tolist() == [17, 18, 19]
 
 
-def test_its_length_is_that_of_an_epoch():
+def test_registered_dataset_length_is_epoch():
     settings = ["--data.dataset_type=counting", "--train.max_steps=2ep", "--train.batch_size=8"]
     unresolved = load_unresolved(None, [*settings, "--scheduler.warmup_steps=1"])
     assert unresolved.resolve(1, sequences_per_epoch).train.max_steps == 5

@@ -39,7 +39,7 @@ def flip(path, location: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_manifest_has_crc32_of_each_64_kib_of_tokens(tmp_path, file_format):
+def test_manifest_has_crc32_per_64_kib(tmp_path, file_format):
     manifest = write(tmp_path / "a", file_format=file_format, shard_tokens=60_000)
     parts = TOKENS[:60_000], TOKENS[60_000:]
     for shard, part in zip(manifest.shards, parts, strict=True):
@@ -62,7 +62,7 @@ def test_writer_resumes_hashes_within_a_block(tmp_path):
     assert resumed.shards == write(tmp_path / "b").shards
 
 
-def test_writer_leaves_hashes_out_of_a_shard_begun_without(tmp_path):
+def test_writer_omits_hashes_of_shard_begun_without(tmp_path):
     options = {"vocab_size": 300, "dtype": "uint16", "shard_tokens": 50_000}
     with ShardWriter(tmp_path / "a", **options) as writer:
         writer.add(TOKENS[:40_001])
@@ -76,7 +76,7 @@ def test_writer_leaves_hashes_out_of_a_shard_begun_without(tmp_path):
 
 
 @pytest.mark.parametrize("bit", [0, 14])
-def test_bit_flip_raises_where_its_block_is_read_and_nowhere_else(tmp_path, bit):
+def test_bit_flip_raises_only_in_its_block(tmp_path, bit):
     write(tmp_path / "a")
     path = tmp_path / "a" / "shard_00000.npy"
     flip(path, 128 + 2 * 40_000 + bit // 8, bit % 8)
@@ -199,7 +199,7 @@ def test_header_of_llm_c_is_skipped(tmp_path, caplog, monkeypatch, magic, versio
         open_shards(tmp_path, "*.bin", token_dtype="int32")
 
 
-def test_header_of_llm_c_that_does_not_fit_raises(tmp_path):
+def test_mismatched_llm_c_header_raises(tmp_path):
     path = tmp_path / "a.bin"
     llm_c_file(path, TOKENS[:1000], 20240520, 1, "<u2")
     path.write_bytes(path.read_bytes()[:-2])

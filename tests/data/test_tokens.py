@@ -93,14 +93,14 @@ def test_few_files_stay_open_and_pickles_are_small(tmp_path):
     assert len(pickle.dumps(big)) < 2000
 
 
-def test_grain_reads_them(tmp_path):
+def test_grain_reads_token_shards(tmp_path):
     grain = pytest.importorskip("grain")
     np.save(tmp_path / "a.npy", np.arange(50, dtype=np.uint16))
     batches = list(grain.MapDataset.source(shards(tmp_path)).batch(5).to_iter_dataset())
     assert (np.concatenate(batches).ravel() == np.arange(50)).all()
 
 
-def test_file_that_is_gone_or_shorter_later_is_named(tmp_path):
+def test_file_removed_or_truncated_later_raises(tmp_path):
     for name in "abc":
         np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
     source = shards(tmp_path)
@@ -127,7 +127,7 @@ def test_synthetic_windows_depend_on_seed_and_index_only():
     assert len({token for i in range(20) for token in wide[i].tolist()}) == 20 * 65  # no overlap
 
 
-def test_errors_of_places(tmp_path):
+def test_missing_directory_or_pattern_raises(tmp_path):
     with pytest.raises(UserError, match=r"data\.dataset_path: .*nowhere does not exist"):
         shards(tmp_path / "nowhere")
     (tmp_path / "file").touch()
@@ -163,7 +163,7 @@ def test_errors_of_places(tmp_path):
         ),
     ],
 )
-def test_errors_of_npy_files(tmp_path, spoil, message):
+def test_damaged_npy_files_raise(tmp_path, spoil, message):
     np.save(tmp_path / "a.npy", np.zeros(100, np.uint16))
     np.save(tmp_path / "b.npy", np.zeros(100, np.uint16))
     spoil(tmp_path / "a.npy")
@@ -173,9 +173,7 @@ def test_errors_of_npy_files(tmp_path, spoil, message):
 
 
 @pytest.mark.parametrize(("kind", "tokens"), [("<u2", 101), ("<u4", 101), ("<u4", 100)])
-def test_bin_types_are_guessed_as_kempnerforge_does_and_that_is_said(
-    tmp_path, kind, tokens, caplog
-):
+def test_bin_type_guess_matches_kempnerforge_and_warns(tmp_path, kind, tokens, caplog):
     for name in "ab":
         np.arange(tokens, dtype=kind).tofile(tmp_path / f"{name}.bin")
     assert shards(tmp_path, "*.bin")[1].tolist() == [5, 6, 7, 8, 9]
@@ -188,7 +186,7 @@ def test_bin_types_are_guessed_as_kempnerforge_does_and_that_is_said(
     assert not caplog.messages
 
 
-def test_wrong_guess_or_type_of_bin_files_does_not_train(tmp_path):
+def test_wrong_bin_type_is_refused(tmp_path):
     path = tmp_path / "a.bin"
     np.arange(100, dtype="<u2").tofile(path)  # 200 bytes: as many uint16 as make whole uint32
     for reported in (None, "uint32"):
@@ -196,14 +194,14 @@ def test_wrong_guess_or_type_of_bin_files_does_not_train(tmp_path):
             shards(tmp_path, "*.bin", token_dtype=reported)
     assert shards(tmp_path, "*.bin", token_dtype="uint16")[1].tolist() == [5, 6, 7, 8, 9]
     for name in ("float32", "nonsense"):
-        with pytest.raises(UserError, match="no integer type"):
+        with pytest.raises(UserError, match="is not an integer type"):
             shards(tmp_path, "*.bin", token_dtype=name)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="199 bytes"):
         shards(tmp_path, "*.bin", token_dtype="uint16")
 
 
-def test_bin_files_are_held_against_the_manifest(tmp_path):
+def test_bin_files_are_checked_against_manifest(tmp_path):
     directory = tmp_path / "a"
     write(directory, range(100), file_format="bin")
     assert len(shards(directory, "*.bin")) == 20
@@ -235,7 +233,7 @@ def test_vocabulary_is_checked_by_manifest_or_by_reading(tmp_path, monkeypatch):
         shards(directory, vocab_size=100)
 
 
-def test_manifests_that_are_torn_or_foreign(tmp_path):
+def test_damaged_or_foreign_manifests_raise(tmp_path):
     write(tmp_path / "a", range(100))
     path = tmp_path / "a" / "manifest.json"
     whole = json.loads(path.read_text())
@@ -255,8 +253,8 @@ def test_manifests_that_are_torn_or_foreign(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["", "/data/*.npy", "***.npy"])
-def test_pattern_that_is_none_is_named(tmp_path, pattern):
-    refusal = f"data.file_pattern = {pattern!r} is no pattern of files below"
+def test_invalid_pattern_raises(tmp_path, pattern):
+    refusal = f"data.file_pattern = {pattern!r} is not a pattern of files below"
     if pattern == "***.npy" and sys.version_info >= (3, 13):  # pathlib reads it as *.npy there
         refusal = f"no file matches data.file_pattern = {pattern!r}"
     with pytest.raises(UserError, match=re.escape(refusal)):

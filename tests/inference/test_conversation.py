@@ -23,14 +23,14 @@ def chat(tmp_path):
 
 
 @pytest.mark.parametrize("template", [CHATML, LAST_THINKS])
-def test_turns_are_messages_of_the_template(chat, template):
+def test_turns_are_template_messages(chat, template):
     tokenizer = chat(template)
     dialogue = Dialogue(tokenizer, room=1000)
     assert dialogue.end == "<|im_end|>"
     ids, _ = dialogue.ask("who are you?")
     begun = "<|im_start|>user\nwho are you?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids, special_tokens=True) == begun
-    dialogue.answered("a bot")
+    dialogue.record_answer("a bot")
     ids, word = dialogue.ask("four")
     assert word == ""
     assert tokenizer.decode(ids, special_tokens=True) == (
@@ -40,45 +40,45 @@ def test_turns_are_messages_of_the_template(chat, template):
     assert dialogue.ask("who are you?")[0] == tokenizer.encode(begun)
 
 
-def test_template_that_refuses_is_a_mistake_of_the_tokenizer(chat):
+def test_refusing_template_is_tokenizer_error(chat):
     refusing = INSTRUCTIONS.replace("['user', 'assistant']", "['user']")
     with pytest.raises(UserError, match=r"no conversation with this tokenizer: .*no such role"):
         Dialogue(chat(refusing), room=100)
 
 
-def test_without_a_template_all_is_one_text():
+def test_conversation_without_template_is_one_text():
     dialogue = Dialogue(BYTES, room=100)
     assert (dialogue.has_template, dialogue.end) == (False, "")
     assert dialogue.ask("")[0] == [BYTES.eos_id]
     dialogue.reset()
     assert bytes(dialogue.ask("once")[0]) == b"once"
-    dialogue.answered(" upon")
+    dialogue.record_answer(" upon")
     assert bytes(dialogue.ask("")[0]) == b"once upon"  # and on
-    dialogue.answered(" a time")
+    dialogue.record_answer(" a time")
     assert bytes(dialogue.ask("then")[0]) == b"once upon a time\nthen"
 
 
-def test_oldest_messages_make_room(chat):
+def test_oldest_messages_are_dropped(chat):
     tokenizer = chat(CHATML)
     sizes = Dialogue(tokenizer, room=1000)
     item = len(sizes.ask("x")[0])
-    sizes.answered("y")
+    sizes.record_answer("y")
     two = len(sizes.ask("x")[0])
     dialogue = Dialogue(tokenizer, room=two)
     for word in ("", "", "oldest turns that the model does not see any more: 1"):
         ids, said = dialogue.ask("x")
         assert said == word
-        dialogue.answered("y")
+        dialogue.record_answer("y")
     assert len(ids) == two
     with pytest.raises(ValueError, match=f"there is room for {two}: say less, or lower --max"):
         dialogue.ask("a longer question" * 10)
     assert item < len(dialogue.ask("x")[0]) == two  # as if it had not been asked
 
 
-def test_beginning_of_a_text_makes_room():
+def test_beginning_of_text_is_dropped():
     dialogue = Dialogue(BYTES, room=8)
     assert dialogue.ask("12345678") == (list(b"12345678"), "")
-    dialogue.answered("9")
+    dialogue.record_answer("9")
     assert dialogue.ask("") == (list(b"23456789"), "the model sees the last 8 tokens of 9")
 
 
@@ -87,13 +87,13 @@ def printed_parts(text, end="", prompt="a"):
     return list(answer(tokens, BYTES.encode(prompt), BYTES, end)), bytes(tokens)
 
 
-def test_characters_come_whole():
+def test_answer_streams_whole_characters():
     assert printed_parts("né!") == (["n", "é", "!", ""], b"")
     assert "".join(printed_parts("né🙂")[0]) == "né🙂"
     assert "".join(answer(iter([0xC3]), [97], BYTES, "")) == "�"  # the end came within one
 
 
-def test_answer_ends_where_the_template_ends_it():
+def test_answer_ends_at_template_end():
     shown, unread = printed_parts("yes\nU and\nUser: more", end="\nUser:")
     assert "".join(shown) == "yes\nU and"
     assert unread == b" more"  # nothing is drawn in vain
@@ -101,7 +101,7 @@ def test_answer_ends_where_the_template_ends_it():
     assert "".join(printed_parts("yes\nUs", end="\nUser:")[0]) == "yes\nUs"
 
 
-def test_special_token_ends_an_answer(chat):
+def test_special_token_ends_answer(chat):
     tokenizer = chat(CHATML)
     tokens = iter(tokenizer.encode("a bot<|im_end|>\n<|im_start|>user"))
     assert "".join(answer(tokens, tokenizer.encode("who"), tokenizer, "<|im_end|>")) == "a bot"
@@ -141,7 +141,7 @@ def talked(*lines, **decoder):
     return "".join(said).partition("\n")[2]
 
 
-def test_terminal():
+def test_conversation_on_terminal():
     assert talked("ab", "c", "/reset", "d") == ("> ab\nba\n> c\nc\nabba\n> /reset\n> d\nd\n\n")
     assert talked("ab", "/quit", "never") == "> ab\nba\n> /quit\n"
     assert talked("a\\", "b") == "> a\\\n. b\nb\na\n\n"
@@ -149,7 +149,7 @@ def test_terminal():
     assert talked(long) == (f"> {long}\n(the model sees the last 90 tokens of 200)\n{'x' * 10}\n\n")
 
 
-def test_ctrl_c_stops_an_answer_which_stays_in_the_conversation():
+def test_ctrl_c_stops_answer_and_records_it():
     assert talked("abc", "d", stops_at="a") == "> abc\ncb (stopped)\n> d\nd\nbccb (stopped)\n\n"
     assert "(/reset forgets" in talked(KeyboardInterrupt, "a")
     assert talked(KeyboardInterrupt, "a").endswith("> a\na\n\n")

@@ -3,26 +3,26 @@
 import numpy as np
 import pytest
 
-from jaxforge.kernels.context_parallel import gathered, order_of_parts, spread
+from jaxforge.kernels.context_parallel import part_order, to_device_order, to_sequence_order
 
 
 def test_devices_of_a_ring_have_an_early_and_a_late_part():
-    assert order_of_parts("ring", 4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
-    assert order_of_parts("ulysses", 4).tolist() == [0, 1, 2, 3]
+    assert part_order("ring", 4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert part_order("ulysses", 4).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ring"])
 def test_tokens_find_back_into_their_order(strategy):
     tokens = np.arange(48).reshape(2, 24)
-    laid_out = spread(tokens, strategy, 4)
+    laid_out = to_device_order(tokens, strategy, 4)
     assert (laid_out[0].tolist() != tokens[0].tolist()) == (strategy == "ring")
-    np.testing.assert_array_equal(gathered(laid_out, strategy, 4), tokens)
+    np.testing.assert_array_equal(to_sequence_order(laid_out, strategy, 4), tokens)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_devices_of_a_ring_have_as_many_pairs_of_tokens_to_score_in_each_turn(devices):
     length = 2048
-    held = spread(np.arange(length), "ring", devices).reshape(devices, -1)
+    held = to_device_order(np.arange(length), "ring", devices).reshape(devices, -1)
     for turn in range(devices):
         arrived = np.roll(held, turn, axis=0)
         pairs = np.sum(arrived[:, None, :] <= held[:, :, None], axis=(1, 2))

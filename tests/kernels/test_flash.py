@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.kernels import flash
 from jaxforge.kernels.attention_backends import reference_attention
-from jaxforge.kernels.flash_blocks import Tokens, meetings, spans
+from jaxforge.kernels.flash_blocks import Tokens, block_ranges, block_visibility
 from jaxforge.kernels.flash_kernels import Tiles
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel import targets
@@ -119,7 +119,7 @@ def test_pieces_of_the_keys_put_together_are_the_whole():
     lse = np.logaddexp(*sums)
     shares = [np.exp(item - lse).swapaxes(1, 2)[..., None] for item in sums]
     y = outputs[0] * shares[0] + outputs[1] * shares[1]
-    delta = flash.delta_of(y, d_y)
+    delta = flash.compute_delta(y, d_y)
     gradients = [BACKWARD(q, k, v, queries, t, lse, delta, d_y, window, scoring) for k, v, t in kv]
     dq = gradients[0][0] + gradients[1][0]
     dk, dv = (np.concatenate([item[i] for item in gradients], axis=1) for i in (1, 2))
@@ -135,7 +135,7 @@ def test_queries_that_see_nothing_give_nothing():
     assert (np.asarray(y)[:, :20] == 0).all()
     assert (np.asarray(lse)[..., :20] == -np.inf).all()
     assert np.isfinite(np.asarray(lse)[..., 20:]).all()
-    gradients = BACKWARD(q, k, v, *earlier, lse, flash.delta_of(y, q), q)
+    gradients = BACKWARD(q, k, v, *earlier, lse, flash.compute_delta(y, q), q)
     assert all(np.isfinite(x).all() for x in gradients)
     assert (np.asarray(gradients[0])[:, :20] == 0).all()
     assert (np.asarray(gradients[1])[:, 12:] == 0).all()
@@ -150,7 +150,7 @@ def test_results_are_rounded_once():
     exact, _ = FORWARD(q, k, v, at, at, dtype=jnp.float32)
     assert exact.dtype == jnp.float32
     np.testing.assert_array_equal(np.asarray(exact).astype(jnp.bfloat16), y)
-    delta = flash.delta_of(y, q)
+    delta = flash.compute_delta(y, q)
     backward = functools.partial(flash.backward, dtype=jnp.float32)
     of_sums = jax.eval_shape(backward, q, k, v, at, at, lse, delta, q)
     assert {x.dtype for x in of_sums} == {jnp.dtype("float32")}
@@ -164,7 +164,7 @@ def visits(positions, documents=None, window=None, block=4):
 
 @functools.partial(jax.jit, static_argnums=2)
 def _visited(queries, keys, block, window):
-    return spans(*meetings(queries, keys, (block, block), window))
+    return block_ranges(*block_visibility(queries, keys, (block, block), window))
 
 
 def visited(queries, keys, block=4, window=None):

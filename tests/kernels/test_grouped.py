@@ -164,7 +164,7 @@ def test_no_more_is_multiplied_than_is_active():
     is `test_any_sizes_are_covered_once`.
     """
     groups, rows = 16, 4096
-    ladder = grouped_blocks.rungs(rows, groups)
+    ladder = grouped_blocks.row_block_sizes(rows, groups)
     shapes = (rows, 4 * INP), (groups, 4 * OUT, 4 * INP), (rows, 4 * OUT)
     x, w, dy = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
@@ -177,7 +177,7 @@ def test_no_more_is_multiplied_than_is_active():
         assert program.as_text().count(" while(") == len(ladder)
         counted = program.cost_analysis()["flops"] / (2 * INP * OUT * 16)
         assert sum(ladder) <= counted <= 1.1 * sum(ladder)  # masks and the plan are in it
-    plan = jax.jit(lambda sizes: grouped_blocks._plan(sizes, rows, ladder)[1])
+    plan = jax.jit(lambda sizes: grouped_blocks._block_table(sizes, rows, ladder)[1])
     rng = np.random.default_rng(0)
     skewed, usual = (rng.dirichlet([alpha] * groups) for alpha in (1.0, 4.0))
     for shares in (skewed, usual, np.full(groups, 1 / groups)):
@@ -211,7 +211,7 @@ def test_tiles_of_megablox_waste_little():
 def test_rows_laid_apart_for_mosaic():
     """No block of 64 places has rows of two groups, and each row has one place."""
     sizes = np.array([0, 70, 0, 64, 1, 0])
-    apart = jax.jit(lambda sizes: grouped_mosaic._apart(sizes, 150))
+    apart = jax.jit(lambda sizes: grouped_mosaic._block_layout(sizes, 150))
     first, count, row, is_row = map(np.asarray, apart(sizes))
     np.testing.assert_array_equal(count, [0, 2, 0, 1, 1, 0])
     np.testing.assert_array_equal(row[is_row], np.arange(135))

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxforge.kernels.fp8 import E4M3, E5M2
-from jaxforge.kernels.grouped_fp8 import by_expert, grouped_matmul_fp8
+from jaxforge.kernels.grouped_fp8 import grouped_matmul_fp8, quantize_experts
 
 BFLOAT16 = ml_dtypes.bfloat16
 SIZES = np.array([5, 0, 7], np.int32)
@@ -30,7 +30,7 @@ def test_products_are_those_of_the_rounded_numbers():
     x[own:], dy[own:] = 1e6, np.nan  # no scale may go by these
 
     def product(x, gradient):
-        packed = by_expert(jnp.asarray(w, BFLOAT16))
+        packed = quantize_experts(jnp.asarray(w, BFLOAT16))
         return grouped_matmul_fp8("blocks", x, packed, jnp.asarray(SIZES), gradient)
 
     @jax.jit

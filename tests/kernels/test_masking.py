@@ -10,7 +10,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels import masking
-from jaxforge.kernels.attention_backends import BACKENDS, attend_over, opaque
+from jaxforge.kernels.attention_backends import BACKENDS, attend_with_masks, opaque_kernel
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.model.transformer import Model
@@ -53,7 +53,7 @@ def expected(which, how):
 @pytest.fixture(autouse=True)
 def each_device_alone(monkeypatch):
     """Use a kernel that is opaque to XLA."""
-    kernel = opaque(BACKENDS["blockwise"].attend, lambda at: None)
+    kernel = opaque_kernel(BACKENDS["blockwise"].attend, lambda at: None)
     monkeypatch.setitem(BACKENDS, "opaque", kernel)
 
 
@@ -78,7 +78,7 @@ def on_four_devices(attend, which):
 def test_every_mask_that_is_known_is_the_plain_one(backend, how, which):
     @functools.partial(jax.jit, static_argnums=0)
     def attend(which, *qkv):
-        return attend_over(backend, MASKS, which, *qkv, *HOW[how], Scoring(softcap=1e6))
+        return attend_with_masks(backend, MASKS, which, *qkv, *HOW[how], Scoring(softcap=1e6))
 
     ours = on_four_devices(attend, which)
     np.testing.assert_allclose(ours, expected(which, how), rtol=0, atol=1e-5)
@@ -88,7 +88,7 @@ def test_every_mask_that_is_known_is_the_plain_one(backend, how, which):
 def test_every_mask_of_the_device_is_the_plain_one(backend, how):
     @jax.jit
     def attend(which, *qkv):
-        return attend_over(backend, MASKS, which, *qkv, *HOW[how])
+        return attend_with_masks(backend, MASKS, which, *qkv, *HOW[how])
 
     for which in range(len(MASKS)):
         ours = on_four_devices(attend, np.int32(which))
@@ -100,7 +100,7 @@ def test_only_keys_of_their_chunks_are_computed():
     q, k, v = (jax.ShapeDtypeStruct((1, 128, 2, 8), jnp.float32),) * 3
 
     def products(segment_ids, chunk):
-        attend = functools.partial(attend_over, "blockwise", (Mask(chunk=chunk),), 0)
+        attend = functools.partial(attend_with_masks, "blockwise", (Mask(chunk=chunk),), 0)
         result = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, segment_ids))(q, k, v)
         return str(result).count("1,2,32,128]"), str(result).count("1,2,32,32]")
 

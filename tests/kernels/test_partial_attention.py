@@ -11,10 +11,10 @@ from jaxforge.kernels import flash, partial_attention
 from jaxforge.kernels.attention_backends import reference_attention
 from jaxforge.kernels.flash_blocks import Tokens
 from jaxforge.kernels.partial_attention import (
-    PARTS,
-    Keys,
-    OfQueries,
-    Queries,
+    PARTIAL_KERNELS,
+    BackwardInputs,
+    KeyPart,
+    QueryPart,
     attend_to_part,
     gradients_of_part,
 )
@@ -63,7 +63,7 @@ def whole(options):
 
 
 def queries(q, segment_ids=None):
-    return Queries(q, Tokens(_positions(0, LENGTH), segment_ids))
+    return QueryPart(q, Tokens(_positions(0, LENGTH), segment_ids))
 
 
 def parts(k, v, segment_ids=None):
@@ -74,7 +74,7 @@ def parts(k, v, segment_ids=None):
         Tokens(_positions(cut.start, cut.stop), None if ids is None else ids[i])
         for i, cut in enumerate(cuts)
     ]
-    return [Keys(k[:, cut], v[:, cut], where) for cut, where in zip(cuts, at, strict=True)]
+    return [KeyPart(k[:, cut], v[:, cut], where) for cut, where in zip(cuts, at, strict=True)]
 
 
 def _positions(start, end):
@@ -91,7 +91,7 @@ def described(options):
     ("name", "case"), [*(("tiles", case) for case in CASES), ("triton", "packed, window")]
 )
 def test_two_parts_of_the_keys_are_the_whole(name, case):
-    kernel, options = PARTS[name], CASES[case]
+    kernel, options = PARTIAL_KERNELS[name], CASES[case]
 
     @jax.jit
     def in_parts(q, k, v, d_o):
@@ -99,7 +99,7 @@ def test_two_parts_of_the_keys_are_the_whole(name, case):
         keys = parts(k, v, options.get("segment_ids"))
         first, second = (kernel.attend(looking, each, *how) for each in keys)
         got = first.merged(second)
-        known = OfQueries(d_o, got.lse, jnp.sum(got.o * d_o, axis=-1))
+        known = BackwardInputs(d_o, got.lse, jnp.sum(got.o * d_o, axis=-1))
         return got.o, [gradients_of_part(looking, known, each, *how) for each in keys]
 
     got, (of_first, of_second) = in_parts(*drawn())
@@ -114,9 +114,9 @@ def test_two_parts_of_the_keys_are_the_whole(name, case):
 def test_who_sees_nothing_gets_nothing():
     @jax.jit
     def of_later_keys(q, k, v, d_o):
-        looking, later = queries(q), Keys(k, v, Tokens(_positions(LENGTH, 2 * LENGTH)))
+        looking, later = queries(q), KeyPart(k, v, Tokens(_positions(LENGTH, 2 * LENGTH)))
         part = attend_to_part(looking, later, Scoring(), None)
-        known = OfQueries(d_o, part.lse, jnp.zeros_like(part.lse))
+        known = BackwardInputs(d_o, part.lse, jnp.zeros_like(part.lse))
         gradients = gradients_of_part(looking, known, later, Scoring(), None)
         return part, part.merged(part), gradients
 
@@ -144,7 +144,7 @@ def test_tiles_of_which_nothing_is_visible_are_left_out(documents_of, window, ti
     q, k, v, _ = drawn()
     ids = _positions(0, LENGTH) // documents_of
     window = None if window is None else jnp.int32(window)
-    keys = Keys(k, v, Tokens(_positions(0, LENGTH), ids))
+    keys = KeyPart(k, v, Tokens(_positions(0, LENGTH), ids))
     attend = jax.jit(lambda *given: attend_to_part(*given, Scoring(), window))
     jax.block_until_ready(attend(queries(q, ids), keys))
     jax.effects_barrier()

@@ -14,7 +14,7 @@ from jaxforge.kernels import splash
 from jaxforge.kernels.attention_backends import (
     BACKENDS,
     KernelRequirements,
-    choose,
+    choose_backend,
     masked_attention,
 )
 from jaxforge.kernels.scoring import PLAIN, Scoring
@@ -269,7 +269,7 @@ AT = KernelRequirements("cpu", jnp.dtype("float32"), 64, 256)
 TPU = AT._replace(platform="tpu")
 GPU = AT._replace(platform="gpu", dtype=jnp.dtype("bfloat16"), capability="9.0")
 NO_FLOAT32 = 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-NO_MASK = "not cudnn: documents are packed, of which it has an S x S mask"
+NO_MASK = "not cudnn: it needs an S x S mask for packed documents"
 SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 10.0, 10.3"
 
 
@@ -288,10 +288,10 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
          f"not triton: {SMALL_TILES}"),
         ("auto", GPU._replace(head_size=256), "cudnn", ""),
         ("auto", GPU._replace(head_size=256, here=False), "triton", "multiples of 8 up to 128"),
-        ("auto", GPU._replace(head_size=256, capability="8.0"), "triton", "run there, up to 256"),
-        ("auto", GPU._replace(head_size=256, capability="10.0"), "triton", "these are 256"),
+        ("auto", GPU._replace(head_size=256, capability="8.0"), "triton", "(256 on a Hopper GPU"),
+        ("auto", GPU._replace(head_size=256, capability="10.0"), "triton", "this model has 256"),
         ("auto", GPU._replace(head_size=100), "triton", "multiples of 8 up to 256"),
-        ("auto", GPU._replace(head_size=264), "blockwise", "not triton: its heads are up to 256"),
+        ("auto", GPU._replace(head_size=264), "blockwise", "not triton: head widths"),
         ("auto", GPU._replace(capability=None), "cudnn", ""),
         ("auto", GPU._replace(dtype=AT.dtype), "blockwise", f"not cudnn: {NO_FLOAT32}; not triton"),
         ("auto", TPU._replace(softcap=50.0, chunk=128, sinks=True, packed=True), "splash", ""),
@@ -309,7 +309,7 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
     ],
 )  # fmt: skip
 def test_choice_of_a_kernel(asked, at, chosen, why):
-    result = choose(ModelConfig(sdpa_backend=asked), at)
+    result = choose_backend(ModelConfig(sdpa_backend=asked), at)
     assert result.name == chosen
     assert why in result.why
     assert bool(why) == bool(result.why)
@@ -318,12 +318,12 @@ def test_choice_of_a_kernel(asked, at, chosen, why):
 @pytest.mark.parametrize(
     ("asked", "at", "message"),
     [
-        ("cudnn", AT, '"cudnn" cannot serve here: it needs an NVIDIA GPU, and this run is on cpu'),
-        ("triton", AT, '"triton" cannot serve here: it needs an NVIDIA GPU, and this run is on'),
+        ("cudnn", AT, '"cudnn" is not supported: it needs an NVIDIA GPU, and this run is on cpu'),
+        ("triton", AT, '"triton" is not supported: it needs an NVIDIA GPU, and this run is on'),
         ("flash", GPU._replace(dtype=AT.dtype), NO_FLOAT32),
         ("cudnn", GPU._replace(head_size=160, here=False),
-         "up to 128 wide, on Hopper, and run there, up to 256; these are 160"),
-        ("triton", GPU._replace(head_size=264), "up to 256 wide, and these are 264"),
+         "up to 128 (256 on a Hopper GPU of this machine), and this model has 160"),
+        ("triton", GPU._replace(head_size=264), "at most 256, and this model has 264"),
         ("triton", GPU._replace(capability="8.6"), f"{SMALL_TILES}, and these GPUs have 8.6"),
         ("cudnn", GPU._replace(softcap=50.0),
          "it does not cap scores, and model.attn_logit_softcap = 50.0"),
@@ -333,12 +333,12 @@ def test_choice_of_a_kernel(asked, at, chosen, why):
         ("cudnn", GPU._replace(sinks=True),
          "it has no attention sinks, and model.attention_sinks = true"),
         ("splash", AT, "it needs a TPU"),
-        ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is no multiple"),
+        ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is not a multiple"),
     ],
 )  # fmt: skip
 def test_unsupported_backend_raises(asked, at, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        choose(ModelConfig(sdpa_backend=asked), at)
+        choose_backend(ModelConfig(sdpa_backend=asked), at)
 
 
 @pytest.mark.parametrize("changed", [0, 11, LENGTH - 1])

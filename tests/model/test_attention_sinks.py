@@ -13,7 +13,12 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels import splash
-from jaxforge.kernels.attention_backends import BACKENDS, attend_over, masked_attention, opaque
+from jaxforge.kernels.attention_backends import (
+    BACKENDS,
+    attend_with_masks,
+    masked_attention,
+    opaque_kernel,
+)
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model
@@ -138,7 +143,7 @@ MASKS = (FULL, Mask(window=9))
 )
 def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, packed):
     """Heads are split over two devices, rows over two."""
-    kernel = opaque(BACKENDS["blockwise"].attend, lambda at: None)
+    kernel = opaque_kernel(BACKENDS["blockwise"].attend, lambda at: None)
     monkeypatch.setitem(BACKENDS, "opaque", kernel)
     segment_ids = random_documents(LENGTH) if packed else None
     given = (*random_heads(LENGTH, 2), SINKS)
@@ -148,7 +153,7 @@ def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, p
     @functools.partial(jax.jit, static_argnums=0 if is_known else ())
     def gradients_of(which, *given):
         def attend(q, k, v, sinks):
-            return attend_over(backend, MASKS, which, q, k, v, segment_ids, sinks=sinks)
+            return attend_with_masks(backend, MASKS, which, q, k, v, segment_ids, sinks=sinks)
 
         return with_gradients(attend, *given)
 

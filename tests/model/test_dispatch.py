@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxforge.model.dispatch import (
-    reordered,
-    sorted_order,
-    sorted_places,
-    summed,
-    to_rows,
-    weights_of_rows,
+    gather_tokens,
+    gather_weights,
+    permute_rows,
+    sort_assignments,
+    sort_by_key,
+    sum_by_token,
 )
 
 TOKENS, K, KEYS, WIDTH = 12, 3, 5, 4
@@ -30,12 +30,12 @@ def drawn():
 
 def there_and_back(x, weights, keys):
     """A function of each row, by its key; rows that have none give what is not a number."""
-    assignments, sizes = sorted_places(keys, KEYS)
+    assignments, sizes = sort_assignments(keys, KEYS)
     n = TOKENS * K
     key_of_row = jnp.repeat(jnp.arange(KEYS), sizes, total_repeat_length=n)
-    rows = jnp.sin(to_rows(x, assignments)) * (1 + key_of_row[:, None])
-    rows = rows * weights_of_rows(weights, assignments)[:, None]
-    return summed(_spoiled(rows, jnp.sum(sizes)), assignments)
+    rows = jnp.sin(gather_tokens(x, assignments)) * (1 + key_of_row[:, None])
+    rows = rows * gather_weights(weights, assignments)[:, None]
+    return sum_by_token(_spoiled(rows, jnp.sum(sizes)), assignments)
 
 
 @jax.custom_vjp
@@ -76,9 +76,9 @@ def test_order_is_stable_and_undone():
 
     @jax.jit
     def ordered(keys, rows):
-        order, sizes = sorted_order(keys, 3)
-        there, pull = jax.vjp(lambda r: reordered(r, order), rows)
-        return order.row, sizes, there, reordered(there, order.back), *pull(rows)
+        order, sizes = sort_by_key(keys, 3)
+        there, pull = jax.vjp(lambda r: permute_rows(r, order), rows)
+        return order.row, sizes, there, permute_rows(there, order.inverse), *pull(rows)
 
     row, sizes, there, again, gradient = ordered(keys, rows)
     np.testing.assert_array_equal(sizes, [2, 1, 1])

@@ -105,7 +105,7 @@ def test_greedy_continuation_is_marked_greedy():
 
 
 def test_continuations_that_share_all_but_their_end_are_read_once():
-    rows = likelihood._rows(CONTINUATIONS, MOST)
+    rows = likelihood._input_rows(CONTINUATIONS, MOST)
     read = [row for row in rows if row.inputs == tuple(SHARED)]
     assert [len(row.last) for row in read if not row.scored] == [8, 4]
     assert [row.last for row in read if row.scored] == [[7]]

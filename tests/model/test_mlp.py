@@ -127,8 +127,8 @@ def test_bounded_gates_and_their_gradients_are_torchs(activation, dtype):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"activation": "swiglu_oai", "gated_mlp": False}, "has a gate: leave gated_mlp out"),
-        ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit = 7.0 is for a gate"),
+        ({"activation": "swiglu_oai", "gated_mlp": False}, "is always gated: remove gated_mlp"),
+        ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit = 7.0 requires gated_mlp"),
     ],
 )
 def test_limits_and_gates_that_do_not_fit(keys, message):

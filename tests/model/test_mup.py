@@ -154,7 +154,7 @@ def test_coordinate_check():
 
 
 def test_base_head_without_a_base_width_is_refused():
-    with pytest.raises(ValidationError, match="set that to the dim of the model that was tuned"):
+    with pytest.raises(ValidationError, match="set that to the dim of the tuned model"):
         ModelConfig(mup_base_head_dim=64)
     with pytest.raises(ValidationError, match="mup_base_width"):
         ModelConfig(mup_base_width=0)

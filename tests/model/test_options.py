@@ -113,14 +113,15 @@ def test_one_plus_nothing_is_one():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels, which must be even"),
-        ({"norm_unit_offset": True, "norm_type": "layernorm"}, 'for norm_type = "rmsnorm"'),
+        ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels: rotary embeddings require "
+                                         "an even number"),
+        ({"norm_unit_offset": True, "norm_type": "layernorm"}, 'requires norm_type = "rmsnorm"'),
         ({"qk_norm_scope": "projection"}, "has no effect without qk_norm = true"),
         ({"position_embedding": "learned", "partial_rotary_factor": 0.5},
          'partial_rotary_factor has no effect with position_embedding = "learned"'),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 32}},
-         "rope_scaling.short_factor has 0 numbers, and there are 32 pairs"),
-        ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1.0}, "must be over 1"),
+         "rope_scaling.short_factor has 0 numbers, but there are 32 pairs"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1.0}, "must be greater than 1"),
         ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 64.0}}, "less than beta_fast = 32.0"),
     ],
 )  # fmt: skip

@@ -12,7 +12,14 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.model.attention import LayerSettings
-from jaxforge.model.plan import LayerKind, LayerPlan, Period, Rope, period_of, plan_of
+from jaxforge.model.plan import (
+    LayerKind,
+    LayerPlan,
+    Period,
+    Rope,
+    build_layer_plan,
+    shortest_period,
+)
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.stages import Stack
@@ -58,38 +65,38 @@ PLANS = pytest.mark.parametrize("layers", [PERIODIC, MIXED], ids=["period", "mix
     ],
 )
 def test_fewest_layers_are_compiled(kinds, period):
-    assert period_of(tuple(kinds)) == Period(*period)
+    assert shortest_period(tuple(kinds)) == Period(*period)
 
 
 def test_kinds_are_made_of_the_config():
-    plan = plan_of(ModelConfig(**SHAPE, **LEADING))
+    plan = build_layer_plan(ModelConfig(**SHAPE, **LEADING))
     windows = [plan.masks[kind.mask] for kind in plan.layers]
     assert windows == [Mask(n) for n in (None, None, 5, 5, None, 5, 5, None, 5)]
     full, local = Rope(10000.0, None), Rope(100.0, None)
     ropes = [plan.ropes[kind.rope] for kind in plan.layers]
     assert ropes == [full, full, None, local, full, None, local, full, None]
     for window in (None, 7):
-        plan = plan_of(ModelConfig(n_layers=3, sliding_window=window))
+        plan = build_layer_plan(ModelConfig(n_layers=3, sliding_window=window))
         expected = LayerPlan((Mask(window),), (full,), (LayerKind(0, 0),) * 3, ("layers",) * 3)
         assert plan == expected
 
 
 def test_layers_of_all_three_kinds_make_a_period():
-    plan = plan_of(ModelConfig(**SHAPE, **CHUNKED))
+    plan = build_layer_plan(ModelConfig(**SHAPE, **CHUNKED))
     chunked, sliding = Mask(chunk=4), Mask(window=5)
     masks = [plan.masks[kind.mask] for kind in plan.layers]
     assert masks == [sliding, *[chunked, chunked, chunked, FULL] * 2, sliding]
     assert plan.period == Period(1, 4, 2)
-    plan = plan_of(ModelConfig(**SHAPE, **MIXED))
+    plan = build_layer_plan(ModelConfig(**SHAPE, **MIXED))
     assert plan.period == Period(1, 2, 2)
     assert (len(plan.masks), len(plan.ropes)) == (3, 3)
-    everywhere = plan_of(ModelConfig(n_layers=3, attention_chunk_size=4))
+    everywhere = build_layer_plan(ModelConfig(n_layers=3, attention_chunk_size=4))
     assert everywhere.masks == (chunked,)
 
 
 def test_rows_without_a_layer_are_of_some_kind():
-    plan = plan_of(ModelConfig(**SHAPE, **PERIODIC))
-    *rows, stays = plan.of_rows(Stack(6, 4))
+    plan = build_layer_plan(ModelConfig(**SHAPE, **PERIODIC))
+    *rows, stays = plan.kinds_by_row(Stack(6, 4))
     assert stays is None
     held = [LayerKind(*row) for row in zip(*rows, strict=True)]
     assert [kind for kind, layer in zip(held, Stack(6, 4).rows(), strict=True) if layer >= 0] == [
@@ -102,16 +109,16 @@ def test_rows_without_a_layer_are_of_some_kind():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"attention_pattern": ["sliding"]}, "needs sliding_window"),
+        ({"attention_pattern": ["sliding"]}, "requires sliding_window"),
         ({"attention_pattern": ["full"], "sliding_window": 4}, "sliding_window = 4 has no effect"),
-        ({"local_rope_theta": 100.0}, "is for sliding layers, and there are none"),
+        ({"local_rope_theta": 100.0}, "requires sliding layers"),
         ({"attention_pattern": ["silding"]}, "silding"),
-        ({"attention_pattern": ["chunked"]}, "needs attention_chunk_size"),
+        ({"attention_pattern": ["chunked"]}, "requires attention_chunk_size"),
         (
             {"attention_pattern": ["full"], "attention_chunk_size": 4},
             "chunk_size = 4 has no effect",
         ),
-        ({"sliding_window": 4, "attention_chunk_size": 4}, "are for different layers"),
+        ({"sliding_window": 4, "attention_chunk_size": 4}, "apply to different layers"),
     ],
 )
 def test_senseless_layer_kinds_are_refused(keys, message):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.model.plan import Rope, plan_of
+from jaxforge.model.plan import Rope, build_layer_plan
 from jaxforge.model.rope import inverse_frequencies, rotate, rotation
 
 HEAD = 16
@@ -20,7 +20,7 @@ def config(**options):
 
 
 def rope(**options):
-    return plan_of(config(**options)).ropes[0]
+    return build_layer_plan(config(**options)).ropes[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -181,5 +181,5 @@ def test_gradients_of_zeros_tell_idle_experts_where_nobody_does():
 def test_decay_patterns_that_are_found_nowhere_are_refused():
     config = config_of("adamw")
     optimizer = config.optimizer.model_copy(update={"decay_patterns": ("nowhere",)})
-    with pytest.raises(UserError, match='"nowhere" is in the name of no parameter'):
+    with pytest.raises(UserError, match='"nowhere" matches no parameter'):
         build_optimizer(config.model_copy(update={"optimizer": optimizer}), AXES)

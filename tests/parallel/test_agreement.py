@@ -21,7 +21,7 @@ def facts(tmp_path):
     """Facts of a start with settings over `FILE`."""
     path = tmp_path / "run.toml"
     path.write_text(FILE)
-    return lambda *settings: job_facts.of_start(load_unresolved(path, settings))
+    return lambda *settings: job_facts.facts_of_start(load_unresolved(path, settings))
 
 
 @pytest.mark.parametrize(

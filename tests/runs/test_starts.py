@@ -10,7 +10,7 @@ from jaxforge.runs import run_directory, starts
 from tests.conftest import tiny_config
 
 
-def test_each_start_adds_a_line(tmp_path, monkeypatch):
+def test_each_start_appends_line(tmp_path, monkeypatch):
     monkeypatch.setattr(starts.sys, "argv", ["/usr/bin/jaxforge", "train", "--train.seed=1"])
     monkeypatch.setattr(starts.sys.modules["__main__"], "__spec__", None, raising=False)
     starts.note(tmp_path, 0, parameters=7)
@@ -26,7 +26,7 @@ def test_each_start_adds_a_line(tmp_path, monkeypatch):
     assert [item.name for item in tmp_path.iterdir()] == ["starts.jsonl"]
 
 
-def test_secrets_are_left_out(tmp_path, monkeypatch):
+def test_secrets_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789secret")
     monkeypatch.setattr(starts.sys.modules["__main__"], "__spec__", None, raising=False)
     monkeypatch.setattr(starts.sys, "argv", [
@@ -42,14 +42,14 @@ def test_secrets_are_left_out(tmp_path, monkeypatch):
     assert "secret" not in json.dumps(start)
 
 
-def test_damaged_file_is_named(tmp_path):
+def test_damaged_file_raises(tmp_path):
     assert starts.read(tmp_path) == []
     (tmp_path / "starts.jsonl").write_text("{}\n{")
     with pytest.raises(UserError, match=r"starts.jsonl: a line is not a JSON object"):
         starts.read(tmp_path)
 
 
-def test_damaged_file_stops_no_start(tmp_path, monkeypatch):
+def test_damaged_file_does_not_stop_start(tmp_path, monkeypatch):
     """A line torn by a power failure, and one that is not UTF-8."""
     starts.note(tmp_path, 0)
     path = tmp_path / "starts.jsonl"
@@ -65,7 +65,7 @@ def test_damaged_config_of_the_run_stops_no_start(tmp_path, caplog, monkeypatch)
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     path, config = tmp_path / "config.toml", tiny_config(checkpoint={"dir": str(tmp_path)})
     path.write_bytes(b"\0" * 300)
-    run_directory.tell_changes(tmp_path, config)
+    run_directory.log_config_changes(tmp_path, config)
     assert "changed since this run last started is not known" in caplog.text
     run_directory.prepare(tmp_path, config)
     assert "moved to config.damaged.toml" in caplog.text

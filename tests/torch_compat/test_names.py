@@ -8,7 +8,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.model.plan import plan_of
+from jaxforge.model.plan import build_layer_plan
 from jaxforge.model.rope import rotate, rotation
 from tests.conftest import tiny_config
 from tests.torch_compat.tensors import assert_same
@@ -252,7 +252,10 @@ def test_scores_are_those_of_complex_rotation_in_torchtitan(dialect, features):
     def halves(weight):
         heads = jnp.asarray((x @ weight.T).reshape(1, 8, -1, head), jnp.float32)
         return np.asarray(
-            rotate(heads, rotation(plan_of(config).ropes[0], head, jnp.asarray(positions)[None]))
+            rotate(
+                heads,
+                rotation(build_layer_plan(config).ropes[0], head, jnp.asarray(positions)[None]),
+            )
         )[0]
 
     def scores(queries, keys):

@@ -163,9 +163,12 @@ def test_capture_interval_may_be_share_of_run():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["activations_points=residul"], 'no point "residul"; did you mean "residual"? There are'),
-        (["activations_points=x"], 'activations_points: there is no point "x"; there are att'),
-        (["activations_points=[]", "activations_interval=2"], "leaves nothing to capture: give"),
+        (
+            ["activations_points=residul"],
+            'unknown point "residul"; did you mean "residual"? Choose',
+        ),
+        (["activations_points=x"], 'activations_points: unknown point "x"; choose from att'),
+        (["activations_points=[]", "activations_interval=2"], "is empty: give"),
         (["activations_layers=[-1]"], "activations_layers"),
     ],
 )

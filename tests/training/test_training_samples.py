@@ -107,7 +107,7 @@ def test_unsampleable_config_raises_before_run(tokenizer, changed, message, tmp_
 
 
 def test_empty_prompts_raise():
-    with pytest.raises(UserError, match=r"sample_prompts = \[\] leaves nothing to continue"):
+    with pytest.raises(UserError, match=r"sample_prompts = \[\] is empty"):
         load_config(None, ["--eval.sample_interval=5", "--eval.sample_prompts=[]"])
 
 

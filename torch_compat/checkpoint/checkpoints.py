@@ -57,7 +57,7 @@ class CheckpointRef:
             UserError: the config is wrong, or is needed and cannot be read.
         """
         directory = self.run if self.format == "jaxforge" else self.directory.path
-        trusts = trust.if_told(directory) if is_compared else trust.of_run(directory)
+        trusts = trust.if_granted(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
             if self.format == "dcp" and (usual := _usual_settings(config)):

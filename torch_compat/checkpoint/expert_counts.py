@@ -74,7 +74,7 @@ def settle(
         if said is None:  # not an export of ours: as KempnerForge would
             said = dialect.name == "kempnerforge" and config.train.mixed_precision == "fp32"
         skips = own or unreached(states, target, dialect) or said
-        return target.skipping_idle_experts() if skips else target
+        return target.with_idle_experts_skipped() if skips else target
     if own and common:
         raise UserError(
             f"{by.where}: {some(own)} have had fewer updates than other parameters, as the run "

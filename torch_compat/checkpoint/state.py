@@ -107,9 +107,9 @@ class AbstractTarget:
         experts = {name: Shape() for name in self.params if self.stacking.expert_of(name)}
         return {EXPERT_FIELD + field: experts for field in kind.scalars}
 
-    def skipping_idle_experts(self) -> "AbstractTarget":
+    def with_idle_experts_skipped(self) -> "AbstractTarget":
         """Return the state of a run that counts the updates of each expert."""
-        return dataclasses.replace(self, config=self.config.skipping_idle_experts())
+        return dataclasses.replace(self, config=self.config.with_idle_experts_skipped())
 
     @property
     def scalars(self) -> tuple[str, ...]:

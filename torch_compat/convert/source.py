@@ -155,7 +155,7 @@ def open_source(request: Request) -> Source:
         absent = check_present(checkpoint, declared, where)
         notes += [*unseen(trained.model, config.model), *absent]
     elif checkpoint.counts_experts:
-        config = config.skipping_idle_experts()
+        config = config.with_idle_experts_skipped()
     if to == "jaxforge":
         checkpoint = _of_new_run(checkpoint, goes_on=has_moments)
     else:

@@ -1,8 +1,8 @@
-"""Chat templates: conversations to text, and which of it the assistant says.
+"""Chat templates: text of conversations, and the spans that the assistant says.
 
 A template is a Jinja program that comes with a tokenizer. It runs in a sandbox, with the tags,
-filters and functions that `apply_chat_template` of transformers gives it; but "now" is always the
-same day, so that the same data make the same tokens.
+filters and functions of `apply_chat_template` in transformers. "Now" is a fixed day, so that the
+same data give the same tokens.
 """
 
 import json
@@ -20,14 +20,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jaxforge.errors import UserError
 
 Message = dict[str, Any]
-"""`role`, `content`, and whatever else the template knows of."""
+"""`role`, `content` and further fields for the template."""
 
 Span = tuple[int, int]
-"""First character, and the one after the last."""
+"""Start and end of a range of characters."""
 
-_NOW = datetime(2024, 7, 26)  # that of Llama 3's templates where they have no clock
+_NOW = datetime(2024, 7, 26)  # the default date of Llama 3's templates
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARKS = "\ufdd0\ufdd1"  # around what is generated; no text has them, for they are no characters
+_MARKS = "\ufdd0\ufdd1"  # around generated text; noncharacters, which no text contains
 _BETWEEN_MARKS = re.compile(f"[{_MARKS}]")
 
 
@@ -49,10 +49,10 @@ class ChatTemplate:
     """A tokenizer's chat template.
 
     Args:
-        settings: `chat_template`, and the special tokens that it may ask for (`bos_token`).
+        settings: `chat_template`, and the special tokens that it may use (`bos_token`).
 
     Raises:
-        UserError: it is no Jinja template.
+        UserError: `chat_template` is not a Jinja template.
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
@@ -72,7 +72,7 @@ class ChatTemplate:
             raise UserError(
                 f"the tokenizer's chat template, line {error.lineno}: {error.message}"
             ) from error
-        except Exception as error:  # of Python, which compiles what Jinja makes of it
+        except Exception as error:  # from Python, which compiles the code that Jinja generates
             raise UserError(
                 f"the tokenizer's chat template cannot be compiled ({_in_words(error)}): correct "
                 "it, or use another"
@@ -84,15 +84,15 @@ class ChatTemplate:
         first: int = 0,
         options: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[str, list[Span]]:
-        """The text of a conversation, and what of it the assistant says.
+        """Return the text of a conversation and the spans of the assistant.
 
-        What the template puts between `{% generation %}` and `{% endgeneration %}` is said by the
-        assistant. Where it has no such tags, or `first` is not 0, it is what an assistant's message
-        adds to the conversation before it with `add_generation_prompt`, end of turn included.
+        The spans are the text between `{% generation %}` and `{% endgeneration %}`. If the template
+        has no such tags, or `first` is not 0, a span is the text that an assistant message adds to
+        the conversation before it with `add_generation_prompt`, end of turn included.
 
         Args:
-            messages: in order.
-            first: messages before this one count as said by others.
+            messages: the messages, in order.
+            first: earlier messages have no spans.
             options: `tools` and other variables of the template.
 
         Raises:
@@ -131,7 +131,7 @@ class ChatTemplate:
             return self._template.render(
                 {**self._tokens, **variables, **options, "messages": list(messages)}
             )
-        except Exception as error:  # a template is a program, and may raise anything
+        except Exception as error:  # a template is a program that may raise anything
             raise ValueError(f"the chat template cannot write it: {_in_words(error)}") from error
 
 
@@ -142,7 +142,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _unmark(text: str) -> tuple[str, list[Span]]:
-    """`text` without marks, and where they were."""
+    """Return `text` without marks, and the spans between the marks."""
     parts = _BETWEEN_MARKS.split(text)
     ends = [0]
     for part in parts:
@@ -155,5 +155,5 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: object, **options: Any) -> str:  # noqa: ANN401
-    """Serialize as Python does: Jinja's own filter escapes HTML characters."""
+    """Serialize as `json.dumps`; Jinja's own filter escapes HTML characters."""
     return json.dumps(value, **{"ensure_ascii": False, **options})

@@ -1,9 +1,9 @@
-"""Conversations as documents: from records in any of the usual forms to entries (`packing`).
+"""Conversion of conversations in the usual record formats to entries (`corpus.entries`).
 
-record ─► messages ─► text, and what of it is learned ─► token ids ─► entries
-          (forms)      (chat template)       (tokenizer, with places)
+record ─► messages ─► text, learned spans ─► token ids ─────────► entries
+          (forms)     (chat template)        (tokenizer, offsets)
 
-Text and spans go from one step to the next as a line of JSON, a document like any other.
+Text and spans are passed on as a line of JSON, which is a document like any other.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ Spans = list[tuple[int, int]]
 
 
 class Conversations:
-    """Records that are conversations, as `inputs.Content`.
+    """Records that hold conversations (a `records.Content`).
 
     Args:
-        tokenizer: its chat template writes them.
+        tokenizer: tokenizer whose chat template formats the conversations.
 
     Raises:
-        UserError: jinja2 is not installed, or the template is none.
+        UserError: jinja2 is not installed, or the template is invalid.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -49,10 +49,10 @@ class Conversations:
             self._template = IsolatedTemplate(tokenizer.chat)
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """The columns of a table that are read; all where they are not known yet.
+        """Return the columns of a table to read; [] reads all columns.
 
         Raises:
-            UserError: they make no conversation.
+            UserError: the columns match no form of conversation.
         """
         if there is None:
             return []
@@ -62,10 +62,11 @@ class Conversations:
         return [name for name in there if name in (*form, *_EXTRAS)]
 
     def document(self, record: Mapping[str, Any]) -> str:
-        """JSON: `text`; `learned`, its spans; whether the end-of-text token follows, learned too.
+        """Return JSON with `text`, `learned` (spans) and `eos` (True if a learned EOS follows).
 
         Raises:
-            ValueError: it is no conversation, the template refuses it, or nothing is to be learned.
+            ValueError: the record is no conversation, the template refuses it, or no span is
+                learned.
         """
         form = _form(name for name, value in record.items() if value is not None)
         if not form:
@@ -103,26 +104,27 @@ class Conversations:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """sha256 (hex) of the chat template and the special tokens that it may use."""
+    """Return the SHA-256 (hex) of the chat template and the special tokens that it may use."""
     return hashlib.sha256(json.dumps(dict(tokenizer.chat), sort_keys=True).encode()).hexdigest()
 
 
 def encode_conversations(
     tokenizer: Tokenizer, texts: Sequence[tuple[str, str, bool, bool]], dtype: str
 ) -> dict[str, Int[np.ndarray, "_"]]:
-    """Entries of conversations by split; arguments as of `ingest.encode`, texts as of `document`.
+    """Return the entries of conversations by split.
 
-    A token is learned if any of its characters is. Texts that no template wrote begin with BOS
-    where the tokenizer adds it; templates write their own.
+    Arguments are those of `ingest.encode`; texts are results of `Conversations.document`. A token
+    is learned if any of its characters is. A text without a template begins with BOS if the
+    tokenizer adds BOS; templates write their own.
     """
     documents = [json.loads(text) for _, text, *_ in texts]
-    encoded = tokenizer.encode_with_places([document["text"] for document in documents])
+    encoded = tokenizer.encode_with_offsets([document["text"] for document in documents])
     parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
     for (split, *_), document, (ids, offsets) in zip(texts, documents, encoded, strict=True):
         entries = _entries(ids, offsets, document["learned"], dtype)
         if document["eos"]:
             begun = with_prefix(tokenizer, ids)
-            added = begun[: len(begun) - len(ids)]  # which is not learned
+            added = begun[: len(begun) - len(ids)]  # not learned
             entries = np.concatenate([np.asarray(added, dtype) | UNLEARNED, entries])
         if document["eos"] or not ids:
             entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
@@ -150,10 +152,10 @@ def _form(names: Iterable[str]) -> tuple[str, ...]:
 def _conversation(
     record: Mapping[str, Any], form: Sequence[str]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return messages, and the first number from which the assistant's are learned."""
+    """Return the messages, and the number of the first message that may be learned."""
     if form[0] == "instruction":
         asked = "\n\n".join(_text(record[n]) for n in ("instruction", "input") if record.get(n))
-        return [_said("user", asked), _said("assistant", record["output"])], 0
+        return [_plain_message("user", asked), _plain_message("assistant", record["output"])], 0
     if form[0] == "prompt":
         prompt = _messages(record["prompt"], "user")
         return [*prompt, *_messages(record["completion"], "assistant")], len(prompt)
@@ -161,20 +163,20 @@ def _conversation(
 
 
 def _messages(value: object, role: str) -> list[dict[str, Any]]:
-    """Messages as templates expect them; a text is one of `role`."""
+    """Return messages in the form of templates; a string is a message of `role`."""
     if isinstance(value, str) and role:
-        return [_said(role, value)]
+        return [_plain_message(role, value)]
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(f"expected a list of messages, not {value!r:.40}")
     return [_message(message) for message in value]
 
 
-def _said(role: str, content: object) -> dict[str, Any]:
+def _plain_message(role: str, content: object) -> dict[str, Any]:
     return _message({"role": role, "content": content})
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """`role` and `content`, by whichever names, and what else there is."""
+    """Return a message with `role` and `content`, whatever their keys are, and its other fields."""
     others = dict(message)
     role = others.pop("role", others.pop("from", None))
     content = others.pop("content", others.pop("value", "" if "tool_calls" in others else None))
@@ -201,7 +203,7 @@ def _part(part: object) -> str:
 
 
 def _without_none(value: Any) -> Any:  # noqa: ANN401
-    """Tables fill keys that a record lacks with None."""
+    """Remove None values, which tables have for missing keys."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value

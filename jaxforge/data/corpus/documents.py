@@ -1,9 +1,8 @@
-"""Documents as pieces of text.
+"""Documents, split into parts of bounded size.
 
-A piece is a document, or some whole lines of a long one, so that no more than a piece of a text
-file is in memory; a line that is longer than a piece is cut before a space. Where a tokenizer looks
-across line ends, a token at the seam of two pieces may differ from what it makes of the document in
-one go; once per MiB at most.
+A part is a document, or some whole lines of a long document, so memory is bounded. A line longer
+than a part is split before a space. If a tokenizer looks across line ends, a token at a split may
+differ from the tokens of the whole document, at most once per MiB.
 """
 
 import hashlib
@@ -17,8 +16,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 from jaxforge.data.corpus.records import READ_ERRORS, Input, Record
 from jaxforge.errors import UserError
 
-_PIECE_BYTES = 1 << 20
-_LINE_BYTES = 1 << 20  # beyond a piece, that its last line may have
+_PART_BYTES = 1 << 20
+_LINE_BYTES = 1 << 20  # by which the last line may exceed a part
 _Input = TypeVar("_Input", bound=Input)
 
 
@@ -27,8 +26,8 @@ class ReadPosition(NamedTuple):
 
     Attributes:
         input: index of the input.
-        record: records of it that are done.
-        offset: bytes of the next record's text that are done.
+        record: number of completed records of the input.
+        offset: completed bytes in the text of the next record.
     """
 
     input: int = 0
@@ -38,18 +37,18 @@ class ReadPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class TextPart:
-    """Some whole lines of a document.
+    """Whole lines of a document.
 
     Attributes:
-        document: its name.
+        document: name of the document.
         split: "train" or "validation".
         text: the lines.
-        size: bytes that they were.
-        valid: they were UTF-8.
-        first: the document begins here.
-        last: the document ends here.
-        end: where to go on reading.
-        skipped: nothing but a bad record that was left out.
+        size: bytes of the lines in the input.
+        valid: True if the bytes were UTF-8.
+        first: True if the document begins here.
+        last: True if the document ends here.
+        end: position of the next part.
+        skipped: True for a skipped bad record, which has no text.
     """
 
     document: str
@@ -64,7 +63,7 @@ class TextPart:
 
 
 def split_of(document: str, validation_fraction: float) -> str:
-    """ "train" or "validation", by the document's name only."""
+    """Return "train" or "validation" by the name of the document only."""
     return "validation" if _hash(document) < validation_fraction else "train"
 
 
@@ -74,19 +73,19 @@ def is_split_inside(inputs: Sequence[Input]) -> bool:
 
 
 def _hash(text: str) -> float:
-    """A number in [0, 1) that looks random and is the same everywhere."""
+    """Return a pseudorandom number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:6], "big") / 2**48
 
 
 def shuffled(inputs: Iterable[_Input], seed: int) -> list[_Input]:
-    """`inputs` in an order that depends on their names and `seed` only."""
+    """Shuffle inputs by their names and `seed` only."""
     return sorted(inputs, key=lambda source: _hash(f"{seed} {source.name}"))
 
 
 def first_bytes(inputs: Sequence[_Input], max_bytes: int | None) -> list[_Input]:
-    """The inputs at the front that reach `max_bytes` of text together, or all.
+    """Return the first inputs that reach `max_bytes` of text together, or all.
 
-    An input whose text must be read to be measured counts nothing here.
+    Inputs of unknown size count as empty.
     """
     before = accumulate((source.text_size or 0 for source in inputs), initial=0)
     limit = max_bytes or sys.maxsize
@@ -102,15 +101,15 @@ def text_parts(
     start: ReadPosition | None = None,
     before: int = 0,
 ) -> Iterator[TextPart]:
-    """Read documents in pieces of about a MiB; bytes that are not UTF-8 become U+FFFD.
+    """Yield documents in parts of about a MiB; bytes that are not UTF-8 become U+FFFD.
 
     Args:
-        inputs: in order.
-        validation_fraction: part of the documents that are "validation"; which, depends on their
-            names only. Of a single text file it is the last part, from a line on.
-        max_bytes: stop with the line that reaches this many bytes.
-        skip_bad: leave records out that hold no text; otherwise they are errors.
-        start: where to begin.
+        inputs: the inputs, in order.
+        validation_fraction: fraction of the documents in "validation", selected by name. For a
+            single text file, it is the end of the file, from a line start on.
+        max_bytes: stop after the line that reaches this many bytes.
+        skip_bad: skip records without text; otherwise they are errors.
+        start: position to begin at.
         before: bytes of text before `start`.
 
     Raises:
@@ -155,12 +154,12 @@ def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> TextPart:
 
 
 class Part(NamedTuple):
-    """Bytes of a record's text.
+    """Range of bytes in the text of a record.
 
     Attributes:
         split: "train" or "validation".
-        start: of its first byte.
-        end: after its last; None: that of the text.
+        start: offset of the first byte.
+        end: offset after the last byte; None: the end of the text.
     """
 
     split: str
@@ -201,8 +200,8 @@ def _size(file: BinaryIO) -> int:
 
 
 def _line_before(file: BinaryIO, offset: int) -> int:
-    """The nearest begin of a line up to a place; of a character, where no line is near."""
-    start = max(0, offset - _PIECE_BYTES)
+    """Return the last line start up to an offset, or the start of a character if none is near."""
+    start = max(0, offset - _PART_BYTES)
     file.seek(start)
     data = file.read(offset - start + 1)
     line = data.rfind(b"\n", 0, offset - start) + 1
@@ -214,7 +213,7 @@ def _line_before(file: BinaryIO, offset: int) -> int:
 
 
 def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes, bool]]:
-    """Whole lines up to `end`, about a MiB at a time, and whether they are the last."""
+    """Yield whole lines up to `end`, about a MiB at a time, with True for the last ones."""
     data = _read(file, limit, end)
     while data:
         limit -= len(data)
@@ -224,8 +223,8 @@ def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes,
 
 
 def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
-    """Read about a MiB up to the end of a line, or `limit` bytes and the rest of their line."""
-    data = file.read(min(limit, _PIECE_BYTES))
+    """Read about a MiB up to the end of a line, or `limit` bytes and the end of their line."""
+    data = file.read(min(limit, _PART_BYTES))
     if data and not data.endswith(b"\n"):
         tail = file.readline(_LINE_BYTES)
         data += tail
@@ -240,7 +239,7 @@ def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
 
 
 def _cut(data: bytes) -> int:
-    """Return where to cut a long line: before its last space, else between characters."""
+    """Return the offset to split a long line at: before the last space, or between characters."""
     if (space := data.rfind(b" ", 1)) > 0:
         return space
     end = len(data)

@@ -1,16 +1,16 @@
-"""Tokens of conversations on disk: an id, and two more bits that say what it is to the loss."""
+"""Conversation entries on disk: a token id with two flag bits for the loss."""
 
 FIRST = 1 << 30
-"""Bit of an entry that begins a conversation."""
+"""Bit of the first entry of a conversation."""
 
 UNLEARNED = 1 << 29
-"""Bit of an entry that carries no loss."""
+"""Bit of entries without loss."""
 
 ID = UNLEARNED - 1
-"""Bits of an entry that are its token id."""
+"""Mask of the token id in an entry."""
 
 PADDING = -(1 << 31) | UNLEARNED
 """Entry (int32) of the unused tail of a window; it is never on disk."""
 
 ENTRY_DTYPE = "uint32"
-"""numpy name of the type of entries on disk."""
+"""NumPy name of the type of entries on disk."""

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: of the hub, of a directory of data files, or written by `save_to_disk`."""
+"""Hugging Face datasets from the Hub, a directory of data files, or `save_to_disk`."""
 
 import hashlib
 import json
@@ -32,14 +32,14 @@ _LOG_SECONDS = 10.0
 def load_dataset(
     name: str, config: str | None = None, split: str = "train", *, streaming: bool = False
 ) -> "Dataset | IterableDataset":
-    """Loads a split of a dataset.
+    """Load a split of a dataset.
 
     Args:
-        name: a name on the hub; a directory of data files (JSONL, Parquet, CSV, text, Arrow); or
-            one written by `save_to_disk`.
-        config: its configuration, if it has several.
-        split: such as "train", or "train[:1%]" where nothing is streamed.
-        streaming: do not download what has not been asked for yet.
+        name: a name on the Hub; a directory of data files (JSONL, Parquet, CSV, text, Arrow); or
+            a directory written by `save_to_disk`.
+        config: configuration of the dataset, if it has several.
+        split: such as "train", or "train[:1%]" without streaming.
+        streaming: download rows when they are read.
 
     Returns:
         A `datasets.Dataset`, or a `datasets.IterableDataset` for streaming.
@@ -60,7 +60,7 @@ def load_dataset(
 def _saved(
     datasets: ModuleType, name: str, split: str, streaming: bool
 ) -> "Dataset | IterableDataset":
-    """A dataset written by `save_to_disk`, with or without splits."""
+    """Open a dataset written by `save_to_disk`, with or without splits."""
     saved = datasets.load_from_disk(name)
     splits = saved if isinstance(saved, dict) else {str(saved.split or split): saved}
     if split not in splits:
@@ -75,15 +75,15 @@ def cached_shards(
 ) -> Path:
     """Return the cached token shards of a dataset, tokenizing it at the first use.
 
-    Their directory is named by the fingerprints of dataset, content and tokenizer. One process
-    makes it, even among several runs; the others wait. A killed one goes on where it was.
+    The directory is named by the fingerprints of dataset, content and tokenizer. One process writes
+    it, even among several runs, while the others wait. After a kill it is resumed.
 
     Args:
-        name: as for `load_dataset`.
-        config: the same.
-        split: the same.
-        content: of its rows.
-        tokenizer: has an EOS.
+        name: see `load_dataset`.
+        config: see `load_dataset`.
+        split: see `load_dataset`.
+        content: selects the text of a row.
+        tokenizer: a tokenizer with an EOS.
 
     Returns:
         A directory with a manifest.
@@ -98,7 +98,7 @@ def cached_shards(
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     plan = {"options": {"key": key}, "inputs": []}
     with atomic_directory(
-        output, plan, made_by=f"train/{FILE_NAME}", shared=True, say=log.info
+        output, plan, marker=f"train/{FILE_NAME}", shared=True, say=log.info
     ) as directory:
         if directory:
             log.info("tokenizing %s into %s", source.name, output)

@@ -1,11 +1,11 @@
-"""Documents to token shards: read in order, encoded in parallel, written in order.
+"""Tokenization of documents to shards: read in order, encode in parallel, write in order.
 
-inputs ─► pieces ─► batches ─► worker processes ─► in order ─► one ShardWriter per split
+inputs ─► parts  ─► batches ─► worker processes ─► in order ─► one ShardWriter per split
  (one reader)                  text ─► tokens         │
                                                       └─► every few seconds: sync, journal
 
-Tokens depend on pieces alone, so the shards are the same whatever the number of workers, and
-however often the work was interrupted.
+Tokens depend on the parts of the text alone. So the shards do not depend on the number of workers
+or on interruptions.
 """
 
 import os
@@ -32,24 +32,24 @@ from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage.atomic_directory import AtomicDirectory
 
-_BATCH_BYTES = 4 << 20  # of text that a tokenizer gets at a time
-_BATCH_PIECES = 4096
+_BATCH_BYTES = 4 << 20  # of text per call of a tokenizer
+_BATCH_PARTS = 4096
 _COMMIT_SECONDS = 5.0  # of work that a killed run may lose
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options that the shards depend on, next to inputs and tokenizer.
+    """Options that the shards depend on, in addition to inputs and tokenizer.
 
     Attributes:
         dtype: numpy name of the type on disk.
         file_format: "npy" or "bin".
         shard_tokens: tokens per shard.
-        validation_fraction: part of the documents to hold out.
-        validation_tokens: tokens to hold out instead, the first of the text.
-        max_bytes: stop after so much text.
-        skip_bad: leave out records that hold no text.
-        conversations: documents are those of `Conversations`.
+        validation_fraction: fraction of the documents to hold out.
+        validation_tokens: number of first tokens to hold out instead.
+        max_bytes: bytes of text after which to stop.
+        skip_bad: skip records without text.
+        conversations: documents are conversations (`Conversations.document`).
     """
 
     dtype: str
@@ -63,17 +63,17 @@ class Options:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the splits that are written."""
+        """Names of the splits to write."""
         holds_out = self.validation_fraction or self.validation_tokens
         return ("train", "validation") if holds_out else ("train",)
 
 
 Batch = list[TextPart]
-"""Consecutive pieces, which a tokenizer gets together."""
+"""Consecutive parts of documents that are tokenized in one call."""
 
 
 def texts_of(batch: Batch) -> list[Text]:
-    """Return what a worker needs of a batch."""
+    """Return the fields of a batch that a worker needs."""
     return [(p.split, p.text, p.first, p.last) for p in batch if not p.skipped]
 
 
@@ -82,10 +82,10 @@ class Split:
     """Progress of one split, "train" or "validation".
 
     Attributes:
-        writer: its shards.
+        writer: writer of the shards.
         size: bytes of text.
-        broken: documents that were not UTF-8.
-        last_broken: name of the last of them.
+        broken: number of documents that were not UTF-8.
+        last_broken: name of the last such document.
     """
 
     writer: ShardWriter
@@ -94,7 +94,7 @@ class Split:
     last_broken: str = ""
 
     def add(self, chunks: Sequence[TextPart], tokens: Int[np.ndarray, "_"]) -> None:
-        """Appends pieces and their tokens."""
+        """Append parts of documents and their tokens."""
         self.writer.add(tokens, sum(chunk.last for chunk in chunks))
         self.size += sum(chunk.size for chunk in chunks)
         for chunk in chunks:
@@ -102,7 +102,7 @@ class Split:
                 self.broken, self.last_broken = self.broken + 1, chunk.document
 
     def journal(self) -> dict[str, Any]:
-        """Brings all tokens to the disk; returns the fields, as JSON has them."""
+        """Flush all tokens to the disk and return the progress as JSON."""
         counts = {"size": self.size, "broken": self.broken, "last_broken": self.last_broken}
         return {"writer": self.writer.sync(), **counts}
 
@@ -113,8 +113,8 @@ class Corpus:
 
     Attributes:
         splits: by name.
-        place: how far the inputs are read.
-        skipped: bad records left out.
+        position: position up to which the inputs have been read.
+        skipped: number of bad records that were skipped.
     """
 
     splits: dict[str, Split]
@@ -135,7 +135,7 @@ class Corpus:
         self.position = batch[-1].end
 
     def journal(self) -> dict[str, Any]:
-        """Bring all tokens to the disk, and return the fields as JSON has them."""
+        """Flush all tokens to the disk and return the progress as JSON."""
         splits = {name: split.journal() for name, split in self.splits.items()}
         return {"splits": splits, "place": self.position, "skipped": self.skipped}
 
@@ -151,17 +151,17 @@ def ingest(
     isolate: bool = False,
     show: Callable[[Corpus], None] = lambda _: None,
 ) -> Corpus:
-    """Writes `train/`, and `validation/` if a part is held out, from where the journal ends.
+    """Write `train/`, and `validation/` if documents are held out; resume from the journal.
 
     Args:
         inputs: in order.
         tokenizer: has an EOS; lies in `destination.out / "tokenizer"`.
-        options: see there.
-        destination: where to.
-        tokenizer_name: for the manifest.
-        workers: processes that encode; 1 encodes in this one.
-        isolate: encode in other processes at any rate, if the tokenizer is risky.
-        show: called after each batch.
+        options: see `Options`.
+        destination: output directory.
+        tokenizer_name: name of the tokenizer in the manifest.
+        workers: number of encoding processes; with 1, this process encodes.
+        isolate: encode in another process even so, if the tokenizer is risky.
+        show: called with the progress after each batch.
 
     Raises:
         UserError: an input cannot be read, a shard cannot be written, a worker died, or a split
@@ -185,6 +185,8 @@ def ingest(
         directory = destination.out / "tokenizer"
         isolate = isolate and tokenizer.is_risky
         encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
+        # One thread reads, writes and commits, so a journal entry is consistent: the position in
+        # the inputs is exactly that of the tokens that `sync` has flushed.
         for batch, tokens in stack.enter_context(closing(encoded)):
             if options.validation_tokens:
                 tokens = _hold_out(corpus, batch, tokens, options, tokenizer)
@@ -198,11 +200,11 @@ def ingest(
 
 
 def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) -> Corpus:
-    """The corpus as the journal left it, or an empty one."""
+    """Return the progress that the journal records, or an empty corpus."""
     journal = destination.journal or {"splits": {}, "place": ReadPosition(), "skipped": 0}
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
-            f"the run that this one goes on with left {journal['skipped']} bad records out; pass "
+            f"the interrupted run skipped {journal['skipped']} bad records; pass "
             f"--skip-bad again, or remove {destination.out.parent}"
         )
     splits = {}
@@ -245,10 +247,10 @@ def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -
 
 
 def check_split(train: int, validation: int, fraction: float) -> None:
-    """Refuses a split without documents.
+    """Check that every split has a document.
 
     Raises:
-        UserError: there is one.
+        UserError: a split has none.
     """
     if not train + validation:
         raise UserError("the inputs hold no text")
@@ -260,13 +262,13 @@ def check_split(train: int, validation: int, fraction: float) -> None:
 
 
 def batches(chunks: Iterable[TextPart]) -> Iterator[Batch]:
-    """Pieces by the few MiB."""
+    """Group parts of documents into batches of a few MiB."""
     batch: list[TextPart] = []
     size = 0
     for chunk in chunks:
         batch.append(chunk)
         size += chunk.size
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
+        if size >= _BATCH_BYTES or len(batch) == _BATCH_PARTS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -282,14 +284,17 @@ def _encoded(
     *,
     isolate: bool,
 ) -> Generator[tuple[Batch, Tokens]]:
-    """Batches with their tokens, in order."""
-    first = list(islice(batches, 2))
+    """Yield batches with their tokens, in order."""
+    first = list(islice(batches, 2))  # starting processes for a single batch does not pay
     if not isolate and (workers == 1 or len(first) < 2):
         for batch in chain(first, batches):
             yield batch, _encode(tokenizer, texts_of(batch), options)
         return
     n = workers if len(first) > 1 else 1
     with Workers(n, _encode_batches, directory, options, n, isolate) as pool:
+        # First in, first out: results leave in the order of submission, whichever worker is done
+        # first. At most 2 * workers + 1 batches wait, so memory is bounded, and each worker has a
+        # next batch while this thread writes.
         waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
         for batch in chain(first, batches):
             waiting.append((batch, pool.submit(texts_of(batch))))
@@ -303,7 +308,7 @@ def _encoded(
 def _encode_batches(
     connection: Connection, directory: Path, options: Options, n: int, is_silent: bool
 ) -> None:
-    """One of `n` workers; if `is_silent`, Rust's words on its panics are not shown."""
+    """Run one of `n` workers; if `is_silent`, discard the messages of Rust panics on stderr."""
     if n > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     if is_silent:
@@ -318,12 +323,12 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[Text], options: Options) -> To
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Tokens:
-    """Tokens by split.
+    """Return the tokens of texts by split.
 
     Args:
-        tokenizer: has an EOS.
-        texts: of a batch.
-        dtype: numpy name of the type to return.
+        tokenizer: a tokenizer with an EOS.
+        texts: the texts of a batch.
+        dtype: NumPy name of the type to return.
     """
     parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
     end = np.asarray([tokenizer.eos_id], dtype)
@@ -339,7 +344,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Tokens:
 def _hold_out(
     corpus: Corpus, batch: Batch, tokens: Tokens, options: Options, tokenizer: Tokenizer
 ) -> Tokens:
-    """Adds to "validation" what it needs of the first tokens; what is left to train on."""
+    """Add the first tokens to "validation" until it is complete; return the tokens to train on."""
     train, held_out = corpus.splits["train"], corpus.splits["validation"]
     missing = options.validation_tokens - held_out.writer.tokens
     if missing <= 0 or "train" not in tokens:
@@ -348,7 +353,7 @@ def _hold_out(
     first, others = arrived[:missing], arrived[missing:]
     documents = int(np.count_nonzero(first == eos))
     size = sum(chunk.size for chunk in batch) * len(first) // len(arrived)
-    is_cut = len(first) == missing and int(first[-1]) != eos  # and is a document in either split
+    is_cut = len(first) == missing and int(first[-1]) != eos  # the document counts in both splits
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
         others = np.append(np.asarray(tokenizer.prefix, others.dtype), others)

@@ -1,8 +1,8 @@
 """Inputs of `prepare`: text files, files of records, Hugging Face datasets.
 
 input     a file, or a Hugging Face dataset
-document  a text file, or one record of any other input
-record    of an input, counted from 1: the line of a JSONL file, the row of a table
+document  a text file, or a record of any other input
+record    unit of an input, counted from 1: line of a JSONL file, row of a table
 """
 
 import io
@@ -32,12 +32,12 @@ from jaxforge.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-_ROWS = 64  # of a dataset that are Python strings at a time
+_ROWS = 64  # of a dataset converted to Python objects at a time
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 
 
 class TextFile(File):
-    """One document."""
+    """Text file that is one document."""
 
     @property
     def text_size(self) -> int | None:
@@ -45,11 +45,11 @@ class TextFile(File):
         return self.size
 
     def document(self, number: int) -> str:
-        """The file's name."""
+        """Return the name of the file."""
         return self.name
 
     def records(self, start: int) -> Iterator[Record]:
-        """The whole file, unless it is past; UTF-16 and UTF-32 with a mark are UTF-8 here."""
+        """Yield the whole file if `start` is 0; UTF-16 and UTF-32 with a BOM become UTF-8."""
         if not start:
             with self.path.open("rb") as content:
                 encoding = encoding_of(content.read(4))
@@ -63,12 +63,12 @@ class TextFile(File):
 
 @dataclass(frozen=True)
 class HuggingFace(Input):
-    """A dataset of the library `datasets`, or one file of it.
+    """Dataset of the library `datasets`, or one file of such a dataset.
 
     Attributes:
-        name: what it is called.
+        name: name in messages.
         dataset: the rows, streaming or on disk.
-        content: of its rows.
+        content: selects the text of a row.
     """
 
     name: str
@@ -77,7 +77,7 @@ class HuggingFace(Input):
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """The fingerprint that `datasets` gives what is on disk: of its source and its changes."""
+        """Name, and the fingerprint that `datasets` computes of source and transformations."""
         return self.name, self.dataset._fingerprint
 
     @property
@@ -86,10 +86,10 @@ class HuggingFace(Input):
         return self.name
 
     def records(self, start: int) -> Iterator[Record]:
-        """The rows after the first `start`.
+        """Yield the rows after the first `start`.
 
         Raises:
-            UserError: there is no such column.
+            UserError: a column does not exist.
         """
         columns = self.content.columns(self.dataset.column_names, self.name)
         rows = self.dataset.select_columns(columns) if columns else self.dataset
@@ -107,7 +107,7 @@ _KINDS: dict[str, type[File]] = {
     ".arrow": Arrow,
     ".feather": Arrow,
 }
-"""What the suffix of a name, in small letters, says of a file; others are text."""
+"""Type of a file by the suffix of its lower-case name; other files are text."""
 
 
 def find_inputs(
@@ -117,18 +117,18 @@ def find_inputs(
     content: Content | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> list[File]:
-    """Finds the files to read, each once, sorted by name; empty ones are left out.
+    """Find the files to read, each once, sorted by name, without empty files.
 
     Args:
-        paths: files and directories; directories are searched in depth, but not those that are
-            symbolic links.
-        globs: which file names to take from directories.
-        exclude: which names of inputs to leave out ("*" matches "/" too).
-        content: of files of records; by default their "text".
-        max_record_bytes: as of `File`.
+        paths: files and directories. Directories are searched recursively, without following
+            symbolic links to directories.
+        globs: names of files to read in directories.
+        exclude: names of inputs to exclude ("*" matches "/" too).
+        content: selects the text of a record; by default the field "text".
+        max_record_bytes: see `File`.
 
     Raises:
-        UserError: a place does not exist or cannot be read, a file is of a kind that cannot be
+        UserError: a path does not exist or cannot be read, a file is of a kind that cannot be
             read or holds no text, or no file is left.
     """
     files: dict[Path, File] = {}
@@ -165,7 +165,7 @@ def _kind(path: Path) -> type[File]:
 
 
 def _walk(paths: Iterable[Path], globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Files, and their names below their places."""
+    """Yield files with their names relative to their input."""
     for root in paths:
         if not root.exists():
             raise UserError(f"INPUT {root.absolute()} does not exist{path_hint(root)}")

@@ -1,12 +1,12 @@
-"""A chat template in a process of its own, with limits on memory and time.
+"""Execution of a chat template in a child process with limits on memory and time.
 
     this process                        child
     settings            ── pickle ──►   ChatTemplate          compiled once
     messages, options   ── pickle ──►   ChatTemplate.render   within the limits
     text, spans         ◄── JSON, UTF-8 ──
 
-A template is a program of whoever made the tokenizer. Jinja's sandbox keeps it from files and from
-other code, not from endless loops and gigabytes, and neither can be stopped within a process.
+A template is a program of the author of the tokenizer. Jinja's sandbox blocks access to files and
+other code, but not endless loops or large allocations. Neither can be stopped within a process.
 """
 
 import json
@@ -28,21 +28,21 @@ from jaxforge.data.corpus.untrusted_tokenizer import limit_memory
 from jaxforge.errors import UserError
 
 _SERVE = "from jaxforge.data.corpus.isolated_chat import serve; serve()"
-_MEMORY = 256 << 20  # bytes beyond those of the process at its start
-_SECONDS_PER_MESSAGE = 0.01  # as each answer is found by two more renderings
+_MEMORY = 256 << 20  # bytes in addition to the memory of the process at its start
+_SECONDS_PER_MESSAGE = 0.01  # each answer takes two more renderings
 _Result = TypeVar("_Result")
 _ENCODING = ("utf-8", "surrogatepass")
 
 
 class IsolatedTemplate:
-    """`ChatTemplate` with limits; may be used by several threads.
+    """Thread-safe `ChatTemplate` with limits.
 
     Args:
-        settings: as of `ChatTemplate`.
-        seconds: of the processor that a conversation of few messages may take.
+        settings: see `ChatTemplate`.
+        seconds: CPU time for a conversation of few messages.
 
     Raises:
-        UserError: it is no Jinja template, or compiling it exceeds the limits.
+        UserError: the template is not a Jinja template, or compiling it exceeds the limits.
     """
 
     def __init__(self, settings: Mapping[str, str], seconds: float = 2.0) -> None:
@@ -71,10 +71,10 @@ class IsolatedTemplate:
         first: int = 0,
         options: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[str, list[Span]]:
-        """`ChatTemplate.render`.
+        """Render a conversation; see `ChatTemplate.render`.
 
         Raises:
-            ValueError: as there, or it takes too much memory.
+            ValueError: as `ChatTemplate.render`, or it takes too much memory.
             UserError: it takes too much time, or ends the process.
         """
         with self._lock:
@@ -104,7 +104,7 @@ class IsolatedTemplate:
         return answer, stdout.read(answer["size"]).decode(*_ENCODING)
 
     def _end(self) -> str:
-        """Return what ended the child."""
+        """Return the reason why the child ended, for a message."""
         code = self._child.wait()
         if code == -signal.SIGPROF:
             return f"ran for more than {self._seconds:g} seconds: correct it, or use another"
@@ -112,19 +112,19 @@ class IsolatedTemplate:
 
 
 def _stop(child: subprocess.Popen[bytes], parent: int) -> None:
-    """End the child of a process; it ends by itself when its standard input does."""
+    """Kill the child. It also ends by itself when its standard input is closed."""
     if os.getpid() != parent:  # in a fork
         return
     child.kill()
     for pipe in (child.stdin, child.stdout):
         if pipe:
-            with suppress(BrokenPipeError):  # what is left in its buffer
+            with suppress(BrokenPipeError):  # the buffer is not empty
                 pipe.close()
     child.wait()
 
 
 def serve() -> None:
-    """Compile a template, and render conversations until standard input ends: the child."""
+    """Compile a template and render conversations until standard input ends (child process)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
     limit_memory(_MEMORY)
@@ -135,7 +135,7 @@ def serve() -> None:
 
 
 def _answer(function: Callable[..., _Result], seconds: float, args: tuple) -> _Result | None:
-    """Call within the limit of time, and write the answer; return what was returned."""
+    """Call a function within the time limit, write the answer and return the result."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     result: _Result | None = None
     text, answer = b"", {}

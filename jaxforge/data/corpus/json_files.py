@@ -1,4 +1,4 @@
-"""Files of JSON: an object a line, an array, or objects one after the other."""
+"""JSON files: one object per line, an array, or concatenated objects."""
 
 import codecs
 import gzip
@@ -15,8 +15,8 @@ from jaxforge.data.corpus.records import File, Record, bad_record
 from jaxforge.errors import UserError
 
 _CHUNK = 1 << 16
-_SKIPPED = 1 << 20  # bytes at a time of what is only counted
-_QUICKLY_UNPACKED = 1 << 20  # bytes of a file that is unpacked once more, before it is parsed
+_SKIPPED = 1 << 20  # bytes per read of data that are only counted
+_QUICKLY_UNPACKED = 1 << 20  # size below which a file is unpacked once before it is parsed
 _BYTES_PER_VALUE = 16  # of a record, at least: parsed values take up to 70 bytes
 _BLANK = re.compile(r"[ \t\r\n]*")
 
@@ -25,10 +25,10 @@ class PackedFile(File):
     """A file that may be compressed."""
 
     def open(self) -> BinaryIO:
-        """Open the file; what is read is unpacked.
+        """Open the file for reading, decompressed.
 
         Raises:
-            UserError: it is small and unpacks to what no text does.
+            UserError: the file is small, and its compression ratio is implausible for text.
         """
         if self.path.suffix.lower() in (".gz", ".zst") and self.size < _QUICKLY_UNPACKED:
             with closing(self._open()) as file:
@@ -43,7 +43,7 @@ class PackedFile(File):
         if suffix == ".gz":
             return cast(BinaryIO, gzip.open(self.path))
         if suffix == ".zst":
-            # Not through zstandard, whose reader takes a file that is cut short for a whole one.
+            # Not zstandard, whose reader does not detect a truncated file.
             arrow = library("pyarrow", "reading .zst")
             raw = arrow.input_stream(str(self.path), compression="zstd")
             return cast(BinaryIO, io.BufferedReader(raw, 1 << 20))
@@ -51,10 +51,10 @@ class PackedFile(File):
 
 
 class JsonLines(PackedFile):
-    """An object per line, plain or compressed; blank lines count, but are no documents."""
+    """An object per line, plain or compressed; blank lines are numbered, but are no documents."""
 
     def records(self, start: int) -> Iterator[Record]:
-        """The lines after the first `start`."""
+        """Yield the records after the first `start` lines."""
         with closing(self.open()) as file:
             for number, line in enumerate(self._lines(file), 1):
                 if number <= start:
@@ -71,7 +71,7 @@ class JsonLines(PackedFile):
                     yield self.record(number, value)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes | None]:
-        """Yield lines; None stands for one that is too long."""
+        """Yield lines; None for a line that is too long."""
         limit, size = self.max_record_bytes, 0
         while line := file.readline(limit + 1):
             size += len(line)
@@ -86,13 +86,13 @@ class JsonLines(PackedFile):
 
 
 class Json(JsonLines):
-    """An array of objects, or objects: one a line, or over several lines each."""
+    """An array of objects, or concatenated objects over one or more lines each."""
 
     def records(self, start: int) -> Iterator[Record]:
-        """The records after the first `start`.
+        """Yield the records after the first `start`.
 
         Raises:
-            UserError: it is not JSON; where, so that nothing after it can be read.
+            UserError: the file is not JSON. Nothing after the error can be read.
         """
         if self._has_object_per_line():
             yield from super().records(start)
@@ -122,13 +122,13 @@ class Json(JsonLines):
 
 
 class _Values:
-    """The values of an array, or those that stand one after the other.
+    """Parser of the values of an array, or of concatenated values.
 
-    No more than a value and a chunk is in memory.
+    At most one value and one chunk are in memory.
 
     Args:
-        file: UTF-8.
-        source: says how large a value may be, and how much there may be.
+        file: UTF-8 text.
+        source: has the limits of a value and of the whole file.
     """
 
     def __init__(self, file: BinaryIO, source: File) -> None:
@@ -141,10 +141,10 @@ class _Values:
         self._is_first = True
 
     def has_more(self) -> bool:
-        """Go to the next value, if there is one.
+        """Advance to the next value; return False at the end.
 
         Raises:
-            ValueError: something else is there.
+            ValueError: a syntax error.
         """
         character = self._next_character()
         if not self._in_array:
@@ -163,10 +163,10 @@ class _Values:
         return True
 
     def next(self) -> object:
-        """Return the value.
+        """Return the next value.
 
         Raises:
-            ValueError: it is none, or too large.
+            ValueError: it is not JSON, or too large.
         """
         limit = self._source.max_record_bytes
         while True:
@@ -196,7 +196,7 @@ class _Values:
             self._read_more()
 
     def _read_more(self) -> None:
-        """Read as much as is held, so that parsing a large value again costs no more than twice."""
+        """Double the buffer, so that parsing a large value again at most doubles the cost."""
         data = self._file.read(max(_CHUNK, len(self._text) - self._at))
         self._size += len(data)
         self._source.check_growth(self._size)

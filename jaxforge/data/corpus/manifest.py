@@ -1,4 +1,4 @@
-"""`manifest.json`: what a directory of token shards says about itself."""
+"""`manifest.json`: metadata of a directory of token shards."""
 
 import base64
 import zlib
@@ -17,13 +17,13 @@ from jaxforge.errors import UserError
 FILE_NAME = "manifest.json"
 VERSION = 1
 CONVERSATIONS = 2
-"""The version where entries (`packing`) stand in place of tokens."""
+"""Version of directories with conversation entries instead of tokens."""
 
 LENGTHS = "lengths.uint32"
-"""File of the entries of each conversation, in order: little-endian, 32 bits each."""
+"""File of the number of entries of each conversation: little-endian uint32, in order."""
 
 BLOCK_BYTES = 1 << 16
-"""Bytes of tokens under one hash: a random window costs the hash of a block, some 40 us."""
+"""Bytes of tokens per hash. A random window costs the hash of a block, about 40 us."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Shard:
 
 
 def extend_hashes(crc32: str, size: int, more: bytes) -> str:
-    """Return `Shard.crc32` of a shard that grows.
+    """Return `Shard.crc32` after bytes were appended to a shard.
 
     Args:
-        crc32: that of the shard so far.
+        crc32: `Shard.crc32` before.
         size: bytes of tokens so far.
         more: bytes appended.
     """
-    if size and not crc32:  # begun by a version that computed none
+    if size and not crc32:  # begun by a version without hashes
         return ""
     hashes, data = bytearray(base64.b64decode(crc32)), memoryview(more)
     while data:
@@ -76,7 +76,7 @@ def extend_hashes(crc32: str, size: int, more: bytes) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a shard directory, so that readers need not scan the tokens.
+    """Metadata of a shard directory, so that readers need not scan the tokens.
 
     Attributes:
         version: `VERSION`, or `CONVERSATIONS`: then each document is a conversation, no shard holds
@@ -87,12 +87,12 @@ class Manifest:
         max_token: largest token id in any shard.
         eos_id: token that ends each document.
         vocab_size: size of the tokenizer's vocabulary.
-        tokenizer: how the tokenizer was asked for ("byte", "bpe" or a path); a copy of it lies in
-            `../tokenizer`.
+        tokenizer: name that the user gave ("byte", "bpe" or a path); `../tokenizer` has a copy.
         tokenizer_sha256: `Tokenizer.fingerprint` of that tokenizer.
         shards: the files, in order.
-        lengths_crc32: CRC-32 of `LENGTHS`; None without one, and of older versions.
-        bos_ids: tokens that each document begins with; of conversations, those without a template.
+        lengths_crc32: CRC-32 of `LENGTHS`; None without the file, and in older versions.
+        bos_ids: tokens that each document begins with; for conversations, only those without a
+            chat template.
     """
 
     version: int
@@ -119,15 +119,15 @@ class Manifest:
         return MappingProxyType({shard.file: shard for shard in self.shards})
 
     def write(self, directory: Path) -> None:
-        """Writes `directory/manifest.json`."""
+        """Write `directory/manifest.json`."""
         (directory / FILE_NAME).write_bytes(_JSON.dump_json(self, indent=2) + b"\n")
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest | None":
-        """Reads `directory/manifest.json`; None where there is none.
+        """Read `directory/manifest.json`; return None if it does not exist.
 
         Raises:
-            UserError: the file is torn, is something else's, or is of another version.
+            UserError: the file is damaged, is not a manifest, or has an unknown version.
         """
         path = directory / FILE_NAME
         try:
@@ -150,11 +150,11 @@ class Manifest:
 
 
 _JSON = TypeAdapter(Manifest)
-_SHARD_BYTES = 30  # of a shard's JSON, at least: a megabyte of {} would take a gigabyte
+_SHARD_BYTES = 30  # minimum size of a shard in JSON: a megabyte of {} would take a gigabyte
 
 
 def _check_hashes(path: Path, manifest: Manifest) -> None:
-    """Raise if the hashes of a shard are not as many as its blocks."""
+    """Raise if a shard has another number of hashes than of blocks."""
     for shard in manifest.shards:
         try:
             hashes = shard.block_hashes()
@@ -167,8 +167,8 @@ def _check_hashes(path: Path, manifest: Manifest) -> None:
 
 
 def _first(error: ValidationError) -> str:
-    """`error`'s first complaint, as "key: complaint"."""
-    first = error.errors(include_input=False)[0]  # which may be the whole file
+    """Return the first problem of a validation error as "key: problem"."""
+    first = error.errors(include_input=False)[0]  # the input may be the whole file
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 

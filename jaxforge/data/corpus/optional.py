@@ -1,4 +1,4 @@
-"""Libraries that only some inputs need: the extra `data`."""
+"""Import of optional libraries (the extra `data`)."""
 
 from importlib import import_module
 from types import ModuleType
@@ -7,14 +7,14 @@ from jaxforge.errors import UserError
 
 
 def library(name: str, purpose: str) -> ModuleType:
-    """Imports `name`.
+    """Import an optional library.
 
     Args:
-        name: such as "pyarrow.parquet".
-        purpose: what needs it, such as "reading Parquet".
+        name: module name, such as "pyarrow.parquet".
+        purpose: use of the library in the error message, such as "reading Parquet".
 
     Raises:
-        UserError: it is not installed.
+        UserError: the library is not installed.
     """
     try:
         return import_module(name)

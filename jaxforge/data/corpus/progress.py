@@ -14,7 +14,7 @@ _LINE_SECONDS = 10.0  # between lines where there is no terminal
 
 @contextmanager
 def progress_shown(size: int | None) -> Iterator[Callable[[Corpus], None]]:
-    """Yields what shows how far `size` bytes are: by a bar on a terminal, elsewhere by lines."""
+    """Yield a function that shows progress in `size` bytes: a bar on a terminal, else log lines."""
     console, start = Console(stderr=True), time.monotonic()
     said = start
     columns = (

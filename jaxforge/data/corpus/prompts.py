@@ -1,4 +1,4 @@
-"""Prompts: files of them, plain text or JSON Lines with a "prompt" in each object; their tokens."""
+"""Prompts: reading them from text or JSON Lines files, and their tokens."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ RESULTS = ("completion", "tokens", "finish_reason")
 _OBJECTS = (".jsonl", ".ndjson", ".json")
 
 STDIN = Path("-")
-"""What stands for standard input, where a file of prompts is asked for."""
+"""Path that means standard input for files of prompts."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Prompt:
 
     Attributes:
         text: the text.
-        place: where it stands, for messages ("prompts.txt:3").
-        fields: what else its object holds; handed on to the output.
+        location: file and line for messages ("prompts.txt:3").
+        fields: other fields of its JSON object, which are copied to the output.
     """
 
     text: str
@@ -37,19 +37,19 @@ class Prompt:
 def encode(
     tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int, key: str = "--max-tokens"
 ) -> list[int]:
-    """Token ids of a prompt, after BOS where the tokenizer adds it.
+    """Return the token ids of a prompt, after BOS if the tokenizer adds BOS.
 
     Without BOS, an empty prompt starts from end-of-text, as every document does.
 
     Args:
-        tokenizer: the run's.
+        tokenizer: tokenizer of the run.
         prompt: the prompt.
         limit: `model.max_seq_len`.
-        max_tokens: to be added to it.
-        key: what sets that, for messages.
+        max_tokens: tokens to generate.
+        key: option that sets `max_tokens`, for messages.
 
     Raises:
-        UserError: it is too long, or empty and there is no end-of-text.
+        UserError: the prompt is too long, or empty without an end-of-text token.
     """
     ids = with_prefix(tokenizer, tokenizer.encode(prompt.text))
     if not ids:
@@ -80,20 +80,19 @@ def splits_a_token(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]) -> str:
-    """The text that `tokens` add to that of a prompt's `ids`."""
+    """Return the text that `tokens` add to the text of a prompt's `ids`."""
     return tokenizer.decode([*ids, *tokens])[len(tokenizer.decode(ids)) :]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads `.jsonl`, `.ndjson` and `.json` as an object {"prompt": ..., ...} a line.
+    """Read prompts from a file.
 
-    Any other file has a text a line.
-
-    An empty line of text is an empty prompt. Standard input, `STDIN`, has objects if its first line
-    is an object with a "prompt".
+    `.jsonl`, `.ndjson` and `.json` have an object {"prompt": ..., ...} per line. Other files have a
+    text per line; an empty line is an empty prompt. Standard input (`STDIN`) has objects if its
+    first line is an object with a "prompt".
 
     Raises:
-        UserError: the file cannot be read or holds no prompts, or a line is not one.
+        UserError: the file cannot be read or is empty, or a line is not a prompt.
     """
     try:
         content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()

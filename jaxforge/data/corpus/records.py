@@ -1,4 +1,4 @@
-"""Records and documents: what all inputs of `prepare` have in common."""
+"""Base classes of the inputs of `prepare`, and their records."""
 
 import io
 import os
@@ -13,25 +13,25 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from jaxforge.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
-"""Default of `--max-record-bytes`: parsed, a record takes up to ten times as much memory."""
+"""Default of `--max-record-bytes`. A parsed record takes up to ten times as much memory."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""What reading an input may raise, beside UserError: no access, or damaged data."""
+"""Errors of reading an input (no access, damaged data), in addition to UserError."""
 
-_UNSUSPICIOUS_BYTES = 32 << 20  # that any compressed file may grow to
-_LARGEST_RATIO = 250  # of text, compressed; repetitive logs reach 100
+_UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
+_LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
 _CHATS = ("messages", "conversations", "conversation")
 _TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")
 
 
 class Record(NamedTuple):
-    """One document as it is read.
+    """Record of an input: a document or a problem.
 
     Attributes:
-        number: of the record in its input, from 1.
+        number: number of the record in its input, from 1.
         content: UTF-8 text, to be read once.
-        problem: why there is no text, or "".
-        advice: what the user can do about `problem`, or "" for the usual.
+        problem: reason why there is no text, or "".
+        advice: advice on `problem`, or "" for the default.
     """
 
     number: int
@@ -41,31 +41,31 @@ class Record(NamedTuple):
 
 
 class Content(Protocol):
-    """Selection of a record's part that is the document."""
+    """Selection of the document in a record."""
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Changes whenever other documents may come of the same records."""
+        """Strings that change whenever the same records may give other documents."""
         ...
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """The columns of a table that are read, [] being all; UserError if needed ones lack.
+        """Return the columns of a table to read, [] for all; raise UserError if one is missing.
 
-        `there` is None where they are not known before reading.
+        `there` is None if the columns are not known before reading.
         """
         ...
 
     def document(self, record: Mapping[str, Any]) -> str:
-        """The document; raises ValueError if the record holds none."""
+        """Return the document; raise ValueError if the record has none."""
         ...
 
 
 @dataclass(frozen=True)
 class TextField:
-    """A text that stands in the record.
+    """Text in a field of the record.
 
     Attributes:
-        field: its key or column.
+        field: key or column of the text.
     """
 
     field: str = "text"
@@ -76,10 +76,10 @@ class TextField:
         return (self.field,)
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
-        """The field.
+        """Return the field.
 
         Raises:
-            UserError: there is no such column.
+            UserError: the column does not exist.
         """
         if there is not None and self.field not in there:
             message = f'{where} has no column "{self.field}"; it has {", ".join(there)}'
@@ -87,10 +87,10 @@ class TextField:
         return [self.field]
 
     def document(self, record: Mapping[str, Any]) -> str:
-        """The text.
+        """Return the text.
 
         Raises:
-            RecordError: there is none.
+            RecordError: the record has no such text.
         """
         text = record.get(self.field)
         if isinstance(text, str):
@@ -105,14 +105,14 @@ class TextField:
 
 
 DEFAULT_FIELD = TextField()
-"""What of a record is read by default."""
+"""Default selection of the document: the field "text"."""
 
 
 class RecordError(ValueError):
-    """A record that holds no document.
+    """Error for a record without a document.
 
     Attributes:
-        advice: what the user can do, or "" for the usual.
+        advice: advice to the user, or "" for the default.
     """
 
     def __init__(self, problem: str, advice: str) -> None:
@@ -121,7 +121,7 @@ class RecordError(ValueError):
 
 
 def _option_for(names: Iterable[str]) -> str:
-    """Return the advice to read one of these keys or columns, if it is likely to be meant."""
+    """Return the advice to read one of these keys or columns, if a name is a likely candidate."""
     there = [str(name) for name in names]
     if key := next((name for name in _CHATS if name in there), ""):
         return f'"{key}" are conversations: give --conversations'
@@ -137,7 +137,7 @@ class Input(ABC):
     """A file or a dataset.
 
     Attributes:
-        name: its path below what it was found in; decides its place and, in part, its splits.
+        name: path relative to the input argument; determines order and splits.
     """
 
     name: str
@@ -171,11 +171,11 @@ class File(Input):
     """An input that is a file.
 
     Attributes:
-        path: where it is.
-        name: its path below the input that it was found in.
+        path: path of the file.
+        name: path relative to the input argument.
         size: bytes on disk.
-        modified: nanoseconds since 1970.
-        content: of its records.
+        modified: time of modification, nanoseconds since 1970.
+        content: selects the document of a record.
         max_record_bytes: a larger record is a bad record.
     """
 
@@ -188,7 +188,7 @@ class File(Input):
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Path, size and time of change."""
+        """Path, size and time of modification."""
         return self.where, str(self.path.absolute()), str(self.size), str(self.modified)
 
     @property
@@ -197,7 +197,7 @@ class File(Input):
         return str(self.path)
 
     def record(self, number: int, value: object) -> Record:
-        """Return a record of the file: its document, or what is wrong with it."""
+        """Return a record of the file: its document or its problem."""
         where = f"{self.path}:{number}"
         if not isinstance(value, Mapping):
             return bad_record(number, f"{where}: not a JSON object")
@@ -207,17 +207,17 @@ class File(Input):
         return self.too_large(number) if size > self.max_record_bytes else record
 
     def too_large(self, number: int) -> Record:
-        """Return the record that stands for one beyond `max_record_bytes`."""
+        """Return the bad record for a record beyond `max_record_bytes`."""
         problem = f"{self.path}:{number}: the record is larger than {self.max_record_bytes:,} bytes"
         return bad_record(
             number, problem, "raise --max-record-bytes, or leave such out with --skip-bad"
         )
 
     def check_growth(self, size: int) -> None:
-        """Refuse a file that has grown to `size` bytes in a way that no text does.
+        """Refuse a file that unpacks to `size` bytes if the ratio is implausible for text.
 
         Raises:
-            UserError: it has.
+            UserError: the ratio is too large.
         """
         if size > _UNSUSPICIOUS_BYTES and size > _LARGEST_RATIO * self.size:
             raise UserError(
@@ -227,10 +227,10 @@ class File(Input):
 
 
 def to_record(number: int, record: Mapping[str, Any], where: str, content: Content) -> Record:
-    """Return the document in a mapping as a `Record`, or what is wrong with it."""
+    """Return the document in a mapping, or its problem, as a `Record`."""
     try:
         document = content.document(record)
-    except UserError:  # not the record's fault
+    except UserError:  # a problem of the options, not of the record
         raise
     except RecordError as error:
         return bad_record(number, f"{where}: {error}", error.advice if number == 1 else "")

@@ -41,9 +41,9 @@ def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 
 def entropy(counts: Int[np.ndarray, "V"]) -> float:
-    """Entropy, in nats, of a token drawn with these frequencies.
+    """Return the entropy, in nats, of a token drawn with these frequencies.
 
-    It is the loss of a model that knows nothing but how often each token occurs.
+    This is the loss of a model that predicts the frequency of each token.
     """
     frequencies = counts[counts > 0] / counts.sum()
     return -float(frequencies @ np.log(frequencies))

@@ -23,13 +23,13 @@ _SUSPICIOUS_BYTES = 1 << 20
 
 
 class Csv(PackedFile):
-    """A row per document, of fields between commas, or tabs in `.tsv`; names come first."""
+    """CSV files (tab-separated for `.tsv`) with names in the first row and a document per row."""
 
     def records(self, start: int) -> Iterator[Record]:
-        """The rows after the first `start`, that of the names not counted.
+        """Yield the rows after the first `start`, not counting the row of names.
 
         Raises:
-            UserError: there is no such column, or the file is not CSV.
+            UserError: a column does not exist, or the file is not CSV.
         """
         csv.field_size_limit(max(csv.field_size_limit(), self.max_record_bytes))
         text = io.TextIOWrapper(self.open(), "utf-8-sig", newline="")
@@ -59,10 +59,10 @@ class Csv(PackedFile):
 
 
 class _BoundedLines:
-    """Lines whose rows are bounded by the largest allowed record.
+    """Iterator of lines that bounds the size of a row.
 
     Attributes:
-        size: characters since this was last set to 0.
+        size: characters since it was last set to 0.
     """
 
     def __init__(self, text: io.TextIOWrapper, source: File) -> None:
@@ -86,7 +86,7 @@ class _BoundedLines:
 
 
 class _ArrowTable(File):
-    """Rows that pyarrow reads."""
+    """Base of files that pyarrow reads."""
 
     def _from_batches(
         self, batches: "Iterator[RecordBatch]", number: int, skipped: int
@@ -94,9 +94,9 @@ class _ArrowTable(File):
         """Yield the records of batches.
 
         Args:
-            batches: of rows; the first row is `number + 1`.
-            number: rows before them.
-            skipped: rows of them to leave out.
+            batches: batches of rows; the first row is `number + 1`.
+            number: rows before the batches.
+            skipped: rows of the batches to skip.
         """
         size = 0
         for batch in batches:
@@ -119,13 +119,13 @@ class _ArrowTable(File):
 
 
 class Parquet(_ArrowTable):
-    """A row per document; row groups are read one after the other."""
+    """Parquet files with a document per row, read one row group at a time."""
 
     def records(self, start: int) -> Iterator[Record]:
-        """The rows after the first `start`.
+        """Yield the rows after the first `start`.
 
         Raises:
-            UserError: there is no such column, or the file is not Parquet.
+            UserError: a column does not exist, or the file is not Parquet.
         """
         parquet, arrow = (library(n, "reading Parquet") for n in ("pyarrow.parquet", "pyarrow"))
         try:
@@ -136,7 +136,7 @@ class Parquet(_ArrowTable):
 
     def _rows(self, file: "ParquetFile", start: int) -> Iterator[Record]:
         columns = self.content.columns(file.schema_arrow.names, str(self.path))
-        before = 0  # rows of the groups before
+        before = 0  # rows of earlier groups
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if before + rows > start:
@@ -146,7 +146,7 @@ class Parquet(_ArrowTable):
             before += rows
 
     def _rows_at_a_time(self, metadata: "FileMetaData", group: int, names: list[str]) -> int:
-        """Return how many rows of a group may be in memory, by what its chunks unpack to."""
+        """Return the number of rows to hold in memory, by the unpacked size of the row group."""
         row_group = metadata.row_group(group)
         chunks = [row_group.column(i) for i in range(row_group.num_columns)]
         chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
@@ -158,13 +158,13 @@ class Parquet(_ArrowTable):
 
 
 class Arrow(_ArrowTable):
-    """A row per document, in Arrow's IPC format: as a file (also Feather) or as a stream."""
+    """Arrow IPC files (also Feather) or streams with a document per row."""
 
     def records(self, start: int) -> Iterator[Record]:
-        """The rows after the first `start`.
+        """Yield the rows after the first `start`.
 
         Raises:
-            UserError: there is no such column, or the file is not Arrow's.
+            UserError: a column does not exist, or the file is not in Arrow's format.
         """
         arrow, ipc = (library(n, "reading Arrow files") for n in ("pyarrow", "pyarrow.ipc"))
         try:

@@ -1,4 +1,4 @@
-"""Files of text: which names they have, how they are encoded, and which are none."""
+"""Text files: names, encodings, and detection of binary files."""
 
 import codecs
 import itertools
@@ -15,17 +15,17 @@ _PACKABLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _TABLES = (".parquet", ".arrow", ".feather")
 RECORDS = (*(f"*{kind}{end}" for kind in _PACKABLE for end in ("", ".gz", ".zst")),
            *(f"*{kind}" for kind in _TABLES))  # fmt: skip
-"""Names of files that are taken from directories, unless the user names others; in any case."""
+"""Default names of files to read in directories, in upper or lower case."""
 
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",  # with which the first begins
+    codecs.BOM_UTF16_LE: "UTF-16",  # a prefix of the mark of UTF-32 little-endian
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 _JSON = re.compile(rb'\s*(\[\s*)?\{\s*"(\\.|[^"\\\n])*"\s*:')  # the first key of an object
-_HEAD = 8000  # bytes of a file in which NUL tells that it is no text, as for git
-_LOOKED_AT = 10_000  # files of a directory without shards
+_HEAD = 8000  # bytes in which a NUL marks a binary file, as in git
+_MAX_FILES = 10_000  # searched in a directory without shards
 
 
 def encoding_of(head: bytes) -> str:
@@ -34,12 +34,12 @@ def encoding_of(head: bytes) -> str:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a file name matches a glob; those in small letters match capitals too."""
+    """Return whether a file name matches a glob; lower-case globs match upper case, too."""
     return any(fnmatch(name, pattern) or fnmatch(name.lower(), pattern) for pattern in patterns)
 
 
 def in_words(patterns: Sequence[str]) -> str:
-    """Return the value of `--glob`, the kinds of records by their suffixes alone."""
+    """Return the value of `--glob` in words, with kinds of records by their suffixes."""
     others = ",".join(pattern for pattern in patterns if pattern not in RECORDS)
     if not set(RECORDS).issubset(patterns):
         return ",".join(patterns)
@@ -48,10 +48,10 @@ def in_words(patterns: Sequence[str]) -> str:
 
 
 def check_text(files: Iterable[tuple[Path, bool]]) -> None:
-    """Refuses what is no text before anything is read.
+    """Check that files hold text before they are read.
 
     Args:
-        files: and whether each is a text as a whole; others have records.
+        files: paths, each with True for a plain text file and False for a file of records.
 
     Raises:
         UserError: a text has NUL bytes or is JSON, or records are not in UTF-8.
@@ -92,7 +92,7 @@ def how_to_prepare(path: Path) -> str:
     Args:
         path: a file or directory, without shards.
     """
-    every = itertools.islice(path.rglob("*"), _LOOKED_AT) if path.is_dir() else [path]
+    every = itertools.islice(path.rglob("*"), _MAX_FILES) if path.is_dir() else [path]
     first = next((file for file in every if is_named(file.name, (*TEXTS, *RECORDS))), None)
     if first is None:
         return ""

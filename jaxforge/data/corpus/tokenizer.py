@@ -17,22 +17,27 @@ import tokenizers
 from jaxtyping import Int
 
 from jaxforge.config.data import DataConfig
-from jaxforge.data.corpus.untrusted_tokenizer import check_ids, check_loads, is_risky, panics_as
+from jaxforge.data.corpus.untrusted_tokenizer import (
+    check_ids,
+    check_loads,
+    is_risky,
+    reraise_panics,
+)
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
 END_OF_TEXT = "<|endoftext|>"
-"""End-of-text token of the tokenizers that `train_bpe` makes."""
+"""End-of-text token of tokenizers trained by `train_bpe`."""
 
 BPE_VOCAB_SIZE = 32_768
 """Default vocabulary size of a BPE trained on 16 MB of text or more."""
 
 LARGEST_VOCAB = 1 << 24
-"""The trainer reserves memory for as many tokens as it is asked for, and aborts for want of it."""
+"""Largest vocabulary to train: the trainer aborts if it cannot reserve memory for all tokens."""
 
 _FILE_NAME = "tokenizer.json"
 _TEMPLATE = "chat_template.jinja"
-_NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
+_ADJACENT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
                "generation_config.json")  # fmt: skip
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ADD_BOS = "add_bos_token"
@@ -47,12 +52,11 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: one more than the largest id.
         eos_id: id of the token that ends a document; None when the tokenizer names none.
-        eos_ids: ids at which generation ends: `eos_id` first, then others that a model may end
-            with.
-        bos_id: id of the token that texts begin with elsewhere; None when the tokenizer names none.
+        eos_ids: ids at which generation ends: `eos_id` first, then other end tokens of the model.
+        bos_id: id of the BOS token; None when the tokenizer names none.
         prefix: ids that the tokenizer puts before a text, usually BOS; empty if it adds none.
-        fingerprint: sha256 (hex) that tells this tokenizer from others, whatever its chat template.
-        is_risky: encoding may panic or never end, so that large texts belong into other processes.
+        fingerprint: SHA-256 (hex) that identifies the tokenizer without its chat template.
+        is_risky: True if encoding may panic or never end: encode large texts in other processes.
         chat: `chat_template`, and special tokens by name (`bos_token`); empty without a template.
     """
 
@@ -74,12 +78,12 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     @abstractmethod
-    def encode_with_places(
+    def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
-        """Return `encode` of each text and the place of each id: first character, one after last.
+        """Return `encode` of each text with the character range (start, end) of each id.
 
-        Ids that share a character all stand there.
+        Ids that share a character all have its range.
         """
 
     @abstractmethod
@@ -88,10 +92,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
-        """Return the UTF-8 bytes of text that each id stands for, int32; 0 for special tokens.
+        """Return the number of UTF-8 bytes of text of each id, int32; 0 for special tokens.
 
-        Over the ids of a text they sum to `len(text.encode())`. None where ids have no fixed
-        number of bytes.
+        The sum over the ids of a text is `len(text.encode())`. None if ids have no fixed number of
+        bytes.
         """
 
     def without_bos(self) -> "Tokenizer":
@@ -100,7 +104,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write what `load_tokenizer(directory)` needs; the fingerprint stays the same."""
+        """Write the files for `load_tokenizer(directory)`; the fingerprint stays the same."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -112,13 +116,13 @@ class ByteTokenizer(Tokenizer):
     fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Bytes of `text`; a lone surrogate, which has none, counts as "?"."""
+        """Return the bytes of `text`; a lone surrogate becomes "?"."""
         return list(text.encode("utf-8", errors="replace"))
 
-    def encode_with_places(
+    def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
-        """Bytes of each text, each at its character."""
+        """Return the bytes of each text, each with the range of its character."""
         return [(self.encode(text), self._token_offsets(text)) for text in texts]
 
     def _token_offsets(self, text: str) -> Int[np.ndarray, "n 2"]:
@@ -127,15 +131,15 @@ class ByteTokenizer(Tokenizer):
         return np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of `ids`: EOS has no spelling, broken UTF-8 becomes U+FFFD."""
+        """Return the text of `ids` without EOS; invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i != self.eos_id).decode("utf-8", errors="replace")
 
     def byte_lengths(self) -> Int[np.ndarray, "v"]:
-        """One for each byte."""
+        """Return 1 for each byte and 0 for EOS."""
         return (np.arange(self.vocab_size) != self.eos_id).astype(np.int32)
 
     def save(self, directory: Path) -> None:
-        """Writes a `tokenizer.json` that says no more than "bytes"."""
+        """Write a `tokenizer.json` that identifies the byte tokenizer."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _FILE_NAME).write_bytes(_BYTE_FILE)
 
@@ -143,16 +147,16 @@ class ByteTokenizer(Tokenizer):
 class HFTokenizer(Tokenizer):
     """Hugging Face fast tokenizer.
 
-    As with transformers, special tokens spelled out in a text ("<|endoftext|>") become their ids.
+    As in transformers, special tokens in a text ("<|endoftext|>") become their ids.
 
     Args:
         file: content of a `tokenizer.json`.
         eos: the token that ends a document, or its id.
-        chat: as of `Tokenizer`.
-        bos: the token that texts begin with elsewhere.
-        eos_ids: ids at which generation ends, in addition to that of `eos`.
-        add_bos: put `bos` before texts where the file's post-processor does not.
-        is_checked: the file has been loaded before, so that no child needs to try.
+        chat: see `Tokenizer`.
+        bos: the BOS token.
+        eos_ids: ids at which generation ends, in addition to `eos`.
+        add_bos: put `bos` before texts if the file's post-processor does not.
+        is_checked: the file was loaded before, so that no child process needs to try it.
 
     Raises:
         ValueError: `file` is not a tokenizer, or does not know `eos`.
@@ -172,9 +176,9 @@ class HFTokenizer(Tokenizer):
         self._file, self.chat = file, chat or {}
         if not is_checked:
             check_loads(file)
-        with panics_as(ValueError, "not a tokenizer.json"):
+        with reraise_panics(ValueError, "not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
-        # Some files carry the cuts and the filling of the run that made them.
+        # Some files contain the truncation and padding settings of a training run.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab().values()
@@ -192,14 +196,14 @@ class HFTokenizer(Tokenizer):
             self._add_bos_before_texts()
             self.prefix = self._added_before_texts()
         self.is_risky = is_risky(file)
-        # Of the file and not of the library's rewriting of it, which changes with its version.
+        # Of the file: the library's serialization changes with its version.
         self.fingerprint = hashlib.sha256(file).hexdigest()
 
     def _added_before_texts(self) -> tuple[int, ...]:
         """Return the ids that the post-processor puts before a text."""
         if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
             return ()
-        # A text is needed that has a token: one that the vocabulary lacks may have none.
+        # The text must have a token; a text outside the vocabulary may have none.
         for text in ("a", *itertools.islice(self._tokenizer.get_vocab(), _TRIED_TOKENS)):
             with _encoding():
                 encoding = self._tokenizer.encode(text)
@@ -208,7 +212,7 @@ class HFTokenizer(Tokenizer):
         return ()
 
     def _add_bos_before_texts(self) -> None:
-        """Extend the post-processor by BOS before texts."""
+        """Extend the post-processor to put BOS before texts."""
         processors, bos = tokenizers.processors, self._token(self.bos_id)
         template = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, self.bos_id)]
@@ -219,42 +223,44 @@ class HFTokenizer(Tokenizer):
         )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Ids of `text`, with `special_tokens` those that the file's post-processor adds, too."""
+        """Return the ids of `text`; `special_tokens` adds those of the file's post-processor."""
         with _encoding():
             return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
+        """Return `encode` of each text, computed on all cores."""
         with _encoding():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_with_places(
+    def encode_with_offsets(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
-        """`encode` of each text, on all cores, and where in it each id stands."""
+        """Return `encode` of each text with the character range of each id, on all cores."""
         with _encoding():
-            encodings = self._whole.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._without_post_processor.encode_batch(
+                list(texts), add_special_tokens=False
+            )
         return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     @functools.cached_property
-    def _whole(self) -> tokenizers.Tokenizer:
-        """Without the post-processor, which leaves spaces out of the places."""
+    def _without_post_processor(self) -> tokenizers.Tokenizer:
+        """Tokenizer without the post-processor, which removes spaces from the offsets."""
         tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.post_processor = None
         return tokenizer
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of `ids`, without special tokens, or with them as they are spelled."""
+        """Return the text of `ids`, without special tokens, or with them as they are spelled."""
         with _encoding():
             return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
 
     def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
-        """Bytes of each id, where a byte-level decoder turns tokens into text; else None.
+        """Return the bytes of each id if the decoder is byte-level, else None.
 
-        Such tokens are spelled with one letter a byte, but for those added to the vocabulary, which
-        are spelled as they are. Bytes are those of the text that the tokenizer sees: with Unicode
-        normalisation, or with a space put in front of each text, not quite those of the file.
+        Byte-level tokens have one letter per byte; added tokens are plain text. The bytes are those
+        of the text after Unicode normalisation and prefix spaces, which may differ slightly from
+        the file.
         """
         decoder = json.loads(self._file).get("decoder") or {}
         if "ByteLevel" not in [part.get("type") for part in decoder.get("decoders", [decoder])]:
@@ -270,7 +276,7 @@ class HFTokenizer(Tokenizer):
     def without_bos(self) -> "HFTokenizer":
         """Return this tokenizer without a post-processor, so that no reader of its file adds BOS.
 
-        The fingerprint differs, as the same text has other ids.
+        The fingerprint differs, because the same text has other ids.
         """
         if not self.prefix:
             return self
@@ -281,10 +287,10 @@ class HFTokenizer(Tokenizer):
         return HFTokenizer(file, self.eos_id, self.chat, self._token(self.bos_id), self.eos_ids)
 
     def save(self, directory: Path) -> None:
-        """Write `tokenizer.json` byte for byte, and the other files that `load_tokenizer` reads.
+        """Write `tokenizer.json` unchanged, and the other files that `load_tokenizer` reads.
 
-        That is a `tokenizer_config.json` with EOS, BOS and `chat`; with several `eos_ids`, a
-        `generation_config.json`, too.
+        These are `tokenizer_config.json` with EOS, BOS and `chat`, and for several `eos_ids`
+        `generation_config.json`.
         """
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _FILE_NAME).write_bytes(self._file)
@@ -293,10 +299,10 @@ class HFTokenizer(Tokenizer):
             settings["bos_token"] = self._token(self.bos_id)
         if self._adds_bos:
             settings[_ADD_BOS] = True
-        (directory / _NEIGHBOURS[0]).write_text(json.dumps(settings) + "\n")
+        (directory / _ADJACENT_FILES[0]).write_text(json.dumps(settings) + "\n")
         if len(self.eos_ids) > 1:
             generation = {"eos_token_id": list(self.eos_ids)}
-            (directory / _NEIGHBOURS[3]).write_text(json.dumps(generation) + "\n")
+            (directory / _ADJACENT_FILES[3]).write_text(json.dumps(generation) + "\n")
 
     def _token(self, i: int | None) -> str | None:
         return None if i is None else self._tokenizer.id_to_token(i)
@@ -304,7 +310,7 @@ class HFTokenizer(Tokenizer):
 
 def _encoding() -> AbstractContextManager[None]:
     advice = "correct its tokenizer.json, or use another"
-    return panics_as(UserError, "the tokenizer fails on a text", advice)
+    return reraise_panics(UserError, "the tokenizer fails on a text", advice)
 
 
 def with_prefix(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
@@ -314,16 +320,16 @@ def with_prefix(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
 
 
 def identity(tokenizer: Tokenizer) -> tuple[str | int, ...]:
-    """Return what the tokens of a document depend on: the fingerprint, and ids put before it."""
+    """Return the fingerprint and the prefix, on which the tokens of a document depend."""
     return tokenizer.fingerprint, *tokenizer.prefix
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
-    """Trains a byte-level BPE; `END_OF_TEXT`, id 0, ends documents.
+    """Train a byte-level BPE; `END_OF_TEXT`, id 0, ends documents.
 
     Args:
-        texts: read once, as a stream.
-        vocab_size: ids to end up with; fewer when the texts hold too few pairs to merge.
+        texts: texts, read once as a stream.
+        vocab_size: number of ids; the result has fewer if the texts have too few pairs to merge.
 
     Raises:
         UserError: `vocab_size` cannot hold the 256 bytes and EOS, or is beyond `LARGEST_VOCAB`.
@@ -362,23 +368,22 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
     """Load a tokenizer from this machine or from the Hugging Face Hub.
 
     Args:
-        spec: "byte", a `tokenizer.json`, the directory of one, or, where neither is there, a model
-            of the Hub, from its cache or the network. EOS is what the files next to it say:
-            tokenizer_config.json, special_tokens_map.json, config.json or generation_config.json,
-            in this order; generation also ends at every id that generation_config.json names, or
-            else config.json. BOS is put before texts by the post-processor of `tokenizer.json` or
-            "add_bos_token" of tokenizer_config.json. The chat template is chat_template.jinja, or
-            what the first of them says.
-        is_checked: as of `HFTokenizer`.
+        spec: "byte", a `tokenizer.json`, its directory, or else a model of the Hub, from cache or
+            network. EOS comes from the first of tokenizer_config.json, special_tokens_map.json,
+            config.json and generation_config.json next to `tokenizer.json`. Generation also ends
+            at every id in generation_config.json, or else config.json. BOS is put before texts by
+            the post-processor of `tokenizer.json` or "add_bos_token" of tokenizer_config.json.
+            The chat template is chat_template.jinja, or else that of tokenizer_config.json.
+        is_checked: see `HFTokenizer`.
 
     Raises:
-        UserError: there is no such file or model, or it is not a tokenizer.
+        UserError: the file or model does not exist, or is not a tokenizer.
     """
     if spec == "byte":
         return ByteTokenizer()
     path = urls.path(spec, "tokenizer")
     if _HUB_NAME.fullmatch(str(spec)) and path.suffix != ".json" and not path.exists():
-        path = _of_hub(str(spec))
+        path = _download(str(spec))
     path = path / _FILE_NAME if path.is_dir() else path
     try:
         file = path.read_bytes()
@@ -391,28 +396,30 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
     if file == _BYTE_FILE:
         return ByteTokenizer()
     try:
-        eos, bos = _eos_beside(path.parent), _token_beside(path.parent, "bos_token")
-        add_bos = _json(path.parent / _NEIGHBOURS[0]).get(_ADD_BOS) is True
+        eos, bos = _adjacent_eos(path.parent), _adjacent_token(path.parent, "bos_token")
+        add_bos = _json(path.parent / _ADJACENT_FILES[0]).get(_ADD_BOS) is True
         # As transformers ends a text.
-        eos_ids = _eos_ids_in(path.parent / _NEIGHBOURS[3])
-        eos_ids = eos_ids or _eos_ids_in(path.parent / _NEIGHBOURS[2])
-        chat = _chat_beside(path.parent)
+        eos_ids = _eos_ids_in(path.parent / _ADJACENT_FILES[3])
+        eos_ids = eos_ids or _eos_ids_in(path.parent / _ADJACENT_FILES[2])
+        chat = _adjacent_chat(path.parent)
         return HFTokenizer(file, eos, chat, bos, eos_ids, add_bos=add_bos, is_checked=is_checked)
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
 
 
-def _of_hub(name: str) -> Path:
+def _download(name: str) -> Path:
     """Return the directory of a model's tokenizer in the Hub's cache; fetch it if it is missing."""
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[_FILE_NAME, _TEMPLATE, *_NEIGHBOURS]))
+        return Path(
+            snapshot_download(name, allow_patterns=[_FILE_NAME, _TEMPLATE, *_ADJACENT_FILES])
+        )
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         why = (
             f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}; where there is "
-            f"a network, `hf download {name} {_FILE_NAME} {_NEIGHBOURS[0]} --local-dir DIR` gives "
-            "a directory to copy here and to name instead"
+            f"a network, `hf download {name} {_FILE_NAME} {_ADJACENT_FILES[0]} --local-dir DIR` "
+            "gives a directory to copy here and to name instead"
         )
     except errors.RepositoryNotFoundError:
         why = "has no such model, or wants you to log in (`hf auth login`) and accept its terms"
@@ -424,11 +431,11 @@ def _of_hub(name: str) -> Path:
     )
 
 
-def _eos_beside(directory: Path) -> str | int | None:
+def _adjacent_eos(directory: Path) -> str | int | None:
     """Return the EOS token or id that the files next to a `tokenizer.json` name."""
-    if (token := _token_beside(directory, "eos_token")) is not None:
+    if (token := _adjacent_token(directory, "eos_token")) is not None:
         return token
-    for name in _NEIGHBOURS[2:]:
+    for name in _ADJACENT_FILES[2:]:
         if ids := _eos_ids_in(directory / name):
             return ids[0]
     return None
@@ -440,9 +447,9 @@ def _eos_ids_in(path: Path) -> list[int]:
     return [id_ for id_ in listed if type(id_) is int]
 
 
-def _token_beside(directory: Path, key: str) -> str | None:
+def _adjacent_token(directory: Path, key: str) -> str | None:
     """Return a special token by its key in the files next to a `tokenizer.json`."""
-    for name in _NEIGHBOURS[:2]:
+    for name in _ADJACENT_FILES[:2]:
         token = _json(directory / name).get(key)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
@@ -450,15 +457,15 @@ def _token_beside(directory: Path, key: str) -> str | None:
     return None
 
 
-def _chat_beside(directory: Path) -> dict[str, str]:
+def _adjacent_chat(directory: Path) -> dict[str, str]:
     """Return `Tokenizer.chat` from the files next to a `tokenizer.json`."""
-    settings = _json(directory / _NEIGHBOURS[1]) | _json(directory / _NEIGHBOURS[0])
+    settings = _json(directory / _ADJACENT_FILES[1]) | _json(directory / _ADJACENT_FILES[0])
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
         if not all(isinstance(named, dict) and named.get("name") for named in template):
             raise UserError(
-                f"cannot use {directory}: chat_template of {_NEIGHBOURS[0]} must be a text, or a "
-                'list of objects with "name" and "template"'
+                f"cannot use {directory}: chat_template of {_ADJACENT_FILES[0]} must be a text, or "
+                'a list of objects with "name" and "template"'
             )
         template = {str(named["name"]): named.get("template") for named in template}
     if isinstance(template, dict):
@@ -474,7 +481,7 @@ def _chat_beside(directory: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file."""
+    """Read the object in a JSON file; return {} if the file does not exist."""
     if not path.exists():
         return {}
     try:

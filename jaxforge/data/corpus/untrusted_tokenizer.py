@@ -1,7 +1,8 @@
-"""`tokenizer.json` files of strangers: what loading and using one may do, and how that is told.
+"""Protection against untrusted `tokenizer.json` files.
 
-The library `tokenizers` is Rust. Some files make it panic, which Python sees as a `BaseException`
-and standard error as several lines; some end the process, or take memory and time without end.
+The library `tokenizers` is written in Rust. Some files make it panic, which raises a
+`BaseException` in Python and writes to standard error. Others end the process, or take unbounded
+memory or time.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ _LOAD = (
     "tokenizers.Tokenizer.from_buffer(file)\n"
 )
 _RISKS = re.compile(rb'"(?:Precompiled|Regex|Unigram)"|(?:^|[^\\])(?:\\\\)*\\u00[2-7]')
-"""What files have that can do more harm than to be refused, and escapes that may spell it."""
+"""Parts of files that can do more harm than an error, and escapes that may spell such parts."""
 
 _MEMORY, _MEMORY_PER_BYTE = 256 << 20, 64
 _SECONDS, _SECONDS_PER_BYTE = 2.0, 2e-6
@@ -37,25 +38,25 @@ def is_risky(file: bytes) -> bool:
 
 
 @contextmanager
-def panics_as(error_type: type[ValueError], what: str, advice: str = "") -> Iterator[None]:
+def reraise_panics(error_type: type[ValueError], what: str, advice: str = "") -> Iterator[None]:
     """Raise whatever `tokenizers` raises, panics included, as an error of another type.
 
     Args:
-        error_type: to raise.
-        what: has failed, for the message.
-        advice: what to do.
+        error_type: type of the error to raise.
+        what: failed action, for the message.
+        advice: advice to the user.
     """
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # the bindings raise nothing narrower
+    except BaseException as error:  # the bindings have no narrower type
         reason = str(error) or type(error).__name__
         raise error_type(": ".join(filter(None, [f"{what} ({reason})", advice]))) from error
 
 
 def check_loads(file: bytes) -> None:
-    """Load a `tokenizer.json` in a child first, if it has parts that may end the process.
+    """Load a `tokenizer.json` in a child process first, if it may end the process.
 
     Raises:
         ValueError: it cannot be loaded, or takes too much memory or time.
@@ -80,7 +81,7 @@ def check_loads(file: bytes) -> None:
 
 
 def limit_resources(size: int) -> None:
-    """Limit memory and processor time of this process to what loading `size` bytes may take."""
+    """Limit memory and CPU time of this process to the needs of loading `size` bytes."""
     limit_time(size)
     limit_memory(_MEMORY + _MEMORY_PER_BYTE * size)
 
@@ -88,28 +89,28 @@ def limit_resources(size: int) -> None:
 def limit_memory(nbytes: int) -> None:
     """Limit the memory of this process to its current size plus a number of bytes."""
     statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere the limit is not kept by the system
+    if statm.exists():  # other systems do not enforce the limit
         pages = int(statm.read_text().split()[0])
         limit = pages * resource.getpagesize() + nbytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def limit_time(size: int | None, per_byte: float = _SECONDS_PER_BYTE) -> None:
-    """End this process by SIGPROF if it works longer on `size` bytes than it should.
+    """Set a timer that ends this process by SIGPROF if `size` bytes take too much CPU time.
 
     Args:
-        size: None: it is done.
-        per_byte: seconds of the processor.
+        size: number of bytes; None stops the timer.
+        per_byte: seconds of CPU time per byte.
     """
     seconds = 0.0 if size is None else _SECONDS + per_byte * size
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def check_ids(largest: int, n_tokens: int) -> None:
-    """Refuse vocabularies that are mostly gaps: counts are allocated for each id.
+    """Refuse sparse vocabularies, because counts are allocated for every id.
 
     Raises:
-        ValueError: there are such.
+        ValueError: the vocabulary is too sparse.
     """
     if largest >= max(_LARGEST_SPARSE_ID, 4 * n_tokens):
         raise ValueError(f"it has {n_tokens:,} tokens, and one of them the id {largest:,}")

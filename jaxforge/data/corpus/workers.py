@@ -1,4 +1,12 @@
-"""Processes that encode text."""
+"""Pool of processes that encode text.
+
+    this process                                              worker
+    submit ─► thread ─► take an idle worker ─► send ──pipe──► recv, limit the time, encode
+              thread ◄─ put the worker back ◄─ recv ◄──pipe── send
+
+Each worker has one pipe, and each pipe carries one request at a time: the thread that took the
+worker from the idle queue is the only one that uses the pipe until it puts the worker back.
+"""
 
 import signal
 from collections.abc import Callable, Sequence
@@ -17,39 +25,41 @@ from jaxforge.data.corpus.untrusted_tokenizer import limit_time
 from jaxforge.errors import UserError
 
 Text = tuple[str, str, bool, bool]
-"""Split and text of a piece, and whether it begins and ends its document."""
+"""Split and text of a part of a document; True if the part begins, and if it ends, the document."""
 
 Tokens = dict[str, Int[np.ndarray, "_"]]
-"""The tokens of a batch by split: documents after BOS, if any, and before EOS; or entries."""
+"""Tokens of a batch by split: each document with BOS, if any, and EOS; or conversation entries."""
 
 Encode = Callable[[Sequence[Text]], Tokens]
 
-_PATIENCE = 10.0  # seconds that a process whose pipe is closed has to end
-_SECONDS_PER_CHARACTER = 20e-6  # of the processor: tokenizers take less than 2e-6
+_EXIT_SECONDS = 10.0  # in which a process whose pipe is closed must end
+_SECONDS_PER_CHARACTER = 20e-6  # of CPU time; tokenizers take less than 2e-6
 
 
 class Workers:
-    """Processes that encode, each with a pipe and a thread of its own.
+    """Pool of encoding processes, each with its own pipe.
 
-    `concurrent.futures` has its processes share a pipe for results, and waits for ever if one is
-    killed while it writes there (seen with Python 3.11). Here both sides see the end of their pipe:
-    when a worker dies, and when this process does.
+    The processes of `concurrent.futures` share a pipe for results. It waits for ever if a process
+    is killed while it writes there (seen with Python 3.11). Here each side sees the end of its pipe
+    when the other process dies.
 
     Args:
-        n: how many.
-        work: what they do: a function of a module, of a connection and `args`, that calls `serve`.
-        args: of `work`.
+        n: number of processes.
+        function: called in each process with a connection and `args`; must be importable and call
+            `serve`.
+        args: further arguments of `function`.
     """
 
     def __init__(self, n: int, function: Callable[..., None], *args: object) -> None:
-        context = get_context("spawn")  # a fork would take threads' locks along
+        context = get_context("spawn")  # a fork would copy locks that threads hold
         self._idle: SimpleQueue[tuple[Connection, BaseProcess]] = SimpleQueue()
         self._processes, self._threads = [], ThreadPoolExecutor(n)
+        # As many threads as workers: a thread that runs a request always finds an idle worker.
         for _ in range(n):
             ours, theirs = context.Pipe()
             process = context.Process(target=function, args=(theirs, *args), daemon=True)
             process.start()
-            theirs.close()
+            theirs.close()  # else `recv` would not see the end of the pipe when the worker dies
             self._processes.append(process)
             self._idle.put((ours, process))
 
@@ -57,12 +67,13 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # In this order: a thread that waits in `recv` ends only when its worker does.
         for process in self._processes:
             process.terminate()
         self._threads.shutdown(cancel_futures=True)
 
     def submit(self, texts: Sequence[Text]) -> Future[Tokens]:
-        """Have a worker `encode`."""
+        """Encode texts in a worker."""
         return self._threads.submit(self._encode, texts)
 
     def _encode(self, texts: Sequence[Text]) -> Tokens:
@@ -70,9 +81,10 @@ class Workers:
         try:
             connection.send(texts)
             answer: Tokens | UserError = connection.recv()
-        except (EOFError, OSError) as error:  # OSError: the end came within a message
+        except (EOFError, OSError) as error:  # OSError: the worker died within a message
             raise UserError(_reason(process)) from error
         finally:
+            # A dead worker is put back, too: the next request then fails instead of waiting.
             self._idle.put(worker)
         if isinstance(answer, UserError):
             raise answer
@@ -80,8 +92,8 @@ class Workers:
 
 
 def _reason(process: BaseProcess) -> str:
-    """Return why a worker has ended."""
-    process.join(_PATIENCE)
+    """Return the reason why a worker ended, for a message."""
+    process.join(_EXIT_SECONDS)
     if process.exitcode == -signal.SIGPROF:
         return (
             "the tokenizer takes more than ten times as long for a text as others do: correct "
@@ -94,7 +106,7 @@ def _reason(process: BaseProcess) -> str:
 
 
 def serve(connection: Connection, encode: Encode) -> None:
-    """Encode what arrives, each batch in a limited time, until the other side is gone: a worker."""
+    """Encode batches, each in a limited time, until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with suppress(EOFError, ConnectionError):

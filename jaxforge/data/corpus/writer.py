@@ -1,4 +1,11 @@
-"""Token shards, written as a stream: memory does not grow with the corpus or the shard."""
+"""Streaming writer of token shards, in memory that is independent of corpus and shard size.
+
+    add ──► held tokens ──(1 Mi tokens)──► open file ──(sync: flush, fsync)──► returned state
+
+The writer survives a kill because a state never promises more than the disk holds: `sync` returns
+only after fsync. After a restart, everything behind the state (a torn tail, later shards) is
+removed, and the same tokens are added again.
+"""
 
 import dataclasses
 import os
@@ -26,7 +33,7 @@ _CHUNK = 1 << 20  # tokens held before they are written
 
 
 def token_dtype(name: str | None, vocab_size: int) -> str:
-    """Type of tokens on disk: `name`, or the smaller of uint16 and uint32 that will do.
+    """Return the type of tokens on disk: `name`, or the smallest of uint16 and uint32 that fits.
 
     Raises:
         UserError: `name` does not hold the vocabulary.
@@ -40,29 +47,29 @@ def token_dtype(name: str | None, vocab_size: int) -> str:
 class ShardWriter:
     """Writer of `shard_00000.npy`, `shard_00001.npy`, … and the final manifest.
 
-    Documents run on from one shard into the next; conversations, which are added whole, do not. Use
-    it in a `with` statement, which closes the current file when something fails.
+    A document may continue in the next shard. Conversations must be added whole and are not split.
+    Use the writer in a `with` statement, which closes the current file on an error.
 
     Args:
-        directory: where to; must not exist, but for going on from `state`.
+        directory: output directory; must not exist unless `state` is given.
         vocab_size: all tokens are below.
         dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
         file_format: "npy" or "bin".
-        shard_tokens: tokens per shard; the last has fewer; with conversations, others a few more.
-        conversations: entries are added (`packing`), and the length of each conversation is kept.
-        state: what `sync` returned, to continue from there.
+        shard_tokens: tokens per shard. The last has fewer; shards of conversations may exceed it.
+        conversations: entries (`corpus.entries`) are added; the length of each conversation is
+            recorded.
+        state: a result of `sync`, to resume from.
 
     Attributes:
         tokens: tokens added so far.
         documents: documents ended so far.
         dtype: numpy name of the type on disk.
-        conversations: whether entries are added.
-        counts: int64 [vocab_size], how often each token was written; of conversations, how often it
-            is learned; complete after `finish`.
+        conversations: True if entries are added.
+        counts: int64 [vocab_size], occurrences of each token; with conversations, only learned
+            occurrences. Complete after `finish`.
 
     Raises:
-        UserError: a file cannot be written (disk full, say), from all methods; `state` is of
-            missing files.
+        UserError: a file cannot be written (from every method), or files of `state` are missing.
     """
 
     def __init__(
@@ -82,9 +89,9 @@ class ShardWriter:
         self.tokens = self.documents = 0
         self.counts = np.zeros(vocab_size, np.int64)
         self._held: list[Int[np.ndarray, "_"]] = []
-        self._written = 0  # tokens that are no longer held
+        self._written = 0  # number of tokens passed to the operating system
         self._shards: list[Shard] = []
-        self._file: BinaryIO | None = None  # of the last shard, while it is not full
+        self._file: BinaryIO | None = None  # the last shard, until it is complete
         with _named(directory):
             directory.mkdir(parents=True, exist_ok=state is not None)
         if state is not None:
@@ -99,11 +106,11 @@ class ShardWriter:
                 self._file.close()
 
     def add(self, tokens: Int[np.ndarray, "_"] | Sequence[int], documents: int = 0) -> None:
-        """Appends tokens.
+        """Append tokens.
 
         Args:
             tokens: the tokens, EOS included.
-            documents: how many documents end among them.
+            documents: number of documents that end in `tokens`.
         """
         self._held.append(np.asarray(tokens, self._dtype))
         self.documents += documents
@@ -112,8 +119,9 @@ class ShardWriter:
             self._write_held()
 
     def sync(self) -> dict[str, Any]:
-        """Brings all tokens to the disk; returns what a writer needs to go on, for JSON."""
+        """Flush all tokens to the disk and return the state of the writer as JSON."""
         self._write_held()
+        # Earlier shards were flushed when they were completed: only the open one is left to do.
         if self._file:
             with _named(self._directory / self._shards[-1].file):
                 self._file.flush()
@@ -126,14 +134,14 @@ class ShardWriter:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
-        """Takes up `state`: what was written after it is cut off."""
+        """Resume from `state`: remove all data that was written after it."""
         self.documents, self.counts[:] = state["documents"], state["counts"]
         self._shards = [Shard(*shard) for shard in state["shards"]]
         self.tokens = self._written = sum(shard.tokens for shard in self._shards)
         names = {shard.file for shard in self._shards} | {LENGTHS}
         with _named(self._directory):
             for path in self._directory.iterdir():
-                if path.name not in names:
+                if path.name not in names:  # a shard that was begun after the state
                     path.unlink()
             if self.conversations:
                 os.truncate(self._lengths, 4 * self.documents)
@@ -144,7 +152,7 @@ class ShardWriter:
         path = self._directory / shard.file
         with _named(path):
             self._file = file = path.open("r+b")
-            self._write_header(file, 0)
+            self._write_header(file, 0)  # positions the file behind the header
             end = file.tell() + shard.tokens * self._dtype.itemsize
             if path.stat().st_size < end:
                 raise UserError(f"{path} lost its end; remove {path.parent.parent.parent}")
@@ -159,12 +167,12 @@ class ShardWriter:
         tokenizer_sha256: str,
         bos_ids: tuple[int, ...] = (),
     ) -> Manifest:
-        """Completes the last shard and writes the manifest.
+        """Complete the last shard and write the manifest.
 
         Args:
             eos_id: token that ends each document.
-            tokenizer: how the tokenizer was asked for.
-            tokenizer_sha256: its fingerprint.
+            tokenizer: the name that the user gave the tokenizer.
+            tokenizer_sha256: fingerprint of the tokenizer.
             bos_ids: tokens that each document begins with.
 
         Returns:
@@ -202,6 +210,8 @@ class ShardWriter:
         self._written = self.tokens
         learned = held
         if self.conversations:
+            # Conversations are added whole, so the held entries begin with FIRST, and differences
+            # of the starts are lengths of whole conversations. A learned entry has no bit above ID.
             learned = held[held <= ID]
             starts = np.flatnonzero(held & FIRST)
             lengths = np.diff(starts, append=len(held)).astype("<u4")
@@ -216,7 +226,11 @@ class ShardWriter:
         file = self._file or self._begin_shard()
         shard = self._shards[-1]
         room = self._shard_tokens - shard.tokens
-        if self.conversations and room < len(tokens):  # which are whole
+        if self.conversations and room < len(tokens):
+            # Split before the next conversation, so that none spans two shards:
+            #   tokens  F . . . F . . . . F . . .
+            #   room    - - - - - -
+            #   part    - - - - - - - - -
             begun = np.flatnonzero(tokens[room:] & FIRST)
             room = room + int(begun[0]) if len(begun) else len(tokens)
         part = tokens[:room]
@@ -235,6 +249,7 @@ class ShardWriter:
 
     def _sync_lengths(self) -> None:
         if self.conversations:
+            # fsync acts on the file, whichever descriptor wrote to it.
             with _named(self._lengths), self._lengths.open("ab") as file:
                 os.fsync(file.fileno())
 
@@ -251,14 +266,14 @@ class ShardWriter:
         if not self._file:
             return
         with _named(self._directory / self._shards[-1].file), self._file as file:
-            file.seek(0)
+            file.seek(0)  # the header has said 0 tokens so far
             self._write_header(file, self._shards[-1].tokens)
             file.flush()
             os.fsync(file.fileno())
         self._file = None
 
     def _write_header(self, file: BinaryIO, tokens: int) -> None:
-        """Writes a .npy header; numpy pads it so that a longer count takes the same bytes."""
+        """Write a .npy header; NumPy pads it, so its size is the same for any number of tokens."""
         if self._format == "npy":
             header = {"descr": self._dtype.str, "fortran_order": False, "shape": (tokens,)}
             np.lib.format.write_array_header_1_0(file, header)
@@ -266,7 +281,7 @@ class ShardWriter:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of the operating system, with the path that they lack."""
+    """Convert OSError to UserError and add the path."""
     try:
         yield
     except OSError as error:

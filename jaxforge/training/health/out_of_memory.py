@@ -67,7 +67,7 @@ def explanation(message: str, config: JobConfig, mesh: Mesh) -> str:
 
 
 def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Yield a remedy if dp_shard could not split the state completely (`axes.with_copies`)."""
+    """Yield a remedy if dp_shard could not split all of the state (`axes.with_equal_shards`)."""
     copies = mesh.shape["dp_replicate"] // config.distributed.dp_replicate
     if copies > 1:
         yield (

@@ -62,7 +62,7 @@ def prompt_ids(tokenizer, text):
 
 
 @pytest.mark.parametrize("name", POST_PROCESSORS)
-def test_prompts_begin_as_those_of_transformers(tmp_path, name):
+def test_prompt_prefix_matches_transformers(tmp_path, name):
     directory = save(tmp_path / "t", POST_PROCESSORS[name])
     theirs = transformers.AutoTokenizer.from_pretrained(directory)
     ours = load_tokenizer(directory)
@@ -74,7 +74,7 @@ def test_prompts_begin_as_those_of_transformers(tmp_path, name):
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-def test_add_bos_token_acts_as_it_does_in_transformers(tmp_path):
+def test_add_bos_token_matches_transformers(tmp_path):
     plain = save(tmp_path / "plain", POST_PROCESSORS["byte-level"])
     theirs = transformers.AutoTokenizer.from_pretrained(plain, add_bos_token=True)
     ours = load_tokenizer(save(tmp_path / "t", POST_PROCESSORS["byte-level"], add_bos_token=True))
@@ -125,7 +125,7 @@ def test_documents_begin_with_bos_and_end_with_eos(tmp_path, monkeypatch, capsys
     )
     texts = ["hello\n" * 9, "<s>world", "", "ünï\n"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    monkeypatch.setattr("jaxforge.data.corpus.documents._PIECE_BYTES", 20)  # the first in pieces
+    monkeypatch.setattr("jaxforge.data.corpus.documents._PART_BYTES", 20)  # the first in pieces
     expected = [i for t in ("hello\n" * 9, "world", "ünï\n") for i in theirs(t)["input_ids"]]
     output = prepared(tmp_path)
     assert tokens(output / "train") == expected
@@ -140,7 +140,7 @@ def test_documents_begin_with_bos_and_end_with_eos(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("held_out", ["--validation-fraction=0.5", "--validation-tokens=12"])
-def test_both_parts_of_a_cut_document_begin_with_bos(tmp_path, held_out):
+def test_both_parts_of_split_document_begin_with_bos(tmp_path, held_out):
     save(tmp_path / "t", POST_PROCESSORS["bos"])
     (tmp_path / "a.txt").write_text("hello\nworld\n" * 10)
     output = prepared(tmp_path, held_out, file="a.txt")

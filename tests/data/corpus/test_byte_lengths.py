@@ -41,7 +41,7 @@ def test_byte_lengths_sum_to_the_text(tokenizer):
     assert lengths[tokenizer.eos_id] == 0
 
 
-def test_special_tokens_have_none():
+def test_special_tokens_have_no_bytes():
     tokenizer = bpe()
     ids = tokenizer.encode("the<|pad|>cat<|endoftext|>")
     assert tokenizer.byte_lengths()[ids].sum() == len("thecat")

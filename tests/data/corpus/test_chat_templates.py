@@ -62,7 +62,7 @@ def test_learned_tokens_equal_transformers_mask(tmp_path):
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_without_marks_the_same_is_learned(tmp_path, trim):
+def test_learned_spans_do_not_need_marks(tmp_path, trim):
     """Also where the tokenizer's own places leave spaces out, as those of GPT-2 and Llama do."""
     for name, template in (("marked", CHATML), ("plain", UNMARKED)):
         save_tokenizer(tmp_path / name, template, trim=trim)
@@ -86,7 +86,7 @@ def test_spaces_and_ends_of_turns_are_learned(tmp_path):
 
 
 @pytest.mark.parametrize("trim", [True, False])
-def test_last_space_is_learned_whatever_places_the_tokenizer_tells(tmp_path, trim):
+def test_last_space_is_learned_for_any_offsets(tmp_path, trim):
     said = "{% generation %}{{ messages[1].content ~ ' ' }}{% endgeneration %}"
     save_tokenizer(tmp_path, "<|im_start|>" + said + "<|im_end|>", trim=trim)
     tokenizer = load_tokenizer(tmp_path)
@@ -94,7 +94,7 @@ def test_last_space_is_learned_whatever_places_the_tokenizer_tells(tmp_path, tri
     assert tokenizer.decode(entries[entries <= ID].tolist()) == CHAT[1]["content"] + " "
 
 
-def test_template_that_rewrites_what_came_before_is_refused(tmp_path):
+def test_template_that_rewrites_history_is_refused(tmp_path):
     save_tokenizer(tmp_path, LAST_THINKS)
     chats = Conversations(load_tokenizer(tmp_path))
     assert json.loads(chats.document({"messages": CHAT[:2]}))["learned"]
@@ -106,7 +106,7 @@ def test_template_that_rewrites_what_came_before_is_refused(tmp_path):
     assert document["text"][start:end] == "<think></think>\nfour <|im_end|> 4<|im_end|>\n"
 
 
-def test_completions_alone_are_learned_even_where_the_template_marks_all(tmp_path):
+def test_only_completions_are_learned_with_marked_template(tmp_path):
     save_tokenizer(tmp_path, CHATML)
     chats = Conversations(load_tokenizer(tmp_path))
     document = json.loads(chats.document({"prompt": CHAT[:3], "completion": CHAT[3:]}))
@@ -126,14 +126,14 @@ def test_completions_alone_are_learned_even_where_the_template_marks_all(tmp_pat
         ("no one speaks", "nothing to learn"),
     ],
 )
-def test_record_that_a_template_cannot_write_is_bad(template, message):
+def test_record_refused_by_template_is_bad(template, message):
     tokenizer = HFTokenizer(bpe_file(), None, {"chat_template": template})
     record = {"messages": [{"role": "system", "content": "be brief"}, *CHAT]}
     with pytest.raises(ValueError, match=message):
         Conversations(tokenizer).document(record)
 
 
-def test_template_that_is_none_is_named():
+def test_invalid_template_raises():
     with pytest.raises(UserError, match=r"chat template, line 2: .*endfor"):
         ChatTemplate({"chat_template": "\n{% for m in messages %}"})
 
@@ -144,7 +144,7 @@ def test_template_needs_jinja(monkeypatch):
         Conversations(HFTokenizer(bpe_file(), None, {"chat_template": CHATML}))
 
 
-def test_now_is_always_the_same_day_and_a_record_may_name_another():
+def test_template_date_is_fixed_unless_record_sets_it():
     day = "{{ date or strftime_now('%d %b %Y') }}"
     template = ChatTemplate({"chat_template": day + "{% generation %}x{% endgeneration %}"})
     assert template.render(CHAT) == ("26 Jul 2024x", [(11, 12)])

@@ -91,7 +91,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_a_record(name):
+def test_all_record_forms_are_converted(name):
     record, expected = FORMS[name]
     assert of_record(record) == expected
 
@@ -121,7 +121,7 @@ def test_non_conversations_are_reported(name):
         of_record(record)
 
 
-def test_conversations_need_a_template_and_plain_completions_do_not():
+def test_conversations_need_template_plain_completions_do_not():
     chats = Conversations(ByteTokenizer())
     with pytest.raises(UserError, match=r"no chat template .* chat_template\.jinja"):
         chats.document({"messages": [user("x"), said("y")]})
@@ -133,7 +133,7 @@ def test_conversations_need_a_template_and_plain_completions_do_not():
     ]
 
 
-def test_packing_puts_each_conversation_once_where_it_fits():
+def test_packing_assigns_each_conversation_once():
     rng = np.random.default_rng(0)
     for width in (1, 7, 100):
         lengths = np.minimum(rng.geometric(min(1, 4 / width), 300), width).astype(np.uint32)
@@ -148,7 +148,7 @@ def test_packing_puts_each_conversation_once_where_it_fits():
         assert len(windows) <= 11 / 9 * -(-int(lengths.sum()) // width) + 1
 
 
-def test_packing_leaves_the_least_room():
+def test_packing_is_best_fit():
     members, ends = best_fit(np.array([2, 6, 5, 3, 4]), 10)
     assert (members.tolist(), ends.tolist()) == ([0, 2, 3, 1, 4], [3, 5])
 
@@ -160,14 +160,12 @@ def test_overlong_conversations_are_cut_or_dropped_and_counted():
     assert cut.lengths.tolist() == [3, 10, 2, 10]
     assert [dropped[i] for i in range(len(dropped))] == [[0, 2]]
     assert (cut.overlong, dropped.overlong, cut.fill) == (2, 2, 25 / 30)
-    assert (
-        "2 of 4 conversations are longer than the 10 tokens of a sequence and cut" in cut.in_words
-    )
-    assert "left out" in dropped.in_words
+    assert "2 of 4 conversations are longer than the 10 tokens of a sequence and cut" in cut.summary
+    assert "left out" in dropped.summary
     assert len(Packed(lengths, 1, "drop")) == 0
 
 
-def test_windows_by_definition():
+def test_windows_match_definition():
     rng = np.random.default_rng(1)
     for _ in range(30):
         parts = [rng.integers(0, 50, rng.integers(1, 9)) for _ in range(4)]

@@ -31,9 +31,9 @@ def lines(n):
     return "".join(f"line {i} ü\n" for i in range(n))
 
 
-@pytest.mark.parametrize("piece_bytes", [50, 1 << 20])
-def test_single_file_holds_out_its_last_lines(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
+@pytest.mark.parametrize("part_bytes", [50, 1 << 20])
+def test_single_file_holds_out_its_last_lines(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(documents, "_PART_BYTES", part_bytes)
     (tmp_path / "a.txt").write_text(lines(100), "utf-8")
     run(tmp_path / "a.txt", "--output", tmp_path / "out", "--validation-fraction", "0.1")
     train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
@@ -65,9 +65,9 @@ def test_cut_is_in_what_max_bytes_leaves(tmp_path):
     "options", [("--validation-fraction", "0.3"), ("--validation-tokens", 777)]
 )
 @pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
-def test_interruption_does_not_show(tmp_path, monkeypatch, options, tokenizer):
+def test_interrupted_run_gives_same_shards(tmp_path, monkeypatch, options, tokenizer):
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 300)
-    monkeypatch.setattr(documents, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(documents, "_PART_BYTES", 200)
     monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
     (tmp_path / "a.txt").write_text(lines(600), "utf-8")
     command = (tmp_path / "a.txt", *options, *tokenizer, "--output")
@@ -120,7 +120,7 @@ def test_first_tokens_are_held_out_of_any_documents(tmp_path):
         ("--validation-tokens", "0"),
     ],
 )
-def test_options_that_do_not_go_together(tmp_path, options):
+def test_conflicting_options_raise(tmp_path, options):
     with pytest.raises(UserError, match=r"validation-|--tokenizer|--vocab"):
         run(tmp_path, "--output", tmp_path / "out", *options)
 
@@ -133,7 +133,7 @@ def test_byte_order_marks_are_no_text(tmp_path, encoding):
     assert text(tmp_path / "out" / "train") == "\nä\ufeffbc".replace("bc", "b\nc")
 
 
-def test_json_lines_may_begin_with_a_mark_and_must_be_utf_8(tmp_path):
+def test_json_lines_accept_bom_and_require_utf8(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n', "utf-8-sig")
     run(tmp_path, "--output", tmp_path / "out")
     assert text(tmp_path / "out" / "train") == "a"
@@ -155,7 +155,7 @@ def test_binary_files_are_named_before_reading(tmp_path):
     assert text(tmp_path / "out" / "train") == "text"
 
 
-def test_text_given_to_training_is_told_to_be_prepared(tmp_path):
+def test_text_as_training_data_suggests_prepare(tmp_path):
     (tmp_path / "my texts").mkdir()
     (tmp_path / "my texts" / "a.md").write_text("text")
     command = (

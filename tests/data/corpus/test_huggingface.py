@@ -95,7 +95,7 @@ def test_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, mon
     assert sorted(path.name for path in result.iterdir()) == ["tokenizer", "train"]
 
 
-def test_other_data_or_tokenizers_are_tokenized_anew(directory, tmp_path):
+def test_changed_data_or_tokenizer_is_tokenized_again(directory, tmp_path):
     sets = tmp_path / "cache" / "jaxforge"
     arguments = (str(directory), None, "train", inputs.TextField())
     byte = sources.load_tokenizer("byte")
@@ -183,7 +183,7 @@ def reads(monkeypatch):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_resuming_anywhere_gives_the_rest(directory, tmp_path, shuffle, monkeypatch):
+def test_resume_at_any_position_continues_stream(directory, tmp_path, shuffle, monkeypatch):
     given = streaming(directory, tmp_path / "run", data={"shuffle": shuffle})
     whole = batches(given, 60)
     for first in (1, 17, 44):
@@ -194,7 +194,7 @@ def test_resuming_anywhere_gives_the_rest(directory, tmp_path, shuffle, monkeypa
 
 def test_anchors_save_reading(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "_ROWS", 5)
-    monkeypatch.setattr("jaxforge.data.corpus.ingest._BATCH_PIECES", 5)
+    monkeypatch.setattr("jaxforge.data.corpus.ingest._BATCH_PARTS", 5)
     given = streaming(directory, tmp_path / "run")
     whole = batches(given, 40)
     read = reads(monkeypatch)
@@ -205,7 +205,7 @@ def test_anchors_save_reading(directory, tmp_path, monkeypatch):
     assert sum(read.values()) > 4 * DOCUMENTS
 
 
-def test_mesh_and_the_accumulation_do_not_matter(directory, tmp_path):
+def test_stream_does_not_depend_on_mesh_or_accumulation(directory, tmp_path):
     alone = batches(streaming(directory, tmp_path / "run"), 12)
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     split = streaming(directory, tmp_path / "run", batch=2, distributed=mesh)
@@ -244,7 +244,7 @@ def test_host_reads_the_files_of_its_rows_only(directory, tmp_path, monkeypatch)
         assert set(read) == files
 
 
-def test_hosts_that_share_a_stream_take_turns(directory, tmp_path):
+def test_hosts_share_stream(directory, tmp_path):
     """One row of two: the windows of the other are read and dropped, not kept."""
     given = streaming(directory, tmp_path / "run")
     whole = rows(batches(given, 20)).reshape(20, 8, SEQ + 1)
@@ -270,7 +270,7 @@ def test_files_too_small_for_a_sequence_are_named(tmp_path):
         batches(streaming(tmp_path / "set", tmp_path / "run"), 1)
 
 
-def test_mistakes_in_streams_are_named(directory, tmp_path):
+def test_stream_errors_name_source(directory, tmp_path):
     no_column = streaming(directory, tmp_path / "a", data={"hf_dataset_text_field": "body"})
     with pytest.raises(UserError, match='has no column "body"; it has text'):
         batches(no_column, 1)

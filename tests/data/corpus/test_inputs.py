@@ -64,14 +64,14 @@ def test_each_record_is_a_document(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("start", [0, 1, 7, 20, 50])
-def test_reading_goes_on_at_any_record(tmp_path, suffix, start):
+def test_reading_resumes_at_any_record(tmp_path, suffix, start):
     [source] = find_inputs([write(tmp_path / f"a.{suffix}", TEXTS)])
     records = list(source.records(start))
     assert [record.number for record in records] == list(range(start + 1, 51))
     assert [record.content.read().decode() for record in records] == TEXTS[start:]
 
 
-def test_mixed_inputs_come_in_the_order_of_their_names(tmp_path):
+def test_mixed_inputs_are_sorted_by_name(tmp_path):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for i, name in enumerate(("d.jsonl", "b.parquet", "a.jsonl.gz", "e.jsonl.zst")):
@@ -124,7 +124,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_bad_lines_are_named_or_left_out_and_counted(tmp_path, line, capsys):
+def test_bad_lines_raise_or_are_skipped_and_counted(tmp_path, line, capsys):
     content = f'{{"text": "good"}}\n{line}\n\n{{"text": ""}}\n{{"text": "end"}}'
     (tmp_path / "bad.jsonl").write_text(content, errors="surrogateescape")
     with pytest.raises(UserError, match=BAD[line] + ".*--skip-bad"):
@@ -144,7 +144,7 @@ def test_bad_rows_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FORMATS[1:])
-def test_files_that_are_cut_short_are_refused(tmp_path, suffix):
+def test_truncated_files_are_refused(tmp_path, suffix):
     texts = [f"{i * i} and more text\n" for i in range(20_000)]
     path = write(tmp_path / f"a.{suffix}", texts)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -158,7 +158,7 @@ def test_undecompressable_input_is_refused(tmp_path):
         run(tmp_path / "a.txt.gz", "--output", tmp_path / "out")
 
 
-def test_max_bytes_stops_at_a_line_of_a_record(tmp_path):
+def test_max_bytes_stops_at_line_of_record(tmp_path):
     write(tmp_path / "a.jsonl", ["one\n", "two\nthree\nfour\n", "five\n"])
     run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--max-bytes", 9)
     assert documents_of(tmp_path / "out" / "train") == ["one\n", "two\nthree\n"]
@@ -200,9 +200,9 @@ def test_lone_surrogate_becomes_a_question_mark(tmp_path):
     assert documents_of(tmp_path / "out" / "train") == ["a?b"]
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 30])
-def test_reading_goes_on_in_the_middle_of_a_record(tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
+@pytest.mark.parametrize("part_bytes", [1, 30])
+def test_reading_resumes_within_record(tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(documents, "_PART_BYTES", part_bytes)
     write(tmp_path / "a.jsonl", TEXTS[:5])
     (tmp_path / "b.txt").write_text("".join(TEXTS[:5]))
     inputs = find_inputs([tmp_path])

@@ -20,7 +20,7 @@ def isolated(template):
     return IsolatedTemplate({"chat_template": template, "bos_token": "<s>"})
 
 
-def test_text_and_spans_are_those_of_the_template_itself():
+def test_isolated_template_matches_template():
     for template in (SAID, "{{ bos_token }}x{% generation %}\ud83d{% endgeneration %}"):
         plain = ChatTemplate({"chat_template": template, "bos_token": "<s>"})
         apart = isolated(template)
@@ -44,7 +44,7 @@ CANNOT_WRITE = {
 
 
 @pytest.mark.parametrize("template", DO_NOT_COMPILE)
-def test_templates_that_do_not_compile_are_named(template):
+def test_uncompilable_templates_raise(template):
     with pytest.raises(UserError, match="the tokenizer's chat template"):
         isolated(template)
 
@@ -72,7 +72,7 @@ def test_endless_compilation_ends():
         IsolatedTemplate({"chat_template": "{{ 9 ** (9 ** 9) }}"}, seconds=0.2)
 
 
-def test_child_ends_with_the_template_and_sees_no_working_directory(tmp_path, monkeypatch):
+def test_template_child_ends_and_ignores_working_directory(tmp_path, monkeypatch):
     (tmp_path / "jinja2.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.chdir(tmp_path)
     apart = isolated(SAID)
@@ -84,7 +84,7 @@ def test_child_ends_with_the_template_and_sees_no_working_directory(tmp_path, mo
     assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_fork_starts_a_child_of_its_own():
+def test_fork_starts_new_child():
     apart = isolated(SAID)
     child, apart._pid = apart._child, -1  # as in a fork, whose number is another
     assert apart.render(CHAT)[1]

@@ -61,7 +61,7 @@ def settings(output):
     return tomllib.loads((output / "train.toml").read_text("utf-8"))
 
 
-def test_documents_in_order_of_names_each_with_its_end(corpus, tmp_path, capsys):
+def test_documents_are_sorted_and_end_with_eos(corpus, tmp_path, capsys):
     output = tmp_path / "out"
     assert run(corpus, "--output", output) == 0
     assert tokens(output / "train").tolist() == expected("a.py", "b.txt", "sub/c.md")
@@ -82,7 +82,7 @@ def test_documents_in_order_of_names_each_with_its_end(corpus, tmp_path, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
 
 
-def test_which_files(corpus, tmp_path):
+def test_globs_select_files(corpus, tmp_path):
     (corpus / "empty.txt").touch()
     names = lambda *args, **options: [d.name for d in find_inputs(*args, **options)]  # noqa: E731
     assert names([corpus]) == ["a.py", "b.txt", "sub/c.md", "sub/d.rst"]
@@ -99,7 +99,7 @@ def test_which_files(corpus, tmp_path):
         names([tmp_path / "nowhere"])
 
 
-def test_same_tokens_as_npy_and_bin_and_in_small_shards(corpus, tmp_path):
+def test_tokens_do_not_depend_on_format_or_shard_size(corpus, tmp_path):
     run(corpus, "--output", tmp_path / "npy")
     run(corpus, "--output", tmp_path / "bin", "--format", "bin", "--shard-tokens", 7)
     assert settings(tmp_path / "bin")["data"]["file_pattern"] == "*.bin"
@@ -119,7 +119,7 @@ def test_runs_are_deterministic_and_shuffles_have_seeds(corpus, tmp_path):
     assert 40 < len(first) == len(last)
 
 
-def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path):
+def test_validation_split_is_stable_and_whole(corpus, tmp_path):
     for i in range(60):
         (corpus / f"{i}.txt").write_text(f"{i}\n")
     fraction = ("--validation-fraction", "0.25")
@@ -136,16 +136,16 @@ def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path):
         run(corpus, "--output", tmp_path / "c", "--glob", "0.txt,1.txt", fraction[0], "1e-9")
 
 
-def test_choice_depends_on_names_only():
+def test_split_depends_on_names_only():
     splits = [split_of(f"{i}.txt", 0.5) for i in range(60)]
     assert splits == [split_of(f"{i}.txt", 0.5) for i in range(60)]
     assert 15 < splits.count("train") < 45
     assert split_of("0.txt", 0.0) == "train"
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 10, 1000])
-def test_long_documents_are_read_in_pieces(corpus, tmp_path, monkeypatch, piece_bytes):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
+@pytest.mark.parametrize("part_bytes", [1, 10, 1000])
+def test_long_documents_are_read_in_parts(corpus, tmp_path, monkeypatch, part_bytes):
+    monkeypatch.setattr(documents, "_PART_BYTES", part_bytes)
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 25)
     text = "".join(f"line {i} ü\n" for i in range(50)) + "no newline at the end"
     (corpus / "b.txt").write_text(text, "utf-8")
@@ -196,7 +196,7 @@ def test_tokenizer_from_disk(corpus, tmp_path):
     assert not any(path.name.startswith(".c") for path in tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten_unasked(corpus, tmp_path):
+def test_output_is_not_overwritten(corpus, tmp_path):
     output = tmp_path / "out"
     run(corpus, "--output", output)
     before = snapshot(output)
@@ -211,7 +211,7 @@ def test_nothing_is_overwritten_unasked(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_failures_leave_what_was(corpus, tmp_path, monkeypatch, overwrite):
+def test_failure_leaves_output_unchanged(corpus, tmp_path, monkeypatch, overwrite):
     output = tmp_path / "out"
     if overwrite:
         run(corpus, "--output", output)
@@ -276,7 +276,7 @@ def test_run_main(capsys):
 
 
 @pytest.mark.processes
-def test_killed_run_leaves_nothing_in_place(tmp_path):
+def test_killed_run_leaves_no_output(tmp_path):
     (tmp_path / "corpus.txt").write_bytes(b"all work and no play\n" * 2_000_000)
     command = [*COMMAND, str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -301,7 +301,7 @@ def test_killed_run_leaves_nothing_in_place(tmp_path):
     assert len(refused.stderr.splitlines()) == 1
 
 
-def test_pieces_of_nothing(tmp_path):
+def test_empty_text_has_no_parts(tmp_path):
     (tmp_path / "a").write_text("x")
     result = find_inputs([tmp_path])
     (tmp_path / "a").write_text("")

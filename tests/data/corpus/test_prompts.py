@@ -28,7 +28,7 @@ def test_line_of_text_is_a_prompt(read):
     assert read("a.txt", "no end") == [("no end", {}, "a.txt:1")]
 
 
-def test_objects_hand_their_other_fields_on(read):
+def test_objects_copy_other_fields(read):
     assert read("a.jsonl", '{"prompt": "x\\ny", "id": 7}\n{"k": [1], "prompt": ""}\n') == [
         ("x\ny", {"id": 7}, "a.jsonl:1"), ("", {"k": [1]}, "a.jsonl:2"),
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_objects_are_read_by_any_name(read, name):
         ("[1]", [("[1]", {})]),
     ],
 )
-def test_standard_input_has_objects_where_the_first_line_is_one(content, expected, monkeypatch):
+def test_standard_input_with_object_is_json_lines(content, expected, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
     prompts = read_prompts(STDIN)
     assert [(prompt.text, prompt.fields) for prompt in prompts] == expected
@@ -70,17 +70,17 @@ def test_standard_input_has_objects_where_the_first_line_is_one(content, expecte
         ("a.jsonl", '{"prompt": "a", "tokens": 1}', r'a\.jsonl:1: "tokens" is a field of the out'),
     ],
 )
-def test_mistakes_have_a_place(read, name, content, message):
+def test_errors_name_location(read, name, content, message):
     with pytest.raises(UserError, match=message):
         read(name, content)
 
 
-def test_file_that_is_not_there(tmp_path):
+def test_missing_file_raises(tmp_path):
     with pytest.raises(UserError, match=r"--prompts .*/none: No such file"):
         read_prompts(tmp_path / "none")
 
 
-def test_prompt_that_ends_in_a_space_of_the_next_token_is_warned_about(caplog):
+def test_prompt_with_trailing_space_warns(caplog):
     bpe = train_bpe(["the cat sat on the mat\n", "the dog sat on the cat\n"] * 20, 300)
     assert bpe.encode("the cat") != bpe.encode("the ") + bpe.encode("cat")
     texts = ["the cat", "the ", "", "sat  ", "sat\n"]

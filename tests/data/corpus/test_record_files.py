@@ -153,7 +153,7 @@ def test_damaged_csv_is_named(tmp_path, content, message):
 
 @pytest.mark.parametrize("content", [LINES, ARRAY, f"\n {PRETTY}", f"\ufeff{LINES}"])
 @pytest.mark.parametrize("name", ["a.txt", "dump"])
-def test_syntax_never_becomes_text(tmp_path, name, content):
+def test_json_in_text_file_is_refused(tmp_path, name, content):
     with pytest.raises(UserError, match=rf"{name} holds JSON, .*\.jsonl .*--exclude"):
         run(write(tmp_path / name, content), "--output", tmp_path / "out")
 
@@ -177,14 +177,14 @@ def test_advice_names_the_option_that_reads_the_records(tmp_path, content, optio
         run(write(tmp_path / "a.jsonl", content), "--output", tmp_path / "out", *options)
 
 
-def test_inputs_that_are_no_files(tmp_path):
+def test_non_file_inputs_raise(tmp_path):
     with pytest.raises(UserError, match="/dev/null is neither a file nor a directory"):
         run("/dev/null", "--output", tmp_path / "out")
     with pytest.raises(UserError, match=r"empty\.txt is empty"):
         run(write(tmp_path / "empty.txt", b""), "--output", tmp_path / "out")
 
 
-def test_text_that_is_not_utf_8_in_a_table_is_a_bad_record(tmp_path):
+def test_invalid_utf8_in_table_is_bad_record(tmp_path):
     offsets, data = struct.pack("<4i", 0, 1, 3, 4), b"a\xff\xfeb"
     column = pyarrow.Array.from_buffers(
         pyarrow.string(), 3, [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]
@@ -259,7 +259,7 @@ for path in sys.argv[2:]:
 
 
 @pytest.mark.processes
-def test_small_files_take_no_gigabytes(tmp_path):
+def test_small_files_take_little_memory(tmp_path):
     paths = [str(write(tmp_path / name, data)) for name, data in bombs()]
     assert all(os.path.getsize(path) < 1 << 20 for path in paths)
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "out"), *paths]
@@ -272,7 +272,7 @@ def test_small_files_take_no_gigabytes(tmp_path):
 
 
 def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_PIECE_BYTES", 30)
+    monkeypatch.setattr(documents, "_PART_BYTES", 30)
     monkeypatch.setattr(documents, "_LINE_BYTES", 30)
     for text in ("word " * 100, "ü" * 200, "€" * 99 + " end\nshort\n", "x" * 500):
         [source] = find_inputs([write(tmp_path / "a.txt", text)])
@@ -286,7 +286,7 @@ def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
             assert all(chunk.text.startswith((" word", "word")) for chunk in every)
 
 
-def test_growth_is_what_no_text_has(monkeypatch, tmp_path):
+def test_implausible_compression_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "_UNSUSPICIOUS_BYTES", 1000)
     [source] = find_inputs([write(tmp_path / "a.jsonl", LINES)])
     source.check_growth(250 * source.size)

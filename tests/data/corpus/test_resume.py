@@ -38,7 +38,7 @@ def corpus(tmp_path):
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 900)
-    monkeypatch.setattr("jaxforge.data.corpus.documents._PIECE_BYTES", 1000)
+    monkeypatch.setattr("jaxforge.data.corpus.documents._PART_BYTES", 1000)
 
 
 def run(corpus, output, *args):
@@ -70,7 +70,7 @@ def interrupt(monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_interruptions_do_not_show_and_nothing_is_done_twice(
+def test_interrupted_run_matches_without_repeated_encoding(
     corpus, tmp_path, interrupt, tokenizer, file_format, capsys
 ):
     options = ("--tokenizer", tokenizer, "--format", file_format)
@@ -90,11 +90,11 @@ def test_interruptions_do_not_show_and_nothing_is_done_twice(
     assert done + len(encoded) == total
     shown = capsys.readouterr()
     assert shown.out == whole.replace("whole", "out")
-    assert "going on with" in shown.err
+    assert "resuming from" in shown.err
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
-def test_workers_do_not_show(corpus, tmp_path, capsys):
+def test_shards_do_not_depend_on_workers(corpus, tmp_path, capsys):
     run(corpus, tmp_path / "one", "--tokenizer", "bpe")
     alone = capsys.readouterr().out
     run(corpus, tmp_path / "two", "--tokenizer", "bpe", "--workers", "2")
@@ -102,7 +102,7 @@ def test_workers_do_not_show(corpus, tmp_path, capsys):
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
 
 
-def test_work_begun_by_one_process_is_finished_by_two(corpus, tmp_path, interrupt):
+def test_resume_with_two_processes_after_one(corpus, tmp_path, interrupt):
     run(corpus, tmp_path / "whole")
     interrupt(9)
     with pytest.raises(Interrupted):
@@ -134,7 +134,7 @@ def test_other_inputs_or_options_start_over(
     interrupt(5)
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out")
-    assert "what is finished stays in" in capsys.readouterr().err
+    assert "finished parts stay in" in capsys.readouterr().err
     if change:
         change(corpus)
     interrupt(0)
@@ -154,8 +154,8 @@ def test_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, 
     encoded = interrupt(done // 2)
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out", "--skip-bad")
-    assert "going on with" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"left 1 bad records out; pass --skip-bad again"):
+    assert "resuming from" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"skipped 1 bad records; pass --skip-bad again"):
         run(corpus, tmp_path / "out")
     encoded = interrupt(0)
     run(corpus, tmp_path / "out", "--skip-bad")
@@ -183,7 +183,7 @@ def test_another_tokenizer_starts_over(corpus, tmp_path, interrupt, capsys):
 def test_one_process_at_a_time(corpus, tmp_path):
     output, plan = tmp_path / "out", {"options": {}, "inputs": []}
     busy = pytest.raises(UserError, match=r"another process is writing .*out; wait for it")
-    with atomic_directory.atomic_directory(output, plan, made_by="x"), busy:
+    with atomic_directory.atomic_directory(output, plan, marker="x"), busy:
         run(corpus, output)
     assert output.is_dir()
 
@@ -193,7 +193,7 @@ def test_shared_directory_is_made_once(tmp_path):
 import sys, time, pathlib
 from jaxforge.storage.atomic_directory import atomic_directory
 plan = {"options": {}, "inputs": []}
-with atomic_directory(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True) as s:
+with atomic_directory(pathlib.Path(sys.argv[1]), plan, marker="x", shared=True) as s:
     if s:
         time.sleep(0.3)
         (s.out / "x").touch()
@@ -206,7 +206,7 @@ with atomic_directory(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_lock_file_that_its_holder_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+def test_lock_file_removed_by_holder_is_no_error(tmp_path, monkeypatch):
     """Another process ends just before this one locks the file that it has opened."""
     flock, lock = fcntl.flock, tmp_path / ".out.lock"
 
@@ -218,22 +218,22 @@ def test_lock_file_that_its_holder_removes_meanwhile_is_no_error(tmp_path, monke
     monkeypatch.setattr(fcntl, "flock", late)
     plan = {"options": {}, "inputs": []}
     with atomic_directory.atomic_directory(
-        tmp_path / "out", plan, made_by="x", shared=True
+        tmp_path / "out", plan, marker="x", shared=True
     ) as result:
         assert lock.exists()
         (result.out / "x").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_file_in_the_way_is_named(tmp_path):
+def test_existing_file_at_output_raises(tmp_path):
     (tmp_path / ".out.partial").touch()
     refused = pytest.raises(UserError, match=r"cannot write .*\.out\.partial: File exists")
-    with refused, atomic_directory.atomic_directory(tmp_path / "out", {}, made_by="x"):
+    with refused, atomic_directory.atomic_directory(tmp_path / "out", {}, marker="x"):
         pass
 
 
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
-def test_data_after_the_journal_are_cut_off(tmp_path, monkeypatch, file_format):
+def test_data_after_journal_are_truncated(tmp_path, monkeypatch, file_format):
     monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 1)
     options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
     end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
@@ -251,7 +251,7 @@ def test_data_after_the_journal_are_cut_off(tmp_path, monkeypatch, file_format):
     assert [len(path.read_bytes()) % 128 for path in shards] == [16, 8]
 
 
-def test_shard_that_lost_its_end_is_named(tmp_path):
+def test_truncated_shard_raises(tmp_path):
     options = {"vocab_size": 9, "dtype": "uint16"}
     with ShardWriter(tmp_path / "p" / "out" / "train", **options) as writer:
         writer.add(np.arange(9))
@@ -282,7 +282,7 @@ def command(tmp_path):
 
 
 @pytest.mark.processes
-def test_killed_run_goes_on_and_leaves_no_process(command, tmp_path, monkeypatch):
+def test_killed_run_resumes_and_leaves_no_process(command, tmp_path, monkeypatch):
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     wait_for(tmp_path / ".out.partial" / "journal.json", process)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -293,7 +293,7 @@ def test_killed_run_goes_on_and_leaves_no_process(command, tmp_path, monkeypatch
     before = json.loads((tmp_path / ".out.partial" / "journal.json").read_text())
     assert before["place"][2] > 0
     again = subprocess.run(command, capture_output=True, text=True)
-    assert (again.returncode, "going on with" in again.stderr) == (0, True), again.stderr
+    assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 1 << 18)
     whole = ("--output", str(tmp_path / "whole"), "--workers", "1")
     assert prepare.main([str(tmp_path / "corpus.txt"), *whole]) == 0
@@ -311,7 +311,7 @@ def test_killed_worker_is_an_error(command, tmp_path):
     shown = process.communicate()[1]
     assert process.returncode == 2
     assert "error: a worker process ended early" in shown
-    assert "what is finished stays in" in shown
+    assert "finished parts stay in" in shown
 
 
 def die_within_a_message(connection, *_):

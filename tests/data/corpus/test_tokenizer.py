@@ -61,7 +61,7 @@ def test_bpe_vocabulary_must_hold_the_bytes():
         train_bpe(CORPUS, 256)
 
 
-def test_saving_changes_nothing(tmp_path, bpe):
+def test_saved_tokenizer_equals_original(tmp_path, bpe):
     for name, tokenizer in (("byte", ByteTokenizer()), ("bpe", bpe)):
         tokenizer.save(tmp_path / name)
         loaded = load_tokenizer(tmp_path / name)
@@ -84,7 +84,7 @@ def test_saving_changes_nothing(tmp_path, bpe):
         ({"generation_config": {"eos_token_id": [9, 8]}}, 9),
     ],
 )
-def test_eos_is_what_the_files_say(tmp_path, bpe, files, eos):
+def test_eos_is_read_from_files(tmp_path, bpe, files, eos):
     HFTokenizer(bpe._file, None).save(tmp_path)
     for name, value in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
@@ -133,7 +133,7 @@ def hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B"])
-def test_model_of_the_hub_is_taken_from_the_cache(hub, bpe, name):
+def test_hub_model_loads_from_cache(hub, bpe, name):
     model, commit = hub / f"models--{name.replace('/', '--')}", "0" * 40
     bpe.save(model / "snapshots" / commit)
     (model / "refs").mkdir()
@@ -155,7 +155,7 @@ def test_model_of_the_hub_is_taken_from_the_cache(hub, bpe, name):
         ("HFValidationError", r"does not give it \(what it says\)"),
     ],
 )
-def test_model_that_the_hub_does_not_give(monkeypatch, error, message):
+def test_unavailable_hub_model_raises(monkeypatch, error, message):
     hub = pytest.importorskip("huggingface_hub")
     kind = getattr(pytest.importorskip("huggingface_hub.errors"), error)
 
@@ -169,7 +169,7 @@ def test_model_that_the_hub_does_not_give(monkeypatch, error, message):
         load_tokenizer("org/model")
 
 
-def test_errors_say_what_was_looked_for(tmp_path, hub):
+def test_missing_tokenizer_error_names_source(tmp_path, hub):
     with pytest.raises(UserError, match=rf"no tokenizer at 'gpt2'.* its cache, {hub}"):
         load_tokenizer("gpt2")
     with pytest.raises(UserError, match=r"no tokenizer at 'nowhere/tokenizer\.json'.*No such file"):
@@ -184,7 +184,7 @@ def test_errors_say_what_was_looked_for(tmp_path, hub):
         load_tokenizer(tmp_path)
 
 
-def test_torn_or_wrong_neighbours_are_named(tmp_path, bpe):
+def test_damaged_adjacent_files_raise(tmp_path, bpe):
     bpe.save(tmp_path)
     config = tmp_path / "tokenizer_config.json"
     config.write_text('{"eos_token": "<nowhere>"}')
@@ -195,7 +195,7 @@ def test_torn_or_wrong_neighbours_are_named(tmp_path, bpe):
         load_tokenizer(tmp_path)
 
 
-def test_vocabulary_that_no_memory_holds_is_refused():
+def test_oversized_vocabulary_is_refused():
     """The trainer would reserve memory for all of it, and abort the process."""
     with pytest.raises(
         UserError, match="1,000,000,000 is too large to be trained: give 16,777,216"

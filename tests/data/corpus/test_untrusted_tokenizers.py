@@ -81,7 +81,7 @@ NESTED = "[" * 10_000 + "]" * 10_000
         ),
     ],
 )
-def test_files_beside_it_are_named(tmp_path, plain, neighbours, message):
+def test_damaged_files_next_to_tokenizer_raise(tmp_path, plain, neighbours, message):
     with pytest.raises(UserError, match=message):
         load_tokenizer(save(tmp_path / "t", plain, **neighbours))
 
@@ -92,7 +92,7 @@ def test_templates_by_name_are_read(tmp_path, plain):
     assert tokenizer.chat["chat_template"] == "a"
 
 
-def test_which_files_a_child_tries(plain):
+def test_risky_files_are_recognized(plain):
     for change in (pattern(" "), precompiled("AAAA")):
         assert is_risky(json.dumps(plain | change).encode())
     assert is_risky(rb'{"type": "Pre\u0063ompiled"}')
@@ -100,7 +100,7 @@ def test_which_files_a_child_tries(plain):
     assert not is_risky(rb'{"vocab": {"\\u00": 1}}')  # a backslash, as code has it
 
 
-def test_file_is_tried_once(plain, monkeypatch):
+def test_risky_file_loads_in_child_once(plain, monkeypatch):
     file = json.dumps(plain | pattern("t")).encode()
     assert HFTokenizer(file, None).encode("the") == HFTokenizer(file, None).encode("the")
     monkeypatch.setattr(untrusted_tokenizer.subprocess, "run", None)
@@ -114,7 +114,7 @@ def run(tmp_path, text, tokenizer):
     return prepare.main([*map(str, command), "--workers", "1"])
 
 
-def test_texts_that_a_tokenizer_cannot_encode_are_refused(tmp_path, plain, capfd):
+def test_unencodable_texts_are_refused(tmp_path, plain, capfd):
     unknown = {"type": "WordLevel", "unk_token": "no", "vocab": {"a": 0, "<|endoftext|>": 1}}
     tokenizer = save(tmp_path / "t", plain | {"model": unknown, "added_tokens": []})
     with pytest.raises(UserError, match=r"fails on a text \(WordLevel error: Missing .*: correct"):
@@ -125,7 +125,7 @@ def test_texts_that_a_tokenizer_cannot_encode_are_refused(tmp_path, plain, capfd
     assert "panicked" not in capfd.readouterr().err
 
 
-def test_patterns_in_use_encode_in_a_process_of_their_own(tmp_path, plain):
+def test_risky_tokenizer_encodes_in_child_process(tmp_path, plain):
     tokenizer = save(tmp_path / "t", plain | pattern("[a-z]+"))
     run(tmp_path, "the cat\n", tokenizer)
     assert load_tokenizer(tmp_path / "out" / "tokenizer").is_risky
@@ -148,7 +148,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_encoding_without_end_ends(tmp_path):
+def test_endless_encoding_ends(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     command = [sys.executable, tmp_path / "slow.py"]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -85,7 +85,7 @@ def test_steps_are_what_was_logged_bit_for_bit(run):
 
 def test_start_from_an_earlier_step_undoes_those_after_it(tmp_path):
     for step, lr in ((0, 0.1), (10, 0.2), (20, 0.3), (10, 0.4)):
-        run_directory.note_start(tmp_path, config(tmp_path, optimizer={"lr": lr}), step)
+        run_directory.record_start(tmp_path, config(tmp_path, optimizer={"lr": lr}), step)
     rates = [run_directory.config_of_step(tmp_path, n).optimizer.lr for n in (1, 10, 11, 30)]
     assert rates == [0.1, 0.1, 0.4, 0.4]
 
@@ -151,7 +151,7 @@ def test_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeyp
     curves = drawn.json()["charts"][0]["curves"]
     assert curves[-1]["label"] == f"step {step}"
     assert len(curves) == len(result.norms)
-    with pytest.raises(UserError, match="--html is for the account of one step"):
+    with pytest.raises(UserError, match="--html supports one step only"):
         command.main([str(run), "--steps", "1:2", "--html", "o.html"])
 
 
@@ -278,9 +278,9 @@ def test_look_changes_nothing(run):
     [
         (["--step", "31"], "there is no step 31: they go from 1 to train.max_steps = 30"),
         (["--step", "0"], "there is no step 0"),
-        (["--steps", "4-6"], "--steps 4-6: expected A:B"),
-        (["--steps", "6:4"], "--steps 6:4: expected A:B"),
-        (["--step", "2", "--around", "-1"], "--around: expected 0 or more"),
+        (["--steps", "4-6"], "--steps 4-6: must be A:B"),
+        (["--steps", "6:4"], "--steps 6:4: must be A:B"),
+        (["--step", "2", "--around", "-1"], "--around -1: must be at least 0"),
     ],
 )
 def test_unrepeatable_step_is_refused(run, arguments, message):
@@ -369,8 +369,8 @@ def test_activations_of_some_sequences_are_counted_over_all_sets(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--points", "q*"], 'there is no point "q.*"; there are attention, mlp, residual, att'),
-        (["--points", "mlp,residul"], '"residul"; did you mean "residual".? There are attention'),
+        (["--points", "q*"], 'unknown point "q.*"; choose from attention, mlp, residual, att'),
+        (["--points", "mlp,residul"], '"residul"; did you mean "residual".? Choose from attention'),
         (["--layers", "x"], "expected numbers of layers"),
         (["--sequences", "0"], "--sequences 0: expected how many, as 64, a range, as 10:20, or"),
         (["--sequences", "5:5"], "--sequences 5:5: expected how many"),

@@ -189,5 +189,5 @@ def test_files_of_no_end_are_not_read_to_their_end(tmp_path, capsys):
         main([str(path)])
     (path / "config.toml").unlink()
     os.mkfifo(path / "config.toml")
-    with pytest.raises(UserError, match=r"config.toml is no file"):
+    with pytest.raises(UserError, match=r"config.toml is not a file"):
         main([str(path)])

@@ -174,5 +174,5 @@ def test_file_that_is_there_stays(tmp_path, capsys):
     assert init.main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in PRESETS)
-    with pytest.raises(UserError, match="--preset NAME is needed"):
+    with pytest.raises(UserError, match="--preset NAME is required"):
         init.main([])
