@@ -98,11 +98,11 @@ class Textbook(_Lines):
 
     def train(self, step: int, metrics: Metrics) -> str:
         """Return the line of a step."""
-        return "  ".join(_filled(_TEXTBOOK, {**metrics, "step": step}))
+        return "  ".join(_fill_segments(_TEXTBOOK, {**metrics, "step": step}))
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
         """Return the loss over all sets."""
-        return "".join(_filled({"  val loss {:.4f}": ("eval/loss",)}, metrics))
+        return "".join(_fill_segments({"  val loss {:.4f}": ("eval/loss",)}, metrics))
 
 
 _TEXTBOOK: Segments = {
@@ -126,14 +126,14 @@ class Torchtitan(_Lines):
         tps = metrics["train/tokens_per_sec"] / self._run.cost.n_devices
         tflops = self._run.cost.flops * tps / 1e12
         values = {**metrics, "step": step, "tps": round(tps), "tflops": tflops}
-        return "  ".join(_filled(_TORCHTITAN, values))
+        return "  ".join(_fill_segments(_TORCHTITAN, values))
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
         """Return the line of an evaluation over all sets, with the memory of the last step."""
         if "eval/loss" not in metrics:
             return ""
         values = {**self._memory, **metrics, "step": step}
-        return "  ".join(_filled(_TORCHTITAN_EVALUATION, values))
+        return "  ".join(_fill_segments(_TORCHTITAN_EVALUATION, values))
 
 
 _MEMORY = {"memory: {:5.2f}GiB({:.2%})": ("gpu/peak_gb", "gpu/mem_utilization")}
@@ -168,7 +168,7 @@ class Megatron(_Lines):
             metrics["train/step_time_sec"], metrics["train/tflops_per_device"]
         )
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        return f"{speed}\n [{now}]" + _piped(_MEGATRON, values)
+        return f"{speed}\n [{now}]" + _join_segments(_MEGATRON, values)
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
         """Return loss and perplexity of all sets and of each set, between lines of dashes."""
@@ -210,7 +210,7 @@ class MindSpeed(Megatron):
 
     def train(self, step: int, metrics: Metrics) -> str:
         """Return the line of a step."""
-        return _piped(_MINDSPEED, _counts(self._run, step, metrics))
+        return _join_segments(_MINDSPEED, _counts(self._run, step, metrics))
 
 
 _MEGATRON: Segments = {
@@ -267,7 +267,7 @@ def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
     return values
 
 
-def _piped(segments: Segments, values: Mapping[str, Value]) -> str:
+def _join_segments(segments: Segments, values: Mapping[str, Value]) -> str:
     """Return the segments with separators; the terms of the loss follow it, such as `mtp loss`."""
     terms = {
         f"{name.removeprefix('terms/')}: {{:.6E}}": (name,)
@@ -277,10 +277,10 @@ def _piped(segments: Segments, values: Mapping[str, Value]) -> str:
     with_terms: dict[str, tuple[str, ...]] = {}
     for text, names in segments.items():
         with_terms |= {text: names, **(terms if names == ("interval/loss",) else {})}
-    return "".join(f" {segment} |" for segment in _filled(with_terms, values))
+    return "".join(f" {segment} |" for segment in _fill_segments(with_terms, values))
 
 
-def _filled(segments: Segments, values: Mapping[str, Value]) -> Iterator[str]:
+def _fill_segments(segments: Segments, values: Mapping[str, Value]) -> Iterator[str]:
     """Yield the segments whose values are known."""
     for text, names in segments.items():
         if values.keys() >= set(names):

@@ -35,17 +35,17 @@ _SPINNERS = {False: "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", True: "|/-\\"}  # True for
 _BARS = {False: ("━", "─"), True: ("#", "-")}
 
 
-class Moment(NamedTuple):
+class Activity(NamedTuple):
     """Current activity of a run.
 
     Attributes:
         step: the step that was launched last; None before the first.
-        doing: name of the activity; empty while the run steps.
+        name: name of the activity; empty while the run steps.
         seconds: time since the activity began, or since the last step.
     """
 
     step: int | None
-    doing: str
+    name: str
     seconds: float
 
 
@@ -54,11 +54,11 @@ class LiveLine:
 
     Args:
         console: a terminal.
-        moment: returns the current activity; called by the thread that redraws the line.
+        activity: returns the current activity; called by the thread that redraws the line.
     """
 
-    def __init__(self, console: Console, moment: Callable[[], Moment]) -> None:
-        self._console, self._moment = console, moment
+    def __init__(self, console: Console, activity: Callable[[], Activity]) -> None:
+        self._console, self._activity = console, activity
         self._step = self._max_steps = self._logged = 0
         self._metrics: Metrics = {}
         self._pace: deque[tuple[int, float]] = deque(maxlen=_RECENT)  # steps, seconds
@@ -108,28 +108,28 @@ class LiveLine:
 
     def close(self, exit_code: int) -> None:
         """Leave the last line on the screen, if there was a step."""
-        last = self._moment()._replace(doing="", seconds=0.0)
-        self._moment = lambda: last
+        last = self._activity()._replace(name="", seconds=0.0)
+        self._activity = lambda: last
         self._live.transient = not self._metrics
         self._live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the line for the width of the console."""
-        text = self.text(self._moment(), options.max_width, ascii_only=options.ascii_only)
+        text = self.text(self._activity(), options.max_width, ascii_only=options.ascii_only)
         yield Text(text, no_wrap=True, overflow="crop", end="")
 
-    def text(self, moment: Moment, width: int, *, ascii_only: bool = False) -> str:
+    def text(self, activity: Activity, width: int, *, ascii_only: bool = False) -> str:
         """Return the line.
 
         Parts are added from the left until the next one does not fit. Only if all fit, extras and
         a bar follow: extras as long as the shortest bar still fits behind them.
 
         Args:
-            moment: current activity of the run.
+            activity: current activity of the run.
             width: columns of the terminal.
             ascii_only: True if the terminal shows only ASCII characters.
         """
-        first, *parts = [*self._parts(moment, ascii_only), ""]
+        first, *parts = [*self._parts(activity, ascii_only), ""]
         line = first[:width]
         for part in filter(None, parts):
             if len(line) + len(_GAP) + len(part) > width:
@@ -146,33 +146,33 @@ class LiveLine:
             line += _GAP + part
         done, to_do = _BARS[ascii_only]
         columns = min(_room(line, width), _BAR[-1])
-        filled = columns * self._current_step(moment) // self._max_steps
+        filled = columns * self._current_step(activity) // self._max_steps
         return line + _GAP + done * filled + to_do * (columns - filled)
 
-    def _parts(self, moment: Moment, ascii_only: bool) -> Iterator[str]:
+    def _parts(self, activity: Activity, ascii_only: bool) -> Iterator[str]:
         """Yield the parts of the line except the bar, the most important first."""
-        step, total, metrics = self._current_step(moment), self._max_steps, self._metrics
+        step, total, metrics = self._current_step(activity), self._max_steps, self._metrics
         if total:
             yield f"step {step}/{total}"
-        if moment.doing:
+        if activity.name:
             spinner = _SPINNERS[ascii_only]
-            turn = spinner[int(moment.seconds * _REDRAWN_PER_SECOND) % len(spinner)]
-            yield f"{turn} {moment.doing} {clock(moment.seconds)}"
+            turn = spinner[int(activity.seconds * _REDRAWN_PER_SECOND) % len(spinner)]
+            yield f"{turn} {activity.name} {clock(activity.seconds)}"
         if total:
             yield f"{math.floor(100 * step / total)}%"
         if metrics:
             yield f"loss {metrics['train/loss']:.4f}"
             yield f"{human(metrics['train/tokens_per_sec'])} tok/s"
-        if not moment.doing and (left := self.seconds_left(moment)):
+        if not activity.name and (left := self.seconds_left(activity)):
             yield f"{clock(left)} left"
         if skipped := metrics.get("train/skipped_steps"):
             yield f"{skipped:.0f} skipped"
 
-    def _current_step(self, moment: Moment) -> int:
+    def _current_step(self, activity: Activity) -> int:
         """Return the step launched last; before the first launch, the step of the start."""
-        return self._step if moment.step is None else min(moment.step, self._max_steps)
+        return self._step if activity.step is None else min(activity.step, self._max_steps)
 
-    def seconds_left(self, moment: Moment) -> float | None:
+    def seconds_left(self, activity: Activity) -> float | None:
         """Return the time of the remaining steps, without evaluations and checkpoints.
 
         Returns:
@@ -182,8 +182,8 @@ class LiveLine:
             return None
         steps, seconds = (sum(n) for n in zip(*((k, k * s) for k, s in self._pace), strict=True))
         step_time = seconds / steps
-        left = (self._max_steps - self._current_step(moment)) * step_time
-        return max(0.0, left - min(moment.seconds, step_time))
+        left = (self._max_steps - self._current_step(activity)) * step_time
+        return max(0.0, left - min(activity.seconds, step_time))
 
 
 def _room(line: str, width: int) -> int:

@@ -209,7 +209,7 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
     return metrics
 
 
-def side_metrics(values: Mapping[str, Any]) -> Metrics:
+def aux_metrics(values: Mapping[str, Any]) -> Metrics:
     """Return metrics of auxiliary outputs: `terms/*`, `moe/*`, and `model/*` for all others.
 
     An output with one number per layer becomes `model/<name>/layers.<i>`.

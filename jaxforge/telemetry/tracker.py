@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
-from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, side_metrics
+from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
 
@@ -270,7 +270,7 @@ class Tracker:
             **({"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
-            **side_metrics(values),
+            **aux_metrics(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }

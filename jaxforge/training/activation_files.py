@@ -42,12 +42,12 @@ def write(
     """
     n = 0
     with _replacing(directory) as partial, contextlib.ExitStack() as opened:
-        files: dict[str, _Growing] = {}
+        files: dict[str, AppendableArray] = {}
         for sequence in sequences:
             for name, values in sequence.items():
                 if name not in files:
                     path = partial / f"{name}.npy"
-                    files[name] = opened.enter_context(_Growing(path, values))
+                    files[name] = opened.enter_context(AppendableArray(path, values))
                 files[name].add(values)
             n += 1
         for file in files.values():
@@ -67,12 +67,12 @@ def steps(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def of_step(run: Path, step: int) -> Path:
+def step_directory(run: Path, step: int) -> Path:
     """Return the directory of the activations of a step."""
     return run / DIRECTORY / f"step_{step}"
 
 
-class _Growing(contextlib.AbstractContextManager):
+class AppendableArray(contextlib.AbstractContextManager):
     """A `.npy` file to which arrays are appended along a new first axis.
 
     The header is written first with length 0, and again with the final length by `finish`: NumPy

@@ -82,7 +82,7 @@ class BadSteps:
         """Record the number of bad steps in a row after the latest step, still on the device."""
         self._consecutive.append(consecutive)
 
-    def had_ended(self, progress: Progress) -> bool:
+    def had_halted(self, progress: Progress) -> bool:
         """Return whether the run had halted before the latest step, which then changed nothing.
 
         This reads the result of the previous step, while the device computes the latest one.
@@ -91,9 +91,9 @@ class BadSteps:
             before = int(self._consecutive[0])
             if before >= self._limit:
                 progress.consecutive_bad = before
-        return self.have_halted(progress)
+        return self.has_halted(progress)
 
-    def have_halted(self, progress: Progress) -> bool:
+    def has_halted(self, progress: Progress) -> bool:
         """Return whether the state no longer changes, after too many bad steps in a row."""
         return progress.consecutive_bad >= self._limit
 

@@ -23,8 +23,8 @@ from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import named_callbacks
 from jaxforge.training.instruments import Instruments, Session, open_profiler, open_tracker
 from jaxforge.training.loop import Trainer
-from jaxforge.training.start import RunFiles, open_foreign, skipping_experts_as_started
-from jaxforge.training.training_data import TrainingData, batch_ramp, follow_data, open_data
+from jaxforge.training.start import RunFiles, open_foreign, resolve_skip_idle_experts
+from jaxforge.training.training_data import TrainingData, batch_ramp, open_data, record_data
 from jaxforge.training.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         UserError: the config, the data or a checkpoint cannot be used.
     """
     profiler = open_profiler(config)
-    config = skipping_experts_as_started(config)
+    config = resolve_skip_idle_experts(config)
     users = [*session.callbacks, *named_callbacks(config)]
     flags = compilation.accepted_flags(config)
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
@@ -58,11 +58,11 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     session.lock.acquire()
     files = RunFiles.open(config, model, watchdog)
     saver = files.saver
-    has_begun = not files.begins or config.checkpoint.load_path
+    has_begun = not files.is_new or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
         state, progress = starting_state(program, saver.permanent, open_foreign, saver.local)
     ramp = batch_ramp(config, mesh)
-    follow_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
+    record_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     parts = RunParts(config, mesh, model, eval_data, progress, session.lock)
     callbacks = Callbacks([*users, *callbacks_of(parts)])

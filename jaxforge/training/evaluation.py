@@ -218,14 +218,14 @@ class Evaluator:
 
 def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
     """Return the logged metrics: `eval/loss` of all sets, `eval/<name>/loss` of each set."""
-    metrics = {f"eval/{key}": value for key, value in together(sets.values()).metrics().items()}
+    metrics = {f"eval/{key}": value for key, value in merge_sums(sets.values()).metrics().items()}
     for name, sums in sets.items():
         if name:
             metrics |= {f"eval/{name}/{key}": value for key, value in sums.metrics().items()}
     return metrics
 
 
-def together(sets: Iterable[SetSums]) -> SetSums:
+def merge_sums(sets: Iterable[SetSums]) -> SetSums:
     """Return the sums over several sets, in which every token has the same weight."""
     nats, tokens, n_bytes, batches, terms = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]

@@ -71,7 +71,7 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
                         with watchdog.section("end"):
                             reason = trainer.close(reason)
             assert reason is not None  # nothing was raised
-            if reason is Exit.UNHEALTHY or signals.left_work:
+            if reason is Exit.UNHEALTHY or signals.has_background_thread:
                 end_now(reason.code)  # a thread may still compile: no clean exit
             return reason
 
@@ -82,5 +82,5 @@ def open_live_line(
     """Return the live line for a terminal of process 0; None in the context without one."""
     is_watched = console.is_terminal and not console.is_dumb_terminal
     if is_watched and config.metrics.log_format == "kempnerforge" and jax.process_index() == 0:
-        return LiveLine(console, watchdog.moment)
+        return LiveLine(console, watchdog.activity)
     return contextlib.nullcontext()

@@ -90,7 +90,7 @@ class Trainer:
                     self.state, metrics = step(self.state, batch, controls)
                     self._note_launch(step, batch, controls, metrics)
                 due = self.callbacks.due(self.progress.step, tracker.paused)
-                if self._depends_on_step(due) and self.bad_steps.had_ended(self.progress):
+                if self._depends_on_step(due) and self.bad_steps.had_halted(self.progress):
                     reason = self._roll_back()
                     continue
                 self._end_step(metrics)
@@ -182,7 +182,7 @@ class Trainer:
         bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)
         attribution = bad_steps.attribution
-        if attribution and not bad_steps.had_ended(progress) and int(metrics["consecutive"]):
+        if attribution and not bad_steps.had_halted(progress) and int(metrics["consecutive"]):
             self.state, bad_steps.fault = attribution.examine(
                 step, self.state, batch, metrics, controls, first
             )
@@ -230,7 +230,7 @@ class Trainer:
 
     def _note_durable(self) -> None:
         durable = list(self.saver.newly_durable())
-        if durable and self.bad_steps.had_ended(self.progress):
+        if durable and self.bad_steps.had_halted(self.progress):
             self._follow_device()  # to log under the last step that took place
         for metrics in durable:
             self.instruments.tracker.log(self.progress.step, metrics)
@@ -261,7 +261,7 @@ class Trainer:
 
     @property
     def _has_halted(self) -> bool:
-        return self.bad_steps.have_halted(self.progress)
+        return self.bad_steps.has_halted(self.progress)
 
     def _roll_back(self) -> Exit | None:
         """Roll back to the last good checkpoint, if rollback is enabled and has a target."""

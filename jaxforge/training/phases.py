@@ -69,7 +69,7 @@ class Phases:
         """
         segments = (Segment(*fields) for fields in history)
         begun = [segment for segment in segments if segment.start < samples]  # others drew nothing
-        return _followed(begun, samples, self.mixtures[self.index(step)])
+        return _with_segment(begun, samples, self.mixtures[self.index(step)])
 
     def segments(
         self,
@@ -89,11 +89,11 @@ class Phases:
         """
         known, now = self.recorded(history, step, samples), self.index(step)
         for start, mixture in zip(self.starts[now:], self.mixtures[now + 1 :], strict=True):
-            known = _followed(known, samples_at(start), mixture)
+            known = _with_segment(known, samples_at(start), mixture)
         return known
 
 
-def _followed(segments: list[Segment], start: int, mixture: dict[str, float]) -> list[Segment]:
+def _with_segment(segments: list[Segment], start: int, mixture: dict[str, float]) -> list[Segment]:
     """Return the segments with a new one appended, if the mixture changes.
 
     An unchanged mixture must not start a new segment, which would draw other sequences.

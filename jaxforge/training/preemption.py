@@ -55,8 +55,8 @@ class Signals:
         timeout_seconds: `train.shutdown_timeout_sec`.
 
     Attributes:
-        left_work: True if a thread still compiles or reads. The interpreter would wait for it, so
-            the process must end by `os._exit`.
+        has_background_thread: True if a thread still compiles or reads. The interpreter would wait
+            for this thread, so the process must end by `os._exit`.
     """
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -70,7 +70,7 @@ class Signals:
         self._asked = 0
         self._agreed: Exit | None = None
         self._is_time_up = self._has_failed = False
-        self._interruptible = self.left_work = False
+        self._interruptible = self.has_background_thread = False
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
@@ -179,7 +179,7 @@ class Signals:
                 raise Interrupted
             yield
         except Interrupted:
-            self.left_work = True
+            self.has_background_thread = True
             raise
         finally:
             self._interruptible = False

@@ -36,7 +36,7 @@ class RunFiles:
     """
 
     saver: Saver
-    begins: bool
+    is_new: bool
 
     @classmethod
     def open(cls, config: JobConfig, model: Model, watchdog: Watchdog) -> "RunFiles":
@@ -61,14 +61,14 @@ class RunFiles:
                 log.warning("%s", warning)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
         saver = Saver.of_run(config, model, copier)
-        begins = saver.is_empty()
-        if begins:
+        is_new = saver.is_empty()
+        if is_new:
             _check_not_lost(config)
-        return cls(saver, begins)
+        return cls(saver, is_new)
 
     def rename_old_metrics(self, config: JobConfig) -> None:
         """Rename metrics of an earlier run that left no checkpoint, if this run begins."""
-        if self.begins:
+        if self.is_new:
             run_directory.rename_old_metrics(mirror.files(config.checkpoint.dir))
 
     def record_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
@@ -84,7 +84,7 @@ class RunFiles:
         run_directory.prepare(run, config)
         run_directory.record_start(run, config, progress.step)
         if jax.process_index() == 0:
-            if self.begins and config.checkpoint.load_path:
+            if self.is_new and config.checkpoint.load_path:
                 _keep_documents(config.checkpoint.load_path, run)
             _note_trust(config)
             devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
@@ -120,7 +120,7 @@ def _check_not_lost(config: JobConfig) -> None:
     agreement.raise_on_all(failure)
 
 
-def skipping_experts_as_started(config: JobConfig) -> JobConfig:
+def resolve_skip_idle_experts(config: JobConfig) -> JobConfig:
     """Return the config with `optimizer.skip_idle_experts` as the run began, unless it is set.
 
     The value comes from the checkpoints of the run, else from `checkpoint.load_path`. Runs of

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jaxforge.telemetry.console import setup_logging
-from jaxforge.telemetry.live_line import LiveLine, Moment, clock
+from jaxforge.telemetry.live_line import Activity, LiveLine, clock
 from jaxforge.telemetry.metric_writers import open_writers
 from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.launch import open_live_line
@@ -31,15 +31,15 @@ class Terminal(io.StringIO):
         return [line.rpartition("\r")[2].rstrip() for line in plain.split("\n")]
 
 
-def line_at(moment, width=80, steps=((1000, 9.0), (1200, 0.5)), ascii_only=False, **more):
-    line = LiveLine(Console(file=io.StringIO()), lambda: moment)
+def line_at(activity, width=80, steps=((1000, 9.0), (1200, 0.5)), ascii_only=False, **more):
+    line = LiveLine(Console(file=io.StringIO()), lambda: activity)
     line.begin(990, 100_000)
     for step, seconds in steps:
         line.write(step, STEP | {"train/step_time_sec": seconds} | more)
-    return line.text(moment, width, ascii_only=ascii_only)
+    return line.text(activity, width, ascii_only=ascii_only)
 
 
-STEPPING = Moment(1200, "", 0.0)
+STEPPING = Activity(1200, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -73,19 +73,23 @@ def test_wide_terminal_shows_extras_and_bar():
 
 
 def test_line_never_exceeds_width():
-    for moment in (STEPPING, Moment(1200, "evaluating", 75.2), Moment(None, "loading data", 3)):
+    for activity in (
+        STEPPING,
+        Activity(1200, "evaluating", 75.2),
+        Activity(None, "loading data", 3),
+    ):
         for width in range(1, 130):
-            assert len(line_at(moment, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
+            assert len(line_at(activity, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
 
 
 def test_pause_is_named_and_time_left_is_hidden():
-    assert line_at(Moment(1200, "evaluating", 75.2), 60) == (
+    assert line_at(Activity(1200, "evaluating", 75.2), 60) == (
         "step 1200/100000  ⠋ evaluating 1:16  1%  loss 3.2145"
     )
-    assert " left" not in line_at(Moment(1200, "evaluating", 75.2), 120)
+    assert " left" not in line_at(Activity(1200, "evaluating", 75.2), 120)
     line = LiveLine(Console(file=io.StringIO()), lambda: STEPPING)
-    assert line.text(Moment(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
-    assert line.text(Moment(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
+    assert line.text(Activity(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
+    assert line.text(Activity(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
 
 
 def test_skipped_steps_are_counted():
@@ -93,26 +97,28 @@ def test_skipped_steps_are_counted():
     assert skipped.endswith("13:43:20 left  3 skipped")
 
 
-def left(moment, steps=((100, 1.0), (200, 2.0)), begin=0):
-    line = LiveLine(Console(file=io.StringIO()), lambda: moment)
+def left(activity, steps=((100, 1.0), (200, 2.0)), begin=0):
+    line = LiveLine(Console(file=io.StringIO()), lambda: activity)
     line.begin(begin, 1000)
     for step, seconds in steps:
         line.write(step, STEP | {"train/step_time_sec": seconds})
-    return line.seconds_left(moment)
+    return line.seconds_left(activity)
 
 
 def test_time_left_uses_recent_rate():
-    assert left(Moment(200, "", 0.0)) == 800 * 2  # the first interval is slower and does not count
+    assert (
+        left(Activity(200, "", 0.0)) == 800 * 2
+    )  # the first interval is slower and does not count
     three = ((1, 60.0), (100, 1.0), (200, 2.0))
-    assert left(Moment(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
-    assert left(Moment(300, "", 1.5)) == 700 * 2 - 1.5
-    assert left(Moment(300, "", 3600.0)) == 699 * 2  # a hanging step counts as one step
-    assert left(Moment(1000, "", 0.0)) == 0
-    assert left(Moment(1, "", 0.0), steps=()) is None
+    assert left(Activity(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
+    assert left(Activity(300, "", 1.5)) == 700 * 2 - 1.5
+    assert left(Activity(300, "", 3600.0)) == 699 * 2  # a hanging step counts as one step
+    assert left(Activity(1000, "", 0.0)) == 0
+    assert left(Activity(1, "", 0.0), steps=()) is None
 
 
 def test_resumed_run_counts_steps_since_start():
-    assert left(Moment(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
+    assert left(Activity(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_live_line_moves_during_long_step(screen):
     terminal, console = screen
     began = time.monotonic()
     setup_logging(console)
-    with LiveLine(console, lambda: Moment(1, "", time.monotonic() - began)) as line:
+    with LiveLine(console, lambda: Activity(1, "", time.monotonic() - began)) as line:
         line.begin(0, 10)
         line.write(1, STEP | {"train/step_time_sec": 1000.0})
         wait_until(lambda: len(set(re.findall(r"(\S+) left", terminal.getvalue()))) >= 2)
@@ -169,27 +175,27 @@ def test_terminal_shows_cursor(screen):
 def test_sections_are_shown_by_name():
     watchdog = Watchdog(Limits(0, 0, 0))
 
-    def doing():
-        return watchdog.moment().doing
+    def name():
+        return watchdog.activity().name
 
-    assert doing() == "starting"
+    assert name() == "starting"
     with watchdog.section("data"):
-        assert doing() == "loading data"
+        assert name() == "loading data"
     with watchdog.naming("compiling"):
-        assert doing() == "compiling"
-        assert watchdog.moment().seconds < 1000
-    assert doing() == "starting"
+        assert name() == "compiling"
+        assert watchdog.activity().seconds < 1000
+    assert name() == "starting"
     watchdog.tick(7)
-    assert watchdog.moment()[:2] == (7, "")
+    assert watchdog.activity()[:2] == (7, "")
     with watchdog.section("evaluation"):
         watchdog.tick()
-        assert doing() == "evaluating"
+        assert name() == "evaluating"
         with pytest.raises(ValueError, match="stop"), watchdog.naming("sampling"):
             raise ValueError("stop")
-        assert doing() == "evaluating"
+        assert name() == "evaluating"
     with watchdog.section("checkpoint"):
-        assert doing() == "saving"
-    assert doing() == ""
+        assert name() == "saving"
+    assert name() == ""
 
 
 @pytest.mark.parametrize(
@@ -210,4 +216,4 @@ def test_live_line_requires_terminal(terminal, dumb, log_format, is_live, tmp_pa
     if is_live:
         *_, writer = open_writers(console, config, "id", 3, live=live)
         writer.write(4, STEP)
-        assert live.text(Moment(4, "", 0.0), 40).startswith("step 4/20  20%  loss 3.2145")
+        assert live.text(Activity(4, "", 0.0), 40).startswith("step 4/20  20%  loss 3.2145")

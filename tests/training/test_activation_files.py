@@ -29,7 +29,7 @@ def test_write_replaces_existing_and_partial_directories(tmp_path):
         location = tmp_path / "activations" / torn
         location.mkdir(parents=True)
         (location / "residual.npy").write_text("half")
-    directory = activation_files.of_step(tmp_path, 5)
+    directory = activation_files.step_directory(tmp_path, 5)
     activation_files.write(directory, sequences(4), {})
     activation_files.write(
         directory, ({"mlp": sequence["residual"]} for sequence in sequences(2, 3.0)), {}
@@ -43,7 +43,7 @@ def test_write_replaces_existing_and_partial_directories(tmp_path):
 
 
 def test_full_disk_leaves_previous_directory_unchanged(tmp_path, monkeypatch):
-    directory = activation_files.of_step(tmp_path, 5)
+    directory = activation_files.step_directory(tmp_path, 5)
     activation_files.write(directory, sequences(1), {})
     drawn = []
 
@@ -52,7 +52,7 @@ def test_full_disk_leaves_previous_directory_unchanged(tmp_path, monkeypatch):
         if len(drawn) > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(activation_files._Growing, "add", add)
+    monkeypatch.setattr(activation_files.AppendableArray, "add", add)
     remaining = sequences(4)
     with pytest.raises(OSError, match="No space"):
         activation_files.write(directory, remaining, {})

@@ -213,7 +213,7 @@ def test_wait_returns_result_without_signal():
         assert signals.wait_for(lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
             signals.wait_for(lambda: 1 // 0)
-        assert not signals.left_work
+        assert not signals.has_background_thread
 
 
 @pytest.mark.parametrize("end", [Exit.SIGNAL, Exit.INTERVAL, Exit.NON_FINITE, ZeroDivisionError])

@@ -133,5 +133,5 @@ def _host_names() -> list[str]:
     mine = np.zeros(_NAME_BYTES, np.uint8)
     name = socket.gethostname().encode()[:_NAME_BYTES]
     mine[: len(name)] = np.frombuffer(name, np.uint8)
-    everyones = multihost_utils.process_allgather(mine)
-    return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in everyones]
+    names = multihost_utils.process_allgather(mine)
+    return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]

@@ -28,7 +28,7 @@ from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 log = logging.getLogger(__name__)
 
 Hasher = Callable[[Params], UInt32[Array, "device parameter"]]
-Odd = dict[jax.Device, list[str]]
+Outliers = dict[jax.Device, list[str]]
 """Device -> names of the parameters whose replica differs from the other replicas."""
 
 
@@ -56,14 +56,14 @@ class WeightHashes(RunCallback):
         if self._hash is None:
             self._hash = make_hasher(params, self._mesh)
         table = multihost_utils.process_allgather(self._hash(params), tiled=True)
-        odd = find_odd(table, params, self._mesh)
-        for device, names in odd.items():
+        outliers = find_outliers(table, params, self._mesh)
+        for device, names in outliers.items():
             log.error(
                 "Parameter hashes not matching across DP replicas: at step %d, %s (process %d) "
                 "differs from the others in %d parameters: %s",
                 step, device, device.process_index, len(names), ", ".join(names),
             )  # fmt: skip
-        if odd:
+        if outliers:
             return Exit.UNHEALTHY
         log.info(">>> Weight hashes match after %d iterations...", step)
         return None
@@ -95,12 +95,14 @@ def make_hasher(params: Params, mesh: Mesh) -> Hasher:
     )
 
 
-def find_odd(table: UInt32[np.ndarray, "device parameter"], params: Params, mesh: Mesh) -> Odd:
+def find_outliers(
+    table: UInt32[np.ndarray, "device parameter"], params: Params, mesh: Mesh
+) -> Outliers:
     """Return the devices whose hashes differ from those of most replicas of the same shard.
 
     If only two replicas exist and differ, either may be wrong; the later device is returned.
     """
-    odd: Odd = collections.defaultdict(list)
+    outliers: Outliers = collections.defaultdict(list)
     leaves = jax.tree.leaves_with_path(params)
     for column, (path, leaf) in zip(table.T, leaves, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -114,5 +116,5 @@ def find_odd(table: UInt32[np.ndarray, "device parameter"], params: Params, mesh
             ((usual, _),) = counts.most_common(1)
             for device in devices:
                 if hashes[device] != usual:
-                    odd[device].append(name)
-    return odd
+                    outliers[device].append(name)
+    return outliers

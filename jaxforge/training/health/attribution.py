@@ -75,10 +75,10 @@ class Attribution:
         number = int(metrics["step"])
         state, is_same = run_again(step, state, batch, metrics, controls)
         if not is_same:
-            odd = odd_devices()
+            outliers = outlier_devices()
             log.error(
                 "step %d, rerun from the same state, gave another result: the hardware is faulty. "
-                "%s", number, _describe(odd),
+                "%s", number, _describe(outliers),
             )  # fmt: skip
             return state, Exit.MACHINE
         worst = worst_rows(np.asarray(jax.device_get(self._row_losses(state.variables, batch))))
@@ -91,10 +91,10 @@ class Attribution:
         return state, None
 
 
-def _describe(odd: Sequence[jax.Device]) -> str:
-    if not odd:
+def _describe(outliers: Sequence[jax.Device]) -> str:
+    if not outliers:
         return "No device fails the test computation, so the fault is intermittent"
-    devices = ", ".join(f"{device} of process {device.process_index}" for device in odd)
+    devices = ", ".join(f"{device} of process {device.process_index}" for device in outliers)
     return f"These devices compute another result than the others: {devices}"
 
 
@@ -153,7 +153,7 @@ def worst_rows(losses: Float[np.ndarray, "m b"]) -> list[tuple[int, float]]:
     return [(int(i), float(flat[i])) for i in rows[:_NAMED]]
 
 
-def odd_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
+def outlier_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
     """Return the devices of all processes whose checksum differs from that of most devices.
 
     Args:

@@ -14,7 +14,7 @@ The loop launches steps ahead of the devices, so a tick does not mean that a ste
 when the devices stop, launches stop soon after (the runtime allows about 32 steps in flight), and
 the ticks with them. Hence the step limit must cover about 32 steps.
 
-The live line of a terminal shows the current section (`Watchdog.moment`); `naming` describes the
+The live line of a terminal shows the current section (`Watchdog.activity`); `naming` describes the
 activity within a section.
 
 Only seconds in which the thread ran count. A process that was suspended (SIGSTOP, a closed laptop,
@@ -37,13 +37,13 @@ from jaxforge.cli.process import end_now
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import safe_files
-from jaxforge.telemetry.live_line import Moment
+from jaxforge.telemetry.live_line import Activity
 
 log = logging.getLogger(__name__)
 
 SectionName = Literal["training", "evaluation", "checkpoint", "data", "end"]
 
-_DOING: dict[SectionName, str] = {
+_ACTIVITIES: dict[SectionName, str] = {
     "training": "starting",  # until its first tick
     "evaluation": "evaluating",
     "checkpoint": "saving",
@@ -81,7 +81,7 @@ class _Section:
     name: SectionName
     limit: float
     key: str  # key of [train] that sets the limit
-    doing: str  # current activity; empty while it steps
+    activity: str  # current activity; empty while it steps
     since: float = dataclasses.field(default_factory=time.monotonic)  # start of the activity
     idle: float = 0.0  # seconds without progress
 
@@ -123,7 +123,7 @@ class Watchdog:
             if section.name in ("training", "evaluation"):
                 section.limit, section.key = self._limits.step, "watchdog_step_sec"
             if section.name == "training":
-                section.doing, section.since = "", time.monotonic()
+                section.activity, section.since = "", time.monotonic()
             if step is not None:
                 self._last_step = step
 
@@ -146,24 +146,24 @@ class Watchdog:
                 self._sections.pop()
 
     @contextlib.contextmanager
-    def naming(self, doing: str) -> Iterator[None]:
+    def naming(self, activity: str) -> Iterator[None]:
         """Name the activity of the block, without a change of limits.
 
         Args:
-            doing: activity, such as "compiling".
+            activity: activity, such as "compiling".
         """
         section = self._sections[-1]
-        before, section.doing, section.since = section.doing, doing, time.monotonic()
+        before, section.activity, section.since = section.activity, activity, time.monotonic()
         try:
             yield
         finally:
-            section.doing, section.since = before, time.monotonic()
+            section.activity, section.since = before, time.monotonic()
 
-    def moment(self) -> Moment:
+    def activity(self) -> Activity:
         """Return the current activity of the process."""
         with self._lock:
             section = self._sections[-1]
-            return Moment(self._last_step, section.doing, time.monotonic() - section.since)
+            return Activity(self._last_step, section.activity, time.monotonic() - section.since)
 
     def idle(self, seconds: float) -> str | None:
         """Count seconds without progress.
@@ -185,11 +185,11 @@ class Watchdog:
 
     def _new(self, name: SectionName) -> _Section:
         if name in ("data", "end"):
-            return _Section(name, 0.0, "", _DOING[name])
+            return _Section(name, 0.0, "", _ACTIVITIES[name])
         if name == "checkpoint":
             limit = self._limits.checkpoint
-            return _Section(name, limit, "watchdog_checkpoint_sec", _DOING[name])
-        return _Section(name, self._limits.setup, "watchdog_setup_sec", _DOING[name])
+            return _Section(name, limit, "watchdog_checkpoint_sec", _ACTIVITIES[name])
+        return _Section(name, self._limits.setup, "watchdog_setup_sec", _ACTIVITIES[name])
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SEC):

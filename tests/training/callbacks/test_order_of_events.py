@@ -111,7 +111,7 @@ def test_docs_contain_the_table():
 
 @pytest.mark.parametrize("event", ORDER, ids=lambda event: event.name)
 def test_files_of_the_table_exist(event):
-    for path in re.findall(r"`([a-z_/]+\.py)`", event.where):
+    for path in re.findall(r"`([a-z_/]+\.py)`", event.location):
         assert (ROOT / "jaxforge" / path).is_file()
 
 

@@ -13,7 +13,7 @@ from jaxforge.training.health import attribution
 from jaxforge.training.health.attribution import (
     Attribution,
     make_row_losses,
-    odd_devices,
+    outlier_devices,
     worst_rows,
 )
 from tests.conftest import tiny_config
@@ -74,7 +74,7 @@ def test_different_result_blames_hardware(bad_step, caplog, monkeypatch):
 
 
 def test_agreeing_devices_are_not_reported():
-    assert odd_devices() == []
+    assert outlier_devices() == []
 
 
 def test_worst_rows_are_nonfinite_or_largest():
