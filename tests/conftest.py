@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -148,6 +149,13 @@ def two_devices():
     """Give the runs of a file two devices; see `one_device`."""
     with helpers.devices_here(2):
         yield
+
+
+@pytest.fixture
+def messages(caplog, monkeypatch):
+    """Captured log messages of jaxforge."""
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    return caplog
 
 
 @pytest.fixture

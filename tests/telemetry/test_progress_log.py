@@ -1,7 +1,6 @@
 """Contents of progress.txt with a fake clock, and reading of the file."""
 
 import datetime
-import logging
 import types
 
 import pytest
@@ -34,12 +33,6 @@ def clock(monkeypatch):
     )
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     return Clock
-
-
-@pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    return caplog
 
 
 @pytest.fixture
@@ -147,10 +140,10 @@ def test_first_job_has_same_device_count(path, text, devices, day, flops):
         "2026-08-02 00:00:00\tJob ID: 1\t# GPUs: 8\tSaved checkpoint\tIteration: 7\tJob thr",
     ],
 )  # fmt: skip
-def test_invalid_lines_are_ignored_with_warning(path, warnings, bad):
+def test_invalid_lines_are_ignored_with_warning(path, messages, bad):
     path.write_text(FOUR_AGAIN + bad + "\n" + EIGHT_AGAIN)
     assert start_time_and_flops(path, 8) == (datetime.datetime(2026, 8, 4), 0.0)
-    assert warnings.messages == [f"{path}:2 is not a line of a progress log: ignored"]
+    assert messages.messages == [f"{path}:2 is not a line of a progress log: ignored"]
 
 
 def test_file_without_matching_job_raises(path):
@@ -159,11 +152,11 @@ def test_file_without_matching_job_raises(path):
         start_time_and_flops(path, 16)
 
 
-def test_unwritable_line_does_not_stop_run(tmp_path, warnings, clock):
+def test_unwritable_line_does_not_stop_run(tmp_path, messages, clock):
     progress = ProgressLog(tmp_path, 8, flops=0.0)  # a directory
     clock.seconds = 1.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
-    assert ": Is a directory. The run continues" in warnings.text
+    assert ": Is a directory. The run continues" in messages.text
     with pytest.raises(StorageError, match="lacks the last 2 lines: Is a directory"):
         progress.close()
     tmp_path.rmdir()

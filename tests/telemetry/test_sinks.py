@@ -41,12 +41,6 @@ class Disk(io.FileIO):
 
 
 @pytest.fixture
-def messages(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    return caplog
-
-
-@pytest.fixture
 def disk(monkeypatch):
     """A fake disk for the files of lines, whose room the test sets."""
     monkeypatch.setattr(Disk, "room", 10**9)

@@ -50,10 +50,9 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    caplog.set_level(logging.INFO, "jaxforge")
-    return caplog
+def logged(messages):
+    messages.set_level(logging.INFO, "jaxforge")
+    return messages
 
 
 DUE = TrainConfig(exit_interval=4, exit_duration_in_mins=2)
@@ -101,7 +100,7 @@ def test_command_starts_with_its_process(monkeypatch):
     assert (process.began(), process.began_env()["JAXFORGE_BEGAN"]) == (12.5, "12.5")
 
 
-def test_exit_messages_match_megatron(clock, said):
+def test_exit_messages_match_megatron(clock, logged):
     asked = Exits(DUE, received := Received(Exit.SIGNAL))
     asked.requested(4)
     received.stop = None
@@ -109,7 +108,7 @@ def test_exit_messages_match_megatron(clock, said):
     clock.seconds = 150.0
     asked.requested(5)
     when = "datetime: noon by %Y-%m-%d %H:%M:%S "
-    assert said.messages == [
+    assert logged.messages == [
         f"[exiting program after receiving SIGTERM.] {when}",
         f"[exiting program at iteration 4] {when}",
         f"[exiting program after 2.5 minutes] {when}",
@@ -143,7 +142,7 @@ def test_clock_of_process_zero_decides_for_all(clock, monkeypatch, process, sent
 )
 @pytest.mark.parametrize("process", [0, 1])
 def test_processes_agree_on_exit_reason(
-    clock, said, monkeypatch, process, received, time_is_up, reason, name
+    clock, logged, monkeypatch, process, received, time_is_up, reason, name
 ):
     """Repeated requests give the same reason, although the service reports the point only once."""
     service = types.SimpleNamespace(
@@ -166,7 +165,7 @@ def test_processes_agree_on_exit_reason(
         assert asked.requested(2) is None
         assert signals.requested() is reason  # between two batches of an evaluation
         assert asked.requested(2) is reason
-    assert (f"receiving {name}." if name else "after 2.5 minutes") in said.messages[-1]
+    assert (f"receiving {name}." if name else "after 2.5 minutes") in logged.messages[-1]
 
 
 @pytest.mark.parametrize("process", [0, 1])

@@ -1,7 +1,6 @@
 """Starts that would lose data or change a run: refusals and warnings."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -194,8 +193,7 @@ def test_home_directory_is_expanded_in_every_path(monkeypatch):
         load_config(None, ["--checkpoint.dir=~nobody0/x"])
 
 
-def test_eos_without_effect_raises_or_warns(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+def test_eos_without_effect_raises_or_warns(tmp_path, messages):
     np.save(tmp_path / "a.npy", np.arange(999, dtype=np.uint16) % 100)
 
     def data(eos, **keys):
@@ -210,6 +208,6 @@ def test_eos_without_effect_raises_or_warns(tmp_path, caplog, monkeypatch):
     with pytest.raises(UserError, match=r"token 256, which ends documents, is outside"):
         open_training_data(tiny_config(data=data(None, tokenizer_path="byte")))
     open_training_data(tiny_config(data=data(7)))
-    assert not caplog.messages
+    assert not messages.messages
     open_training_data(tiny_config(data=data(200)))
-    assert "token 200, which ends documents, is not among the first 999 tokens" in caplog.text
+    assert "token 200, which ends documents, is not among the first 999 tokens" in messages.text

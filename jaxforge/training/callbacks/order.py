@@ -103,9 +103,3 @@ def position(callback: Callback) -> int:
     """Return the index of the row of `ORDER` for a callback."""
     rows = {event.callback: i for i, event in enumerate(ORDER)}
     return next(rows[base] for base in type(callback).__mro__ if base in rows)
-
-
-def order_table() -> str:
-    """Return `ORDER` as the table of docs/loop.md."""
-    rows = (f"| {event.name} | {event.description} | {event.location} |\n" for event in ORDER)
-    return "| | what | where |\n|---|---|---|\n" + "".join(rows)

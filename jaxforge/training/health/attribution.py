@@ -76,9 +76,15 @@ class Attribution:
         state, is_same = run_again(step, state, batch, metrics, controls)
         if not is_same:
             outliers = outlier_devices()
+            devices = ", ".join(
+                f"{device} of process {device.process_index}" for device in outliers
+            )
+            verdict = "No device fails the test computation, so the fault is intermittent"
+            if outliers:
+                verdict = f"These devices compute another result than the others: {devices}"
             log.error(
                 "step %d, rerun from the same state, gave another result: the hardware is faulty. "
-                "%s", number, _describe(outliers),
+                "%s", number, verdict,
             )  # fmt: skip
             return state, Exit.MACHINE
         worst = worst_rows(np.asarray(jax.device_get(self._row_losses(state.variables, batch))))
@@ -89,13 +95,6 @@ class Attribution:
             "; ".join(f"{self._name_of(first + i)} ({loss:.6g} nats)" for i, loss in worst),
         )  # fmt: skip
         return state, None
-
-
-def _describe(outliers: Sequence[jax.Device]) -> str:
-    if not outliers:
-        return "No device fails the test computation, so the fault is intermittent"
-    devices = ", ".join(f"{device} of process {device.process_index}" for device in outliers)
-    return f"These devices compute another result than the others: {devices}"
 
 
 def run_again(

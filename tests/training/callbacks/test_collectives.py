@@ -1,6 +1,5 @@
 """Health check of collectives: wrong, late and failing answers end the run."""
 
-import logging
 import threading
 
 import jax
@@ -30,12 +29,6 @@ def check(compiled, monkeypatch):
     """Return the check; tests may replace its program."""
     monkeypatch.setattr(compiled, "_sum", compiled._sum)
     return compiled
-
-
-@pytest.fixture(autouse=True)
-def messages(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    return caplog
 
 
 def test_healthy_devices_pass_repeatedly(check, messages):

@@ -83,10 +83,9 @@ def test_synchronization_waits_for_state(monkeypatch):
 
 
 @pytest.fixture
-def reports(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    caplog.set_level(logging.INFO, "jaxforge")
-    return caplog
+def reports(messages):
+    messages.set_level(logging.INFO, "jaxforge")
+    return messages
 
 
 def test_memory_is_reported_once(reports, monkeypatch):

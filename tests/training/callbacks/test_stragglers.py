@@ -51,9 +51,8 @@ def test_report_names_the_slow_host():
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_slow_host_ends_run_only_if_enabled(monkeypatch, caplog, stop):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    caplog.set_level(logging.WARNING, "jaxforge")
+def test_slow_host_ends_run_only_if_enabled(monkeypatch, messages, stop):
+    messages.set_level(logging.WARNING, "jaxforge")
     clock = iter([HostTimes(100, 50, 9), HostTimes(110, 51, 10), HostTimes(120, 56, 11)])
     fast_host = np.array([1.0, 0.1, 0.1], np.float32)
 
@@ -70,7 +69,9 @@ def test_slow_host_ends_run_only_if_enabled(monkeypatch, caplog, stop):
     tracker = types.SimpleNamespace(host_times=lambda: next(clock))
     assert check.on_interval(after(10, tracker=tracker)) is None  # these steps include the setup
     assert check.on_interval(after(20, tracker=tracker)) is None
-    assert not caplog.messages
+    assert not messages.messages
     assert check.on_interval(after(30, tracker=tracker)) is (Exit.STRAGGLER if stop else None)
-    assert caplog.messages[0].startswith("step 30: host 0 (node17) is slow: per step it waits 0.5")
-    assert ("Exiting program due to straggler detection." in caplog.messages) == stop
+    assert messages.messages[0].startswith(
+        "step 30: host 0 (node17) is slow: per step it waits 0.5"
+    )
+    assert ("Exiting program due to straggler detection." in messages.messages) == stop

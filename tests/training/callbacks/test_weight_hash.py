@@ -66,23 +66,19 @@ def swap_first_two(data):
     data[:2] = data[[1, 0]]
 
 
-def test_equal_replicas_match(check, params, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    with caplog.at_level(logging.INFO, "jaxforge"):
+def test_equal_replicas_match(check, params, messages):
+    with messages.at_level(logging.INFO, "jaxforge"):
         assert check.on_interval(after(20, State(params))) is None
-    assert ">>> Weight hashes match after 20 iterations..." in caplog.messages
+    assert ">>> Weight hashes match after 20 iterations..." in messages.messages
 
 
 @pytest.mark.parametrize("change", [flip_lowest_bit, swap_first_two])
 @pytest.mark.parametrize("name", ["embedding", "norm"])
-def test_differing_replica_is_named_with_its_device(
-    check, mesh, params, caplog, monkeypatch, name, change
-):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+def test_differing_replica_is_named_with_its_device(check, mesh, params, messages, name, change):
     device = mesh.devices[2, 1]
     params[name]["weight"] = with_copy_changed(params[name]["weight"], device, change)
     assert check.on_interval(after(30, State(params))) is Exit.UNHEALTHY
-    [message] = {m for m in caplog.messages if "not matching" in m}
+    [message] = {m for m in messages.messages if "not matching" in m}
     assert message == (
         f"Parameter hashes not matching across DP replicas: at step 30, {device} (process 0) "
         f"differs from the others in 1 parameters: {name}.weight"
