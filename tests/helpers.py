@@ -283,7 +283,7 @@ def unsplittable(attend):
 
 def use_unsplittable_kernel(monkeypatch):
     """In place of the default kernel."""
-    kernel = attention_backends.opaque(
+    kernel = attention_backends.opaque_kernel(
         unsplittable(attention_backends.BACKENDS["blockwise"].attend),
         attention_backends.BACKENDS["blockwise"].unsupported_reason,
     )

@@ -56,6 +56,8 @@ def grouped_matmul(
     # of an array over the axes that the array itself does not vary over.
     arrays = x_MI, w_GOI, sizes_G, gradient_GOI
     axes = collectives.varying_axes(arrays)
+    # A custom gradient, because the gradient of weights is a product of another kind, and because
+    # opaque kernels have no gradients of their own.
     return _matmul(backend, *jax.tree.map(lambda array: collectives.varying(array, axes), arrays))
 
 
@@ -118,6 +120,7 @@ def _megablox_unsupported(at: ProductRequirements) -> str | None:
 def _mosaic_unsupported(at: ProductRequirements) -> str | None:
     if at.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
+    # The kernels use WGMMA, an instruction of Hopper only.
     if at.capability != "9.0":
         return f"it needs Hopper, compute capability 9.0, and these GPUs have {at.capability}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
@@ -156,6 +159,7 @@ def _import_backend(
     return Products(matmul, of_rows, of_weights, unsupported_reason, is_opaque=True)
 
 
+# Pallas modules are imported at the first call, so that this table exists on any platform.
 GROUPED = {
     "blocks": Products(
         grouped_blocks.matmul, grouped_blocks.gradient_of_rows,
@@ -183,7 +187,7 @@ def choose_grouped(requested: str, at: ProductRequirements) -> str:
     if problem is None:
         return name
     if requested == "auto":
-        return "blocks"
+        return "blocks"  # which runs anywhere
     raise UserError(
         f'model.moe_backend = "{requested}" is not supported: {problem}. To use a supported '
         'kernel, set model.moe_backend = "auto"'

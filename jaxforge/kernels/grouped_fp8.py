@@ -61,6 +61,7 @@ def _forward(
     y_MO = GROUPED[backend].matmul(
         _dequantize(x_8, x_MI.dtype), _dequantize(w_GOI, x_MI.dtype), sizes_G
     )
+    # A scalar carries the dtype of the weights' gradient to the backward pass, without its memory.
     return y_MO, (x_8, w_GOI, sizes_G, jnp.zeros((), gradient_GOI.dtype))
 
 
@@ -69,6 +70,7 @@ def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, None, No
     # The saved x_8 and W take one byte per value. Widening is exact: an 8-bit value times a power
     # of two fits the mantissa of bfloat16.
     products, dtype = GROUPED[backend], dy_MO.dtype
+    # Both products use the same rounded dy, with one scale for all rows of this device.
     rounded_dy = _dequantize(quantize_tensor(_mask_unused_rows(dy_MO, sizes_G), E5M2), dtype)
     dx_MI = products.gradient_of_rows(rounded_dy, _dequantize(w_GOI, dtype), sizes_G)
     dw_GOI = products.gradient_of_weights(_dequantize(x_8, dtype), rounded_dy, sizes_G)
