@@ -163,8 +163,8 @@ class LiveLine:
         if metrics:
             yield f"loss {metrics['train/loss']:.4f}"
             yield f"{human(metrics['train/tokens_per_sec'])} tok/s"
-        if not activity.name and (left := self.seconds_left(activity)):
-            yield f"{clock(left)} left"
+        if not activity.name and (remaining := self.seconds_left(activity)):
+            yield f"{clock(remaining)} left"
         if skipped := metrics.get("train/skipped_steps"):
             yield f"{skipped:.0f} skipped"
 
@@ -182,8 +182,8 @@ class LiveLine:
             return None
         steps, seconds = (sum(n) for n in zip(*((k, k * s) for k, s in self._pace), strict=True))
         step_time = seconds / steps
-        left = (self._max_steps - self._current_step(activity)) * step_time
-        return max(0.0, left - min(activity.seconds, step_time))
+        remaining = (self._max_steps - self._current_step(activity)) * step_time
+        return max(0.0, remaining - min(activity.seconds, step_time))
 
 
 def _room(line: str, width: int) -> int:

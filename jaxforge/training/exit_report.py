@@ -73,14 +73,14 @@ def check_learned(config: TrainConfig, progress: Progress) -> None:
             n <= progress.step for n in config.iterations_to_skip
         ),
     }
-    others = "had no valid label"
+    other_reason = "had no valid label"
     if config.mixed_precision == "fp16":
-        others += ", or gradients that overflowed"
-    counts[others] = progress.step - sum(counts.values())
+        other_reason += ", or gradients that overflowed"
+    counts[other_reason] = progress.step - sum(counts.values())
+    causes = ", ".join(f"{n} {description}" for description, n in counts.items() if n)
     raise UserError(
-        f"nothing was learned: none of {progress.step} update(s) was applied. Of these, "
-        f"{', '.join(f'{n} {what}' for what, n in counts.items() if n)}. Check the data and "
-        "their loss masks. If prompts are longer than a sequence, raise train.seq_len"
+        f"nothing was learned: none of {progress.step} update(s) was applied. Of these, {causes}. "
+        "Check the data and their loss masks. If prompts are longer than a sequence, raise train.seq_len"
     )
 
 

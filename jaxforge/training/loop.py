@@ -104,8 +104,8 @@ class Trainer:
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
         """Prepare the first step. A run may resume within an evaluation, or at its end."""
         progress, watchdog = self.progress, self.instruments.watchdog
-        wanted = self.bad_steps.rollback or (progress.step == 0 and self.saver.is_due(0))
-        if wanted and self.saver.latest() is None:
+        needs_checkpoint = self.bad_steps.rollback or (progress.step == 0 and self.saver.is_due(0))
+        if needs_checkpoint and self.saver.latest() is None:
             self._save()  # a rollback needs a checkpoint to return to
         reason = None
         if progress.validation:
@@ -241,10 +241,12 @@ class Trainer:
         All processes have the same metrics, so they come to the same decision.
         """
         step, metrics = self.progress.step, self.instruments.tracker.take_logged() | evaluation
-        why = EarlyStop(self.config.early_stop, self.progress.early_stop).reason(step, metrics)
-        if why is None:
+        explanation = EarlyStop(self.config.early_stop, self.progress.early_stop).reason(
+            step, metrics
+        )
+        if explanation is None:
             return None
-        log.info("stopping early at step %d: %s", step, why)
+        log.info("stopping early at step %d: %s", step, explanation)
         return Exit.EARLY_STOPPED
 
     def _reason_to_stop(self, exits: Exits) -> Exit | None:

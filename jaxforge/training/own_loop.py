@@ -35,8 +35,8 @@ def open_batches(program: Program, progress: Progress) -> Iterator[Batch]:
         UserError: the data are missing or damaged, or do not fit the model.
     """
     config, dataset = program.config, open_training_data(program.config)
-    left = config.train.max_steps - progress.step
-    return training_batches(config, program.mesh, dataset, progress.samples, n_updates=left)
+    n_updates = config.train.max_steps - progress.step
+    return training_batches(config, program.mesh, dataset, progress.samples, n_updates=n_updates)
 
 
 def open_evaluator(program: Program) -> Evaluator:

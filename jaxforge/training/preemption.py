@@ -144,8 +144,8 @@ class Signals:
         """
         # On CPU, programs that run at the same time mix up their messages: finish the steps first.
         jax.block_until_ready(jax.live_arrays())
-        mine = np.array([self._received or 0, self._is_time_up, self._has_failed], np.int32)
-        received, is_time_up, has_failed = multihost_utils.process_allgather(mine).T
+        status = np.array([self._received or 0, self._is_time_up, self._has_failed], np.int32)
+        received, is_time_up, has_failed = multihost_utils.process_allgather(status).T
         if received.any():
             self._received = signal.Signals(received[received > 0].min())  # SIGINT takes precedence
         self._is_time_up = bool(is_time_up.any())

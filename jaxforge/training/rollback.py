@@ -52,8 +52,8 @@ class Rollback:
             for step in self._checkpoints.steps()
             if self._checkpoints.progress(step).consecutive_bad == 0
         ]
-        again = progress.rollbacks and good and progress.rollbacks[-1]["to"] == good[-1]
-        return good[-2 if again and len(good) > 1 else -1] if good else None
+        is_repeated = progress.rollbacks and good and progress.rollbacks[-1]["to"] == good[-1]
+        return good[-2 if is_repeated and len(good) > 1 else -1] if good else None
 
     def go(self, state: TrainState, progress: Progress, target: int) -> TrainState:
         """Restore a checkpoint in place of the current state.

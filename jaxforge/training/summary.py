@@ -90,10 +90,10 @@ def _batch(config: JobConfig, ramp: BatchRamp) -> Iterator[str]:
 
 def _learning_rate(config: JobConfig) -> Iterator[str]:
     base = config.optimizer.lr_base_batch
-    fits = f", for updates of {base:,} sequences" if base else ""
-    yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{fits}"
-    for step, what in sorted(_turns(config).items()):
-        yield _at(step, f"{learning_rate_after(config, step):<10.4g}  {', '.join(what)}")
+    base_batch = f", for updates of {base:,} sequences" if base else ""
+    yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{base_batch}"
+    for step, changes in sorted(_turns(config).items()):
+        yield _at(step, f"{learning_rate_after(config, step):<10.4g}  {', '.join(changes)}")
 
 
 def _turns(config: JobConfig) -> dict[int, list[str]]:

@@ -105,10 +105,10 @@ def batches_from(
     ramp: BatchRamp,
 ) -> Iterator[Batch]:
     """Yield the batches from `progress` to the end of the run."""
-    at = progress.step, progress.samples
-    segments = phases.segments(progress.mixtures, *at, lambda step: ramp.samples_at(step, at))
+    start = progress.step, progress.samples
+    segments = phases.segments(progress.mixtures, *start, lambda step: ramp.samples_at(step, start))
     for span in ramp.spans(progress.step, config.train.max_steps - progress.step):
-        first = ramp.samples_at(span.start, at)
+        first = ramp.samples_at(span.start, start)
         yield from loader.training_batches(
             config, mesh, dataset, first, span.n_updates, segments, span.accum
         )

@@ -37,9 +37,9 @@ def test_windows_count_visible_tokens():
     a_key = 12 * full.n_heads * full.head_size  # two products per query, three times
     saved = flops.flops_per_token(full, 512) - flops.flops_per_token(local, 512)
     assert saved == 2 * a_key * (512 - 100)
-    seen = [sum(min(q + 0.5, window) for q in range(512)) / 512 for window in (512, 100)]
+    pairs = [sum(min(q + 0.5, window) for q in range(512)) / 512 for window in (512, 100)]
     saved = flops.causal_flops_per_token(full, 512) - flops.causal_flops_per_token(local, 512)
-    assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
+    assert saved == pytest.approx(2 * a_key * (pairs[0] - pairs[1]), rel=1e-4)
 
 
 def test_chunks_count_visible_tokens():
@@ -48,9 +48,9 @@ def test_chunks_count_visible_tokens():
     a_key = 12 * full.n_heads * full.head_size
     saved = flops.flops_per_token(full, 512) - flops.flops_per_token(local, 512)
     assert saved == 2 * a_key * (512 - 100)
-    seen = [sum(q % chunk + 0.5 for q in range(512)) / 512 for chunk in (512, 100)]
+    pairs = [sum(q % chunk + 0.5 for q in range(512)) / 512 for chunk in (512, 100)]
     saved = flops.causal_flops_per_token(full, 512) - flops.causal_flops_per_token(local, 512)
-    assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
+    assert saved == pytest.approx(2 * a_key * (pairs[0] - pairs[1]), rel=1e-4)
 
 
 @pytest.mark.parametrize(

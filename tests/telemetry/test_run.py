@@ -56,12 +56,12 @@ def test_sinks_receive_durations_of_saves(run):
 
 def test_sinks_have_equal_values(run):
     (line,) = [x for x in run.lines() if x["step"] == 16 and "train/loss" in x]
-    _, of_tensorboard = points(run)[-1]
+    _, tensorboard_steps = points(run)[-1]
     row = wandb_history(starts(run)[1])[16]
     for name in ("train/loss", "train/grad_norm", "train/lr", "smoothed/loss", "train/tokens"):
-        assert of_tensorboard[name] == pytest.approx(line[name])
+        assert tensorboard_steps[name] == pytest.approx(line[name])
         assert row[name] == line[name]
-    assert of_tensorboard.keys() == line.keys() - {"step", "time"}
+    assert tensorboard_steps.keys() == line.keys() - {"step", "time"}
 
 
 def test_resume_continues_wandb_and_rewinds_tensorboard(run):

@@ -148,10 +148,10 @@ def test_log_on_full_disk_warns_once(tmp_path, capfd):
     with contextlib.suppress(OSError), Path("/dev/full").open("w") as handler.stream:
         log.info("one")
         log.info("two")
-    said = capfd.readouterr().err
-    assert said.count("cannot write log messages to ") == 1
-    assert "Traceback" not in said
-    assert "two" in said
+    stderr = capfd.readouterr().err
+    assert stderr.count("cannot write log messages to ") == 1
+    assert "Traceback" not in stderr
+    assert "two" in stderr
     handler.stream = whole
     log.info("three")
     assert "three" in (tmp_path / "logs" / "process_0.log").read_text()
@@ -186,19 +186,19 @@ def test_tensorboard_has_config_and_hyperparameters(tmp_path):
     lines = text.tensor.string_val[0].decode().splitlines()
     assert "    [optimizer]" in lines
     assert "    lr = 0.003" in lines
-    of_runs = {v.tag: HParamsPluginData.FromString(v.metadata.plugin_data.content)
+    plugin_data = {v.tag: HParamsPluginData.FromString(v.metadata.plugin_data.content)
                for v in values if v.metadata.plugin_data.plugin_name == "hparams"}  # fmt: skip
-    experiment = of_runs["_hparams_/experiment"].experiment
+    experiment = plugin_data["_hparams_/experiment"].experiment
     assert {metric_info.name.tag for metric_info in experiment.metric_infos} == {
         "train/loss",
         "eval/loss",
     }
-    started = of_runs["_hparams_/session_start_info"].session_start_info.hparams
+    started = plugin_data["_hparams_/session_start_info"].session_start_info.hparams
     assert started["optimizer.lr"].number_value == 0.003
     assert started["optimizer.name"].string_value == "adamw"
     assert started["model.dim"].number_value == 64
     assert "train.global_batch_size" not in started  # not set
-    assert "_hparams_/session_end_info" in of_runs
+    assert "_hparams_/session_end_info" in plugin_data
     stopped = [v.tag for event in events(tmp_path / "75") for v in event.summary.value]
     assert "_hparams_/session_end_info" not in stopped  # the session continues
 

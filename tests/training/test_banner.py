@@ -12,14 +12,16 @@ from tests.conftest import tiny_config
 from tests.helpers import setup
 
 
-def said(progress, **sections):
+def banner_rows(progress, **sections):
     s = setup(tiny_config(distributed={"dp_shard": 2}, **sections))
     return rows(s, s.abstract_state(), progress)
 
 
 def test_banner_shows_totals():
     train = {"max_steps": 1000, "seed": 7, "data_seed": 8}
-    reported = said(Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"})
+    reported = banner_rows(
+        Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"}
+    )
     assert reported["length"] == "1,000 steps, 512K tokens, 4 epochs"
     assert reported["data"] == "texts: 128K tokens"
     assert reported["seed"] == "7, of the data 8"
@@ -32,7 +34,7 @@ def test_banner_shows_totals():
 
 
 def test_banner_without_data_shows_resumed_step():
-    reported = said(Progress(step=5))
+    reported = banner_rows(Progress(step=5))
     assert reported["length"] == "20 steps, 10.2K tokens; from step 5 on"
     assert reported["data"] == "synthetic random tokens (no data)"
     assert reported["seed"] == "42"
@@ -41,7 +43,7 @@ def test_banner_without_data_shows_resumed_step():
 def test_banner_fits_narrow_terminal():
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, color_system=None)
-    banner(console, said(Progress()))
+    banner(console, banner_rows(Progress()))
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("model")

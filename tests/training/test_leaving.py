@@ -59,14 +59,14 @@ DUE = TrainConfig(exit_interval=4, exit_duration_in_mins=2)
 
 
 def test_signal_precedes_duration_and_interval(clock):
-    asked, signals = Exits(DUE, received := Received(Exit.SIGNAL)), received
+    exits, signals = Exits(DUE, received := Received(Exit.SIGNAL)), received
     clock.seconds = 121.0
-    assert asked.requested(8) is Exit.SIGNAL
+    assert exits.requested(8) is Exit.SIGNAL
     signals.stop = None
-    assert asked.requested(8) is Exit.DURATION
+    assert exits.requested(8) is Exit.DURATION
     clock.seconds = 119.0
-    assert asked.requested(8) is Exit.INTERVAL
-    assert asked.requested(9) is None
+    assert exits.requested(8) is Exit.INTERVAL
+    assert exits.requested(9) is None
     assert Exits(TrainConfig(), Received()).requested(8) is None
 
 
@@ -81,13 +81,13 @@ def test_duration_counts_from_start_of_command(clock):
 def test_duration_stops_evaluation(clock, monkeypatch, processes, reason, sent):
     """Several processes stop at the step that the preemption service determines."""
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    asked = Exits(DUE, signals := Received())
-    assert asked.requested_in_evaluation() is None
+    exits = Exits(DUE, signals := Received())
+    assert exits.requested_in_evaluation() is None
     clock.seconds = 121.0
-    assert asked.requested_in_evaluation() is reason
+    assert exits.requested_in_evaluation() is reason
     assert signals.sent == sent
     signals.stop = Exit.SIGNAL
-    assert asked.requested_in_evaluation() is Exit.SIGNAL
+    assert exits.requested_in_evaluation() is Exit.SIGNAL
 
 
 def test_command_starts_with_its_process(monkeypatch):
@@ -101,12 +101,12 @@ def test_command_starts_with_its_process(monkeypatch):
 
 
 def test_exit_messages_match_megatron(clock, logged):
-    asked = Exits(DUE, received := Received(Exit.SIGNAL))
-    asked.requested(4)
+    exits = Exits(DUE, received := Received(Exit.SIGNAL))
+    exits.requested(4)
     received.stop = None
-    asked.requested(4)
+    exits.requested(4)
     clock.seconds = 150.0
-    asked.requested(5)
+    exits.requested(5)
     when = "datetime: noon by %Y-%m-%d %H:%M:%S "
     assert logged.messages == [
         f"[exiting program after receiving SIGTERM.] {when}",
@@ -120,9 +120,9 @@ def test_clock_of_process_zero_decides_for_all(clock, monkeypatch, process, sent
     """All processes stop at the step that the preemption service determines."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    asked = Exits(TrainConfig(exit_duration_in_mins=2), signals := Received())
+    exits = Exits(TrainConfig(exit_duration_in_mins=2), signals := Received())
     clock.seconds = 1000.0
-    assert asked.requested(7) is None
+    assert exits.requested(7) is None
     assert signals.sent == sent
 
 
@@ -146,7 +146,7 @@ def test_processes_agree_on_exit_reason(
 ):
     """Repeated requests give the same reason, although the service reports the point only once."""
     service = types.SimpleNamespace(
-        reached_preemption_sync_point=lambda asked: asked == 3,
+        reached_preemption_sync_point=lambda exits: exits == 3,
         process_allgather=lambda mine: np.stack(
             [mine, others]
         ),  # order of processes does not matter
@@ -157,14 +157,14 @@ def test_processes_agree_on_exit_reason(
     monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(preemption.os, "kill", lambda *_: None)
     with Signals(timeout_seconds=60) as signals:
-        asked = Exits(TrainConfig(exit_duration_in_mins=2), signals)
-        assert asked.requested(1) is None
+        exits = Exits(TrainConfig(exit_duration_in_mins=2), signals)
+        assert exits.requested(1) is None
         if received[process]:
             signals._receive(received[process], None)
         clock.seconds = 150.0 if any(time_is_up) else 0.0
-        assert asked.requested(2) is None
+        assert exits.requested(2) is None
         assert signals.requested() is reason  # between two batches of an evaluation
-        assert asked.requested(2) is reason
+        assert exits.requested(2) is reason
     assert (f"receiving {name}." if name else "after 2.5 minutes") in logged.messages[-1]
 
 
@@ -174,7 +174,7 @@ def test_failed_save_precedes_other_exit_reasons(monkeypatch, process):
     sent = []
     mine, others = [np.array([signal.SIGINT, 0, i == 1]) for i in (process, 1 - process)]
     service = types.SimpleNamespace(
-        reached_preemption_sync_point=lambda asked: bool(sent),
+        reached_preemption_sync_point=lambda exits: bool(sent),
         process_allgather=lambda status: np.stack([status, others]),
     )
     monkeypatch.setattr(preemption, "multihost_utils", service)
@@ -264,8 +264,8 @@ def test_second_ctrl_c_raises_in_notebook(monkeypatch):
 
 
 def test_run_in_thread_works_without_signals(tmp_path):
-    of_train = {"max_steps": 2, "batch_size": 1}
-    config = tiny_config(train=of_train, checkpoint={"dir": str(tmp_path)})
+    section = {"max_steps": 2, "batch_size": 1}
+    config = tiny_config(train=section, checkpoint={"dir": str(tmp_path)})
     with devices_here(1), concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(train.run, config).result() is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_2").is_dir()

@@ -88,9 +88,9 @@ def test_edited_config_is_compared_with_last_start(run, capsys):
     path.write_text(text.replace("lr = 0.003", "lr = 0.002"))
     settings = ["--train.max_steps=3", f"--checkpoint.dir={run}"]
     assert train.run(load_config(path, settings)) is Exit.COMPLETED
-    said = capsys.readouterr().err
-    assert "changed since this run last started: optimizer.lr 0.003 -> 0.002" in said
-    assert "changed since this run last started: train.max_steps 2 -> 3" in said
+    log = capsys.readouterr().err
+    assert "changed since this run last started: optimizer.lr 0.003 -> 0.002" in log
+    assert "changed since this run last started: train.max_steps 2 -> 3" in log
 
 
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
@@ -148,9 +148,9 @@ def test_resume_without_data_on_random_tokens_raises(trained_on_data, tmp_path, 
 
 def test_loaded_weights_train_on_random_tokens_only_if_configured(trained_on_data, tmp_path):
     def run(dataset_type):
-        wanted = config(tmp_path / "new", 2, data={"dataset_type": dataset_type})
-        load = wanted.checkpoint.model_copy(update={"load_path": str(trained_on_data)})
-        return train.run(wanted.model_copy(update={"checkpoint": load}))
+        job = config(tmp_path / "new", 2, data={"dataset_type": dataset_type})
+        load = job.checkpoint.model_copy(update={"load_path": str(trained_on_data)})
+        return train.run(job.model_copy(update={"checkpoint": load}))
 
     with pytest.raises(UserError, match="random tokens would spoil"):
         run("auto")

@@ -42,7 +42,7 @@ def batches(n=2):
 
 
 @functools.cache
-def by_hand():
+def reference_sums():
     """Return the sums of the first batch, computed from the logits."""
     ours, batch = setup(config()), batches()[0]
     labels = batch["labels"].reshape(-1, 16)
@@ -52,8 +52,8 @@ def by_hand():
         return jax.nn.log_softmax(ours.model.logits(params, ours.model.hidden(params, tokens)))
 
     result = np.asarray(log_p(ours.state().params, batch["input_ids"].reshape(-1, 16)))
-    of_label = np.take_along_axis(result, np.maximum(labels, 0)[..., None], -1)[..., 0]
-    nats = -np.sum(np.where(labels >= 0, of_label, 0.0), -1)
+    label_logits = np.take_along_axis(result, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    nats = -np.sum(np.where(labels >= 0, label_logits, 0.0), -1)
     numbers = batch["dataset_idx"].reshape(-1)
     tokens = np.sum(labels >= 0, -1)
     return [
@@ -97,7 +97,7 @@ def test_dataset_sums_match_logits(compiled):
 
 
 def assert_sums_are_those_of_the_logits(ours, step):
-    nats, tokens = by_hand()
+    nats, tokens = reference_sums()
     assert tokens.tolist()[2:] == [0, 0]
     assert min(tokens[:2]) > 0
     with jax.set_mesh(ours.mesh):
@@ -115,12 +115,12 @@ def test_phase_scales_learning_rate_without_recompilation(compiled, lag):
     """Updates of plain Lion have the size of the learning rate; the next rate is logged."""
     ours, step = compiled
     phases = [{"start_step": 3, "lr_scale": 0.25}, {"start_step": 5, "lr_scale": 0.5}]
-    of_run = TrainingData(iter, Phases.of(DataConfig(phases=phases, phase_lr_lag=lag)))
+    data_source = TrainingData(iter, Phases.of(DataConfig(phases=phases, phase_lr_lag=lag)))
     state, moved, logged = ours.state(), [], []
     with jax.set_mesh(ours.mesh):
         for n, batch in enumerate(batches(7)):
             before = np.asarray(state.params["norm"]["weight"])
-            state, metrics = step(state, ours.put(batch), of_run.controls(n, ()))
+            state, metrics = step(state, ours.put(batch), data_source.controls(n, ()))
             logged.append(metrics["lr"])
             moved.append(np.abs(np.asarray(state.params["norm"]["weight"]) - before).max())
     scales = [1, 1, 1, 0.25, 0.25, 0.5, 0.5]

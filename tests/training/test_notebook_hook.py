@@ -131,8 +131,10 @@ def test_stop_ends_run_and_keeps_kernel(tmp_path):
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith(("Exit", "True", "False"))]
-    assert said == ["Exit.INTERRUPT", "True", "Exit.COMPLETED"]
+    output = [
+        line for line in done.stdout.splitlines() if line.startswith(("Exit", "True", "False"))
+    ]
+    assert output == ["Exit.INTERRUPT", "True", "Exit.COMPLETED"]
     assert "interrupt, step 3 of 5 (60%)" in done.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]

@@ -46,9 +46,9 @@ def test_run_without_labels_raises_user_error(tmp_path, capsys):
     for line in lines(tmp_path):
         assert (line["train/loss"], line["smoothed/loss"]) == (None, None)
         assert (line["train/valid_tokens"], line["interval/nan_steps"]) == (0, 0)
-    said = capsys.readouterr().err
-    assert "Training complete" not in said
-    assert said.count("without valid labels") == 1
+    log = capsys.readouterr().err
+    assert "Training complete" not in log
+    assert log.count("without valid labels") == 1
 
 
 @pytest.mark.parametrize("interval", [1, 3])

@@ -110,11 +110,11 @@ def test_resume_after_rollback_equals_uninterrupted_run(whole, tmp_path):
 def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, capsys):
     limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
     assert train.run(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE
-    said = capsys.readouterr().err
-    assert "rolled back from step 14 to step 10" in said
-    assert "rolled back from step 12 to step 5" in said
-    assert "rolled back from step 7 to step 0" in said
-    assert "no further rollback: train.max_rollbacks = 3 is reached" in said
+    log = capsys.readouterr().err
+    assert "rolled back from step 14 to step 10" in log
+    assert "rolled back from step 12 to step 5" in log
+    assert "rolled back from step 7 to step 0" in log
+    assert "no further rollback: train.max_rollbacks = 3 is reached" in log
     assert saved(tmp_path) == [0]
     assert list(losses(tmp_path).values()) == [None, None]
 
@@ -125,30 +125,30 @@ def test_stop_ends_run_before_bad_update(tmp_path, poisonous, capsys):
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert losses(tmp_path)[4] is None
     assert saved(tmp_path) == []
-    said = capsys.readouterr().err
-    assert "step 4, rerun from the same state, gave the same result" in said
-    assert "sequence 24 (" in said
+    log = capsys.readouterr().err
+    assert "step 4, rerun from the same state, gave the same result" in log
+    assert "sequence 24 (" in log
 
 
 @pytest.mark.parametrize("interval", [1, 10])
 def test_no_action_follows_last_bad_step(tmp_path, poisonous, interval):
     """Steps 3 to 5 are bad; all metrics logged under step 5 belong to step 5."""
-    seen, tokens = [], []
+    recorded, tokens = [], []
 
     class Seen(Hook):
         def on_step_end(self, context):
-            seen.append(context.step)
+            recorded.append(context.step)
             tokens.append(context.tokens_seen)
 
         def on_train_end(self, step, tokens_seen, reason):
-            seen.append((step, tokens_seen))
+            recorded.append((step, tokens_seen))
 
     job = config(
         tmp_path, range(2, 5), train={"on_nonfinite": "skip", "nan_consecutive_max": 3},
         metrics={"log_interval": interval},
     )  # fmt: skip
     assert train.run(job, [Seen()]) is Exit.NON_FINITE
-    assert seen == [1, 2, 3, 4, 5, (5, 2 * ROWS * LENGTH)]
+    assert recorded == [1, 2, 3, 4, 5, (5, 2 * ROWS * LENGTH)]
     assert tokens == [n * ROWS * LENGTH for n in (1, 2, 2, 2, 2)]
     logged = lines(tmp_path)
     assert max(line["step"] for line in logged) == 5

@@ -20,10 +20,10 @@ STATE = TrainState(None, "params", None, None, None)
 @pytest.fixture
 def validations(monkeypatch):
     """Return an evaluation whose model sums the batches, and the list of batches that it saw."""
-    seen = Counter()
+    drawn_batches = Counter()
 
     def step(params, batch, _):
-        seen[batch] += 1
+        drawn_batches[batch] += 1
         name, i = batch
         nats, tokens = np.float32(0.1 * i + ord(name)), np.float32(i + 3)
         return BatchSums(nats, tokens, np.int32(i), {"term": np.float32(0.3 * i)})
@@ -37,7 +37,7 @@ def validations(monkeypatch):
     evaluator._datasets = {name: [(name, i) for i in range(n)] for name, n in SETS.items()}
     evaluator._has_bytes = dict.fromkeys(SETS, True)
     evaluator._step = step
-    return ResumableEvaluation(evaluator, STEPS), seen
+    return ResumableEvaluation(evaluator, STEPS), drawn_batches
 
 
 def after(n):
@@ -52,12 +52,12 @@ def through_json(progress):
 
 @pytest.mark.parametrize("batches_between_stops", [1, 2, 3, 5, 7])
 def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batches_between_stops):
-    ours, seen = validations
+    ours, drawn_batches = validations
     whole = ours.run(STATE, Progress(), lambda: False)
-    once = dict(seen)
+    once = dict(drawn_batches)
     assert set(once.values()) == {1}
     assert len(once) == 3 + 2 + 3
-    seen.clear()
+    drawn_batches.clear()
     progress, stops = Progress(step=4), 0
     while (metrics := ours.run(STATE, progress, after(batches_between_stops))) is None:
         stops += 1
@@ -65,7 +65,7 @@ def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batche
         progress = through_json(progress)
     assert stops == (8 - 1) // batches_between_stops
     assert metrics == whole
-    assert dict(seen) == once
+    assert dict(drawn_batches) == once
     assert progress.validation is None
 
 

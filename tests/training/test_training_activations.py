@@ -24,7 +24,7 @@ LENGTH = 32
 POINTS = ("attention_weights", "residual", "logits")
 
 
-def config(path, name, interval=2, **of_train):
+def config(path, name, interval=2, **section):
     data = path / "data"
     if not data.exists():
         data.mkdir()
@@ -32,7 +32,7 @@ def config(path, name, interval=2, **of_train):
         np.save(data / "a.npy", text.astype(np.uint16))
     sets = [{"name": name, "dataset_path": str(data)} for name in ("other", "web")]
     return tiny_config(
-        train={"max_steps": 6, "batch_size": 8, **of_train},
+        train={"max_steps": 6, "batch_size": 8, **section},
         data={"dataset_path": str(data)},
         eval={
             "datasets": sets, "activations_interval": interval, "activations_sequences": 10,
@@ -129,10 +129,10 @@ def test_unwritable_activations_warn_and_run_continues(runs):
 
 def test_each_captured_sequence_ticks_the_watchdog(tmp_path, monkeypatch):
     """Ticks continue if nothing can be written, for the watchdogs of other processes."""
-    given = config(tmp_path, "run")
-    capture = ActivationCapture(given, make_mesh(given), build_model(given), range(40))
+    job = config(tmp_path, "run")
+    capture = ActivationCapture(job, make_mesh(job), build_model(job), range(40))
     monkeypatch.setattr(
-        capturing, "sequence_activations", lambda *given: ({"x": np.zeros(2)} for _ in given[-1])
+        capturing, "sequence_activations", lambda *job: ({"x": np.zeros(2)} for _ in job[-1])
     )
     signs = []
     capture({}, 2, lambda: signs.append("written"))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 LATE = Sample("Once", " upon")
 
 
-def config(path, name, steps=6, sample=2, **of_train):
+def config(path, name, steps=6, sample=2, **section):
     data = path / "data"
     if not data.exists():
         data.mkdir()
@@ -31,7 +31,7 @@ def config(path, name, steps=6, sample=2, **of_train):
         np.save(data / "a.npy", text.astype(np.uint16))
     return tiny_config(
         model={"vocab_size": 264},
-        train={"max_steps": steps, "batch_size": 8, **of_train},
+        train={"max_steps": steps, "batch_size": 8, **section},
         data={"dataset_path": str(data), "tokenizer_path": "byte", "num_workers": 1},
         eval={"sample_interval": sample, "sample_prompts": ["", "the quick"], "sample_tokens": 5},
         checkpoint={"dir": str(path / name), "interval": 100},
@@ -100,10 +100,10 @@ def test_sample_interval_may_be_share_of_run():
     ],
 )  # fmt: skip
 def test_unsampleable_config_raises_before_run(tokenizer, changed, message, tmp_path):
-    given = config(tmp_path, "run")
-    given = given.model_copy(update={"eval": given.eval.model_copy(update=changed)})
+    job = config(tmp_path, "run")
+    job = job.model_copy(update={"eval": job.eval.model_copy(update=changed)})
     with pytest.raises(UserError, match=message):
-        Sampler(given, None, None, tokenizer)
+        Sampler(job, None, None, tokenizer)
 
 
 def test_empty_prompts_raise():

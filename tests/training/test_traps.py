@@ -74,8 +74,8 @@ def test_bad_step_consumes_batch_without_learning_tokens(run, restored):
     _, progress = restored
     labels = [batch["labels"] for i, batch in enumerate(run.batches[:STOP]) if i != BAD]
     assert (progress.step, progress.samples) == (STOP, STOP * 4)
-    assert progress.tokens == sum(of_step.size for of_step in labels)
-    assert progress.valid_tokens == sum(np.sum(of_step != -100) for of_step in labels)
+    assert progress.tokens == sum(step_labels.size for step_labels in labels)
+    assert progress.valid_tokens == sum(np.sum(step_labels != -100) for step_labels in labels)
     assert int(run.middle.guard.total) == 1
     assert int(run.middle.opt_state[1].updates) == STOP - 1
 

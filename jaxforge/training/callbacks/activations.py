@@ -36,12 +36,12 @@ class ActivationCapture(RunCallback):
     """
 
     def __init__(self, config: JobConfig, mesh: Mesh, model: Model, dataset: Dataset) -> None:
-        wanted = config.eval
+        section = config.eval
         self._config, self._mesh, self._dataset = config, mesh, dataset
         self._compute = Activations(
-            model, wanted.captured_points, wanted.activations_layers or None, mesh
+            model, section.captured_points, section.activations_layers or None, mesh
         )
-        self._numbers = range(min(wanted.activations_sequences, len(dataset)))
+        self._numbers = range(min(section.activations_sequences, len(dataset)))
 
     @classmethod
     def of_run(cls, run: RunParts) -> "ActivationCapture | None":
@@ -83,13 +83,13 @@ class ActivationCapture(RunCallback):
             jax.block_until_ready(values)
 
     def _write(self, step: int, sequences: Iterator[Values]) -> None:
-        wanted, run = self._config.eval, mirror.files(self._config.checkpoint.dir)
+        section, run = self._config.eval, mirror.files(self._config.checkpoint.dir)
         directory = activation_files.step_directory(run, step)
-        layers = wanted.activations_layers or range(self._config.model.n_layers)
+        layers = section.activations_layers or range(self._config.model.n_layers)
         about = {
             "step": step,
-            "set": wanted.captured_set(),
-            "points": list(wanted.captured_points),
+            "set": section.captured_set(),
+            "points": list(section.captured_points),
             "layers": list(layers),
             "sequences": list(self._numbers),
         }

@@ -90,9 +90,9 @@ class CollectiveHealth(RunCallback):
         shards = self._answer.addressable_shards
         return [shard.device for shard in shards if not shard.data.is_ready()]
 
-    def _log(self, step: int, what: str) -> None:
+    def _log(self, step: int, failure: str) -> None:
         log.error("collective health check of process %d failed at step %d: %s",
-                  jax.process_index(), step, what)  # fmt: skip
+                  jax.process_index(), step, failure)  # fmt: skip
 
 
 def _compile_sum(mesh: Mesh, counts: Int[Array, "n n"]) -> Callable[[Array], Array]:

@@ -93,8 +93,8 @@ class Exporter(RunCallback):
         options = ["--to=hf", f"--dtype={self._config.export_dtype}"]
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
         if done.returncode:
-            what = done.stderr.strip().splitlines()[-1:] or ["no message"]
-            self._failures.append(f"{target}: {what[0]}")
-            log.error("export failed: %s", what[0])
+            message = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            self._failures.append(f"{target}: {message[0]}")
+            log.error("export failed: %s", message[0])
         else:
             log.info("exported to %s", target)

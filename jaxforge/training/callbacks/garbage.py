@@ -54,9 +54,9 @@ class CollectGarbage(RunCallback):
 @contextlib.contextmanager
 def collecting_garbage(config: JobConfig) -> Iterator[None]:
     """Collect before and after an evaluation, if garbage is collected manually."""
-    by_hand = config.train.manual_gc_interval > 0
-    if by_hand:
+    is_manual = config.train.manual_gc_interval > 0
+    if is_manual:
         gc.collect()
     yield
-    if by_hand:
+    if is_manual:
         gc.collect(0)

@@ -41,14 +41,14 @@ class Sampler(RunCallback):
                 f"eval.sample_interval = {config.eval.sample_interval} needs a tokenizer. Set "
                 "data.tokenizer_path, or eval.sample_interval = 0"
             )
-        wanted, limit = config.eval, config.model.max_seq_len
+        section, limit = config.eval, config.model.max_seq_len
         self._config, self._mesh, self._model, self._tokenizer = config, mesh, model, tokenizer
         self._prompts = [
             Prompt(text, f"eval.sample_prompts[{i}]")
-            for i, text in enumerate(wanted.sample_prompts)
+            for i, text in enumerate(section.sample_prompts)
         ]
         self._ids = [
-            encode(tokenizer, prompt, limit, wanted.sample_tokens, "eval.sample_tokens =")
+            encode(tokenizer, prompt, limit, section.sample_tokens, "eval.sample_tokens =")
             for prompt in self._prompts
         ]
 
@@ -80,9 +80,9 @@ class Sampler(RunCallback):
             params: parameters after the step, with non-trainable state.
             step: selects the random stream, with `train.seed`.
         """
-        wanted, n = self._config.eval, len(self._prompts)
-        sampling = Sampling(wanted.sample_temperature, vocab_size=self._tokenizer.vocab_size)
-        decoder = Decoder(self._model, params, wanted.sample_tokens, sampling,
+        section, n = self._config.eval, len(self._prompts)
+        sampling = Sampling(section.sample_temperature, vocab_size=self._tokenizer.vocab_size)
+        decoder = Decoder(self._model, params, section.sample_tokens, sampling,
                           self._tokenizer.eos_ids, self._config.train.seed, self._mesh)  # fmt: skip
         numbers = [(step * n + i) % _NUMBERS for i in range(n)]
         completions = decoder.complete(self._ids, numbers)

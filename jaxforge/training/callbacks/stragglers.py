@@ -130,8 +130,8 @@ def describe(
 
 def _host_names() -> list[str]:
     """Return the host name of every process."""
-    mine = np.zeros(_NAME_BYTES, np.uint8)
+    encoded = np.zeros(_NAME_BYTES, np.uint8)
     name = socket.gethostname().encode()[:_NAME_BYTES]
-    mine[: len(name)] = np.frombuffer(name, np.uint8)
-    names = multihost_utils.process_allgather(mine)
+    encoded[: len(name)] = np.frombuffer(name, np.uint8)
+    names = multihost_utils.process_allgather(encoded)
     return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]

@@ -116,8 +116,8 @@ def run_again(
         The state, unchanged, and True if loss and gradient norm are bitwise equal.
     """
     counts = jax.tree.map(jnp.copy, (state.step, state.guard, state.counts))
-    state, again = step(state, batch, controls._replace(apply=False))
-    same = all(_bits(metrics[name]) == _bits(again[name]) for name in ("loss", "grad_norm"))
+    state, rerun = step(state, batch, controls._replace(apply=False))
+    same = all(_bits(metrics[name]) == _bits(rerun[name]) for name in ("loss", "grad_norm"))
     count, guard, seen = counts
     return dataclasses.replace(state, step=count, guard=guard, counts=seen), same
 

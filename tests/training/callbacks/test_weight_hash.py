@@ -97,11 +97,11 @@ def test_each_device_hashes_its_own_shard(mesh, params):
     )
     table = np.asarray(make_hasher(params, mesh)(params))
     assert table.shape == (8, 3)
-    by_hand = [
+    expected = [
         [int(checksum(jnp.asarray(np.array(shard.data)))) for shard in leaf.addressable_shards]
         for leaf in (params["embedding"]["weight"], params["norm"]["weight"])
     ]
-    assert table[:, [0, 2]].T.tolist() == by_hand  # the keys of dicts are sorted
+    assert table[:, [0, 2]].T.tolist() == expected  # the keys of dicts are sorted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -59,16 +59,16 @@ def test_same_result_names_sequences(bad_step, caplog):
 
 
 def test_different_result_blames_hardware(bad_step, caplog, monkeypatch):
-    odd = jax.devices()[3]
+    outlier = jax.devices()[3]
     real = attribution.device_checksum
-    monkeypatch.setattr(attribution, "device_checksum", lambda d: real(d) + (d == odd))
+    monkeypatch.setattr(attribution, "device_checksum", lambda d: real(d) + (d == outlier))
 
     def flipped(state, batch, controls):
         state, metrics = bad_step[0].step(state, batch, controls)
         return state, {**metrics, "loss": jnp.full_like(metrics["loss"], 2.0)}
 
     assert examine(bad_step, flipped) is Exit.MACHINE
-    assert f"the hardware is faulty. These devices compute another result: {odd}" in (
+    assert f"the hardware is faulty. These devices compute another result: {outlier}" in (
         caplog.text.replace(" than the others", "")
     )
 

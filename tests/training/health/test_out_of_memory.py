@@ -35,7 +35,7 @@ def config_in(directory):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "gist"),
     [
         (jax.errors.JaxRuntimeError(GPU), "allocate 91670708224 bytes.\n"),
         (jax.errors.JaxRuntimeError(CPU), "allocating 91670708224 bytes.\n"),
@@ -43,7 +43,7 @@ def config_in(directory):
         (MemoryError("Unable to allocate 4 GiB"), "Unable to allocate 4 GiB\n"),
     ],
 )
-def test_oversized_run_lists_remedies(tmp_path, error, said):
+def test_oversized_run_lists_remedies(tmp_path, error, gist):
     config = config_in(tmp_path)
     with (
         pytest.raises(UserError) as caught,
@@ -52,7 +52,7 @@ def test_oversized_run_lists_remedies(tmp_path, error, said):
         raise error
     text = str(caught.value)
     assert text.startswith("out of memory: ")
-    assert said in text
+    assert gist in text
     assert "activations of 4 sequences of 32 tokens" in text
     assert 'train.grad_sync = "microbatch"' in text
     assert "train.batch_size = 2 and train.grad_accum_steps = 6: half the activations" in text
