@@ -1,9 +1,10 @@
 """`python -m torch_compat COMMAND`: checkpoints to and from PyTorch.
 
-    convert SRC DST --to jaxforge|dcp|hf [--config FILE]
+    convert SRC DST --to jaxforge|dcp|pt|hf [--config FILE]
                                          a checkpoint of any format in any other
     import SRC DST [--config FILE]       a DCP or Hugging Face checkpoint as a run of jaxforge
-    export SRC DST --to dcp|hf           a run of jaxforge as a DCP or Hugging Face checkpoint
+    export SRC DST --to dcp|pt|hf        a run of jaxforge as a DCP, a file of torch.save, or a
+                                         Hugging Face checkpoint
     inspect PATH [--json]                what a checkpoint of any format holds
     verify A B [--json]                  whether two hold the same (exit code 1 where they do not)
     lockstep --torch MODULE:FACTORY --checkpoint PATH
@@ -108,9 +109,9 @@ def parser() -> CommandParser:
 def _add_converting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or a directory with `latest` or steps")
     parser.add_argument("destination",
-                        help="jaxforge: the run directory to make; hf: the directory; dcp: where "
-                             "step_<n> appears")  # fmt: skip
-    parser.add_argument("--to", choices=["jaxforge", "dcp", "hf"], required=True)
+                        help="jaxforge: the run directory to make; hf: the directory; pt: the "
+                             "file; dcp: where step_<n> appears")  # fmt: skip
+    parser.add_argument("--to", choices=["jaxforge", "dcp", "pt", "hf"], required=True)
     _add_reading(parser, dialect="--from-dialect")
     _add_fill(parser)
     _add_target(parser)
@@ -130,8 +131,9 @@ def _add_importing(parser: argparse.ArgumentParser) -> None:
 
 def _add_exporting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run directory, or one of its checkpoints")
-    parser.add_argument("destination", help="hf: the directory; dcp: where step_<n> appears")
-    parser.add_argument("--to", choices=["dcp", "hf"], required=True)
+    parser.add_argument("destination", help="hf: the directory; pt: the file; "
+                        "dcp: where step_<n> appears")  # fmt: skip
+    parser.add_argument("--to", choices=["dcp", "pt", "hf"], required=True)
     parser.add_argument("--config", type=Path, help="instead of the config in the checkpoint")
     _add_target(parser)
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
@@ -140,7 +142,9 @@ def _add_exporting(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_reading(parser: argparse.ArgumentParser, dialect: str = "--dialect") -> None:
-    parser.add_argument("--config", type=Path, help="the TOML file of the run (DCP needs one)")
+    parser.add_argument(
+        "--config", type=Path, help="the TOML file of the run (DCP and .pt need one)"
+    )
     parser.add_argument(dialect, metavar="NAME", dest="from_dialect",
                         help=f"by default found from the keys: {_DIALECTS}")  # fmt: skip
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer")
@@ -260,6 +264,8 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
     from torch_compat.convert.source import Request
 
     destination = urls.path(args.destination)
+    if args.to == "pt" and urls.in_bucket(destination):
+        raise UserError(f"{destination}: --to pt writes a local file: copy that to the bucket")
     if urls.in_bucket(destination) and args.process.processes > 1 and not args.worker:
         raise UserError(
             f"{destination}: what goes to a bucket gathers on one machine first: leave --process "
@@ -319,7 +325,7 @@ def _run(args: argparse.Namespace, request: "Request") -> int:
         share = share._replace(parent=int(args.worker[0]))
     elif args.processes > 1 and share.processes == 1:
         share = Share(0, args.processes)
-        workers = Workers(args.argv, str(request.source.directory), args.processes)
+        workers = Workers(args.argv, str(request.source), args.processes)
     nbytes = plan.source.nbytes // share.processes
     with workers, bar(nbytes, console, quiet=share.process > 0) as advance:
         result = run(request, plan, share, advance, workers)

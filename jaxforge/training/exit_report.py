@@ -80,7 +80,8 @@ def check_learned(config: TrainConfig, progress: Progress) -> None:
     causes = ", ".join(f"{n} {description}" for description, n in counts.items() if n)
     raise UserError(
         f"nothing was learned: none of {progress.step} update(s) was applied. Of these, {causes}. "
-        "Check the data and their loss masks. If prompts are longer than a sequence, raise train.seq_len"
+        "Check the data and their loss masks. If prompts are longer than a sequence, raise "
+        "train.seq_len"
     )
 
 

@@ -1,4 +1,4 @@
-"""Any checkpoint, opened: jaxforge's, a PyTorch DCP, or Hugging Face's."""
+"""Checkpoints of all formats: jaxforge, PyTorch DCP, `torch.save` and Hugging Face."""
 
 import dataclasses
 import os
@@ -19,15 +19,17 @@ from jaxforge.storage import trust, urls
 from torch_compat.checkpoint import dcp_state, hf_config, hf_state, mup, orbax_store, train_state
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
-from torch_compat.formats import safetensors
+from torch_compat.formats import torch_file
 from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, parts
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
-Format = Literal["jaxforge", "dcp", "hf"]
+Format = Literal["jaxforge", "dcp", "pt", "hf"]
+"""pt: a file of `torch.save`."""
 
 _STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed's are global
 _ROOMS = ("checkpoints", "checkpoint")  # directories of steps
+_GENERAL = ("checkpoint", "ckpt", "model", "pytorch_model", "last", "best")  # stems of files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +39,20 @@ class CheckpointRef:
     Attributes:
         format: what it is.
         directory: where; that of the step, of jaxforge's too.
+        file: name of the file in it; "" if the directory is the checkpoint.
     """
 
     format: Format
     directory: Directory
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.directory}/{self.file}" if self.file else str(self.directory)
+
+    @property
+    def is_torch(self) -> bool:
+        """True for a checkpoint of a PyTorch loop, which has the keys of state dicts."""
+        return self.format in ("dcp", "pt")
 
     def config(
         self, path: Path | None, overrides: Sequence[str] = (), *, is_compared: bool = False
@@ -60,7 +72,7 @@ class CheckpointRef:
         trusts = trust.if_granted(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
-            if self.format == "dcp" and (usual := _usual_settings(config)):
+            if self.is_torch and (usual := _usual_settings(config)):
                 return load_config(path, [*overrides, *usual], trusts)
             return config
         if self.format == "jaxforge":
@@ -83,7 +95,7 @@ class CheckpointRef:
         config = self.config(path, overrides)
         if config is None:
             raise UserError(
-                f"{self.directory}: a DCP checkpoint does not say which model it is of: "
+                f"{self}: a checkpoint of PyTorch does not say which model it is of: "
                 "give the run's config, --config FILE"
             )
         return config
@@ -101,17 +113,17 @@ class CheckpointRef:
                 if options.weights_only
                 else checkpoint
             )
-        mup.check_import(config.model, str(self.directory))
+        mup.check_import(config.model, str(self))
         if self.format == "hf":
             return hf_state.read(self.directory, abstract_target(config), options)
-        return dcp_state.read(open_dcp(self.directory), abstract_target(config), options)
+        return dcp_state.read(self.dcp(), abstract_target(config), options)
 
     def raw(self) -> Mapping[str, LazyTensor]:
         """Its tensors by its own keys."""
-        if self.format == "dcp":
-            return open_dcp(self.directory).tensors
+        if self.is_torch:
+            return self.dcp().tensors
         if self.format == "hf":
-            return safetensors.open_directory(self.directory)
+            return hf_state.tensors(self.directory)
         return dict(orbax_store.open_orbax(self._path)[0].tensors())
 
     def stamps(self) -> dict[str, dict[str, str]]:
@@ -129,6 +141,8 @@ class CheckpointRef:
         if self.format == "hf":
             stamps = self.directory.stamps().items()
             return {str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+        if self.format == "pt":
+            return {str(self): {self.file: self.directory.stamps()[self.file]}}
         if self.format == "dcp":
             beside = self.directory / posixpath.dirname(train_state.EXTRA_STATE)
             every = [self.directory, *parts(self.directory), beside]
@@ -145,7 +159,9 @@ class CheckpointRef:
     @property
     def title(self) -> str:
         """The last part of the path that is no step and no directory of steps."""
-        names = reversed(self.directory.path.split("/"))
+        names = [*reversed(self.directory.path.split("/"))]
+        if self.file and (stem := self.file.rpartition(".")[0]) not in _GENERAL:
+            names.insert(0, stem)
         return next((n for n in names if n and n not in _ROOMS and not _STEP.fullmatch(n)), "model")
 
     @property
@@ -154,8 +170,10 @@ class CheckpointRef:
         return urls.path(self.directory.path)
 
     def dcp(self) -> Dcp:
-        """The DCP checkpoint that it is."""
-        assert self.format == "dcp"
+        """Open a checkpoint of a PyTorch loop."""
+        assert self.is_torch
+        if self.file:
+            return torch_file.open_file(self.directory, self.file)
         return open_dcp(self.directory)
 
 
@@ -171,16 +189,20 @@ def find(path: str | os.PathLike) -> CheckpointRef:
     if has_run(given):
         run, step = find_step(urls.path(given))
         return CheckpointRef("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
+    if location := torch_file.find_file(given):
+        return CheckpointRef("pt", *location)
     directory = Directory(given)
     for position in (directory, *_latest(directory)):
         if is_dcp(position):
             return CheckpointRef("dcp", position.resolved())
         if hf_state.is_hf(position):
             return CheckpointRef("hf", position.resolved())
+    files = torch_file.names_in(directory)
+    hint = f". Name the file: {directory}/{files[0]}" if files else path_hint(given)
     raise UserError(
         f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
-        "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
-        f"{path_hint(given)}"
+        "(.metadata), nor a file of torch.save (.pt), nor one of Hugging Face (config.json and "
+        f".safetensors){hint}"
     )
 
 

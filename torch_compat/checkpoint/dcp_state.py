@@ -101,7 +101,7 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
         else:
             stripped = strip_wrappers(key)
             if stripped in model:
-                raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
+                raise UserError(f"{dcp.where}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
     result = find_model(model, dialect)
     state = {result.owner(owner): fields for owner, fields in state.items()}
@@ -124,11 +124,11 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     """
     keys = sort_keys(dcp, options.dialect)
     if keys.dialect is None:
-        raise UserError(unknown(keys.params, str(dcp.directory)))
+        raise UserError(unknown(keys.params, dcp.where))
     notes: list[str] = []
     if keys.left_out:
         notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
-    by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
+    by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
     alone = options.weights_only or not keys.state
     params, state, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
     notes += more
@@ -151,7 +151,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
         keys = keys._replace(state=numbered_state.by_name(keys.state, of_model, dcp))
     states, more = untrained.of_trained(keys.state, target, by.dialect)
     notes += more
-    counts = _counts(keys, target, str(dcp.directory))
+    counts = _counts(keys, target, dcp.where)
     settled = expert_counts.settle(states, counts, target, by, where.skips_idle_experts)
     if settled is not target:
         target = settled
@@ -162,7 +162,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
     common = expert_counts.without_experts(counts, target, by.dialect)
-    scalars, updates = _scalars(common, target, where, str(dcp.directory))
+    scalars, updates = _scalars(common, target, where, dcp.where)
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
     progress, more = train_state.progress_of(where, updates, target.config)

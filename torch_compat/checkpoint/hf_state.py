@@ -26,7 +26,7 @@ from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import UNSEEN, matters
 from torch_compat.families import FAMILIES
-from torch_compat.formats import safetensors
+from torch_compat.formats import safetensors, torch_file
 from torch_compat.formats.files import Directory, sync
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.staging import Unit
@@ -49,13 +49,26 @@ def is_hf(directory: Directory) -> bool:
     """Return whether a directory holds a `config.json` and weights."""
     names = directory.names()
     weights = any(name.endswith(safetensors.SUFFIX) for name in names)
-    return CONFIG in names and (weights or safetensors.INDEX in names)
+    indexed = {safetensors.INDEX, torch_file.WEIGHTS, torch_file.WEIGHTS_INDEX} & set(names)
+    return CONFIG in names and bool(weights or indexed)
+
+
+def tensors(directory: Directory) -> Mapping[str, LazyTensor]:
+    """Return the tensors of a checkpoint by its keys: safetensors, or else `pytorch_model.bin`.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    names = directory.names()
+    if safetensors.INDEX in names or any(name.endswith(safetensors.SUFFIX) for name in names):
+        return safetensors.open_directory(directory)
+    return torch_file.open_weights(directory)
 
 
 def is_read(name: str) -> bool:
     """Return whether an import reads a file of this name."""
-    documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX)
-    return name.endswith(safetensors.SUFFIX) or name in documents
+    documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX, torch_file.WEIGHTS_INDEX)
+    return name.endswith((safetensors.SUFFIX, ".bin")) or name in documents
 
 
 def read_config(directory: Directory) -> tuple[dict[str, Any], str]:
@@ -79,13 +92,13 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     dialect = (
         name_map(options.dialect) if options.dialect else FAMILIES[config["model_type"]].dialect
     )
-    contents = safetensors.open_directory(directory)
+    contents = tensors(directory)
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
-    tensors = _by_name(contents, dialect, str(directory))
-    tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
+    by_name = _by_name(contents, dialect, str(directory))
+    by_name, left_out = _of_model(by_name, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
-    params, target_files, more = untrained.translate_model(tensors, target, into, goes_on=False)
+    params, target_files, more = untrained.translate_model(by_name, target, into, goes_on=False)
     return CheckpointState(
         params,
         dialect=dialect.name,

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.storage import urls
-from torch_compat.checkpoint import dcp_state, orbax_store, train_state
+from torch_compat.checkpoint import dcp_state, hf_state, orbax_store, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.hf_state import read_config
 from torch_compat.checkpoint.optimizer_state import KINDS, settings_of
 from torch_compat.families import FAMILIES
-from torch_compat.formats import safetensors
 from torch_compat.formats.lazy import LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
@@ -19,9 +18,9 @@ Tensors = Mapping[str, LazyTensor]
 
 def inspect(reference: CheckpointRef) -> dict[str, Any]:
     """Plain values: format, dialect, parameters, optimizer, step, and every tensor."""
-    details, raw = {"dcp": _dcp, "hf": _hf, "jaxforge": _jaxforge}[reference.format](reference)
+    details, raw = _READERS[reference.format](reference)
     return {
-        "path": str(reference.directory),
+        "path": str(reference),
         "format": reference.format,
         **details,
         "bytes": sum(tensor.nbytes for tensor in raw.values()),
@@ -82,7 +81,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
 
 def _hf(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     table, family = read_config(reference.directory)
-    tensors = safetensors.open_directory(reference.directory)
+    tensors = hf_state.tensors(reference.directory)
     name = FAMILIES[family].dialect.name
     return {"dialect": name, "parameters": _count(tensors.values()), "model": table}, tensors
 
@@ -97,6 +96,9 @@ def _jaxforge(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
         "optimizer fields": sorted([*(checkpoint.moments or {}), *checkpoint.scalars]),
         "place": checkpoint.progress.to_json() if checkpoint.progress else {},
     }, dict(checkpoint.tensors())
+
+
+_READERS = {"dcp": _dcp, "pt": _dcp, "hf": _hf, "jaxforge": _jaxforge}
 
 
 def _count(tensors: Any) -> int:  # noqa: ANN401 (any iterable of tensors)

@@ -1,5 +1,6 @@
 """One table per dialect: how a code base names the parameters that `jaxforge.model` declares."""
 
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.registry import OF_YOURS
 from torch_compat.families import FAMILIES, Family
@@ -52,3 +53,9 @@ def register_family(family: Family) -> None:
         raise UserError(f"family {family.model_type!r} is registered already: choose another name")
     register_name_map(family.dialect)
     FAMILIES[family.model_type] = family
+
+
+def usual_dialect(model: ModelConfig) -> str:
+    """Return the dialect in which checkpoints for PyTorch are written by default."""
+    is_packed = model.is_moe and model.moe_packed_experts
+    return (KEMPNERFORGE_PACKED if is_packed else KEMPNERFORGE).name

@@ -82,7 +82,7 @@ def _has_shapes(state: State, params: Mapping[str, LazyTensor], order: list[str]
 
 def _refusal(dcp: Dcp, why: str) -> str:
     return (
-        f"{dcp.directory}: its optimizer state is keyed by numbers instead of names, and {why}. "
+        f"{dcp.where}: its optimizer state is keyed by numbers instead of names, and {why}. "
         "Save it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or import "
         "with --weights-only"
     )

@@ -106,11 +106,11 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     reference = checkpoints.find(path)
     excluded = "optimizer" in config.checkpoint.exclude_from_loading
     checkpoint = reference.read(config, Options(weights_only=excluded, keep_place=excluded))
-    check_wide(checkpoint, config, str(reference.directory))
+    check_wide(checkpoint, config, str(reference))
     for note in checkpoint.notes:
-        log.warning("%s: %s", reference.directory, note)
+        log.warning("%s: %s", reference, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
-    name = f"{step}{reference.directory} ({checkpoint.dialect})"
+    name = f"{step}{reference} ({checkpoint.dialect})"
     return Foreign(name, checkpoint, Stacking(config.model))
 
 
@@ -129,7 +129,7 @@ def keep_documents(path: str, run: Path) -> None:
     source = reference.directory
     if reference.format == "jaxforge":
         source = Directory(paths.find(urls.path(path))[0] / hf_state.IMPORTED)
-    if source.has(CONFIG) and reference.format != "dcp":
+    if source.has(CONFIG) and not reference.is_torch:
         try:
             hf_state.keep_documents(source, run)
         except OSError as error:
@@ -143,7 +143,7 @@ def counts_experts(path: str, config: JobConfig) -> bool:
         UserError: as of `open_foreign`.
     """
     reference = checkpoints.find(path)
-    return reference.format == "dcp" and reference.read(config, Options()).counts_experts
+    return reference.is_torch and reference.read(config, Options()).counts_experts
 
 
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ torchtitan within them.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,10 @@ SKIPS_IDLE_EXPERTS = "skip_idle_experts"
 EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
 
 
+_STEP_KEYS = ("step", "global_step", "iter_num", "iteration", "train_state.step")
+"""Names of the step in files of scripts, the first that is there counts."""
+
+
 class TorchTrainState(NamedTuple):
     """Position of a PyTorch run; None for values that it does not record.
 
@@ -37,6 +41,7 @@ class TorchTrainState(NamedTuple):
         epoch: passes over the data that are complete.
         batches: batches that each rank has drawn in this epoch.
         ranks: data-parallel ranks.
+        samples: sequences read; exports of jaxforge alone record them.
         skips_idle_experts: whether an export of ours is of a run that skips experts without tokens.
     """
 
@@ -47,6 +52,7 @@ class TorchTrainState(NamedTuple):
     batches: int | None = None
     ranks: int | None = None
     skips_idle_experts: bool | None = None
+    samples: int | None = None
 
 
 def read_train_state(dcp: Dcp) -> TorchTrainState:
@@ -55,6 +61,8 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
     Raises:
         UserError: what is there is damaged.
     """
+    if dcp.file:
+        return _of_torch_file(dcp)
     for name, reader in ((TRAIN_STATE, _of_train_state), (EXTRA_STATE, _of_extra_state)):
         if dcp.directory.has(name):
             file, where = dcp.directory.open(name), f"{dcp.directory}/{name}"
@@ -78,6 +86,12 @@ def progress_of(
     """
     notes = []
     step = updates if torch_state.step is None else torch_state.step
+    if step < updates:  # every update was a step
+        notes.append(
+            f"the checkpoint's step {step} is below the {updates} updates of its optimizer, as a "
+            f"step within an epoch is: training continues from step {updates}"
+        )
+        step = updates
     n_updates = updates if torch_state.updates is None else torch_state.updates
     if n_updates != updates:
         notes.append(
@@ -86,11 +100,9 @@ def progress_of(
             f"count, so the schedule goes on from {updates}"
         )
     is_constant = len(config.train.stages()) == 1
-    samples = (
-        _samples_by_tokens(torch_state, step, n_updates, config.train.seq_len)
-        if is_constant
-        else None
-    )
+    samples = torch_state.samples
+    if samples is None and is_constant:
+        samples = _samples_by_tokens(torch_state, step, n_updates, config.train.seq_len)
     if samples is None:
         samples, how = _samples_by_batches(torch_state, step, config)
         notes.append(f"the tokens seen do not say how many sequences were read; {how}")
@@ -229,6 +241,24 @@ def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 
     return torch_state
 
 
+def _of_torch_file(dcp: Dcp) -> TorchTrainState:
+    """Read the counters that scripts store next to `model` and `optimizer`."""
+
+    def first(keys: Sequence[str]) -> int | None:
+        return next((n for key in keys if (n := _number(dcp, key)) is not None), None)
+
+    epoch = first(("epoch",))
+    updates = first(("scheduler.last_epoch", "lr_scheduler.last_epoch"))
+    if updates is not None and epoch is not None and abs(updates - epoch) <= 1:
+        updates = None  # a schedule by epochs
+    return TorchTrainState(
+        step=first(_STEP_KEYS),
+        tokens=first(("tokens_seen", "tokens")),
+        updates=updates,
+        samples=first(("samples_seen",)),
+    )
+
+
 def _of_extra_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
     try:
         step, metric = count(state["global_step"]), state.get("train_metric") or {}
@@ -251,9 +281,7 @@ def _number(dcp: Dcp, key: str) -> int | None:
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(
-            f"{dcp.directory}: {key} is no number of steps or tokens ({error})"
-        ) from error
+        raise UserError(f"{dcp.where}: {key} is no number of steps or tokens ({error})") from error
 
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401

@@ -125,7 +125,7 @@ class Source:
         """
         if self.ref.stamps() != self.files:
             raise UserError(
-                f"{self.ref.directory} changed while it was converted: nothing is there under the "
+                f"{self.ref} changed while it was converted: nothing is there under the "
                 "name of the result; run the same command again when the source is at rest"
             )
 
@@ -150,7 +150,7 @@ def open_source(request: Request) -> Source:
     if ref.format == "jaxforge":
         if request.config or request.overrides:
             trained = ref.required_config(None, ())
-        declared, where = abstract_target(config), str(ref.directory)
+        declared, where = abstract_target(config), str(ref)
         check_fits(checkpoint, declared, trained.model, where)
         absent = check_present(checkpoint, declared, where)
         notes += [*unseen(trained.model, config.model), *absent]

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxforge.errors import StorageError
 from torch_compat.checkpoint import dcp_state, stages, train_state
-from torch_compat.checkpoint.name_maps import name_map
+from torch_compat.checkpoint.name_maps import name_map, usual_dialect
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.writer import Writer
@@ -29,9 +29,7 @@ class DcpWriter(Writer):
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
         model = source.target.config.model
-        is_packed = model.is_moe and model.moe_packed_experts
-        usual = "kempnerforge-packed" if is_packed else "kempnerforge"
-        self._dialect = request.dialect or usual
+        self._dialect = request.dialect or usual_dialect(model)
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None

@@ -193,7 +193,7 @@ def _contents(
     if weights_only:
         return _Contents(dict(checkpoint.model_tensors()), {})
     facts: dict[str, Any] = {}
-    if reference.format == "dcp":
+    if reference.is_torch:
         facts = _of_place(train_state.read_train_state(reference.dcp())) | _prefixed(
             checkpoint.settings
         )

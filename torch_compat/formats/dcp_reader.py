@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -122,15 +122,22 @@ class Dcp:
         directory: where it is.
         tensors: key -> tensor.
         objects: key -> the object, read when it is asked for.
+        file: name of the `torch.save` file in the directory that holds all of it; "" for a DCP.
     """
 
     directory: Directory
     tensors: Mapping[str, LazyTensor]
     objects: "Objects"
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        """Its path, for messages."""
+        return f"{self.directory}/{self.file}" if self.file else str(self.directory)
 
 
-class Objects(dict[str, "_Location"]):
-    """Keys of objects that are no tensors; an object is read by calling with its key."""
+class Objects(dict[str, Callable[[], Any]]):
+    """Keys of objects that are no tensors, with what reads each; call with a key to read one."""
 
     def __call__(self, key: str) -> Any:  # noqa: ANN401 (torch.save holds anything)
         """Reads one.
@@ -138,7 +145,7 @@ class Objects(dict[str, "_Location"]):
         Raises:
             Unsafe: its pickle names what no checkpoint needs.
         """
-        return self[key].archive().object()
+        return self[key]()
 
 
 def stage_name(stage: int) -> str:
@@ -212,6 +219,9 @@ class _Location:
     def archive(self) -> Archive:
         return Archive(self.files[self.name], self.offset, self.length, self.where)
 
+    def read_object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
+        return self.archive().object()
+
 
 class _Files(dict[str, Bytes]):
     """The data files of a directory, each opened once."""
@@ -245,7 +255,7 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
         elif isinstance(value, _BytesMetadata):
             if _key(None) not in of_key:
                 raise UserError(f"{where}: no file is named for {key}")
-            objects[key] = of_key[_key(None)]
+            objects[key] = of_key[_key(None)].read_object
         else:
             raise UserError(f"{where}: {key} is neither a tensor nor an object")
     return tensors, objects

@@ -22,6 +22,7 @@ ENTRIES = 16 << 20  # bytes of an archive's index
 LAYERS = 10_000
 EXPERTS = 1 << 16  # of all layers: each has entries of its own
 WIDTH = 2**31  # of anything in a model: its vocabulary, its matrices, its positions
+KEYS = 1 << 20  # of a nested state dict
 COUNT = 2**53  # steps, tokens: what a float64 still counts
 
 

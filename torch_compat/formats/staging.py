@@ -117,16 +117,22 @@ class Staging:
         locks.wait_until(complete, 24 * 3600, "for the other processes to do their share")
         return {name: json.loads(self._mark(name).read_text()) for name in names}
 
-    def commit(self) -> None:
-        """Gives the directory its name. Only process 0 does; nothing may change afterwards."""
+    def commit(self, file: str = "") -> None:
+        """Give the result its name. Only process 0 does; nothing may change afterwards.
+
+        Args:
+            file: the file in the directory that is the result; "" if the directory is.
+        """
         with naming_failure(self.destination):
             for directory, _, files in os.walk(self.path):
                 for name in files:
                     sync(Path(directory, name))
                 sync(Path(directory))
             shutil.rmtree(self.path / _MARKS)  # after all that a full disk can stop
-            self.path.rename(self.destination)
+            (self.path / file).rename(self.destination)
             sync(self.destination.parent)
+            if file:
+                self.discard()
 
     def discard(self) -> None:
         """Removes what is left of it."""

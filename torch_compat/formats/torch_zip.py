@@ -8,7 +8,8 @@ Read in place: nothing is unpacked, and only the bytes that are asked for are to
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ from zlib_ng import zlib_ng  # its CRC-32 is several times as fast as zlib's
 
 from jaxforge.errors import UserError
 from torch_compat.formats import limits, pickles
-from torch_compat.formats.files import Bytes, in_file
-from torch_compat.formats.lazy import DTYPES, LazyTensor, is_shape
+from torch_compat.formats.files import Bytes, in_file, writing
+from torch_compat.formats.lazy import DTYPES, LazyTensor, blocks, is_shape
 from torch_compat.formats.limits import shown
 from torch_compat.formats.pickle_machine import Record
 from torch_compat.formats.pickles import Call, Global, Persistent
@@ -113,6 +114,8 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _OrderedDict,
     ("numpy", "ndarray"): _NumpyArray,
     ("numpy", "dtype"): _NumpyArray,
+    ("numpy.core.multiarray", "scalar"): _NumpyArray,
+    ("numpy._core.multiarray", "scalar"): _NumpyArray,
     ("numpy.core.multiarray", "_reconstruct"): _NumpyArray,
     ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
     ("_codecs", "encode"): lambda text, *_: text.encode("latin1") if isinstance(text, str) else b"",
@@ -254,48 +257,147 @@ def _storage(pid: Any) -> _Storage:  # noqa: ANN401
 
 
 _ALIGNMENT = 64
+_LOCAL_HEADER, _CENTRAL_HEADER = b"PK\x03\x04", b"PK\x01\x02"
+_MOST32 = 2**32 - 1
+
+
+class _Record(NamedTuple):
+    """A record of an archive that is being written.
+
+    Attributes:
+        name: its path in the archive.
+        size: bytes of it.
+        start: byte of the archive at which its header begins.
+        is_wide: whether its sizes are 64-bit numbers (zip64).
+    """
+
+    name: bytes
+    size: int
+    start: int
+    is_wide: bool
+
+    def header(self, crc: int) -> bytes:
+        """Return its local header, padded so that the data are aligned."""
+        extra = struct.pack("<2H2Q", 1, 16, self.size, self.size) if self.is_wide else b""
+        pad = -(self.start + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
+        extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+        return (_LOCAL_HEADER + self._common(crc) + struct.pack("<HH", len(self.name), len(extra))
+                + self.name + extra)  # fmt: skip
+
+    def entry(self, crc: int) -> bytes:
+        """Return its entry in the index."""
+        values = [self.size, self.size, self.start] if self.is_wide else []
+        extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+        start = _MOST32 if self.is_wide else self.start
+        numbers = struct.pack("<HHHHHII", len(self.name), len(extra), 0, 0, 0, 0, start)
+        return _CENTRAL_HEADER + b"\0\0" + self._common(crc) + numbers + self.name + extra
+
+    def _common(self, crc: int) -> bytes:
+        size, version = (_MOST32, 45) if self.is_wide else (self.size, 0)
+        return struct.pack("<HHHHHIII", version, 0, 0, 0, 0x21, crc, size, size)
 
 
 def archive(value: Any) -> Iterator[bytes | memoryview]:  # noqa: ANN401
-    """The bytes of `torch.save(value)`, in pieces: arrays are not copied.
+    """Yield the bytes of `torch.save(value)` in parts; arrays are not copied.
 
     Args:
         value: nested dicts, lists and tuples of plain values and NumPy arrays, which become
             tensors, and of what `pickles.dump` takes.
     """
-    arrays: list[np.ndarray] = []
-    data = pickles.dump(_with_tensors(value, arrays))
-    records: list[tuple[str, bytes | memoryview]] = [("data.pkl", data), ("byteorder", b"little")]
-    for i, array in enumerate(arrays):
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        records.append((f"data/{i}", raw.data))
-    records.append(("version", b"3\n"))
-    directory, at = [], 0
-    for name, content in records:
-        path = f"archive/{name}".encode()
-        size, crc = len(content), zlib_ng.crc32(content)
-        if size >= 2**32 - 1:
-            raise ValueError(f"a record of {size} bytes: cut it into smaller ones")
-        pad = -(at + 30 + len(path) + 4) % _ALIGNMENT
-        extra = struct.pack("<2sH", b"FB", pad) + b"Z" * pad
-        common = struct.pack("<HHHHHIII", 0, 0, 0, 0, 0x21, crc, size, size)
-        header = b"PK\x03\x04" + common + struct.pack("<HH", len(path), len(extra)) + path + extra
-        directory.append(
-            b"PK\x01\x02\0\0" + common
-            + struct.pack("<HHHHHII", len(path), 0, 0, 0, 0, 0, at) + path
-        )  # fmt: skip
+    index, at = [], 0
+    for name, size, parts in _contents(value, block=_MOST32):
+        if size >= _MOST32:
+            raise ValueError(f"a record of {size} bytes: split it into smaller ones")
+        (data,) = parts
+        record, crc = _Record(name, size, at, is_wide=False), zlib_ng.crc32(data)
+        header = record.header(crc)
         yield header
-        yield content
+        yield data
         at += len(header) + size
-    index = b"".join(directory)
-    count = len(directory)
-    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, len(index), at, 0)
-    yield index + end
+        index.append(record.entry(crc))
+    yield _end_of_archive(index, at, is_wide=False)
 
 
-def _with_tensors(value: Any, arrays: list[np.ndarray]) -> Any:  # noqa: ANN401
+def write_file(
+    value: Any,  # noqa: ANN401
+    path: Path,
+    block: int,
+    wide_from: int = _MOST32,
+) -> None:
+    """Write `torch.save(value)` to a file, reading lazy tensors a block at a time.
+
+    Args:
+        value: as for `archive`; lazy tensors become tensors too.
+        path: the file to write.
+        block: bytes that may be in memory at a time.
+        wide_from: size or position in bytes from which a record has 64-bit numbers (zip64).
+    """
+    index, at = [], 0
+    with writing(path) as put:
+        for name, size, parts in _contents(value, block):
+            record = _Record(name, size, at, is_wide=max(size, at) >= wide_from)
+            end, crc = at + len(record.header(0)), 0
+            for part in parts:
+                crc = zlib_ng.crc32(part, crc)
+                put(part, end)
+                end += len(part)
+            put(record.header(crc), at)  # last, as it holds the checksum
+            index.append(record.entry(crc))
+            at = end
+        put(_end_of_archive(index, at, is_wide=at >= wide_from), at)
+
+
+def _contents(
+    value: Any,  # noqa: ANN401
+    block: int,
+) -> Iterator[tuple[bytes, int, Iterable[bytes | memoryview]]]:
+    """Yield path, size in bytes and parts of each record of an archive."""
+    tensors: list[np.ndarray | LazyTensor] = []
+    data = pickles.dump(_with_tensors(value, tensors))
+    yield b"archive/data.pkl", len(data), [data]
+    yield b"archive/byteorder", 6, [b"little"]
+    for i, tensor in enumerate(tensors):
+        parts: Iterable[memoryview] = (
+            _blocks(tensor, block) if isinstance(tensor, LazyTensor) else [_bytes_of(tensor)]
+        )
+        yield f"archive/data/{i}".encode(), tensor.nbytes, parts
+    yield b"archive/version", 2, [b"3\n"]
+
+
+def _blocks(tensor: LazyTensor, block: int) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in the order of its elements."""
+    for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
+        yield _bytes_of(tensor.read(index))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _end_of_archive(index: list[bytes], start: int, *, is_wide: bool) -> bytes:
+    """Return the index and what names its position.
+
+    Args:
+        index: an entry for each record.
+        start: byte of the archive at which the index begins.
+        is_wide: whether the position is a 64-bit number.
+    """
+    entries, count = b"".join(index), len(index)
+    if not is_wide and count < 2**16 - 1:
+        numbers = (0, 0, count, count, len(entries), start, 0)
+        return entries + struct.pack("<4sHHHHIIH", b"PK\x05\x06", *numbers)
+    end = struct.pack(
+        "<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(entries), start
+    )
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(entries), 1)
+    most16 = 2**16 - 1
+    last = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, most16, most16, _MOST32, _MOST32, 0)
+    return entries + end + locator + last
+
+
+def _with_tensors(value: Any, arrays: list[np.ndarray | LazyTensor]) -> Any:  # noqa: ANN401
     match value:
-        case np.ndarray():
+        case np.ndarray() | LazyTensor():
             arrays.append(value)
             return _tensor(str(len(arrays) - 1), value)
         case dict():
@@ -307,14 +409,14 @@ def _with_tensors(value: Any, arrays: list[np.ndarray]) -> Any:  # noqa: ANN401
     return value
 
 
-def _tensor(record: str, array: np.ndarray) -> Call:
+def _tensor(record: str, array: np.ndarray | LazyTensor) -> Call:
     dtype = array.dtype.name
-    strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+    strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(len(array.shape)))
     hooks = Call(Global("collections", "OrderedDict"), ())
     geometry = (0, array.shape, strides, False, hooks)
     if dtype in _STORAGE_OF:
         of = Global("torch", _STORAGE_OF[dtype])
-        storage = Persistent(("storage", of, record, "cpu", array.size))
+        storage = Persistent(("storage", of, record, "cpu", math.prod(array.shape)))
         return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *geometry))
     untyped = Global("torch.storage", "UntypedStorage")
     storage = Persistent(("storage", untyped, record, "cpu", array.nbytes))
