@@ -54,6 +54,8 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         dataset, eval_data, identity = open_data(config)
     collect = [name for callback in users for name in callback.collect]
     program = Program(config, mesh, collect=collect)
+    if session.make_step is not None:
+        program.step = session.make_step(program)
     model = program.model
     session.lock.acquire()
     files = RunFiles.open(config, model, watchdog)

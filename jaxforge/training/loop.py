@@ -341,4 +341,4 @@ class Trainer:
         """Synchronize the step counters from the device state."""
         self.instruments.tracker.flush()
         state = self.state
-        self.progress.follow(*jax.device_get((state.step, state.guard, state.counts)))
+        self.progress.sync_from_device(*jax.device_get((state.step, state.guard, state.counts)))

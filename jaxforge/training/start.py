@@ -164,4 +164,4 @@ def _keep_documents(load_path: str, run: Path) -> None:
     """Copy the files of a Hugging Face model that later exports of the run need."""
     from torch_compat.checkpoint import restore  # only for runs that start from a checkpoint
 
-    restore.keep_documents(load_path, run)
+    restore.copy_documents(load_path, run)

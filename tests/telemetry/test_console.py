@@ -31,7 +31,7 @@ def report(text):
 
 
 def test_threads_with_closed_loop_are_silent(reported):
-    """These are threads of TensorStore after a failed save; other failures are reported."""
+    """Threads of TensorStore fail so after a failed save; other failures are reported."""
     for text in ("Event loop is closed", "something else"):
         thread = threading.Thread(target=report, args=(text,))
         thread.start()

@@ -225,7 +225,7 @@ def test_bad_steps_are_warned_of_once(clock, messages):
     tracker.flush()
     assert not messages.records
     tracker.end_step(12, scalars(12) | {"nonfinite": 4, "spikes": 1})
-    progress.nonfinite = 4  # as `Progress.follow` does
+    progress.nonfinite = 4  # as `Progress.sync_from_device` does
     tracker.flush()
     (record,) = messages.records
     assert "step 12: 1 step(s) whose loss or gradient norm was not finite, 0 spike(s)" in (

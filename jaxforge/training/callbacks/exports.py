@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jaxforge.checkpoint.paths import PREFIX, find, is_whole
+from jaxforge.checkpoint.paths import PREFIX, find, is_durable
 from jaxforge.checkpoint.paths import SUBDIRECTORY as CHECKPOINTS
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
@@ -81,8 +81,8 @@ class Exporter(RunCallback):
             self._threads[path].start()
 
     def _export(self, path: Path) -> None:
-        while not is_whole(path):  # the directory appears under its name when it is durable
-            if self._ended.wait(_POLL) and not is_whole(path):
+        while not is_durable(path):  # the directory appears under its name when it is durable
+            if self._ended.wait(_POLL) and not is_durable(path):
                 self._failures.append(f"{path}: the checkpoint was not written or has been deleted")
                 return
         target = path.parent.parent / SUBDIRECTORY / path.name
