@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxforge.optim.adamw import adamw
+from tests.optim.problem import rate
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 DECAY = {"matrix": 0.1, "norm": 0.0}
@@ -30,11 +31,6 @@ def gradients():
         {name: (s * rng.standard_normal(s.shape)).astype(np.float32) for name, s in sizes.items()}
         for _ in range(N)
     ]
-
-
-def rate(n):
-    """Return the rate of a warm-up and a slow decay; 0 in the first update."""
-    return 1e-3 * jnp.minimum(n / 10, 1 - n / 400)
 
 
 @functools.cache
