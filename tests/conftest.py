@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -160,6 +161,7 @@ def loops_over_layers(monkeypatch):
 @pytest.fixture
 def own_names(monkeypatch):
     """Forget the names that a test registers."""
+    importlib.import_module("jaxforge.data.sources")  # registers built-in names when imported
     for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxforge.checkpoint.sealed_progress import crc32, sealed
+from jaxforge.checkpoint.sealed_progress import crc32, seal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
 from jaxforge.kernels import attention_backends
@@ -336,5 +336,5 @@ def change_stored_config(run, section, **keys):
     config[section] |= keys
     stored.write_text(json.dumps(config))
     progress = Progress.from_json(json.loads(seal.read_text()))
-    seal.write_text(json.dumps(sealed(progress, crc32(config))))
+    seal.write_text(json.dumps(seal_progress(progress, crc32(config))))
     return stored

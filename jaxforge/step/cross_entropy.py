@@ -38,8 +38,8 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     automatic_size,
     constrain,
-    parts_of_sequences,
     size_per_device,
+    split_sequences,
 )
 from jaxforge.step.vocab_chunks import Chunk, entry_ids, join_vocab, split_vocab
 
@@ -133,7 +133,7 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
     Args:
         config: the `[train]` section.
         batch: number of sequences over all devices, or of parts of sequences
-            (`parts_of_sequences`).
+            (`split_sequences`).
         length: tokens of each sequence.
         vocab: size of the vocabulary.
         tile: preferred number of logits at a time on a device of the platform; None: no limit.
@@ -157,7 +157,7 @@ def tiling_on_device(
 
 def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
     """Return the tiling for labels [b, s], a head [v, d] and the logits of a model."""
-    batch, length = parts_of_sequences(labels).shape
+    batch, length = split_sequences(labels).shape
     tiles = tiling(config, batch, length, head.shape[0], model.runtime.loss_tile)
     return tiles._replace(softcap=model.config.final_logit_softcap)
 
@@ -202,9 +202,9 @@ def _split_sequences(
     if dataset is not None and parts > 1:
         dataset = jnp.tile(dataset, (parts, 1))
     if padding is not None:
-        padding = parts_of_sequences(padding)
+        padding = split_sequences(padding)
     masks = _Masks(dataset, padding)
-    return parts_of_sequences(hidden_BSD), parts_of_sequences(labels_BS), masks
+    return split_sequences(hidden_BSD), split_sequences(labels_BS), masks
 
 
 def _sums(

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.grad_sync import resolve_grad_sync
@@ -56,7 +56,7 @@ def fit(
         capacity: bytes of a device.
     """
     sync = resolve_grad_sync(config, model, state, mesh, capacity).mode
-    stored = per_device(state)
+    stored = bytes_per_device(state)
     dp = data_parallel_size(mesh)
     rows = -(-config.train.microbatch_size(dp) // dp)
     modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]

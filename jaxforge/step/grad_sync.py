@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes, per_device
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.mesh import token_parallel_size
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.memory import step_memory
@@ -64,7 +64,7 @@ def resolve_grad_sync(
         return GradSync("update")
     if capacity is None:
         capacity = device_memory.smallest_capacity(mesh)
-    needs = step_memory(config, model, mesh, "update", per_device(state)).total
+    needs = step_memory(config, model, mesh, "update", bytes_per_device(state)).total
     mode = "update" if needs <= _USABLE * capacity else "microbatch"
     fits = "fit" if mode == "update" else "would not fit"
     return GradSync(

@@ -42,7 +42,7 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES, token_parallel_size
 from jaxforge.parallel.pipeline import spmd
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
-from jaxforge.parallel.pipeline.table import table
+from jaxforge.parallel.pipeline.tick_arrays import tick_arrays
 from jaxforge.parallel.sharding import (
     Axes,
     batch_specs,
@@ -246,7 +246,7 @@ def pipelined(
     # One scan over the ticks of each phase of the schedule. Every stage runs the same program; its
     # row of the table selects the microbatch and the operation of a tick.
     carry = stage.initial_carry(model.axes)
-    for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
+    for phase, rows in zip(schedule.phases(), tick_arrays(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
     layers = carry.layer_aux
     # Loss terms of layers are per stage; their sum over stages belongs to the loss. Metrics and

@@ -24,7 +24,7 @@ from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
-from torch_compat.checkpoint.optimizer_state import kind_of
+from torch_compat.checkpoint.optimizer_state import optimizer_layout
 
 pytestmark = pytest.mark.usefixtures("own_names")
 
@@ -89,7 +89,7 @@ def test_optax_moments_are_sharded_like_parameters():
 @pytest.mark.usefixtures("adam_of_optax")
 def test_optax_state_has_no_pytorch_counterpart():
     with pytest.raises(UserError, match=r'"adam_of_optax": what PyTorch has .* --weights-only'):
-        kind_of(config_of())
+        optimizer_layout(config_of())
 
 
 def test_custom_schedule_sets_learning_rate():

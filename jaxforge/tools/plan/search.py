@@ -28,7 +28,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.section import Table
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
@@ -190,7 +190,7 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
         """Bytes of a device; None if a parameter does not divide."""
         model = model_of("full", mesh.shape["pp"])
         try:
-            return per_device(Program(config, mesh, model=model).abstract_state())
+            return bytes_per_device(Program(config, mesh, model=model).abstract_state())
         except UserError:
             return None
 
