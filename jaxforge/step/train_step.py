@@ -58,10 +58,10 @@ class Controls(NamedTuple):
 
 
 class CompiledSteps:
-    """The train step for each size of batch, by the number of its microbatches.
+    """Compiled train steps by the number of microbatches.
 
     Attributes:
-        largest: the one for the largest batch.
+        largest: the step for the largest batch.
     """
 
     def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
@@ -70,7 +70,7 @@ class CompiledSteps:
     def __call__(
         self, state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
-        """Runs the step."""
+        """Run the step that was compiled for the size of the batch."""
         return self._by_size[batch["labels"].shape[0]](state, batch, controls)
 
 
