@@ -37,7 +37,7 @@ from torch_compat.formats.workers import Share, Workers
 # Each command imports the modules that it needs when it runs: that takes half a second.
 if TYPE_CHECKING:
     from torch_compat.checkpoint.checkpoints import CheckpointRef
-    from torch_compat.checkpoint.dcp_state import Options
+    from torch_compat.checkpoint.dcp_state import ReadOptions
     from torch_compat.convert.source import Request
     from torch_compat.convert.verify import Verified
 
@@ -288,10 +288,10 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
     )
 
 
-def _options(args: argparse.Namespace) -> "Options":
-    from torch_compat.checkpoint.dcp_state import Options
+def _options(args: argparse.Namespace) -> "ReadOptions":
+    from torch_compat.checkpoint.dcp_state import ReadOptions
 
-    return Options(
+    return ReadOptions(
         dialect=args.from_dialect,
         weights_only=args.weights_only,
         fill_optimizer=args.fill_optimizer,

@@ -15,10 +15,10 @@ from jaxforge.errors import UserError
 from tests.torch_compat.tensors import random_array
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.formats import limits, torch_file, torch_zip
 from torch_compat.formats.files import Directory
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 
 torch = pytest.importorskip("torch")
 from tests.torch_compat import llama_torch as llama  # noqa: E402 (it imports torch)
@@ -83,7 +83,7 @@ def save(job, file, **extra):
 
 
 def read(file, **options):
-    return checkpoints.find(file).read(make_config(CONFIG), Options(**options))
+    return checkpoints.find(file).read(make_config(CONFIG), ReadOptions(**options))
 
 
 def test_checkpoint_of_a_script_keeps_weights_moments_and_step(job, tmp_path):
@@ -222,7 +222,7 @@ def test_keys_that_meet_after_joining_are_refused(tmp_path):
 @pytest.mark.parametrize("wide_from", [0, 1000, 2**32 - 1])
 def test_written_file_opens_in_torch_and_zipfile(tmp_path, wide_from):
     array = random_array("float32", (7, 11), 0)
-    value = {"model": {"a": of_array(array), "b": of_array(array[:, :3].copy())}, "step": 5}
+    value = {"model": {"a": from_array(array), "b": from_array(array[:, :3].copy())}, "step": 5}
     torch_zip.write_file(value, tmp_path / "a.pt", block=64, wide_from=wide_from)
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     np.testing.assert_array_equal(loaded["model"]["a"].numpy(), array)
@@ -250,7 +250,7 @@ def test_huggingface_directory_of_bin_files_is_read(tmp_path):
     index = {"metadata": {}, "weight_map": files}
     (tmp_path / torch_file.WEIGHTS_INDEX).write_text(json.dumps(index))
     reference = checkpoints.find(tmp_path)
-    result = reference.read(reference.required_config(None, ()), Options())
+    result = reference.read(reference.required_config(None, ()), ReadOptions())
     weight = result.params["layers.1.attention.q_proj.weight"].all()
     expected = state["model.layers.1.self_attn.q_proj.weight"].numpy()
     np.testing.assert_array_equal(weight, expected)

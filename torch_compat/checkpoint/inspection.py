@@ -9,7 +9,7 @@ from jaxforge.storage import urls
 from torch_compat.checkpoint import dcp_state, hf_state, orbax_store, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.hf_state import read_config
-from torch_compat.checkpoint.optimizer_state import KINDS, settings_of
+from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings
 from torch_compat.families import FAMILIES
 from torch_compat.formats.lazy import LazyTensor
 
@@ -17,7 +17,7 @@ Tensors = Mapping[str, LazyTensor]
 
 
 def inspect(reference: CheckpointRef) -> dict[str, Any]:
-    """Plain values: format, dialect, parameters, optimizer, step, and every tensor."""
+    """Return a report as plain values: format, dialect, parameters, optimizer, step, tensors."""
     details, raw = _READERS[reference.format](reference)
     return {
         "path": str(reference),
@@ -32,9 +32,9 @@ def inspect(reference: CheckpointRef) -> dict[str, Any]:
 
 
 def as_json(report: Mapping[str, Any]) -> str:
-    """Return a report as JSON, with a line for each of its entries and for each tensor.
+    """Return a report as JSON, with one line per entry and per tensor.
 
-    `json.dumps(indent=2)` writes a line per number, ten times as slowly.
+    `json.dumps(indent=2)` would write a line per number and take ten times as long.
     """
     tensors = _lines(report["tensors"], "    ")
     others = {key: value for key, value in report.items() if key != "tensors"}
@@ -47,7 +47,7 @@ def _lines(values: Mapping[str, Any], indent: str) -> str:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Return a report as text: a line for each entry, and a table of the tensors."""
+    """Return a report as text: one line per entry, and a table of the tensors."""
     lines = [f"{key}: {value}" for key, value in report.items() if key != "tensors"]
     rows = [("tensor", "dtype", "shape", "chunks")]
     rows += [
@@ -64,7 +64,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     keys = dcp_state.sort_keys(dcp)
     fields = {field for state in keys.state.values() for field in state}
     kinds = [
-        name for name, kind in KINDS.items()
+        name for name, kind in LAYOUTS.items()
         if set(kind.fields.values()) <= fields or (name == "muon" and "momentum_buffer" in fields)
     ]  # fmt: skip
     where = train_state.read_train_state(dcp)
@@ -73,7 +73,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
         "parameters": _count(keys.params.values()),
         "optimizer": kinds[0] if kinds else None,
         "optimizer fields": sorted(fields),
-        "settings": settings_of(keys.groups),
+        "settings": common_settings(keys.groups),
         "place": {k: v for k, v in where._asdict().items() if v is not None},
         "other keys": keys.others,
     }, dcp.tensors

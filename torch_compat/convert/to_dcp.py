@@ -47,7 +47,7 @@ class DcpWriter(Writer):
         if self._has_place:
             self._train_state()
         if self._is_titan and self._has_moments:
-            return dcp_state.titan_notes(self.source.target)
+            return dcp_state.torchtitan_notes(self.source.target)
         is_theirs = self._dialect.startswith("kempnerforge")
         return list(kempnerforge.unknown(self.source.target.config.model)) if is_theirs else []
 
@@ -69,7 +69,7 @@ class DcpWriter(Writer):
         directory = self.staging.path
         if self._has_place:
             with (directory / train_state.TRAIN_STATE).open("wb") as file:
-                file.writelines(torch_zip.archive(self._train_state()))
+                file.writelines(torch_zip.archive_blocks(self._train_state()))
             progress = self.source.progress
             about = {"step": progress.step, "tokens_seen": progress.tokens}
             (directory / "metadata.json").write_text(json.dumps(about, indent=2))
@@ -98,7 +98,7 @@ class DcpWriter(Writer):
         split = stages.split(checkpoint, n_layers, self.request.stages)
         parts = {stage: entries(part) for stage, part in split.items()}
         if self._is_titan and self._has_moments:
-            parts[""] |= dcp_state.place_within(checkpoint, target)
+            parts[""] |= dcp_state.torchtitan_position(checkpoint, target)
         return parts
 
     def _train_state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Files of `torch.save`, such as `checkpoint.pt` and `pytorch_model.bin`, read without torch.
+"""Reader of `torch.save` files, such as `checkpoint.pt` and `pytorch_model.bin`, without torch.
 
 A file holds one object: a state dict, or a dict of several (`model`, `optimizer`, `scheduler`,
-`step`). It is opened as a DCP checkpoint is: nested keys are joined by dots, tensors are read from
+`step`). It is opened like a DCP checkpoint: nested keys are joined by dots, tensors are read from
 the file on demand, and nothing in the pickle is executed.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
 from torch_compat.formats import limits
-from torch_compat.formats.dcp_reader import Dcp, Objects
+from torch_compat.formats.dcp_reader import Dcp, LazyObjects
 from torch_compat.formats.files import Bytes, Directory
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.limits import check_name, shown
@@ -49,12 +49,12 @@ def open_file(directory: Directory, name: str) -> Dcp:
     """Open a file of `torch.save`.
 
     Args:
-        directory: its directory.
-        name: its name.
+        directory: directory of the file.
+        name: name of the file.
 
     Raises:
-        Unsafe: its pickle names what no checkpoint needs.
-        UserError: it is damaged, in a format of torch before 1.6, or holds no dict.
+        UnsafePickleError: the pickle uses a name that no checkpoint needs.
+        UserError: the file is damaged, in a format of torch before 1.6, or holds no dict.
     """
     where = f"{directory}/{name}"
     value = _archive(directory.open(name), where).object()
@@ -64,7 +64,7 @@ def open_file(directory: Directory, name: str) -> Dcp:
             'torch.save({"model": model.state_dict(), ...}, path).'
         )
     tensors: dict[str, LazyTensor] = {}
-    objects = Objects()
+    objects = LazyObjects()
     for key, item in flatten(value, where):
         if key in tensors or key in objects:
             raise UserError(f"{where}: two entries have the key {shown(key)}")
@@ -76,7 +76,7 @@ def open_file(directory: Directory, name: str) -> Dcp:
 
 
 def open_weights(directory: Directory) -> dict[str, LazyTensor]:
-    """Return the tensors of `pytorch_model.bin`, or of the files that its index names.
+    """Return the tensors of `pytorch_model.bin`, or of the files in its index.
 
     Raises:
         UserError: a file is damaged, or a tensor is in two files.
@@ -115,17 +115,17 @@ def flatten(value: Mapping[Any, Any], where: str) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values of a nested state dict.
 
     Raises:
-        UserError: it has more entries than a checkpoint can have, or is nested too deeply.
+        UserError: the dict has more entries than any checkpoint, or is nested too deeply.
     """
     yield from itertools.islice(entries := _flatten(value, (), where), limits.KEYS)
-    if next(entries, None) is not None:  # a pickle can name the same dict again and again
+    if next(entries, None) is not None:  # a small pickle can repeat one dict many times
         raise UserError(f"{where}: more than {limits.KEYS} entries; refused")
 
 
 def _flatten(
     value: Mapping[Any, Any] | list[Any], path: tuple[str, ...], where: str
 ) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values: of nested dicts, and of lists that hold dicts or tensors."""
+    """Yield dotted keys and values of nested dicts, and of lists that hold dicts or tensors."""
     if len(path) > _DEPTH:
         raise UserError(f"{where}: nested more than {_DEPTH} deep")
     items = value.items() if isinstance(value, Mapping) else enumerate(value)

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from jaxforge.checkpoint.paths import SUBDIRECTORY, find, whole_steps
+from jaxforge.checkpoint.paths import SUBDIRECTORY, durable_steps, find
 from jaxforge.cli.redaction import redacted, redacted_value
 from jaxforge.cli.running import STDOUT, wide_console, write_json
 from jaxforge.config import axes
@@ -94,7 +94,7 @@ def capsule_of(run: Path) -> Capsule:
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "jaxforge": version("jaxforge"),
         "programs": programs,
-        "checkpoints": sorted(whole_steps(run)),
+        "checkpoints": sorted(durable_steps(run)),
     }
     files = _files(run, about["packages"])
     return Capsule(redacted_value(about), {name: redacted(x) for name, x in files.items()})
@@ -224,7 +224,7 @@ def _range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:
     if run is not None:
         directory, newest = find(run)
         if directory == run.absolute():  # any of its checkpoints: the newest that steps follow
-            before = [step for step in whole_steps(directory) if step < logged[-1]]
+            before = [step for step in durable_steps(directory) if step < logged[-1]]
             newest = max(before, default=newest)
     if run is not None and newest >= logged[-1]:
         raise UserError(f"{run}: the capsule's curve ends at step {logged[-1]}, not after {newest}")
