@@ -1,4 +1,4 @@
-"""Names of directories that mean something else to a URL or to a pattern; results opened again."""
+"""Conversions with special characters in paths, and verification of their results."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def hf(run, tmp_path_factory):
 
 
 def test_special_directory_names_are_literal(run, hf, tmp_path):
-    """Each is a directory of its own, that of the run and those above it."""
+    """This holds for the directory of the run and for its parents."""
     parent = tmp_path / "a%20b #1 50%"
     result = parent / "run 100%25;{x}:~'\""
     assert main(["import", str(hf), str(result)]) == 0
