@@ -236,14 +236,14 @@ def test_equal_nan_tied_weights_are_merged(tmp_path):
 def test_missing_stage_raises(tmp_path, lost, named):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)}, {"c": torch.ones(1)})
     shutil.rmtree(tmp_path / f"pp{lost}")
-    with pytest.raises(UserError, match=rf"stages are missing or torn: {named}$"):
+    with pytest.raises(UserError, match=rf"stages are missing or incomplete: {named}$"):
         opened(tmp_path)
 
 
 def test_incomplete_stage_raises(tmp_path):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
     (tmp_path / "pp1" / METADATA).unlink()
-    with pytest.raises(UserError, match=r"missing or torn: pp1$"):
+    with pytest.raises(UserError, match=r"missing or incomplete: pp1$"):
         opened(tmp_path)
 
 

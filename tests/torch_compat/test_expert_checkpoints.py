@@ -320,8 +320,8 @@ def test_features_unknown_to_kempnerforge_are_listed():
     [
         ({"num_experts": 3}, r"experts\.\S+ is \[3, 4, .*the model has \[3, 3\] entries"),
         ({"n_layers": 4}, r"is \[3, .*the model has \[4\] entries"),
-        ({"num_experts": 10**9}, "3 layers of 1000000000 experts each are more than is read"),
-        ({"n_layers": 10**9}, "1000000000 layers of 4 experts each are more than is read"),
+        ({"num_experts": 10**9}, "3 layers of 1000000000 experts each exceed the limits"),
+        ({"n_layers": 10**9}, "1000000000 layers of 4 experts each exceed the limits"),
         ({"n_layers": "1000000000"}, "1000000000 layers of 4 experts each"),
         ({"n_layers": "x"}, "n_layers"),
     ],

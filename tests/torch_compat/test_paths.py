@@ -63,7 +63,7 @@ def test_import_that_cannot_be_read_back_fails(hf, tmp_path, monkeypatch, fault)
             shutil.rmtree(state)
 
     monkeypatch.setattr(orbax_commit, "commit", spoil)
-    with pytest.raises(StorageError, match="what was written could not be read again"):
+    with pytest.raises(StorageError, match="the new checkpoint could not be read"):
         main(["import", str(hf), str(tmp_path / "run")])
     assert not list((tmp_path / "run" / "checkpoints").glob("*step*"))
     assert not (tmp_path / "run" / "config.toml").exists()
@@ -85,7 +85,7 @@ def test_export_that_cannot_be_read_back_fails(run, tmp_path, monkeypatch, form)
                 dcp_writer, "write_metadata",
                 lambda entries, *remaining: write(dict(list(entries.items())[1:]), *remaining),
             )  # fmt: skip
-        with pytest.raises(StorageError, match="does not read as it was written"):
+        with pytest.raises(StorageError, match="differs from what was written"):
             main(["export", str(run), str(tmp_path / form), f"--to={form}"])
     assert not (tmp_path / form / "config.json").exists()
     assert not (tmp_path / form / "latest").exists()

@@ -229,7 +229,7 @@ class StagedImport:
         except (OSError, ValueError) as error:
             shutil.rmtree(directory)
             self.staging.discard()
-            raise StorageError(f"what was written could not be read again: {error}") from error
+            raise StorageError(f"the new checkpoint could not be read: {error}") from error
 
     def _units(self) -> Iterator[Unit]:
         """Yield the units, one per file of several chunks, and record the locations of chunks."""
