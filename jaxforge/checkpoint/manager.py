@@ -52,7 +52,7 @@ from jaxforge.checkpoint.sealed_progress import (
 )
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
-from jaxforge.parallel.multihost import lost_peer
+from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
@@ -346,7 +346,7 @@ class Checkpoints:
             self._failure = JobStorageError(self._unwritten(str(error)))
             raise self._failure from None
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            if lost := lost_peer(error):
+            if lost := peer_lost_error(error):
                 self._failure = lost  # so that `close` does not wait for a process that is gone
                 raise lost from error
             raise
@@ -444,7 +444,9 @@ class Checkpoints:
         except JobStorageError:
             raise
         except (OSError, ValueError) as error:
-            raise lost_peer(error) or StorageError(self._unwritten(_summary(error))) from error
+            raise peer_lost_error(error) or StorageError(
+                self._unwritten(_summary(error))
+            ) from error
 
     def _unwritten(self, why: str) -> str:
         return (
@@ -459,7 +461,7 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # Orbax raises plain `Exception` for an unreadable array
-            if lost := lost_peer(error):
+            if lost := peer_lost_error(error):
                 raise lost from error
             earlier = max((other for other in self.steps() if other < step), default=None)
             hint = f"remove it to go on from step {earlier}, or " if earlier is not None else ""

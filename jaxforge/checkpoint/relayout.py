@@ -27,7 +27,7 @@ def by_layer(tree: PyTree, stack: Stack) -> PyTree:
         tree: arrays, or abstract values with shardings.
         stack: order of layers in `tree`.
     """
-    if stack.in_order:
+    if stack.is_in_order:
         return tree
     wanted = _map_stacked(lambda leaf: _abstract_by_layer(leaf, stack), tree)
     if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
@@ -43,7 +43,7 @@ def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
         stack: requested order of layers.
         like: abstract values with the requested shardings.
     """
-    if stack.in_order:
+    if stack.is_in_order:
         return tree
     return _rearranged(tree, stack.stack, _shardings(tree), _shardings(like))
 

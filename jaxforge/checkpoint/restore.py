@@ -15,6 +15,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
 from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
@@ -89,8 +90,8 @@ def starting_state(
     """Return the starting state: the newest own checkpoint, else `checkpoint.load_path`, else new.
 
     A checkpoint of weights only starts at step 0. `checkpoint.exclude_from_loading` excludes parts
-    of `load_path`: without "optimizer", moments and schedule start anew; without "progress", steps
-    and data are counted from 0.
+    of `load_path`: without "model", weights are new; without "optimizer", moments and schedule
+    start anew; without "progress", steps and data are counted from 0.
 
     Args:
         program: program of the run.
@@ -127,13 +128,29 @@ def starting_state(
 def start_from(
     source: Source, program: Program, excluded: Collection[str] = ()
 ) -> tuple[TrainState, Progress]:
-    """Restore state and progress of a checkpoint without the `excluded` parts."""
+    """Restore state and progress of a checkpoint without the `excluded` parts.
+
+    Raises:
+        UserError: the checkpoint holds weights only, and "model" is excluded.
+    """
     like, stack = program.abstract_state(), program.model.stack
     wanted = by_layer(like, stack)
-    if source.has_optimizer and "optimizer" not in excluded:
+    has_optimizer = source.has_optimizer and "optimizer" not in excluded
+    if "model" in excluded and not source.has_optimizer:
+        raise UserError(
+            f"{source.name} holds weights only, and checkpoint.exclude_from_loading leaves "
+            'nothing to load: remove "model" from it'
+        )
+    if has_optimizer:
         log.info("resuming from %s", source.name)
         state, progress = source.restore(wanted)
         state = by_stage(state, stack, like)
+        if "model" in excluded:
+            new = program.init()
+            state = dataclasses.replace(state, params=new.params, model_state=new.model_state)
+    elif "model" in excluded:
+        progress = source.progress()
+        state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
         restored = source.restore_model(model_tree(wanted.params, wanted.model_state))

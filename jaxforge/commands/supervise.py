@@ -131,8 +131,8 @@ class Group:
         """Record the end of a process."""
         del self._running[event.index]
         self.codes[event.index] = event.code
-        lost_peer = self._cause == Exit.ABORTED.code and not self._is_killed
-        if event.code and (self._cause is None or lost_peer):
+        peer_lost_error = self._cause == Exit.ABORTED.code and not self._is_killed
+        if event.code and (self._cause is None or peer_lost_error):
             self._cause = event.code
 
     @property

@@ -30,7 +30,7 @@ from jaxforge.kernels import flash_kernels
 from jaxforge.kernels.flash_blocks import (
     AFTER,
     BEFORE,
-    Tokens,
+    TokenPositions,
     block_ranges,
     block_visibility,
     pad_to_blocks,
@@ -74,11 +74,11 @@ def flash_attention(
     if chunk is not None:
         segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
     # A chunk is a document as far as visibility goes: chunk ids replace document ids.
-    at = Tokens(positions, segment_ids)
+    at = TokenPositions(positions, segment_ids)
     return _attention(window, scoring, (q_BSHh, k_BSKh, v_BSKh, at, sinks))
 
 
-_Inputs = tuple[Array, Array, Array, Tokens, Sinks]
+_Inputs = tuple[Array, Array, Array, TokenPositions, Sinks]
 """Queries, keys, values, tokens of both, and sinks."""
 
 
@@ -115,8 +115,8 @@ def forward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenPositions,
+    keys: TokenPositions,
     window: Window = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
@@ -156,8 +156,8 @@ def backward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenPositions,
+    keys: TokenPositions,
     lse: Rows,
     delta: Rows,
     d_output: Queries,
@@ -236,8 +236,8 @@ class _PaddedInputs(NamedTuple):
     q: Array
     k: Array
     v: Array
-    queries: Tokens
-    keys: Tokens
+    queries: TokenPositions
+    keys: TokenPositions
     window: Int[Array, "1"] | None
 
     @classmethod
@@ -247,8 +247,8 @@ class _PaddedInputs(NamedTuple):
         q: Array,
         k: Array,
         v: Array,
-        queries: Tokens,
-        keys: Tokens,
+        queries: TokenPositions,
+        keys: TokenPositions,
         window: Window,
         scoring: Scoring,
     ) -> "_PaddedInputs":
@@ -350,7 +350,7 @@ def _block_visibility(padded: _PaddedInputs) -> tuple[Array, Array]:
 _spec = pl.BlockSpec
 
 
-def _token_block(tokens: Tokens, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
+def _token_block(tokens: TokenPositions, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
     return TokenBlock(spec, None if tokens.documents is None else spec), TokenBlock(*tokens)
 
 

@@ -46,7 +46,7 @@ def grouped_matmul(
             weights; their results and gradients are undefined.
         w_GOI: a matrix per group in any dtype, cast to the dtype of `x_MI`.
         sizes_G: number of rows of each group, int32; their sum is at most M.
-        backend: a key of `GROUPED`.
+        backend: a key of `GROUPED_BACKENDS`.
         gradient_GOI: receives the gradient of the weights in its own dtype, instead of `w_GOI`.
 
     Returns:
@@ -65,7 +65,7 @@ def grouped_matmul(
 def _matmul(
     backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array, gradient_GOI: Array | None
 ) -> Array:
-    return GROUPED[backend].matmul(x_MI, w_GOI, sizes_G)
+    return GROUPED_BACKENDS[backend].matmul(x_MI, w_GOI, sizes_G)
 
 
 def _forward(
@@ -80,7 +80,7 @@ def _backward(
     backend: str, saved: tuple, dy_MO: Array
 ) -> tuple[Array, Array | None, None, Array | None]:
     x_MI, w_GOI, sizes_G, like = saved
-    products = GROUPED[backend]
+    products = GROUPED_BACKENDS[backend]
     dx_MI = products.gradient_of_rows(dy_MO, w_GOI, sizes_G)
     dw_GOI = products.gradient_of_weights(x_MI, dy_MO, sizes_G)
     # dw is float32. It is rounded once: to the dtype of the sum over devices if the caller gave
@@ -160,7 +160,7 @@ def _import_backend(
 
 
 # Pallas modules are imported at the first call, so that this table exists on any platform.
-GROUPED = {
+GROUPED_BACKENDS = {
     "blocks": Products(
         grouped_blocks.matmul, grouped_blocks.gradient_of_rows,
         grouped_blocks.gradient_of_weights, lambda at: None,
@@ -173,7 +173,7 @@ _FAST = {"gpu": "mosaic_gpu", "tpu": "megablox"}
 
 
 def choose_grouped(requested: str, at: ProductRequirements) -> str:
-    """Resolve `model.moe_backend` to a name in `GROUPED`.
+    """Resolve `model.moe_backend` to a name in `GROUPED_BACKENDS`.
 
     Args:
         requested: `model.moe_backend`.
@@ -183,7 +183,7 @@ def choose_grouped(requested: str, at: ProductRequirements) -> str:
         UserError: the configured backend is not supported.
     """
     name = _FAST.get(at.platform, "blocks") if requested == "auto" else requested
-    problem = GROUPED[name].unsupported_reason(at)
+    problem = GROUPED_BACKENDS[name].unsupported_reason(at)
     if problem is None:
         return name
     if requested == "auto":

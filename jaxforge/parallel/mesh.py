@@ -72,7 +72,7 @@ def abstract_mesh(config: JobConfig, n_devices: int) -> AbstractMesh:
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
 
 
-def in_words(shape: Mapping[str, int]) -> str:
+def describe_mesh(shape: Mapping[str, int]) -> str:
     """A mesh for a reader: `dp_shard 4 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
 

@@ -1,7 +1,7 @@
-"""Fit of a step on a device, and the largest batch that fits, estimated from shapes.
+"""Estimate of the largest batch that fits on a device, from shapes alone.
 
-`step.memory` has the estimate, which is exact for the state and a rule of thumb for the rest;
-`jaxforge plan` compiles the step, and knows.
+The estimate (`step.memory`) is exact for the state and approximate for everything else.
+`jaxforge plan` compiles the step and reports exact numbers.
 """
 
 from collections.abc import Callable
@@ -11,26 +11,26 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.memory import StepMemory, step_memory
 
 SLACK = 1.1
-"""The estimate may be so much too high: what needs more of a device than that, will not fit."""
+"""Factor by which the estimate may be too high: a larger estimate certainly does not fit."""
 
-_MOST_ROWS = 1 << 16
+_MAX_ROWS = 1 << 16
 
 
 class Fit(NamedTuple):
     """Memory estimate of a config on devices of one kind.
 
     Attributes:
-        memory: of a device, estimated.
+        memory: estimate for a device.
         grad_sync: "update" or "microbatch", as a run would choose.
         rows: sequences of a microbatch on a device.
-        most_rows: the largest number of them that fits; 0 where none does.
+        most_rows: largest number of sequences that fits; 0 if none fits.
     """
 
     memory: StepMemory
@@ -50,25 +50,24 @@ def fit(
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
-        model: as of `build_model`.
+        model: result of `build_model`.
         state: shapes and shardings of the state.
-        mesh: with devices or without.
+        mesh: mesh with or without devices.
         capacity: bytes of a device.
-
     """
     sync = resolve_grad_sync(config, model, state, mesh, capacity).mode
-    stored = per_device(state)
+    stored = bytes_per_device(state)
     dp = data_parallel_size(mesh)
     rows = -(-config.train.microbatch_size(dp) // dp)
     modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
 
-    def holds(n: int) -> bool:
-        of_n = with_rows(config, n)
-        totals = (step_memory(of_n, model, mesh, mode, stored).total for mode in modes)
+    def fits(n: int) -> bool:
+        resized = with_rows(config, n)
+        totals = (step_memory(resized, model, mesh, mode, stored).total for mode in modes)
         return min(totals) <= capacity
 
     memory = step_memory(config, model, mesh, sync, stored)
-    return Fit(memory, sync, rows, _largest(holds))
+    return Fit(memory, sync, rows, _largest(fits))
 
 
 def with_rows(config: JobConfig, rows: int) -> JobConfig:
@@ -77,14 +76,14 @@ def with_rows(config: JobConfig, rows: int) -> JobConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=changed)})
 
 
-def _largest(holds: Callable[[int], bool]) -> int:
-    """The largest number up to `_MOST_ROWS` that holds; what holds, holds for less, too."""
-    if not holds(1):
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `_MAX_ROWS` that fits; every smaller number must fit, too."""
+    if not fits(1):
         return 0
     low, high = 1, 2
-    while high <= _MOST_ROWS and holds(high):
+    while high <= _MAX_ROWS and fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

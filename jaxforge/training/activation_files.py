@@ -67,7 +67,7 @@ def steps(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def of_step(run: Path, step: int) -> Path:
+def step_directory(run: Path, step: int) -> Path:
     """Return the directory of a run's activations of a step."""
     return run / DIRECTORY / f"step_{step}"
 

@@ -340,6 +340,15 @@ def test_load_path_restores_except_excluded_parts(tmp_path):
     assert int(loaded.opt_state[1].updates) == 0
     jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(state.params))
     assert steps(tmp_path / "source") == [2]
+    loaded, progress = load("model")
+    assert (progress.step, int(loaded.opt_state[1].updates)) == (2, 2)
+    new, _ = load("model", "optimizer")
+    assert (int(new.step), int(new.opt_state[1].updates)) == (2, 0)
+    initial = jax.device_get(setup(tiny_config()).init().params)
+    for fresh in (loaded, new):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(fresh.params), initial)
+    moments = jax.device_get(state.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded.opt_state), moments)
 
 
 def test_mismatched_model_raises(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.kernels import flash
 from jaxforge.kernels.attention_backends import reference_attention
-from jaxforge.kernels.flash_blocks import Tokens, block_ranges, block_visibility
+from jaxforge.kernels.flash_blocks import TokenPositions, block_ranges, block_visibility
 from jaxforge.kernels.flash_kernels import Tiles
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel import targets
@@ -107,8 +107,8 @@ def test_merged_key_parts_match_reference():
 
     expected = [np.asarray(each)[:, order] for each in whole(q, k, v, d_y)]
     q, k, v, at, ids, d_y = (x[:, order] for x in (q, k, v, at, ids, d_y))
-    queries = Tokens(at, ids)
-    keys = [Tokens(*each) for each in zip(chunks(at, size), chunks(ids, size), strict=True)]
+    queries = TokenPositions(at, ids)
+    keys = [TokenPositions(*each) for each in zip(chunks(at, size), chunks(ids, size), strict=True)]
     kv = list(zip(chunks(k, size), chunks(v, size), keys, strict=True))
 
     result = [map(np.asarray, FORWARD(q, k, v, queries, t, window, scoring)) for k, v, t in kv]
@@ -127,7 +127,10 @@ def test_merged_key_parts_match_reference():
 def test_blind_queries_return_zeros():
     q, k, v = random_heads(32, (2, 1), 16)
     at = np.tile(np.arange(32), (2, 1))
-    earlier = Tokens(at), Tokens(at + 20)  # the first 20 queries see no key, the others 12
+    earlier = (
+        TokenPositions(at),
+        TokenPositions(at + 20),
+    )  # the first 20 queries see no key, the others 12
     y, lse = FORWARD(q, k, v, *earlier)
     assert (np.asarray(y)[:, :20] == 0).all()
     assert (np.asarray(lse)[..., :20] == -np.inf).all()
@@ -141,7 +144,7 @@ def test_blind_queries_return_zeros():
 
 def test_flash_results_are_rounded_once():
     q, k, v = (x.astype(jnp.bfloat16) for x in random_heads(32, (2, 1), 16))
-    at = Tokens(np.tile(np.arange(32), (2, 1)))
+    at = TokenPositions(np.tile(np.arange(32), (2, 1)))
     y, lse = FORWARD(q, k, v, at, at)
     assert (y.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
     exact, _ = FORWARD(q, k, v, at, at, dtype=jnp.float32)
@@ -155,7 +158,7 @@ def test_flash_results_are_rounded_once():
 
 def visits(positions, documents=None, window=None, block=4):
     ids = None if documents is None else np.array([documents], np.int32)
-    tokens = Tokens(np.array([positions], np.int32), ids)
+    tokens = TokenPositions(np.array([positions], np.int32), ids)
     return visited(tokens, tokens, block, window)[0].tolist()
 
 
@@ -188,15 +191,15 @@ def test_block_ranges_skip_invisible_and_unmask_whole_blocks(
 
 
 def test_earlier_queries_visit_no_key_block():
-    early = Tokens(np.arange(8)[None], np.zeros((1, 8), np.int32))
-    late = Tokens(np.arange(8, 16)[None], np.zeros((1, 8), np.int32))
+    early = TokenPositions(np.arange(8)[None], np.zeros((1, 8), np.int32))
+    late = TokenPositions(np.arange(8, 16)[None], np.zeros((1, 8), np.int32))
     assert visited(early, late).tolist() == [[[0] * 4] * 2]
     other = late._replace(documents=late.documents + 1)
     assert visited(other, early).tolist() == [[[0] * 4] * 2]
 
 
 @pytest.mark.skipif(
-    not targets.gpu_compiler_is_here(),
+    not targets.has_gpu_compiler(),
     reason="needs XLA's compiler for GPUs: make test-gpu-compiler",
 )
 @pytest.mark.parametrize("h", [64, 80, 128, 256])

@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxforge.errors import UserError
 from jaxforge.kernels import grouped_blocks, grouped_mosaic, megablox
-from jaxforge.kernels.grouped import GROUPED, ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.kernels.grouped import (
+    GROUPED_BACKENDS,
+    ProductRequirements,
+    choose_grouped,
+    grouped_matmul,
+)
 from jaxforge.parallel import targets
 
 INP, OUT = 16, 24
@@ -251,7 +256,7 @@ def compile_for(devices, backend, rows, inp, out, groups=4):
     return jax.jit(on_all_devices).lower(x, w, dy, sizes).compile()
 
 
-@pytest.mark.skipif(not targets.gpu_compiler_is_here(), reason="XLA's compiler for GPUs is missing")
+@pytest.mark.skipif(not targets.has_gpu_compiler(), reason="XLA's compiler for GPUs is missing")
 def test_mosaic_compiles_for_h100():
     """Compilation reaches PTX, forward and both gradients, with no product outside of kernels."""
     text = compile_for(targets.gpus("h100"), "mosaic_gpu", rows=1000, inp=192, out=320).as_text()
@@ -303,4 +308,4 @@ def test_config_lists_all_grouped_backends():
     from jaxforge.config.model import ModelConfig
 
     names = ModelConfig.model_fields["moe_backend"].annotation.__args__
-    assert set(names) == {"auto", *GROUPED}
+    assert set(names) == {"auto", *GROUPED_BACKENDS}

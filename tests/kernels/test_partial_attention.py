@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.kernels import flash, partial_attention
 from jaxforge.kernels.attention_backends import reference_attention
-from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.partial_attention import (
     PARTIAL_KERNELS,
     BackwardInputs,
@@ -63,7 +63,7 @@ def whole(options):
 
 
 def queries(q, segment_ids=None):
-    return QueryPart(q, Tokens(_positions(0, LENGTH), segment_ids))
+    return QueryPart(q, TokenPositions(_positions(0, LENGTH), segment_ids))
 
 
 def parts(k, v, segment_ids=None):
@@ -71,7 +71,7 @@ def parts(k, v, segment_ids=None):
     ids = None if segment_ids is None else (segment_ids[:, :HALF], segment_ids[:, HALF:])
     cuts = slice(0, HALF), slice(HALF, LENGTH)
     at = [
-        Tokens(_positions(cut.start, cut.stop), None if ids is None else ids[i])
+        TokenPositions(_positions(cut.start, cut.stop), None if ids is None else ids[i])
         for i, cut in enumerate(cuts)
     ]
     return [KeyPart(k[:, cut], v[:, cut], where) for cut, where in zip(cuts, at, strict=True)]
@@ -114,7 +114,10 @@ def test_merged_parts_match_full_attention(name, case):
 def test_invisible_keys_give_zero_results_and_gradients():
     @jax.jit
     def of_later_keys(q, k, v, d_o):
-        query_part, later = queries(q), KeyPart(k, v, Tokens(_positions(LENGTH, 2 * LENGTH)))
+        query_part, later = (
+            queries(q),
+            KeyPart(k, v, TokenPositions(_positions(LENGTH, 2 * LENGTH))),
+        )
         part = attend_to_part(query_part, later, Scoring(), None)
         backward_inputs = BackwardInputs(d_o, part.lse, jnp.zeros_like(part.lse))
         gradients = gradients_of_part(query_part, backward_inputs, later, Scoring(), None)
@@ -144,7 +147,7 @@ def test_invisible_tiles_are_skipped(documents_of, window, tiles, monkeypatch):
     q, k, v, _ = drawn()
     ids = _positions(0, LENGTH) // documents_of
     window = None if window is None else jnp.int32(window)
-    keys = KeyPart(k, v, Tokens(_positions(0, LENGTH), ids))
+    keys = KeyPart(k, v, TokenPositions(_positions(0, LENGTH), ids))
     attend = jax.jit(lambda *given: attend_to_part(*given, Scoring(), window))
     jax.block_until_ready(attend(queries(q, ids), keys))
     jax.effects_barrier()

@@ -144,7 +144,7 @@ def wide():
 def test_moments_in_eight_bits_of_idle_experts_keep_their_bits(monkeypatch, rows_at_once):
     """And the first update of an expert is exact, as it rounds moments for the next one only."""
     if rows_at_once:
-        monkeypatch.setattr(moments, "AT_ONCE", rows_at_once)
+        monkeypatch.setattr(moments, "CHUNK_ELEMENTS", rows_at_once)
     tx = build_optimizer(config_of("adamw", opt_state_dtype="8bit"), AXES)
     before = values(0), None
     for n, expected in enumerate(wide()):

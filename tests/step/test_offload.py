@@ -11,7 +11,7 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config import check
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -76,7 +76,7 @@ def test_moments_of_matrices_are_on_the_host_and_stay_there(three_updates):
     assert not any("norm" in name for name in names)
     assert not on_host(state.params)
     plain = three_updates[0][1]
-    assert per_device(state.opt_state) < per_device(plain.opt_state) / 50
+    assert bytes_per_device(state.opt_state) < bytes_per_device(plain.opt_state) / 50
 
 
 def test_restart_finds_them_there(three_updates, tmp_path):

@@ -17,7 +17,7 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.data.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, join
-from jaxforge.state.train_state import begin
+from jaxforge.state.train_state import init_train_state
 from tests.conftest import tiny_config
 from tests.helpers import placed, setup
 from torch_compat.checkpoint import checkpoints, hf_config
@@ -335,7 +335,7 @@ def state_of(ours, variables):
         unflatten_dict({path: given[path] for path in flatten_dict(like)})
         for like in (ours.model.abstract, ours.model.state.abstract)
     )
-    make = jax.jit(lambda *given: begin(ours.model, given[0], ours.optimizer, given[1]))
+    make = jax.jit(lambda *given: init_train_state(ours.model, given[0], ours.optimizer, given[1]))
     state = jax.device_get(make(params, model_state))
     return jax.tree.map(placed, state, ours.shardings)
 

@@ -25,7 +25,7 @@ from jaxforge.inference.evaluation import evaluate
 from jaxforge.model.transformer import Model
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import begin
+from jaxforge.state.train_state import init_train_state
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import setup
@@ -91,7 +91,7 @@ def random_params(model):
 def save_run(path, config, params=None):
     """A run directory of jaxforge at step 3, which has moved no moment: nothing is compiled."""
     ours, params = setup(config), params or random_params(config.model)
-    like = jax.eval_shape(lambda given: begin(ours.model, given, ours.optimizer), params)
+    like = jax.eval_shape(lambda given: init_train_state(ours.model, given, ours.optimizer), params)
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
     state = jax.device_put(dataclasses.replace(state, params=params))
     run_directory.prepare(path, config)

@@ -2,7 +2,7 @@
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.registry import OF_YOURS
+from jaxforge.registry import REGISTRATION_HINT
 from torch_compat.families import FAMILIES, Family
 from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
 from torch_compat.names.table import NameMap
@@ -28,7 +28,7 @@ def name_map(name: str) -> NameMap:
         UserError: no dialect has this name.
     """
     if name not in NAME_MAPS:
-        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}{OF_YOURS}")
+        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}{REGISTRATION_HINT}")
     return NAME_MAPS[name]
 
 

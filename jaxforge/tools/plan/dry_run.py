@@ -20,7 +20,7 @@ from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.parallel import multihost
-from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
+from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, describe_mesh, make_mesh
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
@@ -37,7 +37,7 @@ from jaxforge.tools.plan.dry_run_memory import (
     too_large,
 )
 from jaxforge.training.hooks import named_hook
-from jaxforge.training.start import skipping_experts_as_started
+from jaxforge.training.start import resolve_skip_idle_experts
 from jaxforge.training.summary import schedule_summary
 
 
@@ -69,7 +69,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     mesh: AnyMesh = abstract_mesh(resolved, n) if pretended else make_mesh(resolved)
     if unknown := _unknown(resolved):
         _show("config, where it is not the default", _differences(resolved))
-        _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
+        _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
         _show("run", [run_directory_row(resolved, mesh, None, None)])
         _show("not known without plugins", unknown)
         return 0
@@ -87,7 +87,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     run_row = run_directory_row(resolved, mesh, model, data)
     _show("config, where it is not the default", _differences(resolved))
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
-    _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
+    _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
     _show("data", data_rows)
     _show("model", model_rows(model))
     _show("memory of a device, an estimate", memory_rows(fits))
@@ -119,7 +119,7 @@ def _as_started(config: JobConfig, *, is_pretended: bool) -> tuple[JobConfig, li
         if urls.in_bucket(location) or (is_pretended and is_named and not Path(location).exists()):
             return config, [f"optimizer.skip_idle_experts: a start sets it as {location} has it, "
                             "which was not looked at"]  # fmt: skip
-    started = skipping_experts_as_started(config)
+    started = resolve_skip_idle_experts(config)
     if started is config:
         return config, []
     return started, ["optimizer.skip_idle_experts: a start sets it to true, as the checkpoint has "

@@ -28,11 +28,11 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.section import Table
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
-from jaxforge.step.executable import version_of
+from jaxforge.step.executable import installed_version
 from jaxforge.step.fitting import SLACK
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import safe_files
@@ -190,7 +190,7 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
         """Bytes of a device; None if a parameter does not divide."""
         model = model_of("full", mesh.shape["pp"])
         try:
-            return per_device(Program(config, mesh, model=model).abstract_state())
+            return bytes_per_device(Program(config, mesh, model=model).abstract_state())
         except UserError:
             return None
 
@@ -297,7 +297,7 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
 
 def _key(text: str, topology: Topology) -> str:
     """Return the cache key of a config, a machine, the compilers and the code that uses them."""
-    parts = [text, str(topology), *map(version_of, _PACKAGES)]
+    parts = [text, str(topology), *map(installed_version, _PACKAGES)]
     root = Path(jaxforge.__file__).parent
     parts += [path.read_text() for path in sorted(root.rglob("*.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

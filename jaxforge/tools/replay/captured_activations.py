@@ -25,7 +25,7 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.tools.replay.past import open_past
 from jaxforge.training import activation_files
-from jaxforge.training.callbacks.activations import of_sequences
+from jaxforge.training.callbacks.activations import sequence_activations
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,10 @@ def from_set(
     numbers = _there(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
 
     def values(params: Params) -> Iterator[Values]:
-        of, first = functools.partial(of_sequences, compute, params, config, trained.mesh), 0
+        of, first = (
+            functools.partial(sequence_activations, compute, params, config, trained.mesh),
+            0,
+        )
         for dataset in datasets:
             end = first + len(dataset)
             yield from of(dataset, [n - first for n in numbers if first <= n < end])
