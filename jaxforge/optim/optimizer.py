@@ -17,6 +17,7 @@ from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.model import mup
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
+from jaxforge.optim.freezing import frozen_paths, trained_only
 from jaxforge.optim.idle_experts import skip_idle_experts
 from jaxforge.optim.lion import lion
 from jaxforge.optim.moments import EightBit, MomentStorage, OnHost
@@ -24,6 +25,7 @@ from jaxforge.optim.muon import muon, muon_takes
 from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Rate, learning_rate
 from jaxforge.optim.schedule_free import schedule_free_adamw
+from jaxforge.optim.trees import split
 from jaxforge.parallel.sharding import Axes
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
@@ -46,18 +48,22 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
         subset_config = config.model_copy(update={"optimizer": optimizer})
         return OPTIMIZERS[config.optimizer.name](subset_config, schedule, axes)
 
-    schedule = learning_rate(config)
-    if config.skips_idle_experts:
-        config.optimizer.check_patterns(flatten_dict(axes, sep="."))
-        rule = skip_idle_experts(build, schedule, axes)
-    else:
-        rule = OPTIMIZERS[config.optimizer.name](config, schedule, axes)
-    last = [compensation()] if config.train.param_rounding == "kahan" else []
-    if config.optimizer.name not in OPTIMIZERS.ours and mup.width_ratio(config.model) != 1.0:
+    schedule, optimizer = learning_rate(config), config.optimizer
+    optimizer.check_patterns(flatten_dict(axes, sep="."))
+    frozen = frozen_paths(axes, optimizer)
+    axes = split(axes, frozen)[1]
+    make = functools.partial(skip_idle_experts, build) if config.skips_idle_experts else build
+    rules = [make(schedule, axes)]
+    has_factors = mup.width_ratio(config.model) != 1.0 or optimizer.lr_patterns
+    if optimizer.name not in OPTIMIZERS.ours and has_factors:
         factors = _factors(mup.lr_factor, config, axes)
         scale = functools.partial(jax.tree.map, lambda update, factor: update * factor)
-        last.insert(0, optax.stateless(lambda updates, _: scale(updates, factors)))
-    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *last)
+        rules.append(optax.stateless(lambda updates, _: scale(updates, factors)))
+    if config.train.param_rounding == "kahan":
+        rules.append(compensation())
+    if frozen:
+        rules = [trained_only(rule, frozen) for rule in rules]
+    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), *rules)
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuilder]:
@@ -102,7 +108,7 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
         "betas": config.optimizer.betas,
         # Adam's epsilon shrinks with the gradients (`model.mup`).
         "eps": config.optimizer.eps * mup.output_multiplier(config.model),
-        "weight_decay": decay_groups(axes, config.optimizer),
+        "weight_decay": _decay_at_own_rate(axes, config.optimizer),
         "state_dtype": _moment_storage(config.train, axes),
         "lr_factors": _factors(mup.lr_factor, config, axes),
     }
@@ -111,9 +117,12 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
 def _factors(
     factor: Callable[[ModelConfig, Axes], float], config: JobConfig, axes: PyTree
 ) -> PyTree:
-    """Return muP's factor on the steps of every parameter."""
-    flat = flatten_dict(axes)
-    return unflatten_dict({path: factor(config.model, names) for path, names in flat.items()})
+    """Return the factor on the steps of every parameter: muP's times that of `lr_patterns`."""
+    factors = {
+        path: factor(config.model, names) * config.optimizer.lr_factor(".".join(path))
+        for path, names in flatten_dict(axes).items()
+    }
+    return unflatten_dict(factors)
 
 
 def _moment_storage(train: TrainConfig, axes: PyTree) -> MomentStorage:
@@ -121,6 +130,16 @@ def _moment_storage(train: TrainConfig, axes: PyTree) -> MomentStorage:
         return EightBit(axes, train.seed)
     dtype = jnp.dtype(train.opt_state_dtype)
     return OnHost(axes, dtype) if "optimizer" in train.offload else dtype
+
+
+def _decay_at_own_rate(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:
+    """Return weight decay times the factor on the learning rate.
+
+    PyTorch multiplies the decay of a parameter group by the learning rate of the group, and rules
+    here multiply it by the learning rate of all.
+    """
+    flat = flatten_dict(decay_groups(axes, optimizer), sep=".")
+    return unflatten_dict({n: d * optimizer.lr_factor(n) for n, d in flat.items()}, sep=".")
 
 
 def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:

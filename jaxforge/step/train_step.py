@@ -15,6 +15,7 @@ from jaxforge.config.train import EIGHT_BIT
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
+from jaxforge.optim.freezing import applied_to_trained, frozen_paths, keep_frozen, zero_frozen
 from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.optim.rounding import build_apply
@@ -57,24 +58,22 @@ class Controls(NamedTuple):
     next_lr_scale: Float[Array, ""] | float | None = None
 
 
+TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+
+
 class CompiledSteps:
-    """The train step for each size of batch, by the number of its microbatches.
+    """The compiled train step for each size of batch, by the number of its microbatches.
 
     Attributes:
-        largest: the one for the largest batch.
+        largest: the step for the largest batch.
     """
 
     def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
         self._by_size, self.largest = by_size, by_size[max(by_size)]
 
-    def __call__(
-        self, state: TrainState, batch: Batch, controls: Controls
-    ) -> tuple[TrainState, Metrics]:
-        """Runs the step."""
-        return self._by_size[batch["labels"].shape[0]](state, batch, controls)
-
-
-TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+    def __getitem__(self, microbatches: int) -> TrainStep:
+        """Return the step for batches of this many microbatches."""
+        return self._by_size[microbatches]
 
 
 def make_train_step(
@@ -95,13 +94,19 @@ def make_train_step(
         shardings: `NamedSharding` of every array of the state.
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
-    lr = learning_rate(config)
-    guard, add = Guard(config.train), build_apply(config.train)
+    lr, frozen = learning_rate(config), frozen_paths(model.axes, config.optimizer)
+    guard, add = Guard(config.train), applied_to_trained(build_apply(config.train), frozen)
     # 8-bit and offloaded moments keep their old values themselves after a bad step, given
     # `applied`. Selecting between old and new here would keep both in memory.
     in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
     is_selected = is_updated_in_place if in_place else None
 
+    # One program computes, in this order:
+    #
+    #   gradients and loss -> guard -> optimizer -> selection of new or old values -> metrics
+    #
+    # The host decides nothing in between. It may launch the next step before it has read this
+    # step's metrics, because bad steps are rejected on the device.
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
@@ -112,14 +117,14 @@ def make_train_step(
         batch = spread_sequences(model, batch)
         scale = guard.loss_scale(state.guard)
         grads, loss = gradients(state.params, state.model_state, batch, scale)
-        grads, loss = unscale(grads, loss, scale)
+        grads, loss = unscale(zero_frozen(grads, frozen), loss, scale)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         # Without valid labels the gradient is 0, but decay and moments would change the weights.
         apply = controls.apply & (n_valid > 0)
         good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
-        # Two selections: a bad step keeps parameters and optimizer state, but counts; after the
-        # guard has halted the run, nothing changes any more, counters included.
+        # Two selections follow. A bad step keeps parameters and optimizer state, but advances the
+        # counters. After the guard has halted the run, the counters do not change either.
         is_running = ~guard.is_halted(state.guard)
         applied = good & is_running
         extra: dict[str, Array] = {"applied": applied} if in_place else {}
@@ -129,9 +134,11 @@ def make_train_step(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
         )
         params, opt_state = add(state.params, updates, opt_state, state.step)
+        # Non-trainable state follows the statistics of the forward pass, not a gradient.
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)
+        params = keep_frozen(params, state.params, frozen)
         params, opt_state, model_state = select(
             good,
             (params, opt_state, model_state),

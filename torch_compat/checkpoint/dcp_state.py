@@ -17,7 +17,13 @@ from torch_compat.checkpoint import (
     untrained,
 )
 from torch_compat.checkpoint.model_keys import find_model, unknown
-from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, optimizer_layout
+from torch_compat.checkpoint.optimizer_state import (
+    MAIN_KEYS,
+    STEP,
+    WEIGHT_SUM,
+    GroupKey,
+    optimizer_layout,
+)
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.dcp_writer import Entry
@@ -229,7 +235,8 @@ def entries(
         if WEIGHT_SUM in checkpoint.scalars
         else {}
     )
-    for key in params:
+    settings = group_settings(checkpoint, target, dialect)
+    for key in settings:
         own: dict[str, Any] = {
             theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
         }
@@ -240,14 +247,7 @@ def entries(
         for field, value in own.items():
             add(("optimizer", f"state.{key}.{field}") if flat else
                 ("optimizer", "state", key, field), value)  # fmt: skip
-    decays = dict.fromkeys(params, False)
-    for name, tensor in checkpoint.params.items():
-        is_matrix = len(tensor.shape) > 1
-        key = dialect.their_name(name)
-        decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
-            target.stacking.array_of(name), is_matrix=is_matrix
-        )
-    for g, group in enumerate(optimizer_state.groups(target.config, updates, decays)):
+    for g, group in enumerate(optimizer_state.groups(target.config, updates, settings)):
         members = group["params"]
         if not flat:
             for name, value in group.items():
@@ -258,6 +258,32 @@ def entries(
                 if name != "params":
                     add(("optimizer", f"param_groups.{key}.{name}"), value)
     return written
+
+
+def group_settings(
+    checkpoint: CheckpointState, target: AbstractTarget, dialect: NameMap
+) -> dict[str, GroupKey]:
+    """Return the settings by which the trained parameters are grouped, by their keys.
+
+    Raises:
+        UserError: parameters that the dialect stores in one tensor have different factors.
+    """
+    optimizer, settings = target.config.optimizer, dict[str, GroupKey]()
+    for name, tensor in checkpoint.params.items():
+        array = target.stacking.array_of(name)
+        if optimizer.freezes(array):
+            continue
+        key, is_matrix = dialect.their_name(name), len(tensor.shape) > 1
+        decays = dialect.has_one_group or optimizer.decays(array, is_matrix=is_matrix)
+        of_name = GroupKey(decays, optimizer.lr_factor(array))
+        before = settings.get(key, of_name)
+        if before.lr_factor != of_name.lr_factor:
+            raise UserError(
+                f"{key} of {dialect.name} holds several parameters, which optimizer.lr_patterns "
+                "gives different learning rates: export with --weights-only"
+            )
+        settings[key] = of_name._replace(decays=decays or before.decays)
+    return settings
 
 
 def torchtitan_position(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
@@ -324,9 +350,9 @@ def _moments(
         ]
         if absent and not fill:
             raise UserError(
-                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), as "
-                "of frozen ones, or of those that Muon leaves to AdamW; --fill-optimizer starts "
-                "them from zero"
+                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), "
+                "for example of frozen ones, or of those that Muon leaves to AdamW; "
+                "--fill-optimizer starts them from zero"
             )
         missing += len(absent)
         result = translate(
@@ -374,7 +400,7 @@ def _scalars(
     if updates is None:
         raise UserError(f"{name}: the number of updates is not recorded")
     if not 0 <= updates < 2**31:
-        raise UserError(f"{name}: it says that {updates} updates were made")
+        raise UserError(f"{name}: it records {updates} updates, which is impossible")
     scalars["updates"] = np.asarray(updates, np.int32)
     return scalars, updates
 

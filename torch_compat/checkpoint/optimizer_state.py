@@ -116,7 +116,7 @@ def parse_updates(step: float, where: str) -> int:
     except ValueError as error:
         raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
     if updates >= 2**31:
-        raise UserError(f"{where}: it says that {updates} updates were made")
+        raise UserError(f"{where}: it records {updates} updates, which is impossible")
     return updates
 
 
@@ -174,13 +174,27 @@ def group_lr(config: JobConfig, updates: int) -> float:
     return learning_rate_after(config, updates)
 
 
-def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """Return the parameter groups: first with weight decay, then without.
+class GroupKey(NamedTuple):
+    """Settings by which parameters are grouped.
+
+    Attributes:
+        decays: whether weight decay applies.
+        lr_factor: factor on the learning rate.
+    """
+
+    decays: bool
+    lr_factor: float = 1.0
+
+
+def groups(
+    config: JobConfig, updates: int, settings: Mapping[str, GroupKey]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups: with weight decay, without, then those of `lr_patterns`.
 
     Args:
         config: config of the run.
         updates: number of updates.
-        decays: parameter -> whether weight decay applies to it.
+        settings: parameter -> its settings.
     """
     o = config.optimizer
     lr = group_lr(config, updates)
@@ -192,14 +206,19 @@ def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[
     values = {key: defaults[key] for key in optimizer_layout(config).keys}
     return [
         {
-            "lr": lr,
+            "lr": lr * key.lr_factor,
             **values,
-            "weight_decay": o.weight_decay if decaying else 0.0,
-            "initial_lr": o.lr,
-            "params": [name for name, decay in decays.items() if decay == decaying],
+            "weight_decay": o.weight_decay if key.decays else 0.0,
+            "initial_lr": o.lr * key.lr_factor,
+            "params": [name for name, of_name in settings.items() if of_name == key],
         }
-        for decaying in (True, False)
+        for key in group_keys(settings)
     ]
+
+
+def group_keys(settings: Mapping[str, GroupKey]) -> list[GroupKey]:
+    """Return the settings of each parameter group, in the order of `groups`."""
+    return list(dict.fromkeys([GroupKey(True), GroupKey(False), *settings.values()]))
 
 
 def _is_setting(value: Any) -> bool:  # noqa: ANN401 (untrusted)

@@ -93,18 +93,24 @@ class AbstractTarget:
         """Stacking of layers and experts."""
         return Stacking(self.config.model)
 
+    @functools.cached_property
+    def trained(self) -> Mapping[str, Shape]:
+        """Our name -> shape of the parameters that are not frozen."""
+        freezes, array_of = self.config.optimizer.freezes, self.stacking.array_of
+        return {name: shape for name, shape in self.params.items() if not freezes(array_of(name))}
+
     @property
     def moments(self) -> Mapping[str, Mapping[str, Shape]]:
         """Field of the optimizer state -> our name -> shape."""
         kind = LAYOUTS.get(self.config.optimizer.name)
         if kind is not None and kind.covers_all_params:
-            return {**dict.fromkeys(kind.fields, self.params), **self._expert_counts(kind)}
+            return {**dict.fromkeys(kind.fields, self.trained), **self._expert_counts(kind)}
         return self._fields[0]
 
     def _expert_counts(self, kind: OptimizerLayout) -> Mapping[str, Mapping[str, Shape]]:
         if not self.config.skips_idle_experts:
             return {}
-        experts = {name: Shape() for name in self.params if self.stacking.expert_of(name)}
+        experts = {name: Shape() for name in self.trained if self.stacking.expert_of(name)}
         return {EXPERT_FIELD + field: experts for field in kind.scalars}
 
     def with_idle_experts_skipped(self) -> "AbstractTarget":

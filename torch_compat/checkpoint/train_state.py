@@ -28,7 +28,7 @@ EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
 
 
 _STEP_KEYS = ("step", "global_step", "iter_num", "iteration", "train_state.step")
-"""Names of the step in files of scripts, the first that is there counts."""
+"""Keys of the step in files of scripts; the first existing key is used."""
 
 
 class TorchTrainState(NamedTuple):
@@ -147,7 +147,13 @@ def _samples_by_batches(
     )
 
 
-def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) -> dict[str, Any]:
+def to_torch(
+    progress: Progress,
+    updates: int,
+    config: JobConfig,
+    ranks: int,
+    lr_factors: Sequence[float] = (1.0, 1.0),
+) -> dict[str, Any]:
     """Return the content of KempnerForge's `train_state.pt`.
 
     Args:
@@ -155,6 +161,7 @@ def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) ->
         updates: number of updates.
         config: config of the run.
         ranks: data-parallel ranks that will resume from it.
+        lr_factors: factor on the learning rate of each parameter group.
 
     Raises:
         UserError: the position falls within a batch of that many ranks.
@@ -176,7 +183,7 @@ def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) ->
         "step": progress.step,
         "tokens_seen": progress.tokens,
         "rng": _random_states(config.train.seed),
-        "scheduler": lambda_lr(config, updates, groups=2),
+        "scheduler": lambda_lr(config, updates, lr_factors),
         "dataloader": {
             "epoch": epoch,
             "batches_yielded": samples // rows,
@@ -185,23 +192,24 @@ def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) ->
     }
 
 
-def lambda_lr(config: JobConfig, updates: int, groups: int) -> dict[str, Any]:
+def lambda_lr(config: JobConfig, updates: int, lr_factors: Sequence[float]) -> dict[str, Any]:
     """Return the state of a `LambdaLR`, with all keys of torch 2.0 to 2.13.
 
     Args:
         config: config of the run.
         updates: number of updates.
-        groups: number of parameter groups.
+        lr_factors: factor on the learning rate of each parameter group.
     """
+    lr = group_lr(config, updates)
     return {
-        "base_lrs": [config.optimizer.lr] * groups,
+        "base_lrs": [config.optimizer.lr * factor for factor in lr_factors],
         "last_epoch": updates,
         "verbose": False,
         "_step_count": updates + 1,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
-        "_last_lr": [group_lr(config, updates)] * groups,
-        "lr_lambdas": [None] * groups,
+        "_last_lr": [lr * factor for factor in lr_factors],
+        "lr_lambdas": [None] * len(lr_factors),
     }
 
 
@@ -213,7 +221,7 @@ def to_torchtitan(
     Schedulers store only `last_epoch` since 2026, and the state of `LambdaLR` before. The position
     in torchtitan's data has no counterpart here.
     """
-    schedule = lambda_lr(config, updates, groups=1)
+    schedule = lambda_lr(config, updates, [1.0])
     return {
         ("train_state", "step"): progress.step,
         ("train_state", "ntokens_seen"): progress.tokens,

@@ -104,8 +104,9 @@ class DcpWriter(Writer):
     def _train_state(self) -> dict[str, Any]:
         updates = int(self.source.checkpoint.scalars["updates"])
         return train_state.to_torch(
-            self.source.progress, updates, self.source.target.config, self.request.ranks
-        )
+            self.source.progress, updates, self.source.target.config, self.request.ranks,
+            self._lr_factors(name_map(self._dialect)),
+        )  # fmt: skip
 
 
 def _point_latest(checkpoint: Path) -> None:

@@ -95,7 +95,9 @@ class TorchFileWriter(Writer):
             progress = self.source.progress
             updates = int(checkpoint.scalars["updates"])
             nested["optimizer"] = _numbered(nested["optimizer"], order)
-            nested["scheduler"] = train_state.lambda_lr(target.config, updates, groups=2)
+            nested["scheduler"] = train_state.lambda_lr(
+                target.config, updates, self._lr_factors(name_map(self._dialect))
+            )
             nested |= {"step": progress.step, "tokens_seen": progress.tokens}
             nested["samples_seen"] = progress.samples
         return nested

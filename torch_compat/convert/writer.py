@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_compat.checkpoint import stages
+from torch_compat.checkpoint import dcp_state, optimizer_state, stages
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.convert.source import Request, Source
 from torch_compat.formats.staging import Staging, Unit
 from torch_compat.formats.workers import Share
+from torch_compat.names.table import NameMap
 
 _FRACTION = 24  # of the memory allowed, for one block: three are under way, each read and copied
 
@@ -75,6 +76,11 @@ class Writer(abc.ABC):
     def commit(self) -> None:
         """Give the result its name."""
         self.staging.commit()
+
+    def _lr_factors(self, dialect: NameMap) -> list[float]:
+        """Return the factor on the learning rate of each parameter group."""
+        settings = dcp_state.group_settings(self.source.checkpoint, self.source.target, dialect)
+        return [key.lr_factor for key in optimizer_state.group_keys(settings)]
 
     def _check_names(self, dialect: str) -> None:
         """Check that the dialect has a name for everything."""

@@ -104,10 +104,8 @@ def from_set(
     numbers = _there(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
 
     def values(params: Params) -> Iterator[Values]:
-        of, first = (
-            functools.partial(sequence_activations, compute, params, config, trained.mesh),
-            0,
-        )
+        of = functools.partial(sequence_activations, compute, params, config, trained.mesh)
+        first = 0
         for dataset in datasets:
             end = first + len(dataset)
             yield from of(dataset, [n - first for n in numbers if first <= n < end])
