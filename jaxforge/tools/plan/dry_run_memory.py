@@ -21,8 +21,8 @@ from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
-from jaxforge.step.fitting import SLACK, Fit, fit
 from jaxforge.telemetry.numbers import human
+from jaxforge.tools.plan.memory_fit import SLACK, Fit, fit
 from jaxforge.tools.plan.topology import CPU, Topology
 
 AnyMesh = Mesh | AbstractMesh

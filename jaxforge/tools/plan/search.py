@@ -33,11 +33,11 @@ from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.executable import version_of
-from jaxforge.step.fitting import SLACK
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import safe_files
 from jaxforge.tools.plan import cost
 from jaxforge.tools.plan.compiled import devices_of
+from jaxforge.tools.plan.memory_fit import SLACK
 from jaxforge.tools.plan.topology import Topology
 
 REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")

@@ -13,9 +13,9 @@ from jaxforge.model.transformer import build_model
 from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
-from jaxforge.step.fitting import fit, with_rows
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run_memory
+from jaxforge.tools.plan.memory_fit import fit, with_rows
 from tests.shipped_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"
