@@ -64,7 +64,7 @@ def plain_document(title: str, style: str, body: str) -> str:
 
 def _framed(title: str, style: str, body: str, connect: str) -> str:
     return Template(_file("page.html")).substitute(
-        title=encodable(escape(title)),
+        title=escape_surrogates(escape(title)),
         style=_file("base.css") + style,
         body=body,
         connect=connect,
@@ -75,7 +75,7 @@ def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def encodable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Escape lone surrogates, which JSON may have and UTF-8 cannot."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -87,7 +87,7 @@ def as_json(data: object) -> str:
 
 def paragraphs(messages: Iterable[str]) -> str:
     """Return messages as paragraphs."""
-    return encodable("".join(f"<p>{escape(message)}</p>" for message in messages))
+    return escape_surrogates("".join(f"<p>{escape(message)}</p>" for message in messages))
 
 
 def fact_list(facts: Mapping[str, str]) -> str:
@@ -140,7 +140,7 @@ def table(
     )
 
 
-def encoded(values: np.ndarray, kind: str) -> str:
+def encode_column(values: np.ndarray, kind: str) -> str:
     """Return numbers as `drawing.js` reads them: their kind, then little-endian bytes in base64.
 
     Args:
@@ -159,7 +159,7 @@ class Pool:
 
     def add(self, values: np.ndarray, kind: str) -> int:
         """Return the index of a column among `columns`; args as of `encoded`."""
-        return self._indices.setdefault(encoded(values, kind), len(self._indices))
+        return self._indices.setdefault(encode_column(values, kind), len(self._indices))
 
     @property
     def columns(self) -> list[str]:
@@ -182,7 +182,7 @@ def curve(
     """
     points = np.array([x, y], float)
     along, values = points[:, np.isfinite(points[1])]
-    return {"label": label, "x": pool.add(along, "f8"), "y": encoded(values, "f8"), "dots": dots,
+    return {"label": label, "x": pool.add(along, "f8"), "y": encode_column(values, "f8"), "dots": dots,
             "colour": colour, "last": float(values[-1]) if values.size else None}  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
 
 def data(config: JobConfig, n_devices: int) -> Iterator[str]:
     """Yield warnings about the source of the tokens, and about repeated epochs."""
-    missing = list(absent(config))
+    missing = list(missing_data_warnings(config))
     yield from missing
     if missing or not _paths(config):
         return
@@ -55,7 +55,7 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
         )
 
 
-def absent(config: JobConfig) -> Iterator[str]:
+def missing_data_warnings(config: JobConfig) -> Iterator[str]:
     """Training data that are elsewhere."""
     for key, path in _paths(config).items():
         if urls.in_bucket(path) or not Path(path).exists():

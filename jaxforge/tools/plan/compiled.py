@@ -22,7 +22,7 @@ from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import CompiledStep
 from jaxforge.step.grad_sync import GradSync
-from jaxforge.tools.plan.hlo import HloProgram, arrays
+from jaxforge.tools.plan.hlo import HloProgram, parse_arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.callbacks.assembly import named_callbacks
 from jaxforge.training.callbacks.runner import Callbacks
@@ -133,11 +133,11 @@ def compile_step(
     text = compiled.as_text()
     assert text is not None
     program = HloProgram(text, len(devices))
-    memory = parts.memory(peak_of(compiled, device.platform), program)
+    memory = parts.memory(peak_memory(compiled, device.platform), program)
     return Step(mesh, sync, program, memory, seconds, steps)
 
 
-def peak_of(compiled: jax.stages.Compiled, platform: str) -> int:
+def peak_memory(compiled: jax.stages.Compiled, platform: str) -> int:
     """Bytes of a device at the fullest moment of a program, as the compiler says."""
     stats = compiled.memory_analysis()
     assert stats is not None
@@ -237,7 +237,7 @@ def _of_layers(shape: str, layers: set[int], weights: set[tuple[tuple[int, ...],
     return int(
         sum(
             math.prod(dims) * size
-            for dims, size in arrays(shape)
+            for dims, size in parse_arrays(shape)
             if len(dims) > 2 and dims[0] in layers and (dims, size) not in weights
         )
     )

@@ -2,7 +2,7 @@
 
 Operations: by the compiler's cycles on TPU, by a roofline on GPU (Williams et al., 2009): the
 longer of FLOPs over the chip's rate and bytes over that of its memory, each times what kernels
-reach of it (`REACHED`; docs/plan.md holds the sum against published runs). Collectives: by the
+reach of it (`EFFICIENCY`; docs/plan.md holds the sum against published runs). Collectives: by the
 bytes that they send and the links that they use.
 
 `update_seconds` needs no program: it is the model of jax-ml.github.io/scaling-book, from sizes
@@ -25,8 +25,14 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.parallel.hardware import Chip
 from jaxforge.telemetry.flops import causal_flops_per_token
-from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, first_group, sent_by_ring
-from jaxforge.tools.plan.work import Workload
+from jaxforge.tools.plan.hlo import (
+    Computation,
+    HloProgram,
+    Operation,
+    first_replica_group,
+    sent_bytes,
+)
+from jaxforge.tools.plan.workload import Workload
 
 _BF16, _F32 = 2, 4
 _RECOMPUTED = {
@@ -41,8 +47,8 @@ _RECOMPUTED = {
 """Recomputed part of the FLOPs of forward and backward; heads are not recomputed."""
 
 
-class Reached(NamedTuple):
-    """Reached fractions of a data sheet's figures.
+class Efficiency(NamedTuple):
+    """Efficiency fractions of a data sheet's figures.
 
     Attributes:
         by_kind: part of the peak FLOP/s, by kind of work, and by `Work.by` where that says one.
@@ -70,9 +76,9 @@ _ON_GPU = {
     "masked cudnn": 0.16,  # on H100 (jax-ml/jax#35114)
 }
 _ON_TPU = {"products": 0.9, "attention": 0.45, "experts": 0.6}
-REACHED = {
-    "gpu": Reached(_ON_GPU, 0.85, 1.5e-6, latency=12e-6, waited=0.5),
-    "tpu": Reached(_ON_TPU, 0.8, 0, latency=2e-6, waited=0.1),
+EFFICIENCY = {
+    "gpu": Efficiency(_ON_GPU, 0.85, 1.5e-6, latency=12e-6, waited=0.5),
+    "tpu": Efficiency(_ON_TPU, 0.8, 0, latency=2e-6, waited=0.1),
 }
 
 
@@ -85,7 +91,7 @@ class Roofline:
     """
 
     def __init__(self, workload: Workload, chip: Chip) -> None:
-        self._workload, self._chip, self._reached = workload, chip, REACHED[chip.platform]
+        self._workload, self._chip, self._reached = workload, chip, EFFICIENCY[chip.platform]
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
         """Return the kind of the work, and seconds."""
@@ -128,7 +134,7 @@ class Cycles:
         return "memory", min(seconds, self._roofline.seconds(operation, within)[1] or seconds)
 
 
-class Unknown:
+class UnknownRates:
     """Rates of an unknown device."""
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
@@ -136,10 +142,12 @@ class Unknown:
         return "nothing", 0
 
 
-def rates_of(program: HloProgram, chip: Chip | None, visible: float) -> Unknown | Cycles | Roofline:
+def rates_of(
+    program: HloProgram, chip: Chip | None, visible: float
+) -> UnknownRates | Cycles | Roofline:
     """Return the rates for a program on a chip; `visible` as in `Workload`."""
     if chip is None:
-        return Unknown()
+        return UnknownRates()
     workload = Workload(program, visible)
     return Cycles(program, workload, chip) if chip.platform == "tpu" else Roofline(workload, chip)
 
@@ -175,9 +183,9 @@ class Network:
     def collective(self, operation: Operation, within: Computation) -> Collective:
         """Return what a collective, or the first half of one, will take."""
         kind = operation.collective or operation.kind
-        group = first_group(operation.line, len(self._devices))
+        group = first_replica_group(operation.line, len(self._devices))
         size = sum(within[name].bytes for name in operation.operands)
-        sent = sent_by_ring(kind, size, len(group))
+        sent = sent_bytes(kind, size, len(group))
         return Collective(kind, self._axes(group), sent, self._seconds(kind, group, sent))
 
     def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
@@ -190,7 +198,7 @@ class Network:
         if self._chip is None or len(group) == 1:
             return 0
         rate = _rate(self._chip, kind, [self._devices[i] for i in group], self._devices)
-        return REACHED[self._chip.platform].latency + sent / rate
+        return EFFICIENCY[self._chip.platform].latency + sent / rate
 
 
 @functools.cache
@@ -205,7 +213,7 @@ def _rate(
     chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
 ) -> float:
     """Return bytes/s that each member sends."""
-    is_gpu, links = chip.platform == "gpu", REACHED[chip.platform].links
+    is_gpu, links = chip.platform == "gpu", EFFICIENCY[chip.platform].links
     return links * (
         _between_gpus(chip, members) if is_gpu else _between_tpus(chip, kind, members, everyone)
     )
@@ -268,7 +276,7 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> f
     # Of a microbatch on one device.
     tokens = train.microbatch_size(dp) // dp * train.seq_len // sizes["cp"]
     cut = sizes["tp"] * sizes["pp"]
-    peak = chip.peak_flops * REACHED[chip.platform].by_kind["products"]
+    peak = chip.peak_flops * EFFICIENCY[chip.platform].by_kind["products"]
     again = 1 + _RECOMPUTED[train.activation_checkpointing]
     computing = tokens / cut * causal_flops_per_token(c, train.seq_len) * again / peak
     # Activations go out and come back twice in each half of a layer; rows go to experts and back.
@@ -290,7 +298,7 @@ def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> f
     if train.grad_sync == "update":
         return rounds * computing * bubble + gathers + reduces + copies
     exchanging = 2 * gathers + reduces + copies  # weights are gathered again in the backward pass
-    waiting = max(exchanging - computing, REACHED[chip.platform].waited * exchanging)
+    waiting = max(exchanging - computing, EFFICIENCY[chip.platform].waited * exchanging)
     return rounds * (computing + waiting) * bubble
 
 

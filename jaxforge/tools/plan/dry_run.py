@@ -29,11 +29,11 @@ from jaxforge.tools.plan.dry_run_checkpoint import run_directory_row
 from jaxforge.tools.plan.dry_run_data import epoch_length, open_data
 from jaxforge.tools.plan.dry_run_memory import (
     AnyMesh,
-    fits_of,
-    here,
-    machine,
+    fits_by_device,
     memory_rows,
     model_rows,
+    parse_devices,
+    this_device,
     too_large,
 )
 from jaxforge.training.hooks import named_hook
@@ -55,7 +55,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     Raises:
         UserError: a start would be refused; the message is the start's.
     """
-    pretended = machine(devices)
+    pretended = parse_devices(devices)
     run_directory.check_not_moved(config)
     if not pretended:
         multihost.open_devices()
@@ -73,8 +73,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         _show("run", [run_directory_row(resolved, mesh, None, None)])
         _show("not known without plugins", unknown)
         return 0
-    kinds = pretended[1] if pretended else [here()]
-    missing = list(checks.absent(resolved)) if pretended else []
+    kinds = pretended[1] if pretended else [this_device()]
+    missing = list(checks.missing_data_warnings(resolved)) if pretended else []
     resolved, notes = _as_started(resolved, is_pretended=pretended is not None)
     data, data_rows = open_data(resolved, opens=not missing, is_pretended=pretended is not None)
     if not pretended:
@@ -83,7 +83,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     per_epoch = None
     if data is not None:
         per_epoch = sequences_per_epoch(resolved, resolved.train.microbatch_size(dp), data)
-    model, fits = fits_of(resolved, mesh, kinds)
+    model, fits = fits_by_device(resolved, mesh, kinds)
     run_row = run_directory_row(resolved, mesh, model, data)
     _show("config, where it is not the default", _differences(resolved))
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())

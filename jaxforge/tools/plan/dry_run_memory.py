@@ -22,7 +22,7 @@ from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
 from jaxforge.telemetry.numbers import human
-from jaxforge.tools.plan.memory_fit import SLACK, Fit, fit
+from jaxforge.tools.plan.memory_fit import SLACK, Fit, estimate_fit
 from jaxforge.tools.plan.topology import CPU, Topology
 
 AnyMesh = Mesh | AbstractMesh
@@ -44,7 +44,7 @@ class Device(NamedTuple):
     capability: str | None = None
 
 
-def machine(devices: str) -> tuple[int, list[Device]] | None:
+def parse_devices(devices: str) -> tuple[int, list[Device]] | None:
     """Parse `--devices`: number of devices and their possible kinds; None if it is empty.
 
     Raises:
@@ -64,7 +64,7 @@ def machine(devices: str) -> tuple[int, list[Device]] | None:
     return n, [_chip(topology.chip)]
 
 
-def here() -> Device:
+def this_device() -> Device:
     """Return the kind of this machine's devices."""
     device = jax.devices()[0]
     capacity = device_memory.capacity_of_each()
@@ -77,7 +77,7 @@ def _chip(name: str) -> Device:
     return Device(name, chip.platform, chip.memory, capability)
 
 
-def fits_of(
+def fits_by_device(
     config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
 ) -> tuple[Model, dict[Device, Fit]]:
     """The model, and how it fits each kind of device that has the kernels it asks for.
@@ -94,7 +94,7 @@ def fits_of(
             refused = refused or error
             continue
         state = Program(config, mesh, model=model).abstract_state()
-        fits[device] = fit(config, model, state, mesh, device.capacity)
+        fits[device] = estimate_fit(config, model, state, mesh, device.capacity)
         built = built or model
     if built is None:
         assert refused is not None

@@ -33,12 +33,12 @@ class Operation:
     @property
     def bytes(self) -> int:
         """Size of its result, of all arrays."""
-        return int(sum(math.prod(dims) * size for dims, size in arrays(self.shape)))
+        return int(sum(math.prod(dims) * size for dims, size in parse_arrays(self.shape)))
 
     @property
     def elements(self) -> int:
         """Return the number of elements of the result, over all arrays."""
-        return sum(math.prod(dims) for dims, _ in arrays(self.shape))
+        return sum(math.prod(dims) for dims, _ in parse_arrays(self.shape))
 
     def text(self, name: str) -> str:
         """Value of `name="..."`; empty where there is none."""
@@ -193,20 +193,20 @@ def _split(text: str) -> tuple[str, str]:
     raise ValueError(f"no instruction: {text[:80]}")
 
 
-def arrays(shape: str) -> Iterator[tuple[tuple[int, ...], float]]:
+def parse_arrays(shape: str) -> Iterator[tuple[tuple[int, ...], float]]:
     """Dimensions and bytes an element of each array in the text of a shape."""
     for name, bits, dims in _ARRAY.findall(shape):
         yield tuple(map(int, filter(None, dims.split(",")))), 1 if name == "pred" else int(bits) / 8
 
 
-def sent_by_ring(kind: str, size: float, group: int) -> float:
+def sent_bytes(kind: str, size: float, group: int) -> float:
     """Bytes that a device sends in a collective whose operands have `size` bytes on each."""
     share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group,
              "collective-permute": 1}  # fmt: skip
     return size * share.get(kind, (group - 1) / group)
 
 
-def first_group(line: str, devices: int) -> list[int]:
+def first_replica_group(line: str, devices: int) -> list[int]:
     """Positions in the mesh of the devices that exchange something, those of one group."""
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
         return [int(pairs[1]), int(pairs[2])]

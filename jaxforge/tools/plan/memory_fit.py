@@ -39,7 +39,7 @@ class Fit(NamedTuple):
     most_rows: int
 
 
-def fit(
+def estimate_fit(
     config: JobConfig,
     model: Model,
     state: TrainState,
@@ -63,7 +63,7 @@ def fit(
     modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
 
     def holds(n: int) -> bool:
-        of_n = with_rows(config, n)
+        of_n = with_batch_size(config, n)
         totals = (step_memory(of_n, model, mesh, mode, stored).total for mode in modes)
         return min(totals) <= capacity
 
@@ -71,7 +71,7 @@ def fit(
     return Fit(memory, sync, rows, _largest(holds))
 
 
-def with_rows(config: JobConfig, rows: int) -> JobConfig:
+def with_batch_size(config: JobConfig, rows: int) -> JobConfig:
     """Return the config with this number of sequences per device in a microbatch."""
     changed = {"batch_size": rows, "global_batch_size": None}
     return config.model_copy(update={"train": config.train.model_copy(update=changed)})

@@ -17,7 +17,7 @@ from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token, pa
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
 from jaxforge.tools.plan.cost import Network, rates_of
-from jaxforge.tools.plan.timeline import Key, Simulation, Timeline, Traffic
+from jaxforge.tools.plan.timeline import CollectiveKey, Simulation, Timeline, Traffic
 from jaxforge.tools.plan.topology import Topology
 from jaxforge.training.health import out_of_memory
 
@@ -225,7 +225,7 @@ def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
                 "seconds": traffic.seconds,
                 "waited_seconds": traffic.waited,
             }
-            for key, traffic in by_time(planned.timeline)
+            for key, traffic in collectives_by_wait(planned.timeline)
         ]
     if planned.estimate is not None:
         cost = None if price is None else planned.estimate.device_hours * price
@@ -240,7 +240,7 @@ def bubble(planned: Plan) -> float:
     return SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks).bubble() if d.pp > 1 else 0.0
 
 
-def by_time(timeline: Timeline) -> Sequence[tuple[Key, Traffic]]:
+def collectives_by_wait(timeline: Timeline) -> Sequence[tuple[CollectiveKey, Traffic]]:
     """Return collectives, longest waits first, then the slowest."""
     return sorted(
         timeline.traffic.items(), key=lambda item: (-item[1].waited, -item[1].seconds, item[0])

@@ -14,7 +14,7 @@ from jaxforge.parallel.pipeline.drawing import as_svg
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.tools.pages.parts import fact_list, plain_document, table
-from jaxforge.tools.plan.plan import Plan, bubble, by_time
+from jaxforge.tools.plan.plan import Plan, bubble, collectives_by_wait
 from jaxforge.tools.plan.timeline import Span
 
 COLOURS = {
@@ -192,7 +192,7 @@ def _main_kind(span: Span) -> str:
 
 def _collectives(plan: Plan) -> Iterator[Sequence[str]]:
     assert plan.timeline is not None
-    for key, item in by_time(plan.timeline):
+    for key, item in collectives_by_wait(plan.timeline):
         where = "in a loop" if key.in_loop else "once"
         how = "beside work" if key.overlapped else "alone"
         yield (

@@ -23,7 +23,7 @@ from jaxforge.parallel.mesh import in_words
 from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
-from jaxforge.tools.plan.plan import Plan, as_json, bubble, by_time, plan
+from jaxforge.tools.plan.plan import Plan, as_json, bubble, collectives_by_wait, plan
 from jaxforge.tools.plan.plan_page import page
 from jaxforge.tools.plan.topology import Topology
 
@@ -159,7 +159,7 @@ def alternatives(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
         cells = ["-"] * 6
         if memory:
             share = memory["peak_bytes"] / memory["capacity_bytes"]
-            cells[:2] = gb(memory["peak_bytes"]), f"{share:.0%}"
+            cells[:2] = format_gb(memory["peak_bytes"]), f"{share:.0%}"
             cells[5] = f"{report['compile_seconds']:.0f} s"
         if step:
             waiting = step["waited_seconds"] / step["seconds"]
@@ -192,13 +192,13 @@ def verdict(planned: Plan) -> str:
     if planned.step is None:
         return f"{planned.topology}: a run would be refused"
     memory = planned.step.memory
-    share = f"{gb(memory.peak)} of {gb(memory.capacity)} a device"
+    share = f"{format_gb(memory.peak)} of {format_gb(memory.capacity)} a device"
     if planned.fits:
         return f"{planned.topology}: it fits, {share} ({memory.peak / memory.capacity:.0%})"
     return f"{planned.topology}: it does not fit, {share}. What helps:"
 
 
-def gb(n: float) -> str:
+def format_gb(n: float) -> str:
     """Bytes, in units of 10^9."""
     return f"{n / 1e9:,.1f} GB"
 
@@ -220,8 +220,8 @@ def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
     assert planned.step is not None
     memory = planned.step.memory
     for name in ("parameters", "optimizer", "gradients", "activations", "other"):
-        yield name, gb(getattr(memory, name)), ""
-    yield "at the peak", gb(memory.peak), f"of {gb(memory.capacity)}"
+        yield name, format_gb(getattr(memory, name)), ""
+    yield "at the peak", format_gb(memory.peak), f"of {format_gb(memory.capacity)}"
     sync = planned.step.grad_sync
     yield "gradients", f"per {sync.mode}", sync.why
     if part := bubble(planned):
@@ -231,13 +231,13 @@ def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _collectives(planned: Plan) -> Iterator[tuple[str, str, str]]:
     assert planned.timeline is not None
-    every = by_time(planned.timeline)
+    every = collectives_by_wait(planned.timeline)
     for key, item in every[:_COLLECTIVES_SHOWN]:
         where = "in a loop" if key.in_loop else "once"
         how = "beside work" if key.overlapped else "waited for"
         times = f"{item.count:,.0f} x {key.kind} over {' x '.join(key.axes) or 'nothing'}"
         waits = f", {1e3 * item.waited:.1f} ms of waiting" if item.waited else ""
-        yield times, gb(item.bytes), f"{where}, {how}{waits}"
+        yield times, format_gb(item.bytes), f"{where}, {how}{waits}"
     if len(every) > _COLLECTIVES_SHOWN:
         yield f"and {len(every) - _COLLECTIVES_SHOWN} kinds more", "", ""
 

@@ -115,8 +115,8 @@ def search(
         raise UserError(
             f"--search: too little is known of {topology.chip}; there are {', '.join(CHIPS)}"
         )
-    proposed = itertools.islice(that_fit(config, topology), most)
-    chosen = [*as_given(config, topology), *proposed]
+    proposed = itertools.islice(fitting_candidates(config, topology), most)
+    chosen = [*given_candidate(config, topology), *proposed]
     if not chosen:
         raise UserError(
             f"--search: no mesh of {topology} holds this update: fewer sequences, or more devices"
@@ -140,7 +140,7 @@ def search(
         ranked = _best_first(pool.map(compile_candidate, chosen))
         if not ranked[0].tokens_per_second:
             return ranked
-        variants = list(with_other_flags(ranked[0].candidate, CHIPS[topology.chip].platform))
+        variants = list(flag_variants(ranked[0].candidate, CHIPS[topology.chip].platform))
         progress.update(task, total=len(chosen) + len(variants))
         return _best_first([*ranked, *pool.map(compile_candidate, variants)])
 
@@ -149,7 +149,7 @@ def _best_first(compiled_candidates: Iterable[CompiledCandidate]) -> list[Compil
     return sorted(compiled_candidates, key=lambda candidate: -candidate.tokens_per_second)
 
 
-def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]:
+def flag_variants(candidate: Candidate, platform: str) -> Iterator[Candidate]:
     """Yield the candidate with other compiler flags, except those that the user has set."""
     given = candidate.config.train.xla_flags
     for flags in _FLAGS[platform]:
@@ -158,7 +158,7 @@ def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]
             yield candidate._replace(config=changed(candidate.config, {"xla_flags": both}, {}))
 
 
-def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     """The config itself, if it is valid: what is found is then never worse."""
     if not rules.allows(config, topology.n_devices):
         return
@@ -173,7 +173,7 @@ def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     yield Candidate(given, mesh, cost.update_seconds(given, model, placed, chip))
 
 
-def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     """The valid candidates that may fit, the fastest by their sizes first."""
     chip = CHIPS[topology.chip]
 

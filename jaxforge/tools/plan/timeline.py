@@ -30,7 +30,7 @@ class Links(Protocol):
         """Return the isolated duration of a collective, or of its first half."""
 
 
-class Key(NamedTuple):
+class CollectiveKey(NamedTuple):
     """Collectives that are told of together."""
 
     kind: str
@@ -91,7 +91,7 @@ class Timeline:
 
     seconds: float = 0
     busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    traffic: dict[Key, Traffic] = field(default_factory=dict)
+    traffic: dict[CollectiveKey, Traffic] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
     @property
@@ -199,7 +199,7 @@ class _Clock:
         self._in_loop = in_loop
         self._line = Timeline()
         self._free: dict[tuple[str, ...], float] = {}
-        self._running: dict[str, tuple[float, Key]] = {}
+        self._running: dict[str, tuple[float, CollectiveKey]] = {}
 
     def stop(self) -> Timeline:
         """Waits for what still runs."""
@@ -234,7 +234,10 @@ class _Clock:
         start = max(self._line.seconds, self._free.get(collective.axes, 0.0))
         self._free[collective.axes] = end = start + collective.seconds
         self._count(collective, overlapped=True)
-        self._running[name] = end, Key(collective.kind, collective.axes, self._in_loop, True)
+        self._running[name] = (
+            end,
+            CollectiveKey(collective.kind, collective.axes, self._in_loop, True),
+        )
         self._line.spans.append(
             Span(operation.name, collective.kind, _lane(collective), start, collective.seconds)
         )
@@ -253,7 +256,7 @@ class _Clock:
             self._line.seconds += waited
 
     def _count(self, collective: Collective, *, overlapped: bool) -> Traffic:
-        key = Key(collective.kind, collective.axes, self._in_loop, overlapped)
+        key = CollectiveKey(collective.kind, collective.axes, self._in_loop, overlapped)
         traffic = self._line.traffic.setdefault(key, Traffic())
         traffic.count += 1
         traffic.bytes += collective.sent

@@ -19,7 +19,7 @@ from jaxforge.storage.untrusted_json import Field, is_number, is_step, read_line
 from jaxforge.tools.replay.documents import (
     Document,
     find_documents,
-    oddness,
+    outlier_scores,
     token_loss_function,
     token_spread,
 )
@@ -29,9 +29,9 @@ from jaxforge.tools.replay.layers import (
     LayerNorms,
     activation_norms,
     layer_norms,
-    stands_out,
+    rank_deviations,
 )
-from jaxforge.tools.replay.past import Past, Walk, open_past
+from jaxforge.tools.replay.past import PastRun, Walk, open_past
 
 _SHOWN = 160  # characters of a text
 
@@ -134,7 +134,7 @@ def replayed(
                 yield _repeated_step(walk.advance(), logged)
 
 
-def account(past: Past, step: int, *, around: int, rows: int) -> Account:
+def account(past: PastRun, step: int, *, around: int, rows: int) -> Account:
     """Makes a step again and looks at it from all sides.
 
     Args:
@@ -166,11 +166,11 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
         created = again if at == step else created
     assert created is not None
     others = [norm for number, norm in norms.items() if number != step]
-    odd = stands_out(norms[step], others) if others else []
+    odd = rank_deviations(norms[step], others) if others else []
     return Account(created, suspects, without_first, norms, odd)
 
 
-def in_order(
+def rank_documents(
     documents: Sequence[Document],
     losses: Float[np.ndarray, "m b s"],
     of_rows: Sequence[Influence],
@@ -190,7 +190,7 @@ def in_order(
         rows: how many those are: the ones that stand out most, whole or by a document.
     """
     known = [(document.loss, document.tokens) for document in before]
-    odd_of = functools.partial(oddness, spread=token_spread(documents, losses))
+    odd_of = functools.partial(outlier_scores, spread=token_spread(documents, losses))
     tokens, means = (
         [document.tokens for document in documents],
         [document.loss for document in documents],
@@ -223,7 +223,7 @@ def in_order(
 class _Reader:
     """Takes batches apart into documents with their losses."""
 
-    def __init__(self, past: Past) -> None:
+    def __init__(self, past: PastRun) -> None:
         self._tokenizer = run_directory.find_tokenizer(past.run)
         self._losses = token_loss_function(past.model, past.mesh)
 
@@ -245,7 +245,7 @@ class _Reader:
         def influence_of(document: Document) -> Influence:
             return influences.of(document.row, document.start, document.end)
 
-        order = in_order(
+        order = rank_documents(
             documents, losses, influences.of_rows(), influence_of, before=before, rows=rows
         )
         return [

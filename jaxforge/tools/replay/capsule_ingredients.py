@@ -22,12 +22,12 @@ from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, s
 from jaxforge.runs.starts import git_state
 from jaxforge.step.executable import fingerprint
 from jaxforge.storage import urls
-from jaxforge.tools.replay.past import Past
+from jaxforge.tools.replay.past import PastRun
 
 _UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' kernels differ
 
 
-def ingredients_of(past: Past) -> dict[str, Any]:
+def ingredients_of(past: PastRun) -> dict[str, Any]:
     """Return the ingredients of a run's steps on this machine, as plain values by name.
 
     Raises:
@@ -75,7 +75,7 @@ def _code_at(path: Path) -> dict[str, Any]:
     return {"sha256": source_hash(path), **git_state(source_files(path)[0])}
 
 
-def _program(past: Past) -> dict[str, str]:
+def _program(past: PastRun) -> dict[str, str]:
     """Return the hash of the step's StableHLO, for each number of microbatches of an update."""
     sizes = {stage.accum for stage in past.config.train.ramp(data_parallel_size(past.mesh)).stages}
     lowered = past.lower_sizes(sizes)

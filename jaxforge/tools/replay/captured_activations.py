@@ -30,7 +30,7 @@ from jaxforge.training.callbacks.activations import of_sequences
 log = logging.getLogger(__name__)
 
 
-class Wanted(NamedTuple):
+class Selection(NamedTuple):
     """Selection of activations to capture.
 
     Attributes:
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Captures, and says where."""
     sequences = _sequences(args.sequences)
-    wanted = Wanted(_points(args.points), _layers(args.layers), sequences)
+    wanted = Selection(_points(args.points), _layers(args.layers), sequences)
     if args.output.exists():
         raise UserError(f"--output {args.output}: it exists already; name one that does not")
     setup_logging(Console(stderr=True))
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def from_step(
-    run: Path, step: int, wanted: Wanted, output: Path, overrides: Sequence[str] = ()
+    run: Path, step: int, wanted: Selection, output: Path, overrides: Sequence[str] = ()
 ) -> None:
     """Activations of the batch of a training step, with the parameters before it.
 
@@ -80,7 +80,7 @@ def from_step(
 
 def from_set(
     path: Path,
-    wanted: Wanted,
+    wanted: Selection,
     output: Path,
     overrides: Sequence[str] = (),
     *,
@@ -115,7 +115,7 @@ def from_set(
         _write(output, values(params), wanted, numbers, trained.model, about)
 
 
-def _computing(model: Model, mesh: Mesh, wanted: Wanted) -> Activations:
+def _computing(model: Model, mesh: Mesh, wanted: Selection) -> Activations:
     last = model.config.n_layers - 1
     if absent := [n for n in wanted.layers or () if n > last]:
         raise UserError(f"--layers: there is no layer {absent[0]}: the model has 0 to {last}")
@@ -143,7 +143,7 @@ def _of_batch(
 
 
 def _write(
-    output: Path, values: Iterator[Values], wanted: Wanted, numbers: Sequence[int], model: Model,
+    output: Path, values: Iterator[Values], wanted: Selection, numbers: Sequence[int], model: Model,
     about: dict[str, Any],
 ) -> None:  # fmt: skip
     description = {

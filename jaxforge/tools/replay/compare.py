@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.table import Table
 
 SMALL = 0.1
-"""Of the gradients beside it (`gradients_beside`): a smaller one is compared with that."""
+"""Of the gradients beside it (`gradient_scales`): a smaller one is compared with that."""
 
 _LEAST = 1e-5
 _ROUNDING = 2**-24  # of float32
@@ -88,7 +88,7 @@ def update_tolerance(update: np.ndarray, param: np.ndarray) -> float:
     return _LEAST + (2 * _ROUNDING * root_mean_square(param) / size if size else 0.0)
 
 
-def from_the_loss(names: Iterable[str], layers: int) -> list[str]:
+def in_backward_order(names: Iterable[str], layers: int) -> list[str]:
     """Names of parameters in the order of the backward pass."""
 
     def order(name: str) -> tuple[int, bool]:
@@ -99,7 +99,7 @@ def from_the_loss(names: Iterable[str], layers: int) -> list[str]:
     return sorted(names, key=order)
 
 
-def gradients_beside(grads: Mapping[str, np.ndarray]) -> dict[str, float]:
+def gradient_scales(grads: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Return for each parameter the RMS of the gradients in its part of the model.
 
     What is zero but for rounding, as gradients of some biases are, is to be compared with these.

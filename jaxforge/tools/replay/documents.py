@@ -125,7 +125,7 @@ def token_spread(documents: Sequence[Document], losses: Float[np.ndarray, "m b s
     return float(np.sqrt(about[finite].sum() / max(1, tokens[finite].sum())))
 
 
-def oddness(
+def outlier_scores(
     losses: Sequence[float],
     tokens: Sequence[int],
     norms: Sequence[float],

@@ -28,7 +28,7 @@ from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
 from jaxforge.step.gradients import Batch, with_dataset_mask
 from jaxforge.tools.replay.documents import Document
-from jaxforge.tools.replay.past import Past, Walk
+from jaxforge.tools.replay.past import PastRun, Walk
 
 
 class Influence(NamedTuple):
@@ -59,7 +59,7 @@ class Influences:
         whole: its gradient g, float32.
     """
 
-    def __init__(self, past: Past, walk: Walk, whole: Params) -> None:
+    def __init__(self, past: PastRun, walk: Walk, whole: Params) -> None:
         self._batch, self._state, self._whole = walk.batch, walk.state, whole
         self._norm = float(global_norm(whole))
         self._gradients = past.gradients

@@ -70,7 +70,9 @@ def layer_norms(metrics: Metrics, activations: dict[str, Array]) -> LayerNorms:
     return LayerNorms(parts, norms)
 
 
-def stands_out(step: LayerNorms, neighbours: Sequence[LayerNorms]) -> list[tuple[str, str, float]]:
+def rank_deviations(
+    step: LayerNorms, neighbours: Sequence[LayerNorms]
+) -> list[tuple[str, str, float]]:
     """Return the largest deviations from other steps: (part, norm, ratio to their median)."""
     deviations = []
     for name, values in step.norms.items():

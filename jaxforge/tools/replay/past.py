@@ -40,7 +40,7 @@ from jaxforge.training.training_data import TrainingData, batches_from
 log = logging.getLogger(__name__)
 
 
-class Past(Program):
+class PastRun(Program):
     """A run whose steps can be made again, with the config of one of its steps.
 
     Attributes:
@@ -118,7 +118,7 @@ class Walk:
         batch: of the next step.
     """
 
-    def __init__(self, past: Past, state: TrainState, progress: Progress) -> None:
+    def __init__(self, past: PastRun, state: TrainState, progress: Progress) -> None:
         config, phases = past.config, Phases.of(past.config.data)
         ramp = config.train.ramp(data_parallel_size(past.mesh))
         self._past, self._step = past, past.step
@@ -171,7 +171,7 @@ class Walk:
 
 
 @contextlib.contextmanager
-def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[Past]:
+def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[PastRun]:
     """Opens a run for a step.
 
     Args:
@@ -191,7 +191,7 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
         compilation.use_cache(config.train)
         mesh = make_mesh(config, devices)
         checkpoints.close()
-        past = Past(config, mesh, run, run_directory.start_before(run, step), overrides)
+        past = PastRun(config, mesh, run, run_directory.start_before(run, step), overrides)
         checkpoints = past.checkpoints
         with past.context():
             yield past

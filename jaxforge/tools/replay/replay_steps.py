@@ -12,8 +12,8 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
 from jaxforge.tools.replay import compare
 from jaxforge.tools.replay.account import Account, RepeatedStep, Suspect, account, as_json, replayed
-from jaxforge.tools.replay.against import ReplayedRun, against
 from jaxforge.tools.replay.past import open_past
+from jaxforge.tools.replay.step_comparison import ReplayedRun, compare_steps
 from jaxforge.tools.replay.step_page import page
 
 _SHOWN = 60  # characters of a text in the table
@@ -45,7 +45,7 @@ def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Exit code 1 where something differs."""
     first = ReplayedRun(urls.path(args.run), overrides)
     other = ReplayedRun(urls.path(args.against), [*overrides, *args.other])
-    rows, notes = against(first, other, args.step)
+    rows, notes = compare_steps(first, other, args.step)
     if args.json:
         write_json(args.json, {**compare.as_json(rows), "notes": notes})
     if args.json != STDOUT:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.runs.reading import Run, Series
-from jaxforge.tools.pages.parts import Pool, encoded
-from jaxforge.tools.report.names import LOSS, NAMES, Name, name_of
-from jaxforge.tools.report.thinning import BUCKETS, middles, thin
+from jaxforge.tools.pages.parts import Pool, encode_column
+from jaxforge.tools.report.names import LOSS, NAMES, MetricName, metric_name
+from jaxforge.tools.report.thinning import BUCKETS, bucket_medians, thin
 
 _PARTS = 30_000  # buckets of all curves together: what they may take of the page
 _FEWEST = 16  # buckets of a curve
@@ -49,7 +49,7 @@ class _Drawing(NamedTuple):
     """A chart before its points are chosen; `ordered`: curves are shades of one colour."""
 
     title: str
-    name: Name
+    name: MetricName
     curves: list[_Curve]
     ordered: bool = False
 
@@ -72,7 +72,7 @@ def along(run: Run) -> dict[str, str]:
     step, time, tokens = run.series["train/tokens"]
     chosen = np.unique(np.linspace(0, len(step) - 1, _ALONG).round().astype(int))
     columns = (("steps", step), ("tokens", tokens), ("hours", (time - time[0]) / 3600))
-    return {name: encoded(column[chosen], "f8") for name, column in columns}
+    return {name: encode_column(column[chosen], "f8") for name, column in columns}
 
 
 def skips(run: Run) -> list[int]:
@@ -86,7 +86,7 @@ def constants(runs: Sequence[Run]) -> list[Constant]:
     by_value: dict[tuple[str, tuple[float | None, ...]], list[str]] = defaultdict(list)
     for metric in _metrics(runs):
         if _is_constant(metric, runs):
-            name = name_of(metric)
+            name = metric_name(metric)
             factor = 100 if name.percent else 1
             logged = (run.series.get(metric) for run in runs)
             values = (None if series is None else factor * series.last for series in logged)
@@ -124,9 +124,11 @@ def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     metrics = [metric for metric in _metrics(runs) if not _is_constant(metric, runs)]
     has_sets = any(metric.startswith("eval/") and metric.count("/") > 1 for metric in metrics)
     yield _Drawing("Loss", NAMES["train/loss"], _headline(runs))
-    groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[str, dict[str, list[tuple[str, MetricName]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for metric in metrics:
-        name = name_of(metric)
+        name = metric_name(metric)
         if metric not in _HEADLINE or (metric == "eval/loss" and has_sets):
             groups[name.group][name.title].append((metric, name))
     for titles in groups.values():
@@ -144,7 +146,7 @@ def _headline(runs: Sequence[Run]) -> list[_Curve]:
 
 
 def _of_one_title(
-    title: str, members: Sequence[tuple[str, Name]], runs: Sequence[Run]
+    title: str, members: Sequence[tuple[str, MetricName]], runs: Sequence[Run]
 ) -> Iterable[_Drawing]:
     """Yield the charts of one title: one per member, or per run for layers."""
     several, first = len(runs) > 1, members[0][1]
@@ -185,11 +187,11 @@ def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[
     """Return the points of a curve: `x`, `y`, and `smooth`, the middle of a long curve."""
     step, value = series.step, factor * series.value
     chosen = thin(step, value, buckets)
-    data = {"x": pool.add(step[chosen], "i4"), "y": encoded(value[chosen], "f4"),
+    data = {"x": pool.add(step[chosen], "i4"), "y": encode_column(value[chosen], "f4"),
              "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
     if len(chosen) < len(step):
-        x, y = middles(step, value, buckets)
-        data["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encoded(y, "f4")]
+        x, y = bucket_medians(step, value, buckets)
+        data["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encode_column(y, "f4")]
     bad = step[~np.isfinite(value)]
     return data | ({"bad": _some(bad), "bad_count": len(bad)} if len(bad) else {})
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxforge.runs.loads import Loads
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import exact, short
-from jaxforge.tools.pages.parts import Pool, encoded
+from jaxforge.tools.pages.parts import Pool, encode_column
 
 EDGES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 """Where the next band of loads begins. The middle band is even; from the last on all look alike."""
@@ -74,7 +74,7 @@ def _maps(number: int, name: str, loads: Loads, pool: Pool) -> Iterator[dict[str
     for i, layer in enumerate(loads.layers):
         values, last = loads.value[:, i], loads.last[i]
         levels = np.where(np.isfinite(values), np.digitize(values, EDGES), _NONE).astype(np.uint8)
-        least, most = (encoded(end(axis=-1), "f4") for end in (values.min, values.max))
+        least, most = (encode_column(end(axis=-1), "f4") for end in (values.min, values.max))
         yield {
             "title": f"Load of experts, layer {layer}{f': {name}' if name else ''}",
             "unit": f"mean of {loads.each} logged steps each" if loads.each > 1 else "",

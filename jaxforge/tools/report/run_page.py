@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.runs.reading import Run
-from jaxforge.tools.pages.parts import Pool, document, encodable, paragraphs
+from jaxforge.tools.pages.parts import Pool, document, escape_surrogates, paragraphs
 from jaxforge.tools.report import charts, tables
 from jaxforge.tools.report.heat_map import bands, heat_maps
 from jaxforge.tools.report.names import AXES
@@ -49,7 +49,7 @@ def parts(runs: Sequence[Run]) -> dict[str, Any]:
         above, below = tables.facts(runs), tables.below(runs)
     messages = [message for run in runs for message in run.omissions]
     return {
-        "facts": encodable(above) + paragraphs(messages),
-        "below": encodable(below),
+        "facts": escape_surrogates(above) + paragraphs(messages),
+        "below": escape_surrogates(below),
         "data": data,
     }

@@ -25,7 +25,7 @@ _CONNECTIONS = 64  # at a time; each has a thread
 _SECONDS = 10  # that a connection may say nothing
 
 
-class Live:
+class LivePage:
     """Runs in their current state; only appended data are read again.
 
     Args:
@@ -84,7 +84,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = _CONNECTIONS
 
-    def __init__(self, live: Live, port: int) -> None:
+    def __init__(self, live: LivePage, port: int) -> None:
         self.live = live
         self._open: list[Any] = []  # connections, the oldest first
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
@@ -179,7 +179,7 @@ def serve(paths: Sequence[Path], axis: str, port: int) -> None:
     Raises:
         UserError: the port is taken.
     """
-    with Server(Live(paths, axis), port) as server:
+    with Server(LivePage(paths, axis), port) as server:
         try:
             print(f"http://{ADDRESS}:{server.port}/ is the page; Ctrl-C ends it", flush=True)
             server.serve_forever()

@@ -14,7 +14,7 @@ from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human
 from jaxforge.tools.pages.parts import Rows, details, fact_list, table
 from jaxforge.tools.report.charts import constants
-from jaxforge.tools.report.names import name_of
+from jaxforge.tools.report.names import metric_name
 
 _SAMPLES = 120  # of all runs together, the newest of each
 _LONGEST = 4000  # characters of a sample
@@ -148,7 +148,7 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
         for name in run.series:
             if not name.startswith("eval/") or not name.endswith("/loss"):
                 continue
-            label, (lowest, step) = name_of(name).label, _best(run, name)
+            label, (lowest, step) = metric_name(name).label, _best(run, name)
             others = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
             yield [
                 label if len(runs) == 1 else f"{run.name}: {label}",

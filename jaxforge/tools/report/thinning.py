@@ -28,7 +28,9 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
     return np.unique(np.concatenate(ends))
 
 
-def middles(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
+def bucket_medians(
+    x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS
+) -> tuple[np.ndarray, np.ndarray]:
     """The median of each bucket's finite points, and where it lies: what a smooth curve follows.
 
     Unlike a mean it does not see spikes. Of full buckets some points are enough. Buckets with

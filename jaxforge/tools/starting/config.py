@@ -9,13 +9,19 @@ from jaxforge.tools.starting.prepared import (
     TOKENIZER,
     TRAIN,
     VALIDATION,
-    Prepared,
+    PreparedData,
     longest_sequence,
     windows,
 )
 from jaxforge.tools.starting.presets import Preset
 from jaxforge.tools.starting.sizes import SHAPES
-from jaxforge.tools.starting.sizing import EPOCHS, TOKENS_PER_PARAMETER, Size, learning_rate, sized
+from jaxforge.tools.starting.sizing import (
+    EPOCHS,
+    TOKENS_PER_PARAMETER,
+    Size,
+    choose_size,
+    learning_rate,
+)
 from jaxforge.tools.starting.toml_file import Line, Tables, written
 
 FILE_NAME = "train.toml"
@@ -27,7 +33,7 @@ _LINES = 100  # of a log
 _PLACEHOLDER = "data/mine"
 
 
-def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size]:
+def config_for_data(prepared: PreparedData, machine: Machine, run: Path) -> tuple[str, Size]:
     """A complete config for prepared data.
 
     Args:
@@ -38,7 +44,7 @@ def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size
     Returns:
         The file's text, and what it comes to.
     """
-    size = sized(prepared, machine)
+    size = choose_size(prepared, machine)
     tables: Tables = {
         "model": list(_model(prepared, size)),
         "train": list(_train(prepared, machine, size)),
@@ -62,7 +68,7 @@ def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size
     return written(about, tables), size
 
 
-def of_preset(name: str, preset: Preset, prepared: Prepared | None) -> str:
+def config_of_preset(name: str, preset: Preset, prepared: PreparedData | None) -> str:
     """A preset's config.
 
     Args:
@@ -91,7 +97,7 @@ def of_preset(name: str, preset: Preset, prepared: Prepared | None) -> str:
     return written(about, tables)
 
 
-def _model(prepared: Prepared, size: Size) -> Iterator[Line]:
+def _model(prepared: PreparedData, size: Size) -> Iterator[Line]:
     why = f"{_in_millions(size.parameters)} parameters: {_why_so_large(size)}"
     for key, value in size.shape._asdict().items():
         yield Line(key, value, why)
@@ -111,7 +117,7 @@ def _why_so_large(size: Size) -> str:
     return f"{TOKENS_PER_PARAMETER} tokens each suffice"
 
 
-def _train(prepared: Prepared, machine: Machine, size: Size) -> Iterator[Line]:
+def _train(prepared: PreparedData, machine: Machine, size: Size) -> Iterator[Line]:
     mean = round(prepared.train.tokens / prepared.train.documents)
     yield Line("seq_len", size.seq_len, f"a document has {mean:,} tokens on average")
     yield Line("global_batch_size", size.batch, f"sequences: {size.tokens:,} tokens an update")
@@ -129,7 +135,7 @@ def _train(prepared: Prepared, machine: Machine, size: Size) -> Iterator[Line]:
     yield Line("seed", 42, "of weights and data: the same seed, the same run")
 
 
-def _why_so_long(prepared: Prepared, machine: Machine, size: Size) -> str:
+def _why_so_long(prepared: PreparedData, machine: Machine, size: Size) -> str:
     tokens = _in_millions(size.max_steps * size.tokens)
     read = f"{tokens} tokens, {in_epochs(size.epochs)}"
     return {
@@ -147,7 +153,7 @@ def _scheduler() -> list[Line]:
     ]
 
 
-def _data(prepared: Prepared) -> Iterator[Line]:
+def _data(prepared: PreparedData) -> Iterator[Line]:
     yield Line("dataset_path", prepared.at(TRAIN))
     if prepared.pattern != "*.npy":
         yield Line("file_pattern", prepared.pattern)
@@ -164,7 +170,7 @@ def _no_data() -> list[Line]:
     ]  # fmt: skip
 
 
-def _eval(prepared: Prepared, seq_len: int) -> Iterator[Line]:
+def _eval(prepared: PreparedData, seq_len: int) -> Iterator[Line]:
     held_out = prepared.validation
     if held_out is None:
         return
@@ -186,7 +192,7 @@ def _checkpoint(run: Path) -> list[Line]:
     ]
 
 
-def _preset_train(preset: Preset, prepared: Prepared | None) -> Iterator[Line]:
+def _preset_train(preset: Preset, prepared: PreparedData | None) -> Iterator[Line]:
     per_update = preset.batch * preset.seq_len
     yield Line("seq_len", preset.seq_len)
     yield Line("global_batch_size", preset.batch, f"sequences: {per_update:,} tokens an update")

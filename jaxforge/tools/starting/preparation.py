@@ -37,9 +37,9 @@ from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
-from jaxforge.tools.starting.config import for_data, in_epochs
+from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.sizing import Size
 
 
@@ -234,8 +234,10 @@ def _given_tokenizer(spec: str) -> Tokenizer:
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
     """Writes the config to train on `output`, which is still `directory`; what it comes to."""
-    prepared = Prepared.read(directory, output)
-    text, size = for_data(prepared, machine, Path("runs", prepared.directory.name).absolute())
+    prepared = PreparedData.read(directory, output)
+    text, size = config_for_data(
+        prepared, machine, Path("runs", prepared.directory.name).absolute()
+    )
     try:
         (directory / CONFIG).write_text(text, encoding="utf-8")
     except OSError as error:

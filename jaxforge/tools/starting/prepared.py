@@ -10,7 +10,7 @@ TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
 """What lies in a prepared directory."""
 
 
-class Prepared(NamedTuple):
+class PreparedData(NamedTuple):
     """A prepared directory.
 
     Attributes:
@@ -24,7 +24,7 @@ class Prepared(NamedTuple):
     validation: Manifest | None = None
 
     @classmethod
-    def read(cls, directory: Path, path: Path | None = None) -> "Prepared":
+    def read(cls, directory: Path, path: Path | None = None) -> "PreparedData":
         """Reads the manifests.
 
         Args:

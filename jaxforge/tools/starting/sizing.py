@@ -8,7 +8,7 @@ import math
 from typing import NamedTuple
 
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import Prepared, longest_sequence, windows
+from jaxforge.tools.starting.prepared import PreparedData, longest_sequence, windows
 from jaxforge.tools.starting.sizes import SHAPES, Shape
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (arXiv:2203.15556)
@@ -59,7 +59,7 @@ class Size(NamedTuple):
         return self.batch * self.seq_len
 
 
-def sized(prepared: Prepared, machine: Machine) -> Size:
+def choose_size(prepared: PreparedData, machine: Machine) -> Size:
     """A run for data and machine.
 
     Args:
@@ -93,7 +93,7 @@ def _flops(machine: Machine) -> float:
     return machine.devices * _GPU_FLOPS * _GPU_SECONDS
 
 
-def _shape(prepared: Prepared, machine: Machine, available: int) -> Shape:
+def _shape(prepared: PreparedData, machine: Machine, available: int) -> Shape:
     """The largest that data, memory and time suffice for; the smallest where none does."""
     vocab_size, largest = prepared.train.vocab_size, SHAPES[0]
     for shape in SHAPES:
@@ -109,7 +109,7 @@ def _shape(prepared: Prepared, machine: Machine, available: int) -> Shape:
     return largest
 
 
-def _seq_len(prepared: Prepared, machine: Machine) -> int:
+def _seq_len(prepared: PreparedData, machine: Machine) -> int:
     """The power of two that holds a document, where there are any so long."""
     mean = prepared.train.tokens / prepared.train.documents
     least, most = (128, 256) if machine.is_cpu else (512, 2048)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-NEEDED = 4
+LEAST_SIZES = 4
 """Sizes that a law of three numbers takes, one of which tells whether it holds."""
 
 _DELTA = 1e-3  # Huber's, relative to the loss, as in arXiv:2203.15556
@@ -44,10 +44,10 @@ def fit(sizes: Sequence[float], losses: Sequence[float]) -> Law | None:
         losses: [n], > 0.
 
     Returns:
-        None of fewer than `NEEDED` different sizes.
+        None of fewer than `LEAST_SIZES` different sizes.
     """
     n, y = np.asarray(sizes, float), np.asarray(losses, float)
-    if len(set(n.tolist())) < NEEDED:
+    if len(set(n.tolist())) < LEAST_SIZES:
         return None
     scale = np.exp(np.mean(np.log(n)))  # powers of a number near 1
     _, _, alpha = _best(n / scale, y, _EXPONENTS)

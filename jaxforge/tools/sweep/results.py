@@ -9,7 +9,7 @@ from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import active_parameter_count
 from jaxforge.runs.reading import MetricsFile, NotYetError, Series
 from jaxforge.telemetry.numbers import exact, human
-from jaxforge.tools.sweep.law import NEEDED, Law, fit, next_size
+from jaxforge.tools.sweep.law import LEAST_SIZES, Law, fit, next_size
 from jaxforge.tools.sweep.runs import PlannedRun
 
 VALIDATION, TRAINING = "eval/loss", "train/loss"
@@ -96,7 +96,7 @@ def table(result: Results) -> str:
     cells = rows(result)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in cells]
-    return "\n".join([*(line.rstrip() for line in lines), *law_in_words(result)])
+    return "\n".join([*(line.rstrip() for line in lines), *describe_law(result)])
 
 
 def rows(result: Results) -> list[tuple[str, ...]]:
@@ -111,13 +111,13 @@ def _row(number: int, result: Result) -> tuple[str, ...]:
     return str(number), result.run.point.name, human(result.parameters), human(result.tokens), loss
 
 
-def law_in_words(result: Results) -> list[str]:
+def describe_law(result: Results) -> list[str]:
     """The law with its prediction; why there is none; nothing where sizes are all the same."""
     best = result.best_by_size
     if len(best) < 2:
         return []
     if result.law is None:
-        return [f"no law: it takes {NEEDED} sizes, and {len(best)} are finished"]
+        return [f"no law: it takes {LEAST_SIZES} sizes, and {len(best)} are finished"]
     law, size = result.law, next_size([point.parameters for point in best])
     return [
         f"L(N) = {law.e:.4g} + {law.a:.4g} N^-{law.alpha:.3g}, off by {law.error:.2%} on average",

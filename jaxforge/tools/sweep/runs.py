@@ -86,7 +86,7 @@ class PlannedRun:
                 "remove it, or give another checkpoint.dir"
             )
 
-    def last_words(self) -> str:
+    def last_output_line(self) -> str:
         """The last line that its process said."""
         path = self.directory / _OUTPUT
         said = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
@@ -145,7 +145,7 @@ class Runner:
             self._say(f"{at}: finished {took}")
         else:
             what = f"code {code}, {exit_codes.meaning(code)}"
-            self._say(f"{at}: not finished {took}: {what}\n    {planned_run.last_words()}")
+            self._say(f"{at}: not finished {took}: {what}\n    {planned_run.last_output_line()}")
             self._say(f"    all of it: {planned_run.directory / _OUTPUT}")
         return code
 

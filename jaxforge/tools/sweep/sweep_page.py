@@ -9,7 +9,7 @@ import numpy as np
 from jaxforge.tools.pages.parts import Pool, chart, chart_document, curve, paragraphs
 from jaxforge.tools.pages.parts import table as html_table
 from jaxforge.tools.sweep.law import next_size
-from jaxforge.tools.sweep.results import Result, Results, law_in_words, rows
+from jaxforge.tools.sweep.results import Result, Results, describe_law, rows
 
 _DRAWN = 100  # points of the law
 
@@ -25,7 +25,7 @@ def page(results: Results, title: str) -> str:
         title,
         [*_by_size(results, pool), *_by_keys(results, pool)],
         pool,
-        paragraphs(law_in_words(results)),
+        paragraphs(describe_law(results)),
         html_table("Points", list(head), body),
     )
 

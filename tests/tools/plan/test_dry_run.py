@@ -15,7 +15,7 @@ from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run_memory
-from jaxforge.tools.plan.memory_fit import fit, with_rows
+from jaxforge.tools.plan.memory_fit import estimate_fit, with_batch_size
 from tests.shipped_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"
@@ -122,18 +122,18 @@ def test_largest_batch_fits_and_one_sequence_more_does_not(request):
     config = load_config(request.config.rootpath / DEBUG)
     model, mesh = build_model(config, "gpu", "9.0"), abstract_mesh(config, 4)
     like, capacity = Program(config, mesh, model=model).abstract_state(), 50_000_000
-    result = fit(config, model, like, mesh, capacity)
+    result = estimate_fit(config, model, like, mesh, capacity)
     state = per_device(like)
 
     def needs(rows):
         modes = ("update", "microbatch")
-        of = with_rows(config, rows)
+        of = with_batch_size(config, rows)
         return min(step_memory(of, model, mesh, mode, state).total for mode in modes)
 
     assert result.rows == 4
     assert result.most_rows > 4
     assert needs(result.most_rows) <= capacity < needs(result.most_rows + 1)
-    assert fit(config, model, like, mesh, 1).most_rows == 0
+    assert estimate_fit(config, model, like, mesh, 1).most_rows == 0
 
 
 def test_machines():

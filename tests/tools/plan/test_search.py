@@ -52,20 +52,20 @@ def test_global_batch_says_how_large_the_update_is():
 def test_given_config_reports_its_rows(node):
     train = TrainConfig(global_batch_size=32, grad_accum_steps=2, seq_len=32)
     given = config().model_copy(update={"train": train})
-    (item,) = search.as_given(given, NODE)
+    (item,) = search.given_candidate(given, NODE)
     assert item.config.train.batch_size == 2
     rules.check(item.config, 8)
 
 
 def test_costlier_candidates_come_later(node):
-    result = list(search.that_fit(config(), NODE))
+    result = list(search.fitting_candidates(config(), NODE))
     assert [item.seconds for item in result] == sorted(item.seconds for item in result)
     assert result[0].config.train.activation_checkpointing == "none"
 
 
 def test_candidates_that_cannot_fit_are_not_compiled(node, monkeypatch):
     monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(capacity=10_000))
-    assert not list(search.that_fit(config(), NODE))
+    assert not list(search.fitting_candidates(config(), NODE))
     invalid = (
         config()
         .model_copy(update={"distributed": config().distributed.model_copy(update={"tp": 3})})
@@ -109,7 +109,7 @@ def test_best_is_tried_with_other_flags(node, monkeypatch):
     assert len(others) == 3  # what was given, the one proposed, and that with the other flag
     own = config().model_copy(update={"train": best.candidate.config.train})
     of_own = search.Candidate(own, best.candidate.mesh, 1.0)
-    assert len(list(search.with_other_flags(of_own, "gpu"))) == 1
+    assert len(list(search.flag_variants(of_own, "gpu"))) == 1
 
 
 def load_config_of(result):
@@ -134,7 +134,7 @@ def test_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys
         ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
          f"--output={tmp_path}/best.toml"]
     )  # fmt: skip
-    best = list(search.that_fit(config(), NODE))[2].config
+    best = list(search.fitting_candidates(config(), NODE))[2].config
     assert plan_report.run(args, NODE, []) == 0
     monkeypatch.undo()
     written = load_config(tmp_path / "best.toml")

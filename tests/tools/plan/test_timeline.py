@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxforge.tools.plan.cost import Collective
-from jaxforge.tools.plan.hlo import HloProgram, first_group
-from jaxforge.tools.plan.timeline import Key, Simulation
+from jaxforge.tools.plan.hlo import HloProgram, first_replica_group
+from jaxforge.tools.plan.timeline import CollectiveKey, Simulation
 
 PRODUCT = "multiply(%a, %a)"
 
@@ -57,7 +57,7 @@ def test_operations_between_halves_hide_a_collective(beside, waited):
 def test_collective_in_one_piece_is_waited_for():
     line = run(program(product("p"), "%r = f32[3]{0} all-reduce(%a), channel_id=1", product("q")))
     assert line.seconds == 5
-    assert line.traffic[Key("all-reduce", ("dp_shard",), False, False)].waited == 3
+    assert line.traffic[CollectiveKey("all-reduce", ("dp_shard",), False, False)].waited == 3
 
 
 def test_collectives_over_the_same_axes_follow_each_other():
@@ -89,7 +89,7 @@ def test_loop_takes_as_long_as_its_iterations():
     line = run(program(LOOP, more=BODY))
     assert line.seconds == 7 * 4
     assert line.busy["products"] == 7
-    traffic = line.traffic[Key("all-reduce", ("dp_shard",), True, False)]
+    traffic = line.traffic[CollectiveKey("all-reduce", ("dp_shard",), True, False)]
     assert (traffic.count, traffic.waited) == (7, 21)
     (loop,) = line.spans
     assert loop.times == 7
@@ -148,10 +148,10 @@ def test_halves_in_fusions_belong_together_by_their_channel():
     ],
 )
 def test_group_of_a_collective(text, group):
-    assert first_group(text, 8) == group
+    assert first_replica_group(text, 8) == group
 
 
 def test_transposed_iota_is_that_of_numpy():
     text = "replica_groups=[6,4]<=[2,3,4]T(2,0,1)"
     expected = np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1).reshape(6, 4)[0]
-    assert first_group(text, 24) == expected.tolist()
+    assert first_replica_group(text, 24) == expected.tolist()

@@ -18,10 +18,10 @@ from jaxforge.model.attention import Capture
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.runs import run_directory
 from jaxforge.tools.replay import past as the_past
-from jaxforge.tools.replay.account import account, in_order, replayed
+from jaxforge.tools.replay.account import account, rank_documents, replayed
 from jaxforge.tools.replay.documents import (
     find_documents,
-    oddness,
+    outlier_scores,
     token_loss_function,
     token_spread,
 )
@@ -210,29 +210,29 @@ def test_documents_end_with_their_token_or_their_segment():
 
 def test_outliers_differ_by_loss_or_gradient():
     losses, tokens, norms = [2.0, 2.1, 1.9, 2.0, 2.6], [64] * 5, [1.0, 1.1, 0.9, 3.0, 1.0]
-    assert np.argsort(-oddness(losses, tokens, norms))[:2].tolist() == [3, 4]
-    few = oddness([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
+    assert np.argsort(-outlier_scores(losses, tokens, norms))[:2].tolist() == [3, 4]
+    few = outlier_scores([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
     assert np.argmax(few) == 3  # of one token, a loss may be anything
-    assert np.argmax(oddness([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
-    assert np.argmax(oddness([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
+    assert np.argmax(outlier_scores([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
+    assert np.argmax(outlier_scores([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
 
 
 def test_few_tokens_with_a_high_loss_stand_out_less_than_many():
     """Places and numbers as of real text: an end of five tokens, random characters, whole rows."""
     losses, tokens = [7.9, 6.9, 4.3, 4.5, 4.4, 4.0], [5, 167, 256, 256, 256, 256]
     norms = 0.016 * np.sqrt(tokens)  # a gradient grows with the root of its tokens
-    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 1
+    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
     norms[3] *= 1.3  # lines that repeat
-    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 1
+    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
     norms[3] *= 3
-    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 3
+    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 3
 
 
 def test_documents_of_the_steps_before_say_what_is_usual():
     losses, tokens = [6.4, 6.2, 5.5, 5.2, 5.0], [256] * 5
     before = [(4.0 + 0.1 * i, 256) for i in range(10)]
     alone, with_them = (
-        oddness(losses, tokens, [math.nan] * 5, spread=2.8, before=b) for b in ((), before)
+        outlier_scores(losses, tokens, [math.nan] * 5, spread=2.8, before=b) for b in ((), before)
     )
     assert 2 * alone[0] < with_them[0]
 
@@ -257,7 +257,7 @@ def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
         asked.append(item.row)
         return Influence(item.tokens**0.5, 1.0)
 
-    order = in_order(
+    order = rank_documents(
         find_documents(batch, losses, eos=0), losses, [Influence(8.0, 1.0)] * 4, influence_of,
         rows=1,
     )  # fmt: skip

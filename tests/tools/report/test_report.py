@@ -14,8 +14,8 @@ from jaxforge.runs import lines as lines_of
 from jaxforge.runs import uniform_json_lines
 from jaxforge.runs.reading import read_runs
 from jaxforge.telemetry.numbers import duration, exact
-from jaxforge.tools.report.names import NAMES, name_of
-from jaxforge.tools.report.thinning import middles, thin
+from jaxforge.tools.report.names import NAMES, metric_name
+from jaxforge.tools.report.thinning import bucket_medians, thin
 from tests.helpers import devices_here
 from tests.processes.conftest import Run
 from tests.tools.report.pages import in_a_browser, line, numbers, page_of, start, write_run
@@ -350,10 +350,10 @@ def test_middles_ignore_spikes_and_what_is_not_finite():
     y = 10 - np.arange(1000) / 100
     spiky = np.where(np.arange(1000) % 9 == 4, np.nan, y)
     spiky[500] = 1e6
-    x, middle = middles(np.arange(1000), spiky, buckets=50)
+    x, middle = bucket_medians(np.arange(1000), spiky, buckets=50)
     assert len(x) == 50
     np.testing.assert_allclose(middle, 10 - x / 100, atol=0.02)
-    assert not len(middles(np.arange(9), np.full(9, np.nan), 3)[0])
+    assert not len(bucket_medians(np.arange(9), np.full(9, np.nan), 3)[0])
 
 
 def test_numbers_in_words():
@@ -370,12 +370,12 @@ def test_metrics_have_readable_names():
     listed = re.findall(r"^\| `([\w/<>.]+)`", METRICS.read_text().partition("\n## ")[0], re.M)
     assert len(listed) > 45
     for metric in listed:
-        name = name_of(re.sub("<(name|part)>", "mine", metric.replace("<i>", "3")))
+        name = metric_name(re.sub("<(name|part)>", "mine", metric.replace("<i>", "3")))
         assert "/" not in name.title + name.group
         assert "_" not in name.title + name.group
         assert metric in NAMES or "<" in metric
-    assert name_of("mine/a_b/layers.12")[:4] == ("A b by layer", "", "Mine", "layer 12")
-    assert name_of("loss")[:3] == ("Loss", "", "Other")
+    assert metric_name("mine/a_b/layers.12")[:4] == ("A b by layer", "", "Mine", "layer 12")
+    assert metric_name("loss")[:3] == ("Loss", "", "Other")
 
 
 POINT = """<script>

@@ -9,7 +9,7 @@ import pytest
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import read_metrics, read_runs
-from jaxforge.tools.report.serving import Live
+from jaxforge.tools.report.serving import LivePage
 from tests.tools.report.pages import Page, line, page_of, start, write_run
 
 SAMPLE = {"step": 1, "prompt": "once", "text": "upon", "time": 1.0}
@@ -60,7 +60,7 @@ def test_every_damaged_line_leaves_a_page(tmp_path, capsys):
     run = write_run(tmp_path / "run", [{**line(step), **MOE} for step in (1, 2)])
     (run / "config.toml").write_text("[model]\ndim = 64\n")  # a whole one takes long to read
     (run / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
-    live, count = Live([run], "steps"), 0
+    live, count = LivePage([run], "steps"), 0
     for count, (file, damaged) in enumerate(cases(), 1):
         sound = (run / file).read_bytes()
         (run / file).write_bytes(sound + damaged.replace(b"\n", b" ") + b"\n")
@@ -168,7 +168,7 @@ def test_damaged_config_is_one_message(tmp_path, text):
     (path / "config.toml").write_text(text + "\n")
     with pytest.raises(UserError, match=r"config.toml:1:"):
         main([str(path)])
-    page = Page(Live([path], "steps").page())
+    page = Page(LivePage([path], "steps").page())
     assert "config.toml:1:" in page.source
 
 

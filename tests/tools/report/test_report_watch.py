@@ -15,7 +15,7 @@ import pytest
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import MetricsFile
-from jaxforge.tools.report.serving import Live, Server, _Handler
+from jaxforge.tools.report.serving import LivePage, Server, _Handler
 from tests.machine import PATIENCE, wait_until
 from tests.tools.report.pages import line, write_run
 
@@ -23,7 +23,7 @@ from tests.tools.report.pages import line, write_run
 @pytest.fixture
 def served(tmp_path):
     """Query a server of the run directory tmp_path/run, which does not exist yet."""
-    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+    with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
         def ask(path, host=None):
@@ -69,7 +69,7 @@ def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
     """Each has a thread; the oldest makes room, and all end when they say nothing for long."""
     write_run(tmp_path / "run", [line(1)])
     before = threading.active_count()
-    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+    with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         where = ("127.0.0.1", server.port)
         with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
             assert threading.active_count() - before < 70
         server.shutdown()
     monkeypatch.setattr(_Handler, "timeout", 0.01)
-    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+    with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as silent:
             assert silent.recv(1) == b""
@@ -91,7 +91,7 @@ def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
 
 
 def test_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
-    monkeypatch.setattr(Live, "page", lambda self: 1 / 0)
+    monkeypatch.setattr(LivePage, "page", lambda self: 1 / 0)
     status, said, _ = served("/")
     assert (status, said) == (500, "failed: see the terminal")
     printed = []
@@ -134,7 +134,7 @@ def test_run_that_went_back_is_read_anew(tmp_path):
 
 
 def test_port_that_is_taken(tmp_path):
-    with Server(Live([tmp_path], "steps"), 0) as server:
+    with Server(LivePage([tmp_path], "steps"), 0) as server:
         with pytest.raises(UserError, match=f"port {server.port} is taken; name another") as error:
             main([str(tmp_path), "--watch", str(server.port)])
         assert error.value.exit_code == 2

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from jaxforge.parallel.hardware import CHIPS
-from jaxforge.tools.plan.cost import REACHED, Network, Roofline
+from jaxforge.tools.plan.cost import EFFICIENCY, Network, Roofline
 from jaxforge.tools.plan.hlo import HloProgram
-from jaxforge.tools.plan.work import Workload
+from jaxforge.tools.plan.workload import Workload
 
 PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
   %w = bf16[512,256]{1,0} parameter(1)
@@ -126,7 +126,7 @@ def seconds(name, visible=0.5):
 
 
 def test_roofline_is_the_longer_of_both():
-    chip, reached = CHIPS["h100"], REACHED["gpu"]
+    chip, reached = CHIPS["h100"], EFFICIENCY["gpu"]
     moved = work_of("add").bytes / (chip.bandwidth * reached.memory)
     assert seconds("add") == pytest.approx(moved + reached.launch)
     computed = work_of("cudnn").flops / (chip.peak_flops * reached.by_kind["attention"])
@@ -138,7 +138,7 @@ def test_roofline_is_the_longer_of_both():
     ("name", "part"), [("cudnn", "attention"), ("masked", "masked cudnn"), ("triton", "triton")]
 )
 def test_kernels_of_attention_reach_different_parts_of_the_peak(name, part):
-    reached, much = REACHED["gpu"], 100  # more than the memory could bring
+    reached, much = EFFICIENCY["gpu"], 100  # more than the memory could bring
     computed = work_of(name, much).flops / (CHIPS["h100"].peak_flops * reached.by_kind[part])
     assert seconds(name, much) == pytest.approx(computed + reached.launch)
 
@@ -170,7 +170,7 @@ def gather(mesh, chip, group, rows=1000):
 
 
 def seconds_to_send(nbytes, rate, platform):
-    reached = REACHED[platform]
+    reached = EFFICIENCY[platform]
     return reached.latency + nbytes / (reached.links * rate)
 
 

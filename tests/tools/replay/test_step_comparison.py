@@ -7,8 +7,8 @@ import pytest
 from jaxforge.commands import replay as command
 from jaxforge.commands import train
 from jaxforge.errors import UserError
-from jaxforge.tools.replay.against import ReplayedRun, make, rows_of
 from jaxforge.tools.replay.compare import first_difference
+from jaxforge.tools.replay.step_comparison import ReplayedRun, compare_values, make
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -62,7 +62,7 @@ def values_of(run):
 @pytest.mark.parametrize("setting", FIRST)
 def test_first_changed_value_is_named(run, values_of, setting):
     other = make(ReplayedRun(run, [setting]), 5, values_of.whole_grads)
-    result = first_difference(list(rows_of(values_of, other)))
+    result = first_difference(list(compare_values(values_of, other)))
     stage, name = FIRST[setting]
     assert result.stage == stage
     assert result.name.startswith(name)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, arrays
+from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, parse_arrays
 
 _NOTHING = frozenset(
     {
@@ -99,7 +99,7 @@ class Workload:
         given = (dims for dims, size in _inputs(operation, within) if size > 1)  # masks: bytes
         heads = [dims for dims in given if len(dims) >= 3]
         widths = {dims[-1] for dims in heads}  # a logsumexp may be wider than a head
-        planned = (dims for dims, _ in arrays(operation.shape) if dims and dims[-1] in widths)
+        planned = (dims for dims, _ in parse_arrays(operation.shape) if dims and dims[-1] in widths)
         width = max(planned, key=math.prod)[-1]
         query, key, *_ = (dims for dims in heads if dims[-1] == width)
         pairs = math.prod(query[:-1]) * key[-2]
@@ -115,13 +115,13 @@ class Workload:
         """A call of cuBLAS: the size that is summed over is written in its configuration."""
         match = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', operation.line)
         lhs = next(_inputs(operation, within))[0]
-        result = next(arrays(operation.shape))[0]
+        result = next(parse_arrays(operation.shape))[0]
         return 2 * math.prod(result) * (lhs[int(match[1])] if match else lhs[-1])
 
     def _flops(self, operation: Operation, within: Computation) -> float:
         if operation.kind == "dot":
             lhs = within[operation.operands[0]].shape
-            dims = next(arrays(lhs))[0]
+            dims = next(parse_arrays(lhs))[0]
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.line)
             axes = [int(axis) for axis in contracted[1].split(",") if axis] if contracted else []
             return 2 * operation.elements * math.prod(dims[axis] for axis in axes)
@@ -174,7 +174,7 @@ class Workload:
 
 def _inputs(operation: Operation, within: Computation) -> Iterator[tuple[tuple[int, ...], float]]:
     for name in operation.operands:
-        yield from arrays(within[name].shape)
+        yield from parse_arrays(within[name].shape)
 
 
 def _grouped(operation: Operation, within: Computation) -> float:
@@ -182,7 +182,7 @@ def _grouped(operation: Operation, within: Computation) -> float:
     inputs = [
         dims for dims, _ in _inputs(operation, within) if len(dims) in (2, 3) and min(dims) > 1
     ]
-    results = [dims for dims, _ in arrays(operation.shape) if len(dims) in (2, 3)]
+    results = [dims for dims, _ in parse_arrays(operation.shape) if len(dims) in (2, 3)]
     if len(inputs) < 2 or not results:
         return 0
     result = max(results, key=math.prod)

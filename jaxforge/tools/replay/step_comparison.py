@@ -20,13 +20,13 @@ from jaxforge.step.gradients import Batch
 from jaxforge.tools.replay.compare import (
     SMALL,
     Row,
-    from_the_loss,
-    gradients_beside,
+    gradient_scales,
+    in_backward_order,
     row,
     tolerance,
     update_tolerance,
 )
-from jaxforge.tools.replay.past import Past, Walk, open_past
+from jaxforge.tools.replay.past import PastRun, Walk, open_past
 
 Named = dict[str, np.ndarray]
 """Arrays of the host by name; of stacked parameters, one for each layer."""
@@ -69,7 +69,7 @@ class ReplayedRun:
     overrides: Sequence[str] = ()
 
 
-def against(run: ReplayedRun, other: ReplayedRun, step: int) -> tuple[list[Row], list[str]]:
+def compare_steps(run: ReplayedRun, other: ReplayedRun, step: int) -> tuple[list[Row], list[str]]:
     """A row for each value, in the order in which a step makes them, and notes.
 
     Args:
@@ -87,10 +87,10 @@ def against(run: ReplayedRun, other: ReplayedRun, step: int) -> tuple[list[Row],
     notes = []
     if not (first.points and second.points):
         notes.append("forward values were not compared: devices share sequences (distributed.cp)")
-    return list(rows_of(first, second)), notes
+    return list(compare_values(first, second)), notes
 
 
-def rows_of(a: StepValues, b: StepValues) -> Iterator[Row]:
+def compare_values(a: StepValues, b: StepValues) -> Iterator[Row]:
     """Yield the values of two steps side by side."""
     dtype = "bfloat16" if "bfloat16" in (a.dtype, b.dtype) else "float32"
     layers = len({name.split(".")[1] for name in a.params if name.startswith(f"{LAYERS}.")})
@@ -104,8 +104,8 @@ def rows_of(a: StepValues, b: StepValues) -> Iterator[Row]:
         yield from _pairs("forward", x, y, x, tolerance(dtype, a.width, parts))
     loss = np.array([a.loss]), np.array([b.loss])
     yield row("loss", ("loss", "loss"), *loss, tolerance(dtype, a.width, parts))
-    beside, allowed = gradients_beside(a.grads), tolerance(dtype, a.width, 3 * parts)
-    for name in from_the_loss(a.grads.keys() & b.grads, layers):
+    beside, allowed = gradient_scales(a.grads), tolerance(dtype, a.width, 3 * parts)
+    for name in in_backward_order(a.grads.keys() & b.grads, layers):
         least = SMALL * beside[name]
         yield row("gradients", (name, name), a.grads[name], b.grads[name], allowed, least=least)
     for name in (name for name in a.updates if name in b.updates):
@@ -153,7 +153,7 @@ def make(run: ReplayedRun, step: int, grads: PyTree | None = None) -> StepValues
         )
 
 
-def _points(past: Past, walk: Walk) -> Named:
+def _points(past: PastRun, walk: Walk) -> Named:
     """Values of the forward pass of the first microbatch, of some of its tokens."""
     model = past.model
 
@@ -174,7 +174,7 @@ def _points(past: Past, walk: Walk) -> Named:
     return flat | {"final_norm": values["final_norm"]}
 
 
-def _updates(past: Past, walk: Walk, grads: PyTree) -> PyTree:
+def _updates(past: PastRun, walk: Walk, grads: PyTree) -> PyTree:
     """Updates by gradients whose layers are in their order."""
     stacks, stack = past.config.model.stacks, past.model.stack
     laid_out = {
@@ -187,7 +187,7 @@ def _updates(past: Past, walk: Walk, grads: PyTree) -> PyTree:
     return update(jax.device_put(laid_out, shardings), state.opt_state, state.params)
 
 
-def _in_order(past: Past, tree: Params) -> PyTree:
+def _in_order(past: PastRun, tree: Params) -> PyTree:
     """A tree of the host, the layers of each stack in their order."""
     stacks, stack = past.config.model.stacks, past.model.stack
     return {
@@ -196,7 +196,7 @@ def _in_order(past: Past, tree: Params) -> PyTree:
     }
 
 
-def _named(past: Past, tree: Params) -> Named:
+def _named(past: PastRun, tree: Params) -> Named:
     named: Named = {}
     for name, leaf in flatten_dict(_in_order(past, tree), sep=".").items():
         stack, _, name_in_stack = name.partition(".")
