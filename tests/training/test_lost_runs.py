@@ -107,7 +107,7 @@ def test_config_of_a_moved_run_is_not_begun_anew_at_its_old_path(run, option):
 def test_dry_run_refuses_what_a_start_refuses(run, capsys):
     assert dry(run) == 0
     out = capsys.readouterr().out
-    assert "run: goes on from step 2\n" in out, out
+    assert "run: resumes from step 2\n" in out, out
     with pytest.raises(UserError, match=r"step_2 does not fit \[model\]: "):
         dry(run, "--model.dim=32")
     with pytest.raises(UserError, match=r"another optimizer than optimizer\.name"):

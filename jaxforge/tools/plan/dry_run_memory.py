@@ -1,4 +1,4 @@
-"""Devices of a dry run, and how the step fits them."""
+"""Devices of a dry run, and the memory that the step needs on them."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -29,13 +29,13 @@ AnyMesh = Mesh | AbstractMesh
 
 
 class Device(NamedTuple):
-    """A kind of device that the run may have.
+    """Kind of device that the run may have.
 
     Attributes:
-        name: for a reader.
-        platform: JAX's.
+        name: name in messages.
+        platform: name of JAX's platform.
         capacity: bytes that a program may use.
-        capability: of GPUs.
+        capability: compute capability of a GPU.
     """
 
     name: str
@@ -80,26 +80,26 @@ def _chip(name: str) -> Device:
 def fits_by_device(
     config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
 ) -> tuple[Model, dict[Device, Fit]]:
-    """The model, and how it fits each kind of device that has the kernels it asks for.
+    """Return the model, and its fit on each kind of device that has the required kernels.
 
     Raises:
-        UserError: no kind has them, or a parameter does not divide.
+        UserError: no kind of device has the kernels, or a parameter does not divide.
     """
     fits: dict[Device, Fit] = {}
-    built, refused = None, None
+    first_model, first_error = None, None
     for device in kinds:
         try:
             model = build_model(config, device.platform, device.capability)
         except UserError as error:
-            refused = refused or error
+            first_error = first_error or error
             continue
         state = Program(config, mesh, model=model).abstract_state()
         fits[device] = estimate_fit(config, model, state, mesh, device.capacity)
-        built = built or model
-    if built is None:
-        assert refused is not None
-        raise refused
-    return built, fits
+        first_model = first_model or model
+    if first_model is None:
+        assert first_error is not None
+        raise first_error
+    return first_model, fits
 
 
 def model_rows(model: Model) -> Iterator[str]:
@@ -109,7 +109,7 @@ def model_rows(model: Model) -> Iterator[str]:
         f"{c.n_layers} layers, dim {c.dim}, {c.n_heads}/{c.kv_heads} heads of {c.head_size}, "
         f"vocabulary {c.vocab_size:,}"
     )
-    active = f"; a token meets {human(active_parameter_count(model))}" if c.is_moe else ""
+    active = f", {human(active_parameter_count(model))} active per token" if c.is_moe else ""
     yield f"{human(parameter_count(model.abstract))} parameters{active}"
 
 
@@ -118,7 +118,7 @@ def memory_rows(fits: dict[Device, Fit]) -> Iterator[str]:
     parts = next(iter(fits.values())).memory._asdict()
     yield ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
     for device, estimate in fits.items():
-        most = f"{estimate.most_rows:,} at most fit" if estimate.most_rows else "not one fits"
+        most = f"at most {estimate.most_rows:,} fit" if estimate.most_rows else "not even 1 fits"
         yield (
             f"{device.name}: {gigabytes(estimate.memory.total)} of {gigabytes(device.capacity)}; "
             f"{estimate.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced "

@@ -71,7 +71,7 @@ def test_candidates_that_cannot_fit_are_not_compiled(node, monkeypatch):
         .model_copy(update={"distributed": config().distributed.model_copy(update={"tp": 3})})
         .model_copy(update={"train": config().train.model_copy(update={"global_batch_size": 64})})
     )
-    with pytest.raises(UserError, match="no mesh of h100:1x8 holds this update"):
+    with pytest.raises(UserError, match="no mesh of h100:1x8 fits this update"):
         search.search(invalid, NODE, most=3, jobs=1, console=QUIET)
 
 

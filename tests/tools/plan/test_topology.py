@@ -30,8 +30,8 @@ def test_topology_is_read_and_written(text, chip, lengths, slices, devices):
         ("h100:8", "h100 has 2 nodes x GPUs"),
         ("cpu:2x2", "cpu has 1 number"),
         ("h100:2x8*2", "only TPUs have slices"),
-        ("v5e:0x4", "nothing may be 0"),
-        ("v5e:4x4*0", "nothing may be 0"),
+        ("v5e:0x4", "every number must be at least 1"),
+        ("v5e:4x4*0", "every number must be at least 1"),
     ],
 )
 def test_invalid_topology_is_explained(text, message):
