@@ -197,7 +197,7 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
                 losses = losses_of(walk.state.variables, walk.batch)
                 documents = find_documents(jax.device_get(walk.batch), losses, eos)
             if at == steps[0]:
-                influences = Influences(past, walk, walk.look(looking)["grads"])
+                influences = Influences(past, walk, walk.measure(looking)["grads"])
                 of = [
                     influences.of(document.row, document.start, document.end)
                     for document in documents

@@ -85,7 +85,9 @@ class JaxforgeLM(TemplateLM):
         overrides = [f"--{key}={value}" for key, value in settings.items()]
         self._trained = inference.open_run(urls.path(run), _settings(overrides), step=step)
         self._text = run_directory.read_tokenizer(self._trained.run)
-        self._rows = _batch_size(batch_size)
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise UserError(f"batch_size={batch_size}: must be an integer of at least 1")
+        self._rows = int(batch_size)
         check({"seed": seed}, spelt=str)
         self._max_gen_toks, self._add_bos, self._seed = max_gen_toks, add_bos_token, seed
         self._max_length = max_length or self._trained.config.model.max_seq_len
@@ -139,18 +141,18 @@ class JaxforgeLM(TemplateLM):
 
         Every token is scored exactly once.
         """
-        texts = [self._windows(text) for (text,) in (request.args for request in requests)]
+        texts = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(
+                tokens, self._prefix, self._max_length, context_len=1
+            )
+            texts.append([Continuation(*make_disjoint_window(window)) for window in rolling])
         likelihoods = iter(self._score([window for windows in texts for window in windows]))
         sums = [sum(next(likelihoods).log_probability for _ in windows) for windows in texts]
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
-
-    def _windows(self, text: str) -> list[Continuation]:
-        rolling = get_rolling_token_windows(
-            self.tok_encode(text), self._prefix, self._max_length, context_len=1
-        )
-        return [Continuation(*make_disjoint_window(window)) for window in rolling]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
@@ -272,12 +274,6 @@ def _settings(overrides: list[str]) -> list[str]:
                 "prefix_token_id, seed, and settings of the run's config such as distributed.tp=2"
             )
     return overrides
-
-
-def _batch_size(batch_size: int | str) -> int:
-    if not str(batch_size).isdigit() or int(batch_size) < 1:
-        raise UserError(f"batch_size={batch_size}: must be an integer of at least 1")
-    return int(batch_size)
 
 
 def _first_known(*ids: int | None) -> int:

@@ -92,12 +92,12 @@ def paragraphs(messages: Iterable[str]) -> str:
 
 def fact_list(facts: Mapping[str, str]) -> str:
     """Return names with their texts as a list of terms."""
-    return f"<dl>{''.join(_fact(*fact) for fact in facts.items())}</dl>"
-
-
-def _fact(name: str, text: str) -> str:
-    wide = " class=long" if len(text) > _LONG_FACT else ""
-    return f"<div{wide}><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+    items = (
+        f"<div{' class=long' if len(text) > _LONG_FACT else ''}>"
+        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in facts.items()
+    )
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def details(title: str, body: str) -> str:

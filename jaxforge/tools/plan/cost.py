@@ -227,7 +227,9 @@ def _rate(
 
 def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
     """Return the bytes/s of a GPU: all adapters of a node serve a ring through all its GPUs."""
-    nodes = {_node(device) for device in members}
+    # The first two coordinates of a compile-only GPU are its node. Else a process is a node.
+    positions = ((device, getattr(device, "coords", None)) for device in members)
+    nodes = {tuple(coords[:2]) if coords else device.process_index for device, coords in positions}
     if len(nodes) == 1:
         return chip.link
     return min(chip.link, chip.network * len(members) / len(nodes))
@@ -260,12 +262,6 @@ def _usable_links(kind: str, size: int, is_ring: bool) -> float:
     if kind == "all-to-all" and size > 2:
         return min(1.0, (4 if is_ring else 2) / size)
     return 1.0 if is_ring or size == 2 else 0.5
-
-
-def _node(device: jax.Device) -> object:
-    # The first two coordinates of a compile-only GPU are its node. Else a process is a node.
-    coords = getattr(device, "coords", None)
-    return tuple(coords[:2]) if coords is not None else device.process_index
 
 
 def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:

@@ -9,19 +9,20 @@ AXES: Mapping[str, str] = {
     "tokens": "tokens",
     "hours": "hours since the first step",
 }
-"""Horizontal axes, with their labels."""
+"""Labels of the horizontal axes."""
 
 
-class MetricName(NamedTuple):
-    """A metric in words.
+class Name(NamedTuple):
+    """Display name of a metric.
 
     Attributes:
-        title: what it is.
-        unit: of its values; empty for a mere number.
-        group: the heading it stands under.
-        label: which of several it is that share a title: a dataset, "layer 3"; empty if alone.
-        zero: 0 is part of its axis.
-        percent: logged as a part of 1, shown in per cent.
+        title: title of its chart.
+        unit: unit of its values; empty for plain numbers.
+        group: heading of its charts.
+        label: label of its curve among several with the same title, such as a dataset or "layer 3";
+            empty if there is only one curve.
+        zero: the axis includes 0.
+        percent: logged as a fraction, shown in percent.
     """
 
     title: str
@@ -33,7 +34,7 @@ class MetricName(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """True if the value is noise-free: set or counted."""
+        """True if the value is a setting or a count, without noise."""
         return self.unit in ("so far", "of the next update", "of the next step")
 
 
@@ -43,86 +44,79 @@ LOSS, EVALUATION, UPDATES, SPEED, MEMORY, DATA, EXPERTS, SAVING, MODEL = (
 )  # fmt: skip
 _NATS, _PER_LAYER = "nats per token", "layer {}"
 
-NAMES: Mapping[str, MetricName] = {
-    "train/loss": MetricName("Training loss", _NATS, LOSS),
-    "eval/loss": MetricName("Evaluation loss", _NATS, EVALUATION, "all sets"),
-    "eval/bits_per_byte": MetricName("Evaluation, bits per byte", "bits", EVALUATION, "all sets"),
-    "eval/perplexity": MetricName("Perplexity", "", EVALUATION, "all sets"),
-    "train/lr": MetricName("Learning rate", "of the next update", UPDATES, zero=True),
-    "train/grad_norm": MetricName("Gradient norm", "before clipping", UPDATES),
-    "train/params_norm": MetricName("Norm of the parameters", "", UPDATES),
-    "train/update_norm": MetricName("Norm of the update", "", UPDATES, zero=True),
-    "train/num_zeros_in_grad": MetricName("Zeros in the gradient", "elements", UPDATES, zero=True),
-    "train/loss_scale": MetricName("Loss scale", "of the next step", UPDATES),
-    "train/skipped_steps": MetricName("Skipped steps", "so far", UPDATES, zero=True),
-    "train/nonfinite_steps": MetricName("Steps that were not finite", "so far", UPDATES, zero=True),
-    "train/spike_steps": MetricName("Spikes of the loss", "so far", UPDATES, zero=True),
-    "train/rollbacks": MetricName("Rollbacks", "so far", UPDATES, zero=True),
-    "interval/loss": MetricName("Loss since the last line", _NATS, UPDATES),
-    "interval/skipped_steps": MetricName(
-        "Skipped since the last line", "steps", UPDATES, zero=True
-    ),
-    "interval/nan_steps": MetricName("Not finite since the last line", "steps", UPDATES, zero=True),
-    "train/tokens_per_sec": MetricName("Throughput", "tokens per second", SPEED, zero=True),
-    "train/step_time_sec": MetricName("Time of a step", "seconds", SPEED),
-    "train/data_wait_sec": MetricName("Waiting for data", "seconds per step", SPEED, zero=True),
-    "train/tflops_per_device": MetricName("Model FLOPs", "TFLOP/s per device", SPEED, zero=True),
-    "train/mfu": MetricName("MFU", "% of peak", SPEED, zero=True, percent=True),
-    "train/mfu_causal": MetricName("MFU, causal", "% of peak", SPEED, zero=True, percent=True),
-    "smoothed/loss": MetricName("Smoothed loss", _NATS, UPDATES),
-    "smoothed/tokens_per_sec": MetricName(
-        "Smoothed throughput", "tokens per second", SPEED, zero=True
-    ),
-    "smoothed/mfu": MetricName("Smoothed MFU", "% of peak", SPEED, zero=True, percent=True),
-    "smoothed/step_time": MetricName("Smoothed time of a step", "seconds", SPEED),
-    "gpu/peak_gb": MetricName("Peak memory", "GiB", MEMORY, zero=True),
-    "gpu/allocated_gb": MetricName("Memory in arrays", "GiB", MEMORY, zero=True),
-    "gpu/reserved_gb": MetricName("Reserved memory", "GiB", MEMORY, zero=True),
-    "gpu/total_gb": MetricName("Available memory", "GiB", MEMORY, zero=True),
-    "gpu/mem_utilization": MetricName("Peak of the available memory", "%", MEMORY, "", True, True),
-    "train/tokens": MetricName("Tokens", "so far", DATA, zero=True),
-    "train/samples": MetricName("Sequences", "so far", DATA, zero=True),
-    "train/padding_tokens": MetricName("Padding", "so far", DATA, zero=True),
-    "train/valid_tokens": MetricName("Tokens learned from", "so far", DATA, zero=True),
-    "moe/expert_balance": MetricName(
-        "Balance of experts", "least over most loaded", EXPERTS, zero=True
-    ),
-    "moe/aux_loss": MetricName("Load-balancing loss", "sum over layers; even: 1 each", EXPERTS),
-    "moe/router_z_loss": MetricName("Router z-loss", "sum over layers", EXPERTS),
-    "moe/dropped": MetricName("Dropped assignments", "% of all", EXPERTS, zero=True, percent=True),
-    "checkpoint/blocking_sec": MetricName(
-        "Training held up by saves", "seconds", SAVING, zero=True
-    ),
-    "checkpoint/save_sec": MetricName("Time of a save", "seconds", SAVING, zero=True),
-    "local_checkpoint/blocking_sec": MetricName(
-        "Held up by local saves", "seconds", SAVING, zero=True
-    ),
-    "local_checkpoint/save_sec": MetricName("Time of a local save", "seconds", SAVING, zero=True),
+NAMES: Mapping[str, Name] = {
+    "train/loss": Name("Training loss", _NATS, LOSS),
+    "eval/loss": Name("Evaluation loss", _NATS, EVALUATION, "all sets"),
+    "eval/bits_per_byte": Name("Evaluation, bits per byte", "bits", EVALUATION, "all sets"),
+    "eval/perplexity": Name("Perplexity", "", EVALUATION, "all sets"),
+    "train/lr": Name("Learning rate", "of the next update", UPDATES, zero=True),
+    "train/grad_norm": Name("Gradient norm", "before clipping", UPDATES),
+    "train/params_norm": Name("Norm of the parameters", "", UPDATES),
+    "train/update_norm": Name("Norm of the update", "", UPDATES, zero=True),
+    "train/num_zeros_in_grad": Name("Zeros in the gradient", "elements", UPDATES, zero=True),
+    "train/loss_scale": Name("Loss scale", "of the next step", UPDATES),
+    "train/skipped_steps": Name("Skipped steps", "so far", UPDATES, zero=True),
+    "train/nonfinite_steps": Name("Steps that were not finite", "so far", UPDATES, zero=True),
+    "train/spike_steps": Name("Spikes of the loss", "so far", UPDATES, zero=True),
+    "train/rollbacks": Name("Rollbacks", "so far", UPDATES, zero=True),
+    "interval/loss": Name("Loss since the last line", _NATS, UPDATES),
+    "interval/skipped_steps": Name("Skipped since the last line", "steps", UPDATES, zero=True),
+    "interval/nan_steps": Name("Not finite since the last line", "steps", UPDATES, zero=True),
+    "train/tokens_per_sec": Name("Throughput", "tokens per second", SPEED, zero=True),
+    "train/step_time_sec": Name("Time of a step", "seconds", SPEED),
+    "train/data_wait_sec": Name("Waiting for data", "seconds per step", SPEED, zero=True),
+    "train/tflops_per_device": Name("Model FLOPs", "TFLOP/s per device", SPEED, zero=True),
+    "train/mfu": Name("MFU", "% of peak", SPEED, zero=True, percent=True),
+    "train/mfu_causal": Name("MFU, causal", "% of peak", SPEED, zero=True, percent=True),
+    "smoothed/loss": Name("Smoothed loss", _NATS, UPDATES),
+    "smoothed/tokens_per_sec": Name("Smoothed throughput", "tokens per second", SPEED, zero=True),
+    "smoothed/mfu": Name("Smoothed MFU", "% of peak", SPEED, zero=True, percent=True),
+    "smoothed/step_time": Name("Smoothed time of a step", "seconds", SPEED),
+    "gpu/peak_gb": Name("Peak memory", "GiB", MEMORY, zero=True),
+    "gpu/allocated_gb": Name("Memory in arrays", "GiB", MEMORY, zero=True),
+    "gpu/reserved_gb": Name("Reserved memory", "GiB", MEMORY, zero=True),
+    "gpu/total_gb": Name("Available memory", "GiB", MEMORY, zero=True),
+    "gpu/mem_utilization": Name("Peak of the available memory", "%", MEMORY, "", True, True),
+    "train/tokens": Name("Tokens", "so far", DATA, zero=True),
+    "train/samples": Name("Sequences", "so far", DATA, zero=True),
+    "train/padding_tokens": Name("Padding", "so far", DATA, zero=True),
+    "train/valid_tokens": Name("Tokens learned from", "so far", DATA, zero=True),
+    "moe/expert_balance": Name("Balance of experts", "least over most loaded", EXPERTS, zero=True),
+    "moe/aux_loss": Name("Load-balancing loss", "sum over layers; even: 1 each", EXPERTS),
+    "moe/router_z_loss": Name("Router z-loss", "sum over layers", EXPERTS),
+    "moe/dropped": Name("Dropped assignments", "% of all", EXPERTS, zero=True, percent=True),
+    "checkpoint/blocking_sec": Name("Training held up by saves", "seconds", SAVING, zero=True),
+    "checkpoint/save_sec": Name("Time of a save", "seconds", SAVING, zero=True),
+    "local_checkpoint/blocking_sec": Name("Held up by local saves", "seconds", SAVING, zero=True),
+    "local_checkpoint/save_sec": Name("Time of a local save", "seconds", SAVING, zero=True),
 }
-"""Metrics that have a name of their own, in the order of the page."""
+"""Metrics with fixed names, in the order of the page."""
 
-_RULES: tuple[tuple[str, MetricName], ...] = (
-    (r"eval/(.+)/loss", MetricName("Evaluation loss", _NATS, EVALUATION, "{}")),
-    (r"eval/(.+)/bits_per_byte", MetricName("Evaluation, bits per byte", "bits", EVALUATION, "{}")),
-    (r"eval/(.+)/perplexity", MetricName("Perplexity", "", EVALUATION, "{}")),
-    (r"loss/(.+)", MetricName("Loss by dataset", _NATS, DATA, "{}")),
-    (r"data/(.+)/tokens", MetricName("Tokens by dataset", "so far", DATA, "{}", zero=True)),
-    (r"train/grad_norm/layers\.(\d+)", MetricName("Gradient norm by layer", "", UPDATES, _PER_LAYER)),
-    (r"train/grad_norm/(.+)", MetricName("Gradient norm of other parts", "", UPDATES, "{}")),
+_RULES: tuple[tuple[str, Name], ...] = (
+    (r"eval/(.+)/loss", Name("Evaluation loss", _NATS, EVALUATION, "{}")),
+    (r"eval/(.+)/bits_per_byte", Name("Evaluation, bits per byte", "bits", EVALUATION, "{}")),
+    (r"eval/(.+)/perplexity", Name("Perplexity", "", EVALUATION, "{}")),
+    (r"loss/(.+)", Name("Loss by dataset", _NATS, DATA, "{}")),
+    (r"data/(.+)/tokens", Name("Tokens by dataset", "so far", DATA, "{}", zero=True)),
+    (r"train/grad_norm/layers\.(\d+)",
+     Name("Gradient norm by layer", "", UPDATES, _PER_LAYER)),
+    (r"train/grad_norm/(.+)", Name("Gradient norm of other parts", "", UPDATES, "{}")),
     (r"moe/balance/layers\.(\d+)",
-     MetricName("Balance by layer", "least over most loaded expert", EXPERTS, _PER_LAYER, zero=True)),
+     Name("Balance by layer", "least over most loaded expert", EXPERTS, _PER_LAYER,
+                zero=True)),
     (r"moe/router_entropy/layers\.(\d+)",
-     MetricName("Router entropy by layer", "nats", EXPERTS, _PER_LAYER)),
+     Name("Router entropy by layer", "nats", EXPERTS, _PER_LAYER)),
     (r"moe/router_bias/layers\.(\d+)",
-     MetricName("Largest router bias by layer", "", EXPERTS, _PER_LAYER)),
-    (r"moe/load/layers\.(\d+)", MetricName("Load of experts", "of an even load", EXPERTS, _PER_LAYER)),
+     Name("Largest router bias by layer", "", EXPERTS, _PER_LAYER)),
+    (r"moe/load/layers\.(\d+)",
+     Name("Load of experts", "of an even load", EXPERTS, _PER_LAYER)),
 )  # fmt: skip
 _GROUPS = {"terms": "Terms of the loss", "model": MODEL, "data": DATA, "moe": EXPERTS,
            "eval": EVALUATION, "train": UPDATES, "gpu": MEMORY}  # fmt: skip
 
 
-def metric_name(metric: str) -> MetricName:
-    """A metric in words; one that no table knows, from the parts of its name."""
+def metric_name(metric: str) -> Name:
+    """Return a metric's display name; for unknown metrics it is composed from the parts."""
     if metric in NAMES:
         return NAMES[metric]
     for pattern, name in _RULES:
@@ -131,15 +125,15 @@ def metric_name(metric: str) -> MetricName:
     return _composed(metric)
 
 
-def _composed(metric: str) -> MetricName:
-    """`mine/head_entropy/layers.3` is "Head entropy by layer" of layer 3, under "Mine"."""
+def _composed(metric: str) -> Name:
+    """Compose a name: `mine/head_entropy/layers.3` is "Head entropy by layer" in group "Mine"."""
     first, slash, tail = metric.partition("/")
     group = _GROUPS.get(first, _sentence(first)) if slash else "Other"
     of_layer = re.fullmatch(r"(.+)/layers\.(\d+)", tail)
     title = _sentence((of_layer[1] if of_layer else tail or first).replace("/", ", "))
     if of_layer:
-        return MetricName(f"{title} by layer", "", group, _PER_LAYER.format(of_layer[2]))
-    return MetricName(title, "", group)
+        return Name(f"{title} by layer", "", group, _PER_LAYER.format(of_layer[2]))
+    return Name(title, "", group)
 
 
 def _sentence(words: str) -> str:

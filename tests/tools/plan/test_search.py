@@ -30,7 +30,7 @@ def config():
     return tiny_config(train={"batch_size": 2, "grad_accum_steps": 4}, distributed={"dp_shard": -1})
 
 
-def test_candidates_are_valid_and_of_the_same_update(node):
+def test_candidates_are_valid_and_keep_the_update(node):
     result = [item for item, _ in search.candidates(config(), NODE)]
     assert len(result) > 50
     for item in result:
@@ -44,12 +44,12 @@ def test_candidates_are_valid_and_of_the_same_update(node):
     assert {item.config.train.grad_sync for item in result} == {"update", "microbatch"}
 
 
-def test_global_batch_says_how_large_the_update_is():
+def test_sequences_follow_global_batch_size():
     given = tiny_config(train={"global_batch_size": 48, "grad_accum_steps": 1, "batch_size": 6})
     assert search.sequences(given, 8) == 48
 
 
-def test_given_config_reports_its_rows(node):
+def test_given_candidate_has_batch_size(node):
     train = TrainConfig(global_batch_size=32, grad_accum_steps=2, seq_len=32)
     given = config().model_copy(update={"train": train})
     (item,) = search.given_candidate(given, NODE)
@@ -57,13 +57,13 @@ def test_given_config_reports_its_rows(node):
     rules.check(item.config, 8)
 
 
-def test_costlier_candidates_come_later(node):
+def test_candidates_are_sorted_by_estimated_time(node):
     result = list(search.fitting_candidates(config(), NODE))
     assert [item.seconds for item in result] == sorted(item.seconds for item in result)
     assert result[0].config.train.activation_checkpointing == "none"
 
 
-def test_candidates_that_cannot_fit_are_not_compiled(node, monkeypatch):
+def test_candidates_that_cannot_fit_are_dropped(node, monkeypatch):
     monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(capacity=10_000))
     assert not list(search.fitting_candidates(config(), NODE))
     invalid = (
@@ -92,12 +92,12 @@ def speeds(monkeypatch):
     monkeypatch.setattr(search, "compiled", lambda *_: report(next(given)))
 
 
-def test_best_comes_first(node, speeds):
+def test_search_sorts_by_speed(node, speeds):
     match = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
     assert [item.tokens_per_second for item in match] == [300, 299, 200, 100, 50, 10, 0]
 
 
-def test_best_is_tried_with_other_flags(node, monkeypatch):
+def test_search_compiles_best_candidate_with_other_flags(node, monkeypatch):
     faster = {"optimization_level": "default"}
     monkeypatch.setattr(
         search, "compiled", lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0)
@@ -119,7 +119,7 @@ def load_config_of(result):
         return load_config(path)
 
 
-def test_given_config_is_compiled_too(node, monkeypatch):
+def test_search_compiles_given_config(node, monkeypatch):
     monkeypatch.setattr(
         search, "compiled", lambda item, _: report(2.0 if item == config() else 1.0)
     )
@@ -128,7 +128,7 @@ def test_given_config_is_compiled_too(node, monkeypatch):
     assert len(match) == 5
 
 
-def test_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
+def test_search_prints_and_writes_best_config(node, speeds, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: Resolved())
     args = command_line.parser().parse_args(
         ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
@@ -164,9 +164,9 @@ def test_compiled_candidates_are_cached(monkeypatch, tmp_path):
     assert len(runs) == 2
 
 
-def test_compiler_that_aborts_ends_its_own_candidate(monkeypatch, tmp_path):
+def test_compiler_crash_affects_its_candidate_only(monkeypatch, tmp_path):
     ended = argparse.Namespace(returncode=-6, stdout="", stderr="one\nCheck failed: two\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search.subprocess, "run", lambda *_, **__: ended)
     result = search.compiled(config(), NODE)
-    assert result == {"fits": False, "errors": ["the compiler ended with -6: Check failed: two"]}
+    assert result == {"fits": False, "errors": ["the compiler failed (-6): Check failed: two"]}

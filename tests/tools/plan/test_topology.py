@@ -12,7 +12,7 @@ from jaxforge.tools.plan.topology import Topology
         ("cpu:8", "cpu", (8,), 1, 8),
     ],
 )
-def test_topology_is_read_and_written(text, chip, lengths, slices, devices):
+def test_topology_round_trips_through_text(text, chip, lengths, slices, devices):
     topology = Topology.parse(text)
     assert topology == (chip, lengths, slices)
     assert topology.n_devices == devices
@@ -39,7 +39,7 @@ def test_invalid_topology_is_explained(text, message):
         Topology.parse(text)
 
 
-def test_environment_is_that_of_the_compiler():
+def test_prepare_sets_compiler_environment():
     env = {"JAX_PLATFORMS": "tpu", "XLA_FLAGS": "--one"}
     Topology.parse("cpu:4").prepare(env)
     assert env["JAX_PLATFORMS"] == "cpu"

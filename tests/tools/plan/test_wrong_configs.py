@@ -325,12 +325,12 @@ def take(values: Any, key: str) -> object:
     return functools.reduce(lambda table, part: table[part], method, values).pop(last)
 
 
-def test_nothing_is_wrong_with_what_is_right(plan_messages):
+def test_valid_config_has_no_messages(plan_messages):
     assert plan_messages(RIGHT, "cpu:8") == []
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_message_names_key_value_and_a_change_that_works(plan_messages, wrong):
+def test_message_names_key_value_and_working_change(plan_messages, wrong):
     values = merged(wrong.values)
     of = functools.partial(plan_messages, topology=wrong.topology)
     result = of(values, is_compiled=wrong.is_compiled)
@@ -361,7 +361,7 @@ SAID = r"\b[a-z]\w*:\d+(?:x\d+)*(?:\*\d+)?\b"
 
 
 @pytest.mark.parametrize("text", TOPOLOGIES)
-def test_topology_that_is_none_is_named_with_one_that_is(text):
+def test_invalid_topology_message_names_valid_forms(text):
     with pytest.raises(UserError) as caught:
         topology_of(text)
     message = str(caught.value)
@@ -373,7 +373,7 @@ def test_topology_that_is_none_is_named_with_one_that_is(text):
 
 
 @needs_tpu
-def test_slice_that_there_is_not_is_named_with_one_that_there_is():
+def test_unknown_slice_message_suggests_existing_slice():
     with pytest.raises(UserError) as caught:
         devices_of(Topology.parse("v5e:3x5"))
     message = str(caught.value)
@@ -383,7 +383,7 @@ def test_slice_that_there_is_not_is_named_with_one_that_there_is():
 
 
 @needs_tpu
-def test_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(plan_messages):
+def test_axis_wider_than_slice_message_suggests_fitting_width(plan_messages):
     values = merged({"distributed": {"tp": 8}, "model": {"n_heads": 8, "n_kv_heads": 8}})
     (message,) = plan_messages(values, "v5e:2x2*2", is_compiled=True)
     assert "distributed.tp = 8" in message
@@ -393,9 +393,7 @@ def test_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(plan_me
     assert mesh.shape["tp"] == 4
 
 
-def test_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(
-    plan_messages, monkeypatch
-):
+def test_small_disk_message_suggests_fewer_checkpoints(plan_messages, monkeypatch):
     values = merged({"checkpoint": {"interval": 1, "keep_last_n": 50}})
     size = checkpoint_bytes(JobConfig.model_validate(RIGHT))
     disk = Disk(20 * size + 1)
@@ -419,7 +417,7 @@ LARGE = merged(
 )
 
 
-def test_step_too_large_is_told_what_makes_it_fit(monkeypatch):
+def test_advice_for_oversized_step_makes_it_fit(monkeypatch):
     values, of = LARGE, on_cpus(2)
     peak = of(values).step.memory.peak
     monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_of_each", lambda: peak // 2)
@@ -436,7 +434,7 @@ def test_step_too_large_is_told_what_makes_it_fit(monkeypatch):
     assert config.train.ramp(2).rows * config.train.grad_accum_steps == 64  # the same update
 
 
-def test_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
+def test_advice_for_oversized_state_names_needed_devices(monkeypatch):
     small, wide = {"batch_size": 1, "seq_len": 8}, {"ffn_hidden_dim": 2048, "n_layers": 2}
     values = merged({"train": small, "model": wide})
     memory = on_cpus(1)(values).step.memory
@@ -449,7 +447,7 @@ def test_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", [{"sdpa_backend": "cudnn"}, {"moe_backend": "mosaic_gpu"}])
-def test_checkpoints_are_as_large_whatever_kernel_another_machine_has(backend):
+def test_checkpoint_bytes_do_not_depend_on_kernels(backend):
     experts = {"num_experts": 4, "moe_top_k": 2}
     plain, other = (
         JobConfig.model_validate({"model": {**experts, **more}}) for more in ({}, backend)

@@ -41,7 +41,7 @@ def append(path, *lines):
         file.write("".join(json.dumps(item) + "\n" for item in lines))
 
 
-def test_run_that_goes_on(tmp_path, served):
+def test_watch_serves_updates_of_a_run(tmp_path, served):
     status, page, headers = served("/")
     assert (status, headers["Cache-Control"]) == (200, "no-store")
     assert "connect-src 'self'" in page
@@ -58,14 +58,14 @@ def test_run_that_goes_on(tmp_path, served):
     assert "5.9800" in json.loads(second)["facts"]
 
 
-def test_damaged_run_is_told(tmp_path, served):
+def test_watch_shows_damaged_lines(tmp_path, served):
     write_run(tmp_path / "run", [line(1)], tail="no <b>\n")
     status, page, _ = served("/")
     assert status == 200
     assert "metrics.jsonl:2: not a JSON object" in page
 
 
-def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
+def test_idle_connections_do_not_block_others(tmp_path, monkeypatch):
     """Each has a thread; the oldest makes room, and all end when they say nothing for long."""
     write_run(tmp_path / "run", [line(1)])
     before = threading.active_count()
@@ -90,7 +90,7 @@ def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def test_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
+def test_server_error_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
     monkeypatch.setattr(LivePage, "page", lambda self: 1 / 0)
     status, said, _ = served("/")
     assert (status, said) == (500, "failed: see the terminal")
@@ -103,13 +103,13 @@ def test_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, 
     wait_until(is_printed)
 
 
-def test_others_are_refused(served):
+def test_foreign_hosts_are_refused(served):
     assert served("/", host="evil.example")[0] == 403
     assert served("/data.json", host="evil.example:80")[0] == 403
     assert served("/../../etc/passwd")[0] == 404
 
 
-def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
+def test_update_reads_appended_lines_only(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
     metrics = MetricsFile(path)
     before, _ = metrics.read()
@@ -121,7 +121,7 @@ def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
     assert not began
 
 
-def test_run_that_went_back_is_read_anew(tmp_path):
+def test_rewritten_metrics_are_read_again(tmp_path):
     """Its file is longer than it was, and other."""
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
     metrics = MetricsFile(path)
@@ -133,7 +133,7 @@ def test_run_that_went_back_is_read_anew(tmp_path):
     assert loss.value.tolist() == [5.99, 5.98, *[1.0] * 5]
 
 
-def test_port_that_is_taken(tmp_path):
+def test_occupied_port_raises(tmp_path):
     with Server(LivePage([tmp_path], "steps"), 0) as server:
         with pytest.raises(UserError, match=f"port {server.port} is taken; name another") as error:
             main([str(tmp_path), "--watch", str(server.port)])
@@ -143,7 +143,7 @@ def test_port_that_is_taken(tmp_path):
 
 
 @pytest.mark.processes
-def test_ctrl_c_ends_it(tmp_path):
+def test_ctrl_c_stops_server(tmp_path):
     command = [sys.executable, "-m", "jaxforge.report", str(tmp_path), "--watch", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -64,7 +64,7 @@ def run(runs):
     return Runner(said.append).run(runs), said
 
 
-def test_failed_run_is_reported_and_the_others_go_on(base):
+def test_failed_run_is_reported_and_others_continue(base):
     fails = "print('no memory'); sys.exit(3) if '=2' in d else " + LOGS
     code, said = run(runs := planned(base, "train.seed=1,2,3", code=fails))
     assert code == 3
@@ -78,10 +78,10 @@ def test_finished_runs_are_not_repeated(base):
     assert run(runs)[0] == 0
     code, said = run(planned(base, "train.seed=1,2,3", code="sys.exit('=3' not in d)"))
     assert code == 0
-    assert said[:2] == ["[1/3] seed=1: finished before", "[2/3] seed=2: finished before"]
+    assert said[:2] == ["[1/3] seed=1: already finished", "[2/3] seed=2: already finished"]
 
 
-def test_signal_goes_to_the_run_and_ends_the_sweep(base):
+def test_signal_stops_run_and_sweep(base):
     runs = planned(base, "train.seed=1,2", code=WAITS)
 
     def stop():
@@ -114,7 +114,7 @@ def test_all_configs_are_checked_before_the_first_run(base, capsys):
     assert re.match(r"dim=64  \S+ parameters, 8 steps, new\ndim=128  ", capsys.readouterr().out)
 
 
-def test_array_has_a_task_for_each_point(base, capsys, tmp_path):
+def test_slurm_array_has_a_task_per_point(base, capsys, tmp_path):
     script = tmp_path / "sweep.sbatch"
     arguments = ["--config", base, "--grid", "train.seed=1,2,3", "--train.max_steps=4"]
     assert sweep.main([*arguments, "--slurm", str(script), "--devices=8"]) == 0
@@ -143,7 +143,7 @@ def finished(item, losses, evaluated=None):
     item.finish()
 
 
-def test_points_are_sorted_by_their_validation_loss_where_there_is_one(base):
+def test_points_are_sorted_by_evaluation_loss(base):
     runs = planned(base, "train.seed=1,2,3")
     for item, loss in zip(runs, (3.0, None, 2.0), strict=True):
         finished(item, [5.0, 4.0], loss) if loss else None
@@ -161,7 +161,7 @@ def test_training_loss_is_the_mean_of_the_last_tenth(base):
     assert (result.metric, result.points[0].loss) == ("train/loss", 2.5)
 
 
-def test_ladder_has_a_law_and_a_page_that_draws_it(base):
+def test_ladder_results_have_law_and_page(base):
     runs = planned(base, "model.dim=64,128,256,512", "optimizer.lr=1e-3,3e-3")
     for item in runs:
         size = item.config.model.dim**2
@@ -180,10 +180,10 @@ def test_ladder_has_a_law_and_a_page_that_draws_it(base):
     assert "law, up to the next size" in drawn
     assert "a &lt;ladder&gt;" in drawn
     fewer = results(runs[:4])
-    assert "no law: it takes 4 sizes, and 2 are finished" in table(fewer)
+    assert "no law: it needs 4 sizes, and 2 are finished" in table(fewer)
 
 
-def test_base_loads_as_its_points_do(base):
+def test_point_command_loads_its_settings(base):
     """Settings of a point take effect."""
     (item,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
     again = load_config(base, item.command[item.command.index("--config") + 2 :])
