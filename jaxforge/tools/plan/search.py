@@ -136,7 +136,7 @@ def search(
         task = progress.add_task("compiling", total=len(chosen))
 
         def compile_candidate(candidate: Candidate) -> CompiledCandidate:
-            result = CompiledCandidate(candidate, compiled(candidate.config, topology))
+            result = CompiledCandidate(candidate, compiled_report(candidate.config, topology))
             progress.advance(task)
             return result
 
@@ -278,7 +278,7 @@ def _powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 
-def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
+def compiled_report(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """Return the `--json` plan of a config, cached because compilation takes minutes."""
     text = config.to_toml()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -78,9 +78,9 @@ def read(path: Path) -> Capsule:
     """
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"cannot read the capsule {path}: it is no file")
+            raise UserError(f"cannot read the capsule {path}: not a file")
         if path.stat().st_size > _SIZE:
-            raise UserError(f"{path} is no capsule: {path.stat().st_size:,} bytes are too many")
+            raise UserError(f"{path} is not a capsule: {path.stat().st_size:,} bytes are too many")
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read the capsule {path}: {error.strerror or error}") from error
@@ -92,21 +92,21 @@ def read(path: Path) -> Capsule:
             about = load_object(_entry(archive, _ABOUT), _ABOUT)
             format_, hashes = about.pop("format"), about.pop("files")
             if not isinstance(hashes, dict):
-                raise ValueError(f"the files of {_ABOUT} are no table")
-            if strange := [name for name in hashes if not _ENTRY.fullmatch(name)]:
-                raise ValueError(f"it has {excerpt(repr(strange[0]))}")
+                raise ValueError(f"the files of {_ABOUT} are not a table")
+            if unknown := [name for name in hashes if not _ENTRY.fullmatch(name)]:
+                raise ValueError(f"unknown entry {excerpt(repr(unknown[0]))}")
             files = {name: _entry(archive, name).decode() for name in hashes}
     except TORN as error:
         raise UserError(
-            f"{path} is no capsule, or torn ({excerpt(error)}): fetch it again"
+            f"{path} is not a capsule, or is damaged ({excerpt(error)}). Fetch it again"
         ) from error
     if format_ != FORMAT:
-        raise UserError(f"{path} is of format {excerpt(format_)}, and this jaxforge reads {FORMAT}")
+        raise UserError(f"{path} has format {excerpt(format_)}; this jaxforge reads {FORMAT}")
     for name, text in files.items():
         if _hash(text) != hashes[name]:
-            raise UserError(f"{path}: {name} is not what was written: fetch it again")
+            raise UserError(f"{path}: {name} does not match its hash. Fetch it again")
     if problem := _problem_of(about, files):
-        raise UserError(f"{path} is no capsule: {problem}; make it again from the run")
+        raise UserError(f"{path} is not a valid capsule: {problem}. Make it again from the run")
     return Capsule(about, files)
 
 
@@ -124,7 +124,7 @@ def _problem_of(about: Mapping[str, Any], files: Mapping[str, str]) -> str:
         if not isinstance(about.get(name), dict):
             return f"{_ABOUT} has no table {name}"
     if not all(isinstance(program, dict) for program in about["programs"].values()):
-        return f"a program of {_ABOUT} is no table"
+        return f"a program of {_ABOUT} is not a table"
     sizes = about["mesh"]
     if not all(axis in AXES and is_step(size) and size > 0 for axis, size in sizes.items()):
         return f"the mesh of {_ABOUT} is not a size for each axis"

@@ -155,7 +155,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def show(console: Console, rows: Sequence[Row], names: tuple[str, str]) -> None:
+def print_rows(console: Console, rows: Sequence[Row], names: tuple[str, str]) -> None:
     """Print a table of the rows, and the first difference.
 
     Args:

@@ -142,10 +142,10 @@ def outlier_scores(
     The norm of a sum of uncorrelated terms grows as √tokens. The terms of repetitive text agree,
     and its score reaches about 3.
 
-    A score is (x - median) / √(τ² + σ²/tokens). σ²/tokens is the variance of a mean over so many
-    tokens. τ is the remaining spread between parts, chosen so that half of all scores lie within
-    the central half of a normal distribution. The result is inf for losses or norms that are not
-    finite.
+    A score is (x - median) / √(τ² + σ²/tokens). σ²/tokens is the variance of a mean over the
+    part's tokens. τ is the remaining spread between parts, estimated such that half of all scores
+    lie within the central half of a normal distribution. The result is inf if the loss or the norm
+    is not finite (a NaN norm counts as unknown).
 
     Args:
         losses: mean loss of each part.

@@ -49,7 +49,7 @@ def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.json:
         write_json(args.json, {**compare.as_json(rows), "notes": notes})
     if args.json != STDOUT:
-        compare.show(wide_console(), rows, ("RUN", "OTHER"))
+        compare.print_rows(wide_console(), rows, ("RUN", "OTHER"))
         for note in notes:
             wide_console().print(f"note: {note}", markup=False)
     return 0 if compare.first_difference(rows) is None else 1

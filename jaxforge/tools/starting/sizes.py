@@ -45,7 +45,7 @@ SHAPES: Sequence[Shape] = (
 
 def parameters(model: ModelConfig) -> int:
     """Return the parameters of a Llama-style model, dense or with experts, without norm vectors."""
-    layers = matrix_elements(model, 2 + model.is_gated, model.num_experts)
+    matrices = matrix_elements(model, 2 + model.is_gated, model.num_experts)  # with the head
     routers = model.num_experts * model.dim * sum(model.has_experts)
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim  # besides the head
-    return layers + routers + embedding
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim
+    return matrices + routers + embedding

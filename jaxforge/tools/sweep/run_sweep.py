@@ -30,7 +30,7 @@ def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[s
     if args.slurm and args.devices is None:
         raise UserError("--slurm needs --devices N, the number of GPUs of each run")
     devices = args.devices or _devices()
-    runs = planned(points(args.grid, args.ladder), args.config, settings, devices)
+    runs = plan_runs(points(args.grid, args.ladder), args.config, settings, devices)
     if args.dry_run:
         for run_ in runs:
             size = human(parameters(run_.config.model))
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[s
     return code
 
 
-def planned(
+def plan_runs(
     every: Sequence[Point], config: str, settings: Sequence[str], devices: int
 ) -> list[PlannedRun]:
     """Return the checked runs of all points.

@@ -1,4 +1,4 @@
-"""`train --dry-run`: what a start would do is said, what it would refuse refused, nothing made."""
+"""`train --dry-run` describes a start, raises its errors and writes nothing."""
 
 import re
 
@@ -23,8 +23,8 @@ DEBUG = "configs/debug.toml"
 
 @pytest.fixture
 def dry(capsys, tmp_path, request, monkeypatch):
-    """Runs it in an empty directory, which has to stay empty; the parts of what is printed."""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as it sets itself
+    """Return a function that runs a dry run in an empty directory and parses its output."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # restored afterwards; the command sets it
     root = request.config.rootpath
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

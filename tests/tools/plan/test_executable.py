@@ -1,4 +1,4 @@
-"""A step that a plan has compiled, and a run that starts with it or refuses it."""
+"""Steps compiled by a plan, and runs that load or refuse them."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def losses(directory):
 
 
 def arguments(location):
-    """To plan a config that says where its run goes, and to keep its steps."""
+    """Return arguments that plan a config and save its steps."""
     (location / "planned.toml").write_text(config(location / "planned").to_toml())
     return [f"--config={location / 'planned.toml'}", "--topology=cpu:8", "--json",
             f"--save-executable={location / 'step.zip'}"]  # fmt: skip
@@ -49,7 +49,7 @@ def arguments(location):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The file, written as the command does."""
+    """File of steps, written by the command."""
     location = tmp_path_factory.mktemp("plan")
     args, _ = plan_main.parser().parse(arguments(location))
     assert plan_report.run(args, Topology.parse("cpu:8"), []) == 0
@@ -72,10 +72,10 @@ def test_saved_executable_is_not_recompiled_and_exact(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation, "compile_step", compile_step)
     with pytest.raises(AssertionError, match="compiled"):
         train.run(config(tmp_path / "not"))
-    # What the step does not depend on may change.
+    # Keys that do not affect the step may change.
     train.run(config(tmp_path / "loaded", executable=str(saved), manual_gc_interval=3))
     assert losses(tmp_path / "loaded") == losses(tmp_path / "compiled")
-    assert len(losses(tmp_path / "loaded")) == 4  # of both sizes
+    assert len(losses(tmp_path / "loaded")) == 4  # with both batch sizes
 
 
 def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path):
@@ -88,7 +88,7 @@ def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path
 
 
 def rewritten(saved, path, **changes):
-    """The file with other facts in it."""
+    """Copy the file with changes to its facts."""
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(path, "w") as new:
         for name in old.namelist():
             content = old.read(name)
@@ -144,7 +144,7 @@ def test_bit_flip_in_executable_is_detected(tmp_path):
             steps = Executable(str(path), mesh).load({1: lowered}, settings)
         except UserError as error:
             refused += "torn" in str(error)
-        else:  # a date, say
+        else:  # the bit was in metadata, such as a date
             assert steps[1].as_text() == compiled.as_text()
     assert refused > 250
 

@@ -36,7 +36,7 @@ def test_plan_reports_compiled_step(tiny_plan):
     assert report["fits"] is True
     assert report["errors"] == []
     assert report["mesh"] == MESH
-    assert "step" not in report  # of a CPU too little is known
+    assert "step" not in report  # rates of CPUs are unknown
     assert {item["kind"] for item in report["collectives"]} >= {"all-gather", "all-reduce"}
     assert {axis for item in report["collectives"] for axis in item["axes"]} == set(MESH)
     assert all(item["count"] > 0 and item["bytes"] > 0 for item in report["collectives"])
@@ -55,7 +55,7 @@ def test_memory_parts_match_state_sizes(tiny_plan):
 
 
 class Stop(Exception):
-    """Nothing has to run."""
+    """Raised instead of compiling."""
 
 
 def test_run_compiles_the_planned_step(tiny_plan, tmp_path, monkeypatch):
@@ -140,4 +140,4 @@ def test_kept_checkpoints_are_counted():
         == 3
         * sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(build_model(config).abstract))
         + 4
-    )  # and the count of updates
+    )  # plus the count of updates

@@ -22,7 +22,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def node(monkeypatch):
-    """A node whose devices are this machine's, as nothing is compiled."""
+    """A node with this machine's devices, since nothing is compiled."""
     monkeypatch.setattr(search, "devices_of", lambda topology: jax.devices()[:8])
 
 
@@ -89,7 +89,7 @@ def report(tokens):
 def speeds(monkeypatch):
     """Return compile results: the third candidate is best, the second does not fit."""
     given = iter([50.0, 100.0, 0.0, 300.0, 200.0, 299.0, 10.0])
-    monkeypatch.setattr(search, "compiled", lambda *_: report(next(given)))
+    monkeypatch.setattr(search, "compiled_report", lambda *_: report(next(given)))
 
 
 def test_search_sorts_by_speed(node, speeds):
@@ -100,13 +100,15 @@ def test_search_sorts_by_speed(node, speeds):
 def test_search_compiles_best_candidate_with_other_flags(node, monkeypatch):
     faster = {"optimization_level": "default"}
     monkeypatch.setattr(
-        search, "compiled", lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0)
+        search,
+        "compiled_report",
+        lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0),
     )
     best, *others = search.search(config(), NODE, most=1, jobs=1, console=QUIET)
     assert best.candidate.config.train.xla_flags == faster
     assert "--train.xla_flags.optimization_level=default" in search.settings(best.candidate)
     assert load_config_of(best) == best.candidate.config
-    assert len(others) == 3  # what was given, the one proposed, and that with the other flag
+    assert len(others) == 3  # given, proposed, and proposed with the other flags
     own = config().model_copy(update={"train": best.candidate.config.train})
     of_own = search.Candidate(own, best.candidate.mesh, 1.0)
     assert len(list(search.flag_variants(of_own, "gpu"))) == 1
@@ -121,7 +123,7 @@ def load_config_of(result):
 
 def test_search_compiles_given_config(node, monkeypatch):
     monkeypatch.setattr(
-        search, "compiled", lambda item, _: report(2.0 if item == config() else 1.0)
+        search, "compiled_report", lambda item, _: report(2.0 if item == config() else 1.0)
     )
     match = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
     assert match[0].candidate.config == config()
@@ -157,10 +159,10 @@ def test_compiled_candidates_are_cached(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search.subprocess, "run", run)
-    first = search.compiled(config(), NODE)
-    assert search.compiled(config(), NODE) == first == report(7.0)
+    first = search.compiled_report(config(), NODE)
+    assert search.compiled_report(config(), NODE) == first == report(7.0)
     assert len(runs) == 1
-    search.compiled(config(), Topology.parse("h100:2x4"))
+    search.compiled_report(config(), Topology.parse("h100:2x4"))
     assert len(runs) == 2
 
 
@@ -168,5 +170,5 @@ def test_compiler_crash_affects_its_candidate_only(monkeypatch, tmp_path):
     ended = argparse.Namespace(returncode=-6, stdout="", stderr="one\nCheck failed: two\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search.subprocess, "run", lambda *_, **__: ended)
-    result = search.compiled(config(), NODE)
+    result = search.compiled_report(config(), NODE)
     assert result == {"fits": False, "errors": ["the compiler failed (-6): Check failed: two"]}

@@ -1,4 +1,4 @@
-"""Plans for machines that are not here; `make test-gpu-compiler` brings the compiler for GPUs."""
+"""Plans for target hardware; `make test-gpu-compiler` installs the compiler for GPUs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Programs of a few lines, whose times are known."""
+"""Timelines of small programs with known durations."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ PRODUCT = "multiply(%a, %a)"
 
 
 class Seconds:
-    """A second for each product."""
+    """Rates with a second per product."""
 
     def seconds(self, operation, within):
         return ("products", 1.0) if operation.kind == "multiply" else ("nothing", 0.0)
 
 
 class Wires:
-    """Collectives take as long as the first dimension of what they exchange."""
+    """Links on which a collective takes a second per element."""
 
     def collective(self, operation, within):
         rows = within[operation.operands[0]].elements
@@ -44,12 +44,12 @@ def product(name):
     return f"%{name} = f32[3]{{0}} {PRODUCT}"
 
 
-@pytest.mark.parametrize(("beside", "waited"), [(0, 3), (1, 2), (2, 1), (3, 0), (4, 0)])
-def test_operations_between_halves_hide_a_collective(beside, waited):
-    line = run(program(GATHER, *(product(f"p{i}") for i in range(beside)), DONE))
-    assert line.seconds == max(3, beside)
+@pytest.mark.parametrize(("n_products", "waited"), [(0, 3), (1, 2), (2, 1), (3, 0), (4, 0)])
+def test_operations_between_halves_hide_a_collective(n_products, waited):
+    line = run(program(GATHER, *(product(f"p{i}") for i in range(n_products)), DONE))
+    assert line.seconds == max(3, n_products)
     assert line.waited == waited
-    assert line.busy["products"] == beside
+    assert line.busy["products"] == n_products
     (traffic,) = line.traffic.values()
     assert (traffic.count, traffic.bytes, traffic.seconds) == (1, 30, 3)
 

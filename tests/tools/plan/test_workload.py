@@ -108,8 +108,8 @@ def test_unmasked_attention_has_twice_the_flops():
     ("name", "moved"),
     [
         ("product", 2 * (64 * 256 + 512 * 256 + 64 * 512)),
-        ("cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),  # a layer of the stack, its number, the result
-        ("put", 4 * 16 * 256 + 4 + 4 * 16 * 256),  # nothing of the stack is read
+        ("cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),  # a layer of the stack, its index, the result
+        ("put", 4 * 16 * 256 + 4 + 4 * 16 * 256),  # the stack is not read
         ("add", 3 * 2 * 64 * 256),
     ],
 )
@@ -138,7 +138,7 @@ def test_roofline_is_the_maximum_of_compute_and_memory():
     ("name", "part"), [("cudnn", "attention"), ("masked", "masked cudnn"), ("triton", "triton")]
 )
 def test_attention_kernels_have_their_own_efficiency(name, part):
-    reached, much = EFFICIENCY["gpu"], 100  # more than the memory could bring
+    reached, much = EFFICIENCY["gpu"], 100  # enough FLOPs to be compute-bound
     computed = work_of(name, much).flops / (CHIPS["h100"].peak_flops * reached.by_kind[part])
     assert seconds(name, much) == pytest.approx(computed + reached.launch)
 
@@ -202,11 +202,11 @@ def torus(*edges, slices=1):
 @pytest.mark.parametrize(
     ("mesh", "chip", "group", "links"),
     [
-        (torus(4, 4), "v5e", list(range(4)), 1),  # a line of four is not closed
-        (torus(4, 4), "v5e", list(range(16)), 2),  # in both directions of the plane
+        (torus(4, 4), "v5e", list(range(4)), 1),  # a line of four is not a ring
+        (torus(4, 4), "v5e", list(range(16)), 2),  # both dimensions
         (torus(16, 1), "v5e", list(range(16)), 2),  # a ring
         (torus(2, 1), "v5e", [0, 1], 1),  # one neighbour
-        (torus(4, 4, 4), "v5p", list(range(64)), 6),  # closed in all three
+        (torus(4, 4, 4), "v5p", list(range(64)), 6),  # rings in all three dimensions
     ],
 )
 def test_tpu_collectives_use_torus_links(mesh, chip, group, links):

@@ -1,6 +1,6 @@
-"""Mistakes that users make: what a plan says of each names key, value and a change that works.
+"""Wrong configs: a plan's message names key, value and a change that works.
 
-The change is read from the message alone, by the few forms that messages have.
+The change is parsed from the message alone.
 """
 
 import copy
@@ -35,7 +35,7 @@ RIGHT = {
     "checkpoint": {"interval": 50},
     "distributed": {},
 }
-"""Nothing is wrong with it."""
+"""A valid config."""
 
 needs_tpu = pytest.mark.skipif(
     not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
@@ -48,11 +48,11 @@ class Wrong(NamedTuple):
     """Wrong config.
 
     Attributes:
-        values: what is wrong, on top of `RIGHT`.
-        key: that the message names.
-        value: as the message has it.
-        topology: of the plan.
-        is_compiled: whether the mistake shows when the step is built or compiled.
+        values: wrong settings, on top of `RIGHT`.
+        key: key in the message.
+        value: value in the message.
+        topology: topology of the plan.
+        is_compiled: the mistake is detected when the step is built or compiled.
     """
 
     values: Values
@@ -296,7 +296,7 @@ def some(expected: str) -> Any:
         return float(match[1])
     if match := re.match(r"a list of (\d+) values", expected):
         return [0.5] * int(match[1])
-    raise AssertionError(f"{expected!r} says nothing of what to write")
+    raise AssertionError(f"{expected!r} does not describe a valid value")
 
 
 def applied(values: Values, change: Change) -> Values:
@@ -347,7 +347,7 @@ def test_message_names_key_value_and_working_change(plan_messages, wrong):
 
 
 def mended(of, values: Values) -> bool:
-    """Return whether all problems are gone after the first proposal of each other message."""
+    """Return True if applying the first proposal of each remaining message solves everything."""
     for _ in range(4):
         left = of(values)
         if not left:
@@ -403,7 +403,7 @@ def test_small_disk_message_suggests_fewer_checkpoints(plan_messages, monkeypatc
     assert 'checkpoint.dir = "checkpoints"' in message
     (change,) = proposed(message)
     assert plan_messages(applied(values, change), "cpu:8") == []
-    assert change == {"checkpoint.keep_last_n": 19}  # and one that is being written
+    assert change == {"checkpoint.keep_last_n": 19}  # and a checkpoint being written
 
 
 class Disk(NamedTuple):
@@ -456,7 +456,7 @@ def test_checkpoint_bytes_do_not_depend_on_kernels(backend):
 
 
 def on_cpus(n: int):
-    """Return the plan on `n` CPU devices."""
+    """Return a function that plans for `n` CPU devices."""
     return lambda values: plan(JobConfig.model_validate(values), Topology("cpu", (n,)))
 
 

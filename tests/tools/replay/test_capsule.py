@@ -1,4 +1,4 @@
-"""Capsules: what they say of a run, what they keep to themselves, and steps made again by them."""
+"""Capsules: content, redaction, damage, and verification by replay."""
 
 import dataclasses
 import json
@@ -76,16 +76,15 @@ def test_verify_from_checkpoint_holds(run, capsule):
 def test_verified_range_of_steps(run, capsule):
     assert _range(capsule, 3, None) == (1, 3)
     assert _range(capsule, 99, None) == (1, STEPS)
-    assert _range(capsule, 99, run) == (5, STEPS)  # the newest that something follows
+    assert _range(capsule, 99, run) == (5, STEPS)  # the newest checkpoint with later steps
     assert _range(capsule, 1, run / "checkpoints" / "step_4") == (5, 5)
     with pytest.raises(UserError, match="the capsule's curve ends at step 8, not after step 8"):
         _range(capsule, 1, run / "checkpoints" / "step_8")
 
 
 def test_bit_flip_in_curve_fails_verification(capsule, tmp_path, capsys):
-    _, second, *remaining = capsule.files[
-        archive.CURVE
-    ].splitlines()  # the first was not logged, say
+    # A curve without the first step.
+    _, second, *remaining = capsule.files[archive.CURVE].splitlines()
     values = json.loads(second)
     values["train/loss"] *= ONE_MORE_BIT
     files = {**capsule.files, archive.CURVE: "\n".join([json.dumps(values), *remaining, ""])}
@@ -220,11 +219,11 @@ def test_damaged_capsule_is_refused(capsule, tmp_path):
     whole = file.read_bytes()
     for torn in (whole[: len(whole) // 2], whole[100:], b"", _flipped(whole, 200)):
         file.write_bytes(torn)
-        with pytest.raises(UserError, match="no capsule, or torn"):
+        with pytest.raises(UserError, match="not a capsule, or is damaged"):
             archive.read(file)
     with pytest.raises(UserError, match="cannot read the capsule"):
         archive.read(tmp_path / "none.zip")
-    with pytest.raises(UserError, match="it is no file"):
+    with pytest.raises(UserError, match="not a file"):
         archive.read(tmp_path)
     with file.open("wb") as vast:
         vast.truncate(1 << 40)
@@ -239,12 +238,12 @@ def _flipped(content, at):
 @pytest.mark.parametrize(
     ("about", "files", "message"),
     [
-        ({"format": 2, "files": {}}, {}, "is of format 2"),
-        ({"format": 1, "files": {"../x": "0"}}, {"../x": ""}, "it has '../x'"),
+        ({"format": 2, "files": {}}, {}, "has format 2"),
+        ({"format": 1, "files": {"../x": "0"}}, {"../x": ""}, "unknown entry '../x'"),
         (
             {"format": 1, "files": {"config.toml": "0"}},
             {"config.toml": ""},
-            "is not what was writt",
+            "does not match its hash",
         ),
     ],
 )
@@ -258,7 +257,7 @@ def test_capsule_of_another_format_is_refused(tmp_path, about, files, message):
 
 
 def _rewritten(file, capsule, about=(), **files):
-    """A capsule with other ingredients and files, whose hashes are right."""
+    """Write a capsule with other ingredients and files, and valid hashes."""
     names = {"curve": "curve.jsonl", "config": "config.toml"}
     changed = {**capsule.files, **{names.get(name, name): text for name, text in files.items()}}
     retained = {name: text for name, text in changed.items() if text is not None}
@@ -277,12 +276,12 @@ def _rewritten(file, capsule, about=(), **files):
         ({"curve": '{"step": "x"}\n'}, "curve.jsonl:1: step is not the number of a step"),
         ({"curve": '{"step": 1}\n'}, "curve.jsonl:1: no loss or gradient norm"),
         ({"curve": '{"step": 1, "train/loss": "x"}\n'}, "curve.jsonl:1: train/loss is not a numb"),
-        ({"configs/from_step_" + "9" * 5000 + ".toml": "x"}, "no capsule, or torn .it has"),
+        ({"configs/from_step_" + "9" * 5000 + ".toml": "x"}, "is damaged .unknown entry"),
         ({"about": {"mesh": []}}, "capsule.json has no table mesh"),
         ({"about": {"packages": None}}, "capsule.json has no table packages"),
         ({"about": {"mesh": {"tp": "2"}}}, "mesh of capsule.json is not a size for each axis"),
         ({"about": {"mesh": {"x": 2}}}, "mesh of capsule.json is not a size for each axis"),
-        ({"about": {"programs": {"1": []}}}, "a program of capsule.json is no table"),
+        ({"about": {"programs": {"1": []}}}, "a program of capsule.json is not a table"),
     ],
 )
 def test_forged_capsule_is_refused_with_short_message(capsule, tmp_path, changes, message):
@@ -293,7 +292,7 @@ def test_forged_capsule_is_refused_with_short_message(capsule, tmp_path, changes
 
 
 def test_decompression_bomb_is_refused(capsule, tmp_path, monkeypatch):
-    """By what entries declare, and where that is a lie, by what is read."""
+    """The limit applies to declared sizes, and to the bytes read if the declared size is wrong."""
     file = tmp_path / "x.zip"
     large = {"curve.jsonl": " " * (8 << 20)}
     _rewritten(file, capsule, **large)
@@ -308,7 +307,7 @@ def test_decompression_bomb_is_refused(capsule, tmp_path, monkeypatch):
         "read",
         lambda self, n=-1, read=zipfile.ZipExtFile.read: reads.append(n) or read(self, n),
     )
-    with pytest.raises(UserError, match=r"no capsule, or torn .*CRC"):
+    with pytest.raises(UserError, match=r"is damaged .*CRC"):
         archive.read(file)
     assert reads[-1] == 101
 

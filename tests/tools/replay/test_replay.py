@@ -1,4 +1,4 @@
-"""Steps of runs that are over: made again, and what is said of them."""
+"""Replay of steps of finished runs: exactness, accounts, influences, activations."""
 
 import json
 import math
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 
 LENGTH, ROWS, STEPS = 32, 8, 30
 AFTER_SAVE = 5
-"""A step that begins with what was saved: none has to be made before."""
+"""A step directly after a checkpoint, so that no step before it must be replayed."""
 POISON = 5
-"""The sequence of the data that is noise; all others count up."""
+"""The sequence of the data that is noise; the others are regular."""
 
 
 def write_data(directory):
-    """48 sequences: windows of their tokens and the one to predict last."""
+    """Write 48 sequences of LENGTH + 1 tokens."""
     directory.mkdir(exist_ok=True)
     counting = np.arange(48 * (LENGTH + 1)) % 7 + 1
     noise = np.random.default_rng(0).integers(1, 256, LENGTH // 2)
@@ -65,7 +65,7 @@ def config(tmp_path, **sections):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run that was stopped after step 18 and went on with another learning rate."""
+    """A run that stopped after step 18 and resumed with another learning rate."""
     tmp_path = tmp_path_factory.mktemp("replay")
     stopping = {"max_steps": STEPS, "batch_size": ROWS // 2, "exit_interval": 18}
     train.run(config(tmp_path, train=stopping))
@@ -78,7 +78,7 @@ def differences(run, first, last, *overrides):
 
 
 def test_replayed_steps_match_log_bit_exactly(run):
-    """Before the first checkpoint, after it, and after the run was started again."""
+    """Steps before and after the first checkpoint, and after a restart."""
     assert differences(run, 2, 5) == dict.fromkeys(range(2, 6), 0.0)
     assert differences(run, 17, 21) == dict.fromkeys(range(17, 22), 0.0)
 
@@ -112,7 +112,7 @@ def test_replay_on_fewer_devices_keeps_the_batch(run, monkeypatch):
 
 
 def last_step_with(run, sequence):
-    """The last step that read a sequence, and in which row: an epoch has six."""
+    """Return the last step that read a sequence, and its row; an epoch has six steps."""
     with open_past(run, STEPS - 5) as past:
         walk = past.walk(STEPS - 5)
         for step in range(STEPS - 5, STEPS + 1):
@@ -120,7 +120,7 @@ def last_step_with(run, sequence):
             if f"sequence {sequence}" in names:
                 return step, names.index(f"sequence {sequence}")
             walk.advance()
-    raise AssertionError("no step of the epoch did")
+    raise AssertionError("no step of the epoch read the sequence")
 
 
 def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
@@ -156,7 +156,7 @@ def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
 
 
 def test_influences_match_gradients_without_the_document(run):
-    """‖g - g_d‖ by the gradient of what is left, times its share of the tokens."""
+    """‖g - g_d‖ is the gradient norm without the document, times the other tokens' share."""
     with open_past(run, AFTER_SAVE) as past:
         walk = past.walk(AFTER_SAVE)
         metrics = walk.measure(past.step_function(("grads",)))
@@ -189,21 +189,11 @@ def test_documents_are_split_by_eos_or_segments():
     losses = np.arange(8.0).reshape(1, 1, 8)
     batch = {"input_ids": tokens, "labels": labels}
     result = find_documents(batch, losses, eos=0)
-    assert [
-        (find_document.start, find_document.end, find_document.tokens, find_document.loss)
-        for find_document in result
-    ] == [
-        (0, 3, 3, 1.0),
-        (3, 6, 3, 4.0),
-    ]
+    summaries = [(doc.start, doc.end, doc.tokens, doc.loss) for doc in result]
+    assert summaries == [(0, 3, 3, 1.0), (3, 6, 3, 4.0)]
     packed = {**batch, "segment_ids": np.array([[[1, 1, 1, 1, 2, 2, 2, 2]]])}
-    assert [
-        (find_document.start, find_document.end)
-        for find_document in find_documents(packed, losses, eos=0)
-    ] == [
-        (0, 4),
-        (4, 8),
-    ]
+    ranges = [(doc.start, doc.end) for doc in find_documents(packed, losses, eos=0)]
+    assert ranges == [(0, 4), (4, 8)]
     [whole] = find_documents(batch, losses, eos=None)
     assert (whole.start, whole.end, whole.worst) == (0, 8, (0, 8))
 
@@ -212,17 +202,17 @@ def test_outlier_scores_detect_high_loss_or_gradient():
     losses, tokens, norms = [2.0, 2.1, 1.9, 2.0, 2.6], [64] * 5, [1.0, 1.1, 0.9, 3.0, 1.0]
     assert np.argsort(-outlier_scores(losses, tokens, norms))[:2].tolist() == [3, 4]
     few = outlier_scores([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
-    assert np.argmax(few) == 3  # of one token, a loss may be anything
+    assert np.argmax(few) == 3  # the loss of a single token says little
     assert np.argmax(outlier_scores([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
     assert np.argmax(outlier_scores([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
 
 
 def test_short_documents_with_high_loss_score_lower():
-    """Places and numbers as of real text: an end of five tokens, random characters, whole rows."""
+    """Losses and sizes as in real text: a tail of 5 tokens, random characters, full rows."""
     losses, tokens = [7.9, 6.9, 4.3, 4.5, 4.4, 4.0], [5, 167, 256, 256, 256, 256]
-    norms = 0.016 * np.sqrt(tokens)  # a gradient grows with the root of its tokens
+    norms = 0.016 * np.sqrt(tokens)  # gradients grow as √tokens
     assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
-    norms[3] *= 1.3  # lines that repeat
+    norms[3] *= 1.3  # repetitive text
     assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
     norms[3] *= 3
     assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 3
@@ -244,7 +234,7 @@ def test_token_spread_is_about_the_document_mean():
 
 
 def test_row_with_outlier_document_is_measured():
-    """The mean hides an odd document in a row with an easy remainder."""
+    """A row's mean loss hides an outlier if its other documents are easy."""
     losses = np.full((1, 4, 64), 4.0)
     losses[0, :, 32:] = [[4.1], [4.2], [4.0], [3.9]]
     losses[0, 2, :8], losses[0, 2, 8:] = 9.0, 3.0
@@ -386,7 +376,7 @@ def test_invalid_activation_selection_is_refused(run, tmp_path, arguments, messa
 
 
 def test_replay_keeps_global_batch_on_other_devices():
-    """The replay does not fix the sequences per device that the config left open."""
+    """Replay does not fix the batch size per device that the config left open."""
     config = load_config(None, ["--train.global_batch_size=8", "--distributed.dp_shard=4"])
     there = the_past._on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])
     rules.check(there, 2)

@@ -1,4 +1,4 @@
-"""A step of two runs, value by value: the first that differs is named."""
+"""Comparison of a step of two runs: the first different value is named."""
 
 import json
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Six steps, with a checkpoint after each second."""
+    """A run of six steps with a checkpoint every two steps."""
     path = tmp_path_factory.mktemp("against") / "run"
     train.run(
         tiny_config(
@@ -29,7 +29,7 @@ def run(tmp_path_factory):
 
 
 def compared(capsys, run, *options, step=5):
-    """Exit code, and the report."""
+    """Return exit code and report of a comparison."""
     capsys.readouterr()
     code = command.main([str(run), f"--step={step}", f"--against={run}", "--json=-", *options])
     return code, json.loads(capsys.readouterr().out)
@@ -55,7 +55,7 @@ FIRST = {
 
 @pytest.fixture(scope="module")
 def values_of(run):
-    """The step as it was."""
+    """Values of the run's own step."""
     return replay_step(ReplayedRun(run), 5)
 
 

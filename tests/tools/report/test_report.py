@@ -1,4 +1,4 @@
-"""The page of a run: what stands on it, what a browser makes of it."""
+"""The report page of runs: its content, and its rendering in a browser."""
 
 import json
 import math
@@ -130,7 +130,7 @@ def test_nonfinite_values_break_the_curve_and_are_marked(tmp_path):
 
 
 def test_steps_before_the_run_do_not_count_as_time(tmp_path):
-    """A run that began at step 5000 of a checkpoint."""
+    """A run that began from a checkpoint of step 5000."""
     page = page_of(write_run(tmp_path / "run", [line(s) for s in range(5001, 5005)], (5000,)))
     facts = page.facts()
     assert (facts["wall time"], facts["time in steps"]) == ("6.5 s", "2 s")
@@ -158,9 +158,9 @@ def test_skipped_steps_are_marked(tmp_path):
         ((0,), []),
         ((0, 10, 20), [10, 20]),
         ((0, 10, 10), [10, 10]),
-        ((0, 10, 20, 15), [10, 15]),  # the curve after 15 is that of the last start
-        ((0, 10, 0, 20), [20]),  # the checkpoints were removed: it began anew
-        ((0, 10, 40), [10]),  # nothing was left to do
+        ((0, 10, 20, 15), [10, 15]),  # the last start replaced the curve after 15
+        ((0, 10, 0, 20), [20]),  # checkpoints were removed, and the run began again
+        ((0, 10, 40), [10]),  # the last start had no steps to run
     ],
 )
 def test_resumes_belong_to_the_current_curve(tmp_path, begun, expected):
@@ -215,7 +215,7 @@ def test_lines_are_read_in_blocks_and_by_processes(tmp_path, monkeypatch):
 
 
 def test_uniform_lines_match_json_parser():
-    """Other lines are interleaved in any form; values that are not numbers are left to `json`."""
+    """Lines of other forms, or with other values than numbers, are left to `json`."""
     random = np.random.default_rng(0)
     values = [*(random.normal(0, 1, 200) * 10.0 ** random.integers(-9, 12, 200)).tolist(),
               0, -0.0, 7, -3, 1e300, 5e-324, 123456789012345678, None, 0.1]  # fmt: skip
@@ -366,7 +366,7 @@ def test_numbers_and_durations_are_formatted():
 
 
 def test_metrics_have_readable_names():
-    """All that docs/metrics.md lists."""
+    """All metrics of docs/metrics.md have names."""
     listed = re.findall(r"^\| `([\w/<>.]+)`", METRICS.read_text().partition("\n## ")[0], re.M)
     assert len(listed) > 45
     for metric in listed:

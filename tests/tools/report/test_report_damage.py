@@ -1,4 +1,4 @@
-"""`report` of damaged runs: what is sound is shown, what is left out is named by file and line."""
+"""`report` of damaged runs shows intact lines and names damaged lines by file and number."""
 
 import json
 import os
@@ -21,7 +21,7 @@ STRANGE = [
     "1e300", "1e400", "NaN", "Infinity", "-Infinity", "9" * 400, "9" * 5000, "9223372036854775808",
     "253402300800", '"\\ud800"', '"\\u0000"', '"<script>"', "[null]", '["a"]', "[[]]", '[1, "x"]',
 ]  # fmt: skip
-"""JSON that stands where something else should."""
+"""Unexpected JSON values."""
 
 NAMES = ["", "\ud800", "\0", "x" * 100_000, "a/layers.x", "moe/load/layers.x", "eval//"]
 WHOLE_LINES = [
@@ -31,7 +31,7 @@ WHOLE_LINES = [
 
 
 def damaged_lines(sound):
-    """Lines that are a sound one with a part of it damaged, as bytes."""
+    """Yield copies of an intact line, each with a different damage, as bytes."""
     for name in sound:
         marked = json.dumps({**sound, name: "@"})
         for strange in STRANGE:
@@ -58,7 +58,7 @@ def cases():
 def test_page_survives_every_damaged_line(tmp_path, capsys):
     """Intact lines are shown; damaged lines are named on the page and in the terminal."""
     run = write_run(tmp_path / "run", [{**line(step), **MOE} for step in (1, 2)])
-    (run / "config.toml").write_text("[model]\ndim = 64\n")  # a whole one takes long to read
+    (run / "config.toml").write_text("[model]\ndim = 64\n")  # a complete config takes long to read
     (run / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     live, count = LivePage([run], "steps"), 0
     for count, (file, damaged) in enumerate(cases(), 1):
@@ -123,7 +123,7 @@ def test_many_damaged_lines_are_summarized(tmp_path, capsys):
 
 
 def test_loads_of_other_shapes_are_dropped(tmp_path, capsys):
-    """A picture has as many rows for each step; the first line says how many."""
+    """The first line determines the number of layers and experts."""
     lines = [{**line(1), **MOE}, {**line(2), **MOE, "moe/load/layers.1": []}]
     lines += [{**line(3), "moe/load/layers.0": [1.0, 1.0]}, {**line(4), **MOE}]
     page = page_of(write_run(tmp_path / "run", lines))
@@ -154,7 +154,7 @@ def test_counts_use_last_finite_values(tmp_path):
 
 
 def test_excess_metrics_are_dropped(tmp_path, capsys):
-    """A page of a hundred thousand charts is of no use."""
+    """The number of metrics on a page is limited."""
     many = {f"m/{i}": float(i) for i in range(5000)}
     path = write_run(tmp_path / "run", [line(1, **many), line(2, **many)])
     (run,) = read_runs([path])
@@ -173,7 +173,7 @@ def test_damaged_config_raises_single_message(tmp_path, text):
 
 
 def test_huge_files_are_not_read_completely(tmp_path, capsys):
-    """A hole of a terabyte takes no space: a line without an end, a config, a pipe."""
+    """Sparse files of a terabyte: lines without an end, a config, a pipe."""
     path = write_run(tmp_path / "run", [line(1)])
     for name in ("metrics", "starts", "samples"):
         with (path / f"{name}.jsonl").open("a") as file:

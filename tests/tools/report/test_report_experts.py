@@ -1,4 +1,4 @@
-"""Experts on the page of a run: heat maps of their load, and charts of the rest of moe/*."""
+"""Experts on the report page: heat maps of their load, and charts of other metrics."""
 
 import base64
 import json
@@ -18,13 +18,13 @@ LOADS = [[0.0, 1.0, 2.5, 0.5], [1.0, 1.0, 1.0, 1.0]]
 
 
 def moe_line(step, loads=LOADS, layers=(1, 3), **more):
-    """A line of a run whose layers 1 and 3 have experts."""
+    """Return a line of metrics with loads of experts in layers 1 and 3."""
     metrics = {f"moe/load/layers.{i}": load for i, load in zip(layers, loads, strict=True)}
     return line(step, **metrics, **more)
 
 
 def maps(page):
-    """The pictures of a page, with their levels as [experts, columns]."""
+    """Return the heat maps of a page, with their levels as [experts, columns]."""
     data = page.json()
     pictures = []
     for item in data["maps"]:
@@ -67,7 +67,7 @@ def luminance(colours):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_contrast_grows_with_distance_from_even_load(dark):
-    """By lightness, which every reader sees; blue and orange tell the sides apart."""
+    """Lightness encodes the distance; blue and orange distinguish low and high loads."""
     colours = np.asarray(palette(), float)
     light = luminance(inverted(palette()) if dark else colours)
     away = light if dark else -light
@@ -97,7 +97,7 @@ def test_heat_map_columns_are_means_of_consecutive_steps():
 
 
 def test_page_of_many_experts_stays_small(tmp_path):
-    """48 layers of 128 experts at random, which no compression shortens; and twice the steps."""
+    """Random loads do not compress."""
     random = np.random.default_rng(0)
     scalars = [f"moe/{name}/layers.{i}" for i in range(48)
                for name in ("balance", "router_entropy", "router_bias")]  # fmt: skip
@@ -158,7 +158,7 @@ def test_incomplete_load_line_is_ignored(tmp_path):
 
 
 def test_heat_map_after_rollback_shows_new_steps(tmp_path):
-    """The sink drops what came after the step that a run goes on from."""
+    """The sink drops steps after the step from which a run resumes."""
     path = write_run(tmp_path / "run", [])
     sink = JsonlSink(path / "metrics.jsonl", 0)
 

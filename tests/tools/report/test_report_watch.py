@@ -1,4 +1,4 @@
-"""`report --watch`: what it serves, to whom, and what it reads again."""
+"""`report --watch`: served content, access, and incremental reading."""
 
 import contextlib
 import http.client
@@ -22,7 +22,7 @@ from tests.tools.report.pages import line, write_run
 
 @pytest.fixture
 def served(tmp_path):
-    """Query a server of the run directory tmp_path/run, which does not exist yet."""
+    """Return a function that queries a server of tmp_path/run, which does not exist yet."""
     with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -66,17 +66,17 @@ def test_watch_shows_damaged_lines(tmp_path, served):
 
 
 def test_idle_connections_do_not_block_others(tmp_path, monkeypatch):
-    """Each has a thread; the oldest makes room, and all end when they say nothing for long."""
+    """Beyond the limit the oldest connection is closed, and idle connections time out."""
     write_run(tmp_path / "run", [line(1)])
     before = threading.active_count()
     with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        where = ("127.0.0.1", server.port)
+        address = ("127.0.0.1", server.port)
         with contextlib.ExitStack() as stack:
             idle = [
-                stack.enter_context(socket.create_connection(where, PATIENCE)) for _ in range(100)
+                stack.enter_context(socket.create_connection(address, PATIENCE)) for _ in range(100)
             ]
-            asked = http.client.HTTPConnection(*where, timeout=PATIENCE)
+            asked = http.client.HTTPConnection(*address, timeout=PATIENCE)
             asked.request("GET", "/")
             assert asked.getresponse().status == 200
             assert idle[0].recv(1) == b""  # it was closed
@@ -122,7 +122,7 @@ def test_update_reads_appended_lines_only(tmp_path, monkeypatch):
 
 
 def test_rewritten_metrics_are_read_again(tmp_path):
-    """Its file is longer than it was, and other."""
+    """The rewritten file is longer than before."""
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
     metrics = MetricsFile(path)
     metrics.read()

@@ -1,4 +1,4 @@
-"""Configs to start with: of a size for data and machine, and presets, which load and fit."""
+"""Starter configs: sized configs and presets load and fit their machine."""
 
 import math
 import re

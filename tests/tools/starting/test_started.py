@@ -1,4 +1,4 @@
-"""From text to a run: what `prepare` writes is trained on as it is."""
+"""The output of `prepare` trains without changes."""
 
 import json
 

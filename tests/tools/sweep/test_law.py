@@ -1,4 +1,4 @@
-"""The law of sizes: found again where it is known, and not led astray by one bad run."""
+"""Scaling-law fits: recovery of known laws, and robustness to outliers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Runs of a sweep: begun, finished, failed, stopped; their table. The trainers here are fakes."""
+"""Runs of a sweep with fake trainers: finished, failed and stopped runs, and the results."""
 
 import functools
 import json
@@ -46,8 +46,8 @@ def base(tmp_path):
 
 
 def planned(base, *grid, code=LOGS, settings=()):
-    """A sweep whose processes run `code`, which has the run directory as d."""
-    runs = run_sweep.planned(points(grid, None), base, settings, 1)
+    """Plan a sweep whose processes run `code`, with the run directory as d."""
+    runs = run_sweep.plan_runs(points(grid, None), base, settings, 1)
     before = "import json, os, signal, sys; d = sys.argv[1]; "
     before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     return [
@@ -92,14 +92,14 @@ def test_signal_stops_run_and_sweep(base):
     code, said = run(runs)
     assert code == 75
     assert not any("seed=2" in line for line in said)
-    assert runs[0].state == "new"  # this one made no config.toml
+    assert runs[0].state == "new"  # the fake trainer writes no config.toml
 
 
 def test_directory_of_another_config_is_refused(base):
     (item,) = planned(base, "train.seed=1")
     item.directory.mkdir(parents=True)
     (item.directory / "config.toml").write_text(item.config.to_toml())
-    planned(base, "train.seed=1", settings=["--checkpoint.interval=3"])  # decides nothing
+    planned(base, "train.seed=1", settings=["--checkpoint.interval=3"])  # does not affect results
     with pytest.raises(UserError, match=r"another config \(train.max_steps 8 -> 9\)"):
         planned(base, "train.seed=1", settings=["--train.max_steps=9"])
 
@@ -185,7 +185,7 @@ def test_ladder_results_have_law_and_page(base):
 
 def test_point_command_loads_its_settings(base):
     """Settings of a point take effect."""
-    (item,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
+    (item,) = run_sweep.plan_runs(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
     again = load_config(base, item.command[item.command.index("--config") + 2 :])
     assert functools.reduce(getattr, ("model", "dim"), again) == 128
     assert (again.train.seed, again.checkpoint.dir) == (3, str(item.directory))

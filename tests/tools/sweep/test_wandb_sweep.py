@@ -1,4 +1,4 @@
-"""The file for W&B's sweeps gives command lines that `train` takes, each with its own directory."""
+"""The W&B sweep file yields valid command lines of `train` with separate directories."""
 
 import copy
 import json
