@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from jax.sharding import AbstractMesh, Mesh
-
 from jaxforge.checkpoint import paths
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.relayout import by_layer
@@ -15,8 +13,7 @@ from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.tools.plan.dry_run_data import Data
-
-AnyMesh = Mesh | AbstractMesh
+from jaxforge.tools.plan.dry_run_memory import AnyMesh
 
 
 def run_directory_row(config: JobConfig, mesh: AnyMesh, model: Model | None, data: Data) -> str:

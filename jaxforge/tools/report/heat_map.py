@@ -85,6 +85,7 @@ def _maps(number: int, name: str, loads: Loads, pool: Pool) -> Iterator[dict[str
             "levels": base64.b64encode(zlib.compress(levels.T.tobytes(), 9)).decode(),
             "least": least,
             "most": most,
-            "told": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of expert "
-            f"{int(last.argmin())}, to {exact(float(last.max()))}, of expert {int(last.argmax())}",
+            "description": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of "
+            f"expert {int(last.argmin())}, to {exact(float(last.max()))}, of expert "
+            f"{int(last.argmax())}",
         }

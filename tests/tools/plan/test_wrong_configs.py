@@ -75,17 +75,17 @@ WRONG = {
         {"train": {"max_steps": "2 moons"}}, "train.max_steps", '"2 moons"'
     ),
     "out of range": Wrong({"scheduler": {"min_lr_ratio": 2}}, "scheduler.min_lr_ratio", "2"),
-    "a list too short": Wrong({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "[0.9]"),
+    "short list": Wrong({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "[0.9]"),
     "typo in a choice": Wrong({"scheduler": {"name": "cosin"}}, "scheduler.name", '"cosin"'),
-    "no such dtype": Wrong({"train": {"param_dtype": "fp12"}}, "train.param_dtype", '"fp12"'),
-    "no such optimizer": Wrong({"optimizer": {"name": "adam"}}, "optimizer.name", '"adam"'),
-    "more devices than there are": Wrong(
+    "unknown dtype": Wrong({"train": {"param_dtype": "fp12"}}, "train.param_dtype", '"fp12"'),
+    "unknown optimizer": Wrong({"optimizer": {"name": "adam"}}, "optimizer.name", '"adam"'),
+    "too many devices": Wrong(
         {"distributed": {"dp_shard": 8, "tp": 2}}, "distributed.dp_shard", "8"
     ),
-    "fewer devices than there are": Wrong(
+    "too few devices": Wrong(
         {"distributed": {"dp_shard": 2}}, "distributed.dp_shard", "2"
     ),
-    "an axis that divides no devices": Wrong(
+    "axis that does not divide devices": Wrong(
         {"distributed": {"dp_replicate": 3}}, "distributed.dp_replicate", "3"
     ),
     "heads and width": Wrong({"model": {"n_heads": 6}}, "n_heads", "6"),
@@ -120,18 +120,18 @@ WRONG = {
         {"model": {**EXPERTS, "moe_frequency": 2}, "distributed": PP, "train": FOUR},
         "distributed.pp", "2",
     ),
-    "experts that are not there": Wrong({"distributed": {"ep": 2}}, "distributed.ep", "2"),
+    "ep without experts": Wrong({"distributed": {"ep": 2}}, "distributed.ep", "2"),
     "experts and ep": Wrong(
         {"model": {"num_experts": 3}, "distributed": {"ep": 2}}, "model.num_experts", "3"
     ),
-    "more choices than experts": Wrong(
+    "top_k above experts": Wrong(
         {"model": {**EXPERTS, "moe_top_k": 5}}, "moe_top_k", "5"
     ),
     "groups of experts": Wrong({"model": {**EXPERTS, "moe_groups": 3}}, "moe_groups", "3"),
-    "the batch and the devices": Wrong(
+    "batch and devices": Wrong(
         {"train": {"batch_size": None, "global_batch_size": 12}}, "train.global_batch_size", "12"
     ),
-    "two sizes of the batch": Wrong(
+    "two batch sizes": Wrong(
         {"train": {"global_batch_size": 32}}, "train.global_batch_size", "32"
     ),
     "8-bit training of no layer": Wrong(
@@ -144,33 +144,33 @@ WRONG = {
     "heads over devices of a sequence": Wrong(
         {"distributed": {"cp": 8, "cp_strategy": "ulysses"}}, "distributed.cp_strategy", '"ulysses"'
     ),
-    "a ring of uneven parts": Wrong(
+    "ring of uneven parts": Wrong(
         {"train": {"seq_len": 36}, "distributed": {"cp": 4, "cp_strategy": "ring"}},
         "train.seq_len", "36",
     ),
-    "a sequence in as many parts": Wrong(
+    "sequence and cp": Wrong(
         {"train": {"seq_len": 30}, "distributed": {"cp": 4}}, "train.seq_len", "30"
     ),
-    "a schedule for what needs none": Wrong(
+    "schedule without effect": Wrong(
         {"optimizer": {"name": "schedule_free_adamw"}}, "scheduler.name", '"cosine"'
     ),
-    "a learning rate for no batch": Wrong(
+    "learning rate without batch": Wrong(
         {"optimizer": {"lr_scale_rule": "sqrt"}}, "lr_scale_rule", '"sqrt"'
     ),
-    "evaluation of nothing": Wrong({"eval": {"enabled": True}}, "eval.enabled", "true"),
+    "evaluation without data": Wrong({"eval": {"enabled": True}}, "eval.enabled", "true"),
     "typo in a metric": Wrong(
         {"eval": {"enabled": True, "dataset_path": "x"}, "checkpoint": {"best_metric": "eval/los"}},
         "checkpoint.best_metric", '"eval/los"',
     ),
-    "a mixture that streams": Wrong({"data": {"hf_streaming": True}}, "data.hf_streaming", "true"),
-    "a kernel of another machine": Wrong(
+    "streaming of files": Wrong({"data": {"hf_streaming": True}}, "data.hf_streaming", "true"),
+    "kernel of another machine": Wrong(
         {"model": {"sdpa_backend": "splash"}}, "model.sdpa_backend", '"splash"', is_compiled=True
     ),
     "a flag that XLA does not know": Wrong(
         {"train": {"xla_flags": {"xla_nope": "true"}}}, "train.xla_flags.xla_nope", "true",
         "cpu:1", is_compiled=True,
     ),
-    "a level that there is not": Wrong(
+    "unknown level": Wrong(
         {"train": {"xla_flags": {"optimization_level": "9"}}}, "train.xla_flags.optimization_level",
         "9", "cpu:1", is_compiled=True,
     ),
@@ -180,7 +180,7 @@ WRONG = {
     "plateau past the end": Wrong(
         {"scheduler": {"name": "wsd", "stable_steps": 90}}, "scheduler.stable_steps", "90"
     ),
-    "plateau left out": Wrong({"scheduler": {"name": "wsd"}}, "scheduler.name", '"wsd"'),
+    "missing plateau": Wrong({"scheduler": {"name": "wsd"}}, "scheduler.name", '"wsd"'),
     "phase past the end": Wrong(
         {"data": {"phases": [{"start_step": 50}, {"start_step": 100, "lr_scale": 0.5}]}},
         "data.phases[1].start_step", "100",

@@ -50,7 +50,7 @@ def test_least_and_most_loaded_experts_are_listed(tmp_path):
     ends = [(numbers(item["least"]), numbers(item["most"])) for item in maps(page)]
     assert ends == [([0, 0.25], [2.5, 2]), ([1, 0.5], [1, 1.5])]
     reported = "at step 2 from 0.25000, of expert 0, to 2, of expert 2"
-    assert maps(page)[0]["told"] == reported
+    assert maps(page)[0]["description"] == reported
     assert ["1", "0.25000 (expert 0)", "2 (expert 2)", "0"] in page.rows()
 
 
