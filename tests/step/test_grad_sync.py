@@ -53,7 +53,7 @@ def resolved(config, n_devices, capacity):
 def needs(config, n_devices, mode="update"):
     mesh, model = mesh_of(config, n_devices), build_model(config)
     state = Program(config, mesh, model=model).abstract_state()
-    return step_memory(config, model, mesh, mode, device_memory.per_device(state))
+    return step_memory(config, model, mesh, mode, device_memory.bytes_per_device(state))
 
 
 def test_auto_is_update_where_it_fits():
@@ -273,7 +273,7 @@ def no_cache():
 
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
-def test_devices_add_up_their_gradients_in_float32(tmp_path, mode):
+def test_gradients_are_reduced_in_float32(tmp_path, mode):
     """One layer has experts, the other has none."""
 
     def dtypes_of(name, model, **keys):

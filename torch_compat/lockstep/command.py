@@ -15,10 +15,10 @@ from jaxforge.tools.replay import compare
 from jaxforge.tools.replay.compare import Row, first_difference
 from torch_compat.checkpoint import checkpoints, dcp_state, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
-from torch_compat.formats.lazy import DTYPES, LazyTensor, of_array
+from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 from torch_compat.lockstep import batches, ours, theirs
 from torch_compat.lockstep.compared import Comparison, rows_of
 from torch_compat.lockstep.module_locations import by_path, locations
@@ -92,12 +92,12 @@ def lockstep(job: Job) -> Report:
     """
     reference = checkpoints.find(job.checkpoint)
     config = config_of(reference, job)
-    standard = config.model_copy(update={"model": mup.as_standard(config.model)})
+    standard = config.model_copy(update={"model": mup.to_standard(config.model)})
     built = theirs.build(job.spec, standard)
     # The dialect that the user names is the module's; a checkpoint of other names has its own.
     dialect_of_keys = job.dialect if reference.format == "dcp" else None
-    checkpoint = reference.read(config, Options(weights_only=True, dialect=dialect_of_keys))
-    params = mup.folded(checkpoint.params, config.model)
+    checkpoint = reference.read(config, ReadOptions(weights_only=True, dialect=dialect_of_keys))
+    params = mup.fold_multipliers(checkpoint.params, config.model)
     checkpoint, notes = dataclasses.replace(checkpoint, params=params), _parametrisation(config)
     config = standard
     batch, of_batch = batches.batch(config, job.batch, job.size, theirs.padding(built))
@@ -231,7 +231,7 @@ def _updates(
     our_side: Ours, built: Built, dialect: NameMap, config: JobConfig
 ) -> tuple[Named, Named] | None:
     """Theirs by our gradients, by our names; None where gradients have no names of theirs."""
-    lazy = {name: of_array(grad) for name, grad in our_side.grads.items()}
+    lazy = {name: from_array(grad) for name, grad in our_side.grads.items()}
     grads = {key: t.all() for key, t in dialect.to_theirs(lazy, config.model).items()}
     names = built.trained
     head = dialect.their_key(HEAD)

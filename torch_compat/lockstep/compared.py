@@ -19,7 +19,7 @@ from jaxforge.tools.replay.compare import (
     update_tolerance,
 )
 from torch_compat.checkpoint.stacking import Stacking
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.lockstep import hints
 from torch_compat.lockstep.hints import Pair
 from torch_compat.lockstep.module_locations import ModuleLocation, layer_number
@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
 
     def by_our_names(self, named: Mapping[str, np.ndarray]) -> Named:
         """Their tensors of parameters by our names, in our layout."""
-        lazy = {key: of_array(array) for key, array in named.items()}
+        lazy = {key: from_array(array) for key, array in named.items()}
         has_difference = self.dialect.to_ours(lazy, self.ours.params, self.config.model)
         return {name: tensor.all() for name, tensor in has_difference.items()}
 

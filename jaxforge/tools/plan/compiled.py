@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation, targets, xla_flags
-from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
+from jaxforge.parallel.device_memory import bytes_per_device, capacity_per_device, is_out_of_memory
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, make_mesh, token_parallel_size
 from jaxforge.parallel.sharding import Axes, compute_axes, partition_spec
@@ -109,7 +109,7 @@ def compile_step(
     """
     device, chip = devices[0], CHIPS.get(topology.chip)
     hooks = Callbacks(named_callbacks(config))
-    capacity = chip.memory if chip else capacity_of_each()
+    capacity = chip.memory if chip else capacity_per_device()
     mesh = make_mesh(config, devices)
     train = Program(config, mesh, collect=hooks.collect, capacity=capacity)
     sync, parts = train.grad_sync, _Parts(train, train.abstract_state(), capacity)
@@ -170,7 +170,7 @@ def _compiled(
         if name is None:
             raise
         if name in own:
-            raise UserError(compilation.complaint(name, own[name], platform)) from error
+            raise UserError(compilation.flag_error_message(name, own[name], platform)) from error
     others = {other: value for other, value in options.items() if other != name}
     return _compiled(lowered, others, own, platform)
 
@@ -182,7 +182,7 @@ def _required_bytes(message: str, state: TrainState) -> int:
     if total := re.search(rf"Used {number} of", message):
         return int(float(total[1]) * scale[total[2]])
     if temporaries := re.search(rf"HLO temporaries \({number}\)", message):
-        return per_device(state) + int(float(temporaries[1]) * scale[temporaries[2]])
+        return bytes_per_device(state) + int(float(temporaries[1]) * scale[temporaries[2]])
     return 0
 
 
@@ -195,7 +195,10 @@ class _Parts(NamedTuple):
 
     def memory(self, peak: int, program: HloProgram | None) -> Memory:
         """Split the peak into its parts; activations are 0 without a program."""
-        parameters, optimizer = per_device(self.state.params), per_device(self.state.opt_state)
+        parameters, optimizer = (
+            bytes_per_device(self.state.params),
+            bytes_per_device(self.state.opt_state),
+        )
         gradients = self._gradients()
         activations = self._saved(program) if program else 0
         other = max(0, peak - parameters - optimizer - gradients - activations)

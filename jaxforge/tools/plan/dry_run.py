@@ -19,7 +19,7 @@ from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.parallel import multihost
-from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
+from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, describe_mesh, make_mesh
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
@@ -68,7 +68,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     mesh: AnyMesh = abstract_mesh(resolved, n) if target else make_mesh(resolved)
     if unknown := _unknown(resolved):
         _show("config, where it is not the default", _differences(resolved))
-        _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
+        _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
         _show("run", [run_directory_row(resolved, mesh, None, None)])
         _show("not known without plugins", unknown)
         return 0
@@ -86,7 +86,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     run_row = run_directory_row(resolved, mesh, model, data)
     _show("config, where it is not the default", _differences(resolved))
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
-    _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
+    _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
     _show("data", data_rows)
     _show("model", model_rows(model))
     _show("memory of a device, an estimate", memory_rows(fits))

@@ -67,7 +67,7 @@ def parse_devices(devices: str) -> tuple[int, list[Device]] | None:
 def this_device() -> Device:
     """Return the kind of this machine's devices."""
     device = jax.devices()[0]
-    capacity = device_memory.capacity_of_each()
+    capacity = device_memory.capacity_per_device()
     return Device(device.device_kind, device.platform, capacity, gpu_capability(device))
 
 

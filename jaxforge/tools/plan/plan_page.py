@@ -9,7 +9,7 @@ import jax
 
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import build_model
-from jaxforge.parallel.mesh import in_words
+from jaxforge.parallel.mesh import describe_mesh
 from jaxforge.parallel.pipeline.drawing import as_svg
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import param_shardings
@@ -49,7 +49,7 @@ def page(plan: Plan, alternatives: Alternatives = ()) -> str:
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "verdict", "fits" if plan.fits else "does not run"
     if plan.step is not None:
-        yield "mesh", in_words(plan.step.mesh.shape)
+        yield "mesh", describe_mesh(plan.step.mesh.shape)
         yield "compiled in", f"{plan.step.seconds:.0f} s"
     if plan.estimate is not None:
         estimate = plan.estimate

@@ -19,7 +19,7 @@ from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel.hardware import CHIPS
-from jaxforge.parallel.mesh import in_words
+from jaxforge.parallel.mesh import describe_mesh
 from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
@@ -110,7 +110,7 @@ def _name(candidate: search.Candidate) -> str:
     train = candidate.config.train
     split = f"{train.grad_accum_steps} x {train.batch_size} rows"
     flags = [f"{name}={value}" for name, value in train.xla_flags.items()]
-    parts = [in_words(candidate.mesh), split, train.activation_checkpointing, train.grad_sync]
+    parts = [describe_mesh(candidate.mesh), split, train.activation_checkpointing, train.grad_sync]
     return "; ".join([*parts, *flags])
 
 
@@ -204,7 +204,7 @@ def format_gb(n: float) -> str:
 
 def _parts(planned: Plan, price: float | None) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     if planned.step is not None:
-        mesh = in_words(planned.step.mesh.shape)
+        mesh = describe_mesh(planned.step.mesh.shape)
         yield f"Memory of a device ({planned.topology}, {mesh})", list(_memory(planned))
     if planned.timeline is not None and planned.timeline.traffic:
         yield "Collectives of a step, on a device", list(_collectives(planned))

@@ -28,11 +28,11 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.section import Table
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
-from jaxforge.step.executable import version_of
+from jaxforge.step.executable import installed_version
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import safe_files
 from jaxforge.tools.plan import cost
@@ -193,7 +193,7 @@ def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candid
         """Return the bytes of the state on a device; None if a parameter does not divide."""
         model = model_of("full", mesh.shape["pp"])
         try:
-            return per_device(Program(config, mesh, model=model).abstract_state())
+            return bytes_per_device(Program(config, mesh, model=model).abstract_state())
         except UserError:
             return None
 
@@ -303,7 +303,7 @@ def compiled_report(config: JobConfig, topology: Topology) -> dict[str, Any]:
 
 def _key(text: str, topology: Topology) -> str:
     """Return a cache key of the config, the topology, the compilers and jaxforge's own code."""
-    parts = [text, str(topology), *map(version_of, _PACKAGES)]
+    parts = [text, str(topology), *map(installed_version, _PACKAGES)]
     root = Path(jaxforge.__file__).parent
     parts += [path.read_text() for path in sorted(root.rglob("*.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

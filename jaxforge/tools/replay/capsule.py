@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from jaxforge.checkpoint.paths import SUBDIRECTORY, find, whole_steps
+from jaxforge.checkpoint.paths import SUBDIRECTORY, durable_steps, find
 from jaxforge.cli.redaction import redacted, redacted_value
 from jaxforge.cli.running import STDOUT, wide_console, write_json
 from jaxforge.config import axes
@@ -94,7 +94,7 @@ def capsule_of(run: Path) -> Capsule:
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "jaxforge": version("jaxforge"),
         "programs": programs,
-        "checkpoints": sorted(whole_steps(run)),
+        "checkpoints": sorted(durable_steps(run)),
     }
     files = _files(run, about["packages"])
     # Names of packages such as google-auth look like keys of secrets; versions are none.
@@ -229,7 +229,7 @@ def _range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:
     if run is not None:
         directory, newest = find(run)
         if directory == run.absolute():  # a run: its newest checkpoint with logged steps after it
-            before = [step for step in whole_steps(directory) if step < logged[-1]]
+            before = [step for step in durable_steps(directory) if step < logged[-1]]
             newest = max(before, default=newest)
     if run is not None and newest >= logged[-1]:
         raise UserError(

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxforge.config.axes import AXES
 from jaxforge.errors import UserError
-from jaxforge.step.executable import TORN
+from jaxforge.step.executable import ARCHIVE_ERRORS
 from jaxforge.storage import safe_files
 from jaxforge.storage.untrusted_json import excerpt, is_step, load_object, parse_line, problem_of
 from jaxforge.tools.replay.account import LOGGED
@@ -96,7 +96,7 @@ def read(path: Path) -> Capsule:
             if unknown := [name for name in hashes if not _ENTRY.fullmatch(name)]:
                 raise ValueError(f"unknown entry {excerpt(repr(unknown[0]))}")
             files = {name: _entry(archive, name).decode() for name in hashes}
-    except TORN as error:
+    except ARCHIVE_ERRORS as error:
         raise UserError(
             f"{path} is not a capsule, or is damaged ({excerpt(error)}). Fetch it again"
         ) from error

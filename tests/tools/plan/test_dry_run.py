@@ -10,7 +10,7 @@ from jaxforge.commands import init, train
 from jaxforge.config import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
@@ -123,7 +123,7 @@ def test_most_rows_is_the_largest_batch_that_fits(request):
     model, mesh = build_model(config, "gpu", "9.0"), abstract_mesh(config, 4)
     like, capacity = Program(config, mesh, model=model).abstract_state(), 50_000_000
     result = estimate_fit(config, model, like, mesh, capacity)
-    state = per_device(like)
+    state = bytes_per_device(like)
 
     def needs(rows):
         modes = ("update", "microbatch")

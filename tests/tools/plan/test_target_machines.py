@@ -25,10 +25,10 @@ max_steps = 1000
 warmup_steps = 10
 """
 needs_gpu = pytest.mark.skipif(
-    not targets.gpu_compiler_is_here(), reason="needs XLA's compiler for GPUs: pip install .[cuda]"
+    not targets.has_gpu_compiler(), reason="needs XLA's compiler for GPUs: pip install .[cuda]"
 )
 needs_tpu = pytest.mark.skipif(
-    not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
+    not targets.has_tpu_compiler(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
 )
 
 
@@ -81,7 +81,7 @@ def test_oversized_model_reports_peak_on_tpu(tmp_path):
     assert report["advice"]
 
 
-@pytest.mark.skipif(targets.gpu_compiler_is_here(), reason="the compiler is here")
+@pytest.mark.skipif(targets.has_gpu_compiler(), reason="the compiler is here")
 def test_missing_compiler_is_named(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(MODEL)

@@ -38,7 +38,7 @@ RIGHT = {
 """A valid config."""
 
 needs_tpu = pytest.mark.skipif(
-    not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
+    not targets.has_tpu_compiler(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
 )
 
 Values = dict[str, dict[str, Any]]
@@ -420,7 +420,7 @@ LARGE = merged(
 def test_advice_for_oversized_step_makes_it_fit(monkeypatch):
     values, of = LARGE, on_cpus(2)
     peak = of(values).step.memory.peak
-    monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_of_each", lambda: peak // 2)
+    monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_per_device", lambda: peak // 2)
     result = of(values)
     tried = []
     while not result.fits:
@@ -439,7 +439,9 @@ def test_advice_for_oversized_state_names_needed_devices(monkeypatch):
     values = merged({"train": small, "model": wide})
     memory = on_cpus(1)(values).step.memory
     state = memory.parameters + memory.gradients + memory.optimizer
-    monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_of_each", lambda: int(0.95 * state))
+    monkeypatch.setattr(
+        "jaxforge.tools.plan.compiled.capacity_per_device", lambda: int(0.95 * state)
+    )
     result = on_cpus(1)(values)
     assert not result.fits
     (times,) = re.findall(r"(\d+) times as many devices", " ".join(result.advice))

@@ -14,7 +14,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
@@ -53,7 +53,7 @@ def share_of_memory(config: JobConfig, devices: int, memory: float) -> float:
     check(config, devices)
     mesh = abstract_mesh(config, devices)
     model = build_model(config, "gpu", "9.0")
-    state = per_device(Program(config, mesh, model=model).abstract_state())
+    state = bytes_per_device(Program(config, mesh, model=model).abstract_state())
     sync = "update" if devices == 1 else "microbatch"
     return step_memory(config, model, mesh, sync, state).total / (0.75 * memory)
 
