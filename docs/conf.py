@@ -67,6 +67,7 @@ CHAPTERS = {
 sys.path.insert(0, str(ROOT))
 
 project = html_title = "jaxforge"
+copyright = "the jaxforge authors"
 extensions = [
     "myst_parser",
     "sphinx.ext.apidoc",

@@ -1,9 +1,10 @@
 """`python -m torch_compat COMMAND`: checkpoints to and from PyTorch.
 
-    convert SRC DST --to jaxforge|dcp|hf [--config FILE]
+    convert SRC DST --to jaxforge|dcp|pt|hf [--config FILE]
                                          a checkpoint of any format in any other
     import SRC DST [--config FILE]       a DCP or Hugging Face checkpoint as a run of jaxforge
-    export SRC DST --to dcp|hf           a run of jaxforge as a DCP or Hugging Face checkpoint
+    export SRC DST --to dcp|pt|hf        a run of jaxforge as a DCP, a file of torch.save, or a
+                                         Hugging Face checkpoint
     inspect PATH [--json]                what a checkpoint of any format holds
     verify A B [--json]                  whether two hold the same (exit code 1 where they do not)
     lockstep --torch MODULE:FACTORY --checkpoint PATH
@@ -29,14 +30,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.errors import UserError
 from torch_compat.formats.workers import Share, Workers
 
 # Each command imports the modules that it needs when it runs: that takes half a second.
 if TYPE_CHECKING:
     from torch_compat.checkpoint.checkpoints import CheckpointRef
-    from torch_compat.checkpoint.dcp_state import Options
+    from torch_compat.checkpoint.dcp_state import ReadOptions
     from torch_compat.convert.source import Request
     from torch_compat.convert.verify import Verified
 
@@ -108,9 +109,9 @@ def parser() -> CommandParser:
 def _add_converting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or a directory with `latest` or steps")
     parser.add_argument("destination",
-                        help="jaxforge: the run directory to make; hf: the directory; dcp: where "
-                             "step_<n> appears")  # fmt: skip
-    parser.add_argument("--to", choices=["jaxforge", "dcp", "hf"], required=True)
+                        help="jaxforge: the run directory to make; hf: the directory; pt: the "
+                             "file; dcp: where step_<n> appears")  # fmt: skip
+    parser.add_argument("--to", choices=["jaxforge", "dcp", "pt", "hf"], required=True)
     _add_reading(parser, dialect="--from-dialect")
     _add_fill(parser)
     _add_target(parser)
@@ -130,8 +131,9 @@ def _add_importing(parser: argparse.ArgumentParser) -> None:
 
 def _add_exporting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run directory, or one of its checkpoints")
-    parser.add_argument("destination", help="hf: the directory; dcp: where step_<n> appears")
-    parser.add_argument("--to", choices=["dcp", "hf"], required=True)
+    parser.add_argument("destination", help="hf: the directory; pt: the file; "
+                        "dcp: where step_<n> appears")  # fmt: skip
+    parser.add_argument("--to", choices=["dcp", "pt", "hf"], required=True)
     parser.add_argument("--config", type=Path, help="instead of the config in the checkpoint")
     _add_target(parser)
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
@@ -140,7 +142,9 @@ def _add_exporting(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_reading(parser: argparse.ArgumentParser, dialect: str = "--dialect") -> None:
-    parser.add_argument("--config", type=Path, help="the TOML file of the run (DCP needs one)")
+    parser.add_argument(
+        "--config", type=Path, help="the TOML file of the run (DCP and .pt need one)"
+    )
     parser.add_argument(dialect, metavar="NAME", dest="from_dialect",
                         help=f"by default found from the keys: {_DIALECTS}")  # fmt: skip
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer")
@@ -157,9 +161,9 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dialect", metavar="NAME", help=f"whose names to use: {_DIALECTS}")
     parser.add_argument("--layout", choices=["nested", "flat"],
                         help="of optimizer state in DCP; by default the dialect's")  # fmt: skip
-    parser.add_argument("--ranks", type=count, default=1,
+    parser.add_argument("--ranks", type=positive_int, default=1,
                         help="data-parallel ranks that will go on with it (1)")  # fmt: skip
-    parser.add_argument("--stages", type=count, default=1,
+    parser.add_argument("--stages", type=positive_int, default=1,
                         help="pipeline stages that will, each with its own DCP (1)")  # fmt: skip
     parser.add_argument("--max-shard-size", type=Size, default=_LARGEST_FILE,
                         help="of a safetensors file (5GB)")  # fmt: skip
@@ -170,7 +174,9 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
                         help="of the weights; by default as they are")  # fmt: skip
     parser.add_argument("--max-memory", type=Size, default=Size("256MiB"),
                         help="for tensors on their way (256MiB)")  # fmt: skip
-    parser.add_argument("--processes", type=count, default=1, help="work on so many cores (1)")
+    parser.add_argument(
+        "--processes", type=positive_int, default=1, help="work on so many cores (1)"
+    )
     parser.add_argument("--process", type=_share, default=Share(), metavar="I/N",
                         help="be process I of N, started elsewhere too")  # fmt: skip
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # of a process: its source
@@ -187,8 +193,8 @@ def _add_lockstep(parser: argparse.ArgumentParser) -> None:
     add("--loaded", action="store_true", help="the factory has loaded the weights itself")
     add("--batch", type=Path, metavar="FILE.npz",
         help="input_ids and labels, [b, s]; by default of the config's data")  # fmt: skip
-    add("--rows", type=count, default=2, help="of a batch that is drawn (2)")
-    add("--tokens", type=count, default=64, help="of each of its rows (64)")
+    add("--rows", type=positive_int, default=2, help="of a batch that is drawn (2)")
+    add("--tokens", type=positive_int, default=64, help="of each of its rows (64)")
     add("--json", action="store_true")
     parser.set_defaults(run=_lockstep)
 
@@ -258,6 +264,8 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
     from torch_compat.convert.source import Request
 
     destination = urls.path(args.destination)
+    if args.to == "pt" and urls.in_bucket(destination):
+        raise UserError(f"{destination}: --to pt writes a local file: copy that to the bucket")
     if urls.in_bucket(destination) and args.process.processes > 1 and not args.worker:
         raise UserError(
             f"{destination}: what goes to a bucket gathers on one machine first: leave --process "
@@ -280,10 +288,10 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
     )
 
 
-def _options(args: argparse.Namespace) -> "Options":
-    from torch_compat.checkpoint.dcp_state import Options
+def _options(args: argparse.Namespace) -> "ReadOptions":
+    from torch_compat.checkpoint.dcp_state import ReadOptions
 
-    return Options(
+    return ReadOptions(
         dialect=args.from_dialect,
         weights_only=args.weights_only,
         fill_optimizer=args.fill_optimizer,
@@ -317,7 +325,7 @@ def _run(args: argparse.Namespace, request: "Request") -> int:
         share = share._replace(parent=int(args.worker[0]))
     elif args.processes > 1 and share.processes == 1:
         share = Share(0, args.processes)
-        workers = Workers(args.argv, str(request.source.directory), args.processes)
+        workers = Workers(args.argv, str(request.source), args.processes)
     nbytes = plan.source.nbytes // share.processes
     with workers, bar(nbytes, console, quiet=share.process > 0) as advance:
         result = run(request, plan, share, advance, workers)

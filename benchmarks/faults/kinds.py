@@ -377,7 +377,7 @@ def read_hangs_at_the_end(case: Case) -> None:
     last = case.rng.randrange(30, 60)
     fault = ("hang_in_read", where)
     output = case.ends(case.run.start(f"--train.exit_interval={last}", fault=fault), STOPPED)
-    case.says(output, f"stopped at step {last} of", "although threads go on")
+    case.says(output, f"stopped at step {last} of", "while threads are running")
     case.goes_on()
     case.matches(case.shared.undisturbed())
 

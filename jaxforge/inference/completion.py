@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import jax
 
-from jaxforge.cli.running import check_place
+from jaxforge.cli.running import check_parent_directory
 from jaxforge.data.corpus.prompts import (
     RESULTS,
     STDIN,
@@ -82,7 +82,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
             urls.local(value, f"--{name}", "copy it from or to there")
     if args.output and args.output.exists():
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
-    check_place("--output", args.output)
+    check_parent_directory("--output", args.output)
     if args.prompts == STDIN and jax.process_count() > 1:
         raise UserError("--prompts - is for one process: of several, each would read its own input")
     if args.prompts:

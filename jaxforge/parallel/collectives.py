@@ -171,7 +171,7 @@ all_gather_weight.defvjp(_gather, _scatter)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gradient_of(weight: Array, axes: Axes, dtype: jnp.dtype) -> Array:
+def gradient_receiver(weight: Array, axes: Axes, dtype: jnp.dtype) -> Array:
     """Zeros in the shape of a whole weight; what is their gradient becomes the weight's.
 
     For a gradient in another dtype than the weight is used in, which an array's own cannot have.
@@ -186,11 +186,11 @@ def gradient_of(weight: Array, axes: Axes, dtype: jnp.dtype) -> Array:
 
 
 def _zeros(weight: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, Array]:
-    return gradient_of(weight, axes, dtype), jnp.zeros((), weight.dtype)
+    return gradient_receiver(weight, axes, dtype), jnp.zeros((), weight.dtype)
 
 
 def _shared(axes: Axes, dtype: jnp.dtype, like: Array, gradient: Array) -> tuple[Array]:
     return (constrain(gradient, *axes).astype(like.dtype),)
 
 
-gradient_of.defvjp(_zeros, _shared)
+gradient_receiver.defvjp(_zeros, _shared)

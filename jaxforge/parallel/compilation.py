@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel.xla_flags import DEFAULT, Option, compiler_options, traits
@@ -80,7 +80,7 @@ def accepted_flags(config: JobConfig) -> dict[str, Option]:
     flags = compiler_options(device, own, has=traits(config))
     while flags and (name := _refused(flags)) is not None:
         if name in own:
-            raise UserError(complaint(name, own[name], jax.default_backend()))
+            raise UserError(flag_error_message(name, own[name], jax.default_backend()))
         # Flags come and go with the versions of XLA; a run must not depend on those of our table.
         log.warning("this XLA does not take %s=%s; going on without", name, flags.pop(name))
     if flags:
@@ -115,7 +115,7 @@ def refused_flag(error: jax.errors.JaxRuntimeError) -> str | None:
     return next(filter(None, match.groups())) if match else None
 
 
-def complaint(name: str, value: str, platform: str) -> str:
+def flag_error_message(name: str, value: str, platform: str) -> str:
     """About a flag of the user's.
 
     Args:
@@ -126,7 +126,7 @@ def complaint(name: str, value: str, platform: str) -> str:
     key = f"train.xla_flags.{name}"
     return (
         f"{key} = {value}: XLA for {platform} in jaxlib {version('jaxlib')} has no such flag, or "
-        f"not this value for it; correct it, or remove it: change {said({key: DEFAULT})}"
+        f"not this value for it; correct it, or remove it: change {describe_change({key: DEFAULT})}"
     )
 
 

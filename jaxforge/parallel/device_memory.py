@@ -21,13 +21,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(word in text for word in _WORDS)
 
 
-def gist(error: BaseException | str) -> str:
+def first_line(error: BaseException | str) -> str:
     """XLA's first line; pages on who has which buffer follow it."""
     line = str(error).strip().partition("\n")[0] or "the host has no more"
     return line if len(line) < 300 else line[:300] + " ..."
 
 
-def per_device(tree: PyTree) -> int:
+def bytes_per_device(tree: PyTree) -> int:
     """Bytes of the abstract arrays of a tree on one device; what is on the host is not."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -42,7 +42,7 @@ def capacity() -> int:
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def capacity_of_each() -> int:
+def capacity_per_device() -> int:
     """Bytes of a device of this process; virtual devices of a CPU share the machine's memory."""
     shared = jax.default_backend() == "cpu"
     return capacity() // (jax.local_device_count() if shared else 1)
@@ -64,7 +64,7 @@ def smallest_capacity(mesh: Mesh | AbstractMesh) -> int:
         if known is None:
             raise UserError(_UNKNOWN.format(device.device_kind))
         return known
-    mine = capacity_of_each()
+    mine = capacity_per_device()
     if jax.process_count() == 1:
         return mine
     megabytes = np.array(mine >> 20, np.int32)  # collectives have no 64-bit integers

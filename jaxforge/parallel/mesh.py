@@ -23,9 +23,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxforge.config.axes import AXES, data_parallel, token_parallel, with_copies
+from jaxforge.config.axes import AXES, data_parallel, token_parallel, with_equal_shards
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
 
@@ -41,8 +41,8 @@ _OUTER = (STAGES, "dp_replicate", "dp_shard")
 def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that `[distributed]` asks for, over all devices of all processes.
 
-    Of a dp_shard that does not divide `model.dim`, a part is dp_replicate (`axes.with_copies`);
-    the log says so, and where axes go over a slow network.
+    Of a dp_shard that does not divide `model.dim`, a factor moves to dp_replicate
+    (`axes.with_equal_shards`); the log reports this, and axes that cross a slow network.
 
     Args:
         config: a config that `rules.check` has passed.
@@ -53,7 +53,7 @@ def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) ->
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = mesh_shape(config, len(devices))
-    shape = with_copies(config, asked)
+    shape = with_equal_shards(config, asked)
     if shape != asked:
         log.warning("%s", _copies(config.model.dim, asked, shape))
     kinds = (AxisType.Auto,) * len(shape)
@@ -67,12 +67,12 @@ def abstract_mesh(config: JobConfig, n_devices: int) -> AbstractMesh:
         config: a config that `rules.check` has passed.
         n_devices: of the whole job.
     """
-    shape = with_copies(config, mesh_shape(config, n_devices))
+    shape = with_equal_shards(config, mesh_shape(config, n_devices))
     kinds = (AxisType.Auto,) * len(shape)
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
 
 
-def in_words(shape: Mapping[str, int]) -> str:
+def describe_mesh(shape: Mapping[str, int]) -> str:
     """A mesh for a reader: `dp_shard 4 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
 
@@ -164,7 +164,8 @@ def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[
         if len(within) == 1:
             ((axis, size),) = within.items()
             key = f"distributed.{axis}"
-            fix = f"change {said({key: math.gcd(per_slice, size), 'distributed.dp_shard': -1})}"
+            change = {key: math.gcd(per_slice, size), "distributed.dp_shard": -1}
+            fix = f"change {describe_change(change)}"
         raise UserError(
             f"{product} must divide the {per_slice} devices of each of the {slices} slices: what "
             f"they exchange in every layer is too much for the network in between: {fix}"

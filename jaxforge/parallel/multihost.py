@@ -59,7 +59,7 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
     Raises:
         UserError: no device is found, or process 0 is not.
     """
-    virtual_devices.lend_threads()
+    virtual_devices.enlarge_thread_pool()
     arguments = distributed_arguments(env)
     if arguments is not None:
         _join(arguments, heartbeat_timeout_sec)
@@ -163,7 +163,7 @@ def open_devices(env: Mapping[str, str] = os.environ) -> None:
 
 
 @contextlib.contextmanager
-def leaving_at_once_on_failure() -> Iterator[None]:
+def exit_at_once_on_failure() -> Iterator[None]:
     """Among several processes, one that fails within the block ends without waiting for the rest.
 
     At its end JAX would wait for all processes, which wait in a collective for this one: a job that
@@ -179,7 +179,7 @@ def leaving_at_once_on_failure() -> Iterator[None]:
     except BaseException as error:
         if jax.process_count() == 1:
             raise
-        failure = lost_peer(error) or error
+        failure = peer_lost_error(error) or error
         code = getattr(failure, "exit_code", Exit.ERROR.code)
         atexit.register(end_now, code)  # runs before JAX's, which was there first
         if failure is error:
@@ -187,7 +187,7 @@ def leaving_at_once_on_failure() -> Iterator[None]:
         raise failure from error
 
 
-def lost_peer(error: BaseException) -> PeerLostError | None:
+def peer_lost_error(error: BaseException) -> PeerLostError | None:
     """Return the message for a connection that broke in a collective of CPUs; else None.
 
     JAX raises such an error as a `ValueError` where the collective runs in the call that starts it,

@@ -48,7 +48,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": BATCH_AXES,
     "context": "cp",  # the tokens of a sequence
     "seq": ("cp", "tp"),  # and in the residual stream between blocks: sequence parallelism
-    "tokens": ("cp", *BATCH_AXES),  # all tokens in one dimension, by `parts_of_sequences`
+    "tokens": ("cp", *BATCH_AXES),  # all tokens in one dimension, by `split_sequences`
 }
 
 _CONFIG_KEYS = {
@@ -126,7 +126,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, automatic_spec(*split))
 
 
-def parts_of_sequences(x_BS: Array) -> Array:
+def split_sequences(x_BS: Array) -> Array:
     """[b, s, ...] -> [parts x b, s / parts, ...]: sequences whose tokens no device axis splits.
 
     The parts are those that the partitioner gives to the devices of `cp`. The first parts of all
@@ -139,8 +139,8 @@ def parts_of_sequences(x_BS: Array) -> Array:
     return x.reshape(parts * batch, length // parts, *x_BS.shape[2:])
 
 
-def whole_sequences(x_PS: Array, batch: int) -> Array:
-    """Undo `parts_of_sequences`: return whole sequences [b, s, ...]."""
+def merge_sequences(x_PS: Array, batch: int) -> Array:
+    """Undo `split_sequences`: return whole sequences [b, s, ...]."""
     parts, length = x_PS.shape[0] // batch, x_PS.shape[1]
     if parts == 1:
         return x_PS

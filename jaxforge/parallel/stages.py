@@ -38,7 +38,7 @@ class Stack(NamedTuple):
         return -(-self.layers // (self.stages * self.chunks))
 
     @property
-    def in_order(self) -> bool:
+    def is_in_order(self) -> bool:
         """Return whether row i holds layer i and no other rows exist."""
         return self.layers == len(self.rows()) and (self.stages == 1 or self.chunks == 1)
 
@@ -58,12 +58,12 @@ class Stack(NamedTuple):
         """Rows from an array with one entry a layer."""
         rows = self.rows()
         padded = jnp.concatenate([by_layer, jnp.zeros_like(by_layer[:1])])  # where -1 points
-        return by_layer if self.in_order else padded[rows]
+        return by_layer if self.is_in_order else padded[rows]
 
     def unstack(self, rows: Array) -> Array:
         """One entry a layer: `stack` undone."""
         order = self.rows()
-        return rows if self.in_order else rows[np.argsort(order)[(order < 0).sum() :]]
+        return rows if self.is_in_order else rows[np.argsort(order)[(order < 0).sum() :]]
 
 
 def split_layers(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:

@@ -45,7 +45,7 @@ def _target_config(chip: hardware.Chip) -> str:
             }}"""
 
 
-def gpu_compiler_is_here() -> bool:
+def has_gpu_compiler() -> bool:
     """Return whether XLA's compiler for NVIDIA GPUs is installed."""
     return _is_installed("jax_plugins.xla_cuda13")
 
@@ -61,7 +61,7 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
     Raises:
         UserError: the compiler is not installed.
     """
-    if not gpu_compiler_is_here():
+    if not has_gpu_compiler():
         raise UserError(
             "XLA's compiler for GPUs is not installed: pip install 'jaxforge[plan-gpu]'"
         )
@@ -72,7 +72,7 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
     ).devices
 
 
-def tpu_compiler_is_here() -> bool:
+def has_tpu_compiler() -> bool:
     """Return whether XLA's compiler for TPUs is installed."""
     return _is_installed("libtpu")
 
@@ -89,7 +89,7 @@ def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
     Raises:
         UserError: the compiler is not installed, or knows no such slice.
     """
-    if not tpu_compiler_is_here():
+    if not has_tpu_compiler():
         raise UserError(
             "XLA's compiler for TPUs is not installed: pip install 'jaxforge[plan-tpu]'"
         )

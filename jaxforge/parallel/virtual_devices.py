@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 _THREADS = 4  # of XLA's pool for each device
 
 
-def lend_threads(env: MutableMapping[str, str] = os.environ) -> None:
+def enlarge_thread_pool(env: MutableMapping[str, str] = os.environ) -> None:
     """Gives XLA:CPU more threads than may ever wait for each other at a time.
 
     Its pool has one for each device, and a device may be in several collectives at once, each of

@@ -207,7 +207,7 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
     return metrics
 
 
-def side_metrics(values: Mapping[str, Any]) -> Metrics:
+def aux_metrics(values: Mapping[str, Any]) -> Metrics:
     """`terms/*` of a loss of several, `moe/*`, and `model/*` of what else model and loss tell.
 
     What has one number of each layer is `model/<name>/layers.<i>`.

@@ -19,12 +19,15 @@ from jaxforge.storage import mirror
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
+from jaxforge.telemetry.mlflow import MlflowSink
 from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sample, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 
 log = logging.getLogger(__name__)
 
+_LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""Extra of jaxforge -> module of its library."""
 PATIENCE = 3
 """Failures in a row after which a sink is switched off."""
 
@@ -162,6 +165,9 @@ def open_writers(
     if metrics.enable_wandb:
         interval = metrics.wandb_interval
         writers.append(writer("W&B", lambda: WandbSink(run, config, run_id), interval))
+    if metrics.enable_mlflow:
+        interval = metrics.mlflow_interval
+        writers.append(writer("MLflow", lambda: MlflowSink(config, run_id), interval))
     return writers
 
 
@@ -187,7 +193,7 @@ def check_libraries(config: MetricsConfig) -> None:
     Raises:
         UserError: names the library and what installs it.
     """
-    for key, library in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+    for key, library in _LIBRARIES.items():
         if getattr(config, f"enable_{key}") and importlib.util.find_spec(library) is None:
             raise UserError(
                 f"metrics.enable_{key} = true needs {library}: pip install 'jaxforge[{key}]', "

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
-from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, side_metrics
+from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
 
@@ -244,7 +244,7 @@ class Tracker:
             **_loss_scale(values),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
-            **side_metrics(values),
+            **aux_metrics(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }

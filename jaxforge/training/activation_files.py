@@ -67,7 +67,7 @@ def steps(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def of_step(run: Path, step: int) -> Path:
+def step_directory(run: Path, step: int) -> Path:
     """Return the directory of a run's activations of a step."""
     return run / DIRECTORY / f"step_{step}"
 
@@ -106,7 +106,7 @@ def _replacing(directory: Path) -> Iterator[Path]:
     safe_files.make_directory(directory.parent)
     for torn in directory.parent.glob(f".{directory.name}.*partial"):  # of one that was killed
         shutil.rmtree(torn, ignore_errors=True)
-    partial, old = safe_files.beside(directory), safe_files.beside(directory)
+    partial, old = safe_files.temporary_path(directory), safe_files.temporary_path(directory)
     try:
         partial.mkdir()
         yield partial

@@ -81,7 +81,7 @@ class BadSteps:
         """Take the number of bad steps in a row after the latest step, still on the device."""
         self._consecutive.append(consecutive)
 
-    def had_ended(self, progress: Progress) -> bool:
+    def had_halted(self, progress: Progress) -> bool:
         """Return whether the run had ended before the latest step, which then did not take place.
 
         The device is asked about the step before the latest, and so has work meanwhile.
@@ -90,9 +90,9 @@ class BadSteps:
             before = int(self._consecutive[0])
             if before >= self._limit:
                 progress.consecutive_bad = before
-        return self.have_halted(progress)
+        return self.has_halted(progress)
 
-    def have_halted(self, progress: Progress) -> bool:
+    def has_halted(self, progress: Progress) -> bool:
         """Return whether the state stands still after too many bad steps in a row."""
         return progress.consecutive_bad >= self._limit
 

@@ -13,8 +13,8 @@ from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes, per_device
-from jaxforge.parallel.mesh import data_parallel_size, in_words
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
+from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
@@ -64,7 +64,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
             f"{jax.process_count()} process(es)"
         ),
     )
-    yield "mesh", in_words(mesh.shape)
+    yield "mesh", describe_mesh(mesh.shape)
     schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
     yield (
         "step",
@@ -105,8 +105,8 @@ def _memory(config: JobConfig, model: Model, mesh: Mesh, state: TrainState, sync
     On a CPU the process holds more in the same memory: Python with its libraries, the compiler
     while it works, data workers, and the copy of a state that is being saved.
     """
-    needs = step_memory(config, model, mesh, sync.mode, per_device(state)).total
-    has = device_memory.capacity_of_each()
+    needs = step_memory(config, model, mesh, sync.mode, bytes_per_device(state)).total
+    has = device_memory.capacity_per_device()
     besides = ""
     if jax.default_backend() == "cpu":
         besides = "; libraries, compiler, data and saves take more"

@@ -21,8 +21,8 @@ from jaxforge.training.banner import rows
 from jaxforge.training.callbacks.assembly import assemble, named_callbacks
 from jaxforge.training.instruments import Instruments, Session, open_profiler, open_tracker
 from jaxforge.training.loop import Trainer
-from jaxforge.training.start import RunFiles, open_foreign, skipping_experts_as_started
-from jaxforge.training.training_data import TrainingData, batch_ramp, follow_data, open_data
+from jaxforge.training.start import RunFiles, open_foreign, resolve_skip_idle_experts
+from jaxforge.training.training_data import TrainingData, batch_ramp, open_data, record_data
 from jaxforge.training.updates import Updates
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     directory says of its run is written once nothing can refuse the start any more.
     """
     profiler = open_profiler(config)
-    config = skipping_experts_as_started(config)
+    config = resolve_skip_idle_experts(config)
     users = [*session.callbacks, *named_callbacks(config)]
     flags = compilation.accepted_flags(config)
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
@@ -44,15 +44,17 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         dataset, eval_data, identity = open_data(config)
     collect = [name for callback in users for name in callback.collect]
     program = Program(config, mesh, collect=collect)
+    if session.make_step is not None:
+        program.step = session.make_step(program)
     model = program.model
     session.lock.acquire()
     files = RunFiles.open(config, model, watchdog)
     checkpoints, local = files.checkpoints, files.local
-    has_begun = not files.begins or config.checkpoint.load_path
+    has_begun = not files.is_new or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
         state, progress = starting_state(program, checkpoints, open_foreign, local)
     ramp = batch_ramp(config, mesh)
-    follow_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
+    record_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     callbacks = assemble(config, mesh, model, eval_data, progress, session.lock, users)
     sizes = {stage.accum for stage in ramp.stages}

@@ -215,7 +215,7 @@ def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
     return dict(_summary(sets))
 
 
-def together(sets: Iterable[SetSums]) -> SetSums:
+def merge_sums(sets: Iterable[SetSums]) -> SetSums:
     """The sums of several sets: every token counts alike."""
     nats, tokens, n_bytes, batches, terms = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]
@@ -231,7 +231,7 @@ def _sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _summary(sets: Mapping[str, SetSums]) -> Iterator[tuple[str, float]]:
-    for key, value in together(sets.values()).metrics().items():
+    for key, value in merge_sums(sets.values()).metrics().items():
         yield f"eval/{key}", value
     for name, sums in sets.items():
         for key, value in sums.metrics().items() if name else ():

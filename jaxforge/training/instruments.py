@@ -1,11 +1,13 @@
 """The instruments of a run: metrics, watchdog and profiler."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
@@ -18,6 +20,9 @@ from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health.watchdog import Watchdog
 
+MakeStep = Callable[[Program], jax.stages.Wrapped]
+"""Makes the jitted update `(state, batch, controls) -> (state, metrics)` of a program."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Session:
@@ -29,6 +34,7 @@ class Session:
         watchdog: ends the process where it hangs.
         lock: of the run directory.
         live: the line of a terminal; None without one.
+        make_step: makes the update; None takes `Program.step`.
     """
 
     callbacks: Sequence[Callback]
@@ -36,6 +42,7 @@ class Session:
     watchdog: Watchdog
     lock: RunLock
     live: LiveLine | None = None
+    make_step: MakeStep | None = None
 
     def show_banner(self, rows: Mapping[str, str]) -> None:
         """Print the table of what is about to run."""

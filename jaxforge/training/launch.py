@@ -23,18 +23,24 @@ from jaxforge.training.build import build_trainer
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.instruments import Session
+from jaxforge.training.instruments import MakeStep, Session
 from jaxforge.training.preemption import Signals
 from jaxforge.training.resolution import resolve
 
 
-def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = ()) -> Exit:
+def train(
+    config: JobConfig | UnresolvedConfig,
+    callbacks: Sequence[Callback] = (),
+    make_step: MakeStep | None = None,
+) -> Exit:
     """Train from the newest checkpoint of the run directory, or from the start.
 
     Args:
         config: the config, as `load_config` returns it. Lengths in epochs or tokens of an
             unresolved config are turned into updates here.
         callbacks: called in order at each event.
+        make_step: makes an update of your own, with the arguments and results of `Program.step`,
+            to which it may delegate. By default `Program.step`.
 
     Returns:
         Why training ended; `Exit.code` is the exit code.
@@ -50,7 +56,7 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
     with Watchdog(Limits.of(known.train)) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
-            multihost.leaving_at_once_on_failure(),
+            multihost.exit_at_once_on_failure(),
             _live_line(console, known, watchdog) as live,
         ):
             config = resolve(config, watchdog)
@@ -61,7 +67,7 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
                 program.context(),
                 out_of_memory.explained(config, program.mesh),
             ):
-                session = Session(callbacks, console, watchdog, lock, live)
+                session = Session(callbacks, console, watchdog, lock, live, make_step)
                 trainer = build_trainer(config, program.mesh, session)
                 reason: Exit | None = None
                 try:
@@ -71,7 +77,7 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
                         with watchdog.section("end"):
                             reason = trainer.close(reason)
             assert reason is not None  # as nothing was raised
-            if reason is Exit.UNHEALTHY or signals.left_work:
+            if reason is Exit.UNHEALTHY or signals.has_background_thread:
                 end_now(reason.code)  # nor must the compiler find the process half gone
             return reason
 

@@ -75,7 +75,7 @@ class Trainer:
                 with profiler.around(self.progress.step + 1, tracker.paused):
                     metrics = self._step(signals)
                 due = self.callbacks.due(self.progress.step, tracker.paused)
-                if self._is_something_due(due) and self.bad_steps.had_ended(self.progress):
+                if self._is_something_due(due) and self.bad_steps.had_halted(self.progress):
                     reason = self._go_back()
                     continue
                 self._end_step(metrics)
@@ -156,7 +156,7 @@ class Trainer:
         bad = self.bad_steps
         bad.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)
-        if bad.attribution and not bad.had_ended(progress) and int(metrics["consecutive"]):
+        if bad.attribution and not bad.had_halted(progress) and int(metrics["consecutive"]):
             self.state, bad.fault = bad.attribution.examine(
                 self.updates.step, self.state, batch, metrics, controls, first
             )
@@ -203,7 +203,7 @@ class Trainer:
 
     def _note_durable(self) -> None:
         durable = list(self.saver.newly_durable())
-        if durable and self.bad_steps.had_ended(self.progress):
+        if durable and self.bad_steps.had_halted(self.progress):
             self._follow_device()  # for the number of the last step that took place
         for metrics in durable:
             self.instruments.tracker.log(self.progress.step, metrics)
@@ -231,7 +231,7 @@ class Trainer:
 
     @property
     def _has_halted(self) -> bool:
-        return self.bad_steps.have_halted(self.progress)
+        return self.bad_steps.has_halted(self.progress)
 
     def _go_back(self) -> Exit | None:
         """Go back to the last good checkpoint, where that is asked for and helps."""
@@ -307,4 +307,4 @@ class Trainer:
         """Synchronize the step counters from the device state."""
         self.instruments.tracker.flush()
         state = self.state
-        self.progress.follow(*jax.device_get((state.step, state.guard, state.counts)))
+        self.progress.sync_from_device(*jax.device_get((state.step, state.guard, state.counts)))

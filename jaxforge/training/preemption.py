@@ -44,8 +44,8 @@ class Signals:
     """SIGTERM, SIGUSR1 and SIGINT turned into a decision that all processes take at one place.
 
     Attributes:
-        left_work: a thread was left behind, in compiled code or in a read that may never end, and
-            the interpreter would wait for it; leave by `os._exit`.
+        has_background_thread: a thread is left in compiled code or in a read that may never end,
+            and the interpreter would wait for it; leave by `os._exit`.
     """
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -59,7 +59,7 @@ class Signals:
         self._asked = 0
         self._agreed: Exit | None = None
         self._is_time_up = self._has_failed = False
-        self._interruptible = self.left_work = False
+        self._interruptible = self.has_background_thread = False
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
@@ -162,7 +162,7 @@ class Signals:
                 raise Interrupted
             yield
         except Interrupted:
-            self.left_work = True
+            self.has_background_thread = True
             raise
         finally:
             self._interruptible = False

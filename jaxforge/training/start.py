@@ -43,7 +43,7 @@ class RunFiles:
     checkpoints: Checkpoints
     local: Checkpoints | None
     saver: Saver
-    begins: bool
+    is_new: bool
 
     @classmethod
     def open(cls, config: JobConfig, model: Model, watchdog: Watchdog) -> "RunFiles":
@@ -66,15 +66,15 @@ class RunFiles:
         lasting = Checkpoints(run, section, model.axes, resolved, stack=model.stack)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
         local = open_local(section, model.axes, resolved, model.stack)
-        begins = lasting.latest() is None and not (local and local.latest() is not None)
-        if begins:
+        is_new = lasting.latest() is None and not (local and local.latest() is not None)
+        if is_new:
             _check_not_lost(config)
         saver = Saver(section, SavePolicy(config), lasting, local, copier)
-        return cls(lasting, local, saver, begins)
+        return cls(lasting, local, saver, is_new)
 
     def rename_old_metrics(self, config: JobConfig) -> None:
         """Rename metrics of an earlier run that left no checkpoint, where this run begins."""
-        if self.begins:
+        if self.is_new:
             run_directory.rename_old_metrics(mirror.files(config.checkpoint.dir))
 
     def record_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
@@ -90,7 +90,7 @@ class RunFiles:
         run_directory.prepare(run, config)
         run_directory.record_start(run, config, progress.step)
         if jax.process_index() == 0:
-            if self.begins and config.checkpoint.load_path:
+            if self.is_new and config.checkpoint.load_path:
                 _keep_documents(config.checkpoint.load_path, run)
             _note_trust(config)
             devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
@@ -126,7 +126,7 @@ def _check_not_lost(config: JobConfig) -> None:
     agreement.raise_on_all(failure)
 
 
-def skipping_experts_as_started(config: JobConfig) -> JobConfig:
+def resolve_skip_idle_experts(config: JobConfig) -> JobConfig:
     """Return the config with `optimizer.skip_idle_experts` as the run began, unless it is set.
 
     That is as its checkpoints have it, or else what it starts from: a run of KempnerForge may have
@@ -156,7 +156,7 @@ def skipping_experts_as_started(config: JobConfig) -> JobConfig:
         "optimizer.skip_idle_experts is set to true, as in %s: an update skips experts without "
         "tokens", start,
     )  # fmt: skip
-    return config.skipping_idle_experts()
+    return config.with_idle_experts_skipped()
 
 
 def open_foreign(path: str, config: JobConfig) -> Source:
@@ -170,4 +170,4 @@ def _keep_documents(load_path: str, run: Path) -> None:
     """Keep what exports of a run need of the Hugging Face model that it starts from."""
     from torch_compat.checkpoint import restore  # only for runs that start from a checkpoint
 
-    restore.keep_documents(load_path, run)
+    restore.copy_documents(load_path, run)

@@ -136,7 +136,7 @@ def open_data(
     return dataset, eval_data, identity
 
 
-def follow_data(
+def record_data(
     config: JobConfig,
     progress: Progress,
     dataset: Dataset | Mixture | Streaming,

@@ -63,7 +63,7 @@ def start(saved, ours):
     ],
     ids=str,
 )
-def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
+def test_restore_onto_another_mesh_is_bit_exact(tmp_path, source, target):
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **source}))
     progress = dataclasses.replace(progress_of(state), best_metric=1.5)
     saved = checkpoints(tmp_path, ours)
@@ -79,7 +79,7 @@ def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
 
 
-def test_checkpoint_knows_no_stages(tmp_path):
+def test_checkpoint_is_independent_of_pipeline_stages(tmp_path):
     """Through stages of unequal length, then through chunks, and back: not a bit has changed."""
 
     def layout(**axes):
@@ -105,7 +105,7 @@ def test_checkpoint_knows_no_stages(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
 
 
-def test_save_that_orbax_declines_is_an_error(tmp_path):
+def test_declined_save_raises(tmp_path):
     """After a rollback a later step exists, and Orbax answers False."""
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
@@ -127,7 +127,7 @@ def test_same_step_is_saved_once(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_save_durations_are_reported_once_after_durability(tmp_path, mode):
+def test_newly_durable_reports_each_save_once(tmp_path, mode):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, async_mode=mode)
     began = time.time()
@@ -153,7 +153,7 @@ def steps(path):
 
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, distributed):
+def test_saved_state_may_be_donated(tmp_path, distributed):
     """Saved values are set aside first; everything else is background work."""
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
     before = addresses(state)
@@ -173,7 +173,7 @@ def test_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, dist
         jax.tree.map(np.testing.assert_array_equal, getattr(restored, part), getattr(want, part))
 
 
-def test_saves_to_two_places_do_not_begin_within_each_other(tmp_path):
+def test_saves_to_two_directories_begin_one_at_a_time(tmp_path):
     """Directories of the one would be made when the other's are, and emptied of what is written."""
     ours, state = trained()
     two = [checkpoints(tmp_path / location, ours) for location in "ab"]
@@ -198,7 +198,7 @@ def addresses(tree):
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
 
-def test_file_is_on_its_way_to_the_disk_while_others_are_gathered(tmp_path, monkeypatch):
+def test_state_is_split_into_data_files(tmp_path, monkeypatch):
     ours = setup(tiny_config())
     monkeypatch.setattr(layout, "_LEAST", 4096)
     tree = layout.to_tree(ours.state())
@@ -219,7 +219,7 @@ def test_file_is_on_its_way_to_the_disk_while_others_are_gathered(tmp_path, monk
     assert max(sizes) < nbytes // 4
 
 
-def test_keeps_the_last_and_the_best(tmp_path):
+def test_retention_keeps_last_and_best(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=2, keep_best_n=1)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, float("nan")), (50, 2.5)):
@@ -228,7 +228,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert steps(tmp_path) == [20, 40, 50]
 
 
-def test_best_checkpoint_stays_after_a_restart(tmp_path):
+def test_best_checkpoint_survives_restart(tmp_path):
     ours, state = trained()
     for saves in (((10, 1.0), (20, 2.0)), ((30, 3.0), (40, None)), ((50, 2.5),)):
         saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=2)
@@ -239,7 +239,7 @@ def test_best_checkpoint_stays_after_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", ['{"eval/loss": 3.0, "crc32": 1}', '{"eval/loss"', "[1"])
-def test_damaged_metrics_raise_and_name_the_file(tmp_path, damaged):
+def test_damaged_metrics_raise(tmp_path, damaged):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_best_n=1)
     saved.save(Progress(step=10), state, {"eval/loss": 1.0})
@@ -264,7 +264,7 @@ def test_checkpoint_without_metric_is_never_best(tmp_path):
     assert steps(tmp_path) == [20, 40]
 
 
-def test_keep_last_n_of_zero_keeps_all(tmp_path):
+def test_keep_last_n_zero_keeps_all(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=0)
     for step in range(1, 6):
@@ -273,7 +273,7 @@ def test_keep_last_n_of_zero_keeps_all(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_save_cut_short_is_not_seen_and_is_cleared_away(tmp_path):
+def test_incomplete_save_is_ignored_and_removed(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -291,7 +291,7 @@ def test_save_cut_short_is_not_seen_and_is_cleared_away(tmp_path):
     assert not torn.exists()
 
 
-def test_progress_and_config_are_readable(tmp_path):
+def test_progress_and_config_are_stored_as_json(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2, tokens=77), state)
@@ -301,7 +301,7 @@ def test_progress_and_config_are_readable(tmp_path):
     assert json.loads((step / "config" / "metadata").read_text())["model"]["dim"] == 64
 
 
-def test_stacked_arrays_are_stored_a_layer_to_a_chunk(tmp_path):
+def test_stacked_arrays_are_chunked_by_layer(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -318,7 +318,7 @@ def test_stacked_arrays_are_stored_a_layer_to_a_chunk(tmp_path):
             np.testing.assert_array_equal(array[1].read().result(), leaf[1])
 
 
-def test_load_path_takes_over_and_leaves_out_what_is_asked(tmp_path):
+def test_load_path_restores_except_excluded_parts(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path / "source", ours)
     saved.save(Progress(step=2, samples=16, tokens=512, run_id="theirs"), state)
@@ -340,9 +340,18 @@ def test_load_path_takes_over_and_leaves_out_what_is_asked(tmp_path):
     assert int(loaded.opt_state[1].updates) == 0
     jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(state.params))
     assert steps(tmp_path / "source") == [2]
+    loaded, progress = load("model")
+    assert (progress.step, int(loaded.opt_state[1].updates)) == (2, 2)
+    new, _ = load("model", "optimizer")
+    assert (int(new.step), int(new.opt_state[1].updates)) == (2, 0)
+    initial = jax.device_get(setup(tiny_config()).init().params)
+    for fresh in (loaded, new):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(fresh.params), initial)
+    moments = jax.device_get(state.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded.opt_state), moments)
 
 
-def test_model_that_does_not_fit_is_named(tmp_path):
+def test_mismatched_model_raises(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -375,7 +384,7 @@ def flip(path):
 )
 @pytest.mark.usefixtures("collected")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, harm, what):
+def test_damaged_checkpoint_error_names_previous_step(tmp_path, harm, what):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     for step in (1, 2):
@@ -387,7 +396,7 @@ def test_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, harm, what
         start(checkpoints(tmp_path, ours), ours)
 
 
-def test_weights_alone_are_checked_and_other_types_are_taken(tmp_path):
+def test_restore_model_checks_weights_and_casts(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -417,7 +426,7 @@ def save_and_look(saved, state):
         time.sleep(0.01)
 
 
-def test_save_that_fails_is_told_before_the_next(tmp_path):
+def test_failed_save_raises_before_next_save(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     (tmp_path / "checkpoints").rmdir()
@@ -426,7 +435,7 @@ def test_save_that_fails_is_told_before_the_next(tmp_path):
         save_and_look(saved, state)
 
 
-def test_process_that_fails_on_its_own_waits_for_its_save(tmp_path):
+def test_close_alone_waits_for_own_save(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     may_finish = held_up(saved)
@@ -436,7 +445,7 @@ def test_process_that_fails_on_its_own_waits_for_its_save(tmp_path):
     assert steps(tmp_path) == [2]
 
 
-def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
+def test_saves_do_not_query_preemption_service(tmp_path, monkeypatch):
     asked = []
 
     def service(step):
@@ -453,7 +462,7 @@ def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*b", "a\\b", "what?"])
-def test_directory_that_could_not_be_read_again_is_refused(tmp_path, name):
+def test_directory_with_pattern_characters_raises(tmp_path, name):
     config = tiny_config().checkpoint
     with pytest.raises(UserError, match=r"could not be read again: .* give a directory without"):
         Checkpoints(tmp_path / name, config)
@@ -461,26 +470,26 @@ def test_directory_that_could_not_be_read_again_is_refused(tmp_path, name):
     Checkpoints(tmp_path / name, config, read_only=True).close()  # it may have been moved there
 
 
-def test_find_says_what_it_looked_for(tmp_path):
+def test_find_without_checkpoint_raises(tmp_path):
     with pytest.raises(UserError, match="no checkpoint at"):
         find(tmp_path)
     with pytest.raises(UserError, match="no checkpoint at"):
         find(tmp_path / "checkpoints" / "step_7")
 
 
-def test_progress_survives_versions():
+def test_progress_ignores_unknown_fields():
     progress = Progress.from_json({"step": 3, "from_the_future": 1})
     assert progress == dataclasses.replace(Progress(step=3), run_id=progress.run_id)
 
 
-def test_no_nan_is_ever_the_best():
+def test_nan_metric_is_never_best():
     progress = Progress()
     assert [progress.note_metric(v) for v in (float("nan"), 3.0, 3.0, float("nan"), 2.0)] == [
         False, True, False, False, True,
     ]  # fmt: skip
 
 
-def test_another_optimizer_is_named_and_can_be_left_out(tmp_path):
+def test_other_optimizer_raises_unless_excluded(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path / "source", ours)
     saved.save(Progress(step=2, samples=16, tokens=512), state)
@@ -502,7 +511,7 @@ def test_another_optimizer_is_named_and_can_be_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("marker", [".metadata", "pp0/.metadata"])
-def test_checkpoints_of_pytorch_are_left_alone(tmp_path, marker):
+def test_pytorch_checkpoints_in_directory_raise(tmp_path, marker):
     path = tmp_path / "checkpoints" / "step_10" / marker
     path.parent.mkdir(parents=True)
     path.touch()

@@ -248,7 +248,7 @@ def test_killed_run_resumes(files, tokenizer, tmp_path):
     process.communicate()
     assert not (tmp_path / "out").exists()
     again = subprocess.run(command("fast", "out"), capture_output=True, text=True)
-    assert (again.returncode, "going on with" in again.stderr) == (0, True), again.stderr
+    assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
     run(files, tokenizer, tmp_path / "whole", "--shard-tokens", "300")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 

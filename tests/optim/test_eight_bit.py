@@ -128,14 +128,14 @@ def test_parts_and_meshes_change_no_bit(monkeypatch):
 
     def advanced(mesh_config=None):
         retained = moments.EightBit(AXES, 5)
-        location = moments.locations(params, retained)["layers"]["tall"]
+        info = moments.param_infos(params, retained)["layers"]["tall"]
         m, v = (
-            moments.joined(*moments.zeros(params, retained, kind))["layers"]["tall"]
+            moments.join_scales(*moments.init_moments(params, retained, kind))["layers"]["tall"]
             for kind in (SIGNED, ROOT)
         )
-        turn = moments.Turn(retained, jnp.int32(3))
+        moment_update = moments.MomentUpdate(retained, jnp.int32(3))
         rule = lambda _, g, m, v: (g - m, m + g, v + g * g)  # noqa: E731
-        once = jax.jit(functools.partial(turn.advance, rule, location))
+        once = jax.jit(functools.partial(moment_update.apply, rule, info))
         if mesh_config is None:
             return jax.device_get(once(*once(jnp.asarray(g), m, v)))
         mesh = make_mesh(mesh_config, jax.devices()[:6])
@@ -145,7 +145,7 @@ def test_parts_and_meshes_change_no_bit(monkeypatch):
             return jax.device_get(once(*once(*jax.device_put((jnp.asarray(g), m, v), at))))
 
     whole = advanced()
-    monkeypatch.setattr(moments, "AT_ONCE", 2 * BLOCK * 16)
+    monkeypatch.setattr(moments, "CHUNK_ELEMENTS", 2 * BLOCK * 16)
     split = {"dp_shard": 2, "tp": 3}
     for other in (advanced(), advanced(tiny_config(distributed=split))):
         jax.tree.map(np.testing.assert_array_equal, whole, other)

@@ -24,7 +24,7 @@ from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
-from torch_compat.checkpoint.optimizer_state import kind_of
+from torch_compat.checkpoint.optimizer_state import optimizer_layout
 
 pytestmark = pytest.mark.usefixtures("own_names")
 
@@ -89,7 +89,7 @@ def test_its_moments_lie_where_their_parameters_do():
 @pytest.mark.usefixtures("adam_of_optax")
 def test_torch_has_nothing_in_its_place():
     with pytest.raises(UserError, match=r'"adam_of_optax": what PyTorch has .* --weights-only'):
-        kind_of(config_of())
+        optimizer_layout(config_of())
 
 
 def test_schedule_of_one_s_own_is_the_rate_of_the_run():

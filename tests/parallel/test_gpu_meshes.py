@@ -21,7 +21,7 @@ from jaxforge.program import Program
 from jaxforge.training.evaluation import make_eval_step
 
 compiles = pytest.mark.skipif(
-    not targets.gpu_compiler_is_here(),
+    not targets.has_gpu_compiler(),
     reason="needs XLA's compiler for GPUs, 4 GB: make test-gpu-compiler",
 )
 
@@ -299,6 +299,6 @@ def test_evaluation_and_generation_compile(distributed):
 
 
 def test_missing_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(targets, "gpu_compiler_is_here", lambda: False)
+    monkeypatch.setattr(targets, "has_gpu_compiler", lambda: False)
     with pytest.raises(UserError, match="plan-gpu"):
         targets.gpus("h100")

@@ -210,7 +210,7 @@ for grad_sync in ("update", "microbatch"):
 """
 
 
-@pytest.mark.skipif(not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs")
+@pytest.mark.skipif(not targets.has_tpu_compiler(), reason="needs XLA's compiler for TPUs")
 def test_real_slices_are_laid_out_and_a_step_compiles_for_two():
     env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", PROGRAM]
@@ -225,7 +225,7 @@ def test_missing_compilers_and_unknown_slices_are_named(monkeypatch):
     if importlib.util.find_spec("libtpu") is not None:
         with pytest.raises(UserError, match='no TPU slice "v5e:3x5"'):
             targets.tpus("v5e:3x5")
-    monkeypatch.setattr(targets, "tpu_compiler_is_here", lambda: False)
+    monkeypatch.setattr(targets, "has_tpu_compiler", lambda: False)
     with pytest.raises(UserError, match="plan-tpu"):
         targets.tpus("v5e:4x4")
 

@@ -111,13 +111,13 @@ def test_connection_that_broke_names_the_lost_process(monkeypatch, count, peer, 
     reason = r"\(Read error \[127.0.0.1\]:50583: Connection reset by peer\)"
     with (
         pytest.raises(PeerLostError, match=rf"^{peer} of the job is gone, or cut off {reason}\."),
-        multihost.leaving_at_once_on_failure(),
+        multihost.exit_at_once_on_failure(),
     ):
         raise error(BROKEN)
     assert registered == [(multihost.end_now, Exit.ABORTED.code)]
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"),
-        multihost.leaving_at_once_on_failure(),
+        multihost.exit_at_once_on_failure(),
     ):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
     assert registered[1:] == [(multihost.end_now, Exit.ERROR.code)]

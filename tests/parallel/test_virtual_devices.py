@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxforge.parallel.virtual_devices import lend_threads
+from jaxforge.parallel.virtual_devices import enlarge_thread_pool
 
 PROGRAM = """
 from pathlib import Path
@@ -30,7 +30,7 @@ print(len(jax.devices()), sum(name.startswith("tf_XLAEigen") for name in names))
 )
 def test_virtual_device_gets_four_unless_the_user_says_how_many(flags, own, expected):
     env = {"XLA_FLAGS": flags, **own}
-    lend_threads(env)
+    enlarge_thread_pool(env)
     assert env == {"XLA_FLAGS": flags, **expected}
 
 

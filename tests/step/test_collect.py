@@ -7,7 +7,7 @@ import pytest
 
 from jaxforge.errors import UserError
 from jaxforge.parallel.stages import Stack
-from jaxforge.step.collect import COLLECTED, Step, check_collect, collected
+from jaxforge.step.collect import COLLECTED, StepOutputs, check_collect, collect_metrics
 from jaxforge.step.train_step import Controls
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import Hook
@@ -72,9 +72,9 @@ def test_rows_without_a_layer_do_not_count():
         "layers": {"w": jnp.array([[3.0, 4.0], [5.0, 0.0], [6.0, 8.0], [0.0, 0.0]])},
         "norm": {"weight": jnp.array([0.0, 2.0])},
     }
-    got = collected(
+    got = collect_metrics(
         COLLECTED,
-        Step(grads, grads, jnp.array(True), grads, stack, {"layers": range(stack.layers)}),
+        StepOutputs(grads, grads, jnp.array(True), grads, stack, {"layers": range(stack.layers)}),
     )
     np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 5, 10])
     assert got["num_zeros_in_grad"] == 2
@@ -87,12 +87,14 @@ def test_layers_of_two_stacks_come_in_their_order():
         "norm": {"weight": jnp.ones(1)},
     }
     stacks = {"dense_layers": (0, 2), "moe_layers": (1,)}
-    got = collected(COLLECTED, Step(grads, grads, jnp.array(True), grads, Stack(3), stacks))
+    got = collect_metrics(
+        COLLECTED, StepOutputs(grads, grads, jnp.array(True), grads, Stack(3), stacks)
+    )
     np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 10, 13])
 
 
 def test_unrequested_values_are_absent():
-    assert collected((), None) == {}
+    assert collect_metrics((), None) == {}
     assert check_collect(["update_norm", "grads", "update_norm"]) == ("grads", "update_norm")
 
 

@@ -68,7 +68,7 @@ def test_stages_are_for_losses_that_take_a_share_of_the_vocabulary():
     train = {"loss_fn": "whole", "grad_accum_steps": 4}
     config = tiny_config(train=train, distributed={"dp_shard": 1, "pp": 2})
     model = build_model(config)
-    with pytest.raises(UserError, match=r'"whole" wants .*distributed.pp = 2 gives .*pp = 1, or'):
+    with pytest.raises(UserError, match=r'"whole" needs .*distributed.pp = 2 gives .*pp = 1, or'):
         build_loss(config.train, model)
     for name in ("share", "cross_entropy", "chunked_cross_entropy"):
         build_loss(config.train.model_copy(update={"loss_fn": name}), model)

@@ -16,12 +16,12 @@ def judge(losses, norms=None, **config):
     """Applied or not, step by step, and the state after all of them."""
     guard = Guard(TrainConfig(**config))
     judged = jax.jit(guard.judge)
-    state, applied, halted = GuardState.fresh(), [], []
+    state, applied, is_halted = GuardState.fresh(), [], []
     for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True):
         good, state = judged(state, jnp.float32(loss), jnp.float32(norm))
         applied.append(bool(good))
-        halted.append(bool(guard.halted(state)))
-    return applied, halted, state
+        is_halted.append(bool(guard.is_halted(state)))
+    return applied, is_halted, state
 
 
 def counts(state):
@@ -38,9 +38,9 @@ SPIKES = {"on_spike": "skip", "spike_warmup": 20, "spike_threshold": 6.0}
 def test_nonfinite_loss_or_gradient_is_skipped(bad, where):
     losses, norms = [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]
     (losses if where == "loss" else norms)[1] = bad
-    applied, halted, state = judge(losses, norms)
+    applied, is_halted, state = judge(losses, norms)
     assert applied == [True, False, True]
-    assert not any(halted)
+    assert not any(is_halted)
     assert counts(state) == {
         "consecutive": 0, "total": 1, "nonfinite": 1, "spikes": 0, "good": 2,
     }  # fmt: skip
@@ -48,17 +48,17 @@ def test_nonfinite_loss_or_gradient_is_skipped(bad, where):
 
 def test_so_many_in_a_row_halt_the_run_and_one_good_step_forgets_them():
     nan = np.nan
-    _, halted, _ = judge([nan, nan, 1.0, nan, nan, nan, nan], nan_consecutive_max=3)
-    assert halted == [False, False, False, False, False, True, True]
+    _, is_halted, _ = judge([nan, nan, 1.0, nan, nan, nan, nan], nan_consecutive_max=3)
+    assert is_halted == [False, False, False, False, False, True, True]
 
 
 def test_stop_halts_at_once_and_warn_applies():
-    applied, halted, _ = judge([1.0, np.nan, np.nan], on_nonfinite="stop")
+    applied, is_halted, _ = judge([1.0, np.nan, np.nan], on_nonfinite="stop")
     assert applied == [True, False, False]
-    assert halted == [False, True, True]
-    applied, halted, state = judge([1.0, np.nan, np.nan], on_nonfinite="warn")
+    assert is_halted == [False, True, True]
+    applied, is_halted, state = judge([1.0, np.nan, np.nan], on_nonfinite="warn")
     assert applied == [True] * 3
-    assert not any(halted)
+    assert not any(is_halted)
     assert (int(state.nonfinite), int(state.total)) == (2, 0)
 
 
@@ -68,7 +68,7 @@ def test_update_that_is_left_out_is_not_judged():
     for loss in (nan, jnp.float32(1)):
         applied, state = guard.judge(after_one, loss, loss, apply=False)
         assert not applied
-        assert not guard.halted(state)
+        assert not guard.is_halted(state)
         expected = {"consecutive": 1, "total": 2, "nonfinite": 1, "spikes": 0, "good": 0}
         assert counts(state) == expected
 
@@ -102,8 +102,8 @@ def test_neither_a_nan_nor_a_spike_moves_what_is_normal():
 
 
 def test_spike_that_stays_halts_like_nan():
-    _, halted, _ = judge(NORMAL + [5.0] * 4, **SPIKES, nan_consecutive_max=4)
-    assert halted[-2:] == [False, True]
+    _, is_halted, _ = judge(NORMAL + [5.0] * 4, **SPIKES, nan_consecutive_max=4)
+    assert is_halted[-2:] == [False, True]
 
 
 def test_spike_window_holds_the_last_losses():

@@ -16,31 +16,31 @@ def judge(norms, losses=None, **config):
     """Applied or not, the scale after each step, and the state after all."""
     guard = Guard(TrainConfig(mixed_precision="fp16", **config))
     judged = jax.jit(guard.judge)
-    state, applied, scales, halted = GuardState.fresh(scales_loss=True), [], [], False
+    state, applied, scales, is_halted = GuardState.fresh(scales_loss=True), [], [], False
     for loss, norm in zip(losses or [1.0] * len(norms), norms, strict=True):
         good, state = judged(state, jnp.float32(loss), jnp.float32(norm))
         applied.append(bool(good))
         scales.append(float(state.loss_scale))
-        halted = halted or bool(guard.halted(state))
-    return applied, scales, halted, state
+        is_halted = is_halted or bool(guard.is_halted(state))
+    return applied, scales, is_halted, state
 
 
 INF = np.inf
 
 
 def test_overflow_halves_the_scale_and_is_no_bad_step():
-    applied, scales, halted, state = judge([1.0, INF, np.nan, 1.0], nan_consecutive_max=1)
+    applied, scales, is_halted, state = judge([1.0, INF, np.nan, 1.0], nan_consecutive_max=1)
     assert applied == [True, False, False, True]
     assert scales == [65536.0, 32768.0, 16384.0, 16384.0]
-    assert not halted
+    assert not is_halted
     assert (int(state.total), int(state.nonfinite), int(state.consecutive)) == (2, 0, 0)
     assert int(state.good) == 2
 
 
 def test_at_the_smallest_scale_it_is():
     config = {"initial_loss_scale": 4.0, "min_loss_scale": 2.0, "nan_consecutive_max": 2}
-    _, scales, halted, state = judge([INF, INF], **config)
-    assert (scales, halted, int(state.nonfinite)) == ([2.0, 2.0], False, 1)
+    _, scales, is_halted, state = judge([INF, INF], **config)
+    assert (scales, is_halted, int(state.nonfinite)) == ([2.0, 2.0], False, 1)
     assert judge([INF, INF, INF], **config)[2]
 
 

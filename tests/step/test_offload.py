@@ -11,7 +11,7 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config import check
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -76,7 +76,7 @@ def test_moments_of_matrices_are_on_the_host_and_stay_there(three_updates):
     assert not any("norm" in name for name in names)
     assert not on_host(state.params)
     plain = three_updates[0][1]
-    assert per_device(state.opt_state) < per_device(plain.opt_state) / 50
+    assert bytes_per_device(state.opt_state) < bytes_per_device(plain.opt_state) / 50
 
 
 def test_restart_finds_them_there(three_updates, tmp_path):
@@ -105,7 +105,7 @@ def test_muon_works_with_them_too():
 
 def test_unsupported_offload_is_refused(own_names):
     OPTIMIZERS.register("mine")(lambda *_: None)
-    with pytest.raises(UserError, match="moments stay on the device"):
+    with pytest.raises(UserError, match="optimizers stay on the device"):
         check(tiny_config(train={"offload": ["optimizer"]}, optimizer={"name": "mine"}), 1)
-    with pytest.raises(ValueError, match="moments in a floating-point type"):
+    with pytest.raises(ValueError, match="moments of a floating-point dtype"):
         tiny_config(train={"offload": ["optimizer"], "opt_state_dtype": "8bit"})

@@ -60,5 +60,5 @@ def test_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
     assert reason is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
     log = (tmp_path / "logs" / "process_0.log").read_text()
-    assert log.count("standard output takes no more text (Broken pipe). The process goes on") == 1
+    assert log.count("standard output cannot be written (Broken pipe). The process continues") == 1
     assert "Training complete: 3 steps" in log

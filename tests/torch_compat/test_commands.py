@@ -319,8 +319,8 @@ def test_inspect_and_verify_import_no_plugins(tmp_path, capsys):
     export = ["export", run, str(tmp_path / "hf"), "--to=hf"]
     assert run_main(lambda: main([*export, "--trust-plugins"])) == 2
     assert capsys.readouterr().err == (
-        f'error: {stored}: [plugins] modules: there is no module "gone.losses"; is its directory '
-        "in PYTHONPATH?\n"
+        f'error: {stored}: [plugins] modules: module "gone.losses" does not exist; is its '
+        "directory in PYTHONPATH?\n"
     )
     assert main(export) == 0  # what the plugin registers is not needed
     stored.write_text("[1]")

@@ -24,7 +24,7 @@ from torch_compat.checkpoint import orbax_store
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.stacking import Stacking, layer_of
 from torch_compat.checkpoint.state import abstract_target
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.names.kempnerforge import unknown
 
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
@@ -51,7 +51,7 @@ def bring(source, destination, config, *options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
+def test_dcp_round_trip_is_bit_exact(tmp_path, name):
     config = trained(tmp_path / "run", model=MODELS[name])
     dcp = export(tmp_path / "run", tmp_path / "dcp")
     again = bring(dcp, tmp_path / "again", config)
@@ -71,14 +71,14 @@ def test_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
     [("muon", ["--layout=flat"]), ("adamw", ["--dialect=kempnerforge-packed"])],
     ids=str,
 )
-def test_every_layout_comes_back(tmp_path, optimizer, options):
+def test_dcp_layouts_round_trip(tmp_path, optimizer, options):
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer={"name": optimizer})
     dcp = export(tmp_path / "run", tmp_path / "dcp", *options)
     again = bring(dcp, tmp_path / "again", config, "--max-memory=1MB")
     assert_same(values(again), values(tmp_path / "run"))
 
 
-def test_arrays_hold_layers_and_experts_in_their_order(tmp_path):
+def test_entries_match_stacked_arrays(tmp_path):
     """Each entry by hand from the arrays that the model has."""
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     ours = setup(load_config(config))
@@ -114,7 +114,7 @@ def keys_of_layers(experts):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_keys_are_those_of_kempnerforge(tmp_path, packed):
+def test_exported_keys_match_kempnerforge(tmp_path, packed):
     model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
     trained(tmp_path / "run", model=model)
     result = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")
@@ -147,7 +147,7 @@ def kempnerforge(tmp_path_factory):
     return directory, export(directory / "run", directory / "dcp"), config
 
 
-def test_another_router_takes_the_bias_without_what_trained_it(kempnerforge, tmp_path, capsys):
+def test_other_router_imports_bias_without_its_state(kempnerforge, tmp_path, capsys):
     directory, dcp, config = kempnerforge
     again = bring(dcp, tmp_path / "run", config, "--model.moe_bias_update=sign")
     said = " ".join(capsys.readouterr().err.split())
@@ -172,13 +172,13 @@ def test_another_router_takes_the_bias_without_what_trained_it(kempnerforge, tmp
         ("--model.num_experts=0", "left over: layers.0.mlp.experts.0"),
     ],
 )
-def test_checkpoint_of_another_mixture_is_refused(kempnerforge, tmp_path, setting, message):
+def test_mismatched_experts_are_refused(kempnerforge, tmp_path, setting, message):
     _, dcp, config = kempnerforge
     with pytest.raises(UserError, match=message):
         bring(dcp, tmp_path / "run", config, setting)
 
 
-def test_settings_over_a_runs_config_may_not_make_another_of_it(kempnerforge, tmp_path, capsys):
+def test_export_overrides_must_fit_weights(kempnerforge, tmp_path, capsys):
     directory = kempnerforge[0]
     for setting, message in {
         "--model.moe_router=softmax_topk": "model.moe_router is softmax_topk and the weights",
@@ -195,7 +195,7 @@ def test_settings_over_a_runs_config_may_not_make_another_of_it(kempnerforge, tm
     assert "model.moe_capacity_factor is 2.0 and the weights were trained with 0.0" in said
 
 
-def test_run_starts_from_it_directly(kempnerforge, tmp_path):
+def test_dcp_restores_directly_into_state(kempnerforge, tmp_path):
     directory, dcp, path = kempnerforge
     ours = setup(load_config(path))
     like = ours.abstract_state()
@@ -228,7 +228,7 @@ def our_logits(run, tokens):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "chooses" not in name])
-def test_torchs_own_code_loads_it_and_computes_the_same(tmp_path, name):
+def test_exported_model_equals_torch_logits(tmp_path, name):
     trained(tmp_path / "run", model=MODELS[name])
     model = tiny_config(model=MODELS[name]).model
     torch, network = torch_network(model)
@@ -247,7 +247,7 @@ def test_torchs_own_code_loads_it_and_computes_the_same(tmp_path, name):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
+def test_bfloat16_torch_checkpoint_is_imported(tmp_path, packed):
     """The mean of the load is a buffer, which torch casts with the model."""
     config = tiny_config(model={**SIGMOID, **SOME, "moe_packed_experts": packed})
     (tmp_path / "run.toml").write_text(config.to_toml())
@@ -274,7 +274,7 @@ def test_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_expert_parallel_leftovers_are_refused_with_the_cause(tmp_path, packed):
+def test_overwritten_expert_shards_are_refused(tmp_path, packed):
     """KempnerForge's ranks save experts under numbers from 0 on; the last rank's stay."""
     model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
     config = tiny_config(model=model)
@@ -291,7 +291,7 @@ def test_expert_parallel_leftovers_are_refused_with_the_cause(tmp_path, packed):
     assert str(caught.value).count("\n") == 1, "nothing else is listed"
 
 
-def test_unsupported_experts_of_kempnerforge_are_named():
+def test_features_unknown_to_kempnerforge_are_listed():
     def said(**keys):
         model = tiny_config(model={"ffn_hidden_dim": 64, **MIXTURE, **keys}).model
         return [note.removeprefix("KempnerForge has no model.") for note in unknown(model)]
@@ -318,8 +318,8 @@ def test_unsupported_experts_of_kempnerforge_are_named():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_experts": 3}, r"experts\.\S+ is \[3, 4, .*\[3, 3\] of them are in the model"),
-        ({"n_layers": 4}, r"is \[3, .*\[4\] of them are in the model"),
+        ({"num_experts": 3}, r"experts\.\S+ is \[3, 4, .*the model has \[3, 3\] entries"),
+        ({"n_layers": 4}, r"is \[3, .*the model has \[4\] entries"),
         ({"num_experts": 10**9}, "3 layers of 1000000000 experts each are more than is read"),
         ({"n_layers": 10**9}, "1000000000 layers of 4 experts each are more than is read"),
         ({"n_layers": "1000000000"}, "1000000000 layers of 4 experts each"),
@@ -327,7 +327,7 @@ def test_unsupported_experts_of_kempnerforge_are_named():
     ],
     ids=str,
 )
-def test_run_whose_config_is_of_other_arrays_is_damaged(kempnerforge, tmp_path, keys, message):
+def test_config_that_contradicts_arrays_is_refused(kempnerforge, tmp_path, keys, message):
     shutil.copytree(kempnerforge[0] / "run", tmp_path / "run")
     change_stored_config(tmp_path / "run", "model", **keys)
     with pytest.raises(UserError, match=message):
@@ -337,12 +337,12 @@ def test_run_whose_config_is_of_other_arrays_is_damaged(kempnerforge, tmp_path, 
 # Memory
 
 
-def test_written_unit_is_at_most_one_expert(tmp_path):
+def test_written_blocks_are_at_most_one_expert(tmp_path):
     """Chunks on disk, and so what an import has in memory."""
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
     again = bring(dcp, tmp_path / "again", config, "--max-memory=48KB")
-    leaf = of_array(np.zeros((2, 4, 64, 32), np.float32))
+    leaf = from_array(np.zeros((2, 4, 64, 32), np.float32))
     sizes = [leaf.read(index).nbytes for index in orbax_store._blocks(leaf, 2048)]
     assert (max(sizes), sum(sizes)) == (2048, leaf.nbytes)
     whole = [leaf.read(index).shape for index in orbax_store._blocks(leaf, 1 << 20)]
@@ -357,7 +357,7 @@ def stacking(**model):
     return Stacking(tiny_config(model=model).model)
 
 
-def test_entry_has_its_layers_number_whatever_holds_it():
+def test_entries_are_numbered_by_model_layer():
     some = stacking(**{**SIGMOID, **SOME})
     assert list(some.entries("moe_layers.mlp.experts.up_proj.weight", (2, 4, 32, 64)))[3:5] == [
         ("layers.1.mlp.experts.3.up_proj.weight", (0, 3)),
@@ -381,11 +381,11 @@ def test_entry_has_its_layers_number_whatever_holds_it():
     )
 
 
-def test_arrays_of_other_layers_or_experts_are_refused():
+def test_array_with_wrong_entry_count_is_refused():
     some = stacking(**{**SIGMOID, **SOME})
     for name, shape in (("moe_layers.norm.weight", (3, 64)), ("dense_layers.x", ()),
                         ("moe_layers.mlp.experts.up_proj.weight", (2, 5, 32, 64))):  # fmt: skip
-        with pytest.raises(UserError, match=f"{name} is .* of them are in the model"):
+        with pytest.raises(UserError, match=f"{name} is .* but the model has "):
             list(some.entries(name, shape))
 
 
@@ -395,7 +395,7 @@ def test_registered_model_may_name_its_own_experts():
     assert len(list(dense.entries("layers.mlp.experts.x", (2, 7)))) == 2
 
 
-def test_patterns_of_the_optimizer_are_of_the_arrays(tmp_path):
+def test_optimizer_patterns_match_array_names(tmp_path):
     """Patterns match the model's names: `moe_layers...`."""
     patterns = {"no_decay_patterns": [r"^moe_layers\.mlp\.experts"]}
     trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer=patterns)
@@ -404,5 +404,5 @@ def test_patterns_of_the_optimizer_are_of_the_arrays(tmp_path):
     assert sum(".experts." in key for key in still) == 2 * 4 * 3
     assert not any(".experts." in key for key in decaying)
     config = tiny_config(model=MIXTURE, optimizer=patterns)
-    with pytest.raises(UserError, match="in the name of no parameter"):
+    with pytest.raises(UserError, match="matches no parameter"):
         abstract_target(config)

@@ -52,7 +52,7 @@ def trained(groups=alike, *, tied=False, frozen=()):
 def read(path, state, *, tied=False, **options):
     dcp.save(state, checkpoint_id=str(path), no_dist=True)
     config = tiny_config(model={**OURS, "tie_embeddings": tied}, train={"seq_len": 8})
-    options = dcp_state.Options(**options)
+    options = dcp_state.ReadOptions(**options)
     return checkpoints.find(path).read(config, options)
 
 
@@ -93,7 +93,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_trainers_are_read(tmp_path, layout):
+def test_trainer_layouts_are_read(tmp_path, layout):
     model, optimizer = trained()
     result = read(tmp_path / "dcp", LAYOUTS[layout](*get_state_dict(model, optimizer)))
     assert_state_of(result, model, optimizer)
@@ -101,7 +101,7 @@ def test_layouts_of_trainers_are_read(tmp_path, layout):
 
 @pytest.mark.parametrize("where", ["model", None], ids=["below a prefix", "at the root"])
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}, {"dialect": "hf-llama"}], ids=str)
-def test_tensors_beside_the_model_are_left_out_with_a_note(tmp_path, where, options):
+def test_tensors_outside_model_are_noted(tmp_path, where, options):
     model, optimizer = trained()
     weights, state = get_state_dict(model, optimizer)
     beside = {"iter_num": torch.tensor(2), "best_val_loss": torch.tensor(2.5),
@@ -113,7 +113,7 @@ def test_tensors_beside_the_model_are_left_out_with_a_note(tmp_path, where, opti
     assert all(key in note for key in beside)
 
 
-def test_dialect_that_does_not_fit_names_the_keys_of_the_file(tmp_path):
+def test_wrong_dialect_lists_keys(tmp_path):
     model, _ = trained()
     weights = {f"encoder.{key}": tensor for key, tensor in model.state_dict().items()}
     with pytest.raises(UserError, match=r"(?s)missing: .*left over: model\.encoder\."):
@@ -125,7 +125,7 @@ def test_dialect_that_does_not_fit_names_the_keys_of_the_file(tmp_path):
     "groups", [alike, by_decay, functools.partial(by_decay, vectors_first=True)],
     ids=["one group", "matrices, vectors", "vectors, matrices"],
 )  # fmt: skip
-def test_numbers_of_an_optimizer_are_the_parameters_of_its_groups(tmp_path, groups, tied):
+def test_numbered_state_follows_parameter_groups(tmp_path, groups, tied):
     model, optimizer = trained(groups, tied=tied)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     result = read(tmp_path / "dcp", state, tied=tied)
@@ -152,7 +152,7 @@ def unordered(state):
     ],
     ids=["groups of layers", "frozen", "unordered"],
 )  # fmt: skip
-def test_numbers_that_may_be_other_parameters_are_refused(tmp_path, groups, frozen, change, why):
+def test_ambiguous_numbered_state_is_refused(tmp_path, groups, frozen, change, why):
     model, optimizer = trained(groups, frozen=frozen)
     state = {"model": model.state_dict(), "optimizer": change(optimizer.state_dict())}
     with pytest.raises(UserError, match=f"keyed by numbers .* {why}.*--weights-only"):
@@ -169,7 +169,7 @@ def test_numbers_that_may_be_other_parameters_are_refused(tmp_path, groups, froz
     ],
     ids=str,
 )  # fmt: skip
-def test_import_goes_on_in_pytorchs_order_unless_told_otherwise(tmp_path, said, order):
+def test_dcp_import_uses_torch_order_by_default(tmp_path, said, order):
     """KempnerForge's sampler is PyTorch's, and its files have no key for it."""
     model, _ = trained()
     dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)

@@ -120,7 +120,7 @@ def torch_run(data, tmp_path_factory):
     return torch_job(directory, data, 2, 60, saves=saves), nested, flat
 
 
-def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
+def test_fsdp2_resumes_jaxforge_export(jax_run, data, tmp_path):
     """The other layout is below."""
     run, expected = jax_run
     # The position in batches of all ranks: KempnerForge's is per rank.
@@ -133,7 +133,7 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
+def test_round_trip_through_jaxforge_matches_torch_run(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
     compat("import", nested, tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 40)
@@ -144,7 +144,7 @@ def test_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torc
     np.testing.assert_allclose(steps[:, 1:], expected[20:, 1:], rtol=TOLERANCE)
 
 
-def test_load_path_takes_a_torch_run_over_on_a_mesh(config, torch_run, tmp_path):
+def test_load_path_resumes_torch_run_on_mesh(config, torch_run, tmp_path):
     expected, _, flat = torch_run
     taken = jaxforge(config, tmp_path / "run", 20, load=flat / "step_10")
     np.testing.assert_array_equal(taken[:, 0], expected[10:20, 0])
@@ -160,7 +160,7 @@ QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entro
 
 
 @pytest.mark.slow
-def test_mixture_of_experts_changes_hands_too(data, tmp_path):
+def test_expert_run_round_trip_matches_torch_run(data, tmp_path):
     config = config_of({**MIXTURE, **QUIET}, data, tmp_path / "run.toml")
     job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)
     expected = job(2, 30, saves=[(tmp_path / "torch" / "step_10", False)])

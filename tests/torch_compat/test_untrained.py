@@ -30,7 +30,7 @@ from tests.torch_compat.runs import (
 )
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import name_maps, stages
-from torch_compat.checkpoint.hf_config import family_of
+from torch_compat.checkpoint.hf_config import select_family
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.shapes import parameters
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
@@ -39,7 +39,7 @@ from torch_compat.families import FAMILIES
 from torch_compat.families.family import LLAMA, Family, name_map
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.formats.safetensors import open_directory
 from torch_compat.names.kempnerforge import KEMPNERFORGE, unknown
 from torch_compat.names.table import NameMap, Rule
@@ -177,7 +177,7 @@ def without(tmp_path):
 
 def test_run_does_not_go_on_without_it(without, tmp_path):
     dcp, config = without
-    message = r"moves is not in it \(.*drift.*cannot continue without; --weights-only starts one"
+    message = r"state is missing \(.*drift.*cannot resume without it; --weights-only starts a run"
     with pytest.raises(UserError, match=message):
         main(["import", str(dcp), str(tmp_path / "run"), f"--config={config}"])
     with pytest.raises(UserError, match=message):
@@ -187,7 +187,7 @@ def test_run_does_not_go_on_without_it(without, tmp_path):
 def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_path, capsys):
     dcp, path = without
     run = bring(dcp, tmp_path / "run", path, "--weights-only")
-    said = "what no gradient moves is not in it"
+    said = "non-trainable state is missing"
     assert said in capsys.readouterr().err
     assert not state_of(run)
     ours = setup(load_config(path))
@@ -211,8 +211,8 @@ def test_declaration_says_names_and_shapes():
 def arrays(**changed):
     target = abstract_target(tiny_config(**SECTIONS))
     shapes = {**target.params, **NAMES}
-    named = {DCP.their_name(n): of_array(np.ones(s, np.float32)) for n, s in shapes.items()}
-    named |= {name: of_array(array) for name, array in changed.items() if array is not None}
+    named = {DCP.their_name(n): from_array(np.ones(s, np.float32)) for n, s in shapes.items()}
+    named |= {name: from_array(array) for name, array in changed.items() if array is not None}
     gone = [name for name, array in changed.items() if array is None]
     named = {name: tensor for name, tensor in named.items() if name not in gone}
     by = Translation(DCP, target.config.model, False, "SRC")
@@ -242,7 +242,7 @@ def test_untrained_state_is_float32():
     assert state["gauge"].dtype == np.float32
     assert state.keys() == NAMES.keys()
     assert not params.keys() & state.keys()
-    assert notes == ["gauge: float64, and what no gradient moves is float32 here"]
+    assert notes == ["gauge: float64, but non-trainable state is float32 here"]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys):
 
 
 def test_stages_hold_that_of_their_layers():
-    named = {name: of_array(np.ones(shape, np.float32)) for name, shape in NAMES.items()}
+    named = {name: from_array(np.ones(shape, np.float32)) for name, shape in NAMES.items()}
     parts = stages.split(CheckpointState({}, model_state=named), 2, 2)
     assert [set(part.model_state) for part in parts.values()] == [
         {"layers.0.drift"}, {"layers.1.drift", "gauge"},
@@ -297,7 +297,7 @@ def test_model_of_ones_own_is_no_other_family_and_it_is_said():
     register_model("same_parameters")(type("Same", (telling.Model,), {}))
     model = tiny_config(model={"model_type": "same_parameters"}).model
     with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
-        family_of(model)
+        select_family(model)
     (note,) = unknown(model)
     assert "KempnerForge has no model.model_type" in note
 

@@ -29,7 +29,7 @@ def test_one_that_is_there_is_replaced_and_torn_ones_are_no_trouble(tmp_path):
         location = tmp_path / "activations" / torn
         location.mkdir(parents=True)
         (location / "residual.npy").write_text("half")
-    directory = activation_files.of_step(tmp_path, 5)
+    directory = activation_files.step_directory(tmp_path, 5)
     activation_files.write(directory, sequences(4), {})
     activation_files.write(
         directory, ({"mlp": sequence["residual"]} for sequence in sequences(2, 3.0)), {}
@@ -43,7 +43,7 @@ def test_one_that_is_there_is_replaced_and_torn_ones_are_no_trouble(tmp_path):
 
 
 def test_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
-    directory = activation_files.of_step(tmp_path, 5)
+    directory = activation_files.step_directory(tmp_path, 5)
     activation_files.write(directory, sequences(1), {})
     drawn = []
 

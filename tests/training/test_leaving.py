@@ -206,7 +206,7 @@ def test_work_that_no_signal_cuts_short_is_waited_for():
         assert signals.wait_for(lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
             signals.wait_for(lambda: 1 // 0)
-        assert not signals.left_work
+        assert not signals.has_background_thread
 
 
 @pytest.mark.parametrize("end", [Exit.SIGNAL, Exit.INTERVAL, Exit.NON_FINITE, ZeroDivisionError])

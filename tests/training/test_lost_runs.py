@@ -192,7 +192,7 @@ def test_home_directory_is_expanded_in_every_path(monkeypatch):
         section, _, name = key.partition(".")
         assert getattr(getattr(result, section), name) == "/home/me/a", key
     assert result.data.datasets[0].path == result.eval.datasets[0].dataset_path == "/home/me/a"
-    with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory that ~"):
+    with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory of ~"):
         load_config(None, ["--checkpoint.dir=~nobody0/x"])
 
 
@@ -203,7 +203,11 @@ def test_eos_that_ends_nothing_is_refused_or_warned_of(tmp_path, caplog, monkeyp
     def data(eos, **keys):
         return {"dataset_path": str(tmp_path), "pack_sequences": True, "eos_token_id": eos, **keys}
 
-    with pytest.raises(UserError, match=r"eos_token_id = 500 is outside model\.vocab_size = 256"):
+    with pytest.raises(
+        UserError,
+        match=r"eos_token_id = 500 must be less than "
+        r"model\.vocab_size = 256",
+    ):
         rules.check(tiny_config(data=data(500)), 1)
     with pytest.raises(UserError, match=r"token 256, which ends documents, is outside"):
         open_training_data(tiny_config(data=data(None, tokenizer_path="byte")))

@@ -61,7 +61,7 @@ def runs(tmp_path_factory):
     location.unlink()
     (location / ".step_4.partial").mkdir(parents=True)
     once = [{"mlp": np.zeros(3)}]  # of a step that is run again
-    activation_files.write(activation_files.of_step(path / "stopped", 4), once, {})
+    activation_files.write(activation_files.step_directory(path / "stopped", 4), once, {})
     assert train.run(config(path, "stopped")) is Exit.COMPLETED
     return path
 
@@ -132,7 +132,7 @@ def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):
     given = config(tmp_path, "run")
     capture = ActivationCapture(given, make_mesh(given), build_model(given), range(40))
     monkeypatch.setattr(
-        capturing, "of_sequences", lambda *given: ({"x": np.zeros(2)} for _ in given[-1])
+        capturing, "sequence_activations", lambda *given: ({"x": np.zeros(2)} for _ in given[-1])
     )
     signs = []
     capture({}, 2, lambda: signs.append("written"))
@@ -163,9 +163,12 @@ def test_share_of_the_run_is_an_interval_of_captures():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["activations_points=residul"], 'no point "residul"; did you mean "residual"? There are'),
-        (["activations_points=x"], 'activations_points: there is no point "x"; there are att'),
-        (["activations_points=[]", "activations_interval=2"], "leaves nothing to capture: give"),
+        (
+            ["activations_points=residul"],
+            'unknown point "residul"; did you mean "residual"? Choose',
+        ),
+        (["activations_points=x"], 'activations_points: unknown point "x"; choose from att'),
+        (["activations_points=[]", "activations_interval=2"], "is empty: give"),
         (["activations_layers=[-1]"], "activations_layers"),
     ],
 )

@@ -107,7 +107,7 @@ def test_unsampleable_config_is_reported_before_the_run(tokenizer, changed, mess
 
 
 def test_no_prompts_are_refused():
-    with pytest.raises(UserError, match=r"sample_prompts = \[\] leaves nothing to continue"):
+    with pytest.raises(UserError, match=r"sample_prompts = \[\] is empty"):
         load_config(None, ["--eval.sample_interval=5", "--eval.sample_prompts=[]"])
 
 

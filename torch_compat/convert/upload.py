@@ -74,7 +74,9 @@ def run(
         directory = here.destination / plan.within
         if not directory.exists():
             conversion.run(here, plan, share, advance, workers)
-        orbax_store.settle(here.destination, directory)  # what a kill just after its commit left
+        orbax_store.finish_import(
+            here.destination, directory
+        )  # what a kill just after its commit left
         _Copy(here.destination, destination, plan.within, name).run(lock)
         shutil.rmtree(gathering, ignore_errors=True)  # workers take their locks away meanwhile
     return destination / plan.within

@@ -11,10 +11,10 @@ import numpy as np
 from jaxforge.config.job import JobConfig
 from torch_compat.checkpoint import dcp_state, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
-from torch_compat.checkpoint.dcp_state import Options
-from torch_compat.checkpoint.optimizer_state import KINDS, groups, settings_of
+from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings, groups
 from torch_compat.checkpoint.state import CheckpointState
-from torch_compat.checkpoint.validation import UNSEEN
+from torch_compat.checkpoint.validation import INVISIBLE_KEYS
 from torch_compat.formats.lazy import LazyTensor, blocks
 
 _FRACTION = 24  # of the memory allowed, for one block of either checkpoint
@@ -77,7 +77,7 @@ def verify(
     b: CheckpointRef,
     config: Path | None,
     overrides: Sequence[str],
-    options: Options,
+    options: ReadOptions,
     max_memory: int,
 ) -> Verified:
     """Compares two checkpoints of any formats.
@@ -169,14 +169,14 @@ def _by_own_keys(reference: CheckpointRef, weights_only: bool) -> _Contents:
     if weights_only:
         return _Contents(keys.params, {})
     where = train_state.read_train_state(dcp)
-    facts = _of_place(where) | _prefixed(settings_of(keys.groups))
+    facts = _of_place(where) | _prefixed(common_settings(keys.groups))
     if where.batches is not None:  # which other ranks count otherwise
         facts[f"place.batches of {where.ranks} ranks"] = (where.epoch, where.batches)
     return _Contents(dcp.tensors, facts)
 
 
 def _by_parameter(
-    a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: Options
+    a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: ReadOptions
 ) -> tuple[_Contents, _Contents, list[str]]:
     x, y = a.read(config, options), b.read(config, options)
     notes = [note for h in (x, y) if h.dialect.startswith("hf") for note in h.notes]
@@ -193,7 +193,7 @@ def _contents(
     if weights_only:
         return _Contents(dict(checkpoint.model_tensors()), {})
     facts: dict[str, Any] = {}
-    if reference.format == "dcp":
+    if reference.is_torch:
         facts = _of_place(train_state.read_train_state(reference.dcp())) | _prefixed(
             checkpoint.settings
         )
@@ -226,12 +226,12 @@ def _of_run(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
         return facts
     updates = int(checkpoint.scalars["updates"])
     facts["schedule.updates"] = updates
-    if config.optimizer.name in KINDS:
-        facts |= _prefixed(settings_of(groups(config, updates, {})))
+    if config.optimizer.name in LAYOUTS:
+        facts |= _prefixed(common_settings(groups(config, updates, {})))
     of_optimizer = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
     facts |= {f"optimizer.{key}": value for key, value in of_optimizer.items()}
     facts |= {f"schedule.{key}": value for key, value in config.scheduler}
-    facts |= {f"model.{key}": getattr(config.model, key) for key in UNSEEN}
+    facts |= {f"model.{key}": getattr(config.model, key) for key in INVISIBLE_KEYS}
     return {**facts, "schedule.max_steps": config.train.max_steps}
 
 

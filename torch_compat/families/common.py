@@ -227,7 +227,7 @@ def windows(c: Config, kinds: Sequence[str], where: str, *, differ: bool = False
             f"here are {n_layers}, of {FULL} and {SLIDING}"
         )
     if SLIDING in kinds and window == 0:  # which some write where no layer has one
-        raise UserError(f"{where}: sliding_window = 0 is of no model")
+        raise UserError(f"{where}: sliding_window = 0 is not possible for a model")
     longest = c["max_position_embeddings"]
     if window is None or SLIDING not in kinds or (window >= longest and not differ):
         return {}  # a window of everything is none

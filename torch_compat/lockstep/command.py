@@ -95,7 +95,7 @@ def lockstep(job: Job) -> Report:
     standard = config.model_copy(update={"model": mup.to_standard(config.model)})
     built = theirs.build(job.spec, standard)
     # The dialect that the user names is the module's; a checkpoint of other names has its own.
-    dialect_of_keys = job.dialect if reference.format == "dcp" else None
+    dialect_of_keys = job.dialect if reference.is_torch else None
     checkpoint = reference.read(config, ReadOptions(weights_only=True, dialect=dialect_of_keys))
     params = mup.fold_multipliers(checkpoint.params, config.model)
     checkpoint, notes = dataclasses.replace(checkpoint, params=params), _parametrisation(config)
@@ -245,7 +245,7 @@ def _updates(
 
 def _raw(reference: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, LazyTensor]:
     """Tensors of the model by the checkpoint's names, prefixes taken off; none of a run of ours."""
-    if reference.format == "dcp":
+    if reference.is_torch:
         return dcp_state.sort_keys(reference.dcp()).params
     if reference.format == "hf":
         return {current(key): tensor for key, tensor in reference.raw().items()}

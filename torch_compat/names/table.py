@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.formats.lazy import LazyTensor, interleaved, stack
+from torch_compat.formats.lazy import LazyTensor, interleave_rows, stack
 
 HEAD = "output_head.proj.weight"
 EMBEDDING = "token_embedding.embedding.weight"
@@ -103,7 +103,7 @@ class Fused(NamedTuple):
                 f"{key} holds {len(rows)} parameters in one tensor, and {len(parts)} are there, or "
                 "of several dtypes: export the weights alone, with --dtype float32 or another"
             )
-        whole = interleaved([parts[i] for i in range(len(rows))], rows)
+        whole = interleave_rows([parts[i] for i in range(len(rows))], rows)
         return whole.transposed() if self._turns(whole) else whole
 
     def _turns(self, tensor: LazyTensor) -> bool:

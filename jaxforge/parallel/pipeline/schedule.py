@@ -84,7 +84,7 @@ class Schedule:
     microbatches: int
     ticks: tuple[Tick, ...]
     slots: int
-    spare: tuple[tuple[int, ...], ...]
+    idle_slots: tuple[tuple[int, ...], ...]
 
     def phases(self) -> list[Phase]:
         """The loops that the ticks make."""
@@ -156,9 +156,9 @@ def _lock_step(name: str, stages: int, microbatches: int, chunks: int, turn: int
              tuple(stage.backward[t] for stage in per_stage))
         for t in range(n_ticks)
     )  # fmt: skip
-    spare = tuple(tuple(stage.spare[t] for stage in per_stage) for t in range(n_ticks))
+    idle_slots = tuple(tuple(stage.idle_slots[t] for stage in per_stage) for t in range(n_ticks))
     slots = max(stage.slots for stage in per_stage)
-    return Schedule(name, stages, chunks, microbatches, ticks, slots, spare)
+    return Schedule(name, stages, chunks, microbatches, ticks, slots, idle_slots)
 
 
 def _order(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int, int]]:
@@ -171,7 +171,7 @@ def _order(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int, i
 class _OfStage(NamedTuple):
     forward: list[Action | None]
     backward: list[Action | None]
-    spare: list[int]
+    idle_slots: list[int]
     slots: int
 
 
@@ -185,7 +185,7 @@ def _with_slots(
     for ahead, back in zip(forward, backward, strict=True):
         free = next(slot for slot in itertools.count() if slot not in held.values())
         slots = max(slots, free + 1)
-        done.spare.append(free)
+        done.idle_slots.append(free)
         if ahead is not None:
             held[ahead] = free
         done.forward.append(None if ahead is None else Action(*ahead, free))
@@ -231,7 +231,7 @@ def _slot_problems(schedule: Schedule) -> Iterator[str]:
         slots: dict[int, tuple[int, int]] = {}
         for t, tick in enumerate(schedule.ticks):
             ahead, back = tick.forward[stage], tick.backward[stage]
-            slot = schedule.spare[t][stage] if ahead is None else ahead.slot
+            slot = schedule.idle_slots[t][stage] if ahead is None else ahead.slot
             if slot in slots or not 0 <= slot < schedule.slots:
                 yield f"tick {t} overwrites what stage {stage} holds"
             if ahead is not None:

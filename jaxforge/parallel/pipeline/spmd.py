@@ -34,7 +34,7 @@ from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.pipeline.schedule import Phase, Schedule
-from jaxforge.parallel.pipeline.table import Actions, Column, Row
+from jaxforge.parallel.pipeline.tick_arrays import Actions, Column, TickArrays
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import only_rows, split_layers
 
@@ -188,7 +188,9 @@ class Stage:
         layers, outer = split_layers(outer)
         return Carry(idle, idle, rings, layers, outer, loss_aux, layer_aux)
 
-    def tick(self, phase: Phase, rows: Row, carry: Carry, row: Row) -> tuple[Carry, None]:
+    def tick(
+        self, phase: Phase, rows: TickArrays, carry: Carry, row: TickArrays
+    ) -> tuple[Carry, None]:
         """Run the actions of all stages in one tick.
 
         Args:
@@ -230,7 +232,7 @@ class Stage:
             carry = carry._replace(returning=self._sent(d_x, -1), layers=layers, outer=outer)
         return carry, None
 
-    def _input(self, carry: Carry, rows: Row, row: Row, actions: Actions) -> Array:
+    def _input(self, carry: Carry, rows: TickArrays, row: TickArrays, actions: Actions) -> Array:
         """Return the input of a stage: the embedding, or the output of the stage before."""
 
         def embed() -> Array:
@@ -243,7 +245,7 @@ class Stage:
         return jnp.where(self._is_first(actions), entering, carry.arriving)
 
     def _loss_backward(
-        self, carry: Carry, rows: Row, row: Row, y: Array, is_last: Array
+        self, carry: Carry, rows: TickArrays, row: TickArrays, y: Array, is_last: Array
     ) -> tuple[Carry, Array]:
         """Add the loss and its gradients; return also the gradient of the stage's output."""
 
@@ -267,7 +269,7 @@ class Stage:
         return carry, jnp.where(is_last, d_last, carry.returning)
 
     def _embed_backward(
-        self, d_outer: Params, rows: Row, row: Row, d_x: Array, actions: Actions
+        self, d_outer: Params, rows: TickArrays, row: TickArrays, d_x: Array, actions: Actions
     ) -> Params:
         """Add the gradient of the embedding, from that of the first stage's input."""
 

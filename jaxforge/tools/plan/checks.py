@@ -12,8 +12,8 @@ import jax
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.axes import data_parallel
-from jaxforge.config.job import JobConfig, shown
-from jaxforge.config.problems import said
+from jaxforge.config.job import JobConfig, short_toml
+from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.sources import open_training_data
@@ -62,7 +62,7 @@ def missing_data_warnings(config: JobConfig) -> Iterator[str]:
     for key, path in _paths(config).items():
         if urls.in_bucket(path) or not Path(path).exists():
             hint = path_hint(path, '"')
-            yield f"{key} = {shown(path)} is not on this machine: not checked{hint}"
+            yield f"{key} = {short_toml(path)} is not on this machine: not checked{hint}"
 
 
 def _paths(config: JobConfig) -> dict[str, str]:
@@ -85,11 +85,11 @@ def disk_warnings(config: JobConfig) -> Iterator[str]:
     free = shutil.disk_usage(existing).free
     if size * (n_kept + 1) > free:
         room = free // size - 1 - config.checkpoint.keep_best_n
-        fewer = [said({"checkpoint.keep_last_n": room})] if room > 0 else []
+        fewer = [describe_change({"checkpoint.keep_last_n": room})] if room > 0 else []
         yield (
             f"checkpoint.keep_last_n = {config.checkpoint.keep_last_n}: {n_kept:,} checkpoints of "
             f"{gigabytes(size)} and one being written need {gigabytes(size * (n_kept + 1))}, and "
-            f"checkpoint.dir = {shown(directory)} has {gigabytes(free)} on {existing}: change "
+            f"checkpoint.dir = {short_toml(directory)} has {gigabytes(free)} on {existing}: change "
             f"{' or '.join([*fewer, 'checkpoint.dir'])}"
         )
 

@@ -36,7 +36,7 @@ from jaxforge.tools.plan.dry_run_memory import (
     too_large,
 )
 from jaxforge.training.hooks import named_hook
-from jaxforge.training.start import skipping_experts_as_started
+from jaxforge.training.start import resolve_skip_idle_experts
 from jaxforge.training.summary import schedule_summary
 
 
@@ -118,7 +118,7 @@ def _as_started(config: JobConfig, *, is_elsewhere: bool) -> tuple[JobConfig, li
         if urls.in_bucket(location) or (is_elsewhere and is_named and not Path(location).exists()):
             return config, [f"optimizer.skip_idle_experts: a start takes it from {location}, "
                             "which was not read"]  # fmt: skip
-    started = skipping_experts_as_started(config)
+    started = resolve_skip_idle_experts(config)
     if started is config:
         return config, []
     return started, ["optimizer.skip_idle_experts: a start sets it to true, as in the checkpoint "

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import (
@@ -142,13 +142,13 @@ def too_large(config: JobConfig, mesh: AnyMesh, fits: dict[Device, Fit]) -> Iter
 def _smaller(config: JobConfig, dp: int, most_rows: int) -> Iterator[str]:
     train = config.train
     if most_rows and train.global_batch_size is None:
-        yield f"change {said({'train.batch_size': most_rows})}"
+        yield f"change {describe_change({'train.batch_size': most_rows})}"
     elif most_rows and train.global_batch_size is not None:
         accum = -(-train.global_batch_size // (dp * most_rows))
         while train.global_batch_size % (accum * dp):
             accum += 1
-        yield f"change {said({'train.grad_accum_steps': accum})}"
+        yield f"change {describe_change({'train.grad_accum_steps': accum})}"
     if train.activation_checkpointing != "full":
-        yield f"change {said({'train.activation_checkpointing': 'full'})}"
+        yield f"change {describe_change({'train.activation_checkpointing': 'full'})}"
     if not most_rows:
         yield "more devices to share the state (distributed.dp_shard, tp or pp)"

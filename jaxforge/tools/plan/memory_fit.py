@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.grad_sync import resolve_grad_sync
@@ -20,7 +20,7 @@ from jaxforge.step.memory import StepMemory, step_memory
 SLACK = 1.1
 """Largest factor by which the estimate may be too high. A step that needs more does not fit."""
 
-_MOST_ROWS = 1 << 16
+_MAX_ROWS = 1 << 16
 
 
 class Fit(NamedTuple):
@@ -56,7 +56,7 @@ def estimate_fit(
         capacity: bytes of a device.
     """
     sync = resolve_grad_sync(config, model, state, mesh, capacity).mode
-    stored = per_device(state)
+    stored = bytes_per_device(state)
     dp = data_parallel_size(mesh)
     rows = -(-config.train.microbatch_size(dp) // dp)
     modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
@@ -77,11 +77,11 @@ def with_batch_size(config: JobConfig, rows: int) -> JobConfig:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `_MOST_ROWS` that fits; every smaller number fits, too."""
+    """Return the largest number up to `_MAX_ROWS` that fits; every smaller number fits, too."""
     if not fits(1):
         return 0
     low, high = 1, 2
-    while high <= _MOST_ROWS and fits(high):
+    while high <= _MAX_ROWS and fits(high):
         low, high = high, 2 * high
     # Invariant of the bisection: `low` fits, `high` does not.
     while high - low > 1:

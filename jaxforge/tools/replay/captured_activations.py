@@ -25,7 +25,7 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.tools.replay.past import open_past
 from jaxforge.training import activation_files
-from jaxforge.training.callbacks.activations import of_sequences
+from jaxforge.training.callbacks.activations import sequence_activations
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def from_set(
     numbers = _selected(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
 
     def values(params: Params) -> Iterator[Values]:
-        capture = functools.partial(of_sequences, compute, params, config, trained.mesh)
+        capture = functools.partial(sequence_activations, compute, params, config, trained.mesh)
         first = 0
         for dataset in datasets:
             end = first + len(dataset)

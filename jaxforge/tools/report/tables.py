@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.redaction import redacted, redacted_line
-from jaxforge.config.job import shown
+from jaxforge.config.job import short_toml
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human
 from jaxforge.tools.pages.parts import Rows, details, fact_list, table
@@ -135,7 +135,7 @@ def _differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
     """Yield the settings that differ between runs, except their output directories."""
     settings = [run.config.settings for run in runs]
     for key in settings[0]:
-        values = [shown(run_settings[key]) for run_settings in settings]
+        values = [short_toml(run_settings[key]) for run_settings in settings]
         if len(set(values)) > 1 and key != "checkpoint.dir":
             yield key, values
 

@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
     content = Conversations(given) if args.conversations and given else TextField(args.text_field)
     inputs = _inputs(args, content)
     plan = _plan(args, inputs, given)
-    made_by = f"train/{FILE_NAME}"
+    marker = f"train/{FILE_NAME}"
     with atomic_directory(
-        args.output, plan, made_by=made_by, overwrite=args.overwrite, say=_say
+        args.output, plan, marker=marker, overwrite=args.overwrite, say=_say
     ) as destination:
         assert destination is not None
         tokenizer = given or _bpe(args, inputs, destination)

@@ -73,7 +73,7 @@ class ActivationCapture(Callback):
 
     def _write(self, step: int, sequences: Iterator[Values]) -> None:
         wanted, run = self._config.eval, mirror.files(self._config.checkpoint.dir)
-        directory = activation_files.of_step(run, step)
+        directory = activation_files.step_directory(run, step)
         layers = wanted.activations_layers or range(self._config.model.n_layers)
         about = {
             "step": step,
@@ -94,14 +94,14 @@ class ActivationCapture(Callback):
         sizes = {"batch_size": 1, "global_batch_size": None}
         train = self._config.train.model_copy(update=sizes)
         config = self._config.model_copy(update={"train": train})
-        for values in of_sequences(
+        for values in sequence_activations(
             self._compute, params, config, self._mesh, self._dataset, self._numbers
         ):
             yield values
             moved()
 
 
-def of_sequences(
+def sequence_activations(
     compute: Activations,
     params: Params,
     config: JobConfig,

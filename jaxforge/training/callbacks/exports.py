@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jaxforge.checkpoint.paths import PREFIX, find, is_whole
+from jaxforge.checkpoint.paths import PREFIX, find, is_durable
 from jaxforge.checkpoint.paths import SUBDIRECTORY as CHECKPOINTS
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
@@ -75,8 +75,8 @@ class Exporter(Callback):
             self._threads[path].start()
 
     def _export(self, path: Path) -> None:
-        while not is_whole(path):  # its directory appears under its name when it is durable
-            if self._ended.wait(_POLL) and not is_whole(path):
+        while not is_durable(path):  # its directory appears under its name when it is durable
+            if self._ended.wait(_POLL) and not is_durable(path):
                 self._failures.append(f"{path}: the checkpoint was not written, or is deleted")
                 return
         target = path.parent.parent / SUBDIRECTORY / path.name

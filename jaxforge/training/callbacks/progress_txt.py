@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from jaxforge.checkpoint.paths import is_whole
+from jaxforge.checkpoint.paths import is_durable
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
@@ -59,6 +59,6 @@ class ProgressTxt(Callback):
     def note_durable(self) -> None:
         """Writes a line for each checkpoint that has come to stand under its name."""
         for step, path in list(self._being_saved.items()):
-            if is_whole(path):
+            if is_durable(path):
                 self._log.append("Saved async checkpoint", f"Iteration: {step}")
                 del self._being_saved[step]

@@ -45,7 +45,7 @@ class WeightHashes(Callback):
         if self._hash is None:
             self._hash = make_hasher(params, self._mesh)
         table = multihost_utils.process_allgather(self._hash(params), tiled=True)
-        odd = find_odd(table, params, self._mesh)
+        odd = find_outliers(table, params, self._mesh)
         for device, names in odd.items():
             log.error(
                 "Parameter hashes not matching across DP replicas: at step %d, %s (process %d) "
@@ -84,7 +84,7 @@ def make_hasher(params: Params, mesh: Mesh) -> Hasher:
     )
 
 
-def find_odd(table: UInt32[np.ndarray, "device parameter"], params: Params, mesh: Mesh) -> Odd:
+def find_outliers(table: UInt32[np.ndarray, "device parameter"], params: Params, mesh: Mesh) -> Odd:
     """The devices whose hashes differ from those of most copies of the same shard.
 
     Of two copies that differ, nothing says which is right; the later device counts as odd.

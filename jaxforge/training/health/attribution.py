@@ -71,7 +71,7 @@ class Attribution:
         number = int(metrics["step"])
         state, is_same = run_again(step, state, batch, metrics, controls)
         if not is_same:
-            odd = odd_devices()
+            odd = outlier_devices()
             log.error(
                 "step %d, run again from the same state, gave another answer: the machine is at "
                 "fault; %s", number, _describe(odd),
@@ -146,7 +146,7 @@ def worst_rows(losses: Float[np.ndarray, "m b"]) -> list[tuple[int, float]]:
     return [(int(i), float(flat[i])) for i in rows[:_NAMED]]
 
 
-def odd_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
+def outlier_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
     """The devices, of all processes, that come to another result than most of them."""
     devices = jax.devices() if devices is None else devices
     own = [device for device in devices if device.process_index == jax.process_index()]

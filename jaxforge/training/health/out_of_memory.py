@@ -12,7 +12,7 @@ from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.train import EIGHT_BIT
 from jaxforge.errors import UserError
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes, per_device
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
 from jaxforge.program import Program
 
@@ -44,9 +44,9 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         config: resolved.
         mesh: the run's.
     """
-    program = Program(config, mesh, capacity=device_memory.capacity_of_each())
+    program = Program(config, mesh, capacity=device_memory.capacity_per_device())
     state = program.abstract_state()
-    params, moments = per_device(state.params), per_device(state.opt_state)
+    params, moments = bytes_per_device(state.params), bytes_per_device(state.opt_state)
     limit = device_memory.capacity()
     whole = 2 * params + moments
     dp = data_parallel_size(mesh)
@@ -63,11 +63,11 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         else smaller_step(config, rows, reduces_whole=reduces_whole)
     )
     listed = "".join(f"\n  - {remedy}" for remedy in (*fewer_copies(config, mesh), *advice))
-    return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
+    return f"out of memory: {device_memory.first_line(said)}\n{needs}. What helps:{listed}"
 
 
 def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Yield remedies where dp_shard could not split the state completely (`axes.with_copies`)."""
+    """Yield remedies if dp_shard could not split all of the state (`axes.with_equal_shards`)."""
     copies = mesh.shape["dp_replicate"] // config.distributed.dp_replicate
     if copies > 1:
         yield (

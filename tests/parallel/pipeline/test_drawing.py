@@ -265,22 +265,22 @@ def test_only_chunks_need_whole_groups_of_microbatches(capsys):
     ("argv", "message"),
     [
         (options("zigzag"), "--schedule zigzag: choose one of 1f1b, gpipe, interleaved_1f1b"),
-        (options(stages=0), "--stages 0: give 1 at least"),
-        (options(microbatches=-3), "--microbatches -3: give 1 at least"),
+        (options(stages=0), "--stages 0: must be at least 1"),
+        (options(microbatches=-3), "--microbatches -3: must be at least 1"),
         (
             options("interleaved_1f1b", microbatches=9),
             "--microbatches 9 must be a multiple of --stages 4 with interleaved_1f1b: "
             "change it to 12",
         ),
-        (options(chunks=2), "--chunks goes with --schedule interleaved_1f1b, not 1f1b"),
-        (options("gpipe", chunks=1), "--chunks goes with --schedule interleaved_1f1b, not gpipe"),
+        (options(chunks=2), "--chunks requires --schedule interleaved_1f1b, not 1f1b"),
+        (options("gpipe", chunks=1), "--chunks requires --schedule interleaved_1f1b, not gpipe"),
         (
             options("interleaved_1f1b", chunks=1),
-            "--chunks 1: give 2 at least; 1f1b is interleaved_1f1b with one",
+            "--chunks 1: must be at least 2; use 1f1b for a single chunk",
         ),
         (
             options("interleaved_1f1b", chunks=0),
-            "--chunks 0: give 2 at least; 1f1b is interleaved_1f1b with one",
+            "--chunks 0: must be at least 2; use 1f1b for a single chunk",
         ),
         (
             options(svg="/nowhere/a.svg"),

@@ -65,11 +65,11 @@ def test_neighbours_hand_on_what_is_wanted_in_the_next_tick(schedule):
     n, last = schedule.stages, schedule.stages * schedule.chunks - 1
     rings = [{} for _ in range(n)]
     arriving, returning, done = [None] * n, [None] * n, []
-    for tick, spare in zip(schedule.ticks, schedule.spare, strict=True):
+    for tick, idle_slots in zip(schedule.ticks, schedule.idle_slots, strict=True):
         onward, back = [None] * n, [None] * n
         for stage, (ring, action) in enumerate(zip(rings, tick.forward, strict=True)):
             if action is None:
-                ring[spare[stage]] = "of nobody"
+                ring[idle_slots[stage]] = "of nobody"
                 continue
             k = action.chunk * n + stage
             assert k == 0 or arriving[stage] == (action.microbatch, k)
@@ -90,12 +90,12 @@ def test_neighbours_hand_on_what_is_wanted_in_the_next_tick(schedule):
 
 def test_spare_slot_of_an_idle_stage_is_free(schedule):
     held = [set() for _ in range(schedule.stages)]
-    for tick, spare in zip(schedule.ticks, schedule.spare, strict=True):
+    for tick, idle_slots in zip(schedule.ticks, schedule.idle_slots, strict=True):
         for stage, slots in enumerate(held):
             ahead, back = tick.forward[stage], tick.backward[stage]
             if ahead is None:
-                assert spare[stage] not in slots
-                assert 0 <= spare[stage] < schedule.slots
+                assert idle_slots[stage] not in slots
+                assert 0 <= idle_slots[stage] < schedule.slots
             else:
                 slots.add(ahead.slot)
             if back is not None:
@@ -166,9 +166,9 @@ def altered(schedule, *changes):
 
 
 def with_spare(schedule, t, stage, slot):
-    spare = [list(row) for row in schedule.spare]
-    spare[t][stage] = slot
-    return dataclasses.replace(schedule, spare=tuple(map(tuple, spare)))
+    idle_slots = [list(row) for row in schedule.idle_slots]
+    idle_slots[t][stage] = slot
+    return dataclasses.replace(schedule, idle_slots=tuple(map(tuple, idle_slots)))
 
 
 def idle_ticks(schedule, direction, stage):

@@ -60,7 +60,7 @@ def test_dry_run_opens_and_counts_data(dry, tmp_path):
     assert f"training: {tmp_path}: 1,000 tokens in 1 file(s), 15 sequences" in said["data"]
     assert f"evaluation: {tmp_path}" in said["data"]
     assert "epochs of 15 sequences" in said["schedule"]
-    assert "is what is trained on" in said["warnings"]
+    assert "is also the training data" in said["warnings"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_dry_run_raises_errors_of_a_start(request, arguments, message):
 
 
 def test_devices_option_requires_dry_run(request):
-    with pytest.raises(UserError, match="--devices 8 is for --dry-run"):
+    with pytest.raises(UserError, match="--devices 8 requires --dry-run"):
         train.main(["--config", str(request.config.rootpath / DEBUG), "--devices", "8"])
 
 

@@ -84,7 +84,7 @@ def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path
         train.run(other)
     assert "max_steps" not in str(refused.value)
     assert "step.zip" in str(refused.value)
-    assert "leave the key out" in str(refused.value)
+    assert "remove the key" in str(refused.value)
 
 
 def rewritten(saved, path, **changes):
@@ -101,9 +101,9 @@ def rewritten(saved, path, **changes):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"versions": {"jax": "0.1"}}, f"for jax 0.1, here is jax {jax.__version__}"),
+        ({"versions": {"jax": "0.1"}}, f"for jax 0.1; this run has jax {jax.__version__}"),
         ({"devices": ["TPU v5p"]}, "TPU v5p"),
-        ({"ids": [0, 1]}, "2 devices.*here is 8 devices"),
+        ({"ids": [0, 1]}, "2 devices.*this run has 8 devices"),
         ({"format": 0}, "format 0"),
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_executable_of_another_code_version_is_refused(saved, tmp_path):
 def test_truncated_executable_is_refused(saved, tmp_path, content):
     path, whole = tmp_path / "torn.zip", saved.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(UserError, match=r"torn\.zip: no file of compiled steps, or torn"):
+    with pytest.raises(UserError, match=r"torn\.zip: not a file of compiled steps, or damaged"):
         train.run(config(tmp_path / "run", executable=str(path)))
 
 
@@ -143,7 +143,7 @@ def test_bit_flip_in_executable_is_detected(tmp_path):
         try:
             steps = Executable(str(path), mesh).load({1: lowered}, settings)
         except UserError as error:
-            refused += "torn" in str(error)
+            refused += "damaged" in str(error)
         else:  # the bit was in metadata, such as a date
             assert steps[1].as_text() == compiled.as_text()
     assert refused > 250

@@ -315,9 +315,9 @@ def test_decompression_bomb_is_refused(capsule, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verify", "x.zip", "--steps", "0"], "--steps: expected 1 or more"),
+        (["verify", "x.zip", "--steps", "0"], "--steps 0: must be at least 1"),
         (["verify", "x.zip"], "cannot read the capsule x.zip"),
-        (["runs/x", "--train.seed=1"], "it takes no settings"),
+        (["runs/x", "--train.seed=1"], "remove this setting"),
         (["runs/x", "--steps", "3"], "--steps is for verify CAPSULE"),
         (["verify", "x.zip", "--output", "y"], "--output is for RUN"),
         (["runs/x", "x.zip"], "runs/x x.zip: expected RUN, or verify CAPSULE"),

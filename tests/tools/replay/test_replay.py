@@ -151,7 +151,7 @@ def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
     curves = drawn.json()["charts"][0]["curves"]
     assert curves[-1]["label"] == f"step {step}"
     assert len(curves) == len(result.norms)
-    with pytest.raises(UserError, match="--html is for the account of one step"):
+    with pytest.raises(UserError, match="--html supports one step only"):
         command.main([str(run), "--steps", "1:2", "--html", "o.html"])
 
 
@@ -268,9 +268,9 @@ def test_measure_does_not_change_the_state(run):
     [
         (["--step", "31"], "step 31 does not exist: steps are 1 to train.max_steps = 30"),
         (["--step", "0"], "step 0 does not exist"),
-        (["--steps", "4-6"], "--steps 4-6: expected A:B"),
-        (["--steps", "6:4"], "--steps 6:4: expected A:B"),
-        (["--step", "2", "--around", "-1"], "--around: expected 0 or more"),
+        (["--steps", "4-6"], "--steps 4-6: must be A:B"),
+        (["--steps", "6:4"], "--steps 6:4: must be A:B"),
+        (["--step", "2", "--around", "-1"], "--around -1: must be at least 0"),
     ],
 )
 def test_invalid_replay_steps_are_refused(run, arguments, message):
@@ -359,8 +359,8 @@ def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--points", "q*"], 'there is no point "q.*"; there are attention, mlp, residual, att'),
-        (["--points", "mlp,residul"], '"residul"; did you mean "residual".? There are attention'),
+        (["--points", "q*"], 'unknown point "q.*"; choose from attention, mlp, residual, att'),
+        (["--points", "mlp,residul"], '"residul"; did you mean "residual".? Choose from attention'),
         (["--layers", "x"], "expected numbers of layers"),
         (["--sequences", "0"], "--sequences 0: expected a number .64., a range .10:20. or"),
         (["--sequences", "5:5"], "--sequences 5:5: expected a number"),

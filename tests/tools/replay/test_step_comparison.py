@@ -69,7 +69,7 @@ def test_first_changed_value_is_named(run, values_of, setting):
 
 
 def test_invalid_comparison_arguments_are_refused(run):
-    with pytest.raises(UserError, match="--other is of the run that --against names"):
+    with pytest.raises(UserError, match="--other requires --against"):
         command.main([str(run), "--step=5", "--other=--train.z_loss_weight=0.1"])
-    with pytest.raises(UserError, match="for one step"):
+    with pytest.raises(UserError, match="supports one step only"):
         command.main([str(run), "--steps=1:2", f"--against={run}"])

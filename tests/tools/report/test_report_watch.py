@@ -138,7 +138,7 @@ def test_occupied_port_raises(tmp_path):
         with pytest.raises(UserError, match=f"port {server.port} is taken; name another") as error:
             main([str(tmp_path), "--watch", str(server.port)])
         assert error.value.exit_code == 2
-    with pytest.raises(UserError, match="leave out --output"):
+    with pytest.raises(UserError, match="remove --output"):
         main(["--output", "x.html", "--watch", str(tmp_path)])
 
 

@@ -13,7 +13,7 @@ from jaxforge.training.health import attribution
 from jaxforge.training.health.attribution import (
     Attribution,
     make_row_losses,
-    odd_devices,
+    outlier_devices,
     worst_rows,
 )
 from tests.conftest import tiny_config
@@ -74,7 +74,7 @@ def test_another_answer_is_the_machine(bad_step, caplog, monkeypatch):
 
 
 def test_devices_that_agree_are_not_accused():
-    assert odd_devices() == []
+    assert outlier_devices() == []
 
 
 def test_worst_rows_are_those_that_are_not_finite_else_the_largest():

@@ -20,7 +20,7 @@ class Actions(NamedTuple):
     slot: Column
 
 
-class Row(NamedTuple):
+class TickArrays(NamedTuple):
     """A tick as arrays: [stages] of each direction's actions, and what the ends of the model do.
 
     Attributes:
@@ -42,10 +42,10 @@ class Row(NamedTuple):
     embed_backwards: Column
 
 
-def table(schedule: Schedule) -> list[Row]:
+def tick_arrays(schedule: Schedule) -> list[TickArrays]:
     """A schedule as arrays [ticks, ...], phase by phase."""
-    ticks = zip(schedule.ticks, schedule.spare, strict=True)
-    rows = [_row(schedule, tick.forward, tick.backward, spare) for tick, spare in ticks]
+    ticks = zip(schedule.ticks, schedule.idle_slots, strict=True)
+    rows = [_row(schedule, tick.forward, tick.backward, idle_slots) for tick, idle_slots in ticks]
     phases, start = [], 0
     for phase in schedule.phases():
         of_phase = rows[start : start + len(phase.ticks)]
@@ -58,8 +58,8 @@ def _row(
     schedule: Schedule,
     forward: Sequence[Action | None],
     backward: Sequence[Action | None],
-    spare: Sequence[int],
-) -> Row:
+    idle_slots: Sequence[int],
+) -> TickArrays:
     def columns(actions: Sequence[Action]) -> Actions:
         return Actions(*np.asarray(actions, np.int32).T)
 
@@ -68,9 +68,9 @@ def _row(
         return np.asarray(microbatch, np.int32)
 
     idle = Action(0, 0, 0)
-    return Row(
+    return TickArrays(
         columns(
-            [action or Action(0, 0, slot) for action, slot in zip(forward, spare, strict=True)]
+            [action or Action(0, 0, slot) for action, slot in zip(forward, idle_slots, strict=True)]
         ),
         columns([action or idle for action in backward]),
         is_forward=np.array([action is not None for action in forward]),
