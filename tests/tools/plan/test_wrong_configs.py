@@ -280,10 +280,10 @@ def proposed(message: str) -> Iterator[Change]:
         yield {about: json.loads(match[1])}
     elif match := re.search(r"expected (.*)", text):
         yield {about: some(match[1])}
-    elif pairs := re.findall(rf"(?:needs|set|or) ({KEY}) = ({VALUE})", text):
+    elif pairs := re.findall(rf"(?:needs|requires|set|or) ({KEY}) = ({VALUE})", text):
         yield from ({key: json.loads(value)} for key, value in pairs)
-    elif match := re.search(r"set it to (\w+)", text):
-        yield {about: json.loads(match[1])}
+    elif match := re.search(rf"set (it|{KEY}) to ({VALUE})", text):
+        yield {about if match[1] == "it" else match[1]: json.loads(match[2])}
 
 
 def some(expected: str) -> Any:
