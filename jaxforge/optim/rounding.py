@@ -76,7 +76,7 @@ def stochastic_round(x: Float[Array, "..."], bits: Array) -> Array:
 
     Args:
         x: numbers, float32.
-        bits: random uint32; the upper 16 bits are used.
+        bits: random uint32; only the upper 16 bits are used.
     """
     # float32  s eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm   bfloat16 is the upper half, truncated
     # bits >> 16                 |rrrrrrrrrrrrrrrr   the sum carries into the upper half with

@@ -57,24 +57,22 @@ class Controls(NamedTuple):
     next_lr_scale: Float[Array, ""] | float | None = None
 
 
+TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+
+
 class CompiledSteps:
-    """The train step for each size of batch, by the number of its microbatches.
+    """The compiled train step for each size of batch, by the number of its microbatches.
 
     Attributes:
-        largest: the one for the largest batch.
+        largest: the step for the largest batch.
     """
 
     def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
         self._by_size, self.largest = by_size, by_size[max(by_size)]
 
-    def __call__(
-        self, state: TrainState, batch: Batch, controls: Controls
-    ) -> tuple[TrainState, Metrics]:
-        """Runs the step."""
-        return self._by_size[batch["labels"].shape[0]](state, batch, controls)
-
-
-TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+    def __getitem__(self, microbatches: int) -> TrainStep:
+        """Return the step for batches of this many microbatches."""
+        return self._by_size[microbatches]
 
 
 def make_train_step(
@@ -102,6 +100,12 @@ def make_train_step(
     in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
     is_selected = is_updated_in_place if in_place else None
 
+    # One program computes, in this order:
+    #
+    #   gradients and loss -> guard -> optimizer -> selection of new or old values -> metrics
+    #
+    # The host decides nothing in between. It may launch the next step before it has read this
+    # step's metrics, because bad steps are rejected on the device.
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
@@ -118,8 +122,8 @@ def make_train_step(
         # Without valid labels the gradient is 0, but decay and moments would change the weights.
         apply = controls.apply & (n_valid > 0)
         good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
-        # Two selections: a bad step keeps parameters and optimizer state, but counts; after the
-        # guard has halted the run, nothing changes any more, counters included.
+        # Two selections follow. A bad step keeps parameters and optimizer state, but advances the
+        # counters. After the guard has halted the run, the counters do not change either.
         is_running = ~guard.is_halted(state.guard)
         applied = good & is_running
         extra: dict[str, Array] = {"applied": applied} if in_place else {}
@@ -129,6 +133,7 @@ def make_train_step(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
         )
         params, opt_state = add(state.params, updates, opt_state, state.step)
+        # Non-trainable state follows the statistics of the forward pass, not a gradient.
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)

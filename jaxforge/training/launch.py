@@ -1,4 +1,4 @@
-"""One start of a run: devices, mesh and parts, then the loop, and an orderly end."""
+"""Start of a run: devices, mesh and trainer, then the training loop and an orderly end."""
 
 import contextlib
 import sys
@@ -38,12 +38,12 @@ def train(
     Args:
         config: the config, as `load_config` returns it. Lengths in epochs or tokens of an
             unresolved config are turned into updates here.
-        callbacks: called in order at each event.
-        make_step: makes an update of your own, with the arguments and results of `Program.step`,
-            to which it may delegate. By default `Program.step`.
+        callbacks: your callbacks, called in order at each event.
+        make_step: makes an update of your own, with the arguments and results of `Program.step`, to
+            which it may delegate. By default `Program.step`.
 
     Returns:
-        Why training ended; `Exit.code` is the exit code.
+        The reason why training ended; `Exit.code` is the exit code.
 
     Raises:
         UserError: the config, the data or a checkpoint cannot be used.
@@ -57,7 +57,7 @@ def train(
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
             multihost.exit_at_once_on_failure(),
-            _live_line(console, known, watchdog) as live,
+            open_live_line(console, known, watchdog) as live,
         ):
             config = resolve(config, watchdog)
             program = Program(config)
@@ -73,20 +73,20 @@ def train(
                 try:
                     reason = trainer.train(signals, since)
                 finally:
-                    if reason is not Exit.UNHEALTHY:  # closing may wait for the devices for ever
+                    if reason is not Exit.UNHEALTHY:  # closing may wait forever for the devices
                         with watchdog.section("end"):
                             reason = trainer.close(reason)
-            assert reason is not None  # as nothing was raised
+            assert reason is not None  # nothing was raised
             if reason is Exit.UNHEALTHY or signals.has_background_thread:
-                end_now(reason.code)  # nor must the compiler find the process half gone
+                end_now(reason.code)  # a thread may still compile: no clean exit
             return reason
 
 
-def _live_line(
+def open_live_line(
     console: Console, config: JobConfig, watchdog: Watchdog
 ) -> contextlib.AbstractContextManager[LiveLine | None]:
-    """Return the live line for a terminal on process 0; none if output is parsed."""
+    """Return the live line for a terminal of process 0; None in the context without one."""
     is_watched = console.is_terminal and not console.is_dumb_terminal
     if is_watched and config.metrics.log_format == "kempnerforge" and jax.process_index() == 0:
-        return LiveLine(console, watchdog.moment)
+        return LiveLine(console, watchdog.activity)
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Hashes of what is saved: the same wherever they are taken, and nothing waits for them."""
+"""Checksums of saved arrays: equal on hosts and devices, and computed in the background."""
 
 import json
 import threading
@@ -29,7 +29,7 @@ SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_host_checksum_equals_device_checksum_on_any_mesh(shape, dtype, small, monkeypatch):
-    monkeypatch.setattr(host_checksum, "_SMALL", small)  # elements that NumPy goes through
+    monkeypatch.setattr(host_checksum, "_SMALL", small)  # elements up to which NumPy is used
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
     whole = int(jax.jit(checksum)(x))
@@ -37,7 +37,7 @@ def test_host_checksum_equals_device_checksum_on_any_mesh(shape, dtype, small, m
         sharding = NamedSharding(mesh, spec)
         try:
             array = jax.device_put(x, sharding)
-        except ValueError:  # it has too few dimensions, or does not divide
+        except ValueError:  # too few dimensions, or not divisible
             assert spec != P()
             continue
         assert host_checksum.checksum(array) == whole, spec
@@ -75,12 +75,12 @@ def test_device_hashes_equal_host_hashes(monkeypatch):
 
 
 def test_save_hashes_donated_state_in_background(tmp_path, monkeypatch):
-    """Hashes are of what was saved, also where the update came first; the file is as ever."""
-    may_hash, hash_one = threading.Event(), host_checksum.checksum
+    """Hashes are of the saved values even if the next update runs first."""
+    may_hash, compute = threading.Event(), host_checksum.checksum
 
     def hash_later(*args):
         assert may_hash.wait(PATIENCE)
-        return hash_one(*args)
+        return compute(*args)
 
     monkeypatch.setattr(host_checksum, "checksum", hash_later)
     ours = setup(tiny_config())

@@ -1,4 +1,4 @@
-"""Processes of a job agree on how their saves stand; here one process, and what others answer."""
+"""Agreement of a job's processes about their saves, with one process and scripted peers."""
 
 import errno
 import logging
@@ -21,7 +21,7 @@ BROKEN = "Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connection clo
 
 @pytest.fixture
 def others(monkeypatch):
-    """Contributions of another process, exchange by exchange; `mine` records those of this one."""
+    """Scripted contributions of another process, and recorded contributions of this one."""
     answers, mine = [], []
 
     def process_allgather(array):
@@ -89,7 +89,7 @@ def test_multiprocessing_options_separate_directories(tmp_path, monkeypatch, cou
 
 @pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
 def test_save_with_lost_process_raises_peer_lost(tmp_path, monkeypatch, error):
-    """The job is started again with 134; with 74 it would not be."""
+    """The exit code is then 134, with which the job is restarted, and not 74."""
 
     def lose(_):
         raise error(BROKEN)
@@ -105,7 +105,7 @@ def test_save_with_lost_process_raises_peer_lost(tmp_path, monkeypatch, error):
         with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
             saved.wait()
         with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
-            saved.close(together=False)  # at once: the save waits for the lost process
+            saved.close(together=False)  # does not wait: the save waits for the lost process
         assert thread.is_alive()
     finally:
         may_end.set()

@@ -39,7 +39,7 @@ def config_of(name, **distributed):
 
 @functools.cache
 def trained(name):
-    """A run, its state after 2 steps, and the parameters after 4."""
+    """Return a run, its state after 2 steps, the parameters after 4 steps and the batches."""
     ours = setup(config_of(name))
     batches = random_batches(ours.config, 4)
     state, _ = ours.run(ours.state(), batches[:2])
@@ -81,7 +81,7 @@ def test_partial_moments_restore_onto_another_mesh(tmp_path):
 
 @pytest.mark.parametrize("rows", [16, 200])
 def test_optimizer_with_empty_moments_restores(tmp_path, rows):
-    """Muon without parameters for AdamW, and the other way round."""
+    """Muon without parameters for AdamW, and with all parameters for AdamW."""
     axes = {"layers": {"weight": ("layers", "mlp", "embed")}}
     params = {"layers": {"weight": jnp.ones((2, rows, 16))}}
     tx = build_optimizer(config_of("muon"), axes)

@@ -1,4 +1,4 @@
-"""Saved on one mesh, restored on another; nothing declined in silence; the right ones kept."""
+"""Saving, restoring and retention of checkpoints."""
 
 import contextlib
 import dataclasses
@@ -39,15 +39,15 @@ def checkpoints(path, ours, **keys):
     return Checkpoints(path, section, ours.model.axes, resolved, stack=ours.model.stack)
 
 
-def held_up(saved):
-    """Until this event is set nothing is done in the background."""
+def delay_saves(saved):
+    """Delay background work of saves until the returned event is set."""
     may_finish, finish = threading.Event(), saved._finish
-    saved._finish = lambda *left: may_finish.wait(PATIENCE) and finish(*left)
+    saved._finish = lambda *args: may_finish.wait(PATIENCE) and finish(*args)
     return may_finish
 
 
 def start(saved, ours):
-    """Return the starting state of a run with this set-up."""
+    """Return the starting state of a run."""
     with jax.set_mesh(ours.mesh):
         return starting_state(ours, saved)
 
@@ -80,7 +80,7 @@ def test_restore_onto_another_mesh_is_bit_exact(tmp_path, source, target):
 
 
 def test_checkpoint_is_independent_of_pipeline_stages(tmp_path):
-    """Through stages of unequal length, then through chunks, and back: not a bit has changed."""
+    """Saving on unequal stages and on chunks of stages does not change the state."""
 
     def layout(**axes):
         train = {"grad_accum_steps": 2, "batch_size": 4 // axes.get("dp_shard", 1)}
@@ -134,7 +134,7 @@ def test_newly_durable_reports_each_save_once(tmp_path, mode):
     for step in (2, 3):
         saved.save(Progress(step=step), state)
     saved.wait()
-    may_finish = held_up(saved)
+    may_finish = delay_saves(saved)
     saved.save(Progress(step=4), state)
     assert saved.newly_durable() == {}
     may_finish.set()
@@ -154,12 +154,12 @@ def steps(path):
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_saved_state_may_be_donated(tmp_path, distributed):
-    """Saved values are set aside first; everything else is background work."""
+    """The save copies the values first and does everything else in the background."""
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
     before = addresses(state)
-    want = jax.device_get(jax.tree.map(jnp.copy, state))  # of itself it would be read from then on
+    want = jax.device_get(jax.tree.map(jnp.copy, state))  # a copy, since the state is donated
     saved, progress = checkpoints(tmp_path, ours), Progress(step=2, samples=16)
-    may_finish = held_up(saved)
+    may_finish = delay_saves(saved)
     saved.save(progress, state)
     progress.step, progress.samples = 3, 24
     negated = jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(state)
@@ -174,11 +174,11 @@ def test_saved_state_may_be_donated(tmp_path, distributed):
 
 
 def test_saves_to_two_directories_begin_one_at_a_time(tmp_path):
-    """Directories of the one would be made when the other's are, and emptied of what is written."""
+    """Otherwise the signals of one save would create and clear directories of the other."""
     ours, state = trained()
-    two = [checkpoints(tmp_path / location, ours) for location in "ab"]
+    managers = [checkpoints(tmp_path / location, ours) for location in "ab"]
     both, met = threading.Barrier(2, None, 0.5), []
-    for saved in two:
+    for saved in managers:
 
         def save(*args, begin=saved._manager.save, **options):
             with contextlib.suppress(threading.BrokenBarrierError):
@@ -187,13 +187,13 @@ def test_saves_to_two_directories_begin_one_at_a_time(tmp_path):
 
         saved._manager.save = save
         saved.save(Progress(step=2), state)
-    for saved in two:
+    for saved in managers:
         saved.close()
     assert not met
 
 
 def addresses(tree):
-    """Return the addresses of all arrays: XLA may exchange those of one shape."""
+    """Return the set of addresses of all arrays; XLA may exchange arrays of equal shape."""
     shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
@@ -207,7 +207,7 @@ def test_state_is_split_into_data_files(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     assert layout.file_bytes(tree) == nbytes // 64
     monkeypatch.undo()
-    assert layout.file_bytes(tree) == 64 << 20  # nor are there more of them than need be
+    assert layout.file_bytes(tree) == 64 << 20  # small states have few files
 
     monkeypatch.setattr(layout, "_LEAST", 4096)
     saved = checkpoints(tmp_path, ours)
@@ -254,7 +254,7 @@ def test_damaged_metrics_raise(tmp_path, damaged):
 
 
 def test_checkpoint_without_metric_is_never_best(tmp_path):
-    """Metrics of another name, of a run that went by another one before; and one that is NaN."""
+    """Neither a checkpoint with another metric nor one with NaN is the best."""
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=1, best_metric="eval/a/loss")
     for step, a in ((10, None), (20, 5.0), (30, float("nan")), (40, 6.0)):
@@ -278,17 +278,17 @@ def test_incomplete_save_is_ignored_and_removed(tmp_path):
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
     saved.close()
-    whole = tmp_path / "checkpoints" / "step_2"
-    torn = tmp_path / "checkpoints" / "step_3.orbax-checkpoint-tmp"
-    shutil.copytree(whole, torn)
-    (torn / "commit_success.txt").unlink()
+    complete = tmp_path / "checkpoints" / "step_2"
+    incomplete = tmp_path / "checkpoints" / "step_3.orbax-checkpoint-tmp"
+    shutil.copytree(complete, incomplete)
+    (incomplete / "commit_success.txt").unlink()
     assert find(tmp_path) == (tmp_path, 2)
     again = checkpoints(tmp_path, ours)
     assert again.latest() == 2
     again.save(Progress(step=3), state)
     again.close()
     assert steps(tmp_path) == [2, 3]
-    assert not torn.exists()
+    assert not incomplete.exists()
 
 
 def test_progress_and_config_are_stored_as_json(tmp_path):
@@ -363,7 +363,7 @@ def test_mismatched_model_raises(tmp_path):
 
 @pytest.fixture
 def collected():
-    """Collect the remains of a failed read here, because they complain when collected."""
+    """Collect the objects of a failed read, which warn when they are collected."""
     yield
     gc.collect()
 
@@ -379,20 +379,21 @@ def flip(path):
 
 
 @pytest.mark.parametrize(
-    ("harm", "what"),
+    ("damage", "message"),
     [(cut, ""), (Path.unlink, ""), (flip, r"not what was saved: \w+[\w.]+")],
 )
 @pytest.mark.usefixtures("collected")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_damaged_checkpoint_error_names_previous_step(tmp_path, harm, what):
+def test_damaged_checkpoint_error_names_previous_step(tmp_path, damage, message):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     for step in (1, 2):
         saved.save(Progress(step=step), state)
     saved.close()
     files = (tmp_path / "checkpoints" / "step_2" / "state").rglob("d/*")
-    harm(max(files, key=lambda path: path.stat().st_size))
-    with pytest.raises(UserError, match=rf"step_2 is damaged \(.*{what}.*remove it .* step 1, or"):
+    damage(max(files, key=lambda path: path.stat().st_size))
+    pattern = rf"step_2 is damaged \(.*{message}.*remove it .* step 1, or"
+    with pytest.raises(UserError, match=pattern):
         start(checkpoints(tmp_path, ours), ours)
 
 
@@ -419,7 +420,7 @@ def test_restore_model_checks_weights_and_casts(tmp_path):
     load(jax.numpy.bfloat16)
 
 
-def save_and_look(saved, state):
+def save_and_poll(saved, state):
     saved.save(Progress(step=2), state)
     for _ in range(6000):
         saved.check()
@@ -430,15 +431,15 @@ def test_failed_save_raises_before_next_save(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     (tmp_path / "checkpoints").rmdir()
-    (tmp_path / "checkpoints").touch()  # no directory, so that nothing can be made in it
+    (tmp_path / "checkpoints").touch()  # a file, so that no directory can be created in it
     with pytest.raises(StorageError, match=r"could not be written .* \(N\w+( \w+)* directory: /"):
-        save_and_look(saved, state)
+        save_and_poll(saved, state)
 
 
 def test_close_alone_waits_for_own_save(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
-    may_finish = held_up(saved)
+    may_finish = delay_saves(saved)
     saved.save(Progress(step=2), state)
     threading.Timer(0.1, may_finish.set).start()
     saved.close(together=False)
@@ -446,10 +447,10 @@ def test_close_alone_waits_for_own_save(tmp_path):
 
 
 def test_saves_do_not_query_preemption_service(tmp_path, monkeypatch):
-    asked = []
+    queries = []
 
     def service(step):
-        asked.append(step)
+        queries.append(step)
         return False
 
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", service)
@@ -458,7 +459,7 @@ def test_saves_do_not_query_preemption_service(tmp_path, monkeypatch):
     for step in (1, 2):
         saved.save(Progress(step=step), state)
     saved.close()
-    assert not asked
+    assert not queries
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*b", "a\\b", "what?"])
@@ -467,7 +468,7 @@ def test_directory_with_pattern_characters_raises(tmp_path, name):
     with pytest.raises(UserError, match=r"could not be read again: .* give a directory without"):
         Checkpoints(tmp_path / name, config)
     assert not list(tmp_path.iterdir())
-    Checkpoints(tmp_path / name, config, read_only=True).close()  # it may have been moved there
+    Checkpoints(tmp_path / name, config, read_only=True).close()  # existing runs may be there
 
 
 def test_find_without_checkpoint_raises(tmp_path):

@@ -1,4 +1,4 @@
-"""Damage of a checkpoint's JSON is found before training starts."""
+"""Checksums of a checkpoint's JSON files."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def test_progress_without_seal_is_read():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run directory with a checkpoint of step 0, and what it was saved with."""
+    """A program, and a run directory with its checkpoint of step 0."""
     ours, run = setup(tiny_config()), tmp_path_factory.mktemp("run")
     checkpoints = open_run(ours, run)
     checkpoints.save(Progress(samples=8, run_id="abc"), ours.state())

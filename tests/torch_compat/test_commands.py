@@ -276,7 +276,7 @@ def run_and_export(tmp_path_factory):
         (["export", "a", "dcp", "--to=dcp"], "is there already"),
         (["export", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
         (["export", "a", "b", "--to=hf", "--model.n_layers=1"],
-         "not of this config; .*\n  left over: layers.1"),
+         "does not match this config; .*\n  left over: layers.1"),
         (["export", "a", "b", "--to=hf", "--model.n_layers=3"], "missing: layers.2"),
         (["export", "a", "b", "--to=dcp", "--model.vocab_size=64"],
          r"token_embedding.embedding.weight is \[256, 64\], in the model \[64, 64\]"),

@@ -1,4 +1,4 @@
-"""DCP checkpoints that PyTorch wrote: every layout read bit for bit, every damage named."""
+"""Reader of DCP checkpoints: layouts that PyTorch writes, and damage."""
 
 import pickle
 import resource
@@ -31,13 +31,13 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 metadata = pytest.importorskip("torch.distributed.checkpoint.metadata")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about saving in one process
 WRITER = Path(__file__).with_name("write_layouts.py")
 
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory):
-    """Return files of four processes: a directory per layout, and `<layout>.npz`."""
+    """Files of four processes: a directory per layout, and `<layout>.npz`."""
     out = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
         [sys.executable, WRITER, out], capture_output=True, text=True, timeout=PATIENCE
@@ -56,7 +56,7 @@ def saved(path, **tensors):
 
 
 def edited(path, change):
-    """The checkpoint with other metadata."""
+    """Change the metadata of a checkpoint."""
     result = pickle.loads((path / METADATA).read_bytes())
     change(result)
     (path / METADATA).write_bytes(pickle.dumps(result))
@@ -236,14 +236,14 @@ def test_equal_nan_tied_weights_are_merged(tmp_path):
 def test_missing_stage_raises(tmp_path, lost, named):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)}, {"c": torch.ones(1)})
     shutil.rmtree(tmp_path / f"pp{lost}")
-    with pytest.raises(UserError, match=rf"stages are missing or torn: {named}$"):
+    with pytest.raises(UserError, match=rf"stages are missing or incomplete: {named}$"):
         opened(tmp_path)
 
 
 def test_incomplete_stage_raises(tmp_path):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
     (tmp_path / "pp1" / METADATA).unlink()
-    with pytest.raises(UserError, match=r"missing or torn: pp1$"):
+    with pytest.raises(UserError, match=r"missing or incomplete: pp1$"):
         opened(tmp_path)
 
 
@@ -264,7 +264,7 @@ def test_incomplete_save_is_no_checkpoint(tmp_path):
 
 @pytest.fixture
 def broken(layouts, tmp_path):
-    """A copy to break."""
+    """A copy to damage."""
     return Path(shutil.copytree(layouts / "nested", tmp_path / "broken"))
 
 
@@ -326,7 +326,7 @@ def another_item(result):
 
 
 def same_bytes(result):
-    """Return the same bytes with the same shape and dtype, which would be read silently."""
+    """Let two chunks of one shape and dtype share bytes, which no other check would notice."""
     locations = result.storage_data
     at, there = (metadata.MetadataIndex(KEY, torch.Size([row, 0])) for row in (13, 26))
     locations[at] = locations[there]
@@ -376,7 +376,7 @@ def test_inconsistent_metadata_raise_with_key(broken, change, says):
     edited(broken, change)
     with pytest.raises(UserError, match=says) as caught:
         read_everything(broken)
-    if change is not unknown_dtype:  # its name is all that a pickle shows of it
+    if change is not unknown_dtype:  # the error names only the dtype
         assert KEY in str(caught.value)
     assert str(broken) in str(caught.value)
 
@@ -413,7 +413,7 @@ def test_missing_data_file_raises(broken):
 
 
 def test_read_opens_only_needed_files(broken):
-    """The other ranks' files are not even there."""
+    """The files of the other ranks are deleted."""
     for rank in (0, 2, 3):
         (broken / f"__{rank}_0.distcp").unlink()
     part = opened(broken).tensors[KEY].read((slice(15, 20), slice(0, 6)))

@@ -1,4 +1,4 @@
-"""Mixtures of experts, to PyTorch and back: each expert by its own name, whatever holds it here."""
+"""Conversion of models with experts to PyTorch and back."""
 
 import shutil
 
@@ -36,7 +36,7 @@ MODELS = {
     "softmax": MIXTURE,
     "softmax in some layers, packed": {**MIXTURE, **SOME, **PACKED},
     "sigmoid in some layers": {**SIGMOID, **SOME},
-    "a bias that only chooses": SIGN,
+    "selection bias": SIGN,
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_dcp_round_trip_is_bit_exact(tmp_path, name):
     ours = setup(load_config(config))
     of_both = (jax.device_get(restored(ours, run)) for run in (again, tmp_path / "run"))
     jax.tree.map(np.testing.assert_array_equal, *of_both)
-    if name == "sigmoid in some layers":  # what comes of one state is one thing
+    if name == "sigmoid in some layers":  # one model is enough
         of_both = (gone_on(run, config) for run in (again, tmp_path / "run"))
         jax.tree.map(np.testing.assert_array_equal, *of_both)
     for path in (dcp, again):
@@ -79,7 +79,7 @@ def test_dcp_layouts_round_trip(tmp_path, optimizer, options):
 
 
 def test_entries_match_stacked_arrays(tmp_path):
-    """Each entry by hand from the arrays that the model has."""
+    """Entries are taken by hand from the arrays of the model."""
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     ours = setup(load_config(config))
     state = restored(ours, tmp_path / "run")
@@ -107,7 +107,7 @@ SHARED = [f"mlp.shared_expert.{m}_proj.weight" for m in ("down", "gate", "up")]
 
 
 def keys_of_layers(experts):
-    """KempnerForge's, of layers 1 and 3 with experts and 0 and 2 without, as its code has them."""
+    """Return KempnerForge's keys of layers 1 and 3 with experts, and 0 and 2 without."""
     dense = [f"mlp.{m}_proj.weight" for m in ("down", "gate", "up")]
     moe = [*experts, *SHARED, "mlp.router.gate.weight", "mlp.router.expert_bias"]
     return {f"layers.{i}.{n}" for i in range(4) for n in (*BLOCK, *(moe if i % 2 else dense))}
@@ -141,7 +141,7 @@ def test_exported_keys_match_kempnerforge(tmp_path, packed):
 
 @pytest.fixture(scope="module")
 def kempnerforge(tmp_path_factory):
-    """The sigmoid router's run, its export, and its config."""
+    """Directory of a run with sigmoid router, its export, and its config."""
     directory = tmp_path_factory.mktemp("kempnerforge")
     config = trained(directory / "run", model=SIGMOID)
     return directory, export(directory / "run", directory / "dcp"), config
@@ -227,7 +227,7 @@ def our_logits(run, tokens):
         return np.asarray(model.logits(params, model.hidden(params, tokens)))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if "chooses" not in name])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "selection bias"])
 def test_exported_model_equals_torch_logits(tmp_path, name):
     trained(tmp_path / "run", model=MODELS[name])
     model = tiny_config(model=MODELS[name]).model
@@ -248,7 +248,7 @@ def test_exported_model_equals_torch_logits(tmp_path, name):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_bfloat16_torch_checkpoint_is_imported(tmp_path, packed):
-    """The mean of the load is a buffer, which torch casts with the model."""
+    """The mean load is a buffer, which torch casts with the model."""
     config = tiny_config(model={**SIGMOID, **SOME, "moe_packed_experts": packed})
     (tmp_path / "run.toml").write_text(config.to_toml())
     torch, network = torch_network(config.model)
@@ -275,7 +275,7 @@ def test_bfloat16_torch_checkpoint_is_imported(tmp_path, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_overwritten_expert_shards_are_refused(tmp_path, packed):
-    """KempnerForge's ranks save experts under numbers from 0 on; the last rank's stay."""
+    """KempnerForge's ranks all number experts from 0, so only those of the last rank remain."""
     model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
     config = tiny_config(model=model)
     (tmp_path / "run.toml").write_text(config.to_toml())
@@ -288,7 +288,7 @@ def test_overwritten_expert_shards_are_refused(tmp_path, packed):
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(UserError, match=r"only 2 of 4 experts .* distributed\.ep = 2") as caught:
         bring(tmp_path / "dcp", tmp_path / "run", tmp_path / "run.toml")
-    assert str(caught.value).count("\n") == 1, "nothing else is listed"
+    assert str(caught.value).count("\n") == 1, "other problems are listed"
 
 
 def test_features_unknown_to_kempnerforge_are_listed():
@@ -320,8 +320,8 @@ def test_features_unknown_to_kempnerforge_are_listed():
     [
         ({"num_experts": 3}, r"experts\.\S+ is \[3, 4, .*the model has \[3, 3\] entries"),
         ({"n_layers": 4}, r"is \[3, .*the model has \[4\] entries"),
-        ({"num_experts": 10**9}, "3 layers of 1000000000 experts each are more than is read"),
-        ({"n_layers": 10**9}, "1000000000 layers of 4 experts each are more than is read"),
+        ({"num_experts": 10**9}, "3 layers of 1000000000 experts each exceed the limits"),
+        ({"n_layers": 10**9}, "1000000000 layers of 4 experts each exceed the limits"),
         ({"n_layers": "1000000000"}, "1000000000 layers of 4 experts each"),
         ({"n_layers": "x"}, "n_layers"),
     ],
@@ -338,7 +338,7 @@ def test_config_that_contradicts_arrays_is_refused(kempnerforge, tmp_path, keys,
 
 
 def test_written_blocks_are_at_most_one_expert(tmp_path):
-    """Chunks on disk, and so what an import has in memory."""
+    """This bounds chunks on disk and the memory of an import."""
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
     dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
     again = bring(dcp, tmp_path / "again", config, "--max-memory=48KB")
@@ -396,7 +396,7 @@ def test_registered_model_may_name_its_own_experts():
 
 
 def test_optimizer_patterns_match_array_names(tmp_path):
-    """Patterns match the model's names: `moe_layers...`."""
+    """Patterns match names of arrays: `moe_layers...`."""
     patterns = {"no_decay_patterns": [r"^moe_layers\.mlp\.experts"]}
     trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer=patterns)
     result = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")

@@ -1,4 +1,4 @@
-"""Bytes on their way from file to file."""
+"""Copies of file ranges by the kernel, and their fallbacks."""
 
 import errno
 import os
@@ -47,8 +47,8 @@ def test_writing_starts_sync_of_each_part(source, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fadvise", lambda _, at, nbytes, how: begun.append((at, nbytes)))
     monkeypatch.setattr(os, "fsync", lambda _: end.extend(begun))
     copied(source, tmp_path / "target")
-    assert begun == end == [(7, 200_000)]  # of a few bytes it is not worth the call
-    monkeypatch.delattr(os, "posix_fadvise")  # macOS has none
+    assert begun == end == [(7, 200_000)]  # not for a few bytes
+    monkeypatch.delattr(os, "posix_fadvise")  # absent on macOS
     assert copied(source, tmp_path / "target") == expected(source)
 
 

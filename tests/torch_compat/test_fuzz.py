@@ -1,4 +1,4 @@
-"""Some seconds of `benchmarks/fuzz.py`: damaged checkpoints are read as they were, or refused."""
+"""A few seconds of `benchmarks/fuzz.py`: damaged checkpoints are read unchanged or refused."""
 
 import collections
 import os
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of torch, about saving in one process
     pytest.mark.usefixtures("limits"),
 ]
-MUTANTS = 6  # of each
+MUTANTS = 6  # per subject
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,12 @@ def test_mutant_is_read_or_refused(subjects, tmp_path, name):
         assert not kind.isupper(), (number, what, kind, message)
         kinds[kind] += 1
         shutil.rmtree(mutant)
-    # Which file is hit depends on the names of files, which tensorstore makes up for the last.
+    # The mutated file depends on file names, which tensorstore generates for jaxforge checkpoints.
     assert kinds["refused"] or name == "jaxforge"
 
 
 def test_pipe_among_arrays_is_refused(subjects, tmp_path):
-    """Tensorstore would wait for somebody to write to it; found by the fuzzer."""
+    """Tensorstore would block on it; found by the fuzzer."""
     run = shutil.copytree(subjects["jaxforge"], tmp_path / "run")
     data = next(p for p in run.glob("checkpoints/*/state/ocdbt*/d/*") if p.is_file())
     data.unlink()
@@ -54,7 +54,7 @@ def test_pipe_among_arrays_is_refused(subjects, tmp_path):
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "metadata"])
 def test_oversized_array_metadata_are_refused(subjects, tmp_path, name):
-    """Tensorstore would abort for want of memory; found by the fuzzer."""
+    """Tensorstore would abort because it cannot allocate the memory; found by the fuzzer."""
     run = shutil.copytree(subjects["jaxforge"], tmp_path / "run")
     os.truncate(next(run.glob(f"checkpoints/*/*/{name}")), 1 << 39)
     answer = reading.outcome(run)
@@ -62,7 +62,6 @@ def test_oversized_array_metadata_are_refused(subjects, tmp_path, name):
 
 
 def test_judge_classifies_outcomes():
-    """The judge itself."""
     answer = {
         "kind": "read",
         "message": "",

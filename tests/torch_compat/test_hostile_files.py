@@ -1,4 +1,4 @@
-"""Checkpoints from strangers: nothing in them runs, reaches outside, hangs, or fails in silence."""
+"""Untrusted checkpoints: no code runs, no path leads outside, and damage raises an error."""
 
 import io
 import os
@@ -46,7 +46,7 @@ def edit(path, change):
 
 
 def plant(path, key, archive):
-    """Puts another archive where a key's item lies."""
+    """Replace the item of a key by another archive."""
     data = path / FILE
     start = data.stat().st_size
     data.write_bytes(data.read_bytes() + archive)
@@ -60,7 +60,7 @@ def plant(path, key, archive):
 
 
 class Runs:
-    """A pickle of this runs a function."""
+    """Object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function, *arguments):
         self.function, self.arguments = function, arguments
@@ -95,20 +95,20 @@ def in_an_object(path, exploit):
     plant(path, "optimizer.param_groups.0.lr", archive_of(pickle.dumps([exploit], 2)))
 
 
-def in_the_place(path, exploit):
+def in_train_state(path, exploit):
     (path / "train_state.pt").write_bytes(archive_of(pickle.dumps({"step": exploit}, 4)))
 
 
 @pytest.mark.parametrize("name", EXPLOITS)
 @pytest.mark.parametrize(
     "plant_it",
-    [in_metadata, deep_in_metadata, as_a_path, in_a_tensor, in_an_object, in_the_place],
+    [in_metadata, deep_in_metadata, as_a_path, in_a_tensor, in_an_object, in_train_state],
 )
 def test_pickle_exploit_does_not_run(broken, tmp_path, name, plant_it):
-    mark = tmp_path / "it ran"
+    mark = tmp_path / "executed"
     exploit = EXPLOITS[name](str(mark))
     pickle.loads(pickle.dumps(exploit))
-    assert mark.exists()  # as it would with Python's own reader
+    assert mark.exists()  # Python's own reader executes it
     mark.rmdir()
     plant_it(broken, exploit)
     named = name.replace("builtins", "(builtins|__builtin__)")
@@ -137,15 +137,15 @@ def test_unknown_global_is_refused(broken, name):
 
 
 def test_getattr_is_limited_to_memory_formats(broken):
-    """Python 3.11.0 to 3.11.3 pickle members of an enumeration by it."""
+    """Python 3.11.0 to 3.11.3 pickle members of an enumeration with `getattr`."""
     enumeration = Global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
     by_name = Call(Global("builtins", "getattr"), (enumeration, "TORCH_CONTIGUOUS_FORMAT"))
     harmless = pickles.dump({"format": by_name}, 4)
     (broken / METADATA).write_bytes(harmless)
-    with pytest.raises(UserError, match="holds no DCP metadata"):  # and no other complaint
+    with pytest.raises(UserError, match="holds no DCP metadata"):
         read_all(broken)
-    for of in (Global("torch", "Size"), Global("torch", "float32"), "text", {}):
-        call = Call(Global("builtins", "getattr"), (of, "__class__"))
+    for owner in (Global("torch", "Size"), Global("torch", "float32"), "text", {}):
+        call = Call(Global("builtins", "getattr"), (owner, "__class__"))
         (broken / METADATA).write_bytes(pickles.dump({"a": call}, 4))
         with pytest.raises(UnsafePickleError, match=r"builtins\.getattr .*nothing was run"):
             read_all(broken)
@@ -160,7 +160,7 @@ def test_persistent_id_in_metadata_is_refused(broken):
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("into", [METADATA, "train_state.pt"])
 def test_pickle_cannot_change_dtypes(broken, name, into):
-    """NumPy would let it set the size of a bfloat16, for the whole process."""
+    """NumPy would allow a pickle to change the size of bfloat16 for the whole process."""
     for state in ((3, ">", None, None, None, -1, -1, 0), {"numpy": 1}, (None, {"numpy": 1})):
         change = pickles.dump(Global("torch", name))[:-1] + pickles.dump(state)[2:-1] + b"b."
         (broken / into).write_bytes(change if into == METADATA else archive_of(change))
@@ -271,7 +271,7 @@ def test_tensor_outside_storage_is_refused(damaged):
 
 
 def shared(make, depth=60):
-    """A small object that is 2**depth large when it is written out."""
+    """Return an object with 2**depth leaves in a small pickle."""
     value = make("x", "x")
     for _ in range(depth):
         value = make(value, value)
@@ -286,16 +286,16 @@ def test_shared_objects_are_resolved_once():
         assert children[0] is children[1]
 
 
-HERE = 0x7E57AB1E
+PLACEHOLDER = 0x7E57AB1E
 
 
 def bombed(value):
-    """The pickle of `value` with lists that are small and 2**60 large in the place of HERE."""
+    """Return the pickle of `value` with PLACEHOLDER replaced by a list of 2**60 leaves."""
     lists = b"]"
     for i in range(60):
-        number = struct.pack("<I", 500 + i)  # entries of the memo that nothing else uses
+        number = struct.pack("<I", 500 + i)  # unused entries of the memo
         lists += b"r" + number + b"0](j" + number + b"j" + number + b"e"
-    data, here = pickles.dump(value), b"J" + struct.pack("<i", HERE)
+    data, here = pickles.dump(value), b"J" + struct.pack("<i", PLACEHOLDER)
     assert data.count(here) == 1
     return data.replace(here, lists)
 
@@ -303,22 +303,22 @@ def bombed(value):
 @pytest.mark.parametrize(
     "value",
     [
-        Call(Global("torch.serialization", "_get_layout"), (HERE,)),
-        Call(Global(MODULE, "_MEM_FORMAT_ENCODING"), (HERE,)),
-        Call(Global("pathlib", "PosixPath"), (HERE,)),
-        {"key": HERE},
-        metadata(fqn=HERE),
-        metadata(offset=HERE),
-        metadata(offset=(HERE,)),
-        metadata(size=HERE),
-        metadata(size=(HERE, 1)),
-        metadata(sizes=(HERE, 1)),
-        metadata(offsets=(1, HERE)),
-        metadata(properties=(HERE,)),
-        metadata(path=HERE),
-        metadata(start=HERE),
-        metadata(chunks=HERE),
-        metadata(storage=HERE),
+        Call(Global("torch.serialization", "_get_layout"), (PLACEHOLDER,)),
+        Call(Global(MODULE, "_MEM_FORMAT_ENCODING"), (PLACEHOLDER,)),
+        Call(Global("pathlib", "PosixPath"), (PLACEHOLDER,)),
+        {"key": PLACEHOLDER},
+        metadata(fqn=PLACEHOLDER),
+        metadata(offset=PLACEHOLDER),
+        metadata(offset=(PLACEHOLDER,)),
+        metadata(size=PLACEHOLDER),
+        metadata(size=(PLACEHOLDER, 1)),
+        metadata(sizes=(PLACEHOLDER, 1)),
+        metadata(offsets=(1, PLACEHOLDER)),
+        metadata(properties=(PLACEHOLDER,)),
+        metadata(path=PLACEHOLDER),
+        metadata(start=PLACEHOLDER),
+        metadata(chunks=PLACEHOLDER),
+        metadata(storage=PLACEHOLDER),
     ],
     ids=lambda value: str(value)[-90:],
 )
@@ -332,18 +332,18 @@ def test_metadata_bomb_is_refused(broken, value):
 @pytest.mark.parametrize(
     "value",
     [
-        Persistent(("storage", HERE, "0", "cpu", 24)),
-        Persistent(("x", 1, HERE, 1, 1)),
-        Persistent((HERE,)),
-        Call(Global("torch", "device"), (HERE,)),
-        Call(Global("torch", "device"), ("cpu", HERE)),
-        Call(Global("collections", "OrderedDict"), (HERE,)),
-        Call(Global("builtins", "complex"), (HERE,)),
-        tensor(size=(HERE,), stride=(1,)),
-        tensor(size=HERE),
-        tensor(offset=HERE),
-        tensor(dtype=HERE),
-        tensor(storage=(HERE,)),
+        Persistent(("storage", PLACEHOLDER, "0", "cpu", 24)),
+        Persistent(("x", 1, PLACEHOLDER, 1, 1)),
+        Persistent((PLACEHOLDER,)),
+        Call(Global("torch", "device"), (PLACEHOLDER,)),
+        Call(Global("torch", "device"), ("cpu", PLACEHOLDER)),
+        Call(Global("collections", "OrderedDict"), (PLACEHOLDER,)),
+        Call(Global("builtins", "complex"), (PLACEHOLDER,)),
+        tensor(size=(PLACEHOLDER,), stride=(1,)),
+        tensor(size=PLACEHOLDER),
+        tensor(offset=PLACEHOLDER),
+        tensor(dtype=PLACEHOLDER),
+        tensor(storage=(PLACEHOLDER,)),
     ],
     ids=str,
 )
@@ -354,12 +354,12 @@ def test_archive_bomb_is_refused(value):
 
 
 def test_settings_bomb_is_ignored(broken):
-    """Two groups' are compared, and the config's with them."""
+    """The settings of two groups are compared with each other and with the config."""
     groups = [{"lr": 1, "betas": 2, "weight_decay": 3, "eps": 4}] * 2
     dcp.save({"optimizer": {"param_groups": groups}}, checkpoint_id=broken, no_dist=True)
     for i, group in enumerate(groups):
         for key in group:
-            plant(broken, f"optimizer.param_groups.{i}.{key}", archive_of(bombed(HERE)))
+            plant(broken, f"optimizer.param_groups.{i}.{key}", archive_of(bombed(PLACEHOLDER)))
     assert inspect(checkpoints.find(broken))["settings"] == {}
 
 
@@ -396,15 +396,15 @@ def test_compressed_record_is_refused(broken):
         read_all(broken)
 
 
-END = -22  # where the end record of an archive begins
+END = -22  # offset of the end record of an archive
 
 
 @pytest.mark.parametrize(
     ("at", "form", "values"),
     [
-        (END + 16, "<I", [2**32 - 1]),  # where the directory begins
+        (END + 16, "<I", [2**32 - 1]),  # offset of the directory
         (END + 16, "<I", [0]),
-        (END + 12, "<I", [2**32 - 1]),  # its size
+        (END + 12, "<I", [2**32 - 1]),  # size of the directory
         (END + 12, "<I", [0]),
     ],
 )
@@ -417,19 +417,19 @@ def test_misplaced_zip_directory_is_refused(at, form, values):
 @pytest.mark.parametrize(
     ("field", "form", "value"),
     [
-        (6, "<H", 99),  # the version that it needs
+        (6, "<H", 99),  # version
         (8, "<H", 1),  # encrypted
         (10, "<H", 8),  # compressed
         (10, "<H", 77),
         (20, "<I", 2**31),  # sizes
         (24, "<I", 2**31),
-        (42, "<I", 2**31),  # where its header is
+        (42, "<I", 2**31),  # offset of the local header
         (42, "<I", 2**32 - 1),
     ],
 )
 def test_false_zip_entry_is_refused(field, form, value):
     data = archive_of(pickles.dump(tensor()))
-    last = data.rindex(b"PK\x01\x02")  # that of data/0
+    last = data.rindex(b"PK\x01\x02")  # entry of data/0
     with pytest.raises(UserError, match="here: "):
         read_archive(patched(data, last + field, form, value)).all()
 
@@ -542,7 +542,7 @@ def test_garbage_is_refused(broken, name):
 
 
 def mutations(data, rng, count):
-    """Single bytes changed, bytes removed or repeated, the end cut off."""
+    """Yield copies of data with a changed byte, removed or repeated bytes, or a truncated end."""
     for _ in range(count):
         at = int(rng.integers(len(data)))
         kind = rng.integers(10)

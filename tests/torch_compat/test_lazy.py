@@ -1,4 +1,4 @@
-"""Tensors that are not read yet: every view against NumPy's own, at random indices."""
+"""Views of lazy tensors, compared with NumPy at random indices."""
 
 import numpy as np
 import pytest
@@ -67,29 +67,29 @@ def test_view_equals_numpy(view):
 
 
 def recorded(array):
-    """A tensor, and the indices that were read of it."""
-    asked = []
+    """Return a lazy tensor and a list that records the indices of its reads."""
+    indices = []
 
     def read(index):
-        asked.append(index)
+        indices.append(index)
         return array[index]
 
-    return LazyTensor(array.shape, array.dtype, read), asked
+    return LazyTensor(array.shape, array.dtype, read), indices
 
 
 def test_view_reads_only_needed_region():
-    tensor, asked = recorded(MATRIX)
+    tensor, indices = recorded(MATRIX)
     part = tensor.rows(np.arange(9)[::-1]).transposed().part(1)
-    assert not asked
+    assert not indices
     assert_same(part.read((slice(2, 5),)), MATRIX[::-1].T[1, 2:5])
-    assert asked == [(slice(4, 7), slice(1, 2))]
+    assert indices == [(slice(4, 7), slice(1, 2))]
 
 
 def test_stack_reads_only_requested_layers():
     layers = [recorded(layer) for layer in ARRAY]
     index = (slice(2, 4), slice(1, 3), slice(0, 5))
     stack([tensor for tensor, _ in layers]).read(index)
-    assert [len(asked) for _, asked in layers] == [0, 0, 1, 1, 0, 0, 0]
+    assert [len(indices) for _, indices in layers] == [0, 0, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (7, 3), (3, 0), (1, 4, 5), (6, 2, 2)])

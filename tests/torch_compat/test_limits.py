@@ -1,6 +1,6 @@
-"""Costs of small files: nothing crashes, hangs, fills the memory or writes to the terminal.
+"""Limits on the cost of untrusted files: no crash, hang, memory exhaustion or terminal escape.
 
-On a reader without these limits most of this ends the process, or the test run by `limits`.
+Without the limits, most tests would end the process or exceed the limits of the fixture `limits`.
 """
 
 import itertools
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("limits")
 
 MANY = 1_000_000
 NESTED = b")" + b"\x85" * 300_000  # a tuple in a tuple in a tuple
-SHARED = b")" + b"2\x86" * 60  # small, and 2**60 large to whoever computes its hash
+SHARED = b")" + b"2\x86" * 60  # a small tuple whose hash takes 2**60 steps
 ORDERED = b"ccollections\nOrderedDict\n"
 
 
@@ -63,7 +63,7 @@ ORDERED = b"ccollections\nOrderedDict\n"
     ],
 )
 def test_nested_tuple_keys_are_refused(around, tuples):
-    """Python hashes tuples without a limit, and does not remember what it got."""
+    """Python hashes tuples recursively, without a limit and without a cache."""
     with pytest.raises(UserError, match=r"here: not a readable pickle .*as a key"):
         read_archive(archive_of(around % tuples))
 
@@ -139,13 +139,13 @@ REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n("
     ],
 )
 def test_text_as_size_is_refused(data, message):
-    """Else each name of a long text would become a list of its characters."""
+    """Otherwise a long text would become a tuple of its characters."""
     with pytest.raises(UserError, match=rf"not a readable pickle .*{message}"):
         read_archive(archive_of(b"\x80\x02" + data + b"."))
 
 
 def test_pickle_cannot_set_attributes_of_globals():
-    """Python's reader would set the attributes of a function, for the whole process."""
+    """Python's reader would set attributes of a function for the whole process."""
     for name in (b"torch._utils\n_rebuild_tensor_v2", b"torch\nSize", b"collections\nOrderedDict"):
         for state in (b"N}X\x01\0\0\0aNs\x86", b"}X\x01\0\0\0aNs"):
             with pytest.raises(UserError, match=r"not a readable pickle \(.*\)"):
@@ -161,7 +161,7 @@ def test_pipe_is_refused(broken, name):
 
 
 def test_chunk_cover_check_is_linear():
-    """Rows in one half and columns in the other: along either dimension, half of them overlap."""
+    """Rows in one half, columns in the other: half of the chunks overlap along each dimension."""
     n = 20_000
     rows = [(slice(i, i + 1), slice(0, n)) for i in range(n)]
     columns = [(slice(n, 2 * n), slice(i, i + 1)) for i in range(n)]
@@ -219,7 +219,7 @@ def test_repeated_chunk_list_is_refused(broken):
 
 
 def test_sparse_file_takes_no_memory(broken):
-    """A sparse one costs its maker nothing; it is refused for the bytes after its end."""
+    """A sparse file is refused because of the bytes after the end of its pickle."""
     data = pickles.dump(metadata(), 4)
     (broken / METADATA).write_bytes(data)
     os.truncate(broken / METADATA, 1 << 30)
@@ -233,7 +233,7 @@ def test_sparse_file_takes_no_memory(broken):
 
 
 def test_pickle_memory_is_independent_of_file_size(broken):
-    """Not against the size of the file, which may be holes for the most part."""
+    """A sparse file may be much larger than its data."""
     (broken / METADATA).write_bytes(b"\x80\x04" + b"]" * (1 << 20))
     os.truncate(broken / METADATA, 1 << 29)
     with pytest.raises(UserError, match=r"its first \d+ bytes would become far more"):
@@ -350,7 +350,7 @@ def test_oversized_json_is_refused(tmp_path, name, text):
 
 
 def test_cache_links_outside_cache_are_refused(tmp_path):
-    """`snapshots/x` with `blobs -> elsewhere` would copy what is elsewhere."""
+    """`snapshots/x` with `blobs -> elsewhere` would give access to other files."""
     secret, cache = tmp_path / "secret", tmp_path / "models--a--b"
     write_hf(secret, {"model.norm.weight": from_array(np.zeros(64, np.float32))})
     snapshot = cache / "snapshots" / "x"
@@ -459,7 +459,7 @@ def test_call_of_dtype_is_refused():
 
 
 def test_deep_json_is_refused():
-    """Python's own reader takes a thousand levels, what looks at the values less."""
+    """Python's JSON reader accepts a thousand levels, but later recursion does not."""
     assert load_object(b'{"a":' + b"[" * 60 + b"]" * 60 + b"}", "here")
     with pytest.raises(UserError, match="more than 64 deep"):
         load_object(b'{"a":' + b"[" * 70 + b"]" * 70 + b"}", "here")
@@ -473,15 +473,15 @@ def test_impossible_file_name_is_refused(tmp_path):
 
 def test_single_file_takes_precedence_over_index(tmp_path):
     """transformers takes `model.safetensors` if both exist."""
-    item = {"a": from_array(np.ones(4, np.float32)), "b": from_array(np.ones(2, np.float32))}
-    two = {"a": from_array(np.zeros(4, np.float32)), "b": from_array(np.zeros(2, np.float32))}
-    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", two)
-    index = {"weight_map": dict.fromkeys(two, "model-00001-of-00001.safetensors")}
+    filled = {"a": from_array(np.ones(4, np.float32)), "b": from_array(np.ones(2, np.float32))}
+    empty = {"a": from_array(np.zeros(4, np.float32)), "b": from_array(np.zeros(2, np.float32))}
+    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", empty)
+    index = {"weight_map": dict.fromkeys(empty, "model-00001-of-00001.safetensors")}
     (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
     assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 0
-    write_safetensors(tmp_path / "model.safetensors", item)
+    write_safetensors(tmp_path / "model.safetensors", filled)
     assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 1
-    for other in ({"a": item["a"]}, item | {"b": from_array(np.ones((2, 1), np.float32))}):
+    for other in ({"a": filled["a"]}, filled | {"b": from_array(np.ones((2, 1), np.float32))}):
         write_safetensors(tmp_path / "model.safetensors", other)
         with pytest.raises(UserError, match="hold different tensors, of which transformers"):
             safetensors.open_directory(Directory(tmp_path))

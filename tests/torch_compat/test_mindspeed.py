@@ -1,4 +1,4 @@
-"""Runs of MindSpeed-LLM's FSDP2 trainer: an engine around a model of Hugging Face's."""
+"""Checkpoints of MindSpeed-LLM's FSDP2 trainer: an engine around a Hugging Face model."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def extra_state(step, tokens, logged):
 
 
 def written(run, directory, step, **location):
-    """A checkpoint of it as `get_model_state_dict` and its manager write one."""
+    """Write a checkpoint like `get_model_state_dict` and MindSpeed's manager."""
     main(["export", str(run), str(run / "hf"), "--to=dcp", "--dialect=hf-llama"])
     tensors = open_dcp(Directory(run / "hf" / "step_2")).tensors
     model, state = {}, {}
@@ -66,7 +66,7 @@ def test_import_finds_newest_global_step(tmp_path):
 
 
 def test_tokens_of_another_step_are_ignored(tmp_path):
-    """MindSpeed sums tokens at each log line, which may not be the checkpoint's step."""
+    """MindSpeed adds up tokens at log lines, which may be at other steps than the checkpoint."""
     for step, logged, tokens in ((10, 10, 2560), (25, 20, None)):
         path = tmp_path / str(step)
         state = {"norm.weight": torch.ones(4)}

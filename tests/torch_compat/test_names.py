@@ -325,7 +325,7 @@ def test_keys_beside_the_model_do_not_hide_it():
         (np.array(np.nan), "is no number .not finite"),
         (np.array(np.inf), "is no number .not finite"),
         (np.array(1e300), "far too large"),
-        (np.array(-1.0), "-1, where a count should be"),
+        (np.array(-1.0), "-1 is no integer from 0"),
         (np.array(4.0), None),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Arrays of Orbax checkpoints: mapped where they can be, read by tensorstore where not."""
+"""Reader and writer of OCDBT databases, compared with tensorstore."""
 
 import shutil
 
@@ -29,7 +29,7 @@ INDICES = [
 
 
 def saved(directory, arrays, chunks=(), **options):
-    """Save arrays with Orbax; `chunks` are the dimensions that are cut."""
+    """Save arrays with Orbax; `chunks` are the dimensions that are split."""
     save_args = {
         name: ocp.SaveArgs(shard_axes=chunks if array.ndim > 2 else ())
         for name, array in arrays.items()
@@ -41,7 +41,7 @@ def saved(directory, arrays, chunks=(), **options):
 
 
 def written(directory, array, **metadata):
-    """One array as tensorstore writes it, called "a"."""
+    """Write an array "a" with tensorstore."""
     metadata = {"shape": array.shape, "chunks": [2, 4], "compressor": None, **metadata}
     dtype = metadata.pop("dtype", array.dtype.newbyteorder("<").str)
     spec = {**ocdbt.spec(directory, "a"), "metadata": {**metadata, "dtype": dtype}}
@@ -51,7 +51,7 @@ def written(directory, array, **metadata):
 
 @pytest.fixture
 def mapped_only(monkeypatch):
-    """A refusal to read by tensorstore."""
+    """Let every read by tensorstore fail the test."""
     monkeypatch.setattr(ocdbt, "_open_with_tensorstore", lambda store, name: pytest.fail(name))
 
 
@@ -83,7 +83,7 @@ def test_chunk_shape_does_not_change_array(tmp_path, mapped_only, chunk):
         ({"order": "F"}, random_array("float32", (5, 6))),
         ({"dtype": ">f4"}, random_array("float32", (5, 6))),
         ({"dimension_separator": "/"}, random_array("float32", (5, 6))),
-        ({}, np.zeros((5, 6), np.float32)),  # tensorstore leaves such chunks out
+        ({}, np.zeros((5, 6), np.float32)),  # tensorstore omits such chunks
         ({}, np.pad(random_array("float32", (2, 4)), ((0, 3), (0, 2)))),
     ],
 )

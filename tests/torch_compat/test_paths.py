@@ -1,4 +1,4 @@
-"""Names of directories that mean something else to a URL or to a pattern; results opened again."""
+"""Conversions with special characters in paths, and verification of their results."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def hf(run, tmp_path_factory):
 
 
 def test_special_directory_names_are_literal(run, hf, tmp_path):
-    """Each is a directory of its own, that of the run and those above it."""
+    """This holds for the directory of the run and for its parents."""
     parent = tmp_path / "a%20b #1 50%"
     result = parent / "run 100%25;{x}:~'\""
     assert main(["import", str(hf), str(result)]) == 0
@@ -63,7 +63,7 @@ def test_import_that_cannot_be_read_back_fails(hf, tmp_path, monkeypatch, fault)
             shutil.rmtree(state)
 
     monkeypatch.setattr(orbax_commit, "commit", spoil)
-    with pytest.raises(StorageError, match="what was written could not be read again"):
+    with pytest.raises(StorageError, match="the new checkpoint could not be read"):
         main(["import", str(hf), str(tmp_path / "run")])
     assert not list((tmp_path / "run" / "checkpoints").glob("*step*"))
     assert not (tmp_path / "run" / "config.toml").exists()
@@ -85,7 +85,7 @@ def test_export_that_cannot_be_read_back_fails(run, tmp_path, monkeypatch, form)
                 dcp_writer, "write_metadata",
                 lambda entries, *remaining: write(dict(list(entries.items())[1:]), *remaining),
             )  # fmt: skip
-        with pytest.raises(StorageError, match="does not read as it was written"):
+        with pytest.raises(StorageError, match="differs from what was written"):
             main(["export", str(run), str(tmp_path / form), f"--to={form}"])
     assert not (tmp_path / form / "config.json").exists()
     assert not (tmp_path / form / "latest").exists()

@@ -1,4 +1,4 @@
-"""Pickles: what is written is what Python reads, and what is read names nothing but data."""
+"""Reader and writer of pickles, compared with Python's."""
 
 import argparse
 import collections
@@ -105,7 +105,7 @@ def test_names_outside_table_are_refused(protocol):
 
 
 def test_dotted_name_is_refused():
-    """Protocol 4 lets a name have dots."""
+    """Protocol 4 allows dots in names."""
     data = pickles.dump(Global("ours", "Record.__init__.__globals__"), 4)
     with pytest.raises(UnsafePickleError, match=r"Record\.__init__\.__globals__"):
         pickles.load(data, OURS, "here")
@@ -133,7 +133,7 @@ def test_record_holds_pickled_state():
         b"\x80\x04",
         b"\x80\x63N.",
         pickle.dumps([1, 2, "text"])[:-4],
-        b"\x80\x02K\x01K\x02R.",  # a number that is called
+        b"\x80\x02K\x01K\x02R.",  # a call of a number
         b"\x80\x02]K\x01b.",  # the state of a list
         b"\x80\x02h\x07.",  # a missing entry of the memo
         b"\x80\x02}]K\x01s.",  # a list as a key
@@ -150,7 +150,7 @@ def test_non_pickle_raises_user_error(data):
 
 @pytest.mark.parametrize("index", [2**23, 2**28, 2**32 - 1])
 def test_memo_size_is_limited(index):
-    """An entry far more far out would be allocated with all before it."""
+    """All entries before a high index would be allocated."""
     binary = b"\x80\x02Nr" + struct.pack("<I", index) + b"."
     text = b"\x80\x02Np" + str(index).encode() + b"\n."
     for data in (binary, text):

@@ -1,4 +1,4 @@
-"""safetensors, both ways against the reference library; every damage named."""
+"""Reader and writer of safetensors, compared with the reference library."""
 
 import json
 import os
@@ -23,7 +23,7 @@ FILE = safetensors.INDEX.removesuffix(".index.json")
 
 
 def arrays(*names):
-    """Tensors of these dtypes and every shape; odd sizes leave the next ones unaligned."""
+    """Return tensors of these dtypes and all shapes; odd sizes leave the next ones unaligned."""
     return {
         f"{name}.{shape}": random_array(name, shape, seed)
         for seed, name in enumerate(names or DTYPES)
@@ -46,7 +46,7 @@ def write(path, tensors, largest=10**9, block=64):
 
 
 def save(path, tensors):
-    """With the reference library."""
+    """Write tensors with the reference library."""
     path.parent.mkdir(exist_ok=True)
     reference.save_file({name: to_torch(array) for name, array in tensors.items()}, path)
 
@@ -75,7 +75,7 @@ def test_dtypes_share_a_file(tmp_path):
     expected = arrays()
     write(tmp_path, expected, block=13)
     with safe_open(tmp_path / FILE, "pt") as file:
-        assert file.metadata() == {"format": "pt"}  # transformers wants it
+        assert file.metadata() == {"format": "pt"}  # required by transformers
         assert set(file.keys()) == set(expected)
         for key, array in expected.items():
             assert_same(of_torch(file.get_tensor(key)), array)
@@ -128,7 +128,7 @@ def test_parts_may_be_written_in_any_order(tmp_path, monkeypatch):
     )
     assert len(units) > 2
     assert sum(unit.nbytes for unit in units) == sum(a.nbytes for a in expected.values())
-    for unit in [*reversed(units), units[1]]:  # one was killed and is done again
+    for unit in [*reversed(units), units[1]]:  # one unit is repeated after a kill
         unit.write()
     result = reference.load_file(tmp_path / FILE)
     for key, array in expected.items():

@@ -1,4 +1,4 @@
-"""Exports of one checkpoint per pipeline stage: what each holds, and that nothing is lost."""
+"""Exports with one checkpoint per pipeline stage."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ FIRST, LAST = ["token_embedding.embedding.weight"], ["norm.weight", "output_head
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """Optimizer -> a run with it."""
+    """Return a function from optimizer to a run."""
     return functools.cache(lambda name: write_run(tmp_path_factory.mktemp(name), name))
 
 
@@ -264,13 +264,13 @@ def test_export_killed_between_stages_resumes(run_of, tmp_path):
     before = [p.stat().st_mtime_ns for p in files]
     assert main(arguments) == 0
     paths = sorted((tmp_path / "step_3").rglob("*.distcp"))
-    assert [p.stat().st_mtime_ns for p in paths] == before  # none was written twice
+    assert [p.stat().st_mtime_ns for p in paths] == before  # not written again
     assert main(["verify", str(run_of("adamw")), str(tmp_path)]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_3"]
 
 
 def test_processes_share_stages(run_of, tmp_path):
-    """Nothing connects them but files, so threads are as good."""
+    """Threads suffice, because processes communicate only through files."""
     arguments = ["export", str(run_of("adamw")), str(tmp_path), "--to=dcp", "--stages=3"]
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(main, ([*arguments, f"--process={i}/2"] for i in (1, 0)))) == [0, 0]
@@ -278,7 +278,7 @@ def test_processes_share_stages(run_of, tmp_path):
 
 
 def test_import_of_replaced_stages_starts_anew(run_of, tmp_path, monkeypatch):
-    """An import that was stopped goes on only with the source that it began with."""
+    """A stopped import resumes only with the same source."""
     config = f"--config={run_of('adamw') / 'config.toml'}"
     arguments = ["import", str(tmp_path / "dcp"), str(tmp_path / "run"), config]
     step = export(write_run(tmp_path / "other", seed=1), tmp_path / "dcp", 3)

@@ -1,4 +1,4 @@
-"""Archives of torch.save: what is written torch reads, what torch writes is read, in place."""
+"""Reader and writer of `torch.save` archives, compared with torch."""
 
 import collections
 import io
@@ -27,14 +27,14 @@ def written(value):
 
 
 class InMemory:
-    """A file in memory that says which bytes of it were read."""
+    """File in memory that records the ranges of its reads."""
 
     def __init__(self, data):
-        self.data, self.size, self.asked = data, len(data), []
+        self.data, self.size, self.reads = data, len(data), []
 
     def __call__(self, start, length):
         assert 0 <= start <= start + length <= self.size
-        self.asked.append((start, length))
+        self.reads.append((start, length))
         return np.frombuffer(self.data, np.uint8)[start : start + length]
 
 
@@ -99,7 +99,7 @@ def test_records_are_aligned_and_checksummed():
 
 
 def test_chunk_size_fits_archive(tmp_path):
-    """However much memory is allowed: the sizes of a zip file have 32 bits."""
+    """Sizes of a zip file have 32 bits, whatever the memory limit."""
     entries = {"w": Entry(("w",), zeros((50, 2**27), np.dtype(np.int16)))}
     dcp_writer.write_metadata(entries, {}, tmp_path, block=2**40)
     chunks = pickle.loads((tmp_path / METADATA).read_bytes()).state_dict_metadata["w"].chunks
@@ -157,11 +157,11 @@ def test_slice_reads_only_its_bytes():
     file = InMemory(data)
     tensor = Archive(file, 0, len(data), "here").object()["x"]
     assert isinstance(tensor, LazyTensor)
-    assert sum(length for _, length in file.asked) < 5_000
-    file.asked.clear()
+    assert sum(length for _, length in file.reads) < 5_000
+    file.reads.clear()
     part = tensor.read((slice(500, 502), slice(10, 20)))
     assert_same(part, array[500:502, 10:20])
-    assert file.asked == [(file.asked[0][0], 4 * 110)]
+    assert file.reads == [(file.reads[0][0], 4 * 110)]
 
 
 def test_concatenated_archives_are_read():
@@ -178,7 +178,7 @@ def test_concatenated_archives_are_read():
 
 
 def with_record(data, name, content):
-    """The archive with another record, or without it."""
+    """Return the archive with a record replaced, or removed for None."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
         for entry in old.infolist():

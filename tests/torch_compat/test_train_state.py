@@ -1,4 +1,4 @@
-"""Position of a PyTorch run from train_state.pt or from its own keys."""
+"""Position of a PyTorch run in train_state.pt or in keys of the checkpoint."""
 
 import dataclasses
 

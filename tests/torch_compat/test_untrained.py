@@ -20,7 +20,7 @@ from jaxforge.model.transformer import register_model
 from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, setup
 from tests.processes.conftest import ROOT, environment
-from tests.step import telling
+from tests.step import aux_model
 from tests.torch_compat.gauged import gone_on, restored
 from tests.torch_compat.runs import (
     assert_same,
@@ -45,7 +45,7 @@ from torch_compat.names.kempnerforge import KEMPNERFORGE, unknown
 from torch_compat.names.table import NameMap, Rule
 from torch_compat.names.translation import Translation
 
-SECTIONS = {"model": {"model_type": "gauged"}, "train": {"loss_fn": "telling"}}
+SECTIONS = {"model": {"model_type": "gauged"}, "train": {"loss_fn": "with_aux"}}
 
 
 NAMES = {"layers.0.drift": (64,), "layers.1.drift": (64,), "gauge": (3,)}
@@ -61,7 +61,7 @@ def run(tmp_path):
     return tmp_path / "run", config
 
 
-class GaugedNetwork(telling.TellingNetwork):
+class GaugedNetwork(aux_model.AuxNetwork):
     """With an array that no layer has."""
 
     def __init__(self, config, declare):
@@ -69,7 +69,7 @@ class GaugedNetwork(telling.TellingNetwork):
         self.gauge = declare.untrained((3,), ("norm",), jax.nn.initializers.ones)
 
 
-class Gauged(telling.Telling):
+class Gauged(aux_model.AuxModel):
     network = GaugedNetwork
 
     def next_state(self, state, stats, progress):
@@ -90,7 +90,7 @@ HF = Family(
 
 @pytest.fixture(autouse=True)
 def registered(own_names):
-    telling.register()
+    aux_model.register()
     register_model("gauged")(Gauged)
     name_maps.register_name_map(DCP)
     name_maps.register_family(HF)
@@ -255,7 +255,7 @@ def test_run_whose_state_is_another_models_is_not_exported(
     run, _ = run
 
     def declare(network, config, declare):
-        telling.TellingNetwork.__init__(network, config, declare)
+        aux_model.AuxNetwork.__init__(network, config, declare)
         if size:
             network.gauge = declare.untrained((size,), ("norm",), jax.nn.initializers.ones)
 
@@ -294,7 +294,7 @@ def test_stages_hold_that_of_their_layers():
 
 def test_model_of_ones_own_is_no_other_family_and_it_is_said():
     """Even one that has Llama's very parameters: it computes something else with them."""
-    register_model("same_parameters")(type("Same", (telling.Model,), {}))
+    register_model("same_parameters")(type("Same", (aux_model.Model,), {}))
     model = tiny_config(model={"model_type": "same_parameters"}).model
     with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
         select_family(model)
@@ -313,11 +313,11 @@ def test_name_is_registered_once():
 
 PLUGIN = """
     from jaxforge.model.transformer import register_model
-    from tests.step import telling
+    from tests.step import aux_model
     from tests.torch_compat.test_untrained import DCP, Gauged
     from torch_compat.checkpoint.name_maps import register_name_map
 
-    telling.register()
+    aux_model.register()
     register_model("gauged")(Gauged)
     register_name_map(DCP)
 """

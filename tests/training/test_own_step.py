@@ -20,7 +20,7 @@ def doubled(program):
     return jax.jit(update, donate_argnums=0)
 
 
-def test_update_of_the_user_replaces_the_usual_one(tmp_path):
+def test_make_step_replaces_usual_update(tmp_path):
     usual, own = Run(tmp_path, "usual"), Run(tmp_path, "own")
     settings = ["--train.max_steps=3"]
     for run, make_step in ((usual, None), (own, doubled)):

@@ -324,9 +324,9 @@ def _moments(
         ]
         if absent and not fill:
             raise UserError(
-                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), as "
-                "of frozen ones, or of those that Muon leaves to AdamW; --fill-optimizer starts "
-                "them from zero"
+                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), "
+                "for example of frozen ones, or of those that Muon leaves to AdamW; "
+                "--fill-optimizer starts them from zero"
             )
         missing += len(absent)
         result = translate(
@@ -374,7 +374,7 @@ def _scalars(
     if updates is None:
         raise UserError(f"{name}: the number of updates is not recorded")
     if not 0 <= updates < 2**31:
-        raise UserError(f"{name}: it says that {updates} updates were made")
+        raise UserError(f"{name}: it records {updates} updates, which is impossible")
     scalars["updates"] = np.asarray(updates, np.int32)
     return scalars, updates
 

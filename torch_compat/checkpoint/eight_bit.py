@@ -36,7 +36,7 @@ def check_moment_dtype(checkpoint: CheckpointState, config: JobConfig, where: st
     """
     if checkpoint.moments is not None and config.train.opt_state_dtype == EIGHT_BIT:
         raise UserError(
-            f'{where}: its moments are float32, but train.opt_state_dtype is "8bit": '
+            f'{where}: its moments are float32, but train.opt_state_dtype = "8bit": '
             'change it to "float32", or take the weights alone (--weights-only; in a run, '
             'checkpoint.exclude_from_loading = ["optimizer"])'
         )

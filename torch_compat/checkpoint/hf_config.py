@@ -102,7 +102,10 @@ def select_family(
     }
     able = [name for name, missing in lacks.items() if not missing]
     if not able:
-        nearest = sorted(lacks, key=lambda name: _distance(lacks[name]))[:_MOST_SHOWN]
+        # Families whose config cannot be written at all come last.
+        nearest = sorted(
+            lacks, key=lambda name: (lacks[name][0].startswith(_NO_SUCH), len(lacks[name]))
+        )[:_MOST_SHOWN]
         listed = "; ".join(f"{_dialect(name)} has no {', '.join(lacks[name])}" for name in nearest)
         raise UserError(f"no family of Hugging Face supports this model: {listed}. Export to dcp")
     if dialect is None:
@@ -193,11 +196,6 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
         return [f"{_NO_SUCH} ({error})"]
     wanted, settings = network_settings(model), network_settings(again)
     return [f"{key} = {wanted[key]!r}" for key in wanted if not _same(wanted[key], settings[key])]
-
-
-def _distance(lacks: Sequence[str]) -> tuple[bool, int]:
-    """Return the sort key of a family's distance; configs that cannot be written come last."""
-    return lacks[0].startswith(_NO_SUCH), len(lacks)
 
 
 def _same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)

@@ -116,7 +116,7 @@ def parse_updates(step: float, where: str) -> int:
     except ValueError as error:
         raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
     if updates >= 2**31:
-        raise UserError(f"{where}: it says that {updates} updates were made")
+        raise UserError(f"{where}: it records {updates} updates, which is impossible")
     return updates
 
 

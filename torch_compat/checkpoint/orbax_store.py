@@ -191,7 +191,13 @@ class StagedImport:
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
             ocdbt_writer.write_index(self._store, self._values(arrays, scalars))
-            checksums = self._checksums(scalars)
+            # A checksum of an array is the sum of the checksums of its blocks, which may be in
+            # several files.
+            files = self.staging.results(self.units).values()
+            checksums = {
+                **{n: sum(file.get(n, 0) for file in files) % 2**32 for n in self._tensors},
+                **{name: block_checksum(value.all(), 0) for name, value in scalars.items()},
+            }
             orbax_commit.commit(progress, config, self._run, self._store, arrays, checksums)
         self._check_written(arrays)
         finish_import(self._run, destination)
@@ -223,7 +229,7 @@ class StagedImport:
         except (OSError, ValueError) as error:
             shutil.rmtree(directory)
             self.staging.discard()
-            raise StorageError(f"what was written could not be read again: {error}") from error
+            raise StorageError(f"the new checkpoint could not be read: {error}") from error
 
     def _units(self) -> Iterator[Unit]:
         """Yield the units, one per file of several chunks, and record the locations of chunks."""
@@ -239,12 +245,6 @@ class StagedImport:
             write = functools.partial(_write_file, self._store / name, file_chunks)
             nbytes = sum(_bytes(chunk.leaf, chunk.region) for chunk in file_chunks)
             yield Unit(f"data-{number}", nbytes, write)
-
-    def _checksums(self, scalars: dict[str, LazyTensor]) -> dict[str, int]:
-        """Return the checksums of all arrays by name: sums of the checksums of their blocks."""
-        files = self.staging.results(self.units).values()
-        sums = {name: sum(file.get(name, 0) for file in files) % 2**32 for name in self._tensors}
-        return sums | {name: block_checksum(value.all(), 0) for name, value in scalars.items()}
 
     def _values(
         self, arrays: dict[str, LazyTensor], scalars: dict[str, LazyTensor]

@@ -28,7 +28,7 @@ EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
 
 
 _STEP_KEYS = ("step", "global_step", "iter_num", "iteration", "train_state.step")
-"""Names of the step in files of scripts, the first that is there counts."""
+"""Keys of the step in files of scripts; the first existing key is used."""
 
 
 class TorchTrainState(NamedTuple):

@@ -89,4 +89,4 @@ def check_written(
     """
     specs = [{n: (t.shape, t.dtype) for n, t in each.items()} for each in (opened, written)]
     if wrong := sorted(name for name, _ in specs[0].items() ^ specs[1].items()):
-        raise StorageError(f"{where}: {wrong[0]} does not read as it was written")
+        raise StorageError(f"{where}: {wrong[0]} differs from what was written")

@@ -208,7 +208,9 @@ def stage_directories(directory: Directory) -> list[Directory]:
     numbers = [int(n[2:]) for n in directory.names() if _STAGE.fullmatch(n)]
     stages = [stage_name(i) for i in range(max(numbers, default=-1) + 1)]
     if missing := [name for name in stages if not (directory / name).has(METADATA)]:
-        raise UserError(f"{directory}: pipeline stages are missing or torn: {', '.join(missing)}")
+        raise UserError(
+            f"{directory}: pipeline stages are missing or incomplete: {', '.join(missing)}"
+        )
     return [directory / name for name in stages]
 
 

@@ -80,10 +80,21 @@ def write_metadata(
         block: the `block` given to `units`.
     """
     storage = [
-        (_metadata_index(key, offset), _storage_info(name, start, length))
+        (
+            New(
+                Global(_METADATA_MODULE, "MetadataIndex"),
+                {"fqn": key, "index": None,
+                 "offset": None if offset is None else _torch_size(offset)},
+            ),
+            New(
+                Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+                {"relative_path": name, "offset": start, "length": length,
+                 "transform_descriptors": None},
+            ),
+        )
         for items in locations.values()
         for key, offset, name, start, length in items
-    ]
+    ]  # fmt: skip
     tensors = {key: e.value for key, e in entries.items() if isinstance(e.value, LazyTensor)}
     state = {
         "state_dict_metadata": {
@@ -131,17 +142,6 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
             offset = None if index is None else [s.start for s in index]
             locations.append([key, offset, path.name, start, end - start])
     return locations
-
-
-def _metadata_index(key: str, offset: list[int] | None) -> New:
-    state = {"fqn": key, "index": None, "offset": None if offset is None else _torch_size(offset)}
-    return New(Global(_METADATA_MODULE, "MetadataIndex"), state)
-
-
-def _storage_info(name: str, offset: int, length: int) -> New:
-    info = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    fields = {"relative_path": name, "offset": offset, "length": length}
-    return New(info, {**fields, "transform_descriptors": None})
 
 
 def _tensor_metadata(tensor: LazyTensor, block: int) -> New:

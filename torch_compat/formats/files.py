@@ -174,7 +174,8 @@ class _Local:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        with open(path, "rb", opener=_open_nonblocking) as file:
+        # A pipe without a writer would block the open.
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("no regular file")
@@ -212,11 +213,6 @@ def _changed(path: str, what: object) -> UserError:
     return UserError(
         f"{path} cannot be read any more ({what}): it must stay as it is until the end"
     )
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    """Open a file without blocking, even if it is a pipe without a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _Remote:
@@ -289,8 +285,10 @@ def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, i
         raw = np.frombuffer(data, np.uint8)
         if not _copy_in_kernel(raw, descriptor, at):
             _write(raw, descriptor, at)
-        if raw.nbytes >= _LARGE:
-            _begin_sync(descriptor, at, raw.nbytes)
+        # Start the write-back of this range in the background. POSIX_FADV_DONTNEED does so, and
+        # pages under write-back stay in the page cache.
+        if raw.nbytes >= _LARGE and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, at, raw.nbytes, os.POSIX_FADV_DONTNEED)
 
     try:
         yield put
@@ -337,15 +335,6 @@ def _copy_in_kernel(data: np.ndarray, descriptor: int, at: int) -> bool:
                 raise _changed(mapped.path, "it has become shorter")
             left, source, at = left - copied, source + copied, at + copied
     return True
-
-
-def _begin_sync(descriptor: int, at: int, nbytes: int) -> None:
-    """Start writing a range of a file to the disk in the background.
-
-    POSIX_FADV_DONTNEED starts the write-back. Pages under write-back stay in the page cache.
-    """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _map_of(data: np.ndarray) -> _Map | None:

@@ -165,7 +165,7 @@ def to_count(value: Any) -> int:  # noqa: ANN401 (untrusted)
     """
     number = to_number(value)
     if not 0 <= number <= limits.COUNT or number != int(number):
-        raise ValueError(f"{number:g}, where a count should be")
+        raise ValueError(f"{number:g} is no integer from 0 to 2^53")
     return int(number)
 
 

@@ -51,7 +51,7 @@ def check_layers(layers: object, experts: object, where: str) -> None:
     numbers = [_to_int(layers), _to_int(experts)]
     if numbers[0] > LAYERS or numbers[0] * numbers[1] > EXPERTS:
         raise UserError(
-            f"{where}: {numbers[0]} layers of {numbers[1]} experts each are more than is read here"
+            f"{where}: {numbers[0]} layers of {numbers[1]} experts each exceed the limits"
         )
 
 

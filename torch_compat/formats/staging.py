@@ -260,6 +260,6 @@ def _advice(destination: Path, number: int) -> str:
     what = os.strerror(number)
     remedy = "free space, then" if number in (errno.ENOSPC, errno.EDQUOT) else "fix that, then"
     return (
-        f"{destination} could not be written ({what}); nothing is there under that name: {remedy} "
+        f"{destination} could not be written ({what}); nothing exists under that name: {remedy} "
         "run the same command to resume"
     )

@@ -59,8 +59,9 @@ def open_file(directory: Directory, name: str) -> Dcp:
     where = f"{directory}/{name}"
     value = _archive(directory.open(name), where).object()
     if not isinstance(value, Mapping):
+        kind = "one tensor" if isinstance(value, LazyTensor) else f"a {type(value).__name__}"
         raise UserError(
-            f"{where}: holds {_kind(value)} instead of a dict. Save a state dict: "
+            f"{where}: holds {kind} instead of a dict. Save a state dict: "
             'torch.save({"model": model.state_dict(), ...}, path).'
         )
     tensors: dict[str, LazyTensor] = {}
@@ -71,7 +72,7 @@ def open_file(directory: Directory, name: str) -> Dcp:
         if isinstance(item, LazyTensor):
             tensors[key] = item
         else:
-            objects[key] = functools.partial(_identity, item)
+            objects[key] = functools.partial(lambda value: value, item)
     return Dcp(directory, tensors, objects, name)
 
 
@@ -143,11 +144,3 @@ def _has_keys(item: Any) -> bool:  # noqa: ANN401
     if isinstance(item, list):
         return any(isinstance(x, Mapping | LazyTensor) for x in item)
     return isinstance(item, Mapping) and bool(item)
-
-
-def _identity(value: Any) -> Any:  # noqa: ANN401 (torch.save holds anything)
-    return value
-
-
-def _kind(value: Any) -> str:  # noqa: ANN401
-    return "one tensor" if isinstance(value, LazyTensor) else f"a {type(value).__name__}"

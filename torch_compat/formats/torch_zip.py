@@ -257,6 +257,7 @@ class Archive:
         # 0 repeats elements (`expand`): a small file may then claim a huge tensor.
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
         count = math.prod(sizes)
+        # Both limits hold before any memory is allocated for the tensor.
         if count and (tensor.offset + last + 1) * itemsize > record.size:
             raise UserError(
                 f"{self._where}: a tensor of size {sizes} and strides {strides} reaches beyond its "
@@ -299,6 +300,8 @@ class _Record(NamedTuple):
 
     def header(self, crc: int) -> bytes:
         """Return the local header, padded so that the data are aligned."""
+        # Extra fields: kind 1 holds the 64-bit sizes (zip64); "FB" is torch's padding field. The
+        # content begins after the header (30 bytes), the name and the extra fields.
         extra = struct.pack("<2H2Q", 1, 16, self.size, self.size) if self.is_wide else b""
         pad = -(self.start + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
@@ -307,6 +310,7 @@ class _Record(NamedTuple):
 
     def entry(self, crc: int) -> bytes:
         """Return the entry of the index."""
+        # In zip64, the 32-bit fields are 2^32 - 1, and kind 1 holds both sizes and the offset.
         values = [self.size, self.size, self.start] if self.is_wide else []
         extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
         start = _MOST32 if self.is_wide else self.start
@@ -362,6 +366,8 @@ def write_file(
     with writing(path) as put:
         for name, size, parts in _contents(value, block):
             record = _Record(name, size, at, is_wide=max(size, at) >= wide_from)
+            # The length of the header does not depend on the checksum, so the content can be
+            # written first, block by block.
             end, crc = at + len(record.header(0)), 0
             for part in parts:
                 crc = zlib_ng.crc32(part, crc)
@@ -383,17 +389,14 @@ def _contents(
     yield b"archive/data.pkl", len(data), [data]
     yield b"archive/byteorder", 6, [b"little"]
     for i, tensor in enumerate(tensors):
-        parts: Iterable[memoryview] = (
-            _blocks(tensor, block) if isinstance(tensor, LazyTensor) else [_bytes_of(tensor)]
+        # Blocks are contiguous in row-major order, so their concatenation is the whole storage.
+        parts = (
+            map(_bytes_of, map(tensor.read, blocks(tensor.shape, tensor.dtype.itemsize, block)))
+            if isinstance(tensor, LazyTensor)
+            else [_bytes_of(tensor)]
         )
         yield f"archive/data/{i}".encode(), tensor.nbytes, parts
     yield b"archive/version", 2, [b"3\n"]
-
-
-def _blocks(tensor: LazyTensor, block: int) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order."""
-    for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
-        yield _bytes_of(tensor.read(index))
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

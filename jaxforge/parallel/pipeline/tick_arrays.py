@@ -1,4 +1,4 @@
-"""A schedule as arrays: what the one program for all stages reads, tick by tick."""
+"""Pipeline schedules as arrays, which the program of all stages reads tick by tick."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 from jaxforge.parallel.pipeline.schedule import Action, Schedule
 
 Column = Any
-"""Of the table: an array of NumPy's for a phase, and in the scan one of JAX's for a tick."""
+"""Array of all ticks of a phase [ticks, ...] (NumPy), or of one tick within the scan (JAX)."""
 
 
 class Actions(NamedTuple):
@@ -21,16 +21,16 @@ class Actions(NamedTuple):
 
 
 class TickArrays(NamedTuple):
-    """A tick as arrays: [stages] of each direction's actions, and what the ends of the model do.
+    """A tick as arrays: actions of all stages, and microbatches at the ends of the model.
 
     Attributes:
-        forward: microbatch, chunk and slot; an idle stage repeats microbatch 0 into a spare slot.
-        backward: the same; an idle stage's is masked.
-        is_forward: whether a stage's forward is a real one.
-        is_backward: whether its backward is.
-        embeds: the microbatch that the first virtual stage forwards; -1: none.
-        losses: the one that the last virtual stage takes back; -1: none.
-        embed_backwards: the one that the first virtual stage takes back; -1: none.
+        forward: forwards [stages]; an idle stage repeats microbatch 0 and writes to a free slot.
+        backward: backwards [stages]; an idle stage repeats microbatch 0, and its result is masked.
+        is_forward: whether a stage has a forward [stages].
+        is_backward: whether a stage has a backward [stages].
+        embeds: microbatch of the forward of the first virtual stage; -1: none.
+        losses: microbatch of the backward of the last virtual stage; -1: none.
+        embed_backwards: microbatch of the backward of the first virtual stage; -1: none.
     """
 
     forward: Actions
@@ -43,13 +43,13 @@ class TickArrays(NamedTuple):
 
 
 def tick_arrays(schedule: Schedule) -> list[TickArrays]:
-    """A schedule as arrays [ticks, ...], phase by phase."""
+    """Return the arrays [ticks, ...] of each phase of a schedule."""
     ticks = zip(schedule.ticks, schedule.idle_slots, strict=True)
     rows = [_row(schedule, tick.forward, tick.backward, idle_slots) for tick, idle_slots in ticks]
     phases, start = [], 0
     for phase in schedule.phases():
-        of_phase = rows[start : start + len(phase.ticks)]
-        phases.append(jax.tree.map(lambda *leaves: np.stack(leaves), *of_phase))
+        phase_rows = rows[start : start + len(phase.ticks)]
+        phases.append(jax.tree.map(lambda *leaves: np.stack(leaves), *phase_rows))
         start += len(phase.ticks)
     return phases
 

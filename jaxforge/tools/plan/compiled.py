@@ -24,8 +24,8 @@ from jaxforge.step.executable import CompiledStep
 from jaxforge.step.grad_sync import GradSync
 from jaxforge.tools.plan.hlo import HloProgram, parse_arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
-from jaxforge.training.callbacks.assembly import named_callbacks
 from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.hooks import named_callbacks
 
 
 class Memory(NamedTuple):
