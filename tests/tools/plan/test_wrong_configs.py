@@ -278,7 +278,7 @@ def proposed(message: str) -> Iterator[Change]:
                 yield {section + key: json.loads(value) for key, value in pairs}
     elif match := re.search(rf"did you mean ({VALUE})\?", text):
         yield {about: json.loads(match[1])}
-    elif match := re.search(r"expected (.*)", text):
+    elif match := re.search(r"(?:expected|must be(?= one of)) (.*)", text):
         yield {about: some(match[1])}
     elif pairs := re.findall(rf"(?:needs|requires|set|or) ({KEY}) = ({VALUE})", text):
         yield from ({key: json.loads(value)} for key, value in pairs)
