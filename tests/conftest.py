@@ -163,7 +163,7 @@ def messages(caplog, monkeypatch):
 @pytest.fixture
 def loops_over_layers(monkeypatch):
     """Loop over layers as on GPUs and TPUs; CPUs unroll small models, which compiles slower."""
-    monkeypatch.setattr(runtime, "_UNROLLED_ON_CPU", 0)
+    monkeypatch.setattr(runtime, "UNROLLED_ON_CPU", 0)
 
 
 @pytest.fixture

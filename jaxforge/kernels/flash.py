@@ -43,9 +43,9 @@ from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
 MAX_HEAD = 256
 """Maximum width of heads: tiles of wider heads do not fit into shared memory."""
 
-_INTERPRET = False  # tests set it, to run the kernels without a GPU
+INTERPRET = False  # tests set it, to run the kernels without a GPU
 _SMALLEST = 16  # minimum rows of a tensor core product
-_PROGRAMS = 132  # multiprocessors of an H100
+PROGRAMS = 132  # multiprocessors of an H100
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
@@ -185,6 +185,7 @@ def backward(
     """
     dtype = dtype or q_BSHh.dtype
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
+    # Tensor cores multiply dO with K, Q and V in their dtype; lse and δ stay in float32.
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
     padded = _PaddedInputs.of("dq", *arrays, window, scoring)
     at, (d_filled, lse_filled, delta_filled) = (
@@ -211,10 +212,11 @@ def _gradients_of_keys(
     group = padded.q.shape[2] // kv
     # Enough programs to fill the GPU: one program sums over all query heads of a key head.
     # Otherwise one program per query head, and a sum in float32 afterwards.
-    if batch * kv * (length // config.tiles.keys) >= _PROGRAMS:
+    if batch * kv * (length // config.tiles.keys) >= PROGRAMS:
         config = config._replace(group=group)
     parts = group // config.group
     at = _key_layout(padded._replace(config=config), parts)
+    # Sums over parts are rounded once, at the end.
     summed = dtype if parts == 1 else jnp.float32
     out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
     dk, dv = _run(
@@ -255,6 +257,8 @@ class _PaddedInputs(NamedTuple):
         head = q.shape[3]
         tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
         config = KernelConfig(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
+        # The window is an input array of one element, because only the device may know it (pipeline
+        # stages with different masks).
         reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
         k, v = (pad_to_blocks(x, tiles.keys) for x in (k, v))
         queries = pad_tokens(queries, tiles.queries, BEFORE)
@@ -275,12 +279,14 @@ class _PaddedInputs(NamedTuple):
 
 def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
     """Return tiles for a width of heads that fit registers and 160 KiB of shared memory."""
+    # (queries, keys, warps, stages) for heads up to 64, up to 128, and up to `MAX_HEAD` wide.
     narrow, wide, widest = {
         "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
         "dq": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
         "dkv": (Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     }[kernel]
     tiles = narrow if head <= 64 else wide if head <= 128 else widest
+    # Short sequences get smaller tiles: a power of two, as Triton requires.
     fit = (max(_SMALLEST, pl.next_power_of_2(n)) for n in (queries, keys))
     return tiles._replace(queries=min(tiles.queries, next(fit)), keys=min(tiles.keys, next(fit)))
 
@@ -295,6 +301,13 @@ class _Layout(NamedTuple):
     rows: pl.BlockSpec
 
 
+# What one program (i, h, b) of each layout reads and writes, with blocks of n queries or keys:
+#
+#              by queries (forward, dq)       by keys (dkv)
+# q, dO        block [n, H] of head h         all queries of `group` heads from h * group on
+# k, v         all keys of head h // group    block [n, H] of head h // parts
+# lse, δ       block [n] of head h            all queries of these heads
+# results      block [n, H] of o or dq        block [n, H] of dk and dv, for part h % parts
 def _query_layout(padded: _PaddedInputs) -> _Layout:
     """Return the layout with one program per block of queries and head."""
     config, (batch, length, heads, _), n = (
@@ -376,6 +389,6 @@ def _run(
         compiler_params=triton.CompilerParams(
             num_warps=config.tiles.warps, num_stages=config.tiles.stages
         ),
-        interpret=_INTERPRET,
+        interpret=INTERPRET,
         name=kernel.__name__,
     )(*(array for _, array in arguments))

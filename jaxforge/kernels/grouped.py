@@ -85,6 +85,7 @@ def _backward(
     dw_GOI = products.gradient_of_weights(x_MI, dy_MO, sizes_G)
     # dw is float32. It is rounded once: to the dtype of the sum over devices if the caller gave
     # `gradient_GOI`, else to the dtype of the weights.
+    # Sums are in float32; each gradient is rounded once, to the dtype of its array.
     if like is not None:
         return dx_MI, None, None, dw_GOI.astype(like.dtype)
     return dx_MI, dw_GOI.astype(w_GOI.dtype), None, None

@@ -233,8 +233,8 @@ def test_one_that_failed_or_was_refused_leaves_no_lock(tmp_path, monkeypatch):
 
 def test_helpers_of_another_conversion_keep_a_new_one_from_beginning(tmp_path, monkeypatch):
     """Workers of a killed process 0 may be in the middle of a file."""
-    monkeypatch.setattr(staging, "_LEAVE", 0.1)
-    monkeypatch.setattr(staging, "_JOIN", 0.1)
+    monkeypatch.setattr(staging, "LEAVE", 0.1)
+    monkeypatch.setattr(staging, "JOIN", 0.1)
     with Staging(tmp_path / "a", {"of": 1}, Share(0, 2)):
         pass
     with Staging(tmp_path / "a", {"of": 1}, Share(1, 2)) as helper:
@@ -259,7 +259,7 @@ def test_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog)
     with Staging(tmp_path / "a", {}, Share()) as item:
         item.commit()
     assert (tmp_path / "a").is_dir()
-    assert "no locks ([Errno 95] Operation not supported)" in caplog.text
+    assert "locks are not supported ([Errno 95] Operation not supported)" in caplog.text
 
 
 def test_workers_start_with_the_resolved_source(monkeypatch):

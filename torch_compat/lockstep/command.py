@@ -222,7 +222,7 @@ def print_report(report: Report, as_json: bool) -> None:
         print(json.dumps({**compare.as_json(report.rows), "notes": report.notes}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    compare.show(console, report.rows, ("ours", "PyTorch"))
+    compare.print_rows(console, report.rows, ("ours", "PyTorch"))
     for note in report.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 

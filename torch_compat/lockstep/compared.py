@@ -11,8 +11,8 @@ from jaxforge.config.job import JobConfig
 from jaxforge.tools.replay.compare import (
     SMALL,
     Row,
-    from_the_loss,
-    gradients_beside,
+    gradient_scales,
+    in_backward_order,
     root_mean_square,
     row,
     tolerance,
@@ -118,11 +118,11 @@ def _loss(comparison: Comparison) -> Iterator[Hinted]:
 
 def _gradients(comparison: Comparison) -> Iterator[Hinted]:
     ours, layers = comparison.ours.grads, comparison.config.model.n_layers
-    theirs, beside = comparison.by_our_names(comparison.theirs.grads), gradients_beside(ours)
+    theirs, beside = comparison.by_our_names(comparison.theirs.grads), gradient_scales(ours)
     allowed = _allowed(comparison, 3 * (2 * layers + 2))  # there, and back by two products for each
     has_head = comparison.dialect.their_key(HEAD) in comparison.theirs.grads
     is_untied = comparison.config.model.tie_embeddings and has_head
-    for name in from_the_loss(theirs, layers):
+    for name in in_backward_order(theirs, layers):
         pair = Pair(ours[name], theirs[name])
         least = SMALL * beside[name]
         size = max(least, root_mean_square(pair.ours))
