@@ -118,7 +118,7 @@ def test_weights_alone_may_be_of_any_step_and_optimizer(run, dcp, tmp_path, caps
         assert verify(capsys, run, other, "--weights-only")[:2] == (0, {})
     code, result, notes = verify(capsys, run, tmp_path / "run")
     assert (code, result) == (0, {})
-    assert notes == ["only one has optimizer state: weights were compared, nothing else"]
+    assert notes == ["only one checkpoint has optimizer state, so that only weights were compared"]
     other = write_run(tmp_path / "other", seed=2)
     result = verify(capsys, run, other, "--weights-only")[1]
     assert {name.partition(".")[0] for name in result} == {"params"}

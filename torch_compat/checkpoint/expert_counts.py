@@ -19,7 +19,7 @@ from torch_compat.checkpoint.optimizer_state import kind_of
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor, of_array
 from torch_compat.names.table import NameMap
-from torch_compat.names.translation import Translation, some
+from torch_compat.names.translation import Translation, summarize_names
 
 States = Mapping[str, Mapping[str, Any]]
 """Parameter of theirs -> field of its optimizer state -> value."""
@@ -35,7 +35,7 @@ NOTE = (
 def keys_of_experts(target: AbstractTarget, dialect: NameMap) -> dict[str, str]:
     """Return our name of each parameter of an expert -> their key."""
     names = (name for name in target.params if target.stacking.expert_of(name))
-    return {name: dialect.their_name(name) for name in names}
+    return {name: dialect.key_for(name) for name in names}
 
 
 def by_expert(names: Iterable[str], target: AbstractTarget) -> list[list[str]]:
@@ -77,7 +77,8 @@ def settle(
         return target.with_idle_experts_skipped() if skips else target
     if own and common:
         raise UserError(
-            f"{by.where}: {some(own)} have had fewer updates than other parameters, as the run "
+            f"{by.where}: {summarize_names(own)} have had fewer updates than other parameters, as "
+            "the run "
             "skipped experts without tokens, and optimizer.skip_idle_experts is false; leave it "
             "out, or set it to true"
         )
@@ -178,7 +179,7 @@ def by_their_keys(checkpoint: CheckpointState, field: str, dialect: NameMap) -> 
     shared = checkpoint.scalars[field]
     names: dict[str, float] = {}
     for name in checkpoint.params:
-        key = dialect.their_name(name)
+        key = dialect.key_for(name)
         value = float(own[name].all() if name in own else shared)
         if names.setdefault(key, value) != value:
             raise UserError(

@@ -31,7 +31,7 @@ from torch_compat.formats.files import Directory, sync
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.staging import Unit
 from torch_compat.names.table import EMBEDDING, NameMap, strip_wrappers
-from torch_compat.names.translation import Translation, some
+from torch_compat.names.translation import Translation, summarize_names
 
 _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
@@ -81,7 +81,7 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     )
     contents = safetensors.open_directory(directory)
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
-        raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
+        raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
     tensors = _by_name(contents, dialect, str(directory))
     tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
@@ -214,8 +214,8 @@ def units(
         before: what the run was imported with.
     """
     of_family = FAMILIES[family].dialect
-    tensors = of_family.to_theirs(checkpoint.variables, config.model)
-    weights = of_family.to_theirs(checkpoint.params, config.model)
+    tensors = of_family.to_dialect(checkpoint.variables, config.model)
+    weights = of_family.to_dialect(checkpoint.params, config.model)
     result, index = safetensors.units(tensors, directory, largest, block)
     documents = _documents(config, family, _one_dtype(weights), tokenizer, before)
     if index is not None:
@@ -255,10 +255,10 @@ def _by_name(
     Raises:
         UserError: two keys are one parameter's.
     """
-    base = dialect.their_name(EMBEDDING).partition(".")[0]
+    base = dialect.key_for(EMBEDDING).partition(".")[0]
     tensors: dict[str, LazyTensor] = {}
     for key, tensor in contents.items():
-        name = dialect.current(strip_wrappers(key))
+        name = dialect.current_key(strip_wrappers(key))
         if not dialect.knows(name) and dialect.knows(f"{base}.{name}"):
             name = f"{base}.{name}"
         if name in tensors:

@@ -1,4 +1,4 @@
-"""Writers of conversions, one for each format."""
+"""Registry of writers by format."""
 
 from collections.abc import Mapping
 
@@ -8,4 +8,4 @@ from torch_compat.convert.to_jaxforge import RunWriter
 from torch_compat.convert.writer import Writer
 
 WRITERS: Mapping[str, type[Writer]] = {"jaxforge": RunWriter, "dcp": DcpWriter, "hf": HfWriter}
-"""The writer of each format."""
+"""Format -> writer."""
