@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch_compat.checkpoint.checkpoints import CheckpointRef
     from torch_compat.checkpoint.dcp_state import ReadOptions
     from torch_compat.convert.source import Request
-    from torch_compat.convert.verify import Verified
+    from torch_compat.convert.verify import VerificationResult
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _DIALECTS = "such as kempnerforge, torchtitan or hf-llama (docs/torch_compat.md has all of them)"
@@ -357,7 +357,7 @@ def _verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0 if result.same else 1
 
 
-def _print_differences(result: "Verified") -> None:
+def _print_differences(result: "VerificationResult") -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -25,7 +25,7 @@ from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.stacking import Stacking, layer_of
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.formats.lazy import from_array
-from torch_compat.names.kempnerforge import unknown
+from torch_compat.names.kempnerforge import incompatibilities
 
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
 SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 2, "n_layers": 3}
@@ -294,7 +294,9 @@ def test_overwritten_expert_shards_are_refused(tmp_path, packed):
 def test_features_unknown_to_kempnerforge_are_listed():
     def said(**keys):
         model = tiny_config(model={"ffn_hidden_dim": 64, **MIXTURE, **keys}).model
-        return [note.removeprefix("KempnerForge has no model.") for note in unknown(model)]
+        return [
+            note.removeprefix("KempnerForge has no model.") for note in incompatibilities(model)
+        ]
 
     own = {"moe_router": "sigmoid_topk", "moe_bias_update": "kempnerforge"}
     assert said() == ["moe_expert_dim: model.moe_expert_ffn_multiplier = 0.5 there"]

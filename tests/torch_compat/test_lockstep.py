@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from tests.torch_compat import llama_torch  # noqa: E402
 from tests.torch_compat.llama_torch import MODEL, Llama, adamw, loss_over_all  # noqa: E402
 from torch_compat.lockstep import batches, command, ours  # noqa: E402
-from torch_compat.lockstep.theirs import Built  # noqa: E402
+from torch_compat.lockstep.torch_model import TorchSubject  # noqa: E402
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -62,12 +62,12 @@ def our_side(directory):
 def report_of(our_side, built, precision="float32"):
     its, edge, batch, checkpoint = our_side(precision)
     command.load(built, checkpoint.params, KEMPNERFORGE, its)
-    return command.compared(edge, built, KEMPNERFORGE, its, batch)
+    return command.compare_models(edge, built, KEMPNERFORGE, its, batch)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_nothing_differs_where_nothing_is_wrong(our_side, precision):
-    report = report_of(our_side, Built(Llama(), adamw), precision)
+    report = report_of(our_side, TorchSubject(Llama(), adamw), precision)
     assert report.same, first_difference(report.rows)
     stages = [row.stage for row in report.rows]
     assert [stages.count(s) for s in ("forward", "loss", "updates")] == [15, 1, 26]
@@ -94,25 +94,25 @@ FORWARD = {
 @pytest.mark.parametrize("fault", FORWARD)
 def test_fault_of_the_model_is_named(our_side, fault):
     point, hint = FORWARD[fault]
-    result = first_difference(report_of(our_side, Built(Llama(fault))).rows)
+    result = first_difference(report_of(our_side, TorchSubject(Llama(fault))).rows)
     assert (result.stage, result.name) == ("forward", point)
     assert hint in result.hint
 
 
 @pytest.mark.parametrize("fault", ["rope base", "heads", "embedding multiplier", "gate and up"])
 def test_large_faults_are_seen_in_bfloat16(our_side, fault):
-    result = first_difference(report_of(our_side, Built(Llama(fault)), "bfloat16").rows)
+    result = first_difference(report_of(our_side, TorchSubject(Llama(fault)), "bfloat16").rows)
     assert result.name == FORWARD[fault][0]
 
 
 def test_head_that_is_not_tied_is_named(our_side):
-    result = first_difference(report_of(our_side, Built(Llama("untied"), adamw)).rows)
+    result = first_difference(report_of(our_side, TorchSubject(Llama("untied"), adamw)).rows)
     assert (result.stage, result.name) == ("gradients", "token_embedding.embedding.weight")
     assert "parameter of its own" in result.hint
 
 
 def test_another_division_of_the_loss_is_named(our_side):
-    result = first_difference(report_of(our_side, Built(Llama(), adamw, loss_over_all)).rows)
+    result = first_difference(report_of(our_side, TorchSubject(Llama(), adamw, loss_over_all)).rows)
     assert result.stage == "loss"
     assert "48/64 times ours: divided by all 64 labels" in result.hint
 
@@ -129,7 +129,7 @@ OPTIMIZERS = {
 def test_another_setting_of_the_optimizer_is_named(our_side, hint):
     settings, stage = OPTIMIZERS[hint]
     optimizer = functools.partial(adamw, **settings)
-    result = first_difference(report_of(our_side, Built(Llama(), optimizer)).rows)
+    result = first_difference(report_of(our_side, TorchSubject(Llama(), optimizer)).rows)
     assert result.stage == stage
     assert hint in result.hint
 

@@ -110,7 +110,7 @@ def lazy(arrays):
 
 def theirs_of(dialect, features, dtype="float32"):
     """Return the tensors under a dialect's names, as its own code saves them."""
-    result = NAME_MAPS[dialect].to_theirs(lazy(ours_of(features, dtype)), model_of(**features))
+    result = NAME_MAPS[dialect].to_dialect(lazy(ours_of(features, dtype)), model_of(**features))
     return {key: np.ascontiguousarray(tensor.all()) for key, tensor in result.items()}
 
 
@@ -141,7 +141,7 @@ def test_there_and_back_is_the_same_bit_for_bit(dialect, features, dtype):
 @pytest.mark.parametrize(("dialect", "features"), CASES)
 def test_every_parameter_has_a_key_of_its_own(dialect, features):
     ours, theirs = ours_of(features), theirs_of(dialect, features)
-    assert theirs.keys() == {NAME_MAPS[dialect].their_name(name) for name in ours}
+    assert theirs.keys() == {NAME_MAPS[dialect].key_for(name) for name in ours}
     assert sum(array.size for array in theirs.values()) == sum(a.size for a in ours.values())
     assert all(NAME_MAPS[dialect].knows(key) for key in theirs)
     values = np.concatenate([array.ravel() for array in theirs.values()])
@@ -221,7 +221,7 @@ NAMES = {
     [(dialect, *pair) for dialect, pairs in NAMES.items() for pair in pairs.items()],
 )
 def test_names_are_those_of_the_code_base(dialect, theirs, ours):
-    assert NAME_MAPS[dialect].their_name(ours) == theirs
+    assert NAME_MAPS[dialect].key_for(ours) == theirs
 
 
 def test_packed_experts_are_stacked_with_inputs_first():
@@ -264,7 +264,7 @@ def test_scores_are_those_of_complex_rotation_in_torchtitan(dialect, features):
 
     names = [f"layers.1.attention.{m}_proj.weight" for m in "qk"]
     theirs = theirs_of(dialect, features)
-    as_they_are = [theirs[NAME_MAPS[dialect].their_name(name)] for name in names]
+    as_they_are = [theirs[NAME_MAPS[dialect].key_for(name)] for name in names]
     back = translated(dialect, features, theirs)
     expected = scores(*map(meta, as_they_are))
     result = scores(*(halves(back[name].all()) for name in names))
@@ -303,7 +303,7 @@ def test_dialect_is_found_from_the_keys(dialect, features, prefix):
 @pytest.mark.parametrize("dialect", ["torchtitan", "torchtitan-2025", "kempnerforge", "hf-llama"])
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_dialect_is_found_without_the_head_of_a_tied_model(dialect, prefix):
-    keys = [key for key in theirs_of(dialect, LLAMA) if key != NAME_MAPS[dialect].their_name(HEAD)]
+    keys = [key for key in theirs_of(dialect, LLAMA) if key != NAME_MAPS[dialect].key_for(HEAD)]
     assert dcp_state.sort_keys(as_dcp([prefix + key for key in keys])).dialect.name == dialect
 
 
@@ -469,8 +469,8 @@ CAN_BE_TIED = [name for name, several in FEATURES.items() if LLAMA in several]
 def test_tied_head_may_be_there_as_a_copy_or_not(dialect):
     assert HEAD not in shapes_of(TIED)
     theirs = theirs_of(dialect, TIED)
-    embedding = theirs[NAME_MAPS[dialect].their_name(EMBEDDING)]
-    copied = theirs | {NAME_MAPS[dialect].their_name(HEAD): embedding.copy()}
+    embedding = theirs[NAME_MAPS[dialect].key_for(EMBEDDING)]
+    copied = theirs | {NAME_MAPS[dialect].key_for(HEAD): embedding.copy()}
     for given in (theirs, copied):
         back = translated(dialect, TIED, given)
         assert back.keys() == shapes_of(TIED).keys()
@@ -480,12 +480,12 @@ def test_tied_head_may_be_there_as_a_copy_or_not(dialect):
 @pytest.mark.parametrize("dialect", CAN_BE_TIED)
 def test_head_that_differs_is_not_tied(dialect):
     theirs = theirs_of(dialect, TIED)
-    embedding = theirs[NAME_MAPS[dialect].their_name(EMBEDDING)]
+    embedding = theirs[NAME_MAPS[dialect].key_for(EMBEDDING)]
     other = embedding.copy()
     other[-1, -1] = np.nextafter(other[-1, -1], np.float32(9))
     for head in (other, embedding[:-1], embedding.astype(DTYPES["bfloat16"])):
         with pytest.raises(UserError, match="tie_embeddings is true, but the output head differs"):
-            translated(dialect, TIED, theirs | {NAME_MAPS[dialect].their_name(HEAD): head})
+            translated(dialect, TIED, theirs | {NAME_MAPS[dialect].key_for(HEAD): head})
 
 
 def test_tied_head_alone_is_no_embedding():
@@ -501,7 +501,7 @@ def test_vocabulary_is_cut_or_padded_when_asked(dialect, rows):
     theirs = theirs_of(dialect, LLAMA)
     padded = np.random.default_rng(0).standard_normal((16, 16), np.float32)
     for name in (EMBEDDING, HEAD):
-        theirs[NAME_MAPS[dialect].their_name(name)] = padded[:rows]
+        theirs[NAME_MAPS[dialect].key_for(name)] = padded[:rows]
     expected = padded[:12].copy()
     expected[rows:] = 0
     back = translated(dialect, LLAMA, theirs, resize_vocab=True)
@@ -550,4 +550,4 @@ def test_missing_names_are_refused_with_the_reason(dialect, features, why):
 def test_shared_expert_has_no_place_in_mixtral():
     name = "layers.0.mlp.shared_expert.up_proj.weight"
     with pytest.raises(UserError, match=f"{name} cannot be .*this family has no shared expert"):
-        NAME_MAPS["hf-mixtral"].their_name(name)
+        NAME_MAPS["hf-mixtral"].key_for(name)

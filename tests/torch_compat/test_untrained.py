@@ -41,7 +41,7 @@ from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import from_array
 from torch_compat.formats.safetensors import open_directory
-from torch_compat.names.kempnerforge import KEMPNERFORGE, unknown
+from torch_compat.names.kempnerforge import KEMPNERFORGE, incompatibilities
 from torch_compat.names.table import NameMap, Rule
 from torch_compat.names.translation import Translation
 
@@ -211,7 +211,7 @@ def test_declaration_says_names_and_shapes():
 def arrays(**changed):
     target = abstract_target(tiny_config(**SECTIONS))
     shapes = {**target.params, **NAMES}
-    named = {DCP.their_name(n): from_array(np.ones(s, np.float32)) for n, s in shapes.items()}
+    named = {DCP.key_for(n): from_array(np.ones(s, np.float32)) for n, s in shapes.items()}
     named |= {name: from_array(array) for name, array in changed.items() if array is not None}
     gone = [name for name, array in changed.items() if array is None]
     named = {name: tensor for name, tensor in named.items() if name not in gone}
@@ -298,7 +298,7 @@ def test_model_of_ones_own_is_no_other_family_and_it_is_said():
     model = tiny_config(model={"model_type": "same_parameters"}).model
     with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
         select_family(model)
-    (note,) = unknown(model)
+    (note,) = incompatibilities(model)
     assert "KempnerForge has no model.model_type" in note
 
 

@@ -27,7 +27,7 @@ _NOT_OPTIONS = ("source", "config", "overrides")  # the two latter are in the re
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A conversion that can be run.
 
     Attributes:
@@ -40,10 +40,10 @@ class Plan:
     summary: str
     notes: tuple[str, ...]
     source: Source
-    within: str
+    subdirectory: str
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> ConversionPlan:
     """Open the source and check everything that can be checked without reading tensors.
 
     Raises:
@@ -59,11 +59,11 @@ def plan(request: Request) -> Plan:
         summary = f"{start} ({dialect}, {writer.label}, {size}) -> {request.destination}"
     else:
         summary = f"{start} -> {writer.path} ({writer.label}, {size})"
-    return Plan(summary, (*source.notes, *writer.notes()), source, writer.within)
+    return ConversionPlan(summary, (*source.notes, *writer.notes()), source, writer.subdirectory)
 
 
 def run(
-    request: Request, plan: Plan, share: Share, advance: Advance, workers: Workers
+    request: Request, plan: ConversionPlan, share: Share, advance: Advance, workers: Workers
 ) -> Path | None:
     """Write a share of the result; process 0 waits for the others, and commits.
 

@@ -36,7 +36,7 @@ class DcpWriter(Writer):
         self._has_place = self._has_moments and not self._is_titan
         many = f", {request.stages} stages" if request.stages > 1 else ""
         self.label = f"{self._dialect}{many}"
-        self.within = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
+        self.subdirectory = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
 
     def notes(self) -> list[str]:
         """Return notes for the user.
@@ -49,7 +49,11 @@ class DcpWriter(Writer):
         if self._is_titan and self._has_moments:
             return dcp_state.torchtitan_notes(self.source.target)
         is_theirs = self._dialect.startswith("kempnerforge")
-        return list(kempnerforge.unknown(self.source.target.config.model)) if is_theirs else []
+        return (
+            list(kempnerforge.incompatibilities(self.source.target.config.model))
+            if is_theirs
+            else []
+        )
 
     @functools.cached_property
     def _units(self) -> dict[str, list[Unit]]:

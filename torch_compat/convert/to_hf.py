@@ -48,7 +48,7 @@ class HfWriter(Writer):
     def complete(self, results: Mapping[str, Any]) -> None:
         """Write the model card."""
         directory, model = self.staging.path, self.source.target.config.model
-        written = name_map(self.label).to_theirs(self.source.checkpoint.variables, model)
+        written = name_map(self.label).to_dialect(self.source.checkpoint.variables, model)
         check_written(safetensors.open_directory(Directory(directory)), written, str(directory))
         (directory / model_card.FILE).write_text(self._card(directory), "utf-8")
 

@@ -21,7 +21,7 @@ class RunWriter(Writer):
         super().__init__(request, source)
         step = source.progress.step
         self.label = f"step {step}" if source.checkpoint.moments else "weights alone, step 0"
-        self.within = f"{SUBDIRECTORY}/{PREFIX}_{step}"
+        self.subdirectory = f"{SUBDIRECTORY}/{PREFIX}_{step}"
 
     def stage(self, plan: dict[str, Any], share: Share) -> Staging:
         """Begin a checkpoint of the run."""
@@ -47,7 +47,7 @@ class RunWriter(Writer):
                 _copy_files(ref.run / name, beside / name)
         try:
             run_directory.prepare(
-                beside, of_run(self.source.target.config, self.request.destination)
+                beside, config_for_run(self.source.target.config, self.request.destination)
             )
         except UserError as error:
             raise error.__cause__ or error from None  # the disk's fault, and no setting's
@@ -60,7 +60,7 @@ class RunWriter(Writer):
         self._import.commit()
 
 
-def of_run(config: JobConfig, run: Path) -> JobConfig:
+def config_for_run(config: JobConfig, run: Path) -> JobConfig:
     """Return the config that a run directory gets, which names the directory."""
     checkpoint = config.checkpoint.model_copy(update={"dir": str(run), "load_path": None})
     return config.model_copy(update={"checkpoint": checkpoint})

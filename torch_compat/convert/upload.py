@@ -24,9 +24,9 @@ from jaxforge.errors import UserError
 from jaxforge.storage import COMMITTED, buckets, mirror, run_lock, trust
 from torch_compat.checkpoint import hf_config, hf_state, orbax_store
 from torch_compat.convert import conversion
-from torch_compat.convert.conversion import Advance, Plan, identity
+from torch_compat.convert.conversion import Advance, ConversionPlan, identity
 from torch_compat.convert.source import Request
-from torch_compat.convert.to_jaxforge import of_run
+from torch_compat.convert.to_jaxforge import config_for_run
 from torch_compat.formats import safetensors
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.staging import for_each
@@ -51,7 +51,7 @@ def notes(request: Request) -> list[str]:
 
 
 def run(
-    request: Request, plan: Plan, share: Share, advance: Advance, workers: Workers
+    request: Request, plan: ConversionPlan, share: Share, advance: Advance, workers: Workers
 ) -> Path | None:
     """Do what `conversion.run` does, for a destination in a bucket.
 
@@ -69,17 +69,17 @@ def run(
     with run_lock.RunLock(destination) as lock:
         lock.take()
         name = _name(here, plan)
-        _check_free(destination / plan.within, name, gathering)
+        _check_free(destination / plan.subdirectory, name, gathering)
         _begin(gathering, name)
-        directory = here.destination / plan.within
+        directory = here.destination / plan.subdirectory
         if not directory.exists():
             conversion.run(here, plan, share, advance, workers)
         orbax_store.finish_import(
             here.destination, directory
         )  # what a kill just after its commit left
-        _Copy(here.destination, destination, plan.within, name).run(lock)
+        _Copy(here.destination, destination, plan.subdirectory, name).run(lock)
         shutil.rmtree(gathering, ignore_errors=True)  # workers take their locks away meanwhile
-    return destination / plan.within
+    return destination / plan.subdirectory
 
 
 class _Copy:
@@ -92,9 +92,9 @@ class _Copy:
         name: of the conversion.
     """
 
-    def __init__(self, here: Path, there: Path, within: str, name: str) -> None:
+    def __init__(self, here: Path, there: Path, subdirectory: str, name: str) -> None:
         self._here, self._there, self._name = here, there, name
-        self._directory, self._target = here / within, there / within
+        self._directory, self._target = here / subdirectory, there / subdirectory
 
     def run(self, lock: run_lock.RunLock) -> None:
         """Copies all, the lock willing."""
@@ -110,7 +110,7 @@ class _Copy:
             self._put([path])
         config = self._here / "config.toml"
         if config.exists():  # of a run
-            named = of_run(load_config(config, trusts=trust.never), self._there)
+            named = config_for_run(load_config(config, trusts=trust.never), self._there)
             (self._there / config.name).write_text(named.to_toml())
         (self._target / UNFINISHED).unlink()
 
@@ -139,7 +139,7 @@ def _gathering(destination: Path) -> Path:
     return mirror.directory(destination, "conversion")
 
 
-def _name(request: Request, plan: Plan) -> str:
+def _name(request: Request, plan: ConversionPlan) -> str:
     about = json.dumps(identity(request, plan.source), sort_keys=True)
     return hashlib.sha256(about.encode()).hexdigest()
 

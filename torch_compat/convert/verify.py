@@ -44,7 +44,7 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verified:
+class VerificationResult:
     """Result of a comparison.
 
     Attributes:
@@ -79,7 +79,7 @@ def verify(
     overrides: Sequence[str],
     options: ReadOptions,
     max_memory: int,
-) -> Verified:
+) -> VerificationResult:
     """Compares two checkpoints of any formats.
 
     Args:
@@ -108,7 +108,9 @@ def verify(
     differences += _scalar_differences(first.scalars, other.scalars) + _fact_differences(both)
     scalars = first.scalars.keys() | other.scalars.keys()
     count = len(first.tensors.keys() | other.tensors.keys()) + len(scalars)
-    return Verified(count, len(both), differences, notes + _told_by_one(first.facts, other.facts))
+    return VerificationResult(
+        count, len(both), differences, notes + _told_by_one(first.facts, other.facts)
+    )
 
 
 def compare(

@@ -33,7 +33,7 @@ class Writer(abc.ABC):
 
     staging: Staging
     label: str
-    within = ""
+    subdirectory = ""
 
     def __init__(self, request: Request, source: Source) -> None:
         self.request, self.source = request, source
@@ -42,7 +42,7 @@ class Writer(abc.ABC):
     @property
     def path(self) -> Path:
         """The directory that is made."""
-        return self.request.destination.absolute() / self.within
+        return self.request.destination.absolute() / self.subdirectory
 
     def notes(self) -> list[str]:
         """Return what the user should know.
@@ -86,4 +86,4 @@ class Writer(abc.ABC):
         """Check that the dialect has a name for everything."""
         model = self.source.target.config.model
         stages.check(self.request.stages, name_map(dialect), model)
-        name_map(dialect).to_theirs(self.source.checkpoint.variables, model)
+        name_map(dialect).to_dialect(self.source.checkpoint.variables, model)

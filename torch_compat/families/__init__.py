@@ -3,9 +3,9 @@
 import importlib
 
 from torch_compat.families.family import Family
-from torch_compat.families.not_built import NOT_BUILT
+from torch_compat.families.unsupported import UNSUPPORTED_FAMILIES
 
-__all__ = ["FAMILIES", "NOT_BUILT", "Family"]
+__all__ = ["FAMILIES", "UNSUPPORTED_FAMILIES", "Family"]
 
 _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3",

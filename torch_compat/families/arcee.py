@@ -30,5 +30,5 @@ FAMILY = Family(
     {**COMMON, **BIASES, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     read=_read,
     write=lambda model: {**common.llama_keys(model), **common.bias_keys(model)},
-    divides=True,
+    requires_head_divisor=True,
 )

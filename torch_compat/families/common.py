@@ -127,7 +127,7 @@ def rotary(c: Config, where: str, *, partial: float | None = None) -> Table:
             f"{where}: {key} = {reprlib.repr(given)}: here all layers have the same positions"
         )
     share = given.get("partial_rotary_factor", c.get("partial_rotary_factor"))
-    table = one_rotary(given, c, f"{where}: {key}")
+    table = rotary_from_table(given, c, f"{where}: {key}")
     if partial is None and share not in (None, 1):
         raise UserError(
             f"{where}: jaxforge's model has no counterpart of partial_rotary_factor = "
@@ -137,7 +137,7 @@ def rotary(c: Config, where: str, *, partial: float | None = None) -> Table:
     return table if share in (None, 1) else {**table, "partial_rotary_factor": share}
 
 
-def one_rotary(given: Config, c: Config, what: str) -> Table:
+def rotary_from_table(given: Config, c: Config, what: str) -> Table:
     """`rope_theta` and `rope_scaling` of one table of rotary parameters.
 
     Args:
@@ -236,12 +236,12 @@ def windows(c: Config, kinds: Sequence[str], where: str, *, differ: bool = False
     return {"sliding_window": window, "attention_pattern": pattern}
 
 
-def everywhere(c: Config, where: str) -> Table:
+def uniform_window(c: Config, where: str) -> Table:
     """A window in every layer, or in none."""
     return windows(c, [SLIDING] * c["num_hidden_layers"], where)
 
 
-def two_rotaries(c: Config, where: str, local_theta: float | None) -> Table:
+def rotary_by_layer_kind(c: Config, where: str, local_theta: float | None) -> Table:
     """Rotary positions of full layers, and of sliding ones where they are others.
 
     Args:
@@ -260,9 +260,9 @@ def two_rotaries(c: Config, where: str, local_theta: float | None) -> Table:
         by_kind = {FULL: given, SLIDING: {}}
     elif given.keys() - by_kind.keys() or not all(isinstance(t, dict) for t in by_kind.values()):
         raise UserError(f"{where}: {key} = {reprlib.repr(given)}: here are {FULL} and {SLIDING}")
-    full = one_rotary({**by_kind[FULL], **scaling}, c, f"{where}: {key} of {FULL}")
+    full = rotary_from_table({**by_kind[FULL], **scaling}, c, f"{where}: {key} of {FULL}")
     inner = c if local_theta is None else {**c, "rope_theta": local_theta}
-    local = one_rotary(by_kind[SLIDING], inner, f"{where}: {key} of {SLIDING}")
+    local = rotary_from_table(by_kind[SLIDING], inner, f"{where}: {key} of {SLIDING}")
     if local == full:
         return full
     if "rope_scaling" in local:
@@ -317,8 +317,8 @@ def rotary_keys(model: ModelConfig, *, partial: bool = False) -> Table:
     }
 
 
-def two_rotary_keys(model: ModelConfig) -> Table:
-    """The keys of `two_rotaries`."""
+def rotary_by_layer_kind_keys(model: ModelConfig) -> Table:
+    """The keys of `rotary_by_layer_kind`."""
     full = _rotary_table(model.rope_theta, model.rope_scaling)
     local = model.local_rope_theta
     return {"rope_parameters": {

@@ -139,10 +139,10 @@ def sigmoid_keys(model: ModelConfig) -> Table:
         "routed_scaling_factor": model.moe_routed_scaling,
         "n_group": model.moe_groups,
         "topk_group": model.moe_top_k_groups,
-        "first_k_dense_replace": first_with(model.has_experts),
+        "first_k_dense_replace": first_expert_layer(model.has_experts),
     }
 
 
-def first_with(has_experts: Sequence[bool]) -> int:
+def first_expert_layer(has_experts: Sequence[bool]) -> int:
     """The first layer that has experts; as many as there are layers, if none has."""
     return has_experts.index(True) if True in has_experts else len(has_experts)

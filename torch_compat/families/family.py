@@ -42,25 +42,25 @@ class Family:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unused: Collection[str] = ()
-    divides: bool = False
-    further: str | None = None
+    requires_head_divisor: bool = False
+    further_layers_key: str | None = None
 
     @property
     def has_experts(self) -> bool:
         """True if the feed-forward has experts."""
         return "num_experts_per_tok" in self.defaults
 
-    def their_name(self, key: str) -> str:
+    def name_in_family(self, key: str) -> str:
         """The family's own name of a key of Llama's."""
         return next((own for own, usual in self.names.items() if usual == key), key)
 
-    def usual_name(self, key: str) -> str:
+    def llama_name(self, key: str) -> str:
         """Return Llama's name of a key of the family."""
         return self.names.get(key) or self.aliases.get(key, key)
 
     def keys(self, model: ModelConfig) -> Table:
         """Return the keys of `config.json` for a model, by the names that transformers reads."""
-        return {self.their_name(key): value for key, value in self.write(model).items()}
+        return {self.name_in_family(key): value for key, value in self.write(model).items()}
 
 
 OURS, THEIRS = "layers.{i}.", "model.layers.{i}."

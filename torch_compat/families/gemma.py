@@ -73,5 +73,5 @@ FAMILY = Family(
     read=_read,
     write=lambda model: {**write(model), **common.rotary_keys(model)},
     only=ONLY,
-    divides=True,
+    requires_head_divisor=True,
 )

@@ -57,5 +57,5 @@ FAMILY = Family(
     write=lambda model: {**write(model), **common.rotary_keys(model)},
     only=gemma.ONLY,
     unused=UNUSED,
-    divides=True,
+    requires_head_divisor=True,
 )  # fmt: skip

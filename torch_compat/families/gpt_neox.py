@@ -75,5 +75,5 @@ FAMILY = Family(
     names={"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor",
            "rotary_emb_base": "rope_theta"},
     unused=("classifier_dropout",),
-    divides=True,
+    requires_head_divisor=True,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, name_map
 from torch_compat.names.table import Rule
 
-WINDOWED: dict[str, Any] = {
+WINDOW_DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
     "layer_types": None,
 }  # fmt: skip
@@ -20,10 +20,10 @@ def windows(c: Config, where: str) -> Table:
     """Layers from `max_window_layers` on see a window, or those of `layer_types`, if any does."""
     n_layers = c["num_hidden_layers"]
     full = [FULL] * min(c["max_window_layers"], n_layers)
-    return windows_if_used(c, full + [SLIDING] * (n_layers - len(full)), where)
+    return optional_windows(c, full + [SLIDING] * (n_layers - len(full)), where)
 
 
-def windows_if_used(c: Config, usual: list[str], where: str) -> Table:
+def optional_windows(c: Config, usual: list[str], where: str) -> Table:
     """Return the keys of `[model]` for windows that `use_sliding_window` turns on.
 
     Args:
@@ -67,7 +67,7 @@ def _read(c: Config, where: str) -> Table:
 FAMILY = Family(
     "qwen2",
     name_map("hf-qwen2", "Qwen2ForCausalLM", *LLAMA, *BIASES),
-    {**COMMON, **WINDOWED, "num_key_value_heads": 32},
+    {**COMMON, **WINDOW_DEFAULTS, "num_key_value_heads": 32},
     read=_read,
     write=lambda model: {**common.llama_keys(model), **window_keys(model)},
     unused=("attention_bias",),

@@ -32,7 +32,7 @@ _RULES = (*OUTSIDE, *PRE_NORMS, *_NORM_BIASES, *ATTENTION, *ATTENTION_BIASES, *_
 
 
 def _read(c: Config, where: str) -> Table:
-    table = common.shape(c) | common.rotary(c, where) | common.everywhere(c, where)
+    table = common.shape(c) | common.rotary(c, where) | common.uniform_window(c, where)
     table |= common.feed_forward(c, where, gated=False) | {"norm_type": "layernorm"}
     return table | common.biases({"attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]})
 

@@ -14,12 +14,12 @@ from jaxforge.parallel.mesh import make_mesh
 _SEED = 0
 _IGNORED = -100
 
-Named = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 
 
 def batch(
     config: JobConfig, path: Path | None, size: tuple[int, int], avoided: Collection[int] = ()
-) -> tuple[Named, str]:
+) -> tuple[Arrays, str]:
     """`input_ids` and `labels` [b, s], and where they are from.
 
     Args:
@@ -48,7 +48,7 @@ def batch(
     return arrays, f"batch: {b} x {s} tokens, {where}"
 
 
-def _of_file(path: Path) -> Named:
+def _of_file(path: Path) -> Arrays:
     try:
         with np.load(path) as archive:
             return {name: archive[name] for name in ("input_ids", "labels")}
@@ -59,7 +59,7 @@ def _of_file(path: Path) -> Named:
         ) from error
 
 
-def _of_data(config: JobConfig, rows: int, tokens: int) -> Named:
+def _of_data(config: JobConfig, rows: int, tokens: int) -> Arrays:
     """The beginnings of the first sequences, in one batch; documents are not kept apart."""
     train = config.train.model_copy(update={"batch_size": rows})
     config = config.model_copy(update={"train": train})
@@ -69,7 +69,7 @@ def _of_data(config: JobConfig, rows: int, tokens: int) -> Named:
     return {name: np.asarray(drawn[name])[0, :, :tokens] for name in ("input_ids", "labels")}
 
 
-def _random(vocab: int, rows: int, tokens: int, avoided: Collection[int]) -> Named:
+def _random(vocab: int, rows: int, tokens: int, avoided: Collection[int]) -> Arrays:
     """The last labels do not count, as of padded sequences."""
     drawn_from = np.setdiff1d(np.arange(vocab), list(avoided))
     drawn = np.random.default_rng(_SEED).choice(drawn_from, (rows, tokens + 1))
@@ -78,7 +78,7 @@ def _random(vocab: int, rows: int, tokens: int, avoided: Collection[int]) -> Nam
     return {"input_ids": drawn[:, :-1], "labels": labels}
 
 
-def _check(arrays: Named, config: JobConfig, where: str) -> None:
+def _check(arrays: Arrays, config: JobConfig, where: str) -> None:
     shapes = {name: x.shape for name, x in arrays.items()}
     if len(set(shapes.values())) > 1 or arrays["labels"].ndim != 2 or not arrays["labels"].size:
         raise UserError(f"{where}: input_ids and labels must be [b, s] alike, not {shapes}")

@@ -20,14 +20,14 @@ from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 from torch_compat.lockstep import batches, ours, theirs
-from torch_compat.lockstep.compared import Comparison, rows_of
-from torch_compat.lockstep.module_locations import by_path, locations
-from torch_compat.lockstep.ours import Ours
-from torch_compat.lockstep.theirs import Built
-from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect
-from torch_compat.names.translation import some
+from torch_compat.lockstep.comparison import Comparison, comparison_rows
+from torch_compat.lockstep.jaxforge_model import JaxforgeValues
+from torch_compat.lockstep.module_locations import locations, modules_by_path
+from torch_compat.lockstep.torch_model import TorchSubject
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect_dialect
+from torch_compat.names.translation import summarize_names
 
-Named = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 
 _IN_BFLOAT16 = (
     "in bfloat16 small faults hide behind rounding: --train.mixed_precision=fp32 sees them"
@@ -102,26 +102,30 @@ def lockstep(job: Job) -> Report:
     config = standard
     batch, of_batch = batches.batch(config, job.batch, job.size, theirs.padding(built))
     if built.loss is None:
-        config = without_further_terms(config)
+        config = with_cross_entropy_only(config)
     our_side = ours.compute(config, checkpoint, batch)
-    dialect = dialect_of(built, checkpoint, job.dialect)
-    built = dataclasses.replace(built, current=dialect.current)
+    dialect = choose_dialect(built, checkpoint, job.dialect)
+    built = dataclasses.replace(built, current_key=dialect.current_key)
     if job.loaded:
-        theirs.in_precision(built, ours.dtype_of(config))
+        theirs.cast_module(built, ours.activation_dtype(config))
     else:
-        load(built, weights_for(built, reference, checkpoint, dialect, config), dialect, config)
-    report = compared(our_side, built, dialect, config, batch)
+        load(built, select_weights(built, reference, checkpoint, dialect, config), dialect, config)
+    report = compare_models(our_side, built, dialect, config, batch)
     notes += [*checkpoint.notes, of_batch]
-    if ours.dtype_of(config) != "float32":
+    if ours.activation_dtype(config) != "float32":
         notes.append(_IN_BFLOAT16)
     return Report(report.rows, [*notes, *report.notes])
 
 
-def compared(
-    our_side: Ours, built: Built, dialect: NameMap, config: JobConfig, batch: Named
+def compare_models(
+    our_side: JaxforgeValues,
+    built: TorchSubject,
+    dialect: NameMap,
+    config: JobConfig,
+    batch: Arrays,
 ) -> Report:
     """Runs the module, which has its weights, and compares it with what ours made."""
-    modules = by_path(built.module.named_modules())
+    modules = modules_by_path(built.module.named_modules())
     at = locations(our_side.params, dialect, config.model, set(modules))
     held = theirs.values(built)
     their_side = theirs.run(built, batch, at)
@@ -131,7 +135,7 @@ def compared(
     comparison = Comparison(
         our_side, their_side, held, updates, dialect, config, batch["labels"], at
     )
-    return Report(*rows_of(comparison))
+    return Report(*comparison_rows(comparison))
 
 
 def config_of(reference: CheckpointRef, job: Job) -> JobConfig:
@@ -149,7 +153,7 @@ def config_of(reference: CheckpointRef, job: Job) -> JobConfig:
     return config
 
 
-def without_further_terms(config: JobConfig) -> JobConfig:
+def with_cross_entropy_only(config: JobConfig) -> JobConfig:
     """With a loss that is the cross-entropy alone, as theirs is where the factory gives none."""
     model = {"moe_aux_loss_weight": 0.0, "moe_sequence_aux_loss_weight": 0.0,
              "moe_router_z_loss_weight": 0.0}  # fmt: skip
@@ -161,7 +165,7 @@ def without_further_terms(config: JobConfig) -> JobConfig:
     )
 
 
-def dialect_of(built: Built, checkpoint: CheckpointState, named: str | None) -> NameMap:
+def choose_dialect(built: TorchSubject, checkpoint: CheckpointState, named: str | None) -> NameMap:
     """Whose names the module has: the checkpoint's own, if they fit.
 
     Raises:
@@ -173,40 +177,40 @@ def dialect_of(built: Built, checkpoint: CheckpointState, named: str | None) -> 
     own = NAME_MAPS.get(checkpoint.dialect)
     if own is not None and all(map(own.knows, keys)):
         return own
-    reference = detect(keys, NAME_MAPS.values())
+    reference = detect_dialect(keys, NAME_MAPS.values())
     if reference is None and own is not None and any(map(own.knows, keys)):
         return own  # of a model of it that has more, or other names of experts
     if reference is None:
         raise UserError(
-            f"the module's names ({some(keys)}) are those of no dialect: return the module that "
+            f"the module's names ({summarize_names(keys)}) are those of no dialect: return the module that "
             "has a dialect's names at its root, or register a name map and say --dialect "
             "(docs/torch_compat.md, Models of your own)"
         )
     return reference
 
 
-def weights_for(
-    built: Built, reference: CheckpointRef, checkpoint: CheckpointState, dialect: NameMap,
+def select_weights(
+    built: TorchSubject, reference: CheckpointRef, checkpoint: CheckpointState, dialect: NameMap,
     config: JobConfig,
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
     """The checkpoint's tensors by the module's names: by their own where those are the module's."""
-    own, names = _raw(reference, built.current), set(built.trained)
-    tied = {dialect.their_key(HEAD)} if config.model.tie_embeddings else set()
+    own, names = _raw(reference, built.current_key), set(built.trained)
+    tied = {dialect.find_key(HEAD)} if config.model.tie_embeddings else set()
     if own.keys() >= names - tied:
         return own
-    weights = dialect.to_theirs(checkpoint.variables, config.model)
+    weights = dialect.to_dialect(checkpoint.variables, config.model)
     return max(own, weights, key=lambda tensors: len(tensors.keys() & names))
 
 
 def load(
-    built: Built, tensors: Mapping[str, LazyTensor], dialect: NameMap, config: JobConfig
+    built: TorchSubject, tensors: Mapping[str, LazyTensor], dialect: NameMap, config: JobConfig
 ) -> None:
     """Fills the module; a head that the checkpoint leaves to the embedding gets its values."""
-    kind = ours.dtype_of(config)
+    kind = ours.activation_dtype(config)
     arrays = {n: t.cast(DTYPES[kind]).all() for n, t in tensors.items() if t.dtype.name in _FLOATS}
     keys, allowed = set(built.state), set[str]()
     if config.model.tie_embeddings:
-        head, table = dialect.their_key(HEAD), dialect.their_key(EMBEDDING)
+        head, table = dialect.find_key(HEAD), dialect.find_key(EMBEDDING)
         allowed |= {head} if head else set()
         if head in keys and head not in arrays and table in arrays:
             arrays[head] = arrays[table]
@@ -228,27 +232,27 @@ def print_report(report: Report, as_json: bool) -> None:
 
 
 def _updates(
-    our_side: Ours, built: Built, dialect: NameMap, config: JobConfig
-) -> tuple[Named, Named] | None:
-    """Theirs by our gradients, by our names; None where gradients have no names of theirs."""
+    our_side: JaxforgeValues, built: TorchSubject, dialect: NameMap, config: JobConfig
+) -> tuple[Arrays, Arrays] | None:
+    """TorchValues by our gradients, by our names; None where gradients have no names of theirs."""
     lazy = {name: from_array(grad) for name, grad in our_side.grads.items()}
-    grads = {key: t.all() for key, t in dialect.to_theirs(lazy, config.model).items()}
+    grads = {key: t.all() for key, t in dialect.to_dialect(lazy, config.model).items()}
     names = built.trained
-    head = dialect.their_key(HEAD)
+    head = dialect.find_key(HEAD)
     if head in names and head not in grads and config.model.tie_embeddings:
-        grads[head] = grads[dialect.their_name(EMBEDDING)]
+        grads[head] = grads[dialect.key_for(EMBEDDING)]
     if missing := [name for name in names if name not in grads]:
         for name in missing:
             grads[name] = np.zeros(tuple(names[name].shape), np.float32)
-    return theirs.two_updates(built, grads)
+    return theirs.compute_two_updates(built, grads)
 
 
-def _raw(reference: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, LazyTensor]:
+def _raw(reference: CheckpointRef, current_key: Callable[[str], str]) -> Mapping[str, LazyTensor]:
     """Tensors of the model by the checkpoint's names, prefixes taken off; none of a run of ours."""
     if reference.is_torch:
         return dcp_state.sort_keys(reference.dcp()).params
     if reference.format == "hf":
-        return {current(key): tensor for key, tensor in reference.raw().items()}
+        return {current_key(key): tensor for key, tensor in reference.raw().items()}
     return {}
 
 

@@ -43,7 +43,7 @@ class Pair:
     theirs: np.ndarray
 
 
-def of_point(name: str, pairs: Mapping[str, Pair], config: JobConfig) -> str:
+def forward_hint(name: str, pairs: Mapping[str, Pair], config: JobConfig) -> str:
     """Return a hint for the first forward value that differs.
 
     Args:
@@ -52,7 +52,7 @@ def of_point(name: str, pairs: Mapping[str, Pair], config: JobConfig) -> str:
         config: ours.
     """
     pair = pairs[name]
-    if factor := of_factor(pair.ours, pair.theirs):
+    if factor := factor_hint(pair.ours, pair.theirs):
         return f"{factor}: a scale is missing, or is there twice{_scales(name, config)}"
     kind = name.rpartition(".")[2]
     if kind == "attention":
@@ -67,7 +67,7 @@ def of_point(name: str, pairs: Mapping[str, Pair], config: JobConfig) -> str:
     )  # fmt: skip
 
 
-def of_factor(ours: np.ndarray, theirs: np.ndarray) -> str:
+def factor_hint(ours: np.ndarray, theirs: np.ndarray) -> str:
     """Says so where one is a multiple of the other; nothing where it is not."""
     factor = _multiple(ours, theirs)
     if factor is None or not _explains(theirs - ours, theirs - factor * ours):
@@ -75,7 +75,7 @@ def of_factor(ours: np.ndarray, theirs: np.ndarray) -> str:
     return f"theirs is {factor:.6g} times ours"
 
 
-def of_loss(ours: float, theirs: float, labels: np.ndarray) -> str:
+def loss_hint(ours: float, theirs: float, labels: np.ndarray) -> str:
     """Return a hint for losses of the same logits."""
     valid, total, ratio = int(np.sum(labels >= 0)), labels.size, theirs / ours
     if not valid < total:
@@ -88,7 +88,7 @@ def of_loss(ours: float, theirs: float, labels: np.ndarray) -> str:
     return f"theirs is {ratio:.6g} times ours; {valid} of {total} labels count, the others are -100"
 
 
-def of_gradient(pair: Pair, *, is_untied: bool) -> str:
+def gradient_hint(pair: Pair, *, is_untied: bool) -> str:
     """Return a hint for the first gradient that differs after equal forward values and loss.
 
     Args:
@@ -102,12 +102,12 @@ def of_gradient(pair: Pair, *, is_untied: bool) -> str:
         )
     if (row := _only_row(pair)) is not None:
         return f"only row {row} differs: has the embedding of theirs padding_idx = {row}?"
-    if factor := of_factor(pair.ours, pair.theirs):
+    if factor := factor_hint(pair.ours, pair.theirs):
         return f"{factor}: what is differentiated is divided otherwise than the loss"
     return "forward values agree: look for a detach, or a backward pass of one's own"
 
 
-def of_update(
+def update_hint(
     pair: Pair, grad: np.ndarray, param: np.ndarray, decay: float, optimizer: OptimizerConfig
 ) -> str:
     """Return a hint for first updates by the same gradients.
@@ -123,7 +123,7 @@ def of_update(
     multiple = _multiple(param, apart)
     if multiple is not None and _explains(apart, apart - multiple * param):
         return f"as a weight_decay of {decay - multiple / lr:.4g} would make it; ours is {decay:g}"
-    if factor := of_factor(pair.ours, pair.theirs):
+    if factor := factor_hint(pair.ours, pair.theirs):
         return f"{factor}: another learning rate (ours is {lr:g})"
     eps = _eps(pair.theirs + lr * decay * param, grad, lr) if optimizer.name == "adamw" else None
     if eps is not None:
@@ -148,7 +148,7 @@ def _of_sum(name: str, pairs: Mapping[str, Pair]) -> str:
     added = Pair(
         pairs[name].ours - pairs[entering].ours, pairs[name].theirs - pairs[entering].theirs
     )
-    factor = of_factor(added.ours, added.theirs)
+    factor = factor_hint(added.ours, added.theirs)
     how = f"what it adds: {factor}" if factor else "it is added otherwise"
     return f"{part} agrees, {how}: look at residual_multiplier, norms after, and the order"
 

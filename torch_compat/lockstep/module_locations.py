@@ -39,7 +39,7 @@ def locations(
         model: the `[model]` section.
         modules: paths of its modules.
     """
-    keys = {name: key for name in entries if (key := dialect.their_key(name)) is not None}
+    keys = {name: key for name in entries if (key := dialect.find_key(name)) is not None}
     locations = [ModuleLocation("embed", _layer(keys, 0), is_input=True)]
     for i in range(model.n_layers):
         locations += _of_layer(keys, i, model)
@@ -98,7 +98,7 @@ def _owner(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def by_path(named: Iterable[tuple[str, object]]) -> dict[str, object]:
+def modules_by_path(named: Iterable[tuple[str, object]]) -> dict[str, object]:
     """Modules by their paths without wrappers; of a wrapper and what is in it, the wrapper."""
     locations: dict[str, object] = {}
     for name, module in named:

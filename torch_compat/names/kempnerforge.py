@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxforge.config.model import ModelConfig
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 
-LACKS = (
+UNSUPPORTED_KEYS = (
     "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
     "norm_unit_offset", "parallel_residual", "gated_mlp",
@@ -55,7 +55,7 @@ KEMPNERFORGE = NameMap(
     "kempnerforge",
     "KempnerForge's text model",
     tuple(Rule(name, name) for name in (*_SAME, *_EXPERTS)),
-    dispensable=_STATE,
+    optional_groups=_STATE,
     writes_tied_head=True,
     has_stages=True,
 )
@@ -74,16 +74,16 @@ KEMPNERFORGE_PACKED = NameMap(
             for m in ("gate", "up", "down")
         ),
     ),
-    dispensable=_STATE,
+    optional_groups=_STATE,
     writes_tied_head=True,
 )
 
 
-def unknown(model: ModelConfig) -> Iterator[str]:
+def incompatibilities(model: ModelConfig) -> Iterator[str]:
     """Yield the reasons why KempnerForge could not load a model."""
     plain = ModelConfig()
     own = "kempnerforge" if model.moe_router == "sigmoid_topk" else "none"
-    for key in LACKS:
+    for key in UNSUPPORTED_KEYS:
         if getattr(model, key) != getattr(plain, key):
             yield f"KempnerForge has no model.{key}: {_OTHERWISE}"
     if model.activation not in _ACTIVATIONS:

@@ -24,14 +24,14 @@ _ROUTER = re.compile(r"layers\.\d+\.mlp\.router\.gate\.weight")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-class Change(Protocol):
+class LayoutChange(Protocol):
     """A difference in how two code bases lay one tensor out."""
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """From the dialect's layout to ours."""
         ...
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """From our layout to the dialect's."""
         ...
 
@@ -39,13 +39,13 @@ class Change(Protocol):
 class InterleavedRotary:
     """Meta's layout of q and k: channels 2i and 2i+1 are a pair, where ours are i and i + h/2."""
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Gathers the even channels of each head before the odd ones."""
         if not tensor.shape or tensor.shape[0] % config.head_size:
             return tensor  # not the model's, which its shape will tell
         return tensor.rows(_even_then_odd(tensor.shape[0], config.head_size))
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Interleaves the two halves of each head."""
         return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config.head_size)))
 
@@ -53,11 +53,11 @@ class InterleavedRotary:
 class Transposed:
     """Matrices as [in, out]."""
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """[in, out] -> [out, in]."""
         return tensor.transposed()
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """[out, in] -> [in, out]."""
         return tensor.transposed()
 
@@ -79,7 +79,7 @@ class Fused(NamedTuple):
     layout: Layout
     is_transposed: bool = False
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """The part's rows."""
         rows = self.layout(config)
         whole = tensor.transposed() if self._turns(tensor) else tensor
@@ -87,11 +87,13 @@ class Fused(NamedTuple):
             return tensor  # not the model's, which its shape will tell
         return whole.rows(rows[self.part])
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """The part as it is: `joined` makes the whole of all."""
         return tensor
 
-    def joined(self, parts: Mapping[int, LazyTensor], config: ModelConfig, key: str) -> LazyTensor:
+    def merge_parts(
+        self, parts: Mapping[int, LazyTensor], config: ModelConfig, key: str
+    ) -> LazyTensor:
         """The whole of all parts.
 
         Raises:
@@ -122,7 +124,7 @@ class Rule(NamedTuple):
 
     ours: str
     theirs: str
-    change: Change | Fused | None = None
+    change: LayoutChange | Fused | None = None
     optional: bool = False
 
     @property
@@ -158,9 +160,9 @@ class NameMap:
     has_stages: bool = False
     has_one_group: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
-    dispensable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional_groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def current(self, key: str) -> str:
+    def current_key(self, key: str) -> str:
         """A key of theirs as the table has it."""
         for pattern, name in self.renamed:
             key = re.sub(pattern, name, key)
@@ -174,11 +176,11 @@ class NameMap:
         """Return whether a dialect's key holds nothing to import."""
         return any(re.fullmatch(pattern, key) for pattern in self.ignored)
 
-    def goes_with(self, key: str) -> str | None:
+    def group_of_optional(self, key: str) -> str | None:
         """Return the group of an optional key, or None if it is required."""
-        return next((why for p, why in self.dispensable.items() if re.fullmatch(p, key)), None)
+        return next((why for p, why in self.optional_groups.items() if re.fullmatch(p, key)), None)
 
-    def their_name(self, ours: str) -> str:
+    def key_for(self, ours: str) -> str:
         """Their key for one of our names.
 
         Raises:
@@ -186,13 +188,11 @@ class NameMap:
         """
         return self._find(ours)[1]
 
-    def their_key(self, ours: str) -> str | None:
+    def find_key(self, ours: str) -> str | None:
         """Return the dialect's key of a parameter, or None."""
-        return (
-            self.their_name(ours) if any(p.fullmatch(ours) for p, _ in self._our_patterns) else None
-        )
+        return self.key_for(ours) if any(p.fullmatch(ours) for p, _ in self._our_patterns) else None
 
-    def to_ours(
+    def to_jaxforge(
         self, theirs: Mapping[str, LazyTensor], wanted: Iterable[str], config: ModelConfig
     ) -> dict[str, LazyTensor]:
         """Our names for a dialect's tensors, as many as there are.
@@ -213,10 +213,10 @@ class NameMap:
                     tensors[name] = tensor  # not the model's, which its shape will tell
                     continue
                 tensor = tensor.part(expert)
-            tensors[name] = rule.change.to_ours(tensor, config) if rule.change else tensor
+            tensors[name] = rule.change.to_jaxforge(tensor, config) if rule.change else tensor
         return tensors
 
-    def to_theirs(
+    def to_dialect(
         self, ours: Mapping[str, LazyTensor], config: ModelConfig
     ) -> dict[str, LazyTensor]:
         """Their keys for our tensors.
@@ -230,7 +230,7 @@ class NameMap:
         ] = {}  # key, expert, part of a fused one
         for name, tensor in ours.items():
             rule, key, expert = self._find(name)
-            changed = rule.change.to_theirs(tensor, config) if rule.change else tensor
+            changed = rule.change.to_dialect(tensor, config) if rule.change else tensor
             part = rule.change.part if isinstance(rule.change, Fused) else 0
             tensors.setdefault(key, {}).setdefault(expert, {})[part] = changed
             rules[key] = rule
@@ -269,7 +269,7 @@ def strip_wrappers(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
-def detect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
+def detect_dialect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
     """The dialect whose table has every key; the nearest where several have."""
     candidates = [d for d in dialects if keys and all(d.knows(key) for key in keys)]
     candidates = [d for d in candidates if any(d.knows(k) and not d.ignores(k) for k in keys)]
@@ -338,7 +338,7 @@ def _whole(
     """One tensor of theirs, of each expert's parts."""
     change = rule.change
     wholes = {
-        expert: change.joined(parts, config, key) if isinstance(change, Fused) else parts[0]
+        expert: change.merge_parts(parts, config, key) if isinstance(change, Fused) else parts[0]
         for expert, parts in of_experts.items()
     }
     if rule.is_packed:

@@ -44,7 +44,7 @@ def translate(
     Raises:
         UserError: tensors are missing, left over, or of another shape; all of them are listed.
     """
-    translated = by.dialect.to_ours(theirs, shapes, by.model)
+    translated = by.dialect.to_jaxforge(theirs, shapes, by.model)
     if by.resize_vocab:
         translated = {
             name: tensor.resized(by.model.vocab_size)
@@ -52,12 +52,12 @@ def translate(
             else tensor
             for name, tensor in translated.items()
         }
-    used = {by.dialect.their_name(name) for name in translated}
+    used = {by.dialect.key_for(name) for name in translated}
     left = [key for key in theirs if key not in used and not by.dialect.ignores(key)]
-    if by.model.tie_embeddings and (head := by.dialect.their_name(HEAD)) in left:
+    if by.model.tie_embeddings and (head := by.dialect.key_for(HEAD)) in left:
         left.remove(head)
         if EMBEDDING in translated and not equal(
-            theirs[by.dialect.their_name(EMBEDDING)], theirs[head]
+            theirs[by.dialect.key_for(EMBEDDING)], theirs[head]
         ):
             raise UserError(
                 f"{by.where}: model.tie_embeddings is true, but the output head differs from the "
@@ -71,18 +71,18 @@ def translate(
         if tensor.dtype.name not in _FLOATS
     ]
     if problems:
-        listed = "\n  ".join(shortened(problems) + _advice(translated, by.model))
+        listed = "\n  ".join(shorten_problems(problems) + _advice(translated, by.model))
         raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
     return {name: translated[name] for name in shapes}
 
 
-def some(names: Iterable[str]) -> str:
+def summarize_names(names: Iterable[str]) -> str:
     """A few names and how many more there are."""
     names = list(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def shortened(problems: list[str]) -> list[str]:
+def shorten_problems(problems: list[str]) -> list[str]:
     """Return the first problems of each kind, and how many more there are."""
     if len(problems) <= _SHOWN:
         return problems

@@ -13,19 +13,19 @@ import numpy as np
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
-from torch_compat.lockstep.module_locations import ModuleLocation, by_path
+from torch_compat.lockstep.module_locations import ModuleLocation, modules_by_path
 from torch_compat.names.table import strip_wrappers
-from torch_compat.names.translation import some
+from torch_compat.names.translation import summarize_names
 
 if TYPE_CHECKING:
     import torch
 
-Named = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 _IGNORED = -100  # torch.nn.functional.cross_entropy
 
 
 @dataclasses.dataclass(frozen=True)
-class Built:
+class TorchSubject:
     """Objects that the user's factory returns.
 
     Attributes:
@@ -38,11 +38,11 @@ class Built:
     module: "torch.nn.Module"
     optimizer: Callable[..., Any] | None = None
     loss: Callable[..., Any] | None = None
-    current: Callable[[str], str] = str
+    current_key: Callable[[str], str] = str
 
     def named(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         """Tensors of the module by name, without wrappers."""
-        return {self.current(strip_wrappers(name)): tensor for name, tensor in tensors}
+        return {self.current_key(strip_wrappers(name)): tensor for name, tensor in tensors}
 
     @property
     def state(self) -> "dict[str, torch.Tensor]":
@@ -56,15 +56,15 @@ class Built:
 
 
 @dataclasses.dataclass(frozen=True)
-class Theirs:
+class TorchValues:
     """Values that the torch model computes from a batch; parameters have the module's names."""
 
-    points: Named
+    points: Arrays
     loss: float
-    grads: Named
+    grads: Arrays
 
 
-def build(spec: str, config: JobConfig) -> Built:
+def build(spec: str, config: JobConfig) -> TorchSubject:
     """Calls MODULE:FACTORY.
 
     Raises:
@@ -84,10 +84,12 @@ def build(spec: str, config: JobConfig) -> Built:
             f"--torch {spec} returned {kinds}: return the torch.nn.Module, or (module, "
             "parameters -> optimizer), or (module, that or None, (logits, labels) -> loss)"
         )
-    return Built(*parts)
+    return TorchSubject(*parts)
 
 
-def fill(built: Built, tensors: Mapping[str, np.ndarray], dtype: str, allowed: set[str]) -> None:
+def fill(
+    built: TorchSubject, tensors: Mapping[str, np.ndarray], dtype: str, allowed: set[str]
+) -> None:
     """Puts a checkpoint's weights in, by name, all of them.
 
     Args:
@@ -113,23 +115,25 @@ def fill(built: Built, tensors: Mapping[str, np.ndarray], dtype: str, allowed: s
         raise UserError(
             "the module's state_dict is not that of the checkpoint: make the module of the same "
             "config, or load its weights in the factory and say --loaded\n  "
-            + "\n  ".join((*problems[:20], *([some(problems)] if len(problems) > 20 else [])))
+            + "\n  ".join(
+                (*problems[:20], *([summarize_names(problems)] if len(problems) > 20 else []))
+            )
         )
-    in_precision(built, dtype)
+    cast_module(built, dtype)
     with torch.no_grad():
         for name in both:
             wide = torch.from_numpy(np.array(tensors[name], np.float32))
             into[name].copy_(wide)
 
 
-def in_precision(built: Built, dtype: str) -> None:
+def cast_module(built: TorchSubject, dtype: str) -> None:
     """Gives the module a dtype."""
     import torch
 
     built.module.to(getattr(torch, dtype))
 
 
-def run(built: Built, batch: Named, locations: Sequence[ModuleLocation]) -> Theirs:
+def run(built: TorchSubject, batch: Arrays, locations: Sequence[ModuleLocation]) -> TorchValues:
     """Forward and backward, without dropout.
 
     Raises:
@@ -138,7 +142,7 @@ def run(built: Built, batch: Named, locations: Sequence[ModuleLocation]) -> Thei
     import torch
 
     module, seen = built.module.eval(), dict[str, Any]()
-    modules = by_path(module.named_modules())
+    modules = modules_by_path(module.named_modules())
     handles = [_hook(modules[location.module], location, seen) for location in locations]
     device = next(module.parameters()).device
     tokens, labels = (
@@ -160,10 +164,12 @@ def run(built: Built, batch: Named, locations: Sequence[ModuleLocation]) -> Thei
         name: _array(torch.zeros_like(p) if p.grad is None else p.grad)
         for name, p in built.trained.items()
     }
-    return Theirs({**seen, "logits": _array(logits)}, float(loss.detach().double()), grads)
+    return TorchValues({**seen, "logits": _array(logits)}, float(loss.detach().double()), grads)
 
 
-def two_updates(built: Built, grads: Mapping[str, np.ndarray]) -> tuple[Named, Named]:
+def compute_two_updates(
+    built: TorchSubject, grads: Mapping[str, np.ndarray]
+) -> tuple[Arrays, Arrays]:
     """Updates by given gradients and by -1/2 of them, in float64, which hides nothing of a rule."""
     import torch
 
@@ -182,12 +188,12 @@ def two_updates(built: Built, grads: Mapping[str, np.ndarray]) -> tuple[Named, N
     return objects[0], objects[1]
 
 
-def values(built: Built) -> Named:
+def values(built: TorchSubject) -> Arrays:
     """All of its state dict that is floating, as float32."""
     return {name: _array(t) for name, t in built.state.items() if t.is_floating_point()}
 
 
-def padding(built: Built) -> set[int]:
+def padding(built: TorchSubject) -> set[int]:
     """Tokens whose row of the embedding gets no gradient (`padding_idx`)."""
     indices = (getattr(module, "padding_idx", None) for module in built.module.modules())
     return {int(value_) for value_ in indices if value_ is not None}
@@ -222,7 +228,9 @@ def _factory(spec: str) -> Callable[..., Any]:
         there = [
             n for n, value_ in vars(module).items() if callable(value_) and not n.startswith("_")
         ]
-        raise UserError(f"--torch {spec}: {name} has no function {attribute}; it has {some(there)}")
+        raise UserError(
+            f"--torch {spec}: {name} has no function {attribute}; it has {summarize_names(there)}"
+        )
     return factory
 
 

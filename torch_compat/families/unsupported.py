@@ -9,7 +9,7 @@ _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
 _PAIRED = "rotary positions of neighbouring channels"
 
-NOT_BUILT: dict[str, str] = {
+UNSUPPORTED_FAMILIES: dict[str, str] = {
     model_type: what
     for what, types in {
         _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 longcat_flash minicpm3 glm_moe_dsa",

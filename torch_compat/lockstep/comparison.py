@@ -22,11 +22,11 @@ from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.formats.lazy import from_array
 from torch_compat.lockstep import hints
 from torch_compat.lockstep.hints import Pair
+from torch_compat.lockstep.jaxforge_model import JaxforgeValues, activation_dtype
 from torch_compat.lockstep.module_locations import ModuleLocation, layer_number
-from torch_compat.lockstep.ours import Ours, dtype_of
-from torch_compat.lockstep.theirs import Named, Theirs
+from torch_compat.lockstep.torch_model import Arrays, TorchValues
 from torch_compat.names.table import HEAD, NameMap
-from torch_compat.names.translation import some
+from torch_compat.names.translation import summarize_names
 
 _UNSURE = 2  # times what moved weights make of a value: a tolerance, where that is larger
 
@@ -48,27 +48,27 @@ class Comparison(NamedTuple):
         places: where values of the forward pass were taken.
     """
 
-    ours: Ours
-    theirs: Theirs
-    held: Named
-    updates: tuple[Named, Named] | None
+    ours: JaxforgeValues
+    theirs: TorchValues
+    held: Arrays
+    updates: tuple[Arrays, Arrays] | None
     dialect: NameMap
     config: JobConfig
     labels: np.ndarray
     locations: Sequence[ModuleLocation]
 
-    def by_our_names(self, named: Mapping[str, np.ndarray]) -> Named:
+    def by_our_names(self, named: Mapping[str, np.ndarray]) -> Arrays:
         """Their tensors of parameters by our names, in our layout."""
         lazy = {key: from_array(array) for key, array in named.items()}
-        has_difference = self.dialect.to_ours(lazy, self.ours.params, self.config.model)
+        has_difference = self.dialect.to_jaxforge(lazy, self.ours.params, self.config.model)
         return {name: tensor.all() for name, tensor in has_difference.items()}
 
     def names(self, name: str) -> tuple[str, str]:
         """A parameter as both call it."""
-        return name, self.dialect.their_name(name)
+        return name, self.dialect.key_for(name)
 
 
-def rows_of(comparison: Comparison) -> tuple[list[Row], list[str]]:
+def comparison_rows(comparison: Comparison) -> tuple[list[Row], list[str]]:
     """A row for each value, in order, and notes; the first that differs has a hint."""
     rows, has_difference = list[Row](), False
     for row_, hint in _rows(comparison):
@@ -96,10 +96,10 @@ def _forward(comparison: Comparison) -> Iterator[Hinted]:
         unsure = _UNSURE * _share(comparison.ours.unsure[name], root_mean_square(pair.ours))
         allowed = max(_allowed(comparison, _parts(comparison, name)), unsure)
         row_ = row("forward", names, pair.ours, pair.theirs, allowed)
-        yield row_, functools.partial(hints.of_point, name, pairs, comparison.config)
+        yield row_, functools.partial(hints.forward_hint, name, pairs, comparison.config)
 
 
-def _pairs(ours: Named, theirs: Named) -> dict[str, Pair]:
+def _pairs(ours: Arrays, theirs: Arrays) -> dict[str, Pair]:
     has_difference = {}
     for name, value in ours.items():
         if name in theirs:
@@ -113,25 +113,25 @@ def _loss(comparison: Comparison) -> Iterator[Hinted]:
     ours, theirs = comparison.ours.loss, comparison.theirs.loss
     allowed = _allowed(comparison, 2 * comparison.config.model.n_layers + 2)
     row_ = row("loss", ("loss", "loss"), np.array([ours]), np.array([theirs]), allowed)
-    yield row_, lambda: hints.of_loss(ours, theirs, comparison.labels)
+    yield row_, lambda: hints.loss_hint(ours, theirs, comparison.labels)
 
 
 def _gradients(comparison: Comparison) -> Iterator[Hinted]:
     ours, layers = comparison.ours.grads, comparison.config.model.n_layers
     theirs, beside = comparison.by_our_names(comparison.theirs.grads), gradient_scales(ours)
     allowed = _allowed(comparison, 3 * (2 * layers + 2))  # there, and back by two products for each
-    has_head = comparison.dialect.their_key(HEAD) in comparison.theirs.grads
+    has_head = comparison.dialect.find_key(HEAD) in comparison.theirs.grads
     is_untied = comparison.config.model.tie_embeddings and has_head
     for name in in_backward_order(theirs, layers):
         pair = Pair(ours[name], theirs[name])
         least = SMALL * beside[name]
         size = max(least, root_mean_square(pair.ours))
-        unsure = _UNSURE * _share(comparison.ours.unsure_grads[name], size)
+        unsure = _UNSURE * _share(comparison.ours.gradient_drift[name], size)
         row_ = row(
             "gradients", comparison.names(name), pair.ours, pair.theirs, max(allowed, unsure),
             least=least,
         )  # fmt: skip
-        yield row_, functools.partial(hints.of_gradient, pair, is_untied=is_untied)
+        yield row_, functools.partial(hints.gradient_hint, pair, is_untied=is_untied)
 
 
 def _updates(comparison: Comparison) -> Iterator[Hinted]:
@@ -146,7 +146,7 @@ def _updates(comparison: Comparison) -> Iterator[Hinted]:
         )
         decay = o.weight_decay * o.decays(stacking.array_of(name), is_matrix=param.ndim > 1)
         grad = comparison.ours.grads[name]
-        yield row_, functools.partial(hints.of_update, pair, grad, param, decay, o)
+        yield row_, functools.partial(hints.update_hint, pair, grad, param, decay, o)
     for name, theirs in second.items():
         pair = Pair(comparison.ours.updates[1][name], theirs)
         allowed = update_tolerance(pair.ours, comparison.ours.params[name])
@@ -161,7 +161,7 @@ def _share(apart: float, size: float) -> float:
 
 
 def _allowed(comparison: Comparison, parts: int) -> float:
-    return tolerance(dtype_of(comparison.config), comparison.config.model.dim, parts)
+    return tolerance(activation_dtype(comparison.config), comparison.config.model.dim, parts)
 
 
 def _parts(comparison: Comparison, point: str) -> int:
@@ -176,10 +176,10 @@ def _parts(comparison: Comparison, point: str) -> int:
 
 def _notes(comparison: Comparison) -> Iterator[str]:
     if missing := [name for name in comparison.ours.points if name not in comparison.theirs.points]:
-        yield f"not compared, as no module of theirs has it: {some(missing)}"
-    known = {comparison.dialect.their_key(name) for name in comparison.ours.params}
-    known.add(comparison.dialect.their_key(HEAD))
+        yield f"not compared, as no module of theirs has it: {summarize_names(missing)}"
+    known = {comparison.dialect.find_key(name) for name in comparison.ours.params}
+    known.add(comparison.dialect.find_key(HEAD))
     if alone := [name for name in comparison.theirs.grads if name not in known]:
-        yield f"not compared, as {comparison.dialect.name} has no such name: {some(alone)}"
+        yield f"not compared, as {comparison.dialect.name} has no such name: {summarize_names(alone)}"
     if comparison.updates is None:
         yield "updates were not compared: the factory returned no optimizer"

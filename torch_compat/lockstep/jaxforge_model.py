@@ -26,14 +26,14 @@ from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 
-Named = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 """Arrays of the host by name; parameters by ours, an entry per layer and expert."""
 
 _NO_CLIP = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Ours:
+class JaxforgeValues:
     """Values that our model computes from a batch.
 
     Attributes:
@@ -42,21 +42,21 @@ class Ours:
         loss: what is minimised.
         grads: its gradient, float32.
         unsure: how far points move, as a root mean square, when every weight is moved by rounding.
-        unsure_grads: the same of gradients.
+        gradient_drift: the same of gradients.
         updates: of the first update by these gradients, and of a second one by -1/2 of them, which
             shows what the first hides: the decays of running means.
     """
 
-    params: Named
-    points: Named
+    params: Arrays
+    points: Arrays
     loss: float
-    grads: Named
-    updates: tuple[Named, Named]
+    grads: Arrays
+    updates: tuple[Arrays, Arrays]
     unsure: Mapping[str, float]
-    unsure_grads: Mapping[str, float]
+    gradient_drift: Mapping[str, float]
 
 
-def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Ours:
+def compute(config: JobConfig, checkpoint: CheckpointState, batch: Arrays) -> JaxforgeValues:
     """Runs the model of a config, which is one of one device.
 
     Args:
@@ -68,7 +68,7 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Our
     with program.context():
         model = program.model
         stacking = Stacking(config.model)
-        params = _tree(stacking, checkpoint.params, dtype_of(config))
+        params = _tree(stacking, checkpoint.params, activation_dtype(config))
         state = _tree(stacking, checkpoint.model_state, "float32")
         state = state or model.initial_state()
         arrays = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
@@ -78,7 +78,7 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Our
         updates = jax.jit(_two_updates(program))(grads, params)
         held, of_loss, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
         values, near_way = (_by_layer(model, x, held) for x in (points, near[1][1]))
-    return Ours(
+    return JaxforgeValues(
         held, values, float(loss), of_loss, (both[0], both[1]),
         _apart(values, near_way), _apart(of_loss, _entries(stacking, near[0])),
     )  # fmt: skip
@@ -86,17 +86,17 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Our
 
 def _moved(params: Params, config: JobConfig) -> Params:
     """Parameters moved at random, by as much of themselves as sums of products are rounded by."""
-    exact = dtype_of(config) == "float32"
+    exact = activation_dtype(config) == "float32"
     size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)
 
 
-def _apart(a: Named, b: Named) -> dict[str, float]:
+def _apart(a: Arrays, b: Arrays) -> dict[str, float]:
     return {name: root_mean_square(b[name] - a[name]) for name in a}
 
 
-def dtype_of(config: JobConfig) -> str:
+def activation_dtype(config: JobConfig) -> str:
     """Return torch's name of the activation dtype."""
     return {"fp32": "float32", "bf16": "bfloat16"}[config.train.mixed_precision]
 
@@ -140,7 +140,7 @@ def _two_updates(program: Program) -> Callable[..., tuple]:
     return updates
 
 
-def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Named:
+def _by_layer(model: Model, points: Mapping[str, PyTree], params: Arrays) -> Arrays:
     """Points by name, a layer each; and between them what sums and norms make of them."""
     layers = jax.device_get(dict(points[LAYERS]))
     seen = {name: np.asarray(model.stack.unstack(x)) for name, x in layers.items()}
@@ -162,7 +162,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Name
     return values | {name: np.asarray(points[name]) for name in ("final_norm", "logits")}
 
 
-def _normed(model: Model, name: str, x: np.ndarray, params: Named) -> Named:
+def _normed(model: Model, name: str, x: np.ndarray, params: Arrays) -> Arrays:
     """Return the norm of the stream; empty where the model has none.
 
     It is the final norm, with other weights: all norms of the stream are declared alike.
@@ -185,8 +185,8 @@ def _tree(stacking: Stacking, entries: Mapping[str, LazyTensor], dtype: str) -> 
     return unflatten_dict(arrays, sep=".")
 
 
-def _entries(stacking: Stacking, tree: Params) -> Named:
-    values: Named = {}
+def _entries(stacking: Stacking, tree: Params) -> Arrays:
+    values: Arrays = {}
     for name, leaf in flatten_dict(jax.device_get(tree), sep=".").items():
         parts = stacking.split(name, from_array(np.asarray(leaf)))
         values |= {entry: tensor.all() for entry, tensor in parts.items()}
