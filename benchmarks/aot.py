@@ -179,7 +179,7 @@ def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    if not targets.tpu_compiler_is_here():
+    if not targets.has_tpu_compiler():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
     rows = []
     for case in CASES[: 1 if quick else None]:

@@ -30,7 +30,7 @@ from torch_compat.checkpoint import dcp_state
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats import dcp_writer
-from torch_compat.formats.lazy import Index, LazyTensor, extent
+from torch_compat.formats.lazy import Index, LazyTensor, index_shape
 from torch_compat.formats.staging import Staging
 from torch_compat.formats.workers import Share
 
@@ -82,7 +82,7 @@ def write_checkpoint(config: JobConfig, directory: Path, *, weights_only: bool =
 
     def random(shape: tuple[int, ...]) -> LazyTensor:
         def read(index: Index) -> np.ndarray:
-            return rng.standard_normal(extent(index), np.float32)
+            return rng.standard_normal(index_shape(index), np.float32)
 
         return LazyTensor(shape, np.dtype(np.float32), read)
 

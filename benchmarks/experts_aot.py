@@ -112,7 +112,7 @@ def multiplied(model: ModelConfig, ep: int) -> float:
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    if not targets.tpu_compiler_is_here():
+    if not targets.has_tpu_compiler():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
     jax.config.update("jax_enable_compilation_cache", False)
     notes = [f"1 x {SEQ} tokens a chip, bfloat16, full remat; cycles leave out collectives and the "

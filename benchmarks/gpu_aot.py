@@ -119,7 +119,7 @@ def measure(case: Case) -> dict[str, float | str]:
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    if not targets.gpu_compiler_is_here():
+    if not targets.has_gpu_compiler():
         raise SystemExit("the compiler for GPUs is missing: pip install '.[cuda]'")
     jax.config.update("jax_enable_compilation_cache", False)
     rows = []

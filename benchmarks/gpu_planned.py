@@ -21,7 +21,7 @@ import step
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel.hardware import CHIPS
-from jaxforge.tools.plan.compiled import peak_of
+from jaxforge.tools.plan.compiled import peak_memory
 from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
@@ -111,7 +111,7 @@ def memory_claims(name: str, peak: int, compiled: jax.stages.Compiled) -> Iterat
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     reals = {
-        "compiled here": peak_of(compiled, device.platform),
+        "compiled here": peak_memory(compiled, device.platform),
         "the allocator's peak": stats.get("peak_bytes_in_use"),
     }
     for what, real in reals.items():

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel import targets, xla_flags
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 
@@ -45,7 +45,7 @@ def measure(case: tuple[str, str, str], devices: list[jax.Device]) -> dict[str, 
         {"model": MODEL, "train": train, "distributed": {"dp_shard": len(devices)}}
     )
     program = Program(config, make_mesh(config, devices))
-    stored = per_device(program.abstract_state())
+    stored = bytes_per_device(program.abstract_state())
     flags = xla_flags.compiler_options(devices[0], {}, has=xla_flags.traits(config))
     stats = program.lower().compile(flags).memory_analysis()
     return {

@@ -79,7 +79,7 @@ def measured(
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    if not targets.tpu_compiler_is_here():
+    if not targets.has_tpu_compiler():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
     devices = list(targets.tpus("v5e:4x4"))
     rows, notes = [], ["cycles leave out collectives and attention kernels"]

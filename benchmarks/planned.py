@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxforge.parallel.mesh import in_words
+from jaxforge.parallel.mesh import describe_mesh
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 
@@ -32,4 +32,4 @@ def report(config: Path, topology: str, *overrides: str) -> dict[str, Any]:
 
 def mesh_in_words(report: dict[str, Any]) -> str:
     """The mesh of a report: `dp_shard 4 x tp 2`."""
-    return in_words(report["mesh"]) if report.get("mesh") else ""
+    return describe_mesh(report["mesh"]) if report.get("mesh") else ""

@@ -24,7 +24,7 @@ from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from jaxforge.data.order import GrainOrder
 from jaxforge.parallel import multihost
-from jaxforge.tools.replay.account import in_order
+from jaxforge.tools.replay.account import rank_documents
 from jaxforge.tools.replay.documents import Document, find_documents, token_loss_function
 from jaxforge.tools.replay.influence import Influence, Influences
 from jaxforge.tools.replay.past import open_past
@@ -197,7 +197,7 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
                 losses = losses_of(walk.state.variables, walk.batch)
                 documents = find_documents(jax.device_get(walk.batch), losses, eos)
             if at == steps[0]:
-                influences = Influences(past, walk, walk.look(looking)["grads"])
+                influences = Influences(past, walk, walk.measure(looking)["grads"])
                 of = [
                     influences.of(document.row, document.start, document.end)
                     for document in documents
@@ -213,7 +213,7 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
 
 def rank(item: Planted, measured: Measured) -> dict[str, object]:
     """Return the rank of the planted document among those of its step."""
-    order = in_order(
+    order = rank_documents(
         measured.documents, measured.losses, measured.of_rows,
         lambda other: measured.influences[measured.documents.index(other)],
         before=measured.before, rows=ROWS,

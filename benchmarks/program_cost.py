@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jaxforge.tools.plan.hlo import HloProgram, arrays, first_group, sent_by_ring
+from jaxforge.tools.plan.hlo import HloProgram, first_replica_group, parse_arrays, sent_bytes
 
 
 @dataclass
@@ -54,8 +54,8 @@ def cost_of(program: HloProgram, name: str = "") -> Cost:
             if operation.collective == operation.kind:  # one in two halves may overlap
                 cost.synchronous[operation.kind] += 1
                 size = sum(within[other].bytes for other in operation.operands)
-                group = len(first_group(operation.line, program.devices))
-                cost.sent[operation.kind] += round(sent_by_ring(operation.kind, size, group))
+                group = len(first_replica_group(operation.line, program.devices))
+                cost.sent[operation.kind] += round(sent_bytes(operation.kind, size, group))
     return cost
 
 
@@ -63,7 +63,7 @@ def gathered(program: HloProgram) -> list[tuple[int, ...]]:
     """Return the dimensions of what each all-gather makes, in all computations."""
     every = (op for ops in program.computations.values() for op in ops.values())
     return [
-        max((dims for dims, _ in arrays(op.shape)), key=math.prod)
+        max((dims for dims, _ in parse_arrays(op.shape)), key=math.prod)
         for op in every
         if op.kind.startswith("all-gather")
     ]

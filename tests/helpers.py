@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jaxforge.checkpoint.sealed_progress import crc32, sealed
+from jaxforge.checkpoint.sealed_progress import crc32, seal_progress
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
 from jaxforge.kernels import attention_backends
@@ -24,7 +24,7 @@ from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState, begin
+from jaxforge.state.train_state import Counts, TrainState, init_train_state
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Controls
 
@@ -71,7 +71,7 @@ class Setup(Program):
         if key not in _BEGUN:
             stack = functools.partial(jax.tree.map, self.model.stack.stack)
             make = jax.jit(
-                lambda p: begin(
+                lambda p: init_train_state(
                     self.model,
                     {name: stack(part) if name in stacks else part for name, part in p.items()},
                     self.optimizer,
@@ -283,7 +283,7 @@ def unsplittable(attend):
 
 def use_unsplittable_kernel(monkeypatch):
     """In place of the default kernel."""
-    kernel = attention_backends.opaque(
+    kernel = attention_backends.opaque_kernel(
         unsplittable(attention_backends.BACKENDS["blockwise"].attend),
         attention_backends.BACKENDS["blockwise"].unsupported_reason,
     )
@@ -336,5 +336,5 @@ def change_stored_config(run, section, **keys):
     config[section] |= keys
     stored.write_text(json.dumps(config))
     progress = Progress.from_json(json.loads(seal.read_text()))
-    seal.write_text(json.dumps(sealed(progress, crc32(config))))
+    seal.write_text(json.dumps(seal_progress(progress, crc32(config))))
     return stored

@@ -1,9 +1,10 @@
 """`python -m torch_compat COMMAND`: convert and compare checkpoints of PyTorch and jaxforge.
 
-    convert SRC DST --to jaxforge|dcp|hf [--config FILE]
+    convert SRC DST --to jaxforge|dcp|pt|hf [--config FILE]
                                          convert a checkpoint between any two formats
     import SRC DST [--config FILE]       import a DCP or Hugging Face checkpoint as a run
-    export SRC DST --to dcp|hf           export a run as a DCP or Hugging Face checkpoint
+    export SRC DST --to dcp|pt|hf        export a run as a DCP, a file of torch.save, or a
+                                         Hugging Face checkpoint
     inspect PATH [--json]                describe a checkpoint of any format
     verify A B [--json]                  compare two checkpoints (exit code 1 if they differ)
     lockstep --torch MODULE:FACTORY --checkpoint PATH
@@ -36,7 +37,7 @@ from torch_compat.formats.workers import Share, Workers
 # Commands import their modules when they run: importing all of them takes half a second.
 if TYPE_CHECKING:
     from torch_compat.checkpoint.checkpoints import CheckpointRef
-    from torch_compat.checkpoint.dcp_state import Options
+    from torch_compat.checkpoint.dcp_state import ReadOptions
     from torch_compat.convert.source import Request
     from torch_compat.convert.verify import VerificationResult
 
@@ -111,8 +112,8 @@ def _add_convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or a directory with `latest` or steps")
     parser.add_argument("destination",
                         help="jaxforge: the run directory to create; hf: the directory to create; "
-                             "dcp: the parent directory of step_<n>")  # fmt: skip
-    parser.add_argument("--to", choices=["jaxforge", "dcp", "hf"], required=True)
+                             "pt: the file; dcp: the parent directory of step_<n>")  # fmt: skip
+    parser.add_argument("--to", choices=["jaxforge", "dcp", "pt", "hf"], required=True)
     _add_source_options(parser, dialect="--from-dialect")
     _add_fill_option(parser)
     _add_dialect_options(parser)
@@ -135,7 +136,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "destination", help="hf: the directory to create; dcp: the parent directory of step_<n>"
     )
-    parser.add_argument("--to", choices=["dcp", "hf"], required=True)
+    parser.add_argument("--to", choices=["dcp", "pt", "hf"], required=True)
     parser.add_argument("--config", type=Path, help="replaces the config in the checkpoint")
     _add_dialect_options(parser)
     parser.add_argument("--weights-only", action="store_true", help="export no optimizer state")
@@ -144,7 +145,9 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_source_options(parser: argparse.ArgumentParser, dialect: str = "--dialect") -> None:
-    parser.add_argument("--config", type=Path, help="the TOML file of the run (required for DCP)")
+    parser.add_argument(
+        "--config", type=Path, help="the TOML file of the run (required for DCP and .pt)"
+    )
     parser.add_argument(dialect, metavar="NAME", dest="from_dialect",
                         help=f"detected from the keys by default: {_DIALECTS}")  # fmt: skip
     parser.add_argument("--weights-only", action="store_true", help="read no optimizer state")
@@ -275,6 +278,8 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
             f"{destination}: a conversion into a bucket runs on one machine. Remove --process; "
             "--processes N uses N of its cores"
         )
+    if args.to == "pt" and urls.in_bucket(destination):
+        raise UserError(f"{destination}: --to pt writes a local file. Copy it to the bucket")
     return Request(
         source=checkpoints.find(args.worker[1] if args.worker else args.source),
         destination=destination,
@@ -292,10 +297,10 @@ def _request(args: argparse.Namespace, overrides: Sequence[str]) -> "Request":
     )
 
 
-def _options(args: argparse.Namespace) -> "Options":
-    from torch_compat.checkpoint.dcp_state import Options
+def _options(args: argparse.Namespace) -> "ReadOptions":
+    from torch_compat.checkpoint.dcp_state import ReadOptions
 
-    return Options(
+    return ReadOptions(
         dialect=args.from_dialect,
         weights_only=args.weights_only,
         fill_optimizer=args.fill_optimizer,
@@ -331,7 +336,7 @@ def _run(args: argparse.Namespace, request: "Request") -> int:
         share = share._replace(parent=int(args.worker[0]))
     elif args.processes > 1 and share.processes == 1:
         share = Share(0, args.processes)
-        workers = Workers(args.argv, str(request.source.directory), args.processes)
+        workers = Workers(args.argv, str(request.source), args.processes)
     nbytes = plan.source.nbytes // share.processes
     with workers, bar(nbytes, console, quiet=share.process > 0) as advance:
         result = run(request, plan, share, advance, workers)

@@ -30,7 +30,7 @@ from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.gradients import Gradients, Loss
-from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
+from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics, TrainStep
 from jaxforge.training import evaluation
 from jaxforge.training.hooks import Hook, StepContext
 
@@ -249,17 +249,22 @@ def _spoil_gradients(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Los
 def mend_when_run_again(first: int) -> None:
     """Plant a NaN that disappears when the same step is run again, as a faulty machine would."""
     spoil("NaN loss", first)
-    call = CompiledSteps.__call__
+    lookup = CompiledSteps.__getitem__
 
-    def of(
-        self: CompiledSteps, state: TrainState, batch: Batch, controls: Controls
-    ) -> tuple[TrainState, Metrics]:
-        if not controls.apply:
-            ids = jnp.where(batch["input_ids"] == data.MARKS + first, 0, batch["input_ids"])
-            batch = {**batch, "input_ids": ids}
-        return call(self, state, batch, controls)
+    def mended(self: CompiledSteps, microbatches: int) -> TrainStep:
+        step = lookup(self, microbatches)
 
-    CompiledSteps.__call__ = of
+        def run_step(
+            state: TrainState, batch: Batch, controls: Controls
+        ) -> tuple[TrainState, Metrics]:
+            if not controls.apply:
+                ids = jnp.where(batch["input_ids"] == data.MARKS + first, 0, batch["input_ids"])
+                batch = {**batch, "input_ids": ids}
+            return step(state, batch, controls)
+
+        return run_step
+
+    CompiledSteps.__getitem__ = mended
 
 
 SPOILERS = {

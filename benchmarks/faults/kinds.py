@@ -168,7 +168,7 @@ def same_answer_again(case: Case) -> None:
     bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), 0)
-    case.says(output, f"step {bad + 1}, run again from the same state, gave the same answer")
+    case.says(output, f"step {bad + 1}, rerun from the same state, gave the same result")
     left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
     case.matches(left_out, unlike=[bad + 1])
 
@@ -178,7 +178,7 @@ def another_answer_again(case: Case) -> None:
     bad = moment_of(case)
     fault = ("mend_when_run_again", {"first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), MACHINE)
-    case.says(output, f"step {bad + 1}, run again from the same state, gave another answer")
+    case.says(output, f"step {bad + 1}, rerun from the same state, gave another result")
     require(case.run.durable()[-1] == bad // INTERVAL * INTERVAL, "a doubtful step is saved")
     case.goes_on("--train.rerun_bad_steps=true")
     case.matches(case.shared.undisturbed())
@@ -210,7 +210,7 @@ def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
             case.goes_on(*overrides, fault=fault)
         else:
             output = case.ends(job, 0)
-            case.says(output, f"went back from step {bad + 3} to step")
+            case.says(output, f"rolled back from step {bad + 3} to step")
         good = bad // INTERVAL * INTERVAL
         require(case.run.durable() == list(range(0, STEPS + 1, INTERVAL)), "saves are missing")
         (jump,) = case.run.progress(STEPS)["rollbacks"]
@@ -294,7 +294,7 @@ def disk_full_between_saves(case: Case) -> None:
     step = case.rng.randrange(INTERVAL, STEPS - INTERVAL, INTERVAL) + 1
     where = {"step": step, "until": step + 6, "directory": str(case.run.directory)}
     output = case.ends(case.run.start(fault=("fill_disk", where)), 0)
-    case.says(output, "metrics.jsonl takes no metrics")
+    case.says(output, "metrics.jsonl failed: ")
     case.matches(case.shared.undisturbed())
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge import exit_codes
-from jaxforge.checkpoint.paths import is_whole
+from jaxforge.checkpoint.paths import is_durable
 from jaxforge.cli.process import began_env, listening, new_command_env, stop_with_parent
 from jaxforge.cli.running import run_main
 from jaxforge.commands.command_line import CommandParser
@@ -131,8 +131,8 @@ class Group:
         """Record the end of a process."""
         del self._running[event.index]
         self.codes[event.index] = event.code
-        lost_peer = self._cause == Exit.ABORTED.code and not self._is_killed
-        if event.code and (self._cause is None or lost_peer):
+        peer_lost_error = self._cause == Exit.ABORTED.code and not self._is_killed
+        if event.code and (self._cause is None or peer_lost_error):
             self._cause = event.code
 
     @property
@@ -277,7 +277,7 @@ class Supervisor:
 
     def _newest_step(self) -> int:
         """Return the step of the newest complete checkpoint, or -1."""
-        names = filter(is_whole, (self._run / "checkpoints").glob("step_*")) if self._run else ()
+        names = filter(is_durable, (self._run / "checkpoints").glob("step_*")) if self._run else ()
         steps = [int(number) for p in names if (number := p.name.partition("_")[2]).isdigit()]
         return max(steps, default=-1)
 

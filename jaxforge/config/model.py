@@ -171,6 +171,8 @@ class ModelConfig(Section):
         "auto", "flash", "efficient", "cudnn", "triton", "math", "reference", "blockwise", "splash"
     ] = "auto"
     """Attention kernel; auto selects the fastest kernel that supports the config."""
+    attention_backend: Literal["sdpa", "flex"] = "sdpa"
+    """Without effect: sdpa_backend chooses the kernel, and every kernel separates documents."""
     num_experts: NonNegativeInt = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""
     moe_top_k: NonNegativeInt = 2

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.problems import Problem, single_change
-from jaxforge.config.section import Section
+from jaxforge.config.section import Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
 
@@ -30,6 +30,9 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of a running mean."""
 
 
+_PATTERNS = ("decay_patterns", "no_decay_patterns", "freeze_patterns", "lr_patterns")
+
+
 class OptimizerConfig(Section):
     """Update rule and its hyperparameters."""
 
@@ -47,6 +50,10 @@ class OptimizerConfig(Section):
     """Regular expressions; parameters with a matching name decay, including vectors."""
     no_decay_patterns: tuple[str, ...] = ()
     """Regular expressions; parameters with a matching name do not decay."""
+    lr_patterns: WeightTable = Field(default_factory=Weights)
+    """Regular expressions with factors on lr, as {"embedding" = 0.1}; the first match applies."""
+    freeze_patterns: tuple[str, ...] = ()
+    """Regular expressions; parameters with a matching name do not change and have no moments."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -65,22 +72,28 @@ class OptimizerConfig(Section):
     """Do not update experts without tokens; if not set, as the loaded run does, else false."""
 
     def for_names(self, names: Iterable[str]) -> Self:
-        """Return a copy of the section with only the decay patterns that match one of the names."""
+        """Return a copy of the section with only the patterns that match one of the names."""
         names = tuple(names)
         settings = {
             key: tuple(p for p in getattr(self, key) if any(re.search(p, name) for name in names))
-            for key in ("decay_patterns", "no_decay_patterns")
+            for key in _PATTERNS
         }
-        return self.model_copy(update=settings)
+        factors = {pattern: self.lr_patterns[pattern] for pattern in settings["lr_patterns"]}
+        return self.model_copy(update={**settings, "lr_patterns": Weights(factors)})
 
     def check_patterns(self, names: Iterable[str]) -> None:
-        """Check that each decay pattern matches the name of a parameter.
+        """Check that each pattern matches the name of a parameter, and that some are trained.
 
         Raises:
-            UserError: a pattern matches no parameter.
+            UserError: a pattern matches no parameter, or all parameters are frozen.
         """
         names = sorted(names)
-        for key in ("decay_patterns", "no_decay_patterns"):
+        if all(map(self.freezes, names)):
+            raise UserError(
+                f"optimizer.freeze_patterns = {list(self.freeze_patterns)} freezes all parameters: "
+                "there is nothing to train"
+            )
+        for key in _PATTERNS:
             for pattern in getattr(self, key):
                 if not any(re.search(pattern, name) for name in names):
                     raise UserError(
@@ -97,7 +110,7 @@ class OptimizerConfig(Section):
                 (single_change("lr_scale_rule", "none"),),
             )
         yield from self.large_rates(LARGEST_LR)
-        for key in ("decay_patterns", "no_decay_patterns"):
+        for key in _PATTERNS:
             for pattern in getattr(self, key):
                 try:
                     re.compile(pattern)
@@ -124,6 +137,17 @@ class OptimizerConfig(Section):
         if any(re.search(pattern, name) for pattern in self.no_decay_patterns):
             return False
         return is_matrix or any(re.search(pattern, name) for pattern in self.decay_patterns)
+
+    def freezes(self, name: str) -> bool:
+        """Return whether a parameter is frozen."""
+        return any(re.search(pattern, name) for pattern in self.freeze_patterns)
+
+    def lr_factor(self, name: str) -> float:
+        """Return the factor on the learning rate of a parameter."""
+        matches = (
+            factor for pattern, factor in self.lr_patterns.items() if re.search(pattern, name)
+        )
+        return next(matches, 1.0)
 
 
 def _suggest_rate(rate: float) -> str:

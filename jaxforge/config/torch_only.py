@@ -3,6 +3,7 @@
 _TEXT = "jaxforge trains text models"
 
 TORCH_ONLY: dict[str, str] = {
+    "model.attention_backend": "model.sdpa_backend chooses the kernel; all separate documents",
     "train.compile_model": "every update is a single compiled program",
     "optimizer.fused": "XLA fuses the update of all parameters",
     "data.pin_memory": "batches are transferred to the devices before the step that needs them",

@@ -290,7 +290,7 @@ class KernelRequirements(NamedTuple):
     sinks: bool = False
     packed: bool = False
     capability: str | None = None
-    here: bool = True
+    is_present: bool = True
 
 
 _ROOMY = ("8.0", "9.0", "10.0", "10.3")
@@ -310,7 +310,7 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
     if reason := _no_gpu_kernel(at):
         return reason
     # Gradients of wider heads need Hopper, and JAX checks for such a GPU on this machine.
-    widest = 256 if at.capability == "9.0" and at.here else 128
+    widest = 256 if at.capability == "9.0" and at.is_present else 128
     if at.head_size % 8 or at.head_size > widest:
         on_hopper = "" if widest == 256 else " (256 on a Hopper GPU of this machine)"
         return (

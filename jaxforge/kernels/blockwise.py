@@ -127,9 +127,12 @@ def _differentiate(
     q, k, *_ = inputs
     kv_heads, dtype = k.shape[2], q.dtype
     folded, d_out = _fold_all(inputs), _fold_queries(d_output, kv_heads)
+    # δ = rowsum(dO ∘ O), in float32 like dO Vᵀ, from which it is subtracted below.
     products = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     delta = jnp.sum(_fold_queries(products, kv_heads), axis=-1, keepdims=True)
     d_queries, d_keys, d_values = [], [], []
+    # The same blocks as in the forward pass: scores are recomputed, and lse turns them into weights
+    # without another maximum or sum.
     for block, lse in zip(_blocks(static, inputs), lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
@@ -205,6 +208,7 @@ def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
 def _fold_all(inputs: _Inputs) -> _Folded:
     q, k, v, _, _, sinks = inputs
     kv_heads = k.shape[2]
+    # Row i·G + g belongs to head g of its group: the sinks of the G heads repeat for every query.
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]
     return _Folded(_fold_queries(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), sinks)

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxforge.kernels.attention_backends import SegmentIds, Sinks, attend_with_masks, run_per_device
-from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.partial_attention import (
     PARTIAL_KERNELS,
@@ -126,7 +126,7 @@ def attend_across_devices(
         window = select_window(masks, first)
         if (chunk := select_chunk(masks, first)) is not None:
             segment_ids = _local_chunk_ids(chunk, segment_ids, *positions.shape)
-        at = Tokens(positions, segment_ids)
+        at = TokenPositions(positions, segment_ids)
         return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
 
     return run_per_device(local, q, k, v, (segment_ids, positions), sinks, *scalars)
@@ -180,13 +180,25 @@ _RingSettings = tuple[str, Scoring]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    settings: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    at: TokenPositions,
+    window: Window,
+    sinks: Sinks,
 ) -> Array:
     return _ring_forward(settings, q, k, v, at, window, sinks)[0]
 
 
 def _attend_around_ring(
-    settings: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    at: TokenPositions,
+    window: Window,
+    sinks: Sinks,
 ) -> PartialResult:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
     queries, own = QueryPart(q, at), KeyPart(k, v, at)
@@ -223,7 +235,13 @@ def _ring_shift(x: PyTree) -> PyTree:
 
 
 def _ring_forward(
-    settings: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    at: TokenPositions,
+    window: Window,
+    sinks: Sinks,
 ) -> tuple[Array, tuple[Any, ...]]:
     part = _attend_around_ring(settings, q, k, v, at, window, sinks)
     return part.o, (q, k, v, at, window, sinks, part)

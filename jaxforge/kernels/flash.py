@@ -30,7 +30,7 @@ from jaxforge.kernels import flash_kernels
 from jaxforge.kernels.flash_blocks import (
     AFTER,
     BEFORE,
-    Tokens,
+    TokenPositions,
     block_ranges,
     block_visibility,
     pad_to_blocks,
@@ -74,11 +74,11 @@ def flash_attention(
     if chunk is not None:
         segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
     # A chunk is a document as far as visibility goes: chunk ids replace document ids.
-    at = Tokens(positions, segment_ids)
+    at = TokenPositions(positions, segment_ids)
     return _attention(window, scoring, (q_BSHh, k_BSKh, v_BSKh, at, sinks))
 
 
-_Inputs = tuple[Array, Array, Array, Tokens, Sinks]
+_Inputs = tuple[Array, Array, Array, TokenPositions, Sinks]
 """Queries, keys, values, tokens of both, and sinks."""
 
 
@@ -115,8 +115,8 @@ def forward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenPositions,
+    keys: TokenPositions,
     window: Window = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
@@ -156,8 +156,8 @@ def backward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenPositions,
+    keys: TokenPositions,
     lse: Rows,
     delta: Rows,
     d_output: Queries,
@@ -185,6 +185,7 @@ def backward(
     """
     dtype = dtype or q_BSHh.dtype
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
+    # Tensor cores multiply dO with K, Q and V in their dtype; lse and δ stay in float32.
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
     padded = _PaddedInputs.of("dq", *arrays, window, scoring)
     at, (d_filled, lse_filled, delta_filled) = (
@@ -215,6 +216,7 @@ def _gradients_of_keys(
         config = config._replace(group=group)
     parts = group // config.group
     at = _key_layout(padded._replace(config=config), parts)
+    # Sums over parts are rounded once, at the end.
     summed = dtype if parts == 1 else jnp.float32
     out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
     dk, dv = _run(
@@ -236,8 +238,8 @@ class _PaddedInputs(NamedTuple):
     q: Array
     k: Array
     v: Array
-    queries: Tokens
-    keys: Tokens
+    queries: TokenPositions
+    keys: TokenPositions
     window: Int[Array, "1"] | None
 
     @classmethod
@@ -247,14 +249,16 @@ class _PaddedInputs(NamedTuple):
         q: Array,
         k: Array,
         v: Array,
-        queries: Tokens,
-        keys: Tokens,
+        queries: TokenPositions,
+        keys: TokenPositions,
         window: Window,
         scoring: Scoring,
     ) -> "_PaddedInputs":
         head = q.shape[3]
         tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
         config = KernelConfig(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
+        # The window is an input array of one element, because only the device may know it (pipeline
+        # stages with different masks).
         reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
         k, v = (pad_to_blocks(x, tiles.keys) for x in (k, v))
         queries = pad_tokens(queries, tiles.queries, BEFORE)
@@ -275,12 +279,14 @@ class _PaddedInputs(NamedTuple):
 
 def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
     """Return tiles for a width of heads that fit registers and 160 KiB of shared memory."""
+    # (queries, keys, warps, stages) for heads up to 64, up to 128, and up to `MAX_HEAD` wide.
     narrow, wide, widest = {
         "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
         "dq": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
         "dkv": (Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     }[kernel]
     tiles = narrow if head <= 64 else wide if head <= 128 else widest
+    # Short sequences get smaller tiles: a power of two, as Triton requires.
     fit = (max(_SMALLEST, pl.next_power_of_2(n)) for n in (queries, keys))
     return tiles._replace(queries=min(tiles.queries, next(fit)), keys=min(tiles.keys, next(fit)))
 
@@ -295,6 +301,13 @@ class _Layout(NamedTuple):
     rows: pl.BlockSpec
 
 
+# What one program (i, h, b) of each layout reads and writes, with blocks of n queries or keys:
+#
+#              by queries (forward, dq)       by keys (dkv)
+# q, dO        block [n, H] of head h         all queries of `group` heads from h * group on
+# k, v         all keys of head h // group    block [n, H] of head h // parts
+# lse, δ       block [n] of head h            all queries of these heads
+# results      block [n, H] of o or dq        block [n, H] of dk and dv, for part h % parts
 def _query_layout(padded: _PaddedInputs) -> _Layout:
     """Return the layout with one program per block of queries and head."""
     config, (batch, length, heads, _), n = (
@@ -350,7 +363,7 @@ def _block_visibility(padded: _PaddedInputs) -> tuple[Array, Array]:
 _spec = pl.BlockSpec
 
 
-def _token_block(tokens: Tokens, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
+def _token_block(tokens: TokenPositions, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
     return TokenBlock(spec, None if tokens.documents is None else spec), TokenBlock(*tokens)
 
 

@@ -13,7 +13,7 @@ BEFORE = -1  # position of padding queries, which see nothing
 AFTER = 2**31 - 1  # position of padding keys, which nothing sees
 
 
-class Tokens(NamedTuple):
+class TokenPositions(NamedTuple):
     """Positions and documents of queries or keys.
 
     Attributes:
@@ -33,7 +33,7 @@ def pad_to_blocks(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
 
 
-def pad_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
+def pad_tokens(tokens: TokenPositions, block: int, position: int) -> TokenPositions:
     """Pad tokens to whole blocks; padding continues the last document, which adds none to a block.
 
     Args:
@@ -45,7 +45,7 @@ def pad_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
     documents, more = tokens.documents, -tokens.positions.shape[1] % block
     if documents is not None and more:
         documents = jnp.pad(documents, [(0, 0), (0, more)], mode="edge")
-    return Tokens(positions, documents)
+    return TokenPositions(positions, documents)
 
 
 class _Extent(NamedTuple):
@@ -56,7 +56,7 @@ class _Extent(NamedTuple):
     documents: tuple[Array, Array] | None
 
     @classmethod
-    def of(cls, tokens: Tokens, block: int, axis: int) -> "_Extent":
+    def of(cls, tokens: TokenPositions, block: int, axis: int) -> "_Extent":
         """Return the extents of whole blocks, with an extra axis for pairing them."""
 
         def ends(x: Array) -> tuple[Array, Array]:
@@ -68,7 +68,10 @@ class _Extent(NamedTuple):
 
 
 def block_visibility(
-    queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: Int[Array, ""] | int | None
+    queries: TokenPositions,
+    keys: TokenPositions,
+    blocks: tuple[int, int],
+    window: Int[Array, ""] | int | None,
 ) -> tuple[Bool[Array, "b n m"], Bool[Array, "b n m"]]:
     """Return for each pair of blocks whether any token pair is visible, and whether all are.
 

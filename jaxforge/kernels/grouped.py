@@ -46,7 +46,7 @@ def grouped_matmul(
             weights; their results and gradients are undefined.
         w_GOI: a matrix per group in any dtype, cast to the dtype of `x_MI`.
         sizes_G: number of rows of each group, int32; their sum is at most M.
-        backend: a key of `GROUPED`.
+        backend: a key of `GROUPED_BACKENDS`.
         gradient_GOI: receives the gradient of the weights in its own dtype, instead of `w_GOI`.
 
     Returns:
@@ -56,6 +56,8 @@ def grouped_matmul(
     # of an array over the axes that the array itself does not vary over.
     arrays = x_MI, w_GOI, sizes_G, gradient_GOI
     axes = collectives.varying_axes(arrays)
+    # A custom gradient, because the gradient of weights is a product of another kind, and because
+    # opaque kernels have no gradients of their own.
     return _matmul(backend, *jax.tree.map(lambda array: collectives.varying(array, axes), arrays))
 
 
@@ -63,7 +65,7 @@ def grouped_matmul(
 def _matmul(
     backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array, gradient_GOI: Array | None
 ) -> Array:
-    return GROUPED[backend].matmul(x_MI, w_GOI, sizes_G)
+    return GROUPED_BACKENDS[backend].matmul(x_MI, w_GOI, sizes_G)
 
 
 def _forward(
@@ -78,11 +80,12 @@ def _backward(
     backend: str, saved: tuple, dy_MO: Array
 ) -> tuple[Array, Array | None, None, Array | None]:
     x_MI, w_GOI, sizes_G, like = saved
-    products = GROUPED[backend]
+    products = GROUPED_BACKENDS[backend]
     dx_MI = products.gradient_of_rows(dy_MO, w_GOI, sizes_G)
     dw_GOI = products.gradient_of_weights(x_MI, dy_MO, sizes_G)
     # dw is float32. It is rounded once: to the dtype of the sum over devices if the caller gave
     # `gradient_GOI`, else to the dtype of the weights.
+    # Sums are in float32; each gradient is rounded once, to the dtype of its array.
     if like is not None:
         return dx_MI, None, None, dw_GOI.astype(like.dtype)
     return dx_MI, dw_GOI.astype(w_GOI.dtype), None, None
@@ -118,6 +121,7 @@ def _megablox_unsupported(at: ProductRequirements) -> str | None:
 def _mosaic_unsupported(at: ProductRequirements) -> str | None:
     if at.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
+    # The kernels use WGMMA, an instruction of Hopper only.
     if at.capability != "9.0":
         return f"it needs Hopper, compute capability 9.0, and these GPUs have {at.capability}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
@@ -156,7 +160,8 @@ def _import_backend(
     return Products(matmul, of_rows, of_weights, unsupported_reason, is_opaque=True)
 
 
-GROUPED = {
+# Pallas modules are imported at the first call, so that this table exists on any platform.
+GROUPED_BACKENDS = {
     "blocks": Products(
         grouped_blocks.matmul, grouped_blocks.gradient_of_rows,
         grouped_blocks.gradient_of_weights, lambda at: None,
@@ -169,7 +174,7 @@ _FAST = {"gpu": "mosaic_gpu", "tpu": "megablox"}
 
 
 def choose_grouped(requested: str, at: ProductRequirements) -> str:
-    """Resolve `model.moe_backend` to a name in `GROUPED`.
+    """Resolve `model.moe_backend` to a name in `GROUPED_BACKENDS`.
 
     Args:
         requested: `model.moe_backend`.
@@ -179,11 +184,11 @@ def choose_grouped(requested: str, at: ProductRequirements) -> str:
         UserError: the configured backend is not supported.
     """
     name = _FAST.get(at.platform, "blocks") if requested == "auto" else requested
-    problem = GROUPED[name].unsupported_reason(at)
+    problem = GROUPED_BACKENDS[name].unsupported_reason(at)
     if problem is None:
         return name
     if requested == "auto":
-        return "blocks"
+        return "blocks"  # which runs anywhere
     raise UserError(
         f'model.moe_backend = "{requested}" is not supported: {problem}. To use a supported '
         'kernel, set model.moe_backend = "auto"'

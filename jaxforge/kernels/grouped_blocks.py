@@ -76,7 +76,7 @@ class Block(NamedTuple):
         return _floats(jnp.where(self._is_own, bits, jnp.zeros_like(bits)), rows.dtype)
 
     def write(self, rows: Rows, new: Float[Array, "size i"]) -> Rows:
-        """Replace the rows that the block owns; both arguments are as of `_bits`."""
+        """Replace the rows that the block owns; both arguments are results of `_bits`."""
         return _update(rows, jnp.where(self._is_own, new, self.read(rows)), self.start)
 
     def weight(self, w_GOI: Weights) -> Float[Array, "o i"]:

@@ -24,7 +24,7 @@ from jaxforge.kernels.fp8 import (
     quantize_tensor,
     round_to_fp8,
 )
-from jaxforge.kernels.grouped import GROUPED
+from jaxforge.kernels.grouped import GROUPED_BACKENDS
 
 
 def quantize_experts(w_GOI: Float[Array, "g o i"]) -> Scaled:
@@ -44,7 +44,7 @@ def grouped_matmul_fp8(
     """Compute `grouped.grouped_matmul` with both operands in 8 bits.
 
     Args:
-        backend: a key of `GROUPED`.
+        backend: a key of `GROUPED_BACKENDS`.
         x_MI: rows, sorted by group.
         w_GOI: weights from `quantize_experts`.
         sizes_G: number of rows of each group.
@@ -58,9 +58,10 @@ def _forward(
 ) -> tuple[Array, tuple]:
     # Rows beyond the last group are undefined (perhaps NaN) and must not determine the scale.
     x_8 = quantize_tensor(_mask_unused_rows(x_MI, sizes_G), E4M3)
-    y_MO = GROUPED[backend].matmul(
+    y_MO = GROUPED_BACKENDS[backend].matmul(
         _dequantize(x_8, x_MI.dtype), _dequantize(w_GOI, x_MI.dtype), sizes_G
     )
+    # A scalar carries the dtype of the weights' gradient to the backward pass, without its memory.
     return y_MO, (x_8, w_GOI, sizes_G, jnp.zeros((), gradient_GOI.dtype))
 
 
@@ -68,7 +69,8 @@ def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, None, No
     x_8, w_GOI, sizes_G, like = saved
     # The saved x_8 and W take one byte per value. Widening is exact: an 8-bit value times a power
     # of two fits the mantissa of bfloat16.
-    products, dtype = GROUPED[backend], dy_MO.dtype
+    products, dtype = GROUPED_BACKENDS[backend], dy_MO.dtype
+    # Both products use the same rounded dy, with one scale for all rows of this device.
     rounded_dy = _dequantize(quantize_tensor(_mask_unused_rows(dy_MO, sizes_G), E5M2), dtype)
     dx_MI = products.gradient_of_rows(rounded_dy, _dequantize(w_GOI, dtype), sizes_G)
     dw_GOI = products.gradient_of_weights(_dequantize(x_8, dtype), rounded_dy, sizes_G)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.kernels import masking
-from jaxforge.kernels.flash_blocks import AFTER, BEFORE, Tokens
+from jaxforge.kernels.flash_blocks import AFTER, BEFORE, TokenPositions
 from jaxforge.kernels.on_first_use import on_first_use
 from jaxforge.kernels.scoring import Scoring, product
 
@@ -37,7 +37,7 @@ class QueryPart(NamedTuple):
     """
 
     q: Float[Array, "b s heads h"]
-    at: Tokens
+    at: TokenPositions
 
 
 class KeyPart(NamedTuple):
@@ -51,7 +51,7 @@ class KeyPart(NamedTuple):
 
     k: Float[Array, "b t kv h"]
     v: Float[Array, "b t kv h"]
-    at: Tokens
+    at: TokenPositions
 
 
 class PartialResult(NamedTuple):

@@ -152,6 +152,8 @@ class Decoder:
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         all_numbers[: len(prompts)] = numbers
+        # Rows without a prompt keep shapes static. They count as ended, so that they do not delay
+        # the end of the batch.
         is_empty = np.arange(rows) >= len(prompts)
         return _start(
             self.model, self.sampling, self.max_tokens, self.params,

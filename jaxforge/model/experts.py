@@ -100,7 +100,7 @@ class ExpertLinear(nnx.Module):
             )
         # The gradient flows to zeros of the reduction's dtype instead of through the cast of the
         # weight: devices then sum it before it is rounded to `dtype`.
-        gradient = collectives.gradient_of(weight, self.axes, self.reduce_dtype)
+        gradient = collectives.gradient_receiver(weight, self.axes, self.reduce_dtype)
         bias = self.bias[...].astype(self.reduce_dtype) if self.has_bias else None
         return GatheredLinear(jax.lax.stop_gradient(whole), bias, gradient)
 
@@ -109,7 +109,7 @@ class ExpertLinear(nnx.Module):
         own = quantize_experts(jax.lax.stop_gradient(weight.astype(dtype)))
         values = collectives.all_gather_weight(own.values, self.axes)
         sums = jnp.promote_types(self.reduce_dtype, dtype)
-        gradient = collectives.gradient_of(weight, self.axes, sums)
+        gradient = collectives.gradient_receiver(weight, self.axes, sums)
         bias = self.bias[...].astype(sums) if self.has_bias else None
         return GatheredLinear(own._replace(values=values), bias, gradient)
 

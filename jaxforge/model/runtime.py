@@ -34,7 +34,7 @@ class Runtime(NamedTuple):
         rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU a product
             with a permutation pairs them: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: preferred number of logits of the loss at a time; None: any number.
-        grouped: name of the kernel of products with experts in `grouped.GROUPED`.
+        grouped: name of the kernel of products with experts in `grouped.GROUPED_BACKENDS`.
         reduce_dtype: dtype in which devices sum their gradients of matrices.
         context: how devices share a sequence: `distributed.cp_strategy`.
         why_attention: reasons against the kernels that are preferred to `attention`.
@@ -95,7 +95,7 @@ def runtime_for(
     chunk = next((c for c in m.chunks if c is not None and c < length), None)
     at = KernelRequirements(
         platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks,
-        config.data.pack_sequences, capability, here=jax.default_backend() == platform,
+        config.data.pack_sequences, capability, is_present=jax.default_backend() == platform,
     )  # fmt: skip
     widths = (m.dim, m.expert_dim // config.distributed.tp)
     products = ProductRequirements(platform, dtype, widths, capability)

@@ -47,7 +47,7 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
             "[model]\nbatchsize = 3",
             "x.toml:2: unknown key model.batchsize; did you mean train.batch_size?",
         ),
-        ("dim = 64", "x.toml:1: unknown key dim; did you mean model.dim?"),
+        ("dim = 64\n[train]", "x.toml:1: unknown key dim; did you mean model.dim?"),
         ("[optimiser]\nlr = 1", "x.toml:1: unknown key optimiser; did you mean optimizer?"),
         ("[train]\nqqq = 1", "x.toml:2: unknown key train.qqq"),
         (
@@ -116,8 +116,8 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[checkpoint]\nexclude_from_loading = ['progres']",
-            'x.toml:2: checkpoint.exclude_from_loading[0] = "progres": expected one of optimizer, '
-            'progress; did you mean "progress"?',
+            'x.toml:2: checkpoint.exclude_from_loading[0] = "progres": expected one of model, '
+            'optimizer, progress; did you mean "progress"?',
         ),
         (
             "[data]\nanneal_weights = {a = -1}",

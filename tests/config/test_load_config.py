@@ -265,7 +265,13 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
-        *(("metrics", key) for key in ("log_format", "log_progress", "collect")),
+        *(("metrics", key) for key in ("log_format", "log_progress", "collect", "enable_mlflow")),
+        *(
+            ("metrics", f"mlflow_{key}")
+            for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")
+        ),
+        ("model", "attention_backend"),
+        *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns")),
         *(
             ("metrics", key)
             for key in (

@@ -46,5 +46,5 @@ def test_missing_hook_is_refused(name, message):
 
 def test_non_hook_is_refused():
     (name,) = load_config(None, ["--plugins.hooks=my_watching.other"]).plugins.hooks
-    with pytest.raises(UserError, match=r"my_watching\.other is no subclass of .*Hook"):
+    with pytest.raises(UserError, match=r"my_watching\.other is not a subclass of .*Hook"):
         named_hook(name)

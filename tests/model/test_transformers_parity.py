@@ -1,4 +1,4 @@
-"""Logits equal those of reference implementations in `transformers`, from random weights."""
+"""Tests of logits against `transformers`, with random weights."""
 
 import jax
 import numpy as np
@@ -67,7 +67,7 @@ CASES = {
 
 
 def hugging_face(family, config):
-    """Their network of this shape, with weights of its own."""
+    """Return the network of `transformers` with this shape and random weights."""
     torch.manual_seed(0)
     kind = getattr(transformers, f"{family}Config")
     network = getattr(transformers, f"{family}ForCausalLM")(hugging_face_config(kind, config))
@@ -98,7 +98,7 @@ def hugging_face_config(kind, config):
 
 
 def random_weights(network):
-    """Norms and biases too: at 1 and 0, as they are made, they could be swapped unnoticed."""
+    """Draw norms and biases as well: a swap of initial ones and zeros would go unnoticed."""
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if "norm" in name:
@@ -128,17 +128,17 @@ def logits_of_both(config, network, n_tokens):
 @pytest.mark.parametrize(
     ("family", "case"), [(family, case) for family, cases in CASES.items() for case in cases]
 )
-def test_logits_are_those_of_the_family(family, case):
+def test_logits_match_transformers(family, case):
     config = ModelConfig(**{**SHAPE, **OF_FAMILY[family], **CASES[family][case]})
-    # Longer than both original lengths of the stretched rotary positions.
+    # Longer than both original lengths of the scaled rotary positions.
     n_tokens = 160 if "rope" in case else 24
     ours, theirs = logits_of_both(config, hugging_face(family, config), n_tokens)
     assert theirs.std() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_norms_of_queries_and_keys_have_an_eps_of_their_own():
-    """1e-5 unless set, whatever the others have (KempnerForge)."""
+def test_qk_norm_eps_is_independent_of_norm_eps():
+    """The default is 1e-5 for any `norm_eps`, as in KempnerForge."""
     config = ModelConfig(**{**SHAPE, "norm_eps": 1e-2}, qk_norm=True)
     network = hugging_face("Qwen3", config)
     for layer in network.model.layers:

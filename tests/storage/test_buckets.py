@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.paths import is_whole
+from jaxforge.checkpoint.paths import is_durable
 from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.data.remote_tokens import RemoteTokens
 from jaxforge.errors import StorageError, UserError
@@ -74,12 +74,12 @@ def test_object_cannot_be_appended_to(root):
 def test_partially_removed_checkpoint_is_not_committed(server, root):
     for name in ("a", "b", COMMITTED):
         (root / name).write_text(name)
-    assert is_whole(root)
+    assert is_durable(root)
     server.forbid_after(3)  # one or two listings and the first deletion
     with pytest.raises((StorageError, UserError)):
         root.rmtree()
     server.throttle(0)
-    assert not is_whole(root)
+    assert not is_durable(root)
 
 
 def test_refusal_gives_one_message(server, root):

@@ -92,7 +92,7 @@ def test_import_copies_model_documents(bucket, exported):
     assert torch_compat.main(["import", f"{exported}/hf", str(run)]) == 0
     retained = run / "huggingface" / "config.json"
     assert retained.read_bytes() == (exported / "hf" / "config.json").read_bytes()
-    assert hf_state.imported(run).config["model_type"]
+    assert hf_state.read_imported_documents(run).config["model_type"]
 
 
 def test_interrupted_copy_resumes(bucket, exported, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from jaxforge.tools.replay import capsule_file as archive
 from jaxforge.tools.report.run_page import page
 from tests.torch_compat import mutations, subjects
 from torch_compat.checkpoint import checkpoints, dcp_state
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.inspection import inspect
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.formats import safetensors
@@ -42,9 +42,9 @@ def read(path):
         opened = reference.dcp()
         for key in opened.objects:
             opened.objects(key)
-        checkpoint = dcp_state.read(opened, _declared(), Options())
+        checkpoint = dcp_state.read(opened, _declared(), ReadOptions())
     else:
-        checkpoint = reference.read(reference.config(None), Options())
+        checkpoint = reference.read(reference.config(None), ReadOptions())
     values = {name: _digest(tensor.all()) for name, tensor in checkpoint.tensors()}
     values |= {f"scalar {name}": str(scalar) for name, scalar in checkpoint.scalars.items()}
     progress = checkpoint.progress.to_json() if checkpoint.progress else {}

@@ -7,7 +7,7 @@ from tests.conftest import tiny_config
 from tests.torch_compat.tensors import random_array
 from torch_compat.checkpoint import orbax_store
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.formats.workers import Share
 
 MODEL = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 48,
@@ -25,7 +25,7 @@ def write_run(directory, optimizer="adamw", seed=0, model=None):
 
     def random(shapes):
         arrays = {n: random_array("float32", shape, next(seeds)) for n, shape in shapes.items()}
-        return {name: of_array(array) for name, array in arrays.items()}
+        return {name: from_array(array) for name, array in arrays.items()}
 
     weight_sum = 3 * config.optimizer.lr * (1 - config.optimizer.betas[0])
     scalars = {"updates": np.int32(3), "weight_sum": np.float32(weight_sum)}

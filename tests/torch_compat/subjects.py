@@ -15,7 +15,7 @@ from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
 from torch_compat.formats import torch_zip
-from torch_compat.formats.lazy import LazyTensor, of_array
+from torch_compat.formats.lazy import LazyTensor, from_array
 from torch_compat.formats.workers import Share, Workers
 
 SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge", "report",
@@ -39,7 +39,7 @@ def checkpoint():
 
     def tensors(shapes, seed):
         return {
-            name: of_array(random_array("float32", shape, seed + i))
+            name: from_array(random_array("float32", shape, seed + i))
             for i, (name, shape) in enumerate(shapes.items())
         }
 
@@ -69,7 +69,7 @@ def write_torch(directory: Path) -> Path:
         into[entry.path[-1]] = to_torch(value.all()) if isinstance(value, LazyTensor) else value
     dcp.save(state, checkpoint_id=directory, no_dist=True)
     about = train_state.to_torch(Progress(step=3, samples=6, tokens=96), 3, config(), 1)
-    ours = b"".join(bytes(chunk) for chunk in torch_zip.archive(about))
+    ours = b"".join(bytes(chunk) for chunk in torch_zip.archive_blocks(about))
     torch.save(torch.load(io.BytesIO(ours), weights_only=False), directory / "train_state.pt")
     return directory
 

@@ -199,6 +199,24 @@ def test_groups_of_an_export_decay_as_ours_do(tmp_path):
     assert {"layers.0.mlp_norm.weight", "output_head.proj.weight"} < set(decaying)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "schedule_free_adamw"])
+def test_rates_by_pattern_and_frozen_parameters_survive_a_round_trip(tmp_path, name):
+    optimizer = {"name": name, "lr_patterns": {"token_embedding": 0.1}, "freeze_patterns": ["head"]}
+    config = trained(tmp_path / "a", optimizer=optimizer)
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
+    dcp = open_dcp(Directory(tmp_path / "dcp" / "latest"))
+    groups = range(3)
+    rates = [dcp.objects(f"optimizer.param_groups.{g}.initial_lr") for g in groups]
+    assert rates == pytest.approx([3e-3, 3e-3, 3e-4])
+    members = [dcp.objects(f"optimizer.param_groups.{g}.params") for g in groups]
+    assert members[2] == ["token_embedding.embedding.weight"]
+    assert not [key for key in (*dcp.tensors, *dcp.objects, *itertools.chain(*members))
+                if "output_head" in key and not key.startswith("model.")]  # fmt: skip
+    arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
+    assert main(["import", *arguments]) == 0
+    assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
+
+
 def test_weights_alone_start_at_step_0(tmp_path):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
@@ -276,7 +294,7 @@ def run_and_export(tmp_path_factory):
         (["export", "a", "dcp", "--to=dcp"], "is there already"),
         (["export", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
         (["export", "a", "b", "--to=hf", "--model.n_layers=1"],
-         "not of this config; .*\n  left over: layers.1"),
+         "does not match this config; .*\n  left over: layers.1"),
         (["export", "a", "b", "--to=hf", "--model.n_layers=3"], "missing: layers.2"),
         (["export", "a", "b", "--to=dcp", "--model.vocab_size=64"],
          r"token_embedding.embedding.weight is \[256, 64\], but \[64, 64\] in the model"),

@@ -11,11 +11,11 @@ from tests.torch_compat.runs import assert_same
 from tests.torch_compat.stage_runs import write_run
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, orbax_store
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.formats import files
 from torch_compat.formats.staging import Staging
 
-WEIGHTS = Options(weights_only=True)
+WEIGHTS = ReadOptions(weights_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ class Disk:
         monkeypatch.setattr(os, name, call)
 
 
-def is_whole(sources, to):
+def is_durable(sources, to):
     """Return whether a complete checkpoint exists; a partial one fails."""
     try:
         checkpoints.find(to)
@@ -82,12 +82,12 @@ def test_disk_that_fills_up_leaves_all_or_nothing(sources, tmp_path, monkeypatch
             else:
                 with pytest.raises(StorageError, match="No space left"):
                     convert(sources, to, command)
-        if not is_whole(sources, to):
+        if not is_durable(sources, to):
             assert not (to / "config.toml").exists()  # training would begin anew there
             convert(sources, to, command)
-        assert is_whole(sources, to)
+        assert is_durable(sources, to)
         if command == "import" and not (to / "config.toml").exists():
-            with pytest.raises(UserError, match="is whole now"):
+            with pytest.raises(UserError, match="is complete now"):
                 convert(sources, to, command)
             assert (to / "config.toml").exists()
 
@@ -97,19 +97,19 @@ def test_file_systems_without_hard_links(sources, tmp_path, monkeypatch, number)
     disk = Disk(monkeypatch, "link", "always", number)
     convert(sources, tmp_path / "to", "import")
     assert disk.calls
-    assert is_whole(sources, tmp_path / "to")
+    assert is_durable(sources, tmp_path / "to")
 
 
 def test_import_that_was_killed_at_its_end_is_whole_at_the_next_try(sources, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(orbax_store, "settle", lambda run, at: at.exists() and 1 / 0)
+        patched.setattr(orbax_store, "finish_import", lambda run, at: at.exists() and 1 / 0)
         with pytest.raises(ZeroDivisionError):
             convert(sources, tmp_path / "to", "import")
     assert not (tmp_path / "to" / "config.toml").exists()
-    with pytest.raises(UserError, match="is whole now"):
+    with pytest.raises(UserError, match="is complete now"):
         convert(sources, tmp_path / "to", "import")
     assert (tmp_path / "to" / "config.toml").exists()
-    assert is_whole(sources, tmp_path / "to")
+    assert is_durable(sources, tmp_path / "to")
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -151,7 +151,7 @@ def test_failure_without_a_place_to_link_names_the_checkpoint(sources, tmp_path,
     Disk(monkeypatch, "symlink", "always", errno.EPERM)
     with pytest.raises(StorageError, match=r"step_3 is whole, but .*latest"):
         convert(sources, tmp_path / "to", "dcp")
-    assert is_whole(sources, tmp_path / "to")
+    assert is_durable(sources, tmp_path / "to")
 
 
 def test_file_errors_are_not_reported_as_damage(sources, tmp_path):

@@ -17,11 +17,11 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.data.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, join
-from jaxforge.state.train_state import begin
+from jaxforge.state.train_state import init_train_state
 from tests.conftest import tiny_config
 from tests.helpers import placed, setup
 from torch_compat.checkpoint import checkpoints, hf_config
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES
 
 torch = pytest.importorskip("torch")
@@ -292,7 +292,7 @@ def test_export_is_the_same_again(imported, tmp_path):
     transformers.AutoConfig.from_pretrained(back).save_pretrained(tmp_path / "rewritten")
     for written in (back, tmp_path / "rewritten"):
         read = ModelConfig(**hf_config.model_table(config_json(written), ""))
-        assert hf_config.computes(read) == hf_config.computes(model)
+        assert hf_config.network_settings(read) == hf_config.network_settings(model)
 
 
 # All that their gradients differ in: the others' layers are parts of these. Those of routers are in
@@ -335,7 +335,7 @@ def state_of(ours, variables):
         unflatten_dict({path: given[path] for path in flatten_dict(like)})
         for like in (ours.model.abstract, ours.model.state.abstract)
     )
-    make = jax.jit(lambda *given: begin(ours.model, given[0], ours.optimizer, given[1]))
+    make = jax.jit(lambda *given: init_train_state(ours.model, given[0], ours.optimizer, given[1]))
     state = jax.device_get(make(params, model_state))
     return jax.tree.map(placed, state, ours.shardings)
 
@@ -380,7 +380,7 @@ def minimal(model_type, **keys):
         (minimal("stablelm", qk_layernorm=True), "counterpart of qk_layernorm = True"),
         (minimal("stablelm", use_parallel_residual=True), "use_parallel_residual = True"),
         (minimal("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention"),
-        (minimal("gemma2", rms_norm_eps="x"), "rms_norm_eps = 'x' is of no model"),
+        (minimal("gemma2", rms_norm_eps="x"), "rms_norm_eps = 'x' is not possible"),
         (minimal("stablelm", rms_norm_eps=1e-3), "does not read rms_norm_eps in stablelm. Rename"),
         (minimal("starcoder2", norm_epsilon=1e-6, rms_norm_eps=1e-3), "rms_norm_eps = 0.001 contr"),
         (minimal("gpt_neox", rope_theta=500.0), "does not read rope_theta in gpt_neox"),
@@ -388,7 +388,7 @@ def minimal(model_type, **keys):
         (minimal("gemma3_text", attn_logit_softcapping=3.0), "counterpart of attn_logit_softcapp"),
         (minimal("qwen2", layer_types=["sliding_attention"] * 2), "use_sliding_window is false"),
         (minimal("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
-        (minimal("gpt2", layer_norm_epsilon=-1), "layer_norm_epsilon = -1 is of no model"),
+        (minimal("gpt2", layer_norm_epsilon=-1), "layer_norm_epsilon = -1 is not possible"),
         (minimal("arcee"), "hidden_act = 'relu2'"),
         (minimal("llama", hidden_act="quick_gelu"), "'quick_gelu'; supported are silu"),
         (minimal("llama", partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
@@ -403,13 +403,13 @@ def minimal(model_type, **keys):
         (minimal("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[2]), "mlp_only_layers = .2."),
         (minimal("qwen3_moe", decoder_sparse_step=3), "no layer has experts with decoder_sparse"),
         (minimal("qwen2_moe", sliding_window=0, use_sliding_window=True), "must be at least 1"),
-        (minimal("qwen2_moe", shared_expert_intermediate_size=0), "_size = 0 is of no model"),
+        (minimal("qwen2_moe", shared_expert_intermediate_size=0), "_size = 0 is not possible"),
         (minimal("dots1"), "does not give n_routed_experts, num_experts_per_tok, n_shared"),
         (minimal("dots1", **{**DEEPSEEK, "n_group": 8}), "n_group = 8: a group needs at least two"),
-        (minimal("glm4_moe", n_routed_experts=None), "n_routed_experts = None is of no model"),
+        (minimal("glm4_moe", n_routed_experts=None), "n_routed_experts = None is not possible"),
         (minimal("mixtral", expert_capacity=4), "counterpart of expert_capacity = 4 in mixtral"),
         (minimal("gpt_oss", swiglu_alpha=1.5), "no counterpart of swiglu_alpha = 1.5 in gpt_oss"),
-        (minimal("gpt_oss", swiglu_limit=None), "swiglu_limit = None is of no model"),
+        (minimal("gpt_oss", swiglu_limit=None), "swiglu_limit = None is not possible"),
         (minimal("gpt_oss", layer_types=["chunked_attention"] * 2), "2 layers of chunked_attent"),
         (minimal("gpt_oss", quantization_config={"quant_method": "mxfp4"}),
          r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
@@ -468,7 +468,7 @@ def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(m
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
     result = [ModelConfig(**hf_config.model_table(config, "here"))
              for config in ({"model_type": model_type, **given}, theirs.to_dict())]  # fmt: skip
-    assert hf_config.computes(result[0]) == hf_config.computes(result[1])
+    assert hf_config.network_settings(result[0]) == hf_config.network_settings(result[1])
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
@@ -561,7 +561,7 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
 def test_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
     """KempnerForge's models among them; the logits are transformers'."""
     model = ModelConfig(**{**OURS, **keys}, init_std=0.2)
-    assert hf_config.family_of(model) == family
+    assert hf_config.select_family(model) == family
     params = random_params(model)
     run = save_run(tmp_path / "run", config_of(model), params)
     theirs = their_logits(open_theirs(export(run, tmp_path / "hf")), tokens_of())
@@ -572,7 +572,7 @@ def test_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
 def test_gemma_of_the_docs_is_one():
     page = (ROOT / "docs" / "configs.md").read_text()
     (text,) = re.findall(r"```toml\n(\[model\]\ndim.*?)```", page, re.DOTALL)
-    assert hf_config.family_of(ModelConfig(**tomllib.loads(text)["model"])) == "gemma2"
+    assert hf_config.select_family(ModelConfig(**tomllib.loads(text)["model"])) == "gemma2"
 
 
 @pytest.mark.parametrize(
@@ -607,7 +607,7 @@ def test_gemma_of_the_docs_is_one():
 )
 def test_model_without_a_family_is_not_exported(keys, message):
     with pytest.raises(UserError, match=message):
-        hf_config.family_of(ModelConfig(**OURS, **keys))
+        hf_config.select_family(ModelConfig(**OURS, **keys))
 
 
 def test_losses_of_experts_and_their_kernel_make_no_other_model():
@@ -617,10 +617,10 @@ def test_losses_of_experts_and_their_kernel_make_no_other_model():
         "moe_aux_loss_weight": 0.5, "moe_router_z_loss_weight": 0.1, "moe_gradient_scale": True,
         "moe_backend": "blocks", "moe_bias_update_rate": 0.1, "ffn_hidden_dim": 56,
     })  # fmt: skip
-    assert hf_config.computes(plain) == hf_config.computes(other)
+    assert hf_config.network_settings(plain) == hf_config.network_settings(other)
     width = plain.model_copy(update={"moe_expert_dim": None, "moe_expert_ffn_multiplier": 0.5})
     assert width.expert_dim == 32
-    assert hf_config.computes(plain) != hf_config.computes(width)
+    assert hf_config.network_settings(plain) != hf_config.network_settings(width)
 
 
 OF_FILES = {
@@ -765,7 +765,7 @@ def logits_of_ours(directory, params):
     reference = checkpoints.find(directory)
     try:
         config = reference.config(None)
-        reference.read(config, Options())
+        reference.read(config, ReadOptions())
     except UserError:
         return None
     with jax.disable_jit():
@@ -779,12 +779,12 @@ def test_each_key_of_config_json_does_what_it_does_in_transformers(imported, tmp
     config, weights = config_json(path / "hf"), network.state_dict()
     shutil.copy(path / "hf" / "model.safetensors", tmp_path)
     compared = set()
-    before, computed = logits_of_theirs(config, weights), hf_config.computes(model)
+    before, computed = logits_of_theirs(config, weights), hf_config.network_settings(model)
     for key, copy in changed_configs(config):
         with contextlib.suppress(UserError, ValueError):
             ours = ModelConfig(**hf_config.model_table(copy, ""))
             theirs = logits_of_theirs(copy, weights)
-            if hf_config.computes(ours) == computed:
+            if hf_config.network_settings(ours) == computed:
                 assert theirs is not None, key
                 np.testing.assert_array_equal(theirs, before, key)
                 continue
@@ -808,7 +808,7 @@ def read_as(path, rename):
     save_file({rename(key): t for key, t in tensors.items()}, renamed / "model.safetensors")
     shutil.copy(path / "hf" / "config.json", renamed)
     reference = checkpoints.find(renamed)
-    read = reference.read(reference.config(None), Options()).variables
+    read = reference.read(reference.config(None), ReadOptions()).variables
     return {name: tensor.all() for name, tensor in read.items()}
 
 

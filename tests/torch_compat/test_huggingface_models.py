@@ -25,12 +25,12 @@ from jaxforge.inference.evaluation import evaluate
 from jaxforge.model.transformer import Model
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import begin
+from jaxforge.state.train_state import init_train_state
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from torch_compat.checkpoint import checkpoints, hf_config, hf_state, restore
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
@@ -91,7 +91,7 @@ def random_params(model):
 def save_run(path, config, params=None):
     """A run directory of jaxforge at step 3, which has moved no moment: nothing is compiled."""
     ours, params = setup(config), params or random_params(config.model)
-    like = jax.eval_shape(lambda given: begin(ours.model, given, ours.optimizer), params)
+    like = jax.eval_shape(lambda given: init_train_state(ours.model, given, ours.optimizer), params)
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
     state = jax.device_put(dataclasses.replace(state, params=params))
     run_directory.prepare(path, config)
@@ -239,7 +239,7 @@ def test_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
 )
 def test_model_without_a_family_is_refused(tmp_path, keys, message):
     with pytest.raises(UserError, match=message):
-        hf_config.family_of(ModelConfig(**{**SHAPE, **keys}))
+        hf_config.select_family(ModelConfig(**{**SHAPE, **keys}))
     if "num_experts" not in keys:
         run = save_run(tmp_path / "run", config_of(ModelConfig(**{**SHAPE, **keys})))
         with pytest.raises(UserError, match=message):
@@ -328,7 +328,7 @@ def test_training_goes_on_from_an_import(imported, tmp_path):
     train.run(train.parse_command_line(arguments), hooks=[look])
     assert look.step == 1
     jax.tree.map(np.testing.assert_array_equal, look.params, params_of(path / "run")[1])
-    assert checkpoints.find(tmp_path / "run").read(None, Options()).progress.step == 1
+    assert checkpoints.find(tmp_path / "run").read(None, ReadOptions()).progress.step == 1
 
 
 @pytest.mark.parametrize("imported", [("Llama", "float32")], indirect=True)
@@ -349,8 +349,8 @@ def test_direct_start_keeps_the_documents_of_the_model(imported, tmp_path):
         export(run, tmp_path / "hf" / run.parent.name)
     a, b = ((run / "config.json").read_text() for run in (tmp_path / "hf").iterdir())
     assert a == b
-    restore.keep_documents(str(path / "run"), tmp_path)  # a start from an imported run
-    restore.keep_documents(str(tmp_path / "run" / "checkpoints" / "step_1"), tmp_path)
+    restore.copy_documents(str(path / "run"), tmp_path)  # a start from an imported run
+    restore.copy_documents(str(tmp_path / "run" / "checkpoints" / "step_1"), tmp_path)
     for name in names:
         assert (tmp_path / "huggingface" / name).read_bytes() == (path / "hf" / name).read_bytes()
 
@@ -533,7 +533,7 @@ def test_config_json_means_what_transformers_takes_it_for(kind, keys):
 def test_exported_config_gives_the_model_back(tmp_path, keys):
     """Also after transformers has rewritten it, and by what version 4 or 5 alone looks at."""
     model = ModelConfig(**{**SHAPE, **keys})
-    family = hf_config.family_of(model)
+    family = hf_config.select_family(model)
     written = hf_config.config_json(config_of(model), family, "float32")
     assert ModelConfig(**hf_config.model_table(written, "")) == normal(model)
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -695,7 +695,7 @@ def test_layers_of_several_dtypes_are_refused(tmp_path):
     network = hugging_face("Llama", model_of("Llama"))
     network.model.layers[1].self_attn.q_proj.to(torch.bfloat16)
     network.save_pretrained(tmp_path / "hf")
-    with pytest.raises(UserError, match=r"q_proj\.weight has not one dtype .* --dtype float32"):
+    with pytest.raises(UserError, match=r"q_proj\.weight has several dtypes .* --dtype float32"):
         load(tmp_path / "hf", tmp_path / "run")
     load(tmp_path / "hf", tmp_path / "run", dtype="float32")
 

@@ -16,7 +16,7 @@ from jaxforge.commands import train
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.training.start import skipping_experts_as_started
+from jaxforge.training.start import resolve_skip_idle_experts
 from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import drawn, random_batches, setup, underway
@@ -329,7 +329,7 @@ def test_direct_start_skips_as_the_checkpoint_did(torchs, tmp_path):
 
     def started(**checkpoint):
         section = config.checkpoint.model_copy(update=checkpoint)
-        settled = skipping_experts_as_started(config.model_copy(update={"checkpoint": section}))
+        settled = resolve_skip_idle_experts(config.model_copy(update={"checkpoint": section}))
         return settled.optimizer.skip_idle_experts
 
     new, foreign = str(tmp_path / "new"), str(torchs.directory)

@@ -1,4 +1,4 @@
-"""Tensors that are not read yet: every view against NumPy's own, at random indices."""
+"""Views of lazy tensors, compared with NumPy at random indices."""
 
 import numpy as np
 import pytest
@@ -9,9 +9,9 @@ from torch_compat.formats.lazy import (
     LazyTensor,
     blocks,
     equal,
+    from_array,
     intersection,
-    of_array,
-    relative,
+    relative_to,
     stack,
     zeros,
 )
@@ -22,29 +22,29 @@ ORDER = np.array([3, 3, 0, 6, 5])
 
 
 def of_layers(a):
-    return stack([of_array(layer) for layer in a])
+    return stack([from_array(layer) for layer in a])
 
 
 VIEWS = {
-    "itself": (of_array(ARRAY), ARRAY),
-    "part": (of_array(ARRAY).part(4), ARRAY[4]),
-    "part of a part": (of_array(ARRAY).part(4).part(1), ARRAY[4, 1]),
-    "number": (of_array(MATRIX).part(8).part(2), MATRIX[8, 2]),
+    "itself": (from_array(ARRAY), ARRAY),
+    "part": (from_array(ARRAY).part(4), ARRAY[4]),
+    "part of a part": (from_array(ARRAY).part(4).part(1), ARRAY[4, 1]),
+    "number": (from_array(MATRIX).part(8).part(2), MATRIX[8, 2]),
     "stack": (of_layers(ARRAY), ARRAY),
     "stack of one": (of_layers(ARRAY[:1]), ARRAY[:1]),
     "stack of numbers": (of_layers(ARRAY[:, 0, 0]), ARRAY[:, 0, 0]),
-    "rows": (of_array(ARRAY).rows(ORDER), ARRAY[ORDER]),
-    "rows of rows": (of_array(ARRAY).rows(ORDER).rows([4, 0, 0]), ARRAY[ORDER][[4, 0, 0]]),
-    "transposed": (of_array(MATRIX).transposed(), MATRIX.T),
-    "shortened": (of_array(ARRAY).resized(4), ARRAY[:4]),
+    "rows": (from_array(ARRAY).rows(ORDER), ARRAY[ORDER]),
+    "rows of rows": (from_array(ARRAY).rows(ORDER).rows([4, 0, 0]), ARRAY[ORDER][[4, 0, 0]]),
+    "transposed": (from_array(MATRIX).transposed(), MATRIX.T),
+    "shortened": (from_array(ARRAY).resized(4), ARRAY[:4]),
     "lengthened": (
-        of_array(MATRIX).resized(12), np.concatenate([MATRIX, np.zeros((3, 4), np.float32)])
+        from_array(MATRIX).resized(12), np.concatenate([MATRIX, np.zeros((3, 4), np.float32)])
     ),
-    "cast": (of_array(ARRAY).cast(DTYPES["bfloat16"]), ARRAY.astype(DTYPES["bfloat16"])),
-    "cast to itself": (of_array(ARRAY).cast(DTYPES["float32"]), ARRAY),
+    "cast": (from_array(ARRAY).cast(DTYPES["bfloat16"]), ARRAY.astype(DTYPES["bfloat16"])),
+    "cast to itself": (from_array(ARRAY).cast(DTYPES["float32"]), ARRAY),
     "zeros": (zeros((3, 4), DTYPES["bfloat16"]), np.zeros((3, 4), DTYPES["bfloat16"])),
     "all together": (
-        stack([of_array(MATRIX).rows([8, 1, 4]).transposed().cast(np.dtype(np.float16))] * 2)
+        stack([from_array(MATRIX).rows([8, 1, 4]).transposed().cast(np.dtype(np.float16))] * 2)
         .part(1).resized(6),
         np.concatenate([MATRIX[[8, 1, 4]].T.astype(np.float16), np.zeros((2, 3), np.float16)]),
     ),
@@ -52,7 +52,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_view_reads_what_numpy_has(view):
+def test_view_equals_numpy(view):
     lazy, expected = VIEWS[view]
     assert (lazy.shape, lazy.dtype, lazy.nbytes) == (
         expected.shape,
@@ -67,34 +67,34 @@ def test_view_reads_what_numpy_has(view):
 
 
 def recorded(array):
-    """A tensor, and the indices that were read of it."""
-    asked = []
+    """Return a lazy tensor and a list that records the indices of its reads."""
+    indices = []
 
     def read(index):
-        asked.append(index)
+        indices.append(index)
         return array[index]
 
-    return LazyTensor(array.shape, array.dtype, read), asked
+    return LazyTensor(array.shape, array.dtype, read), indices
 
 
-def test_view_reads_no_more_than_it_needs():
-    tensor, asked = recorded(MATRIX)
+def test_view_reads_only_needed_region():
+    tensor, indices = recorded(MATRIX)
     part = tensor.rows(np.arange(9)[::-1]).transposed().part(1)
-    assert not asked
+    assert not indices
     assert_same(part.read((slice(2, 5),)), MATRIX[::-1].T[1, 2:5])
-    assert asked == [(slice(4, 7), slice(1, 2))]
+    assert indices == [(slice(4, 7), slice(1, 2))]
 
 
-def test_stack_reads_the_layers_that_are_asked_for():
+def test_stack_reads_only_requested_layers():
     layers = [recorded(layer) for layer in ARRAY]
     index = (slice(2, 4), slice(1, 3), slice(0, 5))
     stack([tensor for tensor, _ in layers]).read(index)
-    assert [len(asked) for _, asked in layers] == [0, 0, 1, 1, 0, 0, 0]
+    assert [len(indices) for _, indices in layers] == [0, 0, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (7, 3), (3, 0), (1, 4, 5), (6, 2, 2)])
 @pytest.mark.parametrize("limit", [1, 12, 40, 10**6])
-def test_blocks_cover_every_element_once_within_the_limit(shape, limit):
+def test_blocks_cover_tensor_within_limit(shape, limit):
     seen = np.zeros(shape, int)
     for index in blocks(shape, 4, limit):
         seen[index] += 1
@@ -104,7 +104,7 @@ def test_blocks_cover_every_element_once_within_the_limit(shape, limit):
     assert len(list(blocks(shape, 4, 10**6))) == 1
 
 
-def test_intersections_are_what_two_masks_have_in_common():
+def test_intersection_equals_common_mask():
     rng = np.random.default_rng(0)
     for _ in range(300):
         a, b = random_index(rng, (5, 6)), random_index(rng, (5, 6))
@@ -118,26 +118,26 @@ def test_intersections_are_what_two_masks_have_in_common():
         common[both] = True
         np.testing.assert_array_equal(common, in_a & in_b)
         origin = [s.start for s in a]
-        np.testing.assert_array_equal(MATRIX_5_6[a][relative(both, origin)], MATRIX_5_6[both])
+        np.testing.assert_array_equal(MATRIX_5_6[a][relative_to(both, origin)], MATRIX_5_6[both])
 
 
 MATRIX_5_6 = np.arange(30).reshape(5, 6)
 
 
-def test_tensors_are_equal_by_bits():
+def test_equal_compares_bits():
     nan = np.array([1.0, np.nan], np.float32)
-    assert equal(of_array(nan), of_array(nan.copy()))
-    assert not equal(of_array(nan), of_array(nan.astype(np.float64)))
-    assert not equal(of_array(nan), of_array(nan[None]))
+    assert equal(from_array(nan), from_array(nan.copy()))
+    assert not equal(from_array(nan), from_array(nan.astype(np.float64)))
+    assert not equal(from_array(nan), from_array(nan[None]))
     other = MATRIX.copy()
     other[-1, -1] = np.nextafter(other[-1, -1], np.float32(9))
-    assert not equal(of_array(MATRIX), of_array(other))
+    assert not equal(from_array(MATRIX), from_array(other))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_cast_rounds_as_torch_does(name):
+def test_cast_rounds_like_torch(name):
     torch = pytest.importorskip("torch")
     values = random_array("float32", (4000,))
     expected = torch.from_numpy(values).to(getattr(torch, name)).float().numpy()
-    result = of_array(values).cast(DTYPES[name]).all()
+    result = from_array(values).cast(DTYPES[name]).all()
     np.testing.assert_array_equal(result.astype(np.float32), expected)

@@ -11,7 +11,7 @@ from jaxforge.errors import UserError
 from jaxforge.tools.replay.compare import first_difference
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.names.kempnerforge import KEMPNERFORGE
 
 torch = pytest.importorskip("torch")
@@ -52,7 +52,7 @@ def our_side(directory):
     @functools.cache
     def of(precision):
         result, its = checkpoints.find(directory), config(precision)
-        checkpoint = result.read(its, Options(weights_only=True))
+        checkpoint = result.read(its, ReadOptions(weights_only=True))
         batch, _ = batches.batch(its, None, (2, 32))
         return its, jaxforge_model.compute(its, checkpoint, batch), batch, checkpoint
 

@@ -8,7 +8,7 @@ from jaxforge.errors import UserError
 from jaxforge.tools.replay.compare import first_difference
 from tests.conftest import tiny_config
 from torch_compat.checkpoint import checkpoints, hf_config, mup
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
@@ -71,7 +71,7 @@ def test_torch_job_gets_weights_alone(tmp_path):
     run = save_run(tmp_path / "run", of, params)
     with pytest.raises(UserError, match=r"another learning rate for each matrix.*--weights-only"):
         conversion.plan(Request(checkpoints.find(run), tmp_path / "out", "dcp"))
-    alone = Options(weights_only=True)
+    alone = ReadOptions(weights_only=True)
     plan = conversion.plan(Request(checkpoints.find(run), tmp_path / "out", "dcp", options=alone))
     head = plan.source.checkpoint.params["output_head.proj.weight"].all()
     np.testing.assert_array_equal(head, params["output_head"]["proj"]["weight"] / 4)
@@ -84,7 +84,7 @@ def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
     with pytest.raises(UserError, match=r"standard parametrisation.*remove it.*model.dim = 64"):
         load(out, tmp_path / "again", "--model.mup_base_width=16")
     load(out, tmp_path / "same", "--model.mup_base_width=64")  # the standard one
-    options = Options(weights_only=True)
+    options = ReadOptions(weights_only=True)
     with pytest.raises(UserError, match="standard parametrisation"):
         checkpoints.find(out).read(config(), options)
 
@@ -92,9 +92,9 @@ def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
 def test_base_itself_is_standard():
     at_base = ModelConfig(**{**SHAPE, "mup_base_width": 64, "mup_base_head_dim": 16})
     assert mup.is_standard(at_base)
-    assert hf_config.family_of(mup.as_standard(at_base)) == "llama"
+    assert hf_config.select_family(mup.to_standard(at_base)) == "llama"
     shapes = abstract_target(tiny_config(model=SHAPE)).params
-    assert mup.folded(dict.fromkeys(shapes, None), at_base) == dict.fromkeys(shapes, None)
+    assert mup.fold_multipliers(dict.fromkeys(shapes, None), at_base) == dict.fromkeys(shapes, None)
 
 
 def built_as_llama(config):

@@ -20,7 +20,7 @@ from jaxforge.model.transformer import register_model
 from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, setup
 from tests.processes.conftest import ROOT, environment
-from tests.step import telling
+from tests.step import aux_model
 from tests.torch_compat.gauged import gone_on, restored
 from tests.torch_compat.runs import (
     assert_same,
@@ -30,7 +30,7 @@ from tests.torch_compat.runs import (
 )
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import name_maps, stages
-from torch_compat.checkpoint.hf_config import family_of
+from torch_compat.checkpoint.hf_config import select_family
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.shapes import parameters
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
@@ -39,13 +39,13 @@ from torch_compat.families import FAMILIES
 from torch_compat.families.family import LLAMA, Family, name_map
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.formats.safetensors import open_directory
 from torch_compat.names.kempnerforge import KEMPNERFORGE, incompatibilities
 from torch_compat.names.table import NameMap, Rule
 from torch_compat.names.translation import Translation
 
-SECTIONS = {"model": {"model_type": "gauged"}, "train": {"loss_fn": "telling"}}
+SECTIONS = {"model": {"model_type": "gauged"}, "train": {"loss_fn": "with_aux"}}
 
 
 NAMES = {"layers.0.drift": (64,), "layers.1.drift": (64,), "gauge": (3,)}
@@ -61,7 +61,7 @@ def run(tmp_path):
     return tmp_path / "run", config
 
 
-class GaugedNetwork(telling.TellingNetwork):
+class GaugedNetwork(aux_model.AuxNetwork):
     """With an array that no layer has."""
 
     def __init__(self, config, declare):
@@ -69,7 +69,7 @@ class GaugedNetwork(telling.TellingNetwork):
         self.gauge = declare.untrained((3,), ("norm",), jax.nn.initializers.ones)
 
 
-class Gauged(telling.Telling):
+class Gauged(aux_model.AuxModel):
     network = GaugedNetwork
 
     def next_state(self, state, stats, progress):
@@ -90,7 +90,7 @@ HF = Family(
 
 @pytest.fixture(autouse=True)
 def registered(own_names):
-    telling.register()
+    aux_model.register()
     register_model("gauged")(Gauged)
     name_maps.register_name_map(DCP)
     name_maps.register_family(HF)
@@ -177,7 +177,7 @@ def without(tmp_path):
 
 def test_run_does_not_go_on_without_it(without, tmp_path):
     dcp, config = without
-    message = r"moves is not in it \(.*drift.*cannot continue without; --weights-only starts one"
+    message = r"state is missing \(.*drift.*cannot resume without it; --weights-only starts a run"
     with pytest.raises(UserError, match=message):
         main(["import", str(dcp), str(tmp_path / "run"), f"--config={config}"])
     with pytest.raises(UserError, match=message):
@@ -187,7 +187,7 @@ def test_run_does_not_go_on_without_it(without, tmp_path):
 def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_path, capsys):
     dcp, path = without
     run = bring(dcp, tmp_path / "run", path, "--weights-only")
-    said = "what no gradient moves is not in it"
+    said = "non-trainable state is missing"
     assert said in capsys.readouterr().err
     assert not state_of(run)
     ours = setup(load_config(path))
@@ -211,8 +211,8 @@ def test_declaration_says_names_and_shapes():
 def arrays(**changed):
     target = abstract_target(tiny_config(**SECTIONS))
     shapes = {**target.params, **NAMES}
-    named = {DCP.key_for(n): of_array(np.ones(s, np.float32)) for n, s in shapes.items()}
-    named |= {name: of_array(array) for name, array in changed.items() if array is not None}
+    named = {DCP.key_for(n): from_array(np.ones(s, np.float32)) for n, s in shapes.items()}
+    named |= {name: from_array(array) for name, array in changed.items() if array is not None}
     gone = [name for name, array in changed.items() if array is None]
     named = {name: tensor for name, tensor in named.items() if name not in gone}
     by = Translation(DCP, target.config.model, False, "SRC")
@@ -225,7 +225,7 @@ def arrays(**changed):
         (
             "layers.1.router.bias",
             np.ones(63, np.float32),
-            r"layers.1.drift is \[63\], in .* \[64\]",
+            r"layers.1.drift is \[63\], but \[64\]",
         ),
         ("layers.1.router.bias", None, "missing: layers.1.drift"),
         ("layers.2.router.bias", np.ones(64, np.float32), "left over: layers.2.router.bias"),
@@ -242,12 +242,12 @@ def test_untrained_state_is_float32():
     assert state["gauge"].dtype == np.float32
     assert state.keys() == NAMES.keys()
     assert not params.keys() & state.keys()
-    assert notes == ["gauge: float64, and what no gradient moves is float32 here"]
+    assert notes == ["gauge: float64, but non-trainable state is float32 here"]
 
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(4, r"gauge is \[3\], in the model \[4\]"), (None, "left over: gauge")],
+    [(4, r"gauge is \[3\], but \[4\] in the model"), (None, "left over: gauge")],
 )
 def test_run_whose_state_is_another_models_is_not_exported(
     run, tmp_path, monkeypatch, size, message
@@ -255,7 +255,7 @@ def test_run_whose_state_is_another_models_is_not_exported(
     run, _ = run
 
     def declare(network, config, declare):
-        telling.TellingNetwork.__init__(network, config, declare)
+        aux_model.AuxNetwork.__init__(network, config, declare)
         if size:
             network.gauge = declare.untrained((size,), ("norm",), jax.nn.initializers.ones)
 
@@ -285,7 +285,7 @@ def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys):
 
 
 def test_stages_hold_that_of_their_layers():
-    named = {name: of_array(np.ones(shape, np.float32)) for name, shape in NAMES.items()}
+    named = {name: from_array(np.ones(shape, np.float32)) for name, shape in NAMES.items()}
     parts = stages.split(CheckpointState({}, model_state=named), 2, 2)
     assert [set(part.model_state) for part in parts.values()] == [
         {"layers.0.drift"}, {"layers.1.drift", "gauge"},
@@ -294,10 +294,10 @@ def test_stages_hold_that_of_their_layers():
 
 def test_model_of_ones_own_is_no_other_family_and_it_is_said():
     """Even one that has Llama's very parameters: it computes something else with them."""
-    register_model("same_parameters")(type("Same", (telling.Model,), {}))
+    register_model("same_parameters")(type("Same", (aux_model.Model,), {}))
     model = tiny_config(model={"model_type": "same_parameters"}).model
     with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
-        family_of(model)
+        select_family(model)
     (note,) = incompatibilities(model)
     assert "KempnerForge has no model.model_type" in note
 
@@ -313,11 +313,11 @@ def test_name_is_registered_once():
 
 PLUGIN = """
     from jaxforge.model.transformer import register_model
-    from tests.step import telling
+    from tests.step import aux_model
     from tests.torch_compat.test_untrained import DCP, Gauged
     from torch_compat.checkpoint.name_maps import register_name_map
 
-    telling.register()
+    aux_model.register()
     register_model("gauged")(Gauged)
     register_name_map(DCP)
 """

@@ -40,7 +40,7 @@ def with_place(dcp, directory, change):
     state = torch_zip.Archive(file, 0, file.size, "").object()
     change(state)
     state["rng"] = {}
-    chunks = torch_zip.archive(state)
+    chunks = torch_zip.archive_blocks(state)
     (directory / TRAIN_STATE).write_bytes(b"".join(bytes(chunk) for chunk in chunks))
     return directory
 

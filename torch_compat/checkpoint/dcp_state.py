@@ -1,4 +1,4 @@
-"""A PyTorch training state in a DCP checkpoint: which key is what, both ways."""
+"""Conversion between the keys of a DCP checkpoint and `CheckpointState`."""
 
 import dataclasses
 import re
@@ -17,35 +17,42 @@ from torch_compat.checkpoint import (
     untrained,
 )
 from torch_compat.checkpoint.model_keys import find_model, unknown
-from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
+from torch_compat.checkpoint.optimizer_state import (
+    MAIN_KEYS,
+    STEP,
+    WEIGHT_SUM,
+    GroupKey,
+    optimizer_layout,
+)
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.dcp_writer import Entry
-from torch_compat.formats.lazy import LazyTensor, number, of_array, zeros
+from torch_compat.formats.lazy import LazyTensor, from_array, to_number, zeros
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names, translate
 
 _OPTIMIZER = re.compile(
     r"(?:.*\.)?optim(?:izers?)?(?:_state_dict|_\d+|\.[A-Z]\w*)?\.(state|param_groups)\.(.+)"
 )
-"""Keys of optimizer state; Lightning numbers its optimizers, Composer has the name of the class."""
-_BESIDE = re.compile(
+"""Keys of optimizer state. Lightning numbers its optimizers; Composer writes their class names."""
+_NOT_MODEL = re.compile(
     r"(train_state|lr_scheduler|lr_schedulers|scheduler|dataloader|rng|rng_state)(\..*|$)"
     r"|.*\._extra_state"
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of the user for reading a DCP checkpoint.
+class ReadOptions:
+    """ReadOptions of the user for reading a DCP checkpoint.
 
     Attributes:
-        dialect: name of the dialect; None finds it.
-        weights_only: leave the optimizer and the place in the run.
-        keep_place: but keep the place.
-        keep_step: but keep the step and the count of tokens, without the position in the data.
-        fill_optimizer: zeros for absent optimizer state.
-        resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
+        dialect: name of the dialect. None: detect it.
+        weights_only: ignore the optimizer state and the position in the run.
+        keep_place: with `weights_only`, read the position in the run.
+        keep_step: with `weights_only`, read the step and the number of tokens, but not the position
+            in the data.
+        fill_optimizer: replace absent optimizer state by zeros.
+        resize_vocab: truncate a padded vocabulary, or extend it by rows of zeros.
     """
 
     dialect: str | None = None
@@ -56,16 +63,16 @@ class Options:
     resize_vocab: bool = False
 
 
-class Keys(NamedTuple):
-    """The keys of a checkpoint, sorted.
+class DcpKeys(NamedTuple):
+    """Keys of a checkpoint by purpose.
 
     Attributes:
-        dialect: whose names they are.
-        params: parameter -> tensor, wrappers and prefixes taken off.
-        state: parameter -> field -> tensor or number.
-        groups: the main settings of each parameter group.
-        others: keys of anything else.
-        left_out: those of tensors outside the model among them.
+        dialect: dialect of the parameter names; None if unknown.
+        params: parameter name without wrappers and prefixes -> tensor.
+        state: parameter name -> field -> tensor or number.
+        groups: main settings of each parameter group.
+        others: all other keys.
+        left_out: keys in `others` of tensors outside the model.
     """
 
     dialect: NameMap | None
@@ -76,11 +83,11 @@ class Keys(NamedTuple):
     left_out: tuple[str, ...] = ()
 
 
-def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
-    """Assign the keys of a DCP to model, optimizer and other state.
+def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
+    """Assign the keys of a DCP checkpoint to model, optimizer and other state.
 
     Raises:
-        UserError: two keys are one parameter's.
+        UserError: two keys belong to one parameter.
     """
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -96,39 +103,39 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
                 groups.setdefault(owner, {})[field] = dcp.objects(key)
             elif field in MAIN_KEYS:
                 groups.setdefault(owner, {})[field] = _number(dcp.tensors[key], key)
-        elif _BESIDE.fullmatch(key) or key not in dcp.tensors:
+        elif _NOT_MODEL.fullmatch(key) or key not in dcp.tensors:
             others.append(key)
         else:
             stripped = strip_wrappers(key)
             if stripped in model:
-                raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
+                raise UserError(f"{dcp.where}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
     result = find_model(model, dialect)
     state = {result.owner(owner): fields for owner, fields in state.items()}
     others += result.left_out
-    return Keys(
+    return DcpKeys(
         result.dialect, result.params, state, list(groups.values()), others, result.left_out
     )
 
 
-def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
-    """A PyTorch run's state as jaxforge's.
+def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointState:
+    """Read the state of a PyTorch run.
 
     Args:
         dcp: the checkpoint.
-        target: what the config declares.
-        options: what the user allows.
+        target: state that the config declares.
+        options: options of the user.
 
     Raises:
         UserError: the checkpoint is of another model, or parts of it are missing.
     """
     keys = sort_keys(dcp, options.dialect)
     if keys.dialect is None:
-        raise UserError(unknown(keys.params, str(dcp.directory)))
+        raise UserError(unknown(keys.params, dcp.where))
     notes: list[str] = []
     if keys.left_out:
         notes.append(f"left out: {summarize_names(keys.left_out)}, which are no part of the model")
-    by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
+    by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
     alone = options.weights_only or not keys.state
     params, state, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
     notes += more
@@ -140,7 +147,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
         progress = None
         if options.keep_place and where.step is not None:
             result = where.step if where.updates is None else where.updates
-            progress, more = train_state.progress_of(where, result, target.config)
+            progress, more = train_state.to_progress(where, result, target.config)
             notes += more
         elif options.keep_step and where.step is not None:
             progress = Progress(step=where.step, tokens=where.tokens or 0)
@@ -148,11 +155,13 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     if numbered_state.is_numbered(keys.state):
         trained = {keys.dialect.key_for(name) for name in target.params}
         of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
-        keys = keys._replace(state=numbered_state.by_name(keys.state, of_model, dcp))
-    states, more = untrained.of_trained(keys.state, target, by.dialect)
+        keys = keys._replace(state=numbered_state.state_by_name(keys.state, of_model, dcp))
+    states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
     notes += more
-    counts = _counts(keys, target, str(dcp.directory))
-    settled = expert_counts.settle(states, counts, target, by, where.skips_idle_experts)
+    counts = _counts(keys, target, dcp.where)
+    settled = expert_counts.resolve_skip_idle_experts(
+        states, counts, target, by, where.skips_idle_experts
+    )
     if settled is not target:
         target = settled
         notes.append(expert_counts.NOTE)
@@ -161,12 +170,12 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     moments, missing = _moments(states, target, by, options.fill_optimizer, absent)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
-    common = expert_counts.without_experts(counts, target, by.dialect)
-    scalars, updates = _scalars(common, target, where, str(dcp.directory))
+    common = expert_counts.drop_expert_counts(counts, target, by.dialect)
+    scalars, updates = _scalars(common, target, where, dcp.where)
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
-    progress, more = train_state.progress_of(where, updates, target.config)
-    settings = optimizer_state.settings_of(keys.groups)
+    progress, more = train_state.to_progress(where, updates, target.config)
+    settings = optimizer_state.common_settings(keys.groups)
     notes += more + optimizer_state.disagreements(settings, target.config)
     return dataclasses.replace(
         checkpoint, moments=moments, scalars=scalars, progress=progress, settings=settings,
@@ -183,15 +192,15 @@ def entries(
     prefix: str,
     weights_only: bool,
 ) -> dict[str, Entry]:
-    """The keys and values of a checkpoint that PyTorch loads.
+    """Return the entries of a checkpoint that PyTorch loads, by key.
 
     Args:
         checkpoint: the state.
-        target: what its config declares.
-        dialect: whose names to use.
-        flat: flattened optimizer state, as `flatten_optimizer_state_dict` and torchtitan have it.
-        prefix: what stands before the model's keys, such as "model."; "" puts them at the root.
-        weights_only: no optimizer.
+        target: state that the config declares.
+        dialect: dialect of the names.
+        flat: flatten the optimizer state like `flatten_optimizer_state_dict` and torchtitan.
+        prefix: prefix of the model's keys, such as "model."; "" puts them at the root.
+        weights_only: omit the optimizer.
 
     Raises:
         UserError: a parameter has no counterpart in the dialect.
@@ -213,38 +222,32 @@ def entries(
         add((*root, key), tensor)
     if weights_only or checkpoint.moments is None:
         return written
-    kind = kind_of(target.config)
+    kind = optimizer_layout(target.config)
     fields = {
         kind.fields[field]: dialect.to_dialect(tensors, config)
         for field, tensors in checkpoint.moments.items()
         if field in kind.fields
     }
     updates = int(checkpoint.scalars["updates"])
-    steps = expert_counts.by_their_keys(checkpoint, "updates", dialect) if kind.counts else {}
+    steps = expert_counts.counts_by_torch_key(checkpoint, "updates", dialect) if kind.counts else {}
     sums = (
-        expert_counts.by_their_keys(checkpoint, WEIGHT_SUM, dialect)
+        expert_counts.counts_by_torch_key(checkpoint, WEIGHT_SUM, dialect)
         if WEIGHT_SUM in checkpoint.scalars
         else {}
     )
-    for key in params:
+    settings = group_settings(checkpoint, target, dialect)
+    for key in settings:
         own: dict[str, Any] = {
             theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
         }
         if key in steps:
-            own = {STEP: of_array(np.asarray(steps[key], np.float32)), **own}
+            own = {STEP: from_array(np.asarray(steps[key], np.float32)), **own}
         if key in sums:
             own[WEIGHT_SUM] = sums[key]
         for field, value in own.items():
             add(("optimizer", f"state.{key}.{field}") if flat else
                 ("optimizer", "state", key, field), value)  # fmt: skip
-    decays = dict.fromkeys(params, False)
-    for name, tensor in checkpoint.params.items():
-        is_matrix = len(tensor.shape) > 1
-        key = dialect.key_for(name)
-        decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
-            target.stacking.array_of(name), is_matrix=is_matrix
-        )
-    for g, group in enumerate(optimizer_state.groups(target.config, updates, decays)):
+    for g, group in enumerate(optimizer_state.groups(target.config, updates, settings)):
         members = group["params"]
         if not flat:
             for name, value in group.items():
@@ -257,21 +260,47 @@ def entries(
     return written
 
 
-def place_within(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
-    """Return the run's position that torchtitan stores inside the checkpoint."""
+def group_settings(
+    checkpoint: CheckpointState, target: AbstractTarget, dialect: NameMap
+) -> dict[str, GroupKey]:
+    """Return the settings by which the trained parameters are grouped, by their keys.
+
+    Raises:
+        UserError: parameters that the dialect stores in one tensor have different factors.
+    """
+    optimizer, settings = target.config.optimizer, dict[str, GroupKey]()
+    for name, tensor in checkpoint.params.items():
+        array = target.stacking.array_of(name)
+        if optimizer.freezes(array):
+            continue
+        key, is_matrix = dialect.key_for(name), len(tensor.shape) > 1
+        decays = dialect.has_one_group or optimizer.decays(array, is_matrix=is_matrix)
+        of_name = GroupKey(decays, optimizer.lr_factor(array))
+        before = settings.get(key, of_name)
+        if before.lr_factor != of_name.lr_factor:
+            raise UserError(
+                f"{key} of {dialect.name} holds several parameters, which optimizer.lr_patterns "
+                "gives different learning rates: export with --weights-only"
+            )
+        settings[key] = of_name._replace(decays=decays or before.decays)
+    return settings
+
+
+def torchtitan_position(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
+    """Return the entries of the position in the run, which torchtitan stores in the checkpoint."""
     assert checkpoint.progress is not None
-    values = train_state.of_titan(
+    values = train_state.to_torchtitan(
         checkpoint.progress, int(checkpoint.scalars["updates"]), target.config
     )
     entries = [Entry(path, value) for path, value in values.items()]
     return {entry.key: entry for entry in entries}
 
 
-def titan_notes(target: AbstractTarget) -> list[str]:
+def torchtitan_notes(target: AbstractTarget) -> list[str]:
     """Return notes for users who resume an export in torchtitan."""
     notes = [
-        "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
-        "data has no counterpart here, and its data start from their beginning"
+        "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its position in "
+        "the data has no counterpart here, so its data start from the beginning"
     ]
     names = {
         target.stacking.array_of(name): len(shape) > 1 for name, shape in target.params.items()
@@ -293,14 +322,14 @@ def _moments(
     fill: bool,
     never_updated: set[str],
 ) -> tuple[dict[str, dict[str, LazyTensor]], int]:
-    """Our fields, and how many tensors of them had to be made up.
+    """Return our moments, and the number of missing tensors that were replaced by zeros.
 
-    Moments of parameters that were never updated are zero, and nothing made up.
+    Parameters in `never_updated` have zero moments, which do not count as missing.
     """
-    name, kind = target.config.optimizer.name, kind_of(target.config)
+    name, kind = target.config.optimizer.name, optimizer_layout(target.config)
     fields = {ours: kind.fields[ours] for ours in target.moments if ours in kind.fields}
     present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
-    needed = {field for ours, field in fields.items() if ours in kind.always}
+    needed = {field for ours, field in fields.items() if ours in kind.required}
     if not needed <= present <= set(fields.values()):
         raise UserError(
             f"{by.where}: its optimizer state has {', '.join(sorted(present))}; that of "
@@ -315,31 +344,33 @@ def _moments(
             if isinstance(value := state.get(theirs), LazyTensor)
         }
         shapes = target.moments[ours]
-        there = by.dialect.to_jaxforge(tensors, shapes, by.model).keys()
-        absent = [name for name in shapes if name not in there and name not in never_updated]
+        present_names = by.dialect.to_jaxforge(tensors, shapes, by.model).keys()
+        absent = [
+            name for name in shapes if name not in present_names and name not in never_updated
+        ]
         if absent and not fill:
             raise UserError(
                 f"{by.where}: {theirs} of {len(absent)} parameters is missing "
-                f"({summarize_names(absent)}), as "
-                "of frozen ones, or of those that Muon leaves to AdamW; --fill-optimizer starts "
-                "them from zero"
+                f"({summarize_names(absent)}), "
+                "for example of frozen ones, or of those that Muon leaves to AdamW; "
+                "--fill-optimizer starts them from zero"
             )
         missing += len(absent)
         result = translate(
             tensors,
-            {name: shape for name, shape in shapes.items() if name in there},
+            {name: shape for name, shape in shapes.items() if name in present_names},
             by._replace(where=f"{by.where}: {theirs}"),
         )
         dtype = next((tensor.dtype for tensor in result.values()), np.dtype(np.float32))
         moments[ours] = {
-            name: result[name] if name in there else zeros(shape, dtype)
+            name: result[name] if name in present_names else zeros(shape, dtype)
             for name, shape in shapes.items()
         }
     return moments, missing
 
 
-def _counts(keys: Keys, target: AbstractTarget, where: str) -> dict[str, float]:
-    """Return each parameter's update counter: `step`, or a sum of weights."""
+def _counts(keys: DcpKeys, target: AbstractTarget, where: str) -> dict[str, float]:
+    """Return the update counter of each parameter: `step`, or a sum of weights."""
     field = WEIGHT_SUM if WEIGHT_SUM in target.scalars else STEP
     return {
         key: _number(value, f"{where}: {field} of {key}")
@@ -354,12 +385,12 @@ def _scalars(
     where: train_state.TorchTrainState,
     name: str,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """The optimizer's numbers: how many updates it made, and what else it counts."""
+    """Return the optimizer's scalar fields and its number of updates."""
     scalars: dict[str, np.ndarray] = {}
     if WEIGHT_SUM in target.scalars:
         sums = set(counts.values())
         if len(sums) != 1:
-            raise UserError(f"{name}: {len(sums)} different sums of weights, where one should be")
+            raise UserError(f"{name}: {len(sums)} different sums of weights instead of one")
         weight_sum = sums.pop()
         scalars[WEIGHT_SUM] = np.asarray(weight_sum, np.float32)
         updates: int | None = optimizer_state.schedule_free_updates(weight_sum, target.config)
@@ -368,9 +399,9 @@ def _scalars(
     if updates is None:
         updates = where.updates if where.updates is not None else where.step
     if updates is None:
-        raise UserError(f"{name}: nothing in it says how many updates were made")
+        raise UserError(f"{name}: the number of updates is not recorded")
     if not 0 <= updates < 2**31:
-        raise UserError(f"{name}: it says that {updates} updates were made")
+        raise UserError(f"{name}: it records {updates} updates, which is impossible")
     scalars["updates"] = np.asarray(updates, np.int32)
     return scalars, updates
 
@@ -382,23 +413,23 @@ def _counts_of_experts(
     by: Translation,
     absent: set[str],
 ) -> dict[str, dict[str, LazyTensor]]:
-    """The fields that hold what `_scalars` has, for each expert."""
+    """Return the fields of the counters in `_scalars` for each expert."""
     field = WEIGHT_SUM if WEIGHT_SUM in scalars else "updates"
-    own = expert_counts.per_expert(counts, float(scalars[field]), target, by.dialect, absent)
+    own = expert_counts.per_expert_counts(counts, float(scalars[field]), target, by.dialect, absent)
     steps = own
     if field == WEIGHT_SUM:
         steps = {
             name: optimizer_state.schedule_free_updates(weight_sum, target.config)
             for name, weight_sum in own.items()
         }
-    result = {n: optimizer_state.number_of_updates(step, by.where) for n, step in steps.items()}
+    result = {n: optimizer_state.parse_updates(step, by.where) for n, step in steps.items()}
     expert_counts.check(result, int(scalars["updates"]), target, by.where)
     return expert_counts.fields({field: own, "updates": result})
 
 
-def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)
+def _number(value: Any, what: str) -> float:  # noqa: ANN401 (untrusted)
     try:
-        return number(value)
+        return to_number(value)
     except UserError:
         raise
     except ValueError as error:

@@ -54,7 +54,7 @@ def plan(request: Request) -> ConversionPlan:
         check_path(request.destination)
     source = open_source(request)
     writer = WRITERS[request.to](request, source)
-    start, size = str(source.ref.directory), f"{source.nbytes / 1e9:.3g} GB"
+    start, size = str(source.ref), f"{source.nbytes / 1e9:.3g} GB"
     if request.to == "jaxforge":
         dialect = source.checkpoint.dialect
         summary = f"{start} ({dialect}, {writer.label}, {size}) -> {request.destination}"
@@ -105,7 +105,7 @@ def identity(request: Request, source: Source) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(request) if f.name not in _NOT_OPTIONS]
     progress = source.progress
     return {
-        "source": str(source.ref.directory),
+        "source": str(source.ref),
         "files": source.files,
         "config": source.target.config.model_dump(mode="json"),
         "options": {name: str(getattr(request, name)) for name in names},

@@ -11,13 +11,13 @@ from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import hf_state, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef, Format
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
 from torch_compat.checkpoint.untrained import check_present
-from torch_compat.checkpoint.validation import check_fits, unseen
+from torch_compat.checkpoint.validation import check_fits, invisible_differences
 from torch_compat.formats.lazy import DTYPES
 
-_DEFAULTS = Options()
+_DEFAULTS = ReadOptions()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Request:
     to: Format
     config: Path | None = None
     overrides: Sequence[str] = ()
-    options: Options = _DEFAULTS
+    options: ReadOptions = _DEFAULTS
     dialect: str | None = None
     layout: str | None = None
     ranks: int = 1
@@ -87,11 +87,11 @@ class Source:
         return sum(tensor.nbytes for _, tensor in self.checkpoint.tensors())
 
     @functools.cached_property
-    def imported(self) -> hf_state.Imported | None:
+    def imported(self) -> hf_state.ImportedDocuments | None:
         """JSON files of the Hugging Face model that the source is or was imported from."""
         if self.ref.format == "jaxforge":
-            return hf_state.imported(self.ref.run)
-        return hf_state.documents(self.ref.directory) if self.ref.format == "hf" else None
+            return hf_state.read_imported_documents(self.ref.run)
+        return hf_state.read_documents(self.ref.directory) if self.ref.format == "hf" else None
 
     @functools.cached_property
     def tokenizer(self) -> Path | None:
@@ -127,7 +127,7 @@ class Source:
         """
         if self.ref.stamps() != self.files:
             raise UserError(
-                f"{self.ref.directory} changed while it was converted, so that no result was "
+                f"{self.ref} changed while it was converted, so that no result was "
                 "written. Run the same command again when the source no longer changes"
             )
 
@@ -153,19 +153,19 @@ def open_source(request: Request) -> Source:
     if ref.format == "jaxforge":
         if request.config or request.overrides:
             trained = ref.required_config(None, ())
-        declared, where = abstract_target(config), str(ref.directory)
+        declared, where = abstract_target(config), str(ref)
         check_fits(checkpoint, declared, trained.model, where)
         absent = check_present(checkpoint, declared, where)
-        notes += [*unseen(trained.model, config.model), *absent]
+        notes += [*invisible_differences(trained.model, config.model), *absent]
     elif checkpoint.counts_experts:
         config = config.with_idle_experts_skipped()
     if to == "jaxforge":
         checkpoint = _for_new_run(checkpoint, resumes=has_moments)
     else:
         checkpoint = dataclasses.replace(
-            checkpoint, params=mup.folded(checkpoint.params, config.model)
+            checkpoint, params=mup.fold_multipliers(checkpoint.params, config.model)
         )
-        config = config.model_copy(update={"model": mup.as_standard(config.model)})
+        config = config.model_copy(update={"model": mup.to_standard(config.model)})
     if request.dtype:
         params = {n: t.cast(DTYPES[request.dtype]) for n, t in checkpoint.params.items()}
         checkpoint = dataclasses.replace(checkpoint, params=params)

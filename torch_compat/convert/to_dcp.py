@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxforge.errors import StorageError
 from torch_compat.checkpoint import dcp_state, stages, train_state
-from torch_compat.checkpoint.name_maps import name_map
+from torch_compat.checkpoint.name_maps import name_map, usual_dialect
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.writer import Writer
@@ -29,9 +29,7 @@ class DcpWriter(Writer):
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
         model = source.target.config.model
-        is_packed = model.is_moe and model.moe_packed_experts
-        default = "kempnerforge-packed" if is_packed else "kempnerforge"
-        self._dialect = request.dialect or default
+        self._dialect = request.dialect or usual_dialect(model)
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None
@@ -49,7 +47,7 @@ class DcpWriter(Writer):
         if self._has_train_state:
             self._train_state()
         if self._is_titan and self._has_moments:
-            return dcp_state.titan_notes(self.source.target)
+            return dcp_state.torchtitan_notes(self.source.target)
         is_kempnerforge = self._dialect.startswith("kempnerforge")
         return (
             list(kempnerforge.incompatibilities(self.source.target.config.model))
@@ -75,7 +73,7 @@ class DcpWriter(Writer):
         directory = self.staging.path
         if self._has_train_state:
             with (directory / train_state.TRAIN_STATE).open("wb") as file:
-                file.writelines(torch_zip.archive(self._train_state()))
+                file.writelines(torch_zip.archive_blocks(self._train_state()))
             progress = self.source.progress
             about = {"step": progress.step, "tokens_seen": progress.tokens}
             (directory / "metadata.json").write_text(json.dumps(about, indent=2))
@@ -104,14 +102,15 @@ class DcpWriter(Writer):
         split = stages.split(checkpoint, n_layers, self.request.stages)
         parts = {stage: entries(part) for stage, part in split.items()}
         if self._is_titan and self._has_moments:
-            parts[""] |= dcp_state.place_within(checkpoint, target)
+            parts[""] |= dcp_state.torchtitan_position(checkpoint, target)
         return parts
 
     def _train_state(self) -> dict[str, Any]:
         updates = int(self.source.checkpoint.scalars["updates"])
         return train_state.to_torch(
-            self.source.progress, updates, self.source.target.config, self.request.ranks
-        )
+            self.source.progress, updates, self.source.target.config, self.request.ranks,
+            self._lr_factors(name_map(self._dialect)),
+        )  # fmt: skip
 
 
 def _point_latest(checkpoint: Path) -> None:

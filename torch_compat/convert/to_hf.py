@@ -26,7 +26,7 @@ class HfWriter(Writer):
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
         imported = source.imported
-        self._family = hf_config.family_of(
+        self._family = hf_config.select_family(
             source.target.config.model, request.dialect, imported and imported.config
         )
         self.label = FAMILIES[self._family].dialect.name

@@ -41,7 +41,7 @@ class RunWriter(Writer):
         """Write `config.toml` and `tokenizer/`, which `commit` publishes with the checkpoint."""
         from jaxforge.runs import run_directory  # imported here: it imports JAX
 
-        beside, ref = self._import.beside, self.source.ref
+        beside, ref = self._import.run_files, self.source.ref
         if ref.format == "jaxforge":
             for name in (hf_state.TOKENIZER, hf_state.IMPORTED):
                 _copy_files(ref.run / name, beside / name)
@@ -53,7 +53,7 @@ class RunWriter(Writer):
             raise error.__cause__ or error from None  # a disk error, not an error of a setting
         if ref.format == "hf":
             hf_state.copy_tokenizer(ref.directory, beside / hf_state.TOKENIZER)
-            hf_state.keep_documents(ref.directory, beside)
+            hf_state.copy_documents(ref.directory, beside)
 
     def commit(self) -> None:
         """Let Orbax commit the checkpoint."""

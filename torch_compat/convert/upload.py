@@ -77,7 +77,7 @@ def run(
         directory = local.destination / plan.subdirectory
         if not directory.exists():
             conversion.run(local, plan, share, advance, workers)
-        orbax_store.settle(local.destination, directory)  # if a kill interrupted the commit
+        orbax_store.finish_import(local.destination, directory)  # if a kill interrupted the commit
         _Upload(local.destination, destination, plan.subdirectory, name).run(lock)
         shutil.rmtree(staging, ignore_errors=True)  # workers remove their locks meanwhile
     return destination / plan.subdirectory

@@ -11,10 +11,10 @@ import numpy as np
 from jaxforge.config.job import JobConfig
 from torch_compat.checkpoint import dcp_state, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
-from torch_compat.checkpoint.dcp_state import Options
-from torch_compat.checkpoint.optimizer_state import KINDS, groups, settings_of
+from torch_compat.checkpoint.dcp_state import ReadOptions
+from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings, groups
 from torch_compat.checkpoint.state import CheckpointState
-from torch_compat.checkpoint.validation import UNSEEN
+from torch_compat.checkpoint.validation import INVISIBLE_KEYS
 from torch_compat.formats.lazy import LazyTensor, blocks
 
 _BLOCKS_IN_MEMORY = 24  # a block of either checkpoint is this fraction of the memory limit
@@ -78,7 +78,7 @@ def verify(
     b: CheckpointRef,
     config: Path | None,
     overrides: Sequence[str],
-    options: Options,
+    options: ReadOptions,
     max_memory: int,
 ) -> VerificationResult:
     """Compare two checkpoints of any formats.
@@ -172,14 +172,14 @@ def _by_own_keys(reference: CheckpointRef, weights_only: bool) -> _Contents:
     if weights_only:
         return _Contents(keys.params, {})
     train = train_state.read_train_state(dcp)
-    facts = _progress_facts(train) | _prefixed(settings_of(keys.groups))
+    facts = _progress_facts(train) | _prefixed(common_settings(keys.groups))
     if train.batches is not None:  # batches are only comparable for the same number of ranks
         facts[f"place.batches of {train.ranks} ranks"] = (train.epoch, train.batches)
     return _Contents(dcp.tensors, facts)
 
 
 def _by_parameter(
-    a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: Options
+    a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: ReadOptions
 ) -> tuple[_Contents, _Contents, list[str]]:
     x, y = a.read(config, options), b.read(config, options)
     notes = [note for state in (x, y) if state.dialect.startswith("hf") for note in state.notes]
@@ -199,7 +199,7 @@ def _contents(
     if weights_only:
         return _Contents(dict(checkpoint.model_tensors()), {})
     facts: dict[str, Any] = {}
-    if reference.format == "dcp":
+    if reference.is_torch:
         facts = _progress_facts(train_state.read_train_state(reference.dcp())) | _prefixed(
             checkpoint.settings
         )
@@ -232,12 +232,12 @@ def _run_facts(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]
         return facts
     updates = int(checkpoint.scalars["updates"])
     facts["schedule.updates"] = updates
-    if config.optimizer.name in KINDS:
-        facts |= _prefixed(settings_of(groups(config, updates, {})))
+    if config.optimizer.name in LAYOUTS:
+        facts |= _prefixed(common_settings(groups(config, updates, {})))
     further = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
     facts |= {f"optimizer.{key}": value for key, value in further.items()}
     facts |= {f"schedule.{key}": value for key, value in config.scheduler}
-    facts |= {f"model.{key}": getattr(config.model, key) for key in UNSEEN}
+    facts |= {f"model.{key}": getattr(config.model, key) for key in INVISIBLE_KEYS}
     return {**facts, "schedule.max_steps": config.train.max_steps}
 
 

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_compat.checkpoint import stages
+from torch_compat.checkpoint import dcp_state, optimizer_state, stages
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.convert.source import Request, Source
 from torch_compat.formats.staging import Staging, Unit
 from torch_compat.formats.workers import Share
+from torch_compat.names.table import NameMap
 
 _BLOCKS_IN_MEMORY = 24  # memory limit / block: three are in transit, each read, cast and copied
 
@@ -77,6 +78,11 @@ class Writer(abc.ABC):
     def commit(self) -> None:
         """Rename the staging directory to the result."""
         self.staging.commit()
+
+    def _lr_factors(self, dialect: NameMap) -> list[float]:
+        """Return the learning-rate factor of each parameter group."""
+        settings = dcp_state.group_settings(self.source.checkpoint, self.source.target, dialect)
+        return [key.lr_factor for key in optimizer_state.group_keys(settings)]
 
     def _check_names(self, dialect: str) -> None:
         """Check that the dialect has a key for every tensor."""

@@ -15,10 +15,10 @@ from jaxforge.tools.replay import compare
 from jaxforge.tools.replay.compare import Row, first_difference
 from torch_compat.checkpoint import checkpoints, dcp_state, mup
 from torch_compat.checkpoint.checkpoints import CheckpointRef
-from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
-from torch_compat.formats.lazy import DTYPES, LazyTensor, of_array
+from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 from torch_compat.lockstep import batches, jaxforge_model, torch_model
 from torch_compat.lockstep.batches import Arrays
 from torch_compat.lockstep.comparison import Comparison, comparison_rows
@@ -89,12 +89,12 @@ def lockstep(job: Job) -> Report:
     """
     reference = checkpoints.find(job.checkpoint)
     config = load_config(reference, job)
-    standard = config.model_copy(update={"model": mup.as_standard(config.model)})
+    standard = config.model_copy(update={"model": mup.to_standard(config.model)})
     subject = torch_model.build(job.spec, standard)
     # The dialect option is about the module; only a DCP has no other record of its names.
-    dialect_of_keys = job.dialect if reference.format == "dcp" else None
-    checkpoint = reference.read(config, Options(weights_only=True, dialect=dialect_of_keys))
-    params = mup.folded(checkpoint.params, config.model)
+    dialect_of_keys = job.dialect if reference.is_torch else None
+    checkpoint = reference.read(config, ReadOptions(weights_only=True, dialect=dialect_of_keys))
+    params = mup.fold_multipliers(checkpoint.params, config.model)
     checkpoint, notes = dataclasses.replace(checkpoint, params=params), _mup_notes(config)
     config = standard
     batch, batch_note = batches.batch(config, job.batch, job.size, torch_model.padding(subject))
@@ -230,7 +230,7 @@ def print_report(report: Report, as_json: bool) -> None:
         print(json.dumps({**compare.as_json(report.rows), "notes": report.notes}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    compare.show(console, report.rows, ("jaxforge", "PyTorch"))
+    compare.print_rows(console, report.rows, ("jaxforge", "PyTorch"))
     for note in report.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
@@ -239,7 +239,7 @@ def _updates(
     jaxforge_values: JaxforgeValues, subject: TorchSubject, dialect: NameMap, config: JobConfig
 ) -> tuple[Arrays, Arrays]:
     """Return two updates of the torch optimizer for the gradients of jaxforge."""
-    lazy = {name: of_array(grad) for name, grad in jaxforge_values.grads.items()}
+    lazy = {name: from_array(grad) for name, grad in jaxforge_values.grads.items()}
     grads = {key: t.all() for key, t in dialect.to_dialect(lazy, config.model).items()}
     names = subject.trained
     head = dialect.find_key(HEAD)
@@ -255,7 +255,7 @@ def _raw_tensors(
     reference: CheckpointRef, current_key: Callable[[str], str]
 ) -> Mapping[str, LazyTensor]:
     """Return the tensors of a DCP or Hugging Face checkpoint by their keys, without prefixes."""
-    if reference.format == "dcp":
+    if reference.is_torch:
         return dcp_state.sort_keys(reference.dcp()).params
     if reference.format == "hf":
         return {current_key(key): tensor for key, tensor in reference.raw().items()}

@@ -11,15 +11,15 @@ from jaxforge.config.job import JobConfig
 from jaxforge.tools.replay.compare import (
     SMALL,
     Row,
-    from_the_loss,
-    gradients_beside,
+    gradient_scales,
+    in_backward_order,
     root_mean_square,
     row,
     tolerance,
     update_tolerance,
 )
 from torch_compat.checkpoint.stacking import Stacking
-from torch_compat.formats.lazy import of_array
+from torch_compat.formats.lazy import from_array
 from torch_compat.lockstep import hints
 from torch_compat.lockstep.batches import Arrays
 from torch_compat.lockstep.hints import Pair
@@ -61,7 +61,7 @@ class Comparison(NamedTuple):
 
     def to_jaxforge_names(self, named: Mapping[str, np.ndarray]) -> Arrays:
         """Return tensors of the module by jaxforge's names, in jaxforge's layout."""
-        lazy = {key: of_array(array) for key, array in named.items()}
+        lazy = {key: from_array(array) for key, array in named.items()}
         tensors = self.dialect.to_jaxforge(lazy, self.ours.params, self.config.model)
         return {name: tensor.all() for name, tensor in tensors.items()}
 
@@ -121,13 +121,13 @@ def _loss(comparison: Comparison) -> Iterator[RowAndHint]:
 
 def _gradients(comparison: Comparison) -> Iterator[RowAndHint]:
     ours, layers = comparison.ours.grads, comparison.config.model.n_layers
-    theirs, beside = comparison.to_jaxforge_names(comparison.theirs.grads), gradients_beside(ours)
+    theirs, beside = comparison.to_jaxforge_names(comparison.theirs.grads), gradient_scales(ours)
     allowed = _tolerance(
         comparison, 3 * (2 * layers + 2)
     )  # forward, and two products backward for each
     has_head = comparison.dialect.find_key(HEAD) in comparison.theirs.grads
     is_untied = comparison.config.model.tie_embeddings and has_head
-    for name in from_the_loss(theirs, layers):
+    for name in in_backward_order(theirs, layers):
         pair = Pair(ours[name], theirs[name])
         least = SMALL * beside[name]
         size = max(least, root_mean_square(pair.ours))

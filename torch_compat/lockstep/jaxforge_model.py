@@ -24,7 +24,7 @@ from jaxforge.step.losses import build_loss
 from jaxforge.tools.replay.compare import root_mean_square
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState
-from torch_compat.formats.lazy import DTYPES, LazyTensor, of_array
+from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
 from torch_compat.lockstep.batches import Arrays
 
 _NO_CLIP = 1e30
@@ -188,6 +188,6 @@ def _tree(stacking: Stacking, entries: Mapping[str, LazyTensor], dtype: str) -> 
 def _entries(stacking: Stacking, tree: Params) -> Arrays:
     values: Arrays = {}
     for name, leaf in flatten_dict(jax.device_get(tree), sep=".").items():
-        parts = stacking.split(name, of_array(np.asarray(leaf)))
+        parts = stacking.split(name, from_array(np.asarray(leaf)))
         values |= {entry: tensor.all() for entry, tensor in parts.items()}
     return values

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.formats.lazy import LazyTensor, interleaved, stack
+from torch_compat.formats.lazy import LazyTensor, interleave_rows, stack
 
 HEAD = "output_head.proj.weight"
 EMBEDDING = "token_embedding.embedding.weight"
@@ -114,7 +114,7 @@ class Fused(NamedTuple):
                 f"{key} holds {len(rows)} parameters in one tensor, but only {len(parts)} exist, "
                 "or their dtypes differ. Export with --weights-only and a --dtype such as float32"
             )
-        whole = interleaved([parts[i] for i in range(len(rows))], rows)
+        whole = interleave_rows([parts[i] for i in range(len(rows))], rows)
         return whole.transposed() if self._is_stored_transposed(whole) else whole
 
     def _is_stored_transposed(self, tensor: LazyTensor) -> bool:

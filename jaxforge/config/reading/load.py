@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
-from jaxforge.config.reading import toml
+from jaxforge.config.reading import kempnerforge, toml
 from jaxforge.config.reading.explain import Sources
 from jaxforge.config.reading.inert import inert
 from jaxforge.config.reading.lines import Path as KeyPath
@@ -98,10 +98,11 @@ def make_config(
 def _unresolved(
     values: dict[Any, Any], overrides: Sequence[str], source: str, text: str, trusts: Decision
 ) -> UnresolvedConfig:
+    values, lines = kempnerforge.rewrite(values, key_lines(text), source)
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
-    return UnresolvedConfig(values, Sources(source, key_lines(text), settings), trusts)
+    return UnresolvedConfig(values, Sources(source, lines, settings), trusts)
 
 
 def _read(path: Path) -> str:
