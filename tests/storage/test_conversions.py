@@ -5,9 +5,9 @@ import json
 from unittest import mock
 
 import pytest
-from test_runs import CONFIG
+from run_config import CONFIG
 
-from jaxforge.checkpoint.paths import is_whole
+from jaxforge.checkpoint.paths import is_durable
 from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED, buckets, urls
@@ -107,7 +107,7 @@ def test_interrupted_copy_resumes(bucket, exported, tmp_path, monkeypatch):
     for name in ("manifest.ocdbt", "config.toml"):
         with refused(name), pytest.raises(StorageError, match=name):
             torch_compat.main(command)
-        assert is_whole(step) == (name == "config.toml")
+        assert is_durable(step) == (name == "config.toml")
         assert gathered(tmp_path)
     with pytest.raises(UserError, match="already"):
         torch_compat.main([*command, "--optimizer.lr=1"])

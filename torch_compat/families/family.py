@@ -48,7 +48,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """Whether the feed-forward has experts."""
+        """True if the feed-forward has experts."""
         return "num_experts_per_tok" in self.defaults
 
     def name_in_family(self, key: str) -> str:
