@@ -82,7 +82,7 @@ LONGEST = (
     "step/test_meshes.py", "model/test_attention.py", "torch_compat/test_expert_checkpoints.py",
     "processes/test_two_processes.py", "test_examples.py", "tools/replay/test_capsule.py",
     "step/test_reduced_precision_state.py", "training/test_stopped_runs.py",
-    "model/test_decoding.py", "model/test_plan.py",
+    "model/test_decoding.py", "model/test_layer_plan.py",
     "storage/test_conversions.py", "torch_compat/test_fsdp2.py",
     "tools/plan/test_wrong_configs.py", "torch_compat/test_untrained.py", "processes/test_kill.py",
     "step/test_fp8_steps.py", "test_configs.py", "golden/test_trajectories.py",
