@@ -1,10 +1,10 @@
-"""Pre-training of decoder language models in JAX, with the loop semantics of PyTorch's loops."""
+"""Pre-training of decoder language models in JAX, with the semantics of PyTorch training loops."""
 
 import os
 import sys
 from types import ModuleType
 
-# No more imports than these, which `python -m` has loaded: see `_leave_working_directory`.
+# Only modules that `python -m` has already loaded: see `_leave_working_directory`.
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def _leave_working_directory() -> None:
-    """Remove the working directory from `sys.path`, where `python -m` has put it first.
+    """Remove the working directory from `sys.path`, where `python -m` puts it first.
 
-    A command may be called within a stranger's run, where any file could pass for a module of a
-    library. The directory stays where this package itself is imported from.
+    A command may run inside an untrusted run directory, in which any file could shadow a module of
+    a library. The directory is not removed if this package is imported from it.
     """
     home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     module = sys.orig_argv[-len(sys.argv)].rpartition("-m")[2]  # `-m NAME`, or `-mNAME`
@@ -37,13 +37,13 @@ def _leave_working_directory() -> None:
 
 
 def _end_at_interrupt() -> None:
-    """Let Ctrl-C end a command at once, as the system does it.
+    """Let Ctrl-C end a command immediately, with the default action of the system.
 
-    Nothing is lost where one of ours is ended. Python's own way would raise an exception in the
-    middle of some library, which not all of them survive, and none while compiled code runs. Who
-    wants more asks for it: `training.preemption`, `cli.run_main`.
+    Commands can be ended at any time without loss. Python's default handler raises an exception
+    inside some library, which not all libraries survive, and not while compiled code runs.
+    `training.preemption` and `cli.run_main` install other handlers.
     """
-    import signal  # here, when the working directory is not on the path any more
+    import signal  # here, because the working directory is no longer on the path
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -51,7 +51,7 @@ def _end_at_interrupt() -> None:
 
 # `python -m jaxforge.NAME` runs the command NAME, in `commands/NAME.py`.
 __path__.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "commands"))
-if sys.argv[:1] == ["-m"]:  # a command, about to be found and imported
+if sys.argv[:1] == ["-m"]:  # a command, which Python has not imported yet
     _leave_working_directory()
 if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforge":
     _end_at_interrupt()

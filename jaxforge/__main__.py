@@ -1,6 +1,6 @@
-"""`jaxforge COMMAND ...`: all commands behind one name; `python -m jaxforge.COMMAND` as well.
+"""`jaxforge COMMAND ...`: entry point of all commands.
 
-A command's module is imported when it is asked for, and JAX when its command line has been read.
+The module of a command is imported on use, and JAX after the command line has been parsed.
 """
 
 import importlib
@@ -16,9 +16,9 @@ from jaxforge.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hands the command line over to the command that it begins with."""
+    """Run the command that the first argument names; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["help"]:  # as git has it: `help train` is `train --help`
+    if arguments[:1] == ["help"]:  # like git: `help train` is `train --help`
         arguments = [*arguments[1:2], "--help", *arguments[2:]]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
@@ -30,16 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         hint = suggestions.hint(name, COMMANDS, quote="") or ";"
         if name.startswith("-"):
-            raise UserError(f"say a command before {name}: `jaxforge --help` lists the commands")
-        raise UserError(f"there is no command {name}{hint} `jaxforge --help` lists them")
+            raise UserError(
+                f"a command is required before {name}: `jaxforge --help` lists the commands"
+            )
+        raise UserError(f"unknown command {name}{hint} `jaxforge --help` lists the commands")
     command = COMMANDS[name]
     sys.argv = ["jaxforge", *arguments[0 if command.is_subcommand else 1 :]]
     return importlib.import_module(command.module).entry()
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+    """Run the command of this process; return its exit code."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         completion.answer(COMMANDS)
     return run_main(main)
 
@@ -48,7 +50,13 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     rows = (f"  {name:{width}}  {command.about}" for name, command in COMMANDS.items())
     return "\n".join(
-        ("usage: jaxforge COMMAND ...", "", *rows, "", "jaxforge COMMAND --help tells more.")
+        (
+            "usage: jaxforge COMMAND ...",
+            "",
+            *rows,
+            "",
+            "jaxforge COMMAND --help shows the options of a command.",
+        )
     )
 
 

@@ -22,8 +22,8 @@ class LossWeights(NamedTuple):
 
     Attributes:
         token: weight of each valid token, in the mean that `train.loss_norm` selects.
-        position: weight of each position without padding, labeled or not, in the mean over all.
-        sequence: weight of each sequence that is not all padding, in the mean over all.
+        position: weight of each position without padding, labeled or not, in the mean over these.
+        sequence: weight of each sequence that is not all padding, in the mean over these.
     """
 
     token: Float[Array, ""]

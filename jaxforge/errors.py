@@ -1,30 +1,30 @@
-"""Failures that are not our own mistakes (those are assertions): one message, no traceback."""
+"""Errors that are not bugs (bugs are assertions): commands print a message without a traceback."""
 
 
 class UserError(ValueError):
-    """A mistake of the user's: what is wrong, where, and what to change, in one message."""
+    """A mistake of the user. The message says what is wrong, where, and what to change."""
 
     exit_code = 2
 
 
 class StorageError(OSError):
-    """A disk that could not take what a run must keep; what was durable before still is."""
+    """A failed write of data that a run must keep. Data that were durable before still are."""
 
     exit_code = 74  # EX_IOERR
 
 
 class JobStorageError(StorageError):
-    """A `StorageError` that every process of a job raises at the same place."""
+    """A `StorageError` that every process of a job raises at the same point."""
 
 
 class PeerLostError(RuntimeError):
-    """Another process of the job is gone: another start of all of them goes on."""
+    """The loss of another process of the job. A restart of all processes resumes the run."""
 
-    exit_code = 134  # as of processes that the JAX runtime ends for that reason
+    exit_code = 134  # the code of processes that the JAX runtime ends for this reason
 
 
 def printable(message: str) -> str:
-    """A message without what a terminal obeys or cannot show, which names in files may have."""
+    """Escape unprintable characters of a message, which names in files may contain."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message
     )

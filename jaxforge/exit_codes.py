@@ -1,6 +1,7 @@
 """Exit codes of a process, their meanings, and whether a restart may help.
 
-Imports nothing of ours and no JAX, so that `jaxforge.supervise` starts at once.
+This module imports neither JAX nor other modules of the project, so that `jaxforge.supervise`
+starts quickly.
 """
 
 import enum
@@ -8,13 +9,13 @@ import signal
 
 
 class Exit(enum.Enum):
-    """Why a process ended.
+    """Reason for the end of a process.
 
     Attributes:
-        code: the exit code; several reasons may share one.
-        meaning: in one sentence.
-        again: whether `jaxforge.supervise` runs the command again: another start may go better, and
-            nobody asked for an end.
+        code: the exit code; several reasons may share a code.
+        meaning: the reason in one sentence.
+        again: whether `jaxforge.supervise` runs the command again: a restart may help, and nobody
+            requested the end.
     """
 
     code: int
@@ -22,7 +23,7 @@ class Exit(enum.Enum):
     again: bool
 
     def __new__(cls, code: int, meaning: str, again: bool) -> "Exit":
-        """A member of the table below."""
+        """Create a member of the table below."""
         member = object.__new__(cls)
         member._value_ = meaning
         member.code, member.meaning, member.again = code, meaning, again
@@ -90,14 +91,14 @@ AGREED = frozenset(
         Exit.DURATION, Exit.INTERVAL, Exit.INTERRUPT,
     }
 )  # fmt: skip
-"""Ends that all processes of a job decide on together, at the same step."""
+"""Reasons that all processes of a job agree on at the same step."""
 
 _STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
-_BY_CODE = {exit_.code: exit_ for exit_ in reversed(Exit)}  # of one code, the first
+_BY_CODE = {exit_.code: exit_ for exit_ in reversed(Exit)}  # the first reason of each code
 
 
 def exit_code(returncode: int) -> int:
-    """A return code of `subprocess` as a shell gives it: 128 + n for a death by signal n."""
+    """Convert a return code of `subprocess` to a shell's exit code: 128 + n for signal n."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
@@ -110,9 +111,10 @@ def meaning(code: int) -> str:
 
 
 def again(code: int) -> bool:
-    """Return whether a restart may help: a known code says so, or a signal killed the process.
+    """Return whether a restart may help, by the table or because a signal killed the process.
 
-    A process that died of SIGTERM and the like, before it could handle them, was told to stop.
+    Signals that request a stop, such as SIGTERM, are an exception: they may arrive before a process
+    can handle them.
     """
     if code in _BY_CODE:
         return _BY_CODE[code].again

@@ -18,7 +18,7 @@ from jaxforge.model.transformer import Model, Params, build_model, matmul_precis
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import batch_shardings
-from jaxforge.state.train_state import TrainState, begin, state_shardings
+from jaxforge.state.train_state import TrainState, init_train_state, state_shardings
 from jaxforge.step.collect import check_collect
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.gradients import Batch, Gradients, make_gradients
@@ -30,18 +30,18 @@ AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 class Program:
     """The model, the optimizer and one update of a config on a mesh.
 
-    Construction builds nothing: each part is built when it is first used. With an `AbstractMesh`,
-    give the model; shapes and shardings are available then, and `step` can be traced.
+    Each part is built when it is first used. An `AbstractMesh` requires `model`; then shapes and
+    shardings are available, and `step` can be traced.
 
     Attributes:
         config: the validated config.
-        collect: metrics that the step computes, among `step.collect.COLLECTED`.
-        capacity: bytes of one device, for `grad_sync`; None asks the devices.
+        collect: metrics that the step computes, from `step.collect.COLLECTED`.
+        capacity: bytes of one device, for `grad_sync`; None uses those of the devices.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
-        mesh: the devices; by default all, for which the config is checked.
-        model: by default the one of `[model]`, with the kernels of the mesh's devices.
+        mesh: the devices; by default all devices, for which the config is then checked.
+        model: by default the model of `[model]`, with the kernels of the mesh's devices.
         collect: metrics in addition to `metrics.collect`.
         capacity: bytes of one device.
 
@@ -96,7 +96,7 @@ class Program:
     def shapes(self) -> TrainState:
         """The shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
         return jax.eval_shape(
-            lambda params: begin(self.model, params, self.optimizer), self.model.abstract
+            lambda params: init_train_state(self.model, params, self.optimizer), self.model.abstract
         )
 
     @functools.cached_property
@@ -137,7 +137,7 @@ class Program:
             seed: seed of the parameters; by default `train.seed`.
         """
         make: Any = jax.jit(
-            lambda key: begin(self.model, self.model.init(key), self.optimizer),
+            lambda key: init_train_state(self.model, self.model.init(key), self.optimizer),
             out_shardings=self.shardings,
         )
         with self.context():
@@ -151,7 +151,9 @@ class Program:
                 state. They are donated.
         """
         make: Any = jax.jit(
-            lambda x: begin(self.model, x["params"], self.optimizer, x.get("model_state")),
+            lambda x: init_train_state(
+                self.model, x["params"], self.optimizer, x.get("model_state")
+            ),
             donate_argnums=0,
             out_shardings=self.shardings,
         )
@@ -159,7 +161,7 @@ class Program:
 
     @functools.cached_property
     def grad_sync(self) -> GradSync:
-        """Return how gradients are reduced. Collective: all processes must call it."""
+        """The reduction of gradients. Collective: all processes must access it."""
         return resolve_grad_sync(
             self.config, self.model, self.abstract_state(), self.mesh, self.capacity
         )
@@ -182,7 +184,7 @@ class Program:
         )
 
     def lower(self, batch: Batch | AbstractBatch | None = None) -> jax.stages.Lowered:
-        """Return the update as a run compiles it. No array is made.
+        """Return the update as a run compiles it, without creating arrays.
 
         Args:
             batch: arrays or their shapes and shardings; by default `abstract_batch()`.

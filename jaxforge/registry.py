@@ -1,4 +1,4 @@
-"""Builders by name: what keys such as `optimizer.name` choose among, yours as well as ours."""
+"""Registries of builders by name, for keys such as `optimizer.name`."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,23 +11,23 @@ from jaxforge.errors import UserError
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 
-OF_YOURS = (
+REGISTRATION_HINT = (
     "; for a name of your own, name the module that registers it (--plugins.modules=MODULE), or "
     "give --trust-plugins if you trust the module that the run names"
 )
-"""What to do about a name that no imported module has registered."""
+"""Advice for a name that no imported module has registered."""
 
 
 class Registry:
-    """The names that a key of the configuration may have, and what builds what they stand for.
+    """Valid names of a config key, and their builders.
 
-    In a section, `name: Annotated[str, REGISTRY]` accepts these names and no others. The names of
-    what comes with jaxforge are there from the start, as a config can be read without the code
-    behind it; that code registers its builders just as yours does.
+    In a section, `name: Annotated[str, REGISTRY]` accepts only these names. Built-in names are
+    valid from the start, because a config can be read without importing their code. That code
+    registers its builders in the same way as users' code does.
 
     Args:
         key: the key, such as "optimizer.name".
-        ours: names of what comes with jaxforge.
+        ours: built-in names.
     """
 
     def __init__(self, key: str, *ours: str) -> None:
@@ -35,14 +35,14 @@ class Registry:
         self._builders: dict[str, Callable[..., Any] | None] = dict.fromkeys(ours)
 
     def names(self) -> tuple[str, ...]:
-        """Every name, in the order in which they came."""
+        """Return all names in the order of registration."""
         return tuple(self._builders)
 
     def register(self, name: str) -> Callable[[Builder], Builder]:
-        """Decorates what builds what `name` stands for.
+        """Return a decorator that registers a builder as `name`.
 
         Raises:
-            UserError: the name is taken.
+            UserError: the name is already registered.
         """
 
         def add(builder: Builder) -> Builder:
@@ -60,14 +60,14 @@ class Registry:
         """Return the builder registered as `name`.
 
         Raises:
-            UserError: nothing of this name is registered.
+            UserError: the name is not registered.
         """
         builder = self._builders.get(name)
         if builder is None:
             names = self.names()
             raise UserError(
                 f'{self.key} = "{name}": expected one of {", ".join(names)}{hint(name, names)}'
-                f"{OF_YOURS}"
+                f"{REGISTRATION_HINT}"
             )
         return builder
 
@@ -84,7 +84,7 @@ class Registry:
         return {**handler(schema), "enum": list(self.names()), "registered": True}
 
     def _known(self, name: str, info: ValidationInfo) -> str:
-        """Refuse an unknown name, unless plugins that may register it are not imported."""
+        """Raise an error for an unknown name, unless plugins may still register it."""
         if name not in self._builders and not (info.context or {}).get("may_be_unknown"):
             raise PydanticCustomError("unknown_name", "not a name that is registered")
         return name

@@ -2,6 +2,8 @@
 
 import atexit
 import gc
+import importlib
+import logging
 import os
 import shutil
 import signal
@@ -79,8 +81,9 @@ LONGEST = (
     "torch_compat/test_commands.py", "model/test_moe.py", "processes/test_evaluate.py",
     "step/test_meshes.py", "model/test_attention.py", "torch_compat/test_expert_checkpoints.py",
     "processes/test_two_processes.py", "test_examples.py", "tools/replay/test_capsule.py",
-    "step/test_kept_state.py", "training/test_stopped_runs.py", "model/test_decoding.py",
-    "model/test_plan.py", "storage/test_conversions.py", "torch_compat/test_fsdp2.py",
+    "step/test_reduced_precision_state.py", "training/test_stopped_runs.py",
+    "model/test_decoding.py", "model/test_layer_plan.py",
+    "storage/test_conversions.py", "torch_compat/test_fsdp2.py",
     "tools/plan/test_wrong_configs.py", "torch_compat/test_untrained.py", "processes/test_kill.py",
     "step/test_fp8_steps.py", "test_configs.py", "golden/test_trajectories.py",
     "model/test_attention_sinks.py", "tools/replay/test_against.py", "data/test_fine_tuning.py",
@@ -151,14 +154,22 @@ def two_devices():
 
 
 @pytest.fixture
+def messages(caplog, monkeypatch):
+    """Captured log messages of jaxforge."""
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    return caplog
+
+
+@pytest.fixture
 def loops_over_layers(monkeypatch):
     """Loop over layers as on GPUs and TPUs; CPUs unroll small models, which compiles slower."""
-    monkeypatch.setattr(runtime, "_UNROLLED_ON_CPU", 0)
+    monkeypatch.setattr(runtime, "UNROLLED_ON_CPU", 0)
 
 
 @pytest.fixture
 def own_names(monkeypatch):
     """Forget the names that a test registers."""
+    importlib.import_module("jaxforge.data.sources")  # registers built-in names when imported
     for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 

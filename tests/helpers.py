@@ -24,7 +24,7 @@ from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState, begin
+from jaxforge.state.train_state import Counts, TrainState, init_train_state
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.train_step import Controls
 
@@ -71,7 +71,7 @@ class Setup(Program):
         if key not in _BEGUN:
             stack = functools.partial(jax.tree.map, self.model.stack.stack)
             make = jax.jit(
-                lambda p: begin(
+                lambda p: init_train_state(
                     self.model,
                     {name: stack(part) if name in stacks else part for name, part in p.items()},
                     self.optimizer,
@@ -283,7 +283,7 @@ def unsplittable(attend):
 
 def use_unsplittable_kernel(monkeypatch):
     """In place of the default kernel."""
-    kernel = attention_backends.opaque(
+    kernel = attention_backends.opaque_kernel(
         unsplittable(attention_backends.BACKENDS["blockwise"].attend),
         attention_backends.BACKENDS["blockwise"].unsupported_reason,
     )

@@ -1,4 +1,4 @@
-"""Settings of the machine for tests: compilation and patience."""
+"""Compilation settings, memory and timeouts of tests."""
 
 import ctypes
 import shutil
@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 
 PATIENCE = 1800
-"""Seconds to wait for what is to happen however busy the machine is; only a hang takes longer."""
+"""Timeout in seconds that only a hang exceeds, however busy the machine is."""
 
 LARGEST_CACHE = 3e9
-"""Bytes of compiled programs to keep: about ten times those of one run of the suite."""
+"""Maximum bytes of compiled programs, about ten times those of one run of the suite."""
 
-# Tests judge what is computed, not how fast: code that LLVM hardly optimizes is compiled in half
-# the time, and in another eighth less where a program is not cut into 32 for as many processors.
-# Collectives wait for as long as a busy machine keeps one of the devices waiting.
+# Tests check results, not speed. Compilation with few LLVM optimizations takes half the time, and
+# another eighth less without splitting a program into 32 parts. The timeouts of collectives allow
+# for a busy machine that delays a device.
 _QUICKLY = [
     "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_optimization_level=0",
@@ -26,19 +26,19 @@ _QUICKLY = [
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     f"--xla_cpu_collective_call_terminate_timeout_seconds={PATIENCE}",
 ]
-if version("jaxlib").startswith("0.10."):  # gone since; it halves the time once more
+if version("jaxlib").startswith("0.10."):  # removed in later versions; halves the time again
     _QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def xla_flags(devices: int) -> str:
-    """`XLA_FLAGS` for that many virtual devices, in every worker and every process of a test."""
+    """Return `XLA_FLAGS` for this number of virtual devices, for workers and processes of tests."""
     return " ".join([f"--xla_force_host_platform_device_count={devices}", *_QUICKLY])
 
 
 def compilation_cache() -> Path:
     """Return the directory of compiled programs, kept between runs: `.cache/jax/<jaxlib version>`.
 
-    Directories of other versions are removed, and so is one that has grown beyond `LARGEST_CACHE`.
+    Directories of other versions are removed, as is one larger than `LARGEST_CACHE`.
     """
     directory = Path(__file__).parents[1] / ".cache" / "jax" / version("jaxlib")
     for other in directory.parent.glob("*"):
@@ -57,12 +57,12 @@ def give_back_memory() -> None:
 
 
 def memory_in_use() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     return psutil.Process().memory_info().rss
 
 
 def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
-    """Looks again and again; a process that is to bring it about must not end before."""
+    """Poll until a condition is true; fail if the given process ends before."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert process is None or process.poll() is None, process.communicate()[0]

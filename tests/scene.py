@@ -1,4 +1,4 @@
-"""Scene of the documentation's command lines in miniature: texts, data, configs, runs."""
+"""Small texts, data, configs and runs for the commands of the documentation."""
 
 import shutil
 from pathlib import Path
@@ -40,7 +40,7 @@ def build(config):
 
 
 def make(here: Path) -> None:
-    """All of it, in a directory."""
+    """Create all files in a directory."""
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(here)
         _texts()
@@ -63,7 +63,7 @@ def _texts() -> None:
 
 
 def _data() -> None:
-    """`data/mine` as `prepare` writes it, and others under the names that pages give them."""
+    """Write `data/mine` with `prepare`, and copies under the names used in pages."""
     prepare.main([
         "my_texts", "--output", "data/mine", "--tokenizer", "bpe", "--vocab-size", str(VOCAB),
         "--validation-fraction", "0.05", "--workers", "1",
@@ -74,7 +74,7 @@ def _data() -> None:
     (shard,) = Path("data/mine/validation").glob("*.npy")
     Path("data/de").mkdir()
     tokens = np.load(shard).astype(np.uint16)
-    tokens[: len(tokens) - 1 | 1].tofile("data/de/1.bin")  # an odd number is taken for uint16
+    tokens[: len(tokens) - 1 | 1].tofile("data/de/1.bin")  # an odd number is read as uint16
     shutil.copytree("data/mine/tokenizer", "chat_tokenizer")
     Path("chat_tokenizer/chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -107,7 +107,7 @@ def _configs() -> None:
 
 
 def _runs() -> None:
-    """One of as many steps as pages say, one of as many layers; the others are copies."""
+    """Train runs with the steps and layers used in pages; others are copies."""
     train.run(_config("runs/mine", 410, 400, train={"seq_len": 8},
                       metrics={"log_interval": 100}))  # fmt: skip
     train.run(_config("runs/quickstart", 100, 50, model={"n_layers": 6}))
@@ -117,9 +117,10 @@ def _runs() -> None:
 
 
 def _old() -> None:
-    """A run of KempnerForge: `old/checkpoints` and its TOML file; and what was made of it."""
+    """Write a KempnerForge run (`old/checkpoints` and its TOML file) and its imports."""
     train.run(_config("before", 12, 10, train={"exit_interval": 10}))
     torch_compat.main(["export", "before", "old/checkpoints", "--to", "dcp"])
+    torch_compat.main(["export", "before", "checkpoint.pt", "--to", "pt"])
     goes_on = Path("before/config.toml").read_text().replace("exit_interval = 10\n", "")
     Path("old/config.toml").write_text(goes_on)
     shutil.rmtree("before")
@@ -128,6 +129,6 @@ def _old() -> None:
                        "--data.dataset_path=tokens", "--data.order=torch"])  # fmt: skip
     for name in ("my_run", "runs/taken_over"):
         shutil.copytree("new", name)
-        config = Path(name, "config.toml")  # which names its own directory, as an import's does
+        config = Path(name, "config.toml")  # contains its own directory, like an import
         config.write_text(config.read_text().replace('dir = "new"', f'dir = "{name}"', 1))
     Path("mymodel.py").write_text(MYMODEL)

@@ -1,4 +1,4 @@
-"""The configs for clusters load, obey every rule, fit into memory and lower for their machines."""
+"""Cluster configs load, satisfy all rules, fit in memory and lower for their hardware."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ from tests.shipped_configs import CONFIGS
 
 MEMORY = {"gpu": 80e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of one device
 WHOLE_GRADIENTS_FIT = {"llama_1b_gpu_8", "llama_7b_tpu_v5p_64", "llama_8b_128k_tpu_v5p_64"}
-TORUS = {  # how the chips of a slice are wired
+TORUS = {  # topology of a slice
     "v5e_16": (4, 4),
     "v5e_256": (16, 16),
     "v5p_64": (4, 4, 4),
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem
 
 
 class Recipe:
-    """A config with the machine that its name says: llama_<size>[_128k]_[tpu_]<kind>_<devices>."""
+    """A config and the machine in its name: llama_<size>[_128k]_[tpu_]<kind>_<devices>."""
 
     def __init__(self, path: Path) -> None:
         self.config = load_config(path)
@@ -63,7 +63,7 @@ class Recipe:
 
     @property
     def capacity(self) -> int:
-        """Return a run's share of device memory: JAX takes three quarters of a GPU."""
+        """Device memory for a run: JAX uses three quarters of a GPU."""
         return int(MEMORY[self.kind] * (0.75 if self.kind == "gpu" else 1))
 
     @functools.cached_property
@@ -71,7 +71,7 @@ class Recipe:
         return self.program.abstract_state()
 
 
-@functools.lru_cache(1)  # tests of one config follow each other
+@functools.lru_cache(1)  # tests of a config are consecutive
 def recipe_of(path):
     return Recipe(path)
 
@@ -97,7 +97,7 @@ def test_config_lowers_for_its_machine(recipe):
     assert f"num_partitions = {recipe.devices}" in text
 
 
-def test_model_has_the_published_size(recipe):
+def test_model_has_published_size(recipe):
     assert parameter_count(recipe.model.abstract) == PARAMETERS[recipe.size]
 
 
@@ -107,12 +107,12 @@ def test_state_and_gradients_leave_room_for_activations(recipe):
     assert bytes_per_device(state) + gradients < 0.7 * MEMORY[recipe.kind]
 
 
-def test_gradients_are_reduced_once_where_they_fit(recipe, path):
+def test_gradients_are_reduced_once_if_they_fit(recipe, path):
     result = recipe.program.grad_sync
     assert (result.mode == "update") == (path.stem in WHOLE_GRADIENTS_FIT), result.why
 
 
-def test_page_says_what_a_device_holds(recipe, path):
+def test_page_states_memory_per_device(recipe, path):
     page = (Path(__file__).parents[1] / "docs" / "configs.md").read_text()
     name = path.stem.removeprefix("llama_")
     (reported,) = re.findall(rf"\| `{name}` \| ([\d.]+) \| (\d+) \|", page)
@@ -122,7 +122,7 @@ def test_page_says_what_a_device_holds(recipe, path):
     assert reported == (f"{result:.1f}", str(recipe.config.train.microbatch_size(dp) // dp))
 
 
-def test_every_device_has_work_in_every_microbatch(recipe):
+def test_microbatch_divides_over_devices(recipe):
     train, dp = recipe.config.train, data_parallel_size(recipe.mesh)
     assert train.microbatch_size(dp) % dp == 0
     tokens = 1e11 if train.seq_len == 131_072 else 2e12
@@ -131,8 +131,8 @@ def test_every_device_has_work_in_every_microbatch(recipe):
     )
 
 
-def test_mesh_axes_follow_the_wires(recipe):
-    """Axes are whole sides of the torus, but for at most one side that they share."""
+def test_mesh_axes_follow_torus(recipe):
+    """Axes are whole sides of the torus; at most one side is shared."""
     axes = [size for size in recipe.mesh.shape.values() if size > 1]
     if recipe.kind == "gpu":
         assert recipe.config.distributed.tp in (1, 8)  # a node of NVLink

@@ -16,12 +16,12 @@ BEHAVIOURS = {"K": 53, "B": 47, "T": 33, "L": 27, "M": 45}
 
 
 @pytest.mark.parametrize("loop", BEHAVIOURS)
-def test_each_behaviour_has_one_answer(loop):
+def test_each_behaviour_has_one_row(loop):
     numbers = [int(number) for item, number, *_ in ROWS if item == loop]
     assert numbers == list(range(1, BEHAVIOURS[loop] + 1))
 
 
-def test_states_are_those_that_the_page_explains():
+def test_states_are_explained_by_the_page():
     for _, _, is_trap, cells in ROWS:
         _, state, _, tests = re.split(r" ?\| ", f"{cells} ", maxsplit=3)
         assert re.match(r"(done|differs|not|none)\b", state), cells
@@ -30,17 +30,17 @@ def test_states_are_those_that_the_page_explains():
 
 
 @pytest.mark.parametrize(("file", "name"), TESTS)
-def test_tests_are_there(file, name):
+def test_named_tests_exist(file, name):
     text = (ROOT / "tests" / file).read_text()
     assert re.search(rf"^def {name}\(", text, re.MULTILINE)
 
 
-def test_modules_are_there():
+def test_named_modules_exist():
     for path in set(re.findall(r"`((?:\w+/)*\w+\.py)`", PAGE)):
         assert (ROOT / "jaxforge" / path).is_file() or (ROOT / path).is_file(), path
 
 
-def test_keys_are_there():
+def test_named_keys_exist():
     sections, keys = set(JobConfig.model_fields), set(all_keys())
     named = set(re.findall(r"`([a-z]+\.[a-z_]+)`", PAGE)) - {"metrics.jsonl"}
     asked = {key for key in named if key.split(".")[0] in sections and not key.endswith(".py")}

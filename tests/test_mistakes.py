@@ -1,7 +1,6 @@
-"""Messages for mistyped command lines: `mistakes.txt`, line by line.
+"""Messages for mistyped command lines, listed in `mistakes.txt`.
 
-Each is one message that names what is wrong and what would do, exit code 2, no traceback; and
-nothing is written.
+Each gives one message with problem and remedy, exit code 2 and no traceback, and writes nothing.
 """
 
 import importlib
@@ -24,7 +23,7 @@ MISTAKES = BLOCK.findall((ROOT / "tests" / "mistakes.txt").read_text().partition
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A directory with texts, data, a run, and files of all kinds."""
+    """Return a directory with texts, data, a run and invalid files."""
     here = tmp_path_factory.mktemp("here")
     (here / "debug.toml").write_text((ROOT / "configs" / "debug.toml").read_text())
     for name in ("texts", "empty", "torn"):
@@ -55,7 +54,7 @@ def here(tmp_path_factory):
     return here
 
 
-def said(line, monkeypatch, capsys):
+def run_line(line, monkeypatch, capsys):
     """Return the output and exit code of a command line."""
     words = shlex.split(line)
     monkeypatch.setattr(sys, "argv", ["jaxforge", *words])
@@ -80,14 +79,14 @@ def tree(directory):
 
 
 @pytest.mark.parametrize(("line", "answer"), MISTAKES, ids=[line for line, _ in MISTAKES])
-def test_mistake_is_answered_with_what_is_wrong(line, answer, here, monkeypatch, capsys):
+def test_mistake_gets_documented_message(line, answer, here, monkeypatch, capsys):
     monkeypatch.chdir(here)
     before = tree(here / "data")
-    code, answered = said(line, monkeypatch, capsys)
-    assert code == 2, answered
+    code, stderr = run_line(line, monkeypatch, capsys)
+    assert code == 2, stderr
     expected = answer.replace("{here}", str(here)).split("...")
     pattern = ".*".join(map(re.escape, expected))
-    assert re.search(f"error: (.*\n)*.*{pattern}", answered), answered
-    assert "Traceback" not in answered
-    assert "usage:" not in answered
+    assert re.search(f"error: (.*\n)*.*{pattern}", stderr), stderr
+    assert "Traceback" not in stderr
+    assert "usage:" not in stderr
     assert tree(here / "data") == before

@@ -1,4 +1,4 @@
-"""`jaxforge COMMAND`: one name for all commands."""
+"""`jaxforge COMMAND`, the entry point of all commands."""
 
 import importlib
 import os
@@ -18,48 +18,50 @@ from tests.machine import PATIENCE
 PROGRAM = Path(sys.executable).with_name("jaxforge")
 
 
-def test_help_lists_every_command(capsys):
+def test_help_lists_all_commands(capsys):
     assert main(["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  " in line[2:]]
     assert listed == list(COMMANDS)
     assert main([]) == 2
 
 
-def test_every_command_has_an_entry():
+def test_commands_have_entries():
     for item in COMMANDS.values():
         assert callable(importlib.import_module(item.module).entry)
 
 
 def test_unknown_command_gets_a_suggestion():
-    with pytest.raises(UserError, match=r"no command trian; did you mean train\?"):
+    with pytest.raises(UserError, match=r"unknown command trian; did you mean train\?"):
         main(["trian"])
-    with pytest.raises(UserError, match="no command xyzzy; `jaxforge --help` lists them"):
+    with pytest.raises(
+        UserError, match="unknown command xyzzy; `jaxforge --help` lists the commands"
+    ):
         main(["xyzzy"])
 
 
 @pytest.mark.parametrize("word", ["version", "--version", "-V"])
-def test_version_is_that_of_the_package(word, capsys):
+def test_version_matches_package(word, capsys):
     assert main([word]) == 0
     assert capsys.readouterr().out == f"jaxforge {jaxforge.__version__}\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         jaxforge.nothing  # noqa: B018
 
 
-def test_as_a_program_it_does_what_the_module_does_and_says_so(tmp_path):
-    def said(*arguments, code):
+def test_program_behaves_like_module(tmp_path):
+    def output(*arguments, code):
         done = subprocess.run(
             [PROGRAM, *arguments], text=True, capture_output=True, timeout=PATIENCE, cwd=tmp_path
         )
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    assert "no run directory at" in said("report", "none", code=2)
-    assert "none: no checkpoint there" in said("inspect", "none", code=2)
-    assert said("generate", "--help", code=0).startswith("usage: jaxforge generate RUN")
-    assert said("verify", "--help", code=0).startswith("usage: jaxforge verify ")
+    assert "no run directory at" in output("report", "none", code=2)
+    assert "none: no checkpoint there" in output("inspect", "none", code=2)
+    assert output("generate", "--help", code=0).startswith("usage: jaxforge generate RUN")
+    assert output("verify", "--help", code=0).startswith("usage: jaxforge verify ")
 
 
-def test_help_calls_a_command_as_the_process_was_called(monkeypatch):
+def test_help_uses_invoked_name(monkeypatch):
     monkeypatch.setattr(sys, "argv", [os.fspath(PROGRAM), "plan"])
     assert parser_of("jaxforge.plan").prog == "jaxforge plan"
     monkeypatch.setattr(sys, "argv", ["plan/__main__.py"])
@@ -67,18 +69,18 @@ def test_help_calls_a_command_as_the_process_was_called(monkeypatch):
     assert parser_of("torch_compat").prog == "python -m torch_compat"
 
 
-def test_doctor_finds_this_machine_well(capsys):
+def test_doctor_finds_no_problems(capsys):
     assert doctor.main([]) == 0
-    said = capsys.readouterr().out
-    assert f"jax {importlib.metadata.version('jax')}" in " ".join(said.split())
-    assert "a sum of squares right on cpu" in " ".join(said.split())
-    assert "nothing is wrong" in said
+    output = capsys.readouterr().out
+    assert f"jax {importlib.metadata.version('jax')}" in " ".join(output.split())
+    assert "a sum of squares right on cpu" in " ".join(output.split())
+    assert "no problems found" in output
 
 
-def test_doctor_names_gpus_that_jax_does_not_see(monkeypatch, capsys):
+def test_doctor_reports_gpus_unknown_to_jax(monkeypatch, capsys):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(doctor, "_gpus", lambda: 8)
     assert doctor.main([]) == 1
-    assert "wrong: 8 GPU(s) are here, and JAX sees none: pip install 'jaxforge[cuda]'" in (
+    assert "problem: 8 GPU(s) exist, but JAX finds none: pip install 'jaxforge[cuda]'" in (
         capsys.readouterr().out
     )

@@ -136,9 +136,10 @@ def test_plugin_that_is_not_there_is_named_with_its_line(plugin, tmp_path):
     with pytest.raises(UserError) as caught:
         load_config("x.toml")
     assert str(caught.value) == (
-        'x.toml:3: [plugins] modules: there is no module "no.such"; is its directory in PYTHONPATH?'
+        'x.toml:3: [plugins] modules: module "no.such" does not exist; is its directory in '
+        "PYTHONPATH?"
     )
-    with pytest.raises(UserError, match=r"^--plugins.modules=nope: \[plugins\] modules: there is"):
+    with pytest.raises(UserError, match=r'modules=nope: \[plugins\] modules: module "nope" does'):
         load_config(None, ["--plugins.modules=nope"])
 
 

@@ -1,4 +1,4 @@
-"""docs/getting_started.md, typed as it stands: what it promises is there at the end."""
+"""Commands of docs/getting_started.md, run unchanged, and their results."""
 
 import os
 import re
@@ -17,14 +17,14 @@ PAGE = (ROOT / "docs" / "getting_started.md").read_text()
 
 
 def commands(heading):
-    """The command lines under a heading, but for the installation."""
+    """Return the command lines under a heading, without the installation."""
     section = PAGE.partition(f"## {heading}")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)
     return [shlex.split(line)[1:] for line in block.splitlines() if line.startswith("jaxforge ")]
 
 
 def jaxforge(*words, cwd, steps=4):
-    short = [f"--train.max_steps={steps}"] if words[0] == "train" else []  # else it takes minutes
+    short = [f"--train.max_steps={steps}"] if words[0] == "train" else []  # otherwise minutes
     done = subprocess.run(
         [PROGRAM, *words, *short], cwd=cwd, text=True, capture_output=True,
         timeout=PATIENCE, env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -35,7 +35,7 @@ def jaxforge(*words, cwd, steps=4):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A directory with the docs as one's own text."""
+    """Return a directory with the docs as text."""
     here = tmp_path_factory.mktemp("walk")
     (here / "my_texts").mkdir()
     for page in (ROOT / "docs").glob("*.md"):
@@ -44,18 +44,18 @@ def texts(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_own_text_becomes_a_model_that_writes(texts):
-    said = [jaxforge(*words, cwd=texts) for words in commands("From an empty machine")]
-    assert "jaxforge train --config" in said[0]
-    assert said[2].startswith("The")  # the prompt, as the model goes on from it
+def test_text_to_model_walkthrough_generates(texts):
+    outputs = [jaxforge(*words, cwd=texts) for words in commands("From an empty machine")]
+    assert "jaxforge train --config" in outputs[0]
+    assert outputs[2].startswith("The")  # the prompt and its continuation
     assert (texts / "runs" / "mine" / "report.html").is_file()
 
 
 @pytest.mark.slow
-def test_run_of_kempnerforge_goes_on_and_back(texts):
-    ours, old = texts / "runs" / "mine", texts / "old"
-    jaxforge("export", str(ours), str(old / "checkpoints"), "--to", "dcp", cwd=texts)
-    (old / "config.toml").write_text((ours / "config.toml").read_text())
+def test_kempnerforge_run_resumes_and_exports(texts):
+    run, old = texts / "runs" / "mine", texts / "old"
+    jaxforge("export", str(run), str(old / "checkpoints"), "--to", "dcp", cwd=texts)
+    (old / "config.toml").write_text((run / "config.toml").read_text())
     for words in commands("From a run of KempnerForge"):
         jaxforge(*words, cwd=texts, steps=6)
     assert (texts / "back" / "step_6").is_dir()

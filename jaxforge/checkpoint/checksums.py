@@ -1,9 +1,8 @@
-"""Checksums of arrays: comparison of a restore with what was saved, bit by bit.
+"""Checksums of arrays, which verify that a restore equals the saved state bit by bit.
 
-Storage does not tell: tensorstore has checksums of its index, not of the numbers, and a bit that
-flips on the way to the disk, on it, or on the way back would be trained on. So each array is hashed
-where it lies before it is saved, and again when it is back. The hash goes by places in the whole
-array: meshes do not matter.
+Tensorstore has checksums of its index but not of the values, so a bit that flips on disk or in
+transfer would go unnoticed. Each array is hashed on its devices before it is saved, and again after
+it is restored. The hash depends on positions in the whole array, so it is independent of the mesh.
 """
 
 import dataclasses
@@ -21,20 +20,20 @@ from jaxforge.checkpoint import host_checksum
 from jaxforge.state.checksum import checksum
 
 Checksums = dict[str, int]
-"""Array -> its hash."""
+"""Array name -> hash."""
 
 _hash = jax.jit(lambda tree: jax.tree.map(checksum, tree))
 
 
 def begin(tree: PyTree) -> Callable[[], Checksums]:
-    """Begins to hash each array.
+    """Start to hash each array.
 
-    Devices hash on their own while the host goes on: at once afterwards they may be given away.
-    What lies in this host's memory is hashed there, by whoever asks for the result (in the
-    background, if in the background), and has to stay until then.
+    Accelerators hash asynchronously, and their arrays may be donated right afterwards. Arrays in
+    host memory are hashed in the call of the returned function, in the caller's thread, and must
+    stay unchanged until then.
 
     Returns:
-        What waits for the hashes, by the paths of their arrays.
+        Function that waits for the hashes and returns them by array name.
     """
     leaves = {name: jnp.asarray(leaf) for name, leaf in flatten_dict(tree, sep=".").items()}
     if not is_on_this_host(leaves):
@@ -44,12 +43,12 @@ def begin(tree: PyTree) -> Callable[[], Checksums]:
 
 
 def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) -> None:
-    """Raise ValueError if some array is not what was saved, or has no hash.
+    """Raise ValueError if an array differs from the saved one, or has no hash.
 
     Args:
-        tree: what was read, or a part of it.
-        saved: hashes of what was saved.
-        dtypes: of what was saved; an array that was read as another type cannot be compared.
+        tree: restored arrays; may be a part of the state.
+        saved: hashes of the saved arrays.
+        dtypes: dtypes of the saved arrays. Arrays restored in another dtype are not compared.
     """
     leaves = flatten_dict(tree, sep=".")
     changed = [
@@ -63,12 +62,12 @@ def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) 
 
 
 class ChecksumsHandler(ocp.JsonCheckpointHandler):
-    """Writes hashes when they are there, in the background; reads them as any JSON."""
+    """Orbax handler that writes hashes in the background once they are computed."""
 
     async def async_save(
         self, directory: Path, item: None = None, args: "ChecksumsSave | None" = None
     ) -> list[ocp.future.Future]:
-        """Returns the write, which has begun."""
+        """Start the write; return its future."""
         assert args is not None
 
         async def save() -> None:
@@ -82,13 +81,13 @@ class ChecksumsHandler(ocp.JsonCheckpointHandler):
 @ocp.args.register_with_handler(ChecksumsHandler, for_save=True)
 @dataclasses.dataclass
 class ChecksumsSave(ocp.args.CheckpointArgs):
-    """Pending save of checksums, started by `begin`."""
+    """Pending save of checksums; `wait` is the result of `begin`."""
 
     wait: Callable[[], Checksums]
 
 
 def is_on_this_host(tree: PyTree) -> bool:
-    """Return whether all arrays are in memory of this process that its devices share."""
+    """Return whether all arrays are on CPU devices of this process."""
     return all(
         leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
         for leaf in jax.tree.leaves(tree)

@@ -1,7 +1,7 @@
-"""`state.checksum` of arrays in the host's memory, in one pass that stores nothing.
+"""`state.checksum` of arrays in host memory, in one pass without temporaries.
 
-XLA:CPU does not fuse the mixing of bits into their sum: it stores four bytes for each element. So
-the sum is kept for each column of a row that stays in a core's cache, and rows are mixed into it.
+XLA:CPU does not fuse the mixing of bits into the sum and would store four bytes per element. Rows
+are therefore accumulated into one sum per column, which stays in the cache of a core.
 """
 
 import math
@@ -16,15 +16,15 @@ from jaxforge.state.block_checksum import FACTOR
 from jaxforge.state.checksum import fmix32
 
 _WIDTH = 4096
-"""Elements of a row, at least, where there are as many."""
+"""Smallest number of elements per row, if the array has as many."""
 
-_SMALL = 1 << 16
-"""Elements that NumPy, with temporaries, goes through sooner than a program is compiled."""
+SMALL = 1 << 16
+"""Number of elements up to which NumPy with temporaries is faster than compiling a program."""
 
 
 def checksum(array: Shaped[Array, "..."]) -> int:
     """Return the value of `state.checksum` for an array on CPUs of this process, on any mesh."""
-    # By region and not by `replica_id`: whatever JAX lists twice counts once.
+    # Keyed by region and not by `replica_id`, so that each region counts once.
     regions = {
         tuple(axis.start or 0 for axis in shard.index): shard for shard in array.addressable_shards
     }
@@ -38,7 +38,9 @@ def checksum(array: Shaped[Array, "..."]) -> int:
 
 
 def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
-    """Return a part's contribution to the sum."""
+    """Return the contribution of a shard to the sum."""
+    # The flat index of an element in the whole array is a sum over axes of (index * stride). With
+    # the axes split into two groups, it is a row term plus a column term: [row] + [column].
     axes = range(part.ndim)
     steps = [
         (np.arange(part.shape[i]) + start[i]).astype(np.uint32)
@@ -48,7 +50,7 @@ def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> i
     split = max((i for i in axes if math.prod(part.shape[i:]) >= _WIDTH), default=0)
     rows, columns = _sums(steps[:split]), _sums(steps[split:])
     bits = part.reshape(rows.size, columns.size).view(f"uint{8 * part.itemsize}")
-    if part.size <= _SMALL:
+    if part.size <= SMALL:
         position = rows[:, None] + columns
         return int(
             fmix32(bits.astype(np.uint32) + position * np.uint32(FACTOR)).sum(dtype=np.uint32)
@@ -57,10 +59,10 @@ def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> i
 
 
 def _sums(steps: Sequence[UInt32[np.ndarray, " size"]]) -> UInt32[np.ndarray, " product"]:
-    """The sum of one step along each axis, for all their combinations in row-major order."""
+    """Return the sums of one step per axis for all combinations, in row-major order."""
     sums = np.zeros(1, np.uint32)
-    for along in steps:
-        sums = (sums[:, None] + along).reshape(-1)
+    for axis_steps in steps:
+        sums = (sums[:, None] + axis_steps).reshape(-1)
     return sums
 
 
@@ -68,7 +70,7 @@ def _sums(steps: Sequence[UInt32[np.ndarray, " size"]]) -> UInt32[np.ndarray, " 
 def _mixed_sum(
     bits: UInt[Array, "row column"], rows: UInt32[Array, " row"], columns: UInt32[Array, " column"]
 ) -> UInt32[Array, ""]:
-    """Return the sum of mixed bits; an element's index is the sum of its row and column offsets."""
+    """Return the sum of mixed bits; the index of an element is its row term plus column term."""
 
     def add(i: UInt32[Array, ""], sums: UInt32[Array, " column"]) -> UInt32[Array, " column"]:
         position = rows[i] + columns

@@ -1,9 +1,9 @@
-"""Saves of a job with several processes: all of them succeed, or all of them fail.
+"""Saves of a job with several processes: all processes succeed, or all fail.
 
-Orbax's processes wait for one another at barriers, for ten minutes each. A process whose disk is
-full waits there as well, before Orbax raises its error. So each process looks for its own failure
-in what Orbax logs, and the loops of all processes, which come to the same places in the same order,
-exchange how their saves stand (`await_all`).
+The processes of Orbax wait for one another at barriers, for ten minutes each. A process whose disk
+is full waits there, too, before Orbax raises its error. Each process therefore watches Orbax's log
+for its own failure, and the training loops, which reach the same points in the same order, exchange
+the state of their saves (`await_all`).
 """
 
 import contextlib
@@ -24,15 +24,16 @@ from jaxforge.parallel.agreement import gather
 
 _PAUSE_SEC = 0.05
 _LONGEST_PAUSE_SEC = 0.5
-_WAITS, _READY, _FAILED = range(3)
+_PENDING, _READY, _FAILED = range(3)
 
 _ORBAX_LOG = logging.getLogger("absl")
 
 
 def multiprocessing_options(directory: Path) -> ocp.options.MultiprocessingOptions:
-    """Return options for barriers that any thread may wait at, each directory with its own.
+    """Return options for barriers that any thread may use, separate for each directory.
 
-    Orbax's default are collectives of the devices, which must come in the order of the loop's own.
+    By default, Orbax uses device collectives, which would have to keep the order of the training
+    loop's collectives.
     """
     if jax.process_count() == 1:
         return ocp.options.MultiprocessingOptions()
@@ -64,21 +65,21 @@ class _Listener(logging.Handler):
 
 
 def await_all(is_ready: Callable[[], bool], failure: Callable[[], str]) -> None:
-    """Return once every process is ready. All processes call this at the same place.
+    """Return once every process is ready. All processes call this at the same point.
 
     Args:
-        is_ready: whether this process is.
-        failure: what failed in this process; empty while nothing has.
+        is_ready: returns whether this process is ready.
+        failure: returns the error message of this process; empty if nothing has failed.
 
     Raises:
         JobStorageError: a process failed. Every process raises the same message.
     """
-    # Programs that run at once on CPU would take one another's messages: first end the steps.
+    # On CPU, collectives of concurrent programs could mix their messages, so steps must end first.
     jax.block_until_ready(jax.live_arrays())
     pause = _PAUSE_SEC
     while True:
         message = failure()
-        state = _FAILED if message else _READY if is_ready() else _WAITS
+        state = _FAILED if message else _READY if is_ready() else _PENDING
         states = multihost_utils.process_allgather(np.array(state, np.int32))
         if (states == _FAILED).any():
             host = socket.gethostname()

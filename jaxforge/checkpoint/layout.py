@@ -4,14 +4,15 @@
     params/...              parameters, by module and name
     optimizer/updates       updates made
     optimizer/mu, nu/...    moments (`optim`), each a tree like params or a part of it
-    optimizer/mu_scales/... and their scales, where they are in eight bits
-    optimizer/expert_updates/... updates of each expert, where idle ones are skipped
+    optimizer/mu_scales/... scales of 8-bit moments
+    optimizer/expert_updates/... updates of each expert, if idle experts are skipped
     guard/...               counts of bad steps, losses of good ones
-    model_state/...         what the model keeps that is not trained, where it keeps any
+    model_state/...         non-trainable state of the model, if it has any
 
 The counts of samples and tokens are in `progress`, the JSON next to the arrays.
 
-Nothing here depends on how the optimizer is chained, and no Python class is needed to read it.
+The layout does not depend on the order of the optimizer chain, and no Python class is needed to
+read it.
 """
 
 from collections.abc import Iterable
@@ -35,12 +36,12 @@ from jaxforge.state.train_state import TrainState, part_like
 Tree = dict[str, Any]
 
 _FILES = 16
-"""Data files of a process, as far as these bounds of their bytes allow."""
-_LEAST, _MOST = 64 << 20, 2 << 30
+"""Number of data files per process, subject to the limits below."""
+LEAST, _MOST = 64 << 20, 2 << 30  # smallest and largest size of a data file in bytes
 
 
 def to_tree(state: TrainState) -> Tree:
-    """The state as nested dicts; leaves may be arrays or their abstract values."""
+    """Convert a state to nested dicts; leaves may be arrays or abstract values."""
     return {
         "step": state.step,
         **model_tree(state.params, state.model_state),
@@ -50,15 +51,15 @@ def to_tree(state: TrainState) -> Tree:
 
 
 def model_tree(params: Params, model_state: Params) -> Tree:
-    """The part of the state that is the model."""
+    """Return the model's part of the state."""
     return {"params": params, **({"model_state": model_state} if model_state else {})}
 
 
 def drop_unsaved(wanted: Tree, saved: Tree) -> Tree:
     """Return the wanted tree without precision-specific arrays that were not saved."""
-    there, flat = flatten_dict(saved, sep="."), flatten_dict(wanted, sep=".")
+    saved_names, flat = flatten_dict(saved, sep=".").keys(), flatten_dict(wanted, sep=".")
     wanted_leaves = {
-        k: leaf for k, leaf in flat.items() if k in there or not is_precision_specific(k)
+        k: leaf for k, leaf in flat.items() if k in saved_names or not is_precision_specific(k)
     }
     return wanted if len(wanted_leaves) == len(flat) else unflatten_dict(wanted_leaves, sep=".")
 
@@ -70,7 +71,7 @@ def has_extra_leaves(wanted: Tree, saved: Tree) -> bool:
 
 
 def drop_precision_specific(fields: Tree) -> Tree:
-    """The fields of an optimizer's state, less those of some precisions alone."""
+    """Return the fields of an optimizer state without precision-specific ones."""
     return {
         name: field
         for name, field in fields.items()
@@ -79,8 +80,8 @@ def drop_precision_specific(fields: Tree) -> Tree:
 
 
 def differing_key(first: Iterable[str], other: Iterable[str]) -> str:
-    """The key of the config that two optimizer states differ in, by the names of their fields."""
-    names = [{n.removesuffix("_scales") for n in each} for each in (first, other)]
+    """Return the config key in which two optimizer states differ, given their field names."""
+    names = [{n.removesuffix("_scales") for n in fields} for fields in (first, other)]
     if names[0] == names[1]:
         return "train.opt_state_dtype"
     is_per_expert = all(name.startswith(EXPERT_FIELD) for name in names[0] ^ names[1])
@@ -88,7 +89,7 @@ def differing_key(first: Iterable[str], other: Iterable[str]) -> str:
 
 
 def fill_missing(tree: Tree, wanted: Tree) -> Tree:
-    """A tree with zeros for the wanted arrays of a precision that it lacks."""
+    """Return a tree with zeros for wanted precision-specific arrays that it lacks."""
     flat = flatten_dict(tree, sep=".")
     zeros = {
         name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
@@ -104,9 +105,9 @@ def variables(tree: Tree) -> Params:
 
 
 def from_tree(tree: Tree, like: TrainState) -> TrainState:
-    """The state whose optimizer is chained as in `like`, with the counts of `like`.
+    """Return a state with the optimizer chain and the counts of `like`.
 
-    What is there in the precision of `like` alone, and not in the tree, begins with zeros.
+    Precision-specific arrays that the tree lacks start from zeros.
     """
     tree = fill_missing(tree, to_tree(like))
     return TrainState(
@@ -120,9 +121,10 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
 
 
 def save_args(tree: Tree, axes: PyTree) -> Tree:
-    """Storage layout of every leaf: parameters and moments in chunks of one layer, and one expert.
+    """Return the storage layout of every leaf.
 
-    So that an export can read piece by piece, in bounded memory.
+    Chunks of parameters and moments hold one layer and one expert, so that an export can read block
+    by block in bounded memory.
     """
 
     def chunked(names: Axes) -> ocp.SaveArgs:
@@ -140,17 +142,17 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
 
 
 def file_bytes(tree: Tree) -> int:
-    """Bytes of a data file, the same for all processes; no chunk has more.
+    """Return the size of a data file in bytes, equal in all processes; a chunk is not larger.
 
-    Orbax gathers what goes into a file, then writes it: with its own 2 GiB a disk would have
-    nothing to do until all is gathered.
+    Orbax gathers the content of a file before it writes it. With its default of 2 GiB, the disk
+    would be idle until everything is gathered.
     """
     share = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // jax.process_count()
-    return min(max(share // _FILES, _LEAST), _MOST)
+    return min(max(share // _FILES, LEAST), _MOST)
 
 
 def _fields(opt_state: PyTree) -> Tree:
-    """Named fields of every transform's state in the chain; no two may share a name."""
+    """Return the named fields of all transforms in the chain; names are unique."""
     fields: Tree = {}
     for state in opt_state:
         assert not fields.keys() & set(state._fields)

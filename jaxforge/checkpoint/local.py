@@ -1,8 +1,8 @@
 """Checkpoints on the local disk of a node: fast to write, frequent, and lost with the node.
 
-They stand next to the lasting ones (`checkpoint.interval`) and save the steps since the last of
-these when a process dies and its node does not. A run starts from whichever is newer. It never ends
-on such a one alone.
+They complement the persistent checkpoints (`checkpoint.interval`). If a process dies and its node
+survives, only the steps since the last local checkpoint are lost. A run starts from the newer of
+the two, and its last checkpoint is always persistent.
 """
 
 import uuid
@@ -23,10 +23,12 @@ from jaxforge.parallel.stages import Stack
 def open_local(
     config: CheckpointConfig, axes: PyTree, resolved_config: dict[str, Any], stack: Stack
 ) -> Checkpoints | None:
-    """The checkpoints in `checkpoint.non_persistent_dir`, the newest kept; None without one.
+    """Open the checkpoints in `checkpoint.non_persistent_dir`; None if not configured.
+
+    Only the newest one is retained.
 
     Raises:
-        UserError: it cannot be written, or some process does not see what another writes there.
+        UserError: the directory cannot be written, or the processes do not share it.
     """
     if not config.non_persistent_interval:
         return None
@@ -39,7 +41,7 @@ def open_local(
 
 
 def _check_shared(directory: Path) -> None:
-    """Each process holds a part of the state, and all of it must be found again."""
+    """Check that all processes see the same directory: each one writes a part of the state."""
     tag = np.frombuffer(uuid.uuid4().bytes, np.uint8)
     tag = multihost_utils.broadcast_one_to_all(tag)
     marker = directory / f".seen_by_all_{tag.tobytes().hex()}"

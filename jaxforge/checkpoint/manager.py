@@ -1,8 +1,8 @@
 """Checkpoints of a run: `<run>/checkpoints/step_<n>/{state,checksums,progress,config,metrics}`.
 
-A step's directory appears under its name only when every array in it is durable (Orbax writes to a
-temporary name and renames), so the newest name is always a whole checkpoint. In a bucket, where
-nothing can be renamed, it is one once `commit_success.txt` is there.
+The directory of a step gets its name only when all its arrays are durable (Orbax writes to a
+temporary name and renames), so the newest name is always a complete checkpoint. In a bucket, where
+renaming is impossible, a checkpoint is complete once it contains `commit_success.txt`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (teaches Orbax)
+from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (patches Orbax)
 from jaxforge.checkpoint.checksums import (
     Checksums,
     ChecksumsHandler,
@@ -52,7 +52,7 @@ from jaxforge.checkpoint.sealed_progress import (
 )
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
-from jaxforge.parallel.multihost import lost_peer
+from jaxforge.parallel.multihost import peer_lost_error
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
@@ -60,26 +60,27 @@ from jaxforge.storage import safe_files, urls
 
 log = logging.getLogger(__name__)
 
-_BEGINNING = threading.Lock()
-"""Orbax numbers the saves of a process: one that begins within another takes its signals."""
+_BEGIN_LOCK = threading.Lock()
+"""Orbax numbers the saves of a process: a save that begins during the beginning of another one
+would receive its signals."""
 
-_ALONE_SEC = 60.0  # for a save to end in a process that fails on its own
+_ALONE_SEC = 60.0  # time for a save to end in a process that exits on its own
 
 _COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 
 class Checkpoints:
-    """Saves, finds and restores checkpoints of a run directory.
+    """Checkpoints of a run directory: saving, listing and restoring.
 
     Args:
-        run: the run directory.
+        run: run directory.
         config: the `[checkpoint]` section.
-        axes: logical axes of the parameters; they decide the storage chunks.
-        resolved_config: stored next to each checkpoint.
-        stack: the order of layers in the states that are saved; by default a checkpoint's own.
-        read_only: for a run that is not ours to change.
-        arrays: what reads and writes the state; Orbax's own by default.
-        begin_checksums: begins to hash the arrays of a state (`checksums.begin`).
+        axes: logical axes of the parameters, which determine the storage chunks.
+        resolved_config: config stored in each checkpoint.
+        stack: order of layers in saved states; by default that of checkpoints.
+        read_only: do not create, change or delete files.
+        arrays: handler that reads and writes the state; by default that of Orbax.
+        begin_checksums: function that starts to hash the arrays of a state (`checksums.begin`).
     """
 
     def __init__(
@@ -140,76 +141,80 @@ class Checkpoints:
     def save(
         self, progress: Progress, state: TrainState, evaluation: Mapping[str, float] | None = None
     ) -> Path | None:
-        """Starts the save of a step; with `async_mode` it is written in the background.
+        """Start to save a step; with `async_mode`, it is written in the background.
 
         Args:
-            progress: names the step.
-            state: its state; may be donated as soon as this returns.
-            evaluation: metrics of this very state, by which `keep_best_n` ranks.
+            progress: progress of the run, including the step.
+            state: state of the step. It may be donated as soon as this returns.
+            evaluation: metrics of this state, by which `keep_best_n` ranks.
 
         Returns:
-            Where the checkpoint will appear; None if this step is saved already.
+            Path at which the checkpoint will appear; None if the step is already saved.
 
         Raises:
-            RuntimeError: Orbax declined the save. It never passes silently.
-            StorageError: this save, or the one before it, could not be written. What goes wrong in
-                the background, either of them, is raised by `check`, `wait`, `close` and `save`.
+            RuntimeError: Orbax declined the save.
+            StorageError: this save or the previous one could not be written. Errors of either type
+                in the background are raised by the next `check`, `wait`, `close` or `save`.
         """
         step = progress.step
         if step == self._saved:
             return None
-        self.wait()  # two states set aside would not fit
+        self.wait()  # memory may not suffice for copies of two states
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
         is_async = self._config.async_mode != "disabled"
-        if is_set_aside := is_async and is_on_this_host(tree):
+        # The next step may overwrite the arrays of CPU devices, so these are copied. Arrays of
+        # accelerators are copied to host memory within Orbax's `save`.
+        if is_copied := is_async and is_on_this_host(tree):
             tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
         metrics = {k: float(v) for k, v in (evaluation or {}).items() if math.isfinite(v)}
         sealed_metrics = add_seal(metrics) if metrics else None
         write = functools.partial(self._write, step, self._args(tree, progress), sealed_metrics)
         began, written = time.monotonic(), threading.Event()
-        left: list[Callable[[], object]] = []
-        if is_set_aside:  # Orbax would slow the copies, and the step after them
-            left = [functools.partial(jax.block_until_ready, tree), write]
-        elif jax.process_count() > 1:  # a thread may wait for processes that will not come
-            left = [write, written.set]
+        background: list[Callable[[], object]] = []
+        if is_copied:  # Orbax would slow down the copies, and the step after them
+            background = [functools.partial(jax.block_until_ready, tree), write]
+        elif jax.process_count() > 1:  # only a thread may block on processes that have failed
+            background = [write, written.set]
         else:
             with self._naming_failure():
                 write()
         self._saved = step
-        self._thread = threading.Thread(target=self._finish, args=(step, began, *left), daemon=True)
+        self._thread = threading.Thread(
+            target=self._finish, args=(step, began, *background), daemon=True
+        )
         self._thread.start()
         if jax.process_count() > 1:
             self._await_all(written.is_set)
         return self.path(step)
 
     def check(self) -> None:
-        """Returns at once.
+        """Raise the error of a save in the background, if any; never block.
 
         Raises:
-            StorageError: a save could not be written in the background.
+            StorageError: a save could not be written.
         """
         with self._naming_failure():
             if self._failure:
                 raise self._failure
 
     def newly_durable(self) -> dict[int, float]:
-        """Steps whose saves have ended since this was last asked, and seconds from start to end."""
+        """Return step -> seconds of the saves that have ended since the last call."""
         if self._thread and self._thread.is_alive():
             return {}
         took, self._took = self._took, {}
-        # A save may have failed, or be gone already.
+        # A save may have failed, or its checkpoint may have been deleted.
         return {step: seconds for step, seconds in took.items() if is_durable(self.path(step))}
 
     def latest(self) -> int | None:
-        """The newest durable step."""
+        """Return the newest durable step, or None."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """The durable steps, in order."""
+        """Return the durable steps in order."""
         return sorted(self._manager.all_steps())
 
     def discard_after(self, step: int) -> None:
-        """Removes every later checkpoint, so that its place is free for another."""
+        """Delete all later checkpoints, so that their steps can be saved again."""
         self.wait()
         for later in self.steps():
             if later > step:
@@ -217,9 +222,9 @@ class Checkpoints:
         self._saved = step
 
     def amend(self, progress: Progress) -> None:
-        """Replaces the progress of a durable step, whose arrays stay as they are.
+        """Replace the progress of a durable step; its arrays stay unchanged.
 
-        For what ends after the save, as an evaluation that was stopped and resumed.
+        This records events after the save, such as the end of an evaluation that was resumed.
         """
         self.wait()
         path = self.path(progress.step) / "progress" / "metadata"
@@ -229,12 +234,12 @@ class Checkpoints:
                 safe_files.replace_text(path, json.dumps(seal_progress(progress, config_crc32)))
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
-        """State and progress of a step.
+        """Restore state and progress of a step.
 
         Args:
-            like: shapes, dtypes and shardings wanted (`abstract_state`), layers in order; the mesh
-                may be another than the one that saved.
-            step: a step that `latest` names, or any other that is there.
+            like: requested shapes, dtypes and shardings (`abstract_state`), with layers in order.
+                The mesh may differ from that of the save.
+            step: a durable step.
         """
         with self._naming_damage(step):
             tree, saved = self._fitting_trees(like, step)
@@ -249,10 +254,10 @@ class Checkpoints:
         return with_counts(layout.from_tree(restored.state, like), progress), progress
 
     def check_restorable(self, like: TrainState, step: int) -> Progress:
-        """Compare a step with what is wanted of it, as `restore` does, but read no arrays.
+        """Check whether `restore` would accept a step, without reading arrays.
 
         Args:
-            like: shapes and dtypes wanted, layers in order.
+            like: requested shapes and dtypes, with layers in order.
             step: a durable step.
 
         Returns:
@@ -261,13 +266,13 @@ class Checkpoints:
         Raises:
             UserError: the step is damaged, or of another model or optimizer.
         """
-        if self.has_optimizer(step):  # else a run starts with the weights alone
+        if self.has_optimizer(step):  # otherwise a run starts with the weights only
             with self._naming_damage(step):
                 self._fitting_trees(like, step)
         return self.progress(step)
 
     def progress(self, step: int) -> Progress:
-        """The host's counters at a step."""
+        """Return the host's counters at a step."""
         with self._naming_damage(step):
             return unseal_progress(self._read(step, progress=ocp.args.JsonRestore()).progress, step)
 
@@ -288,29 +293,29 @@ class Checkpoints:
         return state
 
     def path(self, step: int) -> Path:
-        """The directory of a step."""
+        """Return the directory of a step."""
         return self.directory / f"{PREFIX}_{step}"
 
     def wait(self) -> None:
-        """Returns when every save that was started is durable.
+        """Wait until all saves are durable.
 
         Raises:
-            StorageError: one could not be written.
+            StorageError: a save could not be written.
         """
         thread = self._thread
         if thread and jax.process_count() > 1:
             self._await_all(lambda: not thread.is_alive())
-            self._thread = None  # so that nothing is asked again
+            self._thread = None  # so that the processes are not synchronized again
         elif thread:
             thread.join()
         self.check()
 
     def close(self, *, together: bool = True) -> None:
-        """Waits, then lets go of Orbax's threads.
+        """Wait for saves, then release Orbax's threads.
 
         Args:
-            together: all processes of the job come here. Otherwise a save that waits for processes
-                that may not come is left behind after `_ALONE_SEC`.
+            together: whether all processes of the job call this. Otherwise a save that waits for
+                other processes is abandoned after `_ALONE_SEC`.
         """
         with self._naming_failure(), self._closing:
             try:
@@ -328,26 +333,26 @@ class Checkpoints:
 
     @property
     def _patience_sec(self) -> float:
-        """Seconds that a save in the background has to end while the process ends."""
+        """Seconds to wait for a save in the background while the process exits."""
         if isinstance(self._failure, PeerLostError):
             return 0.0  # Orbax waits for the lost process
         return 1.0 if self._failure else _ALONE_SEC
 
     def _await_all(self, is_ready: Callable[[], bool]) -> None:
-        """Return once all processes are ready; raise on all of them where one has failed."""
+        """Return once all processes are ready; raise in all of them if one has failed."""
         try:
-            job_saves.await_all(is_ready, lambda: _gist(self._failure) if self._failure else "")
+            job_saves.await_all(is_ready, lambda: _summary(self._failure) if self._failure else "")
         except JobStorageError as error:
             self._failure = JobStorageError(self._unwritten(str(error)))
             raise self._failure from None
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            if lost := lost_peer(error):
+            if lost := peer_lost_error(error):
                 self._failure = lost  # so that `close` does not wait for a process that is gone
                 raise lost from error
             raise
 
     def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
-        """Return the items to save of a step."""
+        """Return the items of a step to save."""
         file_bytes = None if urls.in_bucket(self.directory) else layout.file_bytes(tree)
         config = self._resolved or {}
         return ocp.args.Composite(
@@ -362,20 +367,20 @@ class Checkpoints:
         )
 
     def _write(self, step: int, args: ocp.args.Composite, metrics: dict[str, float] | None) -> None:
-        """Returns when all that is saved has been read, and is being written."""
-        with _BEGINNING:
+        """Start Orbax's save; return once the state may be overwritten."""
+        with _BEGIN_LOCK:
             saved = self._manager.save(step, args=args, metrics=metrics, force=True)
         if not saved:
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
 
-    def _finish(self, step: int, began: float, *left: Callable[[], object]) -> None:
-        """The part of a save that the loop does not wait for."""
+    def _finish(self, step: int, began: float, *calls: Callable[[], object]) -> None:
+        """Run the calls of a save in the background and wait until it is durable."""
         try:
-            for do in left:
-                do()
+            for call in calls:
+                call()
             self._manager.wait_until_finished()
             self._took[step] = time.monotonic() - began
-        except Exception as error:  # whatever it is, it is raised by `check`
+        except Exception as error:  # raised by `check`
             self._note_failure(error)
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> ocp.args.Composite:
@@ -383,11 +388,11 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(**items))
 
     def _saved_tree(self, step: int) -> PyTree:
-        """Shapes and dtypes of the state that was saved; read from the disk."""
+        """Read the shapes and dtypes of a saved state."""
         return self._manager.item_metadata(step).state.tree
 
     def _fitting_trees(self, like: TrainState, step: int) -> tuple[layout.Tree, PyTree]:
-        """Return what is wanted of a step, and shapes and dtypes of what was saved.
+        """Return the tree to restore of a step, and the shapes and dtypes of the saved tree.
 
         Raises:
             UserError: the step is of another model or optimizer.
@@ -399,15 +404,15 @@ class Checkpoints:
         return tree, saved
 
     def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
-        """Names the first array that differs, before Orbax fails on it in its own words."""
+        """Raise UserError with the first array whose shape differs."""
         saved, shapes = (_shapes(layout.variables(tree)) for tree in (saved_tree, wanted))
         spare = {name for name in saved.keys() - shapes.keys() if is_precision_specific(name)}
         for name in sorted((shapes.keys() | saved.keys()) - spare):
-            want, have = shapes.get(name, "absent"), saved.get(name, "absent")
-            if want != have:
+            expected, actual = shapes.get(name, "absent"), saved.get(name, "absent")
+            if expected != actual:
                 raise UserError(
-                    f"{self.path(step)} does not fit [model]: {name} is {have} in the checkpoint "
-                    f"and {want} in the config; change [model] or checkpoint.dir"
+                    f"{self.path(step)} does not fit [model]: {name} is {actual} in the checkpoint "
+                    f"and {expected} in the config; change [model] or checkpoint.dir"
                 )
 
     def _check_optimizer(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
@@ -424,7 +429,7 @@ class Checkpoints:
             )
 
     def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:
-        """Compares checksums, where the checkpoint has any: those of old versions do not."""
+        """Compare checksums, if the checkpoint has them; old versions did not write any."""
         if not (self.path(step) / "checksums").exists():
             return
         checksums = self._read(step, checksums=ocp.args.JsonRestore()).checksums
@@ -439,12 +444,14 @@ class Checkpoints:
         except JobStorageError:
             raise
         except (OSError, ValueError) as error:
-            raise lost_peer(error) or StorageError(self._unwritten(_gist(error))) from error
+            raise peer_lost_error(error) or StorageError(
+                self._unwritten(_summary(error))
+            ) from error
 
     def _unwritten(self, why: str) -> str:
         return (
-            f"a checkpoint could not be written to {self.directory} ({why}); those that are there "
-            "are whole: put that right, then run the same command to resume"
+            f"a checkpoint could not be written to {self.directory} ({why}); existing checkpoints "
+            "are complete: fix that, then run the same command to resume"
         )
 
     @contextlib.contextmanager
@@ -453,30 +460,29 @@ class Checkpoints:
             yield
         except UserError:
             raise
-        except Exception as error:  # Orbax raises any: plain `Exception` for an unreadable array
-            if lost := lost_peer(error):
+        except Exception as error:  # Orbax raises plain `Exception` for an unreadable array
+            if lost := peer_lost_error(error):
                 raise lost from error
-            earlier = max(
-                (step_before for step_before in self.steps() if step_before < step), default=None
-            )
-            before = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
+            earlier = max((other for other in self.steps() if other < step), default=None)
+            hint = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
             raise UserError(
-                f"{self.path(step)} is damaged ({_gist(error.__cause__ or error)}); {before}bring "
+                f"{self.path(step)} is damaged ({_summary(error.__cause__ or error)}); {hint}bring "
                 "it back from a copy"
             ) from error
 
 
 class _Manager(ocp.CheckpointManager):
-    """JAX's preemption service is for `training.preemption` to ask, whose calls it counts.
+    """Checkpoint manager that verifies metrics and does not query JAX's preemption service.
 
-    Orbax asks with the step that is saved, also from its background thread when training has gone
-    on; then one process may stop at a step that another has passed (docs/upstream.md).
+    The service counts queries, and `training.preemption` makes them. Orbax would query with the
+    saved step, also from its background thread while training continues. One process might then
+    stop at a step that another has passed (docs/upstream.md).
     """
 
     def metrics(self, step: int) -> PyTree | None:
-        """Return the metrics that a step was saved with, by which it may be one of the best.
+        """Return the metrics of a step, which rank it for `keep_best_n`.
 
-        Orbax reads those of all steps when the manager is made.
+        Orbax reads the metrics of all steps when the manager is created.
 
         Raises:
             UserError: the file is damaged.
@@ -487,14 +493,14 @@ class _Manager(ocp.CheckpointManager):
         except ValueError as error:
             path = Path(self.directory) / f"{PREFIX}_{step}"
             raise UserError(
-                f"{path} is damaged ({_gist(error)}): whether it is one of the best cannot be "
-                "told. Bring metrics/metrics back from a copy, or remove that file: then the "
-                "checkpoint counts as never evaluated"
+                f"{path} is damaged ({_summary(error)}): its rank among the best is unknown. "
+                "Restore metrics/metrics from a copy, or remove that file: then the checkpoint "
+                "counts as never evaluated"
             ) from error
         return metrics
 
     def reached_preemption(self, step: int) -> bool:
-        """Never asks: saves are ours to decide."""
+        """Return False: `training.preemption` decides about saves."""
         return False
 
 
@@ -508,7 +514,7 @@ def _handlers(
 ) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Register the handler of each item up front, so that metadata can be read first."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    # Weights hardly compress (8 % in float32), and zstd would take cores from the loop.
+    # Weights hardly compress (8 % in float32), and zstd would use cores of the training loop.
     arrays = arrays or ocp.PyTreeCheckpointHandler(use_compression=False)
     json = ocp.JsonCheckpointHandler()
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
@@ -523,7 +529,7 @@ def _handlers(
 
 
 def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
-    """`keep_last_n` newest (0: all), `keep_best_n` by evaluation, and those of the window."""
+    """Return the policy: `keep_last_n` newest (0: all), `keep_best_n`, and those of the window."""
     if config.keep_last_n <= 0:
         return policies.LatestN(n=None)
     permanent = [
@@ -533,7 +539,7 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     if config.keep_best_n:
         permanent.append(
             policies.BestN(
-                # Absent where it was not finite, or the run went by another one then: never best.
+                # Absent metric (not finite, or of another `best_metric`): never the best.
                 get_metric_fn=lambda metrics: metrics.get(config.best_metric, math.inf),
                 reverse=True,  # Orbax keeps the end of the list: the lowest
                 n=config.keep_best_n,
@@ -543,8 +549,8 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     return policies.AnyPreservationPolicy(permanent)
 
 
-def _gist(error: BaseException) -> str:
-    """The system's words; else the end of what may be pages: libraries put the cause last."""
+def _summary(error: BaseException) -> str:
+    """Return the message of the system, or else the end of the text, where libraries put causes."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]

@@ -1,9 +1,9 @@
-"""Orbax in buckets: what it lacks, in the two places where it asks.
+"""Two patches of Orbax for buckets.
 
-Orbax 0.12 makes kvstores of gs:// alone (https://github.com/google/orbax/pull/2739). What it makes
-of such a directory serves s3:// once the driver is exchanged. And it wants another client to find
-out whether a bucket has folders (hierarchical namespaces), to remove them; empty ones are not seen
-here, and do no harm.
+Orbax 0.12 creates kvstores only for gs:// (https://github.com/google/orbax/pull/2739). Its spec for
+gs:// also works for s3:// with another driver. Orbax also needs another client library to determine
+whether a bucket has folders (hierarchical namespaces), in order to delete empty ones. These are
+invisible here and harmless, so the query is disabled.
 """
 
 import os
@@ -15,14 +15,14 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from jaxforge.storage import buckets
 
 
-def _teach() -> None:
-    of_gcs = tensorstore_utils.build_kvstore_tspec
+def _patch_orbax() -> None:
+    build_gcs_tspec = tensorstore_utils.build_kvstore_tspec
 
     def build_kvstore_tspec(directory: str, *args: Any, **kwargs: Any) -> dict:  # noqa: ANN401
         url = os.fspath(directory)
         if not url.startswith(("gs://", "s3://")):
-            return of_gcs(directory, *args, **kwargs)
-        spec = of_gcs("gs://" + url.partition("://")[2], *args, **kwargs)
+            return build_gcs_tspec(directory, *args, **kwargs)
+        spec = build_gcs_tspec("gs://" + url.partition("://")[2], *args, **kwargs)
         return _with_clients(spec, url.partition("://")[0])
 
     tensorstore_utils.build_kvstore_tspec = build_kvstore_tspec
@@ -30,7 +30,7 @@ def _teach() -> None:
 
 
 def _with_clients(spec: Any, scheme: str) -> Any:  # noqa: ANN401
-    """The spec with our settings of the client wherever it names one."""
+    """Return a spec in which every gcs driver is replaced by the client of our settings."""
     if isinstance(spec, list):
         return [_with_clients(part, scheme) for part in spec]
     if not isinstance(spec, dict):
@@ -40,4 +40,4 @@ def _with_clients(spec: Any, scheme: str) -> Any:  # noqa: ANN401
     return {key: _with_clients(value, scheme) for key, value in spec.items()}
 
 
-_teach()
+_patch_orbax()

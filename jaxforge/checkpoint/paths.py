@@ -15,17 +15,17 @@ PREFIX = "step"
 
 
 def is_precision_specific(array: str) -> bool:
-    """Return whether an array, by its dotted name, exists only in some precisions.
+    """Return whether an array, given by its dotted name, exists only with some precision settings.
 
-    Runs may change `train.mixed_precision` and `train.param_rounding`: they begin with zeros for
-    it, or go on without.
+    When a run changes `train.mixed_precision` or `train.param_rounding`, such an array starts from
+    zeros or is dropped.
     """
-    of_some = ("guard.loss_scale", f"optimizer.{COMPENSATION}.")
-    return array.startswith(of_some) or array.endswith(AMAX_HISTORIES)
+    prefixes = ("guard.loss_scale", f"optimizer.{COMPENSATION}.")
+    return array.startswith(prefixes) or array.endswith(AMAX_HISTORIES)
 
 
 def is_durable(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is durable; on local disks it has its name only then."""
+    """Return whether a checkpoint is durable; a local one has its name only then."""
     if urls.in_bucket(checkpoint):
         return (checkpoint / COMMITTED).exists()
     return checkpoint.is_dir()
@@ -37,7 +37,7 @@ def has_run(path: str | Path) -> bool:
         run, step = find(urls.path(path))
     except UserError:
         return False
-    # KempnerForge's steps have the same names.
+    # KempnerForge names its steps in the same way.
     return (run / SUBDIRECTORY / f"{PREFIX}_{step}" / "state").is_dir()
 
 
@@ -52,14 +52,17 @@ def stored_config(path: str | Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text())
         if not isinstance(values, dict):
-            raise ValueError("it is no table")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise UserError(f"{file} is damaged ({str(error)[:160]})") from error
     return values
 
 
 def find(path: Path) -> tuple[Path, int]:
-    """The run directory and step that a path to a run, or to one of its checkpoints, means.
+    """Return the run directory and step of a checkpoint, or of the newest checkpoint of a run.
+
+    Args:
+        path: path of a run, of its checkpoint directory or of a checkpoint.
 
     Raises:
         UserError: there is no checkpoint.
@@ -81,31 +84,31 @@ def find(path: Path) -> tuple[Path, int]:
 
 
 def durable_steps(run: Path) -> list[int]:
-    """Steps of the checkpoints of a run that are durable, in no order."""
+    """Return the steps of a run's durable checkpoints, unordered."""
     paths = filter(is_durable, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
     return [int(n) for p in paths if (n := p.name.removeprefix(f"{PREFIX}_")).isdigit()]
 
 
 def check_path(directory: Path) -> None:
-    """Looks whether checkpoints that are written to a path can be read again.
+    """Check that checkpoints written to a path can be read again.
 
     Raises:
-        UserError: Orbax takes it for a pattern, or TensorStore for another path.
+        UserError: the path contains characters that Orbax or TensorStore interpret.
     """
     path = str(directory.absolute())
-    if strange := sorted({"*", "?", "[", "\\"} & set(path)):
+    if special := sorted({"*", "?", "[", "\\"} & set(path)):
         raise UserError(
-            f"{path}: checkpoints under a path with {' or '.join(strange)} could not be read "
+            f"{path}: checkpoints under a path with {' or '.join(special)} could not be read "
             "again: Orbax looks for its files by patterns, and TensorStore takes \\ for /; give a "
             "directory without"
         )
 
 
 def check_no_torch_checkpoints(directory: Path) -> None:
-    """Checkpoints of PyTorch may have the same names; they must not be swept away with old ones.
+    """Check that a directory has no PyTorch checkpoints, which retention would delete.
 
     Raises:
-        UserError: there are such.
+        UserError: there is a PyTorch checkpoint.
     """
     for step in directory.glob(f"{PREFIX}_*"):
         if (step / ".metadata").exists() or (step / "pp0").is_dir():

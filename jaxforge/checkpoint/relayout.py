@@ -1,8 +1,9 @@
-"""Between the order of layers on pipeline stages and that of checkpoints, which know no stages.
+"""Conversion between the order of layers in checkpoints and on pipeline stages.
 
-Where the two differ (`parallel.stages.Stack`: chunks, or stages of unequal length), a tree is
-rearranged on the devices before it is written and after it is read; memory for a copy of it is
-needed meanwhile. A tree is parameters, a train state, or any that has parameters' names in it.
+Checkpoints hold layers in order. If stages hold them in another order (`parallel.stages.Stack`:
+chunks, or stages of unequal length), a tree is rearranged on the devices before it is written and
+after it is read, which needs memory for a copy. A tree is parameters, a train state, or any other
+tree with the names of parameters.
 """
 
 import math
@@ -20,13 +21,13 @@ from jaxforge.parallel.stages import Stack
 
 
 def by_layer(tree: PyTree, stack: Stack) -> PyTree:
-    """The tree as a checkpoint has it: entry i of stacked parameters is layer i.
+    """Return a tree in checkpoint order: entry i of stacked parameters is layer i.
 
     Args:
-        tree: arrays, or their abstract values with shardings.
-        stack: the order that they are in.
+        tree: arrays, or abstract values with shardings.
+        stack: order of layers in `tree`.
     """
-    if stack.in_order:
+    if stack.is_in_order:
         return tree
     wanted = _map_stacked(lambda leaf: _abstract_by_layer(leaf, stack), tree)
     if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
@@ -35,32 +36,32 @@ def by_layer(tree: PyTree, stack: Stack) -> PyTree:
 
 
 def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
-    """The tree as stages have it.
+    """Return a tree in the order of the stages.
 
     Args:
-        tree: as a checkpoint has it.
-        stack: the order wanted.
-        like: abstract values with the shardings wanted.
+        tree: arrays in checkpoint order.
+        stack: requested order of layers.
+        like: abstract values with the requested shardings.
     """
-    if stack.in_order:
+    if stack.is_in_order:
         return tree
     return _rearranged(tree, stack.stack, _shardings(tree), _shardings(like))
 
 
 Leaf = Any
-"""An array or its abstract value."""
+"""Array or abstract value."""
 
 
 def _rearranged(
     tree: PyTree, reorder: Callable[[Array], Array], at: PyTree, result: PyTree
 ) -> PyTree:
-    """The tree with its stacked parameters in another order.
+    """Return the tree with its stacked parameters in another order.
 
     Args:
         tree: arrays.
-        reorder: rearranges the rows of an array.
-        at: shardings that do not split rows: only there each device rearranges its own. Left to
-            the partitioner, which knows no way to do it in place, that of jax 0.11 aborts.
+        reorder: function that rearranges the rows of an array.
+        at: shardings that do not split rows, so that each device rearranges its own part. With
+            split rows, the partitioner of jax 0.11 aborts.
         result: shardings of the result.
     """
 
@@ -81,15 +82,18 @@ def _shardings(tree: PyTree) -> PyTree:
 
 
 def _map_stacked(function: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> PyTree:
-    def of_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *others: Any) -> Leaf:  # noqa: ANN401
+    def map_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *others: Any) -> Leaf:  # noqa: ANN401
         is_stacked = any(getattr(key, "key", None) == LAYERS for key in path)
         return function(leaf, *others) if is_stacked else leaf
 
-    return jax.tree_util.tree_map_with_path(of_leaf, tree, *more)
+    return jax.tree_util.tree_map_with_path(map_leaf, tree, *more)
 
 
 def _abstract_by_layer(leaf: Leaf, stack: Stack) -> jax.ShapeDtypeStruct:
-    """One entry a layer; what stages held apart is split along another dimension that divides."""
+    """Return the abstract value in checkpoint order, with one entry per layer.
+
+    The axis of the stages moves from the rows to the first other dimension that it divides.
+    """
     shape, mesh = (stack.layers, *leaf.shape[1:]), leaf.sharding.mesh
     spec = [None, *leaf.sharding.spec[1:]]
     spec += [None] * (len(shape) - len(spec))

@@ -15,6 +15,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
 from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """A checkpoint that a run can start from."""
+    """Checkpoint from which a run can start."""
 
     @property
     def name(self) -> str:
@@ -34,49 +35,49 @@ class Source(Protocol):
 
     @property
     def has_optimizer(self) -> bool:
-        """Return whether the checkpoint holds more than weights."""
+        """True if the checkpoint holds more than weights."""
         ...
 
     def progress(self) -> Progress:
-        """Progress of the checkpoint's run; the beginning if it holds weights only."""
+        """Return the progress of the checkpoint's run; the beginning for weights only."""
         ...
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
-        """State and progress, laid out as in `like`."""
+        """Restore state and progress, with the shardings of `like`."""
         ...
 
     def restore_model(self, like: PyTree) -> PyTree:
-        """The model's part of the state (`layout.model_tree`), perhaps the parameters alone."""
+        """Restore the model's part of the state (`layout.model_tree`), at least the parameters."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A step of a run of ours, as a `Source`."""
+    """Step of a jaxforge run, as a `Source`."""
 
     checkpoints: Checkpoints
     step: int
 
     @property
     def name(self) -> str:
-        """The step and its run."""
+        """Step and run, for the log."""
         return f"step {self.step} of {self.checkpoints.directory.parent}"
 
     @property
     def has_optimizer(self) -> bool:
-        """Return whether the checkpoint holds more than weights; imports may not."""
+        """True if the checkpoint holds more than weights; an import may not."""
         return self.checkpoints.has_optimizer(self.step)
 
     def progress(self) -> Progress:
-        """Progress of the checkpoint's run."""
+        """Return the progress of the checkpoint's run."""
         return self.checkpoints.progress(self.step)
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
-        """State and progress."""
+        """Restore state and progress."""
         return self.checkpoints.restore(like, self.step)
 
     def restore_model(self, like: PyTree) -> PyTree:
-        """The model's part of the state."""
+        """Restore the model's part of the state."""
         return self.checkpoints.restore_model(like, self.step)
 
 
@@ -88,15 +89,15 @@ def starting_state(
 ) -> tuple[TrainState, Progress]:
     """Return the starting state: the newest own checkpoint, else `checkpoint.load_path`, else new.
 
-    A checkpoint of weights alone starts at step 0. `checkpoint.exclude_from_loading` keeps parts of
-    `load_path` out: "optimizer" starts with fresh moments and schedule, "progress" counts steps and
-    data from 0.
+    A checkpoint of weights only starts at step 0. `checkpoint.exclude_from_loading` excludes parts
+    of `load_path`: without "model", weights are new; without "optimizer", moments and schedule
+    start anew; without "progress", steps and data are counted from 0.
 
     Args:
-        program: the run's.
-        checkpoints: the run's own.
-        open_foreign: opens a `load_path` that is no run of ours; None refuses such.
-        local: the run's own that need not last.
+        program: program of the run.
+        checkpoints: checkpoints of the run.
+        open_foreign: opens a `load_path` that is no jaxforge run. None: `load_path` must be one.
+        local: local checkpoints of the run (`checkpoint.local`).
     """
     config = program.config
     own = [source for source in (checkpoints, local) if source and source.latest() is not None]
@@ -105,7 +106,7 @@ def starting_state(
         return start_from(Saved(newest, newest.latest() or 0), program)
     if not config.checkpoint.load_path:
         return program.init(), Progress()
-    load_path = config.checkpoint.load_path  # a URL, perhaps
+    load_path = config.checkpoint.load_path  # path or URL
     with contextlib.ExitStack() as stack:
         source: Source
         if open_foreign is None or has_run(load_path):
@@ -117,7 +118,7 @@ def starting_state(
             source = open_foreign(load_path, config)
         excluded = config.checkpoint.exclude_from_loading
         state, progress = start_from(source, program, excluded)
-    fresh = Progress()  # it is another run that begins here
+    fresh = Progress()  # a new run begins here
     progress = dataclasses.replace(
         progress, run_id=fresh.run_id, validation=None, rollbacks=[], data={}
     )
@@ -127,13 +128,29 @@ def starting_state(
 def start_from(
     source: Source, program: Program, excluded: Collection[str] = ()
 ) -> tuple[TrainState, Progress]:
-    """State and progress of a checkpoint, less the `excluded` parts."""
+    """Restore state and progress of a checkpoint without the `excluded` parts.
+
+    Raises:
+        UserError: the checkpoint holds weights only, and "model" is excluded.
+    """
     like, stack = program.abstract_state(), program.model.stack
     wanted = by_layer(like, stack)
-    if source.has_optimizer and "optimizer" not in excluded:
+    has_optimizer = source.has_optimizer and "optimizer" not in excluded
+    if "model" in excluded and not source.has_optimizer:
+        raise UserError(
+            f"{source.name} holds weights only, and checkpoint.exclude_from_loading leaves "
+            'nothing to load: remove "model" from it'
+        )
+    if has_optimizer:
         log.info("resuming from %s", source.name)
         state, progress = source.restore(wanted)
         state = by_stage(state, stack, like)
+        if "model" in excluded:
+            new = program.init()
+            state = dataclasses.replace(state, params=new.params, model_state=new.model_state)
+    elif "model" in excluded:
+        progress = source.progress()
+        state = _with_progress(program.init(), progress)
     else:
         log.info("starting with the weights of %s", source.name)
         restored = source.restore_model(model_tree(wanted.params, wanted.model_state))
@@ -143,14 +160,14 @@ def start_from(
             restored = fill_missing(restored, like_model)
         state = program.init_from(restored)
         progress = source.progress()
-        state = _at(state, progress)
+        state = _with_progress(state, progress)
     if "progress" in excluded:
-        return _at(state, Progress()), Progress()
+        return _with_progress(state, Progress()), Progress()
     return state, progress
 
 
-def _at(state: TrainState, progress: Progress) -> TrainState:
-    """The state as of another place in the run."""
+def _with_progress(state: TrainState, progress: Progress) -> TrainState:
+    """Return the state with the counters of another progress."""
     scales_loss = state.guard.loss_scale is not None
     guard = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
     position = jnp.asarray(progress.step, state.step.dtype), guard

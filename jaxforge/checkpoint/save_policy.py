@@ -1,7 +1,7 @@
-"""When checkpoints are due, as a function of the step alone; nothing here writes any.
+"""Schedule of checkpoints as a function of the step.
 
-Within `[checkpoint.dyn_ckpt_window]` the window's own steps hold, and outside of it every
-`checkpoint.interval`-th. Before the batch grows (`train.batch_ramp`) there is one, too.
+Within `[checkpoint.dyn_ckpt_window]`, checkpoints are due at the steps of the window, elsewhere at
+every multiple of `checkpoint.interval`, and before the batch grows (`train.batch_ramp`).
 """
 
 import heapq
@@ -13,10 +13,10 @@ from jaxforge.config.job import JobConfig
 
 
 class SavePolicy:
-    """The steps after which a run saves, by its schedule.
+    """Steps after which a run saves.
 
     Args:
-        config: a resolved config.
+        config: resolved config.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -38,7 +38,7 @@ class SavePolicy:
         return step in self._milestones
 
     def steps(self, last: int) -> Iterator[int]:
-        """All due steps up to `last`, in order; of a run without end they are not held at once."""
+        """Iterate lazily over the due steps up to `last`, in order."""
         merged = heapq.merge(sorted(self._milestones | self._growth), self._regular(last))
         return (step for step, _ in itertools.groupby(merged) if step <= last and self(step))
 
@@ -61,7 +61,7 @@ class SavePolicy:
 
 
 def milestones(window: DynCkptWindow | None) -> Iterator[int]:
-    """The steps of a window that are saved: start, and start + 1, 2, 4, 8 ... up to stop."""
+    """Yield the saved steps of a window: start, and start + 1, 2, 4, 8 ... up to stop."""
     if window is None:
         return
     yield window.start

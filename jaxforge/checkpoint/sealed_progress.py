@@ -2,9 +2,9 @@
 
     {"step": 70, ..., "config_crc32": 123, "crc32": 456}
 
-A restore reads the position of the data, the counts and the run id as much as the arrays, whose
-hashes are in `checksums`. The seal is in the file itself, because the file is replaced when an
-evaluation ends after the save (`Checkpoints.amend`). Files of versions without one are read too.
+A restore needs the data position, the counts and the run id as much as the arrays, whose hashes are
+in `checksums`. The seal is in the file itself because the file is replaced when an evaluation ends
+after the save (`Checkpoints.amend`). Files of versions without a seal are read too.
 """
 
 import json
@@ -22,7 +22,7 @@ def seal_progress(progress: Progress, config_crc32: int | None) -> dict[str, Any
 
     Args:
         progress: the counters.
-        config_crc32: `crc32` of the config stored in the same checkpoint; None if not known.
+        config_crc32: `crc32` of the config stored in the same checkpoint; None if unknown.
     """
     return add_seal(progress.to_json() | ({} if config_crc32 is None else {_CONFIG: config_crc32}))
 
@@ -31,12 +31,12 @@ def unseal_progress(values: Mapping[str, Any], step: int | None = None) -> Progr
     """Return the counters of `progress/metadata`.
 
     Args:
-        values: its JSON.
-        step: that of the checkpoint, by the name of its directory; None where the name does not
-            matter, as for a conversion of a single checkpoint.
+        values: JSON of the file.
+        step: step in the name of the directory. None: any step, as for the conversion of a single
+            checkpoint.
 
     Raises:
-        ValueError: it is not what was saved, or of another step.
+        ValueError: the content differs from what was saved, or is of another step.
     """
     check_seal(values, "progress/metadata")
     progress = Progress.from_json(dict(values))
@@ -51,10 +51,10 @@ def add_seal(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(values: Mapping[str, Any], name: str) -> None:
-    """Compare JSON with the checksum of itself that it holds, if any.
+    """Compare JSON with the checksum that it contains, if any.
 
     Raises:
-        ValueError: it is not what was saved.
+        ValueError: the content differs from what was saved.
     """
     content = {key: value for key, value in values.items() if key != _SEAL}
     if values.get(_SEAL, crc32(content)) != crc32(content):
@@ -62,20 +62,20 @@ def check_seal(values: Mapping[str, Any], name: str) -> None:
 
 
 def stored_config_crc32(values: Mapping[str, Any]) -> int | None:
-    """Return the checksum of the config that `progress/metadata` holds, if any."""
+    """Return the checksum of the config from `progress/metadata`, if any."""
     return values.get(_CONFIG)
 
 
 def check_config(values: Mapping[str, Any], config: Any) -> None:  # noqa: ANN401 (any JSON)
-    """Compare a config with its checksum in the JSON of `progress/metadata`, where it has one.
+    """Compare a config with its checksum in the JSON of `progress/metadata`, if any.
 
     Raises:
-        ValueError: it is not what was saved.
+        ValueError: the config differs from what was saved.
     """
     if stored_config_crc32(values) not in (None, crc32(config)):
         raise ValueError("config/metadata is not what was saved")
 
 
 def crc32(values: Any) -> int:  # noqa: ANN401 (any JSON)
-    """Return the CRC-32 of JSON, whatever the order of its keys and its white space."""
+    """Return the CRC-32 of JSON, independent of key order and white space."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode())

@@ -1,1 +1,1 @@
-"""Shared parts of every command: errors as messages, standard streams, suggestions, redaction."""
+"""Common parts of all commands: error messages, standard streams, suggestions, redaction."""

@@ -1,4 +1,4 @@
-"""Ending this process: at once where it is ours, never where somebody sits at it; with another."""
+"""Start time, signals and immediate exit of this process."""
 
 import contextlib
 import ctypes
@@ -12,31 +12,31 @@ from pathlib import Path
 
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_BEGAN = "JAXFORGE_BEGAN"  # seconds by the monotonic clock, which all processes of a host share
+_BEGAN = "JAXFORGE_BEGAN"  # in seconds of the monotonic clock, common to a host
 _IMPORTED = time.monotonic()
 
 
 def began_env() -> dict[str, str]:
-    """Return the environment variable that says when this command began.
+    """Return the environment variable with the start time of this command.
 
-    A command that a supervisor starts has begun when the supervisor did: a job's time limit does
-    not start anew when the command fails.
+    A supervised command has the start time of its supervisor, so that the time limit of a job does
+    not restart when the command fails.
     """
     return {_BEGAN: os.environ.get(_BEGAN) or repr(time.monotonic() - _age())}
 
 
 def new_command_env() -> dict[str, str]:
-    """Return the environment of a process whose time begins when it starts."""
+    """Return the environment for a process with a start time of its own."""
     return {name: value for name, value in os.environ.items() if name != _BEGAN}
 
 
 def began() -> float:
-    """Return when the command began, by `time.monotonic`: now, where none was started."""
+    """Return the start time of the command in `time.monotonic` seconds; now, if unknown."""
     return float(os.environ.get(_BEGAN) or time.monotonic())
 
 
 def _age() -> float:
-    """Return the seconds since this process was started; where /proc is missing, since imports."""
+    """Return the age of this process in seconds; without /proc, the time since the import."""
     try:
         status = Path("/proc/self/stat").read_text()
     except OSError:
@@ -47,28 +47,28 @@ def _age() -> float:
 
 def is_interactive() -> bool:
     """Return whether the process belongs to an interactive prompt or notebook."""
-    return hasattr(sys, "ps1")  # IPython's kernels set it, too
+    return hasattr(sys, "ps1")  # also set by IPython kernels
 
 
 def end_now(code: int, *, flush: bool = True) -> None:
-    """Ends the process, whatever its threads do; returns where it is not ours to end.
+    """End the process without waiting for its threads; return if it is interactive.
 
     Args:
         code: exit code.
-        flush: write out first what was said; not where a disk or a lock may be what hangs.
+        flush: flush logs and standard streams first; false if a disk or a lock may hang.
     """
     if is_interactive():
         return
     if flush:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # gone, as who read it may be
+            with contextlib.suppress(OSError, ValueError):  # closed by the reader
                 stream.flush()
     os._exit(code)
 
 
 def stop_with_parent() -> None:
-    """In a new process: SIGTERM as soon as who started it is gone, however it went (Linux)."""
+    """Send SIGTERM to this process when its parent ends, even by SIGKILL (Linux only)."""
     if _LIBC:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -77,7 +77,7 @@ def stop_with_parent() -> None:
 def listening(
     signals: Sequence[signal.Signals], receive: Callable[[signal.Signals], None]
 ) -> Iterator[None]:
-    """Calls `receive` with each of these signals that comes; afterwards they are as they were."""
+    """Call `receive` for each of the signals that arrives; restore the handlers on exit."""
     previous = {
         sig: signal.signal(sig, lambda number, _: receive(signal.Signals(number)))
         for sig in signals

@@ -1,8 +1,8 @@
 """Redaction of secrets in commands, configs, pages, logs and messages.
 
-What is written is chosen (nothing of the environment but a few names). This module then removes
-what may be secret: credentials in URLs, values of settings whose names say that they are secret,
-keys that are known by their looks, and whatever the environment calls a secret.
+Writers select what they record, and record few environment variables. This module then removes
+possible secrets: credentials in URLs, values of settings with secret-like names, tokens with known
+formats, and values of secret-like environment variables.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 
 REMOVED = "removed"
 
-_BEFORE, _AFTER = r"[\w-]{0,64}", r"(?:[_-][\w-]{1,64})?"  # of a name: bounded, for hostile texts
+_BEFORE, _AFTER = r"[\w-]{0,64}", r"(?:[_-][\w-]{1,64})?"  # bounded, for hostile texts
 _STRONG = (
     rf"{_BEFORE}(?:secret|passw(?:or)?d|passphrase|credential|webhook)s?{_AFTER}"
     rf"|(?:{_BEFORE}[_-])?(?:api|access|private|signing|encryption|ssh|master|account)[_-]?keys?{_AFTER}"
@@ -24,7 +24,7 @@ _TOKEN = (
     rf"(?:{_BEFORE}[_-])?tokens?"
     rf"|{_BEFORE}(?:access|auth|refresh|bearer|api|session|hub|hf|client)[_-]?tokens?{_AFTER}"
 )
-_SPECIAL = re.compile(  # tokens of a text, and numbers of them
+_SPECIAL = re.compile(  # text tokens, and counts of tokens
     r"(?:(?:additional_)?special|added|eos|bos|pad|unk|sep|cls|mask|image|eot|eod|stop|start|end"
     r"|begin|decoder_start|first|last|max|min|num|n|sample|prompt|new|total|valid)[_-]tokens?",
     re.IGNORECASE,
@@ -36,11 +36,11 @@ _NAME = re.compile(
 )
 _HEADER = re.compile(r"^[ \t]*\[{1,2}(?P<name>[^\[\]\n=]+)\]{1,2}[ \t]*(?:#.*)?$", re.MULTILINE)
 _ANY_KEY = re.compile(r"""^[ \t]*[\w."'-]+[ \t]*=[ \t]*""", re.MULTILINE)
-_PLAIN = re.compile(r"true|false|null|none|\"\"|''", re.IGNORECASE)  # values that hide nothing
+_PLAIN = re.compile(r"true|false|null|none|\"\"|''", re.IGNORECASE)  # values that need no redaction
 _BARE = re.compile(r"""[^\s,;&\]}"'\\]+""")
 
-# user:password@ up to its last @ within double quotes, whatever the password is made of. Where the
-# password has such a quote itself, it ends at its first @, and host:8080 is none.
+# user:password@ up to the last @ within double quotes, as a password may contain any character.
+# A password that contains a double quote ends at its first @. host:8080 is not a password.
 _PORT = r"""\d*(?:[/?#\s"'\\,\]})]|$)"""
 _USER = (
     r"""[^\s/@:"']*:(?![\s"']|$)"""
@@ -68,21 +68,21 @@ _SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH",
 _MARK = re.compile(r"""["'\\\n]""")
 _BRACKET = re.compile(r"""["'\[\]{}]""")
 _NUMBERS = re.compile(r"\[[\d\s,.+-]*\]")
-_LONG = 1000  # characters of a list: longer ones are looked at once, so that no text takes long
-_SHORT = 6  # characters; what is shorter is no secret, and found in every text
+_LONG = 1000  # characters; longer lists are scanned once, to bound the time
+_SHORT = 6  # characters; shorter values are not secrets and occur in any text
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return a text without secrets.
 
-    Of URLs, scheme, host and path stay; of those of the web (`https://`), which name no data, the
-    path goes, too. Settings whose names say that they are secret become empty, as do all settings
-    of tables with such names. Keys that are known by their looks go, and so do the values of
-    variables that are named like secrets.
+    URLs keep scheme, host and path; web URLs (`https://`), which do not name data, also lose the
+    path. Settings with secret-like names become empty, as do all settings of tables with such
+    names. Tokens with known formats and the values of secret-like environment variables are
+    removed.
 
     Args:
-        text: TOML, JSON, a Python literal, or an argument of a command.
-        environment: variables of this process.
+        text: TOML, JSON, a Python literal, or a command-line argument.
+        environment: environment variables.
     """
     text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=False), text)
     text = _CARRIED.sub(rf"\1 {REMOVED}", text)
@@ -90,20 +90,20 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def redacted_message(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a sentence without secrets: an error or a line of a log.
+    """Return an error message or log line without secrets.
 
-    As `redacted`, but what looks like a setting is left alone, and so are the paths of pages.
+    Unlike `redacted`, it keeps text that looks like a setting, and the paths of web URLs.
     """
     text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=True), text)
     return _without_known(text, environment)
 
 
 def redacted_value(value: Any, environment: Mapping[str, str] = os.environ) -> Any:  # noqa: ANN401
-    """Return a copy of a JSON value without secrets, whose names are keys of objects.
+    """Return a copy of a JSON value without secrets, which are recognised by object keys.
 
     Args:
         value: objects, lists, strings and numbers.
-        environment: variables of this process.
+        environment: environment variables.
     """
     if isinstance(value, Mapping):
         return {
@@ -119,8 +119,8 @@ def redacted_command(words: Sequence[str], environment: Mapping[str, str] = os.e
     """Return a command line, quoted for a shell, without secrets.
 
     Args:
-        words: its arguments, not quoted.
-        environment: variables of this process.
+        words: unquoted arguments.
+        environment: environment variables.
     """
     shown, hides_next = [], False
     for word in words:
@@ -138,18 +138,18 @@ def redacted_command(words: Sequence[str], environment: Mapping[str, str] = os.e
 
 
 def redacted_line(command: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a command line that is quoted for a shell, without secrets."""
+    """Return a shell command line without secrets."""
     try:
         words = shlex.split(command)
-    except ValueError:  # it is torn, or never was one
+    except ValueError:  # not a complete command line
         return redacted(command, environment)
     shown = redacted_command(words, environment)
     return shown if shown != shlex.join(words) else redacted(command, environment)
 
 
 def _is_secret(name: str, value: object) -> bool:
-    """Return whether the value of a setting of this name is secret."""
-    match = _NAME.fullmatch(f"{name}=")  # the pattern ends with what separates it from its value
+    """Return whether the value of a setting with this name is secret."""
+    match = _NAME.fullmatch(f"{name}=")  # the pattern includes the separator
     if match is None or value is None or isinstance(value, bool) or value == "":
         return False
     if match["strong"]:
@@ -169,9 +169,9 @@ def _emptied(value: object) -> object:
 def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
     scheme, path = url["scheme"], url["rest"]
     first = path.partition("/")[0]
-    if "@" in first or (":" in first and "@" in path):  # a password may hold anything, also / and @
+    if "@" in first or (":" in first and "@" in path):  # a password may contain / and @
         path = path.rpartition("@")[2]
-    elif not _HOST.fullmatch(re.split(r"[?#]", first)[0]):  # a message may have cut it short
+    elif not _HOST.fullmatch(re.split(r"[?#]", first)[0]):  # possibly truncated by a message
         return f"{scheme}://{REMOVED}"
     path = re.split(r"[?#]", path)[0]
     if scheme.lower() in _WEB and not keeps_web_path:
@@ -180,7 +180,7 @@ def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
 
 
 def _without_tables(text: str) -> str:
-    """Empty all settings of TOML tables whose names are secret."""
+    """Empty all settings of TOML tables with secret-like names."""
     parts, at = [], 0
     headers = [*_HEADER.finditer(text)]
     ends = [*(following.start() for following in headers[1:]), len(text)]
@@ -202,7 +202,7 @@ def _emptied_settings(text: str) -> str:
 
 
 def _without_settings(text: str) -> str:
-    """Empty the settings whose names are secret, wherever they stand."""
+    """Empty the settings with secret-like names."""
     parts, at = [], 0
     while match := _NAME.search(text, at):
         start = match.end()
@@ -218,7 +218,7 @@ def _without_settings(text: str) -> str:
 
 
 def _hides(match: re.Match[str], value: str) -> bool:
-    """Return whether the text after a name is a value to remove."""
+    """Return whether the value after a name must be removed."""
     if not value or _PLAIN.fullmatch(value):
         return False
     if match["strong"]:
@@ -231,21 +231,21 @@ def _hides(match: re.Match[str], value: str) -> bool:
         return True
     if name.lower().endswith("s") and value.replace(".", "").replace(",", "").isdecimal():
         return False
-    # In prose, "token: " may begin a sentence.
+    # In prose, "token: " may introduce a sentence.
     is_prose = ":" in match["separator"] and not match["quote"]
     return not is_prose or (len(value) >= _SHORT and any(map(str.isdigit, value)))
 
 
 def _empty_like(value: str) -> str:
-    """Return what stands for a value in TOML and JSON alike."""
+    """Return an empty value of the same kind, valid in TOML and JSON."""
     return {"[": "[]", "{": "{}", "\\": '\\"\\"'}.get(value[0], '""')
 
 
 def _value_end(text: str, start: int) -> int:
-    """Return where a value ends: text in quotes, a list, a table or a word."""
+    """Return the end of a value: quoted text, a list, a table or a word."""
     if text.startswith(('"""', "'''"), start):
         return _after(text, text[start : start + 3], start + 3)
-    if text.startswith(('\\"', "\\'"), start):  # JSON within JSON
+    if text.startswith(('\\"', "\\'"), start):  # JSON in a JSON string
         return _after(text, text[start : start + 2], start + 2)
     if text[start : start + 1] in ("[", "{"):
         return _bracket_end(text, start)
@@ -261,7 +261,7 @@ def _after(text: str, mark: str, start: int) -> int:
 
 
 def _quote_end(text: str, start: int) -> int:
-    """A quote ends what it begins, unless it is escaped: in TOML's '...' nothing is."""
+    """Return the end of quoted text; TOML's '...' has no escapes."""
     quote, at = text[start], start + 1
     while match := _MARK.search(text, at):
         at = match.end()
@@ -276,7 +276,7 @@ def _quote_end(text: str, start: int) -> int:
 
 
 def _bracket_end(text: str, start: int) -> int:
-    """The end of a list or table; of one that is not closed, the end of its line."""
+    """Return the end of a list or table, or the end of its line if it is not closed."""
     depth, at = 0, start
     while match := _BRACKET.search(text, at):
         if match[0] in "\"'":
@@ -298,7 +298,7 @@ def _without_known(text: str, environment: Mapping[str, str]) -> str:
         for name, value in environment.items()
         if _SECRET_VARIABLE.search(name) and len(value) >= _SHORT
     }
-    for value in sorted(secrets, key=len, reverse=True):  # one may hold another
+    for value in sorted(secrets, key=len, reverse=True):  # a secret may contain another
         for form in (value, json.dumps(value)[1:-1]):
             text = text.replace(form, REMOVED)
     return text

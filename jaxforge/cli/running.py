@@ -1,4 +1,4 @@
-"""Common frame of all entry points around their `main`."""
+"""Error handling, output files and exit of all entry points."""
 
 import atexit
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 STDOUT = Path("-")
-"""What stands for standard output, where a file is asked for."""
+"""Path that selects standard output instead of a file."""
 
 _FLAGS_SEC = 60
 
@@ -26,16 +26,16 @@ _FLAGS_SEC = 60
 def run_main(
     main: Callable[[], int], *, uses_devices: bool = False, outlives_reader: bool = False
 ) -> int:
-    """Runs `main`; failures that are not our own mistakes become one message on stderr.
+    """Run `main`, and print expected errors as one message on stderr.
 
     Args:
-        main: what to do.
-        uses_devices: it will compile and run programs of JAX.
-        outlives_reader: standard output is not the result. Without a reader the work goes on;
-            other commands end, with 0, where a reader has seen enough, as `head` does.
+        main: the command.
+        uses_devices: `main` compiles and runs JAX programs.
+        outlives_reader: standard output is not the result, so the command continues when its reader
+            closes the pipe. Other commands then end with 0, as with `head`.
 
     Returns:
-        What `main` returns, else the error's exit code; 130 when interrupted from the keyboard.
+        The result of `main`, or the exit code of the error; 130 after a keyboard interrupt.
     """
     try:
         with streams.guarded(outlives_reader=outlives_reader):
@@ -43,55 +43,55 @@ def run_main(
                 _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
             return main()
     except (UserError, StorageError, PeerLostError) as error:
-        said = redacted_message(printable(str(error)))
-        print(f"error: {said}", file=streams.tolerant(sys.stderr))
+        message = redacted_message(printable(str(error)))
+        print(f"error: {message}", file=streams.tolerant(sys.stderr))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
 
 
 def raise_interrupts() -> None:
-    """From here on Ctrl-C is raised: for a command that has something to put in order.
+    """Raise KeyboardInterrupt on Ctrl-C from now on, for commands that need to clean up.
 
-    Otherwise it just ends (`jaxforge.__init__`).
+    By default Ctrl-C ends the process at once (`jaxforge.__init__`).
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def program(command: str) -> str:
-    """Return how help names a command: as this process was called, by `jaxforge` or as a module."""
+    """Return the program name for help: `jaxforge COMMAND` or `python -m`, as invoked."""
     if Path(sys.argv[0]).name == "jaxforge":
         return "jaxforge" if command == "torch_compat" else f"jaxforge {command}"
     return f"python -m {command if command == 'torch_compat' else f'jaxforge.{command}'}"
 
 
 def wide_console(stream: TextIO | None = None) -> "Console":
-    """A console on a stream, by default standard output.
+    """Return a console on a stream, by default standard output.
 
-    Files and pipes get lines of 120 columns: 80 would wrap.
+    Files and pipes have 120 columns, because tables would wrap at 80.
     """
-    from rich.console import Console  # here, for commands that do without
+    from rich.console import Console  # imported here for commands that do not use it
 
     stream = stream or sys.stdout
     return Console(file=stream, width=None if stream.isatty() else 120)
 
 
-def check_place(option: str, path: Path | None) -> None:
-    """Looks whether there is a directory for the file that an option asks for, before the work.
+def check_parent_directory(option: str, path: Path | None) -> None:
+    """Check that the directory of an option's output file exists, before the work starts.
 
     Raises:
-        UserError: there is none.
+        UserError: the directory does not exist.
     """
     if path is not None and not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no directory {path.parent}")
+        raise UserError(f"{option} {path}: directory {path.parent} does not exist")
 
 
 def write_json(path: Path, document: object, *, indent: int | None = None) -> None:
     """Write a document for `--json` to a file, or to standard output (`STDOUT`).
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     text = json.dumps(document, indent=indent, ensure_ascii=False) + "\n"
     if path == STDOUT:
@@ -101,10 +101,10 @@ def write_json(path: Path, document: object, *, indent: int | None = None) -> No
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """Write the text that an option asks for to a file.
+    """Write the text requested by an option to a file.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -113,12 +113,12 @@ def write_text(option: str, path: Path, text: str) -> None:
 
 
 def _check_xla_flags(flags: str) -> None:
-    """Lets a child read them first: XLA ends a process with code 1 where it cannot.
+    """Check XLA flags in a child process, because XLA ends a process with invalid flags.
 
     Raises:
-        UserError: they are wrong.
+        UserError: the flags are invalid.
     """
-    if not flags or not sys.platform.startswith("linux"):  # a fork is not safe elsewhere
+    if not flags or not sys.platform.startswith("linux"):  # fork is unsafe elsewhere
         return
     read, write = os.pipe()
     child = os.fork()
@@ -128,48 +128,49 @@ def _check_xla_flags(flags: str) -> None:
         _parse_xla_flags()
     os.close(write)
     with open(read, errors="replace") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status in (1, -signal.SIGABRT):
-        raise UserError(f"XLA_FLAGS={flags}: {_gist(said)}; correct or unset it")
+        raise UserError(f"XLA_FLAGS={flags}: {_xla_message(output)}; correct or unset it")
 
 
 def _parse_xla_flags() -> NoReturn:
     try:
         import jax
 
-        jax.config.update("jax_platforms", "cpu")  # quick to open, and knows the flags of all
+        # The CPU platform starts quickly and knows the flags of all platforms.
+        jax.config.update("jax_platforms", "cpu")
         jax.devices()
     finally:
         os._exit(0)
 
 
-def _gist(said: str) -> str:
-    """Return the essence of XLA's message, without its list of all flags."""
-    first = said.strip().partition("\n")[0]
+def _xla_message(output: str) -> str:
+    """Return the first line of XLA's message, without its list of all flags."""
+    first = output.strip().partition("\n")[0]
     return first.partition("] ")[2].removesuffix(".") or first or "XLA cannot read it"
 
 
 def leave(code: int, patience: float = 30.0) -> NoReturn:
-    """Ends the process as `SystemExit` does, but does not wait for ever for threads.
+    """End the process like `SystemExit`, but limit the wait for threads.
 
-    The interpreter joins them before anything else, and one may hang in a read from a file system
-    that does not answer.
+    The interpreter joins all threads first, and a thread may hang in a read from an unresponsive
+    file system.
 
     Args:
         code: exit code.
-        patience: seconds that threads have to come to their end.
+        patience: seconds to wait for threads.
     """
     timer = threading.Timer(patience, _leave_behind, [code])
     timer.daemon = True
     timer.start()
-    atexit.register(timer.cancel)  # called when the threads have ended
+    atexit.register(timer.cancel)  # runs after the threads have ended
     raise SystemExit(code)
 
 
 def _leave_behind(code: int) -> None:
     others = set(threading.enumerate()) - {threading.main_thread()}
     names = ", ".join(sorted(thread.name for thread in others if not thread.daemon))
-    said = streams.tolerant(sys.stderr)  # nothing may keep the process from its end
-    print(f"exiting with {code}, although threads go on: {names}", file=said, flush=True)
+    stderr = streams.tolerant(sys.stderr)  # an error here must not prevent the exit
+    print(f"exiting with {code} while threads are running: {names}", file=stderr, flush=True)
     os._exit(code)

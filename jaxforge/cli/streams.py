@@ -1,7 +1,7 @@
-"""Standard output and error of a process, whose reader may go away and whose disk may be full.
+"""Standard output and error that tolerate a closed pipe or a full disk.
 
-For some commands the text is the result (`generate`, `inspect`): without a reader they end. For
-others it only accompanies the work (`train`, `prepare`): they go on.
+Commands whose output is the result (`generate`, `inspect`) end when the reader closes the pipe.
+Commands whose output only reports progress (`train`, `prepare`) continue.
 """
 
 import abc
@@ -22,18 +22,18 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 
 
 class _Guarded(abc.ABC):
-    """A stream that decides what a failure of `write` or `flush` means.
+    """Base of streams that handle a failure of `write` or `flush`.
 
     Args:
-        stream: of text or bytes.
-        name: for messages.
+        stream: a stream of text or bytes.
+        name: name for messages.
     """
 
     def __init__(self, stream: IO[Any], name: str) -> None:
         self._stream, self._name = stream, name
 
     def write(self, text: str | bytes) -> int:
-        """Write, as the stream does."""
+        """Write to the stream."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -41,7 +41,7 @@ class _Guarded(abc.ABC):
         return len(text)
 
     def flush(self) -> None:
-        """Flush, as the stream does."""
+        """Flush the stream."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -49,7 +49,7 @@ class _Guarded(abc.ABC):
 
     @property
     def buffer(self) -> "_Guarded":
-        """The stream of bytes under a stream of text."""
+        """The byte stream of a text stream."""
         return type(self)(cast(TextIO, self._stream).buffer, self._name)
 
     def __getattr__(self, name: str) -> object:
@@ -60,7 +60,7 @@ class _Guarded(abc.ABC):
 
 
 class _Tolerant(_Guarded):
-    """A stream whose failures are reported once and stop nothing."""
+    """Stream whose failures are logged once and otherwise ignored."""
 
     _is_reported = False
 
@@ -68,15 +68,15 @@ class _Tolerant(_Guarded):
         if error.errno not in _MAY_PASS:
             silence(self._stream)
         if not self._is_reported:
-            self._is_reported = True  # before the message, which may come to this very stream
+            self._is_reported = True  # first, as the message may use this stream
             level = logging.INFO if isinstance(error, BrokenPipeError) else logging.WARNING
             log.log(
-                level, "%s takes no more text (%s). The process goes on", self._name, _why(error)
+                level, "%s cannot be written (%s). The process continues", self._name, _why(error)
             )
 
 
 class _Result(_Guarded):
-    """A stream that ends the process when it fails: with 0 where its reader has seen enough."""
+    """Stream whose failure ends the process; with 0 if the reader has closed the pipe."""
 
     def _fail(self, error: OSError) -> NoReturn:
         silence(self._stream)
@@ -86,11 +86,11 @@ class _Result(_Guarded):
 
 
 def tolerant(stream: TextIO, name: str = "standard output") -> TextIO:
-    """Return a view of a stream whose failures stop nothing.
+    """Return a view of a stream that ignores failures.
 
     Args:
-        stream: standard output or error; may be such a view.
-        name: for the message.
+        stream: standard output or error, or such a view of it.
+        name: name for the message.
     """
     if isinstance(stream, _Tolerant):
         return stream
@@ -99,16 +99,16 @@ def tolerant(stream: TextIO, name: str = "standard output") -> TextIO:
 
 @contextlib.contextmanager
 def guarded(*, outlives_reader: bool) -> Iterator[None]:
-    """Guard `sys.stdout` and `sys.stderr`, and leave nothing behind that cannot be flushed.
+    """Guard `sys.stdout` and `sys.stderr`, and discard text that cannot be flushed.
 
-    The interpreter would end with 120 if it could not flush them.
+    Otherwise the interpreter would exit with 120.
 
     Args:
-        outlives_reader: failures of standard output stop nothing; standard error's never do.
+        outlives_reader: ignore failures of standard output. Failures of standard error always are.
     """
     _open_closed_descriptors()
     before = sys.stdout, sys.stderr
-    out, err = (stream or _nowhere() for stream in before)
+    out, err = (stream or io.TextIOWrapper(io.FileIO(os.devnull, "w")) for stream in before)
     sys.stderr = tolerant(err, "standard error")
     sys.stdout = tolerant(out)
     if not outlives_reader:
@@ -120,22 +120,18 @@ def guarded(*, outlives_reader: bool) -> Iterator[None]:
         for stream in (out, err):
             try:
                 stream.flush()
-            except (OSError, StorageError, SystemExit):  # reported, or on the way out
+            except (OSError, StorageError, SystemExit):  # already reported, or exiting
                 silence(stream)
         sys.stdout, sys.stderr = before
 
 
 def silence(stream: IO[Any]) -> None:
-    """Let the rest of a stream's text disappear, what waits in its buffer included."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no descriptor
+    """Discard further text of a stream, including its buffer."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no descriptor
         descriptor = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)
         os.close(null)
-
-
-def _nowhere() -> TextIO:
-    return io.TextIOWrapper(io.FileIO(os.devnull, "w"))
 
 
 def _unguarded(stream: IO[Any]) -> IO[Any]:
@@ -143,12 +139,12 @@ def _unguarded(stream: IO[Any]) -> IO[Any]:
 
 
 def _open_closed_descriptors() -> None:
-    """Keep the numbers 0 to 2 from files of the run, into which libraries would print."""
+    """Reserve descriptors 0 to 2, so that libraries do not print into files of the run."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
 
 
 def _why(error: OSError) -> str:

@@ -5,35 +5,35 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-_MANY = 10_000  # names of a directory that are looked at
+_MANY = 10_000  # largest number of names read from a directory
 
 
 def hint(name: str, names: Iterable[str], quote: str = '"') -> str:
-    """`; did you mean "cosine"?` where one of the names is near, else nothing.
+    """Return `; did you mean "cosine"?` if one of the names is similar, else "".
 
     Args:
-        name: what was said.
-        names: what there is.
-        quote: around the name that is proposed.
+        name: the unknown name.
+        names: the valid names.
+        quote: quotation mark around the suggestion.
     """
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {quote}{near[0]}{quote}?" if near else ""
 
 
 def choices(name: str, names: Sequence[str]) -> str:
-    """Return a suggestion with all names: `; did you mean "web"? There are web, code`."""
+    """Return a suggestion with all names: `; did you mean "web"? Choose from web, code`."""
     near = hint(name, names)
-    return f"{f'{near} There' if near else '; there'} are {', '.join(names)}"
+    return f"{f'{near} Choose' if near else '; choose'} from {', '.join(names)}"
 
 
 def path_hint(path: str | Path, quote: str = "") -> str:
     """Return a suggestion for a local path: existing names similar to the first missing part.
 
     Args:
-        path: of a file or directory that does not exist.
-        quote: around the path that is proposed.
+        path: file or directory that does not exist.
+        quote: quotation mark around the suggestion.
     """
-    if "://" in str(path):  # of a bucket
+    if "://" in str(path):  # in a bucket
         return ""
     path = Path(path)
     missing = next(
@@ -43,13 +43,13 @@ def path_hint(path: str | Path, quote: str = "") -> str:
         return ""
     names = _alike(missing.name, _names(missing.parent))
     others = [missing.parent / name / path.relative_to(missing) for name in names]
-    there = next(filter(Path.exists, others), None)  # the whole path, if one leads to it
+    there = next(filter(Path.exists, others), None)  # prefer a path that exists completely
     nearest = there or (missing.with_name(names[0]) if names else None)
     return f"; did you mean {quote}{nearest}{quote}?" if nearest else ""
 
 
 def _alike(name: str, names: Iterable[str]) -> list[str]:
-    """By what stands before suffixes, which make any two files look alike; the nearest first."""
+    """Return similar names, nearest first, compared without suffixes."""
     by_stem: dict[str, list[str]] = {}
     for known in names:
         by_stem.setdefault(Path(known).stem, []).append(known)
@@ -61,5 +61,5 @@ def _names(directory: Path) -> list[str]:
     try:
         with os.scandir(directory) as entries:
             return [entry.name for _, entry in zip(range(_MANY), entries, strict=False)]
-    except OSError:  # what may not be read proposes nothing
+    except OSError:  # unreadable directories give no suggestions
         return []

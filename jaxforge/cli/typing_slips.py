@@ -1,7 +1,7 @@
-"""Slips of the keyboard in command lines: dashes, quotation marks, spaces and missing hyphens.
+"""Detection of typing errors in command lines: dashes, quotation marks, spaces, missing hyphens.
 
-Editors and chats turn `--` into a dash, and quotation marks into typographic ones. Hydra writes
-settings without hyphens, and TOML writes spaces around `=`.
+Editors and chat programs replace `--` by a dash, and quotation marks by typographic ones. Settings
+of Hydra have no hyphens, and TOML allows spaces around `=`.
 """
 
 import re
@@ -20,13 +20,13 @@ def slip(
     takes_value: Callable[[str], bool],
     takes_settings: bool,
 ) -> str:
-    """Return the message about the slip that explains why a command line was refused, or "".
+    """Return a message about the typing error in a refused command line, or "".
 
     Args:
         argv: the command line.
-        is_option: whether `--name` is an option, or sets a key.
-        takes_value: whether the word that follows `--name` is its value.
-        takes_settings: whether `--section.key=value` may stand on the command line.
+        is_option: returns whether `--name` is an option or a key.
+        takes_value: returns whether `--name` takes the next word as its value.
+        takes_settings: whether the command accepts `--section.key=value`.
     """
     words = list(argv)
     for i, word in enumerate(words):
@@ -41,7 +41,7 @@ def slip(
 
 
 def dash(word: str, is_option: Callable[[str], bool]) -> str:
-    """Return the message about an option that begins with a dash, or with one hyphen, or ""."""
+    """Return a message about an option that begins with a dash or a single hyphen, or ""."""
     match = _DASHED.fullmatch(word)
     meant = match and f"--{match['rest'] or match['letters']}"
     if not meant or not is_option(meant.partition("=")[0]):
@@ -50,15 +50,15 @@ def dash(word: str, is_option: Callable[[str], bool]) -> str:
 
 
 def quotes(word: str) -> str:
-    """Return the message about a word in typographic quotation marks, or ""."""
+    """Return a message about a word in typographic quotation marks, or ""."""
     if not _QUOTED.fullmatch(word):
         return ""
     mark = next(c for c in word if c in _QUOTES)
-    return f"{word}: a shell does not know the quotation mark {mark}: type \" or ' instead"
+    return f"{word}: {mark} is not a quotation mark of the shell; use \" or ' instead"
 
 
 def spaces(words: Sequence[str]) -> str:
-    """Return the message about spaces around the "=" of the first word, an option, or ""."""
+    """Return a message about spaces around the "=" of the first word, an option, or ""."""
     name, *values = words[:3]
     if not name.startswith("--") or not values or "=" in name[:-1]:
         return ""
@@ -66,4 +66,4 @@ def spaces(words: Sequence[str]) -> str:
     joined = "".join(parts)
     if "=" not in (name[-1], values[0][:1]) or joined.endswith("=") or parts[-1].startswith("--"):
         return ""
-    return f"{' '.join(parts)}: no spaces may stand around the =; did you mean {joined}?"
+    return f"{' '.join(parts)}: no spaces are allowed around =; did you mean {joined}?"

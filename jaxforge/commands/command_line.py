@@ -1,7 +1,7 @@
 """Command-line parsing: options, and config settings between them.
 
---section.key=value, --section.key value     a setting; --section.flag alone is true
---help [KEY]                                 the command's options; or what a setting means
+--section.key=value, --section.key value     a setting; --section.flag alone means true
+--help [KEY]                                 options of the command, or help of a setting
 """
 
 import argparse
@@ -22,14 +22,14 @@ _CHOICE = re.compile(r"invalid choice: '(?P<said>.*)' \(choose from (?P<names>.*
 
 
 class CommandParser(argparse.ArgumentParser):
-    """`argparse`, which says what may have been meant, and knows settings from options.
+    """`argparse` parser with suggestions for mistyped options, and with config settings.
 
     Args:
-        command: its name, for `--help`; a subcommand has a `prog` instead.
-        takes_settings: settings of a config may stand on the command line.
-        passes_on: options that are not known here are another program's.
-        uses_runs: the command takes `--trust-plugins`, which lets it import what a run names.
-        options: of `argparse.ArgumentParser`.
+        command: name of the command, for `--help`; subcommands set `prog` instead.
+        takes_settings: accept config settings.
+        allows_unknown: return unknown options, which belong to another program.
+        uses_runs: add `--trust-plugins`, which allows plugins of a run to be imported.
+        options: options of `argparse.ArgumentParser`.
     """
 
     def __init__(
@@ -37,43 +37,45 @@ class CommandParser(argparse.ArgumentParser):
         command: str = "",
         *,
         takes_settings: bool = False,
-        passes_on: bool = False,
+        allows_unknown: bool = False,
         uses_runs: bool = False,
         **options: Any,  # noqa: ANN401  # argparse's own
     ) -> None:
         if command:
             options.setdefault("prog", program(command))
         super().__init__(**{"allow_abbrev": False, **options, "add_help": False})
-        self._takes_settings, self._passes_on = takes_settings, passes_on
+        self._takes_settings, self._allows_unknown = takes_settings, allows_unknown
         if uses_runs:
             self.add_argument(
                 "--trust-plugins", action="store_true",
-                help="import the modules that [plugins] of the run names: their code runs here",
+                help="import the modules in [plugins] of the run, which runs their code",
             )  # fmt: skip
         self._words: list[str] = []
-        about = "show this, or what a section or key of the config means; all: every key"
+        about = "show this help, or explain a section or key of the config; all: every key"
         self.add_argument(
             "-h", "--help", action=_Help, nargs="?" if takes_settings else 0,
             metavar="KEY", default=argparse.SUPPRESS,
-            help=about if takes_settings else "show this",
+            help=about if takes_settings else "show this help",
         )  # fmt: skip
 
     def parse(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-        """Options, and settings as `--section.key=value` each; with `passes_on`, others as well.
+        """Return the parsed options, and the settings as `--section.key=value`.
+
+        With `allows_unknown`, unknown options precede the settings.
 
         Args:
-            argv: by default this process's.
+            argv: arguments; by default those of this process.
 
         Raises:
-            UserError: they are wrong.
-            SystemExit: they were `--help` (code 0).
+            UserError: an argument is invalid.
+            SystemExit: the arguments were `--help` (code 0).
         """
         words = list(sys.argv[1:] if argv is None else argv)
-        settings, others = _apart(words)
+        settings, others = _split_settings(words)
         try:
             args, left = self.parse_known_args(others)
         except UserError:
-            for i, word in enumerate(words):  # `--section.key= value`: its value is left over
+            for i, word in enumerate(words):  # `--section.key= value`: the value remains
                 if word in settings and (message := typing_slips.spaces(words[i:])):
                     raise UserError(message) from None
             raise
@@ -83,7 +85,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse like `argparse`, but refuse unknown arguments unless they are passed on."""
+        """Parse like `argparse`, but refuse unknown arguments unless they are allowed."""
         args = sys.argv[1:] if args is None else args
         self._words = list(args)
         options = list(itertools.takewhile(lambda word: word != "--", args))
@@ -92,12 +94,12 @@ class CommandParser(argparse.ArgumentParser):
             if is_dashed and (message := typing_slips.dash(word, self._is_option)):
                 raise UserError(message)
         known, left = super().parse_known_args(args, namespace)
-        if left and not self._passes_on:
+        if left and not self._allows_unknown:
             self.error(self._unknown(left[0]))
         return known, left
 
     def add_settings(self) -> None:
-        """Makes an option of every key, where these are: for shells that complete them."""
+        """Add an option for every key, for shell completion."""
         from jaxforge.config.reading.schema import all_keys, alternatives, has_keys
 
         for key, node in all_keys().items() if self._takes_settings else ():
@@ -107,7 +109,7 @@ class CommandParser(argparse.ArgumentParser):
                 self.add_argument(f"--{key}", choices=choices, help=node["description"])
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UserError` with what is wrong, and with what may have been meant."""
+        """Raise `UserError` with the message and a suggestion."""
         slip = typing_slips.slip(
             self._words, self._is_option, self._takes_value, self._takes_settings
         )
@@ -116,7 +118,7 @@ class CommandParser(argparse.ArgumentParser):
         if match := _CHOICE.search(message):
             names = re.findall(r"[\w.-]+", match["names"])
             message += suggestions.hint(match["said"], names, quote="")
-        if "required" in message:  # the required option may be there under another name
+        if "required" in message:  # the required option may be misspelt
             options = {word.partition("=")[0] for word in self._words if word.startswith("--")}
             unknown = sorted(options - self._option_string_actions.keys())
             message = "; ".join([message, *map(self._unknown, filter(self._hint, unknown))])
@@ -125,8 +127,8 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(message)
 
     def _is_option(self, word: str) -> bool:
-        """Return whether a word is an option, or sets a key, of this command."""
-        from jaxforge.config.reading.schema import node_at  # here, as it takes a while to import
+        """Return whether a word is an option or a key of this command."""
+        from jaxforge.config.reading.schema import node_at  # imported here, because it is slow
 
         return word in self._option_string_actions or (
             self._takes_settings and "." in word and node_at(tuple(word[2:].split("."))) is not None
@@ -146,7 +148,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"unknown option {option}{self._hint(option)}"
 
     def _hint(self, option: str) -> str:
-        """Return a suggestion for an unknown option: similar options or settings."""
+        """Return a suggestion of similar options or settings, or ""."""
         meant = {known.replace("-", "_"): [known] for known in self._option_string_actions}
         if self._takes_settings:
             meant |= _settings_by_name()
@@ -154,10 +156,10 @@ class CommandParser(argparse.ArgumentParser):
         return f"; did you mean {' or '.join(meant[close[0]])}?" if close else ""
 
 
-def count(text: str) -> int:
-    """The type of an option: how many there are to be, 1 or more."""
+def positive_int(text: str) -> int:
+    """Parse an option value that is an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
     return int(text)
 
 
@@ -170,7 +172,7 @@ class _Help(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if isinstance(values, str):
-            from jaxforge.config.reading import help  # here, as the config takes a while to import
+            from jaxforge.config.reading import help  # imported here, because it is slow
 
             wide_console().print(help.topic(values))
         else:
@@ -178,8 +180,8 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def _apart(argv: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Settings, each in one word, and everything else."""
+def _split_settings(argv: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the settings, each as one word, and all other words."""
     settings: list[str] = []
     others: list[str] = []
     words = list(argv)[::-1]
@@ -194,7 +196,7 @@ def _apart(argv: Iterable[str]) -> tuple[list[str], list[str]]:
         elif not equals and words and words[-1].startswith("="):
             raise UserError(
                 typing_slips.spaces([word, *reversed(words[-2:])])
-                or f"{word} =: a value is missing after the ="
+                or f"{word} =: the value after = is missing"
             )
         elif message := typing_slips.quotes(word):
             raise UserError(message)
@@ -206,8 +208,8 @@ def _apart(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_value(word: str, key: str) -> bool:
-    """Return whether the word after a key is its value: a flag needs none."""
-    from jaxforge.config.reading.schema import node_at  # here, as it takes a while to import
+    """Return whether the word after a key is its value; flags need no value."""
+    from jaxforge.config.reading.schema import node_at  # imported here, because it is slow
 
     if word.startswith("--"):
         return False
@@ -216,7 +218,7 @@ def _is_value(word: str, key: str) -> bool:
 
 
 def _settings_by_name() -> dict[str, list[str]]:
-    """Return the keys that set a config value, by their name as an option."""
+    """Return the options that set a key, by the name of the key as an option."""
     from jaxforge.config.reading.schema import keys_by_name
 
     return {

@@ -1,6 +1,6 @@
-"""`jaxforge completion bash|zsh|fish`: what makes a shell complete commands, options and keys.
+"""`jaxforge completion bash|zsh|fish`: print the shell completion of commands, options and keys.
 
-eval "$(jaxforge completion bash)"       in ~/.bashrc; zsh alike, in ~/.zshrc
+eval "$(jaxforge completion bash)"       in ~/.bashrc; for zsh in ~/.zshrc
 jaxforge completion fish | source        in ~/.config/fish/config.fish
 """
 
@@ -15,7 +15,7 @@ from jaxforge.commands.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the shell's part."""
+    """Print the completion script of a shell; return the exit code."""
     args = parser().parse_args(argv)
     import argcomplete
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -33,10 +33,10 @@ def parser() -> CommandParser:
 
 
 def answer(commands: Mapping[str, Command]) -> None:
-    """Tells the shell that asks, by its environment, what may follow; ends the process.
+    """Print the completions that the shell requests in the environment, and end the process.
 
     Args:
-        commands: by name.
+        commands: commands by name.
     """
     import argcomplete
 
@@ -64,7 +64,7 @@ def _parser(
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main)
 
 

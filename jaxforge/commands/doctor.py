@@ -1,6 +1,6 @@
-"""`python -m jaxforge.doctor`: what is installed, which devices there are, and what is wrong.
+"""`python -m jaxforge.doctor`: check the installation and the devices.
 
-Exit code 1 where something is wrong: say what it prints when you report a defect.
+The exit code is 1 if there is a problem. Include the output in bug reports.
 """
 
 import importlib.util
@@ -24,40 +24,40 @@ from jaxforge.runs.starts import PACKAGES
 
 _EXTRAS = {
     "torch": ("torch", "exports and imports that run PyTorch"),
-    "transformers": ("transformers", "models beside ours"),
+    "transformers": ("transformers", "models for comparison"),
     "data": ("pyarrow", "Parquet files and Hugging Face datasets"),
     "tensorboard": ("tensorboardX", "metrics.enable_tensorboard"),
     "wandb": ("wandb", "metrics.enable_wandb"),
 }
-"""By extra: the module that tells whether it is there, and what it is for."""
+"""Module and purpose of each optional extra."""
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION",
               "CUDA_VISIBLE_DEVICES", "JAX_COMPILATION_CACHE_DIR")  # fmt: skip
-"""Those of the environment that change what JAX does."""
+"""Environment variables that affect JAX."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints tables; 1 where something is wrong."""
+    """Print the checks; return 1 if there is a problem."""
     parser().parse_args(argv)
     console = wide_console()
     _show(console, "packages", _packages())
     _show(console, "machine", _machine())
     _show(console, "environment", ((name, redacted_message(os.environ[name])) for name in _VARIABLES
                                    if name in os.environ))  # fmt: skip
-    from jaxforge.parallel import multihost  # here, as JAX takes a second to import
+    from jaxforge.parallel import multihost  # imported here, because JAX takes a second
 
     multihost.initialize()
     total = _sum_of_squares()
     _show(console, "devices", _devices(total))
     problems = list(_problems(total))
     for problem in problems:
-        console.print(f"wrong: {problem}", style="red", markup=False)
+        console.print(f"problem: {problem}", style="red", markup=False)
     if not problems:
-        console.print("nothing is wrong that can be seen from here", style="green")
+        console.print("no problems found", style="green")
     return 1 if problems else 0
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     return CommandParser("doctor", description=__doc__)
 
 
@@ -101,7 +101,7 @@ def _devices(total: str) -> Iterator[tuple[str, str]]:
 
 
 def _sum_of_squares() -> str:
-    """Sum a matrix of 1024 x 1024 ones on the device; return an error text unless it is right."""
+    """Sum the square of a 1024 x 1024 matrix of ones on the device; return "right" or the error."""
     import jax
     import jax.numpy as jnp
 
@@ -115,25 +115,25 @@ def _problems(total: str) -> Iterator[str]:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if jax.default_backend() == "cpu" and not platforms:
         if gpus := _gpus():
-            yield f"{gpus} GPU(s) are here, and JAX sees none: pip install 'jaxforge[cuda]'"
+            yield f"{gpus} GPU(s) exist, but JAX finds none: pip install 'jaxforge[cuda]'"
         if Path("/dev/accel0").exists() or Path("/dev/vfio").exists():
-            yield "a TPU is here, and JAX sees none: pip install 'jaxforge[tpu]'"
+            yield "a TPU exists, but JAX finds none: pip install 'jaxforge[tpu]'"
     if total != "right":
-        yield "the devices do not compute what they should"
+        yield "the devices compute wrong results"
     if shutil.disk_usage(Path.cwd()).free < 1e9:
-        yield "less than 1 GB is left on this disk: checkpoints will not fit"
+        yield "less than 1 GB is free on this disk: checkpoints will not fit"
 
 
 def _gpus() -> int:
-    """GPUs of NVIDIA that the driver knows."""
+    """Return the number of NVIDIA GPUs that the driver lists."""
     if not shutil.which("nvidia-smi"):
         return 0
-    said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return said.stdout.count("GPU ") if said.returncode == 0 else 0
+    result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return result.stdout.count("GPU ") if result.returncode == 0 else 0
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, uses_devices=True)
 
 

@@ -1,9 +1,9 @@
-"""`python -m jaxforge.generate RUN [--prompt TEXT ...]`: text from a trained model.
+"""`python -m jaxforge.generate RUN [--prompt TEXT ...]`: generate text with a trained model.
 
-Without a prompt it is a conversation.
+Without a prompt, the command starts a conversation.
 
 RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`). Settings such as
-`--distributed.tp=2` lay the model out over several devices; by default all take part (`dp_shard`).
+`--distributed.tp=2` define the device mesh; by default all devices are used (`dp_shard`).
 """
 
 import argparse
@@ -16,47 +16,47 @@ from jaxforge.commands.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints prompts with their continuations, or writes them down as JSON Lines; or converses."""
+    """Print or save continuations of prompts, or start a conversation; return the exit code."""
     args, overrides = parser().parse(argv)
     check(vars(args), spelt=lambda name: f"--{name.replace('_', '-')}")
-    from jaxforge.inference import completion  # here, as JAX and all that needs it take a second
+    from jaxforge.inference import completion  # imported here, because JAX takes a second
 
     return completion.run(args, overrides)
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "generate",
         takes_settings=True,
         uses_runs=True,
         usage="%(prog)s RUN [options] [--section.key=value ...]",
-        description="Continues prompts with a trained model; without any, a conversation with it.",
-        epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",
+        description="Continue prompts with a trained model, or chat with it without prompts.",
+        epilog="Settings of the run's config, such as --distributed.tp=2, are accepted.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")
-    add("--step", type=int, help="the checkpoint to use; not set: the newest")
+    add("--step", type=int, help="checkpoint to use; by default the newest")
     add("--prompt", action="append", help="text to continue; repeatable")
     add("--prompts", metavar="FILE", type=Path,
-        help='text, a prompt a line; or .jsonl, objects with a "prompt"; "-": standard '
+        help='text file with a prompt per line, or .jsonl with "prompt" keys; "-" for standard '
         "input")  # fmt: skip
     add("--output", metavar="FILE.jsonl", type=Path,
-        help="new file of results; with --prompts alone, they are printed")  # fmt: skip
-    add("--batch-size", type=int, default=32, help="prompts at a time")
-    add("--max-tokens", type=int, default=128, help="tokens to generate")
-    add("--temperature", type=float, default=1.0, help="0: the likeliest token")
-    add("--top-k", type=int, default=0, help="keep the k likeliest; 0: all")
-    add("--top-p", type=float, default=1.0, help="keep this much probability")
-    add("--seed", type=int, default=0, help="seed of the draws")
-    add("--no-bos", action="store_true", help="no BOS before prompts, though the tokenizer adds it")
-    add("--ignore-eos", action="store_true", help="go on after end-of-text")
+        help="new file for the results; by default they are printed")  # fmt: skip
+    add("--batch-size", type=int, default=32, help="prompts per batch")
+    add("--max-tokens", type=int, default=128, help="maximum number of tokens to generate")
+    add("--temperature", type=float, default=1.0, help="0: the most likely token")
+    add("--top-k", type=int, default=0, help="sample from the k most likely tokens; 0: all")
+    add("--top-p", type=float, default=1.0, help="probability of the tokens to sample")
+    add("--seed", type=int, default=0, help="random seed of sampling")
+    add("--no-bos", action="store_true", help="omit the tokenizer's BOS before prompts")
+    add("--ignore-eos", action="store_true", help="continue after the end-of-text token")
     return parser
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, uses_devices=True)
 
 

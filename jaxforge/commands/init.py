@@ -1,6 +1,6 @@
-"""`python -m jaxforge.init --preset NAME`: a config to start with, before there are data or after.
+"""`python -m jaxforge.init --preset NAME`: write a config for a standard model size.
 
-`jaxforge prepare` writes one that suits its data; this writes one of a known size.
+`jaxforge prepare` writes a config that suits its data.
 """
 
 import shlex
@@ -10,22 +10,22 @@ from pathlib import Path
 from jaxforge.cli.running import STDOUT, run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
-from jaxforge.tools.starting.config import of_preset
-from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.config import config_of_preset
+from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.presets import PRESETS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the file, or lists the presets.
+    """Write a config, or list the presets.
 
     Args:
-        argv: arguments; by default the process's.
+        argv: arguments; by default those of the process.
 
     Returns:
         0.
 
     Raises:
-        UserError: the file is there already or cannot be written, or --data was not prepared.
+        UserError: the file exists or cannot be written, or --data was not prepared.
         SystemExit: `--help`.
     """
     line = parser()
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(rows()))
         return 0
     if args.preset is None:
-        line.error("--preset NAME is needed; --list tells which there are")
-    prepared = Prepared.read(args.data) if args.data else None
-    text = of_preset(args.preset, PRESETS[args.preset], prepared)
+        line.error("--preset NAME is required; --list shows the presets")
+    prepared = PreparedData.read(args.data) if args.data else None
+    text = config_of_preset(args.preset, PRESETS[args.preset], prepared)
     output = args.output or Path(f"{args.preset}.toml")
     if output == STDOUT:
         print(text, end="")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rows() -> list[str]:
-    """A line for each preset."""
+    """Return a line for each preset."""
     wide = max(map(len, PRESETS))
     return [f"{name:{wide}}  {preset.about}; {preset.machine}" for name, preset in PRESETS.items()]
 
@@ -67,27 +67,29 @@ def _write(output: Path, text: str) -> None:
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
-        "init", description="Writes a complete, commented config of a known size."
+        "init", description="Write a complete, commented config for a standard model size."
     )
-    parser.add_argument("--preset", choices=PRESETS, help="which; --list tells what they are")
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="model size; --list describes the presets"
+    )
     parser.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument(
         "--data", type=Path, metavar="DIR",
-        help="what `jaxforge prepare` made: its paths, vocabulary and length are filled in",
+        help="output of `jaxforge prepare`, for paths, vocabulary size and run length",
     )  # fmt: skip
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="file to write (NAME.toml); -: standard output",
+        help="file to write (default: NAME.toml); - for standard output",
     )
     return parser
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, outlives_reader=True)
 
 

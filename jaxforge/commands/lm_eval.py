@@ -1,8 +1,8 @@
-"""`python -m jaxforge.lm_eval RUN --tasks NAME ...`: lm_eval's tasks, with its own options.
+"""`python -m jaxforge.lm_eval RUN --tasks NAME ...`: evaluate on tasks of lm_eval.
 
-RUN is a run directory, or one of its checkpoints. Settings such as `--distributed.tp=2` lay the
-model out over several devices; by default all take part (`dp_shard`). Whatever else is on the
-command line is an option of lm_eval's command `run`.
+RUN is a run directory, or one of its checkpoints. Settings such as `--distributed.tp=2` define the
+device mesh; by default all devices are used (`dp_shard`). Other arguments are options of lm_eval's
+command `run`.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
 
 _OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")
-"""Arguments of the adapter that stand in --model_args."""
+"""Arguments of the adapter in --model_args."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tasks; lm_eval prints and writes what they came to."""
+    """Run the tasks, whose results lm_eval prints and writes; return the exit code."""
     args, others = parser().parse(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install 'jaxforge[lm-eval]'")
@@ -30,28 +30,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "lm_eval",
         takes_settings=True,
         uses_runs=True,
-        passes_on=True,
+        allows_unknown=True,
         usage="%(prog)s RUN --tasks NAME ... [options of lm_eval] [--section.key=value ...]",
-        description="Evaluates a trained model on tasks of EleutherAI's lm_eval.",
+        description="Evaluate a trained model on tasks of EleutherAI's lm_eval.",
         epilog="Options of lm_eval, such as --num_fewshot, --limit, --gen_kwargs, "
-        "--apply_chat_template and --log_samples, may follow, and settings of the run's config, "
-        "such as --distributed.tp=2.",
+        "--apply_chat_template and --log_samples, and settings of the run's config, such as "
+        "--distributed.tp=2, are accepted.",
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")
-    add("--step", type=int, help="the checkpoint to evaluate (default: the newest)")
-    add("--tasks", nargs="+", required=True, metavar="NAME", help="tasks, or groups of them")
-    add("--include_path", metavar="DIR", help="where tasks of yours are")
-    add("--output_path", metavar="DIR", help="where results are written as JSON")
+    add("--step", type=int, help="checkpoint to evaluate (default: the newest)")
+    add("--tasks", nargs="+", required=True, metavar="NAME", help="tasks or task groups")
+    add("--include_path", metavar="DIR", help="directory of custom tasks")
+    add("--output_path", metavar="DIR", help="directory for results as JSON")
     add("--batch_size", "--batch-size", type=int, default=32, metavar="N",
-        help="sequences at a time, over all devices (default: 32)")  # fmt: skip
+        help="sequences per batch, over all devices (default: 32)")  # fmt: skip
     add("--model_args", nargs="+", default=[], metavar="KEY=VALUE",
-        help=f"more of the model's arguments: {', '.join(_OURS)}")  # fmt: skip
+        help=f"further arguments of the model: {', '.join(_OURS)}")  # fmt: skip
     return parser
 
 
@@ -80,22 +80,22 @@ def _is_setting(argument: str) -> bool:
 
 
 def _run(options: Sequence[str]) -> None:
-    """Hands over to lm_eval's own command."""
+    """Run lm_eval's command line."""
     from lm_eval.__main__ import cli_evaluate
 
-    import jaxforge.tools.lm_eval.adapter  # noqa: F401  # which registers the model
+    import jaxforge.tools.lm_eval.adapter  # noqa: F401  # registers the model
     from jaxforge.telemetry.console import begin_command
 
     begin_command()
-    _leave_results_to_the_first()
+    limit_output_to_first_process()
     sys.argv = ["lm_eval", "run", *options]
     cli_evaluate()
 
 
-def _leave_results_to_the_first() -> None:
-    """Lets one process print and write: all have the same answers.
+def limit_output_to_first_process() -> None:
+    """Let only one process print and write, because all processes have the same results.
 
-    By this variable lm_eval knows processes that hold one model together (its tensor parallelism).
+    lm_eval uses this variable for processes that share a model (its tensor parallelism).
     """
     import jax
 
@@ -104,7 +104,7 @@ def _leave_results_to_the_first() -> None:
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, uses_devices=True, outlives_reader=True)
 
 

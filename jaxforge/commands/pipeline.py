@@ -1,7 +1,7 @@
-"""`python -m jaxforge.pipeline --schedule NAME --stages N --microbatches M`: a schedule, drawn.
+"""`python -m jaxforge.pipeline --schedule NAME --stages N --microbatches M`: draw a schedule.
 
-Prints the table of what each stage does in each tick, and what the schedule costs; `--svg FILE`
-draws it as well. Needs no devices.
+The command prints a table of the work of each stage in each tick, and the cost of the schedule.
+`--svg FILE` also draws it. No devices are required.
 """
 
 import argparse
@@ -18,16 +18,16 @@ _INTERLEAVED = "interleaved_1f1b"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the drawing, if there is to be one, and prints the table.
+    """Print the table of a schedule, and draw it if requested.
 
     Args:
-        argv: arguments; by default the process's.
+        argv: arguments; by default those of the process.
 
     Returns:
         0.
 
     Raises:
-        UserError: there is no such schedule, or the file cannot be written.
+        UserError: the schedule is unknown, or the file cannot be written.
         SystemExit: `--help`.
     """
     args = parser().parse_args(argv)
@@ -39,20 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "pipeline",
-        description="Shows what each pipeline stage does in each tick of a schedule.",
+        description="Show the work of each pipeline stage in each tick of a schedule.",
     )
     add = parser.add_argument
     add("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))
     add("--stages", required=True, type=int, metavar="N", help="pipeline stages")
-    add("--microbatches", required=True, type=int, metavar="M", help="microbatches of an update")
+    add("--microbatches", required=True, type=int, metavar="M", help="microbatches per update")
     add(
         "--chunks", type=int, metavar="V",
-        help=f"virtual stages of each stage, for {_INTERLEAVED} (default: 2)",
+        help=f"virtual stages per stage, for {_INTERLEAVED} (default: 2)",
     )  # fmt: skip
-    add("--svg", type=Path, metavar="FILE", help="draw it to FILE, too")
+    add("--svg", type=Path, metavar="FILE", help="also draw the schedule to FILE")
     return parser
 
 
@@ -61,7 +61,7 @@ def _schedule(args: argparse.Namespace) -> Schedule:
         raise UserError(f"--schedule {args.schedule}: choose one of {', '.join(SCHEDULES)}")
     for name in ("stages", "microbatches"):
         if (number := getattr(args, name)) < 1:
-            raise UserError(f"--{name} {number}: give 1 at least")
+            raise UserError(f"--{name} {number}: must be at least 1")
     chunks = _chunks(args)
     if chunks > 1 and args.microbatches % args.stages:
         raise UserError(
@@ -74,10 +74,10 @@ def _schedule(args: argparse.Namespace) -> Schedule:
 def _chunks(args: argparse.Namespace) -> int:
     if args.schedule != _INTERLEAVED:
         if args.chunks is not None:
-            raise UserError(f"--chunks goes with --schedule {_INTERLEAVED}, not {args.schedule}")
+            raise UserError(f"--chunks requires --schedule {_INTERLEAVED}, not {args.schedule}")
         return 1
     if args.chunks is not None and args.chunks < 2:
-        raise UserError(f"--chunks {args.chunks}: give 2 at least; 1f1b is {_INTERLEAVED} with one")
+        raise UserError(f"--chunks {args.chunks}: must be at least 2; use 1f1b for a single chunk")
     return args.chunks or 2
 
 
@@ -89,7 +89,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main)
 
 

@@ -1,21 +1,21 @@
-"""`python -m jaxforge.plan`: the command line. JAX is imported when the environment is ready."""
+"""`python -m jaxforge.plan`: command line, which sets up the environment before importing JAX."""
 
 import os
 from collections.abc import Sequence
 
 from jaxforge.cli.running import run_main
-from jaxforge.commands.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.errors import UserError
 from jaxforge.storage import trust
 from jaxforge.tools.plan.topology import FORMS, Topology
 
-DESCRIPTION = """Compiles the real step of a configuration for a machine that is not here, and says
-whether it is valid, whether it fits, what travels, and how fast it will be (an estimate).
-Settings such as --train.batch_size=2 may follow, as with jaxforge.train."""
+DESCRIPTION = """Compile the train step of a config for target hardware, which need not be present.
+Report whether the config is valid and fits into memory, its communication, and an estimate of its
+speed. Settings such as --train.batch_size=2 are accepted, as for jaxforge.train."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plans and prints; exit code 2 where the run would be refused or would not fit."""
+    """Print a plan; return 2 if the run would be refused or would not fit."""
     args, overrides = parser().parse(argv)
     topology = topology_of(args.topology)
     topology.prepare(os.environ)
@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def topology_of(text: str) -> Topology:
-    """Reads --topology.
+    """Parse the value of --topology.
 
     Raises:
-        UserError: it is none.
+        UserError: the value is invalid.
     """
     try:
         return Topology.parse(text)
@@ -38,33 +38,33 @@ def topology_of(text: str) -> Topology:
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser("plan", takes_settings=True, description=DESCRIPTION)
-    parser.add_argument("--config", required=True, metavar="FILE", help="TOML, as of a run")
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML config of a run")
     parser.add_argument("--topology", required=True, help=FORMS)
-    parser.add_argument("--json", action="store_true", help="for machines, on standard output")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
-        "--price", type=float, metavar="N", help="of a device and hour, in any currency"
+        "--price", type=float, metavar="N", help="price per device and hour, in any currency"
     )
     parser.add_argument(
-        "--search", type=count, nargs="?", const=8, metavar="N",
-        help="compile the N most promising meshes, batch splits and rematerialisations (8)",
+        "--search", type=positive_int, nargs="?", const=8, metavar="N",
+        help="compile the N most promising meshes, batch splits and remat policies (default: 8)",
     )  # fmt: skip
     parser.add_argument(
-        "--jobs", type=count, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
-        help="compilers at a time",
+        "--jobs", type=positive_int, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
+        help="concurrent compilations",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="FILE", help="where the best found goes, as TOML")
-    parser.add_argument("--html", metavar="FILE", help="a page with pictures, that loads nothing")
+    parser.add_argument("--output", metavar="FILE", help="file for the best config, as TOML")
+    parser.add_argument("--html", metavar="FILE", help="self-contained HTML page with charts")
     parser.add_argument(
-        "--save-executable", metavar="FILE", help="keep the compiled step for train.executable"
+        "--save-executable", metavar="FILE", help="save the compiled step for train.executable"
     )
-    parser.add_argument("--compare", metavar="FILE", help="another configuration, side by side")
+    parser.add_argument("--compare", metavar="FILE", help="config to compare side by side")
     return parser
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main)
 
 

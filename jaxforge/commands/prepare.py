@@ -1,12 +1,12 @@
-"""Documents in, token shards out: `python -m jaxforge.prepare INPUT... --output DIR`.
+"""`python -m jaxforge.prepare INPUT... --output DIR`: convert documents to token shards.
 
-INPUT ─► documents ─► pieces ─► tokens + EOS ─► .DIR.partial/out/{train,validation}/shard_*.npy
+INPUT ─► documents ─► chunks ─► tokens + EOS ─► .DIR.partial/out/{train,validation}/shard_*.npy
          (files,      of text                   .DIR.partial/out/{tokenizer/,train.toml}
-          records)                                  │ rename, when all is written
+          records)                                  │ rename when complete
                                                     ▼
                                                    DIR
 
-A killed run goes on where it was: `corpus.atomic_directory`. docs/data.md tells how to use it.
+A killed run resumes (`storage.atomic_directory`). See docs/data.md for its use.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli.running import raise_interrupts, run_main
-from jaxforge.commands.command_line import CommandParser, count
+from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
 from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
@@ -24,10 +24,10 @@ from jaxforge.tools.starting.machine import FORMS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; all of DIR is written, or nothing.
+    """Run the command, which writes DIR completely or not at all.
 
     Args:
-        argv: arguments; by default the process's.
+        argv: arguments; by default those of the process.
 
     Returns:
         0.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     from jaxforge.tools.starting import (
-        preparation,  # here, as all that it needs takes half a second
+        preparation,  # imported here, because it takes half a second
     )
 
     raise_interrupts()
@@ -46,13 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "prepare",
-        description="Turns text, or conversations, into token shards for training. Documents are "
-        "text files, lines of JSONL, and rows of Parquet files and Hugging Face datasets; each is "
-        "ended by the tokenizer's end-of-text token, empty ones are left out. The same command "
-        "goes on with what a killed one has left.",
+        description="Convert text or conversations to token shards. Documents are text "
+        "files, lines of JSONL, and rows of Parquet files and Hugging Face datasets. Each document "
+        "ends with the tokenizer's end-of-text token; empty documents are skipped. After a kill, "
+        "the same command resumes.",
     )
     for names, options in _ARGUMENTS.items():
         parser.add_argument(*names.split(), **options)
@@ -63,22 +63,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     line = parser()
     args = line.parse_args(argv)
     if args.vocab_size and args.tokenizer != "bpe":
-        line.error("--vocab-size goes with --tokenizer bpe; the others have their own")
+        line.error("--vocab-size requires --tokenizer bpe; other tokenizers have a fixed size")
     if args.conversations and args.tokenizer == "bpe":
-        line.error("--conversations goes with the tokenizer of the model, not with one made here")
+        line.error("--conversations requires the tokenizer of the model, not --tokenizer bpe")
     if args.conversations and args.dtype == "uint16":
-        line.error("--conversations are written as uint32: leave --dtype out")
+        line.error("--conversations are written as uint32: remove --dtype")
     if args.validation_fraction and args.validation_tokens:
         line.error("--validation-fraction and --validation-tokens exclude each other")
     if args.conversations and args.validation_tokens:
-        line.error("--conversations are held out whole: use --validation-fraction")
+        line.error("--conversations are held out as a whole: use --validation-fraction")
     if not args.input and not args.hf_dataset:
-        line.error("give INPUT or --hf-dataset")
+        line.error("INPUT or --hf-dataset is required")
     return args
 
 
 def _fraction(text: str) -> float:
-    """The type of an option: a part, such as 0.05 or 5%."""
+    """Parse an option value that is a fraction such as 0.05 or 5%."""
     try:
         number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -86,7 +86,7 @@ def _fraction(text: str) -> float:
     if not 0 <= number < 1:
         meant = f", or {number:g}% for {number / 100:g}" if 1 <= number < 100 else ""
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not at least 0 and below 1: give a part such as 0.05{meant}"
+            f"{text!r} must be at least 0 and less than 1: give a fraction such as 0.05{meant}"
         )
     return number
 
@@ -96,16 +96,16 @@ _ARGUMENTS: dict[str, dict] = {
         "nargs": "*",
         "type": Path,
         "metavar": "INPUT",
-        "help": "files and directories: records of .jsonl, .ndjson, .json, .csv, .tsv (also with "
-        ".gz or .zst), .parquet, .arrow, .feather; all else is text",
+        "help": "files and directories: records in .jsonl, .ndjson, .json, .csv, .tsv (also with "
+        ".gz or .zst), .parquet, .arrow, .feather; other files are text",
     },
     "--hf-dataset": {
         "metavar": "NAME",
-        "help": "Hugging Face dataset, after the INPUTs: of the hub, a directory of data files, or "
-        "one written by save_to_disk",
+        "help": "Hugging Face dataset, read after INPUT: a Hub name, a directory of data files, or "
+        "a directory from save_to_disk",
     },
-    "--hf-config": {"metavar": "NAME", "help": "its configuration"},
-    "--hf-split": {"default": "train", "metavar": "NAME", "help": "its split (default: train)"},
+    "--hf-config": {"metavar": "NAME", "help": "configuration of the dataset"},
+    "--hf-split": {"default": "train", "metavar": "NAME", "help": "split (default: train)"},
     "--text-field": {
         "default": "text",
         "metavar": "NAME",
@@ -114,53 +114,57 @@ _ARGUMENTS: dict[str, dict] = {
     "--conversations": {
         "action": "store_true",
         "help": "records are conversations (messages), or prompts with completions, for "
-        "fine-tuning: the tokenizer's chat template writes them, and what the assistant says is "
-        "learned",
+        "fine-tuning: they are formatted with the tokenizer's chat template, and only the "
+        "assistant's text is trained on",
     },
-    "--skip-bad": {"action": "store_true", "help": "leave out, and count, records without text"},
+    "--skip-bad": {"action": "store_true", "help": "skip and count records without text"},
     "--max-record-bytes": {
-        "type": count,
+        "type": positive_int,
         "default": MAX_RECORD_BYTES,
         "metavar": "N",
-        "help": "a larger record is bad (default: %(default)s)",
+        "help": "largest valid record (default: %(default)s)",
     },
     "--workers": {
-        "type": count,
+        "type": positive_int,
         "default": os.cpu_count() or 1,
         "metavar": "N",
-        "help": "processes that encode; the result is the same (default: one per core)",
+        "help": "tokenizer processes, without effect on the result (default: one per core)",
     },
-    "--output": {"required": True, "type": Path, "metavar": "DIR", "help": "directory to make"},
-    "--overwrite": {"action": "store_true", "help": "replace what an earlier run left in DIR"},
+    "--output": {"required": True, "type": Path, "metavar": "DIR", "help": "directory to create"},
+    "--overwrite": {"action": "store_true", "help": "replace an earlier output in DIR"},
     "--glob": {
-        "help": "file names to take from directories, separated by commas (default: "
-        f"{','.join(TEXTS)} and those of records; with --conversations, of records)",
+        "help": "file name patterns in directories, separated by commas (default: "
+        f"{','.join(TEXTS)} and record files; with --conversations, record files)",
     },
     "--exclude": {
         "action": "append",
         "default": [],
         "metavar": "GLOB",
-        "help": "paths below INPUT to leave out; may be repeated",
+        "help": "paths below INPUT to exclude; repeatable",
     },
     "--tokenizer": {
         "default": "byte",
         "metavar": "byte|bpe|PATH|NAME",
-        "help": "UTF-8 bytes (the default); a byte-level BPE trained on the training documents; "
-        "a tokenizer.json or its directory; or a model of the Hugging Face Hub",
+        "help": "UTF-8 bytes (default), a byte-level BPE trained on the training documents, "
+        "a tokenizer.json or its directory, or a model of the Hugging Face Hub",
     },
     "--no-bos": {
         "action": "store_true",
-        "help": "no BOS before documents, though the tokenizer adds it",
+        "help": "omit the BOS token that the tokenizer adds to documents",
     },
     "--vocab-size": {
-        "type": count,
+        "type": positive_int,
         "metavar": "N",
-        "help": f"of --tokenizer bpe (default: {BPE_VOCAB_SIZE}, fewer for less than 16 MB)",
+        "help": f"vocabulary size of --tokenizer bpe (default: {BPE_VOCAB_SIZE}, less below 16 MB)",
     },
-    "--format": {"choices": ("npy", "bin"), "default": "npy", "help": "of shards (default: npy)"},
-    "--dtype": {"choices": ("uint16", "uint32"), "help": "of tokens (default: the smallest)"},
+    "--format": {
+        "choices": ("npy", "bin"),
+        "default": "npy",
+        "help": "shard format (default: npy)",
+    },
+    "--dtype": {"choices": ("uint16", "uint32"), "help": "token dtype (default: the smallest)"},
     "--shard-tokens": {
-        "type": count,
+        "type": positive_int,
         "default": 100_000_000,
         "metavar": "N",
         "help": "tokens per shard (default: %(default)s)",
@@ -169,29 +173,29 @@ _ARGUMENTS: dict[str, dict] = {
         "type": _fraction,
         "default": 0.0,
         "metavar": "F",
-        "help": "part of the documents to put into DIR/validation, chosen by a hash of their "
-        "paths and record numbers; of a single text file, its last part (default: none)",
+        "help": "fraction of the documents for DIR/validation, selected by a hash of their "
+        "paths and record numbers; for a single text file, its last part (default: 0)",
     },
     "--validation-tokens": {
-        "type": count,
+        "type": positive_int,
         "metavar": "N",
-        "help": "put the first N tokens into DIR/validation instead",
+        "help": "write the first N tokens to DIR/validation",
     },
     "--shuffle-documents": {
         "type": int,
         "metavar": "SEED",
-        "help": "take text files in random order, not sorted by path",
+        "help": "read text files in random order instead of by path",
     },
-    "--max-bytes": {"type": count, "metavar": "N", "help": "stop after so much text"},
+    "--max-bytes": {"type": positive_int, "metavar": "N", "help": "stop after N bytes of text"},
     "--machine": {
-        "metavar": "WHAT",
-        "help": f"what DIR/train.toml is sized for: {FORMS} (default: this machine)",
+        "metavar": "MACHINE",
+        "help": f"hardware for DIR/train.toml: {FORMS} (default: this machine)",
     },
 }
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, outlives_reader=True)
 
 

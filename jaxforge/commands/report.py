@@ -1,8 +1,8 @@
-"""`python -m jaxforge.report RUN [RUN ...]`: the curves of runs as one HTML page.
+"""`python -m jaxforge.report RUN [RUN ...]`: plot the metrics of runs as one HTML page.
 
-RUN is a run directory; the run may still be going on. Several are laid over each other. The page
-needs nothing but itself: open it from a disk, attach it to a mail, print it. `--watch` serves it on
-this machine instead, and keeps it up to date.
+RUN is the directory of a finished or active run. Several runs share the plots. The page is
+self-contained: it can be opened from disk, mailed and printed. `--watch` serves the page on this
+machine instead, and keeps it up to date.
 """
 
 import argparse
@@ -21,11 +21,11 @@ _PORT = 8765
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page and says where, or serves it."""
+    """Write the page and print its path, or serve it; return the exit code."""
     options = parser()
     args = options.parse_args(argv)
     port = args.watch
-    if port is not None and not port.isdigit():  # it took a run's name for the port
+    if port is not None and not port.isdigit():  # the name of a run, not a port
         args.runs, port = [port, *args.runs], str(_PORT)
     if not args.runs:
         options.error("the following arguments are required: RUN")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if port is not None:
         return _watch(runs, args, int(port))
     from jaxforge.runs.reading import read_runs
-    from jaxforge.tools.report.run_page import page  # here, as they take a while to import
+    from jaxforge.tools.report.run_page import page  # imported here, because they are slow
 
     output = _output(args.output, runs)
     readings = read_runs(runs, processes=argv is None)
@@ -47,38 +47,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _watch(runs: Sequence[Path], args: argparse.Namespace, port: int) -> int:
     if args.output is not None:
-        raise UserError("--watch serves the page and writes none: leave out --output")
+        raise UserError("--watch serves the page without writing it: remove --output")
     from jaxforge.tools.report.serving import serve
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it says that it has ended
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for its final message
     serve(runs, args.x, port)
     return 0
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "report",
-        description="Draws the curves of runs as one HTML page that needs no network.",
+        description="Plot the metrics of runs as one HTML page that needs no network.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="*", help="run directory")
-    parser.add_argument("--output", help="the page; by default RUN/report.html")
-    parser.add_argument("--x", choices=list(AXES), default="steps", help="horizontal axis at first")
+    parser.add_argument("--output", help="HTML file (default: RUN/report.html)")
+    parser.add_argument("--x", choices=list(AXES), default="steps", help="initial horizontal axis")
     parser.add_argument(
         "--watch", nargs="?", const=str(_PORT), metavar="PORT",
-        help=f"serve the page on this machine and keep it up to date; by default on {_PORT}",
+        help=f"serve the page on this machine and keep it up to date (default: {_PORT})",
     )  # fmt: skip
     return parser
 
 
 def _output(output: str | None, runs: Sequence[Path]) -> Path:
     if output is None and len(runs) > 1:
-        raise UserError("several runs share one page: say where it goes with --output FILE")
+        raise UserError("--output FILE is required for several runs, which share one page")
     return urls.path(output, "--output") if output else runs[0] / "report.html"
 
 
 def _write(output: Path, html: str) -> None:
-    """Whole or not at all: a browser may be reading an older page."""
+    """Write the page atomically, because a browser may be reading an older version."""
     try:
         if urls.in_bucket(output):
             output.write_text(html, encoding="utf-8")
@@ -89,7 +89,7 @@ def _write(output: Path, html: str) -> None:
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, outlives_reader=True)
 
 

@@ -1,14 +1,14 @@
-"""`python -m jaxforge.supervise [options] -- COMMAND`: runs a command, and again when it fails.
+"""`python -m jaxforge.supervise [options] -- COMMAND`: run a command and restart it on failure.
 
     python -m jaxforge.supervise -- python -m jaxforge.train --config FILE ...
-    python -m jaxforge.supervise -- --config FILE ...        the same
+    python -m jaxforge.supervise -- --config FILE ...        short form
 
-The exit code decides (`jaxforge.exit_codes`). Waits before each further start, twice as long each
-time, until a start makes progress: it leaves a newer checkpoint than it found. SIGTERM, SIGINT and
-SIGUSR1 are passed on to the command; its code is then the supervisor's, and it is not run again.
-With `--nproc N` there are N processes on this machine, joined through the variables that
-`parallel.multihost` reads; when one fails, the others are ended, and all run again. Nothing that
-was started outlives the supervisor.
+The exit code decides about a restart (`jaxforge.exit_codes`). The pause before a restart doubles
+until a start makes progress, which means that it writes a newer checkpoint. SIGTERM, SIGINT and
+SIGUSR1 are forwarded to the command. The supervisor then exits with the code of the command,
+without a restart. With `--nproc N`, N processes run on this machine, connected by the variables
+that `parallel.multihost` reads. If one of them fails, the others are stopped and all are restarted.
+No started process outlives the supervisor.
 """
 
 import argparse
@@ -49,11 +49,11 @@ _HEALTHY_SEC = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A process of the command ended.
+    """End of a process of the command.
 
     Attributes:
-        index: which of them.
-        code: its exit code, as a shell gives it.
+        index: index of the process.
+        code: exit code, as in a shell.
     """
 
     index: int
@@ -61,7 +61,7 @@ class Ended:
 
 
 Event = Ended | signal.Signals
-"""What the supervisor waits for: the end of a process, or a signal to itself."""
+"""Event for the supervisor: the end of a process, or a signal to the supervisor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Policy:
     """Restart policy: exit codes that lead to a restart, and waiting times.
 
     Attributes:
-        max_restarts: restarts in a row without progress.
-        backoff: seconds before the first of them; twice as many before each one after it.
-        backoff_cap: at most this many seconds.
-        grace: seconds from a signal that is passed on to SIGKILL.
-        peer_grace: seconds that the other processes have when one failed.
-        again: exit codes to run again after, in addition to those of `exit_codes`.
+        max_restarts: consecutive restarts without progress.
+        backoff: seconds before the first restart, doubled before each further restart.
+        backoff_cap: maximum of these seconds.
+        grace: seconds between a forwarded signal and SIGKILL.
+        peer_grace: seconds until the other processes are killed after one has failed.
+        again: further exit codes that lead to a restart, in addition to those of `exit_codes`.
     """
 
     max_restarts: int
@@ -94,13 +94,13 @@ class Policy:
 
 
 class Group:
-    """The processes of one start, each in a process group of its own with what it starts itself.
+    """The processes of one start, each in its own process group together with its children.
 
     Args:
-        command: what to run.
-        count: how many times, as the processes of one job.
-        events: where the end of each is announced.
-        env: the environment of each.
+        command: command of each process.
+        count: number of processes in the job.
+        events: queue that receives the end of each process.
+        env: environment of each process.
     """
 
     def __init__(
@@ -114,25 +114,25 @@ class Group:
         self._running = dict(
             enumerate(_start(command, environment) for environment in _environments(count, env))
         )
-        for item in self._running.items():  # threads only now: a fork with threads may deadlock
-            threading.Thread(target=self._await, args=item, daemon=True).start()
+        for item in self._running.items():  # only now: a fork with threads may deadlock
+            threading.Thread(target=self._wait_for, args=item, daemon=True).start()
         self.codes: list[int | None] = [None] * count
         self._cause: int | None = None
         self._is_killed = False
 
-    def _await(self, index: int, process: subprocess.Popen[bytes]) -> None:
-        # Left a zombie for a moment, so that its number, which is its group's, is still its own.
+    def _wait_for(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        # WNOWAIT leaves a zombie, so that its pid, the group id, is not reused before killpg.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # its data workers, say
+            os.killpg(process.pid, signal.SIGKILL)  # children, such as data workers
         self._events.put(Ended(index, exit_codes.exit_code(process.wait())))
 
     def ended(self, event: Ended) -> None:
-        """Takes note of an end."""
+        """Record the end of a process."""
         del self._running[event.index]
         self.codes[event.index] = event.code
-        lost_peer = self._cause == Exit.ABORTED.code and not self._is_killed
-        if event.code and (self._cause is None or lost_peer):
+        peer_lost_error = self._cause == Exit.ABORTED.code and not self._is_killed
+        if event.code and (self._cause is None or peer_lost_error):
             self._cause = event.code
 
     @property
@@ -144,19 +144,19 @@ class Group:
     def code(self) -> int:
         """Exit code of the process that failed first; the others failed because of it.
 
-        A process that noticed the loss of another one may end before the kernel has taken all from
-        the lost one, and so before that one's end is seen: its own code is no cause.
+        A process that detects the loss of a peer may end before the kernel has cleaned up the peer.
+        Its exit code (`Exit.ABORTED`) is then replaced by that of the peer.
         """
         return self._cause or 0
 
     def send(self, sig: signal.Signals) -> None:
-        """Sends a signal to each process, but not to what it started."""
+        """Send a signal to each process, but not to its children."""
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, sig)
 
     def kill(self) -> None:
-        """Ends each process with all that it started."""
+        """Kill each process together with its children."""
         self._is_killed = True
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
@@ -164,13 +164,13 @@ class Group:
 
 
 class Supervisor:
-    """Runs a command until it is done, is told to stop, or fails too often.
+    """Runs a command until it succeeds, is stopped, or fails too often.
 
     Args:
-        command: what to run.
-        count: how many processes, on this machine.
-        policy: when to run it again.
-        run: the run directory, where progress shows and the log is kept; None where unknown.
+        command: command to run.
+        count: number of processes on this machine.
+        policy: restart policy.
+        run: run directory, for progress and the log; None if unknown.
     """
 
     def __init__(
@@ -180,20 +180,20 @@ class Supervisor:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stopping: signal.Signals | None = None
         self._starts = self._failures = 0
-        # The time limit of a job is that of all starts, unless another start is what follows it.
+        # The time limit of a job covers all starts, unless reaching it leads to a restart.
         has_limit = Exit.DURATION.code not in policy.again
         self._env = {**new_command_env(), **(began_env() if has_limit else {})}
 
     def run(self) -> int:
-        """Starts the command as often as need be.
+        """Start the command as often as necessary.
 
         Returns:
-            The exit code of its last end; when told to stop between two starts, that of a stop.
+            The exit code of the last start, or of a stop if stopped between two starts.
         """
         with listening(_FORWARDED, self._events.put):
             while True:
                 began, clock, step = time.time(), time.monotonic(), self._newest_step()
-                group = self._one_start()
+                group = self._run_once()
                 progress = self._progressed(step, time.monotonic() - clock)
                 self._failures = 1 if progress else self._failures + 1
                 code = self._code(group)
@@ -204,7 +204,7 @@ class Supervisor:
                 if not self._pause(delay):
                     return self._stop_code()
 
-    def _one_start(self) -> Group:
+    def _run_once(self) -> Group:
         self._starts += 1
         log.info("start %d: %s", self._starts, shlex.join(self._command))
         group = Group(self._command, self._count, self._events, self._env)
@@ -214,17 +214,17 @@ class Supervisor:
         return group
 
     def _handle(self, event: Event | None, group: Group, deadline: float) -> float:
-        """Returns when those that still run are to be killed."""
+        """Handle an event; return the time at which the remaining processes are killed."""
         match event:
             case Ended():
                 group.ended(event)
-                self._announce(event)
+                self._log_end(event)
                 if event.code not in {exit_.code for exit_ in AGREED}:
                     return min(deadline, time.monotonic() + self._policy.peer_grace)
                 return deadline
             case signal.Signals():
                 self._stopping = event
-                log.info("%s: passed on; SIGKILL in %g s", event.name, self._policy.grace)
+                log.info("%s: forwarded; SIGKILL in %g s", event.name, self._policy.grace)
                 group.send(event)
                 return min(deadline, time.monotonic() + self._policy.grace)
             case None:
@@ -233,62 +233,62 @@ class Supervisor:
                 return math.inf
 
     def _next(self, deadline: float) -> Event | None:
-        """The next event, or None once it is `deadline`."""
+        """Return the next event, or None at the deadline."""
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         try:
             return self._events.get(timeout=left)
         except queue.Empty:
             return None
 
-    def _announce(self, end: Ended) -> None:
+    def _log_end(self, end: Ended) -> None:
         which = f"process {end.index}" if self._count > 1 else "the command"
         log.info("%s ended with %d: %s", which, end.code, exit_codes.meaning(end.code))
 
     def _code(self, group: Group) -> int:
-        """The code of a start; a process that the signal ended before it was ready stopped too."""
-        died_of_it = self._stopping and group.code == 128 + self._stopping
-        return self._stop_code() if died_of_it else group.code
+        """Return the exit code of a start; death by the stop signal counts as a stop."""
+        is_stopped = self._stopping and group.code == 128 + self._stopping
+        return self._stop_code() if is_stopped else group.code
 
     def _stop_code(self) -> int:
         return (Exit.INTERRUPT if self._stopping is signal.SIGINT else Exit.SIGNAL).code
 
     def _decide(self, code: int) -> float | None:
-        """Seconds until the next start; None for none."""
+        """Return the seconds until the next start, or None for no restart."""
         if self._stopping or not self._policy.runs_again(code):
             log.info("done: exit code %d", code)
             return None
         if self._failures > self._policy.max_restarts:
-            log.error("%d starts in a row without progress, --max-restarts %d: exit code %d",
+            log.error("%d consecutive starts without progress, --max-restarts %d: exit code %d",
                       self._failures, self._policy.max_restarts, code)  # fmt: skip
             return None
-        # Scattered, so that many of these do not come back at the same moment.
+        # Jitter, so that many supervisors do not restart at the same time.
         delay = self._policy.delay(self._failures) * random.uniform(0.5, 1.0)
-        log.info("running again in %.1f s (restart %d of %d without progress)",
+        log.info("restarting in %.1f s (restart %d of %d without progress)",
                  delay, self._failures, self._policy.max_restarts)  # fmt: skip
         return delay
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; return whether no signal to stop arrived meanwhile."""
+        """Wait; return False if a stop signal arrived."""
         event = self._next(time.monotonic() + seconds)
         if isinstance(event, signal.Signals):
             self._stopping = event
-            log.info("%s: not running again", event.name)
+            log.info("%s: no restart", event.name)
         return event is None
 
     def _newest_step(self) -> int:
-        """-1 for none; a checkpoint has its name once it is whole (`checkpoint.manager`)."""
+        """Return the step of the newest complete checkpoint, or -1."""
         names = filter(is_durable, (self._run / "checkpoints").glob("step_*")) if self._run else ()
         steps = [int(number) for p in names if (number := p.name.partition("_")[2]).isdigit()]
         return max(steps, default=-1)
 
     def _progressed(self, step_before: int, seconds: float) -> bool:
-        """Return whether a start left a newer checkpoint, or ran for an hour (other commands)."""
+        """Return whether a start wrote a newer checkpoint; for other commands, ran for an hour."""
         if self._run is None:
             return seconds >= _HEALTHY_SEC
         return self._newest_step() > step_before
 
     def _record(self, began: float, step: int, group: Group, delay: float | None) -> None:
-        """A line in the run directory, once there is one; objects cannot be appended to."""
+        """Append a line to the log in the run directory, if it exists and is local."""
         if self._run is None or urls.in_bucket(self._run) or not self._run.is_dir():
             return
         record: dict[str, Any] = {
@@ -306,7 +306,7 @@ class Supervisor:
         try:
             with safe_files.open_to_append(self._run / _LOG_FILE) as file:
                 file.write(f"{json.dumps(record)}\n".encode())
-        except OSError as error:  # a full disk is no reason not to run again
+        except OSError as error:  # a full disk does not prevent a restart
             log.warning("cannot write %s: %s", self._run / _LOG_FILE, error.strerror)
 
 
@@ -320,7 +320,7 @@ def _environments(count: int, env: Mapping[str, str]) -> Iterator[dict[str, str]
         port = free.getsockname()[1]
     for index in range(count):
         yield {
-            "JAX_LOCAL_DEVICE_IDS": str(index),  # on GPUs, one each
+            "JAX_LOCAL_DEVICE_IDS": str(index),  # one GPU per process
             **env,
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": str(count),
@@ -339,11 +339,11 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line, supervises, returns the exit code."""
+    """Supervise a command; return the exit code."""
     args = parser().parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise UserError("say what to run: -- python -m jaxforge.train --config FILE ...")
+        raise UserError("a command is required: -- python -m jaxforge.train --config FILE ...")
     if command[0].startswith("-"):
         command = [sys.executable, "-m", "jaxforge.train", *command]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s supervise: %(message)s")
@@ -358,12 +358,12 @@ def run_directory(command: Sequence[str]) -> Path | None:
     """Return the run directory of a command that trains; None for other commands.
 
     Raises:
-        UserError: its config does not load.
+        UserError: the config cannot be loaded.
     """
     arguments = _arguments_of_train(command)
     if arguments is None:
         return None
-    from jaxforge.commands import train  # here, with all of the config: half a second
+    from jaxforge.commands import train  # takes half a second to import
     from jaxforge.config.reading.load import load_config
 
     args, overrides = train.parser().parse(arguments)
@@ -384,33 +384,33 @@ def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "supervise", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
     add("--max-restarts", type=int, default=10, metavar="N",
-        help="restarts in a row without a newer checkpoint (10)")  # fmt: skip
+        help="consecutive restarts without a newer checkpoint (10)")  # fmt: skip
     add("--backoff", type=float, default=5.0, metavar="SEC",
-        help="seconds before the first of them, then doubled (5)")  # fmt: skip
+        help="seconds before the first restart, then doubled (5)")  # fmt: skip
     add("--backoff-cap", type=float, default=300.0, metavar="SEC",
-        help="longest of these (300)")  # fmt: skip
+        help="maximum pause before a restart (300)")  # fmt: skip
     add("--grace", type=float, default=630.0, metavar="SEC",
-        help="seconds from a signal that is passed on to SIGKILL (630, a little more than "
+        help="seconds between a forwarded signal and SIGKILL (630, slightly more than "
         "train.shutdown_timeout_sec)")  # fmt: skip
     add("--peer-grace", type=float, default=30.0, metavar="SEC",
-        help="seconds left to the other processes when one failed (30)")  # fmt: skip
+        help="seconds until the other processes are killed after one has failed (30)")  # fmt: skip
     add("--nproc", type=int, default=1, metavar="N",
-        help="processes on this machine, with one GPU each (1)")  # fmt: skip
+        help="processes on this machine, one GPU each (1)")  # fmt: skip
     add("--restart-on", type=int, action="append", default=[], metavar="CODE",
-        help="run again after this exit code too, such as 75; may be repeated")  # fmt: skip
+        help="further exit code that leads to a restart, such as 75; repeatable")  # fmt: skip
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, outlives_reader=True)
 
 

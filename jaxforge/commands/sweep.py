@@ -1,13 +1,12 @@
-"""`python -m jaxforge.sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: many runs of one.
+"""`python -m jaxforge.sweep --config FILE [--grid KEY=A,B ...] [--ladder FILE]`: train variants.
 
-    --grid optimizer.lr=1e-3,3e-3 --grid model.dim=128,256      every combination: four runs
-    --ladder sizes.toml         a run for each table [[point]] of the file, whose keys go together
+    --grid optimizer.lr=1e-3,3e-3 --grid model.dim=128,256      all combinations: four runs
+    --ladder sizes.toml         a run for each table [[point]] of the file
 
-Trains each point as a run of its own, `<checkpoint.dir>/<its values>`, one after another; other
-settings are for all of them. The same command goes on where it was stopped or killed: what is
-finished is not run again. All configs are checked before the first run begins. At the end come the
-points by loss, with the law that the sizes of a ladder follow, here and in
-`<checkpoint.dir>/sweep.html`.
+Each point is trained as a separate run in `<checkpoint.dir>/<its values>`, one after another. Other
+settings apply to all runs. After a stop or kill, the same command resumes and skips finished runs.
+All configs are checked before the first run starts. At the end, the points are listed by loss, with
+the scaling law of a ladder, on the console and in `<checkpoint.dir>/sweep.html`.
 """
 
 import argparse
@@ -21,38 +20,38 @@ from jaxforge.storage import trust
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line, runs the points, returns the exit code."""
+    """Run the points of a sweep; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args, settings = parser().parse(arguments)
     trust.use_working_directory()
     from jaxforge.tools.sweep import (
-        run_sweep,  # here, as JAX and all that needs it take two seconds
+        run_sweep,  # imported here, because JAX takes two seconds
     )
 
     return run_sweep.run(arguments, args, settings)
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "sweep", takes_settings=True, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="the base config")
+    add("--config", required=True, metavar="FILE", help="base config")
     add("--grid", action="append", default=[], metavar="KEY=A,B", help="values of a key")
     add("--ladder", type=Path, metavar="FILE", help="TOML with tables [[point]]")
-    add("--dry-run", action="store_true", help="check and list the points, and run nothing")
-    add("--results", action="store_true", help="only the table and the page of what is finished")
+    add("--dry-run", action="store_true", help="check and list the points without running them")
+    add("--results", action="store_true", help="only report the finished points")
     add("--slurm", nargs="?", const="-", metavar="FILE",
-        help="write a script for sbatch: an array with a task for each point")  # fmt: skip
-    add("--devices", type=int, metavar="N", help="of each run; by default those of this machine")
-    add("--point", type=int, metavar="I", help="run only this one, counted from 0")
+        help="write an sbatch script: a job array with a task per point")  # fmt: skip
+    add("--devices", type=int, metavar="N", help="devices per run (default: those of this machine)")
+    add("--point", type=int, metavar="I", help="run only this point, counted from 0")
     return parser
 
 
 def entry() -> int:
-    """The command as this process was called; its exit code."""
+    """Run the command of this process; return its exit code."""
     return run_main(main, outlives_reader=True)
 
 

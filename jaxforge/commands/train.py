@@ -1,4 +1,4 @@
-"""`python -m jaxforge.train --config FILE [--section.key=value ...]`: trains, or goes on training.
+"""`python -m jaxforge.train --config FILE [--section.key=value ...]`: train or resume a run.
 
 A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
 `tokenizer/`, `checkpoints/`. The same command on the same directory resumes from its newest
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line, runs, returns the exit code."""
+    """Train, or report a dry run; return the exit code."""
     args, overrides = parser().parse(sys.argv[1:] if argv is None else argv)
     if args.devices and not args.dry_run:
         raise UserError(
-            f"--devices {args.devices} is for --dry-run: add that, or remove this option"
+            f"--devices {args.devices} requires --dry-run: add --dry-run, or remove --devices"
         )
     if args.trust_plugins and not args.dry_run:
-        raise UserError("--trust-plugins is for --dry-run: to train imports the plugins anyway")
+        raise UserError("--trust-plugins requires --dry-run: training always imports the plugins")
     config = (_config_of_dry_run if args.dry_run else _config)(args, overrides)
     if args.dry_run:
         return _dry_run(config, args.devices or "")
-    from jaxforge.training import launch  # here, since JAX and its users take two seconds
+    from jaxforge.training import launch  # JAX takes two seconds to import
 
     return launch.train(config).code
 
 
 def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
-    """The config that a command line asks for.
+    """Return the config of a command line.
 
     Raises:
-        UserError: anything in it is wrong.
-        SystemExit: it was `--help` (code 0).
+        UserError: an argument or the config is invalid.
+        SystemExit: the arguments were `--help` (code 0).
     """
     args, overrides = parser().parse(argv)
     if args.dry_run:
@@ -57,13 +57,13 @@ def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
 
 def _config(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
     if args.config is None:
-        raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
+        raise UserError("--config FILE is required (configs/quickstart.toml is an example)")
     trust.use_working_directory()
     return load.load_unresolved(args.config, overrides)
 
 
 def _config_of_dry_run(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
-    """The config, whose plugins are imported only if they are trusted or named in `overrides`."""
+    """Load the config; import plugins only if they are trusted or named in `overrides`."""
     shown = load.load_unresolved(args.config, overrides, trust.never) if args.config else None
     if shown is None or not shown.known.plugins.names.all_modules():
         return _config(args, overrides)
@@ -71,7 +71,7 @@ def _config_of_dry_run(args: argparse.Namespace, overrides: Sequence[str]) -> Un
 
 
 def parser() -> CommandParser:
-    """Its options."""
+    """Return the parser of the command line."""
     parser = CommandParser(
         "train",
         takes_settings=True,
@@ -81,19 +81,21 @@ def parser() -> CommandParser:
         epilog=help.contents(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="what to train, and how (TOML)")
+    parser.add_argument("--config", metavar="FILE", help="config of the run (TOML)")
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="say what a start would do, and whether it fits; write nothing",
+        help="report what the run would do, and whether it fits in memory; write nothing",
     )  # fmt: skip
     parser.add_argument(
-        "--devices", metavar="N", help="with --dry-run: so many devices, or a machine: h100:64x8"
+        "--devices",
+        metavar="N",
+        help="with --dry-run: number of devices, or a machine such as h100:64x8",
     )
     return parser
 
 
 def _dry_run(config: UnresolvedConfig, devices: str) -> int:
-    if devices:  # what is here is not looked at
+    if devices:  # local devices are not used
         os.environ["JAX_PLATFORMS"] = "cpu"
     from jaxforge.tools.plan import dry_run
 
@@ -101,14 +103,14 @@ def _dry_run(config: UnresolvedConfig, devices: str) -> int:
 
 
 def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> Exit:
-    """Train as `jaxforge.train` does, which imports JAX."""
+    """Train as `jaxforge.train` does; this imports JAX."""
     from jaxforge.training import launch
 
     return launch.train(config, hooks)
 
 
 def entry() -> NoReturn:
-    """The command as this process was called."""
+    """Run the command of this process and exit."""
     os.environ.update(began_env())
     leave(run_main(main, uses_devices=True, outlives_reader=True))
 

@@ -1,9 +1,9 @@
 """Configuration of a run: one TOML file, settings from the command line, one frozen value.
 
 Names and defaults are those of PyTorch's KempnerForge, whose files for text models load unchanged.
-`load_unresolved` reads and validates, `UnresolvedConfig.resolve` makes numbers of durations
-(`load_config` does both), `check` asks whether the result can run on this many devices, and
-`answers` says what the keys that only PyTorch needs come to here.
+`load_unresolved` reads and validates, and `UnresolvedConfig.resolve` converts durations to updates.
+`load_config` does both. `check` refuses a config that cannot run on the given number of devices.
+`answers` explains the keys that have an effect only in PyTorch.
 """
 
 from jaxforge.config.axes import AXES

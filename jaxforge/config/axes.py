@@ -1,4 +1,4 @@
-"""The axes of the device mesh, and what is counted over them."""
+"""Axes of the device mesh, and the parallel degrees that follow from their sizes."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -7,46 +7,46 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import Problem
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
-"""Mesh axes, slowest network first: neighbours in tp are neighbours in the machine."""
+"""Mesh axes, slowest network first: devices adjacent along tp are adjacent in the machine."""
 
 BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
-"""The axes that sequences are spread over."""
+"""Axes over which the sequences of a batch are sharded."""
 
 DATA_AXES = ("dp_replicate", "dp_shard", "cp", "ep")
-"""The axes over which devices have other tokens: other sequences, or other parts of them."""
+"""Axes over which devices hold different tokens: other sequences, or other parts of a sequence."""
 
 Mesh = Mapping[str, int]
 """Size of each axis."""
 
 Rule = Callable[[JobConfig, Mesh], Iterator[str | Problem]]
-"""Of `rules.py`."""
+"""A rule yields a message or a `Problem` for each violation (`rules.py`)."""
 
 
-def declared(config: JobConfig) -> dict[str, int]:
-    """The axes as written, with 1 for a dp_shard that is still open."""
+def declared_sizes(config: JobConfig) -> dict[str, int]:
+    """Return the configured axis sizes, with 1 for an unresolved dp_shard (-1)."""
     return {axis: max(1, getattr(config.distributed, axis)) for axis in AXES}
 
 
 def data_parallel(mesh: Mesh) -> int:
-    """Number of groups of devices that see different sequences."""
+    """Return the number of device groups that process different sequences."""
     return math.prod(mesh[axis] for axis in BATCH_AXES)
 
 
 def token_parallel(mesh: Mesh) -> int:
-    """Number of groups of devices that see different tokens, and have gradients of their own."""
+    """Return the number of device groups that process different tokens and have own gradients."""
     return math.prod(mesh[axis] for axis in DATA_AXES)
 
 
-def with_copies(config: JobConfig, mesh: Mesh) -> dict[str, int]:
-    """The axes that devices are laid out in, where every device has as much of each parameter.
+def with_equal_shards(config: JobConfig, mesh: Mesh) -> dict[str, int]:
+    """Return the axis sizes with which every device holds an equal share of each parameter.
 
-    Parameters are cut along `model.dim`. Of a dp_shard that does not divide it, the largest factor
-    that does stays dp_shard, and the rest joins dp_replicate: parameters are split over the one and
-    copied over the other, and the batch is split as before.
+    Parameters are sharded along `model.dim`. If dp_shard does not divide it, dp_shard keeps its
+    largest factor that does, and the remaining factor moves to dp_replicate. Parameters are then
+    sharded over the former and replicated over the latter. The split of the batch is unchanged.
 
     Args:
-        config: A config that `check` has passed.
-        mesh: Its axes, as of `mesh_shape`.
+        config: A config that has passed `check`.
+        mesh: Its axis sizes, from `mesh_shape`.
     """
     shards = math.gcd(mesh["dp_shard"], config.model.dim // (mesh["cp"] * mesh["ep"]))
     copies = mesh["dp_shard"] // shards
@@ -54,7 +54,7 @@ def with_copies(config: JobConfig, mesh: Mesh) -> dict[str, int]:
 
 
 def cp_strategy(config: JobConfig) -> str:
-    """`distributed.cp_strategy`, or what "auto" stands for."""
+    """Return `distributed.cp_strategy`, with "auto" resolved."""
     d = config.distributed
     if d.cp_strategy != "auto":
         return d.cp_strategy

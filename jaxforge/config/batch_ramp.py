@@ -1,7 +1,7 @@
-"""A batch that grows in stages: how many microbatches an update has, and where in the data it is.
+"""Batch-size ramp: microbatches per update, and the data position after each update.
 
-A microbatch is the same throughout, so memory is; each stage has one compiled step. Stages go by
-the updates attempted before: a stage with start 100 begins with update 101.
+The microbatch is the same in all stages, so memory use is constant. Each stage has its own compiled
+step. Starts count the updates attempted before: a stage with start 100 begins with update 101.
 """
 
 from bisect import bisect_right
@@ -12,28 +12,28 @@ from typing import NamedTuple
 
 
 class Stage(NamedTuple):
-    """Updates of one size."""
+    """A stage of the ramp, whose updates have one batch size."""
 
     start: int
-    """Updates before its first one."""
+    """Number of updates before the first update of the stage."""
     accum: int
     """Microbatches per update."""
 
 
 class Span(NamedTuple):
-    """Consecutive updates of one size."""
+    """Consecutive updates with one batch size."""
 
     start: int
-    """Updates of the run before it."""
+    """Number of updates of the run before the span."""
     n_updates: int
-    """How many they are."""
+    """Number of updates in the span."""
     accum: int
     """Microbatches per update."""
 
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """The stages of a run, the last without end; a constant batch is a single one.
+    """The stages of a run; the last has no end, and a constant batch is a single stage.
 
     Attributes:
         stages: the first has start 0, then starts increase.
@@ -44,34 +44,34 @@ class BatchRamp:
     rows: int
 
     def accum(self, step: int) -> int:
-        """Microbatches of the update that comes after `step` updates."""
+        """Return the microbatches of the update after `step` updates."""
         starts = [stage.start for stage in self.stages]
         return self.stages[bisect_right(starts, step) - 1].accum
 
     def samples(self, step: int) -> int:
-        """Sequences of the first `step` updates."""
+        """Return the number of sequences in the first `step` updates."""
         return sum(n * accum for _, n, accum in self.spans(0, step)) * self.rows
 
     def samples_at(self, step: int, point: tuple[int, int]) -> int:
-        """Sequences drawn when `step` updates are attempted, earlier or later than `point`.
+        """Return the sequences drawn after `step` updates, counted from a known point of the run.
 
         Args:
-            step: where to look.
-            point: updates attempted and sequences drawn at one place of the run. Sequences count
-                from there, as the run may have begun with another batch.
+            step: updates attempted; may be before or after the known point.
+            point: updates attempted and sequences drawn at the known point. The count starts there
+                because the run may have begun with another batch size.
         """
         at, drawn = point
         return drawn + self.samples(step) - self.samples(at)
 
     def updates(self, samples: int, since: int = 0) -> int:
-        """The fewest updates after the first `since` that draw `samples` sequences."""
+        """Return the fewest updates after the first `since` that draw `samples` sequences."""
         end = self.samples(since) + samples
         start, accum = [stage for stage in self.stages if self.samples(stage.start) <= end][-1]
         left = end - self.samples(start)
         return start + -(-left // (accum * self.rows)) - since
 
     def spans(self, step: int, n_updates: int) -> Iterator[Span]:
-        """The `n_updates` updates after the first `step`, in runs of one size, each not empty."""
+        """Split the `n_updates` updates after `step` into non-empty spans of one batch size."""
         end = step + n_updates
         inside = [stage.start for stage in self.stages if step < stage.start < end]
         for first, beyond in pairwise([step, *inside, end]):

@@ -1,4 +1,4 @@
-"""`[data]`: what to train on and in which order."""
+"""`[data]`: sources of the training data and their order."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ DATASETS = Registry("data.dataset_type", "auto", "synthetic")
 """Kinds of training sets: `data.sources`."""
 
 Overlong = Literal["truncate", "drop"]
-"""What becomes of a conversation that is longer than a sequence."""
+"""Treatment of a conversation that is longer than a sequence."""
 
 Verify = Literal["read", "start"]
-"""When token files are compared with the hashes in their manifest."""
+"""Time at which token files are compared with the hashes in their manifest."""
 
 
 class DatasetSource(Section):
@@ -29,9 +29,9 @@ class DatasetSource(Section):
     weight: PositiveFloat = 1.0
     """Sampling weight relative to the other sources."""
     name: str = ""
-    """Name in metrics and phases; empty means path, then hf_name."""
+    """Name in metrics and phases; if empty, path or hf_name."""
     hf_name: str = ""
-    """Hugging Face dataset, instead of path."""
+    """Hugging Face dataset, as an alternative to path."""
     hf_config: str = ""
     """Configuration of the Hugging Face dataset."""
 
@@ -41,53 +41,53 @@ class DatasetSource(Section):
         return self.name or self.path or self.hf_name
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this table."""
+        """Yield the broken rules between the keys of this table."""
         if not self.path and not self.hf_name:
-            yield "a source needs path or hf_name"
+            yield "a source requires path or hf_name"
 
 
 class TrainingPhase(Section):
-    """`[[data.phases]]`: another mixture and learning rate from some step on."""
+    """`[[data.phases]]`: a change of mixture and learning rate at a step."""
 
     start_step: Steps = 0
     """First update of the phase."""
     dataset_weights: WeightTable = Field(default_factory=Weights)
-    """Sampling weights by source name; sources left out have those of data.datasets."""
+    """Sampling weights by source name; other sources have their weight in data.datasets."""
     lr_scale: PositiveFloat = 1.0
     """Factor on the learning rate during the phase."""
 
 
 class DataConfig(Section):
-    """Sources, order and reading; datasets wins over dataset_path, that over hf_dataset_name."""
+    """Training data; datasets overrides dataset_path, which overrides hf_dataset_name."""
 
     dataset_type: Annotated[str, DATASETS] = "auto"
-    """auto reads what the keys here name, synthetic makes random tokens where they name nothing."""
+    """auto reads the sources below; synthetic generates random tokens if no source is set."""
     dataset_path: PathText = ""
     """Directory of token shards."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
-    """Type of the tokens in .bin shards; not set: by the manifest, or KempnerForge's guess."""
+    """Dtype of the tokens in .bin shards; if not set, the manifest's, else KempnerForge's guess."""
     verify: Verify = "read"
-    """Compare shards with the hashes in their manifest as they are read, or all at the start."""
+    """Compare shards with the hashes in their manifest as they are read, or all at startup."""
     on_change: Literal["refuse", "continue"] = "refuse"
-    """Resume or not where the data of a run are not those of its checkpoint."""
+    """Refuse to resume, or continue, if the data differ from those of the checkpoint."""
     tokenizer_path: PathText = ""
-    """A tokenizer.json, its directory, a model of the Hub, or "byte"; not set: that of the data."""
+    """A tokenizer.json, its directory, a Hub model, or "byte"; if empty, the data's tokenizer."""
     eos_token_id: NonNegativeInt | None = None
-    """Token that ends a document; not set means the tokenizer's."""
+    """Id of the token that ends a document; if not set, the tokenizer's."""
     shuffle: bool = True
-    """Shuffle sequences each epoch; otherwise they come in file order."""
+    """Shuffle the sequences in each epoch; false keeps the file order."""
     order: Literal["grain", "torch"] = "grain"
-    """Who shuffles and mixes; torch as KempnerForge on PyTorch: the same samples in each batch."""
+    """Algorithm for shuffling and mixing; torch gives the same batches as KempnerForge."""
     torch_ranks: PositiveInt | None = None
-    """Data-parallel ranks of the run whose mixture order = "torch" follows; not set: this one's."""
+    """Data-parallel ranks of the run to reproduce with order = "torch"; if not set, this run's."""
     num_workers: NonNegativeInt = 4
-    """Reading workers per host; 0 reads in the training process."""
+    """Data-loading workers per host; 0 loads in the training process."""
     pin_memory: bool = True
-    """Without effect: batches go to the devices through jax.device_put."""
+    """Without effect: batches are transferred by jax.device_put."""
     prefetch_factor: PositiveInt = 2
-    """Batches that each worker reads ahead."""
+    """Batches that each worker loads in advance."""
     hf_dataset_name: str | None = None
     """Hugging Face dataset to tokenize and train on."""
     hf_dataset_config: str | None = None
@@ -97,7 +97,7 @@ class DataConfig(Section):
     hf_dataset_text_field: str = "text"
     """Column of the Hugging Face dataset that holds the text."""
     hf_dataset_conversations: bool = False
-    """Rows of Hugging Face datasets are conversations, or prompts with completions, and no text."""
+    """Rows of Hugging Face datasets are conversations, or prompts with completions, not text."""
     hf_dataset_image_field: str = "image"
     """Without effect: models are text models."""
     hf_dataset_prompt_field: str = ""
@@ -105,38 +105,38 @@ class DataConfig(Section):
     hf_image_size: int = 224
     """Without effect: models are text models."""
     hf_streaming: bool = False
-    """Stream the Hugging Face dataset rather than load it whole."""
+    """Stream the Hugging Face dataset instead of loading it completely."""
     pack_sequences: bool = False
-    """Attention and labels stop at document boundaries; conversations always keep to theirs."""
+    """Restrict attention and labels to each document; conversations are always separate."""
     overlong: Overlong = "truncate"
-    """True if a conversation longer than a sequence is cut at its end or dropped."""
+    """Truncate or drop a conversation that is longer than a sequence."""
     datasets: tuple[DatasetSource, ...] = ()
-    """Sources of a mixture, instead of a single one."""
+    """Sources of a mixture, as an alternative to a single source."""
     mix_temperature: PositiveFloat = 1.0
-    """Sampling in proportion to weight^(1/T): larger is more even."""
+    """Temperature T: sources are sampled in proportion to weight^(1/T), so larger is more even."""
     phases: tuple[TrainingPhase, ...] = ()
     """Changes of mixture and learning rate, by step."""
     phase_lr_lag: bool = False
-    """lr_scale acts from a phase's second update on, as in KempnerForge, not from its first."""
+    """Apply lr_scale from the second update of a phase, as KempnerForge does."""
     anneal_start_step: Steps = 0
-    """Update at which anneal_weights take over, a shorthand for one phase; 0 never."""
+    """Update at which anneal_weights take effect, a shorthand for a single phase; 0 disables it."""
     anneal_weights: WeightTable = Field(default_factory=Weights)
-    """Sampling weights by source name from anneal_start_step on."""
+    """Sampling weights by source name, from anneal_start_step onward."""
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this section."""
+        """Yield the broken rules between the keys of this section."""
         starts = [phase.start_step for phase in self.phases]
         if any(later <= earlier for earlier, later in pairwise(starts)):
-            yield f"the start_step of phases must increase, not go {starts}"
+            yield f"start_step of phases must increase: {starts}"
         if self.phases and self.anneal_start_step:
             yield "phases and anneal_start_step exclude each other: write the annealing as a phase"
         for name, count in Counter(source.label for source in self.datasets).items():
             if count > 1:
-                yield f'{count} sources of datasets are called "{name}": give each its own name'
+                yield f'{count} sources of datasets have the name "{name}": give each its own name'
         if self.datasets and self.dataset_type not in ("auto", "synthetic"):
             yield f'dataset_type = "{self.dataset_type}" does not mix: leave datasets out'
         if self.datasets and self.order == "torch" and not self.shuffle:
-            yield 'a mixture with order = "torch" is always shuffled: set shuffle to true'
+            yield 'a mixture with order = "torch" requires shuffle = true'
 
     @property
     def has_source(self) -> bool:
@@ -145,13 +145,13 @@ class DataConfig(Section):
 
     @property
     def all_phases(self) -> tuple[TrainingPhase, ...]:
-        """The phases; annealing is one."""
+        """The phases, with annealing as a phase."""
         if not self.anneal_start_step:
             return self.phases
         start, weights = self.anneal_start_step, self.anneal_weights
         return (TrainingPhase(start_step=start, dataset_weights=weights),)
 
     def weights(self, phase: TrainingPhase | None = None) -> dict[str, float]:
-        """Sampling weight of each source by its name, in a phase or before the first."""
+        """Return the sampling weight of each source by name, in a phase or before the first."""
         over = phase.dataset_weights if phase else {}
         return {source.label: over.get(source.label, source.weight) for source in self.datasets}

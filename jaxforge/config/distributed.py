@@ -1,4 +1,4 @@
-"""`[distributed]`: how the devices share the work."""
+"""`[distributed]`: the device mesh and the parallelism strategies."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -12,41 +12,43 @@ class DistributedConfig(Section):
     """Sizes of the mesh axes; their product is the number of devices."""
 
     dp_shard: Annotated[int, Field(ge=-1)] = -1
-    """Data parallel with sharded parameters (FSDP); -1 takes the devices that are left.
+    """Data parallelism with sharded parameters (FSDP); -1 uses all remaining devices.
 
-    They are split over its largest factor that divides model.dim, and copied over the rest."""
+    Parameters are sharded over the largest factor that divides model.dim, and replicated over the
+    remaining factor."""
     dp_replicate: PositiveInt = 1
-    """Data parallel with replicated parameters."""
+    """Data parallelism with replicated parameters."""
     tp: PositiveInt = 1
-    """Tensor parallel: heads, feed-forward and vocabulary are cut."""
+    """Tensor parallelism: heads, feed-forward columns and vocabulary are sharded."""
     pp: PositiveInt = 1
-    """Pipeline parallel: consecutive blocks are stages."""
+    """Pipeline parallelism: each stage has consecutive blocks."""
     pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
-    """Order of microbatches in the pipeline."""
+    """Schedule of the microbatches in the pipeline."""
     pp_chunks: Annotated[int, Field(ge=2)] = 2
-    """Runs of consecutive blocks that a stage of interleaved_1f1b has."""
+    """Virtual stages (groups of consecutive blocks) per stage with interleaved_1f1b."""
     cp: PositiveInt = 1
-    """Context parallel: sequences are cut."""
+    """Context parallelism: sequences are sharded."""
     cp_strategy: Literal["auto", "ulysses", "ring"] = "auto"
-    """How attention goes over cut sequences.
+    """Communication of attention over sharded sequences.
 
     ulysses: an all-to-all gives each device all tokens for a share of the heads. ring: keys and
-    values go round. auto: ulysses, where n_heads is a multiple of cp * tp."""
+    values circulate around the devices. auto: ulysses if n_heads is a multiple of cp * tp, else
+    ring."""
     ep: PositiveInt = 1
-    """Expert parallel: experts are spread; as the batch is, as over dp_shard."""
+    """Expert parallelism: experts are sharded; like dp_shard, this axis also shards the batch."""
     heartbeat_timeout_sec: PositiveInt = 100
-    """Seconds of silence after which a process of the job is given up, and the others end too."""
+    """Seconds without a heartbeat after which a process is considered lost and the job ends."""
     nccl_timeout_sec: PositiveInt = 1800
-    """Without effect: the runtime has its own time-outs."""
+    """Without effect: the runtime has its own timeouts."""
     backend: str = "cpu:gloo,cuda:nccl"
-    """Without effect: XLA brings its collectives."""
+    """Without effect: XLA provides the collectives."""
 
     @property
     def chunks(self) -> int:
-        """Runs of consecutive blocks that a stage has."""
+        """Virtual stages (groups of consecutive blocks) per stage."""
         return self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved_1f1b" else 1
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this section."""
+        """Yield the broken rules between the keys of this section."""
         if self.dp_shard == 0:
-            yield "dp_shard = 0 must be at least 1, or -1 for the devices that are left"
+            yield "dp_shard = 0 must be at least 1, or -1 for all remaining devices"

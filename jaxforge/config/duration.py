@@ -1,7 +1,7 @@
 """Lengths of training in other units than updates: "10%" of the run, "2ep", "1B tok".
 
-In a `JobConfig` every length is a plain integer. What the user wrote in another unit is held apart
-(`config.reading.unresolved`) until the batch and the length of the data are known.
+In a `JobConfig` every length is a plain integer. `config.reading.unresolved` holds lengths in other
+units until the batch size and the length of the data are known.
 """
 
 import math
@@ -19,47 +19,47 @@ _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 _IN_ANY_UNIT = {"duration": True}
 Steps = Annotated[int, Field(ge=0, json_schema_extra=_IN_ANY_UNIT)]
-"""The type of a key that counts updates, and may be written in any unit; in the schema, too."""
+"""Type of a key that counts updates and accepts a duration; the JSON schema marks it as such."""
 PositiveSteps = Annotated[int, Field(gt=0, json_schema_extra=_IN_ANY_UNIT)]
 """`Steps` of at least 1."""
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A length that is not in updates yet; it neither counts nor compares."""
+    """A length that is not yet resolved to updates; it supports no arithmetic or comparison."""
 
     amount: Fraction
-    """In `unit`, exactly."""
+    """Exact number of units."""
     unit: Literal["run", "epochs", "tokens"]
-    """What is counted; 1 run is all of its updates."""
+    """Unit of `amount`; 1 run is all updates of the run."""
     text: str
-    """As the user wrote it."""
+    """Text as written by the user."""
 
     def sequences(self, seq_len: int, per_epoch: int) -> int:
-        """The fewest sequences that make it up.
+        """Return the number of sequences, rounded up.
 
         Args:
-            seq_len: tokens of a sequence, padding included.
-            per_epoch: sequences of an epoch; any number will do for a length in tokens.
+            seq_len: tokens per sequence, padding included.
+            per_epoch: sequences per epoch; ignored for a length in tokens.
         """
         assert self.unit != "run"
         unit = Fraction(per_epoch) if self.unit == "epochs" else Fraction(1, seq_len)
         return math.ceil(self.amount * unit)
 
     def share(self, max_steps: int) -> int:
-        """Updates of a share of the run, rounded down, as parts are to fit into the whole.
+        """Return the updates of a share of the run, rounded down so that parts fit into the run.
 
-        One at least, so that a config in shares holds for a run of any length.
+        The result is at least 1 unless the share is 0, so that the config suits runs of any length.
         """
         assert self.unit == "run"
         return max(math.floor(self.amount * max_steps), 1 if self.amount else 0)
 
 
 def parse_duration(text: str) -> Duration | None:
-    """Reads "10%", "2ep", "0.5 ep", "300M tok"; None for anything else, plain numbers too.
+    """Parse "10%", "2ep", "0.5 ep" or "300M tok"; return None for other text and plain numbers.
 
     Args:
-        text: A number and its unit; tokens may have one of K, M, B and T (10^3 ... 10^12) before.
+        text: A number and its unit. K, M, B or T (10^3 ... 10^12) may precede "tok".
     """
     match = _FORM.fullmatch(text.strip())
     if match is None:

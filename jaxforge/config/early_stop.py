@@ -1,4 +1,4 @@
-"""`[early_stop]`: ends of a run before train.max_steps."""
+"""`[early_stop]`: conditions that end a run before train.max_steps."""
 
 from collections.abc import Iterator
 
@@ -9,27 +9,27 @@ from jaxforge.config.section import Section
 
 
 class EarlyStopConfig(Section):
-    """When to end before train.max_steps, checked in the order of the keys."""
+    """Conditions that end a run before train.max_steps, checked in the order of the keys."""
 
     active: bool = False
-    """True if any of it applies."""
+    """Enable early stopping."""
     metric: str = "eval/loss"
-    """Metric that has to improve; lower is better for losses, their terms and all of eval/."""
+    """Metric that must improve; lower is better for losses, their terms and all eval/ metrics."""
     patience_steps: PositiveSteps | None = None
-    """Ends after so many updates without improvement, seen whenever the metric is logged."""
+    """End after this many updates without improvement, checked whenever the metric is logged."""
     min_delta: NonNegativeFloat = 0.0
-    """An improvement is more than that."""
+    """Smallest change of the metric that counts as an improvement."""
     max_steps: PositiveSteps | None = None
-    """Ends after so many updates; the schedule remains that of train.max_steps."""
+    """End after this many updates; the schedule still follows train.max_steps."""
     max_loss: PositiveFloat | None = None
-    """Ends when train/loss exceeds that."""
+    """End when train/loss exceeds this value."""
     min_lr: PositiveFloat | None = None
-    """Ends when train/lr falls below that."""
+    """End when train/lr falls below this value."""
     max_grad_norm: PositiveFloat | None = None
-    """Ends when train/grad_norm, before clipping, exceeds that."""
+    """End when train/grad_norm, before clipping, exceeds this value."""
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this section."""
+        """Yield the broken rules between the keys of this section."""
         limits = ("patience_steps", "max_steps", "max_loss", "min_lr", "max_grad_norm")
         if self.active and all(getattr(self, limit) is None for limit in limits):
-            yield f"active = true needs one of {', '.join(limits)}"
+            yield f"active = true requires one of {', '.join(limits)}"

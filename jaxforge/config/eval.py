@@ -11,7 +11,7 @@ from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import PathText, Section
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
-"""What is logged of each evaluation set."""
+"""Metrics that are logged for each evaluation set."""
 
 
 class EvalSource(Section):
@@ -22,7 +22,7 @@ class EvalSource(Section):
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path."""
     hf_dataset_name: str | None = None
-    """Hugging Face dataset to tokenize and evaluate on, instead of dataset_path."""
+    """Hugging Face dataset to tokenize and evaluate on, as an alternative to dataset_path."""
     hf_dataset_config: str | None = None
     """Configuration of the Hugging Face dataset."""
     hf_dataset_split: str = "validation"
@@ -30,7 +30,7 @@ class EvalSource(Section):
 
     @property
     def has_data(self) -> bool:
-        """Return whether any source is named."""
+        """True if any source is named."""
         return bool(self.dataset_path or self.hf_dataset_name)
 
 
@@ -41,56 +41,56 @@ class EvalDataset(EvalSource):
     """Name in metrics: letters, digits, "_", "." and "-"."""
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this table."""
+        """Yield the broken rules between the keys of this table."""
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
-            yield f'a set needs a name of letters, digits, "_", "." and "-", not "{self.name}"'
+            yield f'name = "{self.name}" must consist of letters, digits, "_", "." and "-"'
         if not self.has_data:
-            yield "a set needs dataset_path or hf_dataset_name"
+            yield "a set requires dataset_path or hf_dataset_name"
 
 
 class EvalConfig(EvalSource):
-    """When and on what to evaluate; the keys of a source here mean a single, unnamed set."""
+    """Schedule and data of evaluation; source keys here define a single, unnamed set."""
 
     enabled: bool = False
     """Evaluate during training."""
     interval: PositiveSteps = 1000
     """Updates between evaluations."""
     start_step: Steps = 0
-    """Updates before the first evaluation, which is due at the next multiple of interval."""
+    """Updates before the first evaluation, which follows at the next multiple of interval."""
     steps: PositiveInt = 50
-    """Batches per evaluation and set, always the same ones."""
+    """Batches per evaluation and set; each evaluation uses the same batches."""
     datasets: tuple[EvalDataset, ...] = ()
-    """Several named sets, instead of a single one."""
+    """Several named sets, as an alternative to a single set."""
     sample_interval: Steps = 0
-    """Updates between samples that the model writes, also without evaluation; 0 writes none."""
+    """Updates between generated text samples, also without evaluation; 0 disables them."""
     sample_prompts: tuple[str, ...] = ("",)
-    """Texts that are continued; an empty one begins a document."""
+    """Prompts of the samples; an empty prompt begins a document."""
     sample_tokens: PositiveInt = 64
-    """Tokens of each sample, at most."""
+    """Maximum number of tokens per sample."""
     sample_temperature: NonNegativeFloat = 0.8
-    """Of the samples; 0 takes the likeliest token."""
+    """Sampling temperature; 0 selects the most likely token."""
     activations_interval: Steps = 0
-    """Updates between captures of activations, also without evaluation; 0 captures none."""
+    """Updates between captures of activations, also without evaluation; 0 disables them."""
     activations_points: tuple[str, ...] = ("residual",)
-    """What is captured, by name or pattern: attention, mlp, residual, attention_weights, logits."""
+    """Names or patterns of captured points: attention, mlp, residual, attention_weights, logits."""
     activations_layers: tuple[NonNegativeInt, ...] = ()
-    """Numbers of the layers that are captured, from 0; [] captures all."""
+    """Indices of the captured layers, from 0; [] captures all."""
     activations_sequences: PositiveInt = 8
-    """Sequences that are captured: the first of the set, always the same ones."""
+    """Number of captured sequences, always the first of the set."""
     activations_set: str = ""
-    """Name of the evaluation set that they are of; empty: the first."""
+    """Name of the captured evaluation set; if empty, the first set."""
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this section."""
+        """Yield the broken rules between the keys of this section."""
         if self.datasets and self.has_data:
             key = "dataset_path" if self.dataset_path else "hf_dataset_name"
-            yield f"datasets and {key} exclude each other: give the set of {key} a table, too"
+            yield f"datasets and {key} exclude each other: move {key} to a table of datasets"
         if self.sample_interval and not self.sample_prompts:
-            yield 'sample_prompts = [] leaves nothing to continue: give texts, or [""]'
+            yield 'sample_prompts = [] is empty: give prompts, or [""] to begin a document'
         if problem := points.unknown(self.activations_points):
             yield f"activations_points: {problem}"
         if self.activations_interval and not self.activations_points:
-            yield 'activations_points = [] leaves nothing to capture: give names, or ["residual"]'
+            yield 'activations_points = [] is empty: give names of points, such as ["residual"]'
         names = Counter(dataset.name for dataset in self.datasets)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two evaluation sets have the name "{name}": rename one'
@@ -109,20 +109,20 @@ class EvalConfig(EvalSource):
 
     @property
     def captured_points(self) -> tuple[str, ...]:
-        """Names of what is captured."""
+        """Names of the captured points."""
         return points.matching(self.activations_points)
 
     @property
     def reads_data(self) -> bool:
-        """Return whether a run reads evaluation sets, to evaluate or to capture activations."""
+        """True if a run reads evaluation sets, to evaluate or to capture activations."""
         return self.enabled or self.activations_interval > 0
 
     def captured_set(self) -> str:
-        """Name of the set that activations are of, as in `sources`."""
+        """Return the name of the captured set, a key of `sources`."""
         return self.activations_set or next(iter(self.sources()))
 
     def sources(self) -> dict[str, EvalSource]:
-        """The evaluation sets by name; "" is the name of a single one."""
+        """Return the evaluation sets by name; a single set has the name ""."""
         if self.datasets:
             return {dataset.name: dataset for dataset in self.datasets}
         return {"": self} if self.has_data else {}

@@ -1,4 +1,4 @@
-"""Fixes of broken rules between sections: other values of their keys."""
+"""Changes of keys that may fix a broken rule between sections."""
 
 import math
 
@@ -9,7 +9,7 @@ from jaxforge.config.problems import Change, divisors, nearest
 
 
 def changed(config: JobConfig, change: Change) -> JobConfig | None:
-    """The configuration with other values; None where its sections do not allow them."""
+    """Return the config with other values; None if its sections do not accept them."""
     for key, value in change.items():
         name, _, field = key.partition(".")
         section = getattr(config, name)
@@ -23,18 +23,18 @@ def changed(config: JobConfig, change: Change) -> JobConfig | None:
 
 
 def smaller_axis(config: JobConfig, axis: str, size: int) -> tuple[Change, ...]:
-    """Smaller sizes of a mesh axis, the largest first; dp_shard takes the devices."""
+    """Return smaller sizes of a mesh axis, largest first; dp_shard takes the freed devices."""
     is_open = config.distributed.dp_shard == -1
     others = {} if is_open or axis == "dp_shard" else {"distributed.dp_shard": -1}
     return tuple({f"distributed.{axis}": new, **others} for new in list(divisors(size))[-2::-1])
 
 
 def other_axes(sizes: dict[str, int], n_devices: int) -> tuple[tuple[Change, ...], ...]:
-    """Changes of one axis after which all may multiply to the devices; or of all of them.
+    """Return changes of one axis, or of all axes, after which the mesh may match the devices.
 
     Args:
-        sizes: of the axes, dp_shard with 1 where it takes what is left.
-        n_devices: of the whole job.
+        sizes: axis sizes, with 1 for dp_shard if it takes the remaining devices.
+        n_devices: devices of the whole job.
     """
     shard = math.prod(sizes.values()) // sizes["dp_shard"]
     takes_all = {"distributed.dp_shard": -1}

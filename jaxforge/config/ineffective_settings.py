@@ -1,26 +1,25 @@
-"""Settings that are allowed and do nothing, or nothing good: what a start warns of.
+"""Warnings about settings that are valid but have no effect, or a harmful one.
 
-One sentence each, with the key, its value and what to change. `plan.checks` has what shows when
-data and disk are looked at.
+Each warning names the key, its value and a change. `plan.checks` has the warnings that depend on
+the data and the disk.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxforge.config.eval import EvalSource
-from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.config.torch_only import TORCH_ONLY
 from jaxforge.storage import urls
 
 
 def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
-    """All warnings of a configuration.
+    """Return the warnings about a config.
 
     Args:
-        config: that `rules.check` has passed.
-        platform: JAX's, of the devices: "cpu", "gpu" or "tpu".
+        config: a config that has passed `rules.check`.
+        platform: JAX's name of the platform: "cpu", "gpu" or "tpu".
     """
     rates = [f"optimizer.{name}" for name in config.optimizer.large_rates(UNUSUAL_LR)]
     return [
@@ -34,10 +33,10 @@ def ineffective_settings(config: JobConfig, platform: str) -> list[str]:
 
 
 def answers(config: JobConfig) -> list[str]:
-    """Return a line for each key of PyTorch that was written, or whose default differs here.
+    """Return a line for each PyTorch key that the user set, or whose default differs here.
 
     Args:
-        config: a loaded configuration, which remembers which keys were written.
+        config: a loaded config, which records the keys set by the user.
     """
     lines = [
         f"{key} has no effect: {answer}" for key, answer in TORCH_ONLY.items() if config.is_set(key)
@@ -58,8 +57,8 @@ def _data(config: JobConfig) -> Iterator[str]:
     section = config.data
     if not section.has_source and section.dataset_type in ("auto", "synthetic"):
         yield (
-            "no data: tokens are random, and there is nothing to learn; set data.dataset_path "
-            "(jaxforge prepare TEXT --output DIR makes it)"
+            "no data are set, so tokens are random: set data.dataset_path "
+            "(jaxforge prepare TEXT --output DIR creates the data)"
         )
     if config.eval.enabled:
         yield from _evaluated_on_training_data(config)
@@ -69,28 +68,24 @@ def _evaluated_on_training_data(config: JobConfig) -> Iterator[str]:
     section = config.data
     paths = [source.path for source in section.datasets] or [section.dataset_path]
     trained = {_absolute(path) for path in paths if path}
-    theirs = (section.hf_dataset_name, section.hf_dataset_config, section.hf_dataset_split)
+    hf_keys = ("hf_dataset_name", "hf_dataset_config", "hf_dataset_split")
     for i, source in enumerate(config.eval.sources().values()):
         key = f"eval.datasets[{i}]" if config.eval.datasets else "eval"
         if source.dataset_path:
             if _absolute(source.dataset_path) in trained:
-                yield _same(f"{key}.dataset_path = {shown(source.dataset_path)}")
-        elif not trained and _hugging_face(source) == theirs:
-            yield _same(f"{key}.hf_dataset_split = {shown(source.hf_dataset_split)}")
+                yield _same(f"{key}.dataset_path = {short_toml(source.dataset_path)}")
+        elif not trained and all(getattr(source, k) == getattr(section, k) for k in hf_keys):
+            yield _same(f"{key}.hf_dataset_split = {short_toml(source.hf_dataset_split)}")
 
 
 def _absolute(path: str) -> str:
     return path.rstrip("/") if urls.in_bucket(path) else str(Path(path).resolve())
 
 
-def _hugging_face(source: EvalSource) -> tuple[str | None, str | None, str]:
-    return source.hf_dataset_name, source.hf_dataset_config, source.hf_dataset_split
-
-
 def _same(what: str) -> str:
     return (
-        f"{what} is what is trained on, so that its loss tells nothing of other text: hold a part "
-        "out (jaxforge prepare --validation-fraction 0.01)"
+        f"{what} is also the training data, so its loss does not measure generalization: hold "
+        "out a part (jaxforge prepare --validation-fraction 0.01)"
     )
 
 
@@ -99,7 +94,7 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
     if platform == "cpu" and precision != "fp32":
         yield (
             f'train.mixed_precision = "{precision}" is slow on CPUs, which compute in float32: '
-            f"change {said({'train.mixed_precision': 'fp32'})}"
+            f"change {describe_change({'train.mixed_precision': 'fp32'})}"
         )
 
 
@@ -118,28 +113,29 @@ def schedule(config: JobConfig) -> Iterator[str]:
     tenth = max(1, last // 10)
     if scheduler.name != "none" and warmup >= last:
         yield (
-            f"scheduler.warmup_steps = {warmup:,} is not over at train.max_steps = {last:,}, and "
+            f"scheduler.warmup_steps = {warmup:,} is not less than train.max_steps = {last:,}, so "
             "the learning rate never reaches optimizer.lr: change "
-            + said({"scheduler.warmup_steps": last // 50})
+            + describe_change({"scheduler.warmup_steps": last // 50})
         )
     elif scheduler.name == "wsd" and not scheduler.stable_steps:
         yield (
             'scheduler.name = "wsd" without scheduler.stable_steps decays from the end of the '
-            f"warm-up: change {said({'scheduler.stable_steps': max(1, last * 9 // 10 - warmup)})}"
+            "warm-up: change "
+            + describe_change({"scheduler.stable_steps": max(1, last * 9 // 10 - warmup)})
         )
     elif scheduler.name not in ("none", "constant") and decay >= last:
         yield (
-            f"scheduler.stable_steps = {scheduler.stable_steps:,} ends at update {decay:,}, and "
-            f"train.max_steps = {last:,}: the learning rate never decays: change "
-            + said({"scheduler.stable_steps": max(0, last * 9 // 10 - warmup)})
+            f"scheduler.stable_steps = {scheduler.stable_steps:,} ends at update {decay:,}, not "
+            f"before train.max_steps = {last:,}, so the learning rate never decays: change "
+            + describe_change({"scheduler.stable_steps": max(0, last * 9 // 10 - warmup)})
         )
     yield from _phases(config)
     yield from _evaluation(config, tenth)
     if config.checkpoint.interval > last:
         yield (
             f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
-            f"{last:,}, and a run that is killed begins again: change "
-            + said({"checkpoint.interval": tenth})
+            f"{last:,}, so a killed run cannot resume: change "
+            + describe_change({"checkpoint.interval": tenth})
         )
 
 
@@ -149,14 +145,14 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
         return
     if section.interval > last:
         yield (
-            f"eval.interval = {section.interval:,} exceeds train.max_steps = {last:,}, and nothing "
-            f"is ever evaluated: change {said({'eval.interval': tenth})}"
+            f"eval.interval = {section.interval:,} exceeds train.max_steps = {last:,}, so "
+            f"evaluation never runs: change {describe_change({'eval.interval': tenth})}"
         )
     elif -(-section.start_step // section.interval) * section.interval > last:
         yield (
             f"eval.start_step = {section.start_step:,} leaves no multiple of eval.interval = "
-            f"{section.interval:,} up to train.max_steps = {last:,}, and nothing is ever "
-            f"evaluated: change {said({'eval.start_step': 0})}"
+            f"{section.interval:,} up to train.max_steps = {last:,}, so evaluation never "
+            f"runs: change {describe_change({'eval.start_step': 0})}"
         )
 
 
@@ -167,11 +163,11 @@ def _phases(config: JobConfig) -> Iterator[str]:
     for i, phase in enumerate(section.all_phases):
         key = "data.anneal_start_step" if anneals else f"data.phases[{i}].start_step"
         earlier = max(previous + 1, last * 9 // 10)
-        fixes = [said({key: earlier})] if earlier < last else []
-        fixes.append(said({"train.max_steps": 10 * phase.start_step // 9 + 1}))
+        fixes = [describe_change({key: earlier})] if earlier < last else []
+        fixes.append(describe_change({"train.max_steps": 10 * phase.start_step // 9 + 1}))
         if phase.start_step >= last:
             yield (
-                f"{key} = {phase.start_step:,} is not before train.max_steps = {last:,}, and the "
+                f"{key} = {phase.start_step:,} is not less than train.max_steps = {last:,}, so the "
                 f"phase never begins: change {' or '.join(fixes)}"
             )
         previous = phase.start_step
@@ -187,8 +183,7 @@ _STEPS_BETWEEN: dict[str, Callable[[JobConfig], bool]] = {
     "metrics.straggler_report_interval": lambda config: config.metrics.log_straggler,
     "profiling.start_step": lambda config: config.profiling.enable,
 }
-"""Keys that count updates until something happens, 0 or not set being never; and whether they are
-looked at."""
+"""Keys with an interval in updates (0 or not set: never), and whether each key is in use."""
 
 
 def _intervals(config: JobConfig) -> Iterator[str]:
@@ -199,8 +194,8 @@ def _intervals(config: JobConfig) -> Iterator[str]:
         steps = getattr(getattr(config, section), name) or 0
         if is_on(config) and steps > last:
             yield (
-                f"{key} = {steps:,} exceeds train.max_steps = {last:,}, and is never due: change "
-                + said({key: max(1, last // 10)})
+                f"{key} = {steps:,} exceeds train.max_steps = {last:,}, so it has no "
+                "effect: change " + describe_change({key: max(1, last // 10)})
             )
     every = config.checkpoint.export_interval
     if every and not config.checkpoint.export_last and config.checkpoint.interval <= last:
@@ -208,5 +203,6 @@ def _intervals(config: JobConfig) -> Iterator[str]:
         if every > n_saves:
             yield (
                 f"checkpoint.export_interval = {every:,} exceeds the {n_saves:,} checkpoints of "
-                f"the run, and nothing is exported: change {said({'checkpoint.export_last': True})}"
+                "the run, so nothing is exported: change "
+                + describe_change({"checkpoint.export_last": True})
             )

@@ -1,4 +1,4 @@
-"""`JobConfig`: all that a run is told, in one immutable value."""
+"""`JobConfig`: the complete configuration of a run as one immutable value."""
 
 import json
 import re
@@ -29,29 +29,29 @@ class JobConfig(Section):
     """The sections of a configuration, as `[tables]` of one TOML file."""
 
     plugins: PluginsConfig = Field(default_factory=PluginsConfig)
-    """Modules of yours; first, as they say which names the others may have."""
+    """User modules; read first, because they register names that other sections may use."""
     model: ModelConfig = Field(default_factory=ModelConfig)
-    """Architecture."""
+    """Model architecture."""
     train: TrainConfig = Field(default_factory=TrainConfig)
-    """Batch, length, precision and the loop."""
+    """Batch size, length, precision and training loop."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Update rule."""
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
-    """Learning rate over the run."""
+    """Learning-rate schedule."""
     data: DataConfig = Field(default_factory=DataConfig)
-    """What to train on."""
+    """Training data."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation during training."""
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
-    """Ends before the last update."""
+    """Conditions that end a run early."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     """Device mesh."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """Saving and loading."""
+    """Saving and loading of checkpoints."""
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     """Logging."""
     profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
-    """Traces."""
+    """Profiler traces."""
 
     @model_validator(mode="after")
     def _warm_up_with_the_run(self) -> Self:
@@ -61,7 +61,7 @@ class JobConfig(Section):
                 "warmup_steps": self.usual_warmup(self.train.max_steps),
             }
             known = SchedulerConfig.model_construct(self.scheduler.model_fields_set, **values)
-            object.__setattr__(self, "scheduler", known)  # which is frozen for others
+            object.__setattr__(self, "scheduler", known)  # the model is frozen
         return self
 
     @property
@@ -69,27 +69,28 @@ class JobConfig(Section):
         """True if updates skip experts without tokens."""
         return self.model.is_moe and bool(self.optimizer.skip_idle_experts)
 
-    def skipping_idle_experts(self) -> "JobConfig":
-        """Return the config with updates that skip experts without tokens."""
+    def with_idle_experts_skipped(self) -> "JobConfig":
+        """Return a copy of the config whose updates skip experts without tokens."""
         optimizer = self.optimizer.model_copy(update={"skip_idle_experts": True})
         return self.model_copy(update={"optimizer": optimizer})
 
     def usual_warmup(self, max_steps: int) -> int:
-        """`scheduler.warmup_steps` where nobody says it.
+        """Return the default of `scheduler.warmup_steps`.
 
-        It is KempnerForge's, but a tenth of the run at most; in its own files, just KempnerForge's.
+        It is KempnerForge's default, but at most a tenth of the run. Configs written for
+        KempnerForge get its default unchanged.
 
         Args:
-            max_steps: of the run.
+            max_steps: updates of the run.
         """
         usual = SchedulerConfig.model_fields["warmup_steps"].default
         return usual if self.is_from_kempnerforge else min(usual, max_steps // 10)
 
     @property
     def is_from_kempnerforge(self) -> bool:
-        """True if the config was written for KempnerForge, or asks for its behavior.
+        """True if the config was written for KempnerForge, or requests its behaviour.
 
-        No key says so. The marks are a key that only PyTorch has, and KempnerForge's data order.
+        The signs are a key that only PyTorch uses, or KempnerForge's data order.
         """
         return self.data.order == "torch" or any(map(self.is_set, TORCH_ONLY))
 
@@ -100,14 +101,14 @@ class JobConfig(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings in the order of the file, by key as in "train.batch_size"."""
+        """All settings by dotted key, such as "train.batch_size", in the order of the file."""
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         return {f"{name}.{key}": x for name, section in sections.items() for key, x in section}
 
     def to_toml(self) -> str:
-        """The resolved configuration as TOML that loads back equal.
+        """Return the resolved config as TOML that loads back to an equal config.
 
-        Keys that are not set, and keys without effect that nobody wrote, are comments.
+        Unset keys, and keys without effect that the user did not set, are comments.
         """
         return "\n".join(line for name in type(self).model_fields for line in self._table(name))
 
@@ -129,7 +130,7 @@ class JobConfig(Section):
 
 
 def toml(value: object) -> str:
-    """One value in TOML's notation, tables inline; None within a table is left out."""
+    """Return a value in TOML notation, with inline tables; None in a table is omitted."""
     match value:
         case Section():
             return toml(dict(value))
@@ -140,14 +141,14 @@ def toml(value: object) -> str:
             return "[" + ", ".join(map(toml, value)) + "]"
         case bool():
             return "true" if value else "false"
-        case str():  # JSON escapes all that TOML wants escaped, but for DEL
+        case str():  # JSON escapes everything that TOML requires, except DEL
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case _:
             return repr(value)
 
 
-def shown(value: object) -> str:
-    """One value as `toml` writes it, without secrets, cut to fit into a message."""
+def short_toml(value: object) -> str:
+    """Return a value in TOML notation, redacted and shortened for a message."""
     return textwrap.shorten(redacted(toml(value)), width=60, placeholder=" ...")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.storage import urls
 
 _BUCKETS = {
@@ -15,18 +15,18 @@ _BUCKETS = {
     "train.executable",
 }
 _LOCAL = {
-    "checkpoint.non_persistent_dir": "a quick disk of the node",
-    "metrics.tensorboard_dir": "a directory within the run, which is copied to its bucket",
-    "profiling.trace_dir": "a directory within the run, which is copied to its bucket",
+    "checkpoint.non_persistent_dir": "a fast disk of the node",
+    "metrics.tensorboard_dir": "a directory in the run, which is copied to its bucket",
+    "profiling.trace_dir": "a directory in the run, which is copied to its bucket",
 }
 _OTHERS = {"checkpoint.load_path", "train.compilation_cache_dir"}
-"""What PyTorch's checkpoints may be read from, and what JAX opens itself."""
+"""Keys that accept other URLs: PyTorch checkpoints to load, and the cache that JAX opens."""
 
 
-def misplaced(config: JobConfig) -> Iterator[str]:
-    """Yields one sentence per URL where none may be, or that is none.
+def location_problems(config: JobConfig) -> Iterator[str]:
+    """Yield a message for each URL that is malformed or not allowed for its key.
 
-    A URL is never taken for the name of a local file.
+    A URL is never interpreted as a local file name.
 
     Args:
         config: A loaded configuration.
@@ -36,19 +36,19 @@ def misplaced(config: JobConfig) -> Iterator[str]:
         if key in _BUCKETS and fault:
             yield f"{line} = {fault}"
         elif key in _LOCAL and urls.in_bucket(value):
-            yield f"{line} = {shown(value)} is not local: name {_LOCAL[key]}"
+            yield f"{line} = {short_toml(value)} is not local: name {_LOCAL[key]}"
         elif key in _OTHERS and fault and "://" not in value:
             yield f"{line} = {fault}"
     yield from _needs_files(config)
 
 
 def _needs_files(config: JobConfig) -> Iterator[str]:
-    """Some of what belongs to a run needs a file system."""
+    """Yield a message for each setting that requires a run on a file system."""
     if not urls.in_bucket(config.checkpoint.dir):
         return
-    dir_ = f"checkpoint.dir = {shown(config.checkpoint.dir)}"
+    dir_ = f"checkpoint.dir = {short_toml(config.checkpoint.dir)}"
     if config.data.hf_streaming:
-        yield f"data.hf_streaming = true keeps its place in files: not with {dir_}"
+        yield f"data.hf_streaming = true stores its position in local files: not with {dir_}"
     if config.checkpoint.export_interval or config.checkpoint.export_last:
         yield (
             f"checkpoint.export_interval and export_last write local files: not with {dir_}; "
@@ -57,7 +57,7 @@ def _needs_files(config: JobConfig) -> Iterator[str]:
 
 
 def _strings(config: JobConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, key with its index, value) of every string; keys of listed tables included."""
+    """Yield (key, key with index, value) of every string, including strings in lists of tables."""
     for key, value in config.settings.items():
         if isinstance(value, str):
             yield key, key, value

@@ -12,23 +12,23 @@ from jaxforge.config.problems import Problem, divisors, multiples, nearest, sing
 
 
 def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Each tensor-parallel rank has whole query heads."""
+    """Require a whole number of query heads per tensor-parallel rank."""
     yield from _divides(config, "model.n_heads", config.model.n_heads, mesh, "tp")
 
 
 def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Each tensor-parallel rank has whole key/value heads."""
-    if config.model.n_kv_heads:  # else they are as many as the query heads
+    """Require a whole number of key/value heads per tensor-parallel rank."""
+    if config.model.n_kv_heads:  # otherwise equal to n_heads
         yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
 
 
 def seq_len_divides_by_cp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Context-parallel ranks share the sequence, and between blocks tensor-parallel ones do."""
+    """Require sequences that divide over cp, and over tp, which shards them between blocks."""
     yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "cp", "tp")
 
 
 def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """With "ulysses", each context-parallel rank has as many of a tensor-parallel one's heads."""
+    """Require for "ulysses" that the heads of a tensor-parallel rank divide over cp."""
     n_heads, product = config.model.n_heads, mesh["cp"] * mesh["tp"]
     if cp_strategy(config) == "ulysses" and n_heads % mesh["tp"] == 0 and n_heads % product:
         yield Problem(
@@ -41,8 +41,8 @@ def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
-def seq_len_divides_by_parts_of_ring(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """With "ring", each context-parallel rank has two parts of a sequence."""
+def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require for "ring" that a sequence divides into two chunks per context-parallel rank."""
     length, parts = config.train.seq_len, 2 * mesh["cp"]
     if mesh["cp"] > 1 and cp_strategy(config) == "ring" and length % parts:
         unit = math.lcm(parts, mesh["cp"] * mesh["tp"])
@@ -53,14 +53,14 @@ def seq_len_divides_by_parts_of_ring(config: JobConfig, mesh: Mesh) -> Iterator[
         )
 
 
-def attention_weights_are_of_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """With cp, no device has all keys of a query."""
+def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse to capture attention weights with cp, where no device has all keys of a query."""
     section = config.eval
     wanted = section.activations_interval and ATTENTION_WEIGHTS in section.captured_points
     if wanted and mesh["cp"] > 1:
         yield Problem(
-            f"eval.activations_points = {json.dumps(section.activations_points)} takes in "
-            f"{ATTENTION_WEIGHTS}, and with distributed.cp = {mesh['cp']} no device has all keys "
+            f"eval.activations_points = {json.dumps(section.activations_points)} includes "
+            f"{ATTENTION_WEIGHTS}, but with distributed.cp = {mesh['cp']} no device has all keys "
             "of a query",
             (
                 smaller_axis(config, "cp", mesh["cp"]),
@@ -70,26 +70,26 @@ def attention_weights_are_of_whole_sequences(config: JobConfig, mesh: Mesh) -> I
 
 
 def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Each tensor-parallel rank has as many feed-forward columns."""
+    """Require equal feed-forward columns on all tensor-parallel ranks."""
     yield from _divides(config, "model.ffn_hidden_dim", config.model.ffn_dim, mesh, "tp")
 
 
 def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Each tensor-parallel rank of each stage has as many rows of embedding and head."""
+    """Require equal rows of embedding and head on all ranks of pp and tp."""
     yield from _divides(config, "model.vocab_size", config.model.vocab_size, mesh, "pp", "tp")
 
 
 def dim_divides_by_cp_and_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Parameters are cut along the residual width; over dp_shard, too, if it can be.
+    """Require that the residual width, along which parameters are sharded, divides over cp and ep.
 
-    Sequences are spread over all of cp, and experts over all of ep, so that these cannot be cut
-    themselves (`with_copies`).
+    An indivisible dp_shard is reduced (`with_equal_shards`). The sizes of cp and ep cannot be
+    reduced, because sequences are sharded over cp and experts over ep.
     """
     yield from _divides(config, "model.dim", config.model.dim, mesh, "cp", "ep")
 
 
 def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """A global batch splits into whole microbatches, and these into whole shares per rank."""
+    """Require a global batch that divides into microbatches and equal shares per rank."""
     batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
     dp = data_parallel(mesh)
     if batch and batch % (accum * dp):
@@ -107,7 +107,7 @@ def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Whoever writes both batch sizes means the same by them."""
+    """Require that batch_size and global_batch_size agree if both are set."""
     train, dp = config.train, data_parallel(mesh)
     total = train.batch_size * dp * train.grad_accum_steps
     wrote_both = train.global_batch_size and config.is_set("train.batch_size")
@@ -125,7 +125,7 @@ def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """There is a layer for each virtual stage."""
+    """Require at least one layer per virtual stage."""
     layers, chunks = config.model.n_layers, config.distributed.chunks
     if layers < mesh["pp"] * chunks:
         product, fewer = f" = {mesh['pp']}", smaller_axis(config, "pp", mesh["pp"])
@@ -136,8 +136,8 @@ def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(what, (fewer, lower))
 
 
-def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
-    """Every stage has work at a time, and interleaving takes microbatches stage by stage."""
+def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
+    """Require enough microbatches for all stages, and a multiple of pp when interleaved."""
     pp = mesh["pp"]
     sizes = {f"train.batch_ramp[{i}]": s.accum for i, s in enumerate(config.train.stages()[:-1])}
     sizes["train.grad_accum_steps"] = config.train.grad_accum_steps
@@ -145,7 +145,7 @@ def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[st
         is_stage = not key.endswith("_steps")
         what, unit = f"{key} = {accum}" + (" microbatches" if is_stage else ""), pp
         if accum < pp:
-            what += f" leaves stages of distributed.pp = {pp} idle all the time"
+            what += f" leaves some of the distributed.pp = {pp} stages idle all the time"
             unit = pp if config.distributed.chunks > 1 else 1
         elif config.distributed.chunks > 1 and accum % pp:
             what += (
@@ -154,26 +154,29 @@ def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[st
             )
         else:
             continue
-        least = max(pp, _round_up(accum, unit))
+        least = max(pp, math.ceil(accum / unit) * unit)
         if is_stage:
-            yield f"{what}: give it {least}"
+            yield f"{what}: set it to {least}"
         else:
             yield Problem(what, (multiples(key, least, unit),))
 
 
-def stages_have_layers_of_one_stack(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Pipeline stages run one program, and so layers with the same parameters."""
+def pipeline_has_one_layer_stack(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require layers with equal parameter shapes, because all stages run one program."""
     if len(config.model.stacks) > 1 and mesh["pp"] > 1:
         everywhere = {"model.moe_frequency": 1, "model.moe_first_dense_layers": 0}
         yield Problem(
-            f"distributed.pp = {mesh['pp']} needs layers that all have experts, or none, and here "
-            f"{sum(config.model.has_experts)} of {config.model.n_layers} have",
+            f"distributed.pp = {mesh['pp']} requires experts in all layers or in none, but "
+            f"{sum(config.model.has_experts)} of {config.model.n_layers} layers have experts",
             (smaller_axis(config, "pp", mesh["pp"]), (everywhere,)),
         )
 
 
-def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """A stage with a layer less has zeros in its place, which a bias at its end would learn."""
+def biased_stages_have_equal_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require equal layers per stage if the output of a layer has a bias.
+
+    A shorter stage is padded with a layer of zeros, whose output bias would receive gradients.
+    """
     model, parts = config.model, mesh["pp"] * config.distributed.chunks
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
     if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
@@ -189,10 +192,10 @@ def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Ite
 
 
 def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Expert-parallel ranks have as many experts each, and there are experts."""
+    """Require experts that divide over ep."""
     if mesh["ep"] > 1 and not config.model.is_moe:
         yield Problem(
-            f"distributed.ep = {mesh['ep']} needs experts",
+            f"distributed.ep = {mesh['ep']} requires a model with experts",
             (
                 smaller_axis(config, "ep", mesh["ep"]),
                 multiples("model.num_experts", mesh["ep"], mesh["ep"]),
@@ -203,7 +206,7 @@ def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Each tensor-parallel rank has as many columns of every expert."""
+    """Require equal columns of every expert on all tensor-parallel ranks."""
     if config.model.is_moe:
         yield from _divides(config, "model.moe_expert_dim", config.model.expert_dim, mesh, "tp")
     if config.model.shared_expert_dim:
@@ -211,7 +214,7 @@ def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Proble
         yield from _divides(config, "model.moe_shared_expert_dim", width, mesh, "tp")
 
 
-def experts_in_8_bits_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+def fp8_experts_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Refuse stages for 8-bit experts: the layers that stay in bf16 are known only at run time."""
     train = config.train
     stay = any(part in "layers.mlp.experts" for part in train.fp8_exclude)
@@ -219,17 +222,17 @@ def experts_in_8_bits_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[
     if mesh["pp"] > 1 and wanted:
         yield Problem(
             f'train.mixed_precision = "fp8" for experts with distributed.pp = {mesh["pp"]} is not '
-            'built: name "experts" in train.fp8_exclude',
+            'supported: add "experts" to train.fp8_exclude',
             (smaller_axis(config, "pp", mesh["pp"]),),
         )
 
 
-def stages_offload_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Activations wait in a ring, for as many microbatches as are in flight; layers are split."""
+def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse to offload with stages, whose ring buffer of activations stays on the device."""
     if mesh["pp"] > 1 and config.train.offload:
         yield Problem(
             f"train.offload = {json.dumps(config.train.offload)} with distributed.pp = "
-            f"{mesh['pp']}: what a stage has stays on its device",
+            f"{mesh['pp']} is not supported: the arrays of a stage stay on its device",
             (smaller_axis(config, "pp", mesh["pp"]),),
         )
 
@@ -239,26 +242,26 @@ MESH_RULES: tuple[Rule, ...] = (
     kv_heads_divide_by_tp,
     seq_len_divides_by_cp_and_tp,
     heads_divide_by_cp,
-    seq_len_divides_by_parts_of_ring,
-    attention_weights_are_of_whole_sequences,
+    seq_len_divides_by_ring_chunks,
+    attention_weights_need_whole_sequences,
     ffn_dim_divides_by_tp,
     vocab_divides_by_pp_and_tp,
     dim_divides_by_cp_and_ep,
     global_batch_divides,
     batch_sizes_agree,
     every_stage_has_layers,
-    microbatches_fill_the_pipeline,
-    stages_have_layers_of_one_stack,
-    stages_with_biases_have_as_many_layers,
+    microbatches_fill_pipeline,
+    pipeline_has_one_layer_stack,
+    biased_stages_have_equal_layers,
     experts_divide_by_ep,
     expert_width_divides_by_tp,
-    experts_in_8_bits_have_no_stages,
-    stages_offload_nothing,
+    fp8_experts_have_no_stages,
+    pipeline_offloads_nothing,
 )
 
 
 def _divides(config: JobConfig, key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[Problem]:
-    """Yields a problem unless `value` splits evenly over the product of `axes`."""
+    """Yield a problem unless `value` is divisible by the product of `axes`."""
     sizes = {axis: mesh[axis] for axis in axes if mesh[axis] > 1}
     size = math.prod(sizes.values())
     if value % size == 0:
@@ -271,7 +274,3 @@ def _divides(config: JobConfig, key: str, value: int, mesh: Mesh, *axes: str) ->
             *(smaller_axis(config, axis, n) for axis, n in sizes.items()),
         ),
     )
-
-
-def _round_up(value: int, unit: int) -> int:
-    return math.ceil(value / unit) * unit

@@ -1,4 +1,4 @@
-"""`[model]`: the shape of the network."""
+"""`[model]`: the architecture."""
 
 import itertools
 import math
@@ -12,51 +12,52 @@ from jaxforge.config.section import Section
 from jaxforge.registry import Registry
 
 LAYERS = "layers"
-"""The part of a model's arrays that holds all layers, and the axis along which they are stacked."""
+"""Name of the parameter group of all layers, and of the axis along which layers are stacked."""
 
 DENSE_LAYERS, MOE_LAYERS = "dense_layers", "moe_layers"
-"""The two parts, instead, of a model in which some layers have experts and others have none."""
+"""Names of the two parameter groups of a model in which only some layers have experts."""
 
 EXPERTS = "experts"
-"""The axis along which experts are stacked: they are spread over devices, and never gathered."""
+"""Axis along which experts are stacked; it is sharded over devices and never gathered."""
 
 AMAX_HISTORIES = ("input_amax_history", "weight_amax_history")
-"""Arrays that delayed scales of 8-bit products go by (`model.fp8`)."""
+"""Names of the arrays that determine delayed scales of 8-bit products (`model.fp8`)."""
 
 MODELS = Registry("model.model_type", "transformer")
-"""Architectures: `model.transformer`."""
+"""Registered architectures (`model.transformer`)."""
 
 
 class RopeScaling(Section):
-    """`[model.rope_scaling]`: stretches rotary positions to longer contexts."""
+    """`[model.rope_scaling]`: scaling of rotary positions to longer contexts."""
 
     rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
-    """llama3: Llama 3.1's. linear: every wavelength * factor. dynamic (NTK-aware): the base grows
-    with sequences over original_max_seq_len. yarn and longrope: of their papers."""
+    """Scaling method. llama3: as in Llama 3.1. linear: every wavelength * factor. dynamic
+    (NTK-aware): the base grows for sequences over original_max_seq_len. yarn, longrope: as in
+    their papers."""
     factor: PositiveFloat = 8.0
-    """How many times longer the context gets."""
+    """Ratio of the extended to the original context length."""
     low_freq_factor: PositiveFloat = 1.0
-    """llama3: wavelengths over original_max_seq_len / this are stretched by the whole factor."""
+    """llama3: wavelengths over original_max_seq_len / low_freq_factor are scaled by factor."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3: wavelengths under original_max_seq_len / this stay as they are."""
+    """llama3: wavelengths under original_max_seq_len / high_freq_factor are unchanged."""
     original_max_seq_len: PositiveInt = 8192
-    """Context length before the stretching, tokens; linear does not look at it."""
+    """Original context length in tokens; not used by linear."""
     attention_factor: PositiveFloat | None = None
-    """yarn, longrope: multiplies rotated queries and keys; not set: as their papers have it."""
+    """yarn, longrope: factor on rotated queries and keys; if not set, the value of their papers."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: channels that turn more often than this in the original context stay as they are."""
+    """yarn: channels with more rotations than this in the original context are unchanged."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: channels that turn less often than this are stretched by the whole factor."""
+    """yarn: channels with fewer rotations than this are scaled by factor."""
     truncate: bool = True
-    """yarn: whole channels bound what is between the two."""
+    """yarn: round the bounds of the interpolated range to whole channels."""
     short_factor: tuple[PositiveFloat, ...] = ()
-    """longrope: stretches the wavelength of each pair of channels, in sequences of up to
+    """longrope: wavelength factor of each pair of channels, in sequences of up to
     original_max_seq_len tokens."""
     long_factor: tuple[PositiveFloat, ...] = ()
-    """longrope: the same, in longer sequences."""
+    """longrope: wavelength factor of each pair of channels, in longer sequences."""
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this table."""
+        """Yield the broken rules between the keys of this table."""
         if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
             yield f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}"
         if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
@@ -76,166 +77,168 @@ class ModelConfig(Section):
     n_heads: PositiveInt = 32
     """Query heads per block."""
     n_kv_heads: PositiveInt | None = None
-    """Key/value heads per block; not set means n_heads."""
+    """Key/value heads per block; if not set, n_heads."""
     head_dim: PositiveInt | None = None
-    """Width of one head; not set means dim / n_heads."""
+    """Width of one head; if not set, dim / n_heads."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     o_bias: bool = False
     """Add a bias to the output projection of attention."""
     attention_scale: PositiveFloat | None = None
-    """Multiplies attention scores; not set means 1 / sqrt(head width)."""
+    """Factor on attention scores; if not set, 1 / sqrt(head width)."""
     attn_logit_softcap: PositiveFloat | None = None
-    """Attention scores s become cap * tanh(s / cap), as in Gemma 2."""
+    """Cap of attention scores s: cap * tanh(s / cap), as in Gemma 2."""
     attention_sinks: bool = False
-    """Each query head has a learned logit that joins its softmax and has no value, as in gpt-oss:
-    what it takes, tokens do not get."""
+    """Add a learned logit per query head to the denominator of its softmax, as in gpt-oss. The
+    attention weights of the tokens then sum to less than 1."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
-    """Scales the feed-forward width 4 * dim * 2/3, which is then rounded up to 256."""
+    """Factor on the feed-forward width 4 * dim * 2/3, which is rounded up to a multiple of 256."""
     ffn_hidden_dim: PositiveInt | None = None
-    """Feed-forward width, instead of the computed one."""
+    """Feed-forward width, which overrides the computed width."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation around attention and feed-forward, and before the head."""
+    """Normalisation of attention, feed-forward and the final output."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norms before attention and feed-forward, after them (OLMo 2), or on both sides (Gemma 2)."""
+    """Norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2)."""
     norm_unit_offset: bool = False
-    """RMSNorm multiplies by 1 + weight, as in Gemma, and weights begin at 0."""
+    """RMSNorm multiplies by 1 + weight with weights initialised to 0, as in Gemma."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"] = "silu"
-    """Non-linearity of the feed-forward: gelu is exact, gelu_tanh its approximation by tanh.
-    swiglu_oai is gpt-oss's, always gated: g * sigmoid(1.702 g) * (u + 1) of gate g and u."""
+    """Activation function of the feed-forward: gelu is exact, gelu_tanh its tanh approximation.
+    swiglu_oai (gpt-oss) is always gated: g * sigmoid(1.702 g) * (u + 1) of gate g and input u."""
     gated_mlp: bool | None = None
-    """Multiply by a gate, with three matrices (SwiGLU, GeGLU), not two; not set means that silu and
-    swiglu_oai are gated and others are not."""
+    """Gated feed-forward with three matrices (SwiGLU, GeGLU) instead of two. If not set, silu and
+    swiglu_oai are gated and other activations are not."""
     swiglu_limit: PositiveFloat | None = None
-    """Before the non-linearity, gates are at most this, and what they multiply is within +-this
-    (7 in gpt-oss); not set: neither is bounded."""
+    """Clamp gates to at most this value, and their multiplicands to +- this value, before the
+    activation function (7 in gpt-oss). If not set, neither is clamped."""
     mlp_bias: bool = False
-    """Add a bias to every matrix of the feed-forward."""
+    """Add a bias to every linear layer of the feed-forward."""
     embedding_multiplier: PositiveFloat = 1.0
-    """Multiplies embeddings: sqrt(dim) in Gemma."""
+    """Factor on embeddings; sqrt(dim) in Gemma."""
     residual_multiplier: PositiveFloat = 1.0
-    """Multiplies what attention and feed-forward add to the residual stream, as in Granite."""
+    """Factor on the outputs of attention and feed-forward, as in Granite."""
     logits_scaling: PositiveFloat = 1.0
-    """Divides final logits, as in Granite."""
+    """Divisor of the final logits, as in Granite."""
     final_logit_softcap: PositiveFloat | None = None
-    """Final logits z become cap * tanh(z / cap), as in Gemma 2."""
+    """Cap of the final logits z: cap * tanh(z / cap), as in Gemma 2."""
     max_seq_len: PositiveInt = 2048
-    """Longest sequence that the position table covers, tokens."""
+    """Maximum sequence length in tokens."""
     position_embedding: Literal["rotary", "learned"] = "rotary"
-    """How positions are told: rotary embeddings, or a table that is added to the embeddings."""
+    """Position encoding: rotary embeddings, or a learned table added to the token embeddings."""
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a head's channels that rotary positions turn, the first ones."""
+    """Fraction of the channels of a head, from the first, that get rotary embeddings."""
     rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary position frequencies."""
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretches rotary positions to longer contexts."""
+    """Scaling of rotary positions to longer contexts."""
     sliding_window: PositiveInt | None = None
-    """Tokens that a token sees in layers of sliding attention, itself included."""
+    """Window of sliding-attention layers in tokens, including the token itself."""
     attention_chunk_size: PositiveInt | None = None
-    """Tokens of a chunk in layers of chunked attention, which see no other chunk (Llama 4); chunks
-    are counted from the first token of a document."""
+    """Chunk size in tokens of chunked-attention layers, where tokens attend within their chunk only
+    (Llama 4). Chunks begin at the first token of a document."""
     attention_pattern: tuple[Literal["full", "sliding", "chunked"], ...] = ()
-    """Attention of consecutive layers, repeated over all of them. Empty: every layer is sliding if
-    sliding_window is set, chunked if attention_chunk_size is, else full."""
+    """Attention kinds of consecutive layers, repeated over all layers. If empty, every layer is
+    sliding if sliding_window is set, chunked if attention_chunk_size is set, else full."""
     local_rope_theta: PositiveFloat | None = None
-    """Base of the rotary frequencies in sliding layers, without rope_scaling; not set: as in full
-    layers."""
+    """Base of the rotary frequencies in sliding layers, without rope_scaling. If not set, sliding
+    layers use the same frequencies as full layers."""
     rope_pattern: tuple[bool, ...] = ()
-    """Which of consecutive layers have rotary positions, repeated over all of them; empty: all."""
+    """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
     tie_embeddings: bool = False
-    """Use the embedding matrix as the output head as well."""
+    """Share the embedding matrix with the output head."""
     qk_norm: bool = False
-    """RMSNorm of queries and keys, before the rotary embedding."""
+    """Apply RMSNorm to queries and keys before the rotary embedding."""
     qk_norm_scope: Literal["head", "projection"] = "head"
-    """What qk_norm normalises: each head, or all heads of a token at once (OLMo 2)."""
+    """Scope of qk_norm: each head, or all heads of a token together (OLMo 2)."""
     qk_norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in the norms of queries and keys, whatever norm_eps is."""
+    """Added to the variance in the norms of queries and keys, independent of norm_eps."""
     init_std: NonNegativeFloat = 0.02
-    """Standard deviation of initial weights; o_proj and down_proj divide it by sqrt(2 n_layers)."""
+    """Standard deviation of initial weights, over sqrt(2 n_layers) in o_proj and down_proj."""
     mup_base_width: PositiveInt | None = None
-    """Maximal update parametrisation: init_std and optimizer.lr are those of a model of this dim,
-    and carry over to other widths. Not set: the standard parametrisation."""
+    """Enable maximal update parametrisation (muP): init_std and optimizer.lr are values for a model
+    of this dim and transfer to other widths. If not set, the standard parametrisation."""
     mup_base_head_dim: PositiveInt | None = None
-    """Width of a head at mup_base_width, where it grows with the model: scores are then scaled by
-    1 / head width. Not set: wider models have more heads, not wider ones."""
+    """Head width at mup_base_width, if heads widen with the model: attention scores are then scaled
+    by 1 / head width. If not set, wider models have more heads of equal width."""
     model_type: Annotated[str, MODELS] = "transformer"
-    """Which model to build."""
+    """Registered name of the architecture."""
     sdpa_backend: Literal[
         "auto", "flash", "efficient", "cudnn", "triton", "math", "reference", "blockwise", "splash"
     ] = "auto"
-    """Attention kernel; auto takes the fastest that can do what is asked."""
+    """Attention kernel; auto selects the fastest kernel that supports the config."""
+    attention_backend: Literal["sdpa", "flex"] = "sdpa"
+    """Without effect: sdpa_backend chooses the kernel, and every kernel separates documents."""
     num_experts: NonNegativeInt = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""
     moe_top_k: NonNegativeInt = 2
-    """Experts that each token goes to."""
+    """Experts per token."""
     moe_frequency: NonNegativeInt = 1
     """Every n-th block has experts: block i when (i + 1) % n == 0."""
     moe_first_dense_layers: NonNegativeInt = 0
-    """Blocks at the beginning that have no experts, whatever moe_frequency says."""
+    """Number of first blocks without experts, which overrides moe_frequency."""
     moe_router: Literal["softmax_topk", "sigmoid_topk"] = "softmax_topk"
-    """How a token scores experts: by a softmax over all of them, or each by its own sigmoid."""
+    """Router scores: a softmax over all experts, or a sigmoid per expert."""
     moe_norm_topk: bool = True
-    """Divide the scores of the experts that a token goes to by their sum."""
+    """Divide the scores of the selected experts by their sum."""
     moe_routed_scaling: PositiveFloat = 1.0
-    """Multiplies what the routed experts add up to."""
+    """Factor on the summed output of the routed experts."""
     moe_groups: PositiveInt = 1
-    """Groups of consecutive experts; a token goes to experts of its best groups only, where a group
-    is as good as its two best experts together (DeepSeek-V3)."""
+    """Groups of consecutive experts. A token is routed to experts of its best moe_top_k_groups
+    groups, each scored by the sum of its two best experts (DeepSeek-V3)."""
     moe_top_k_groups: PositiveInt = 1
-    """Groups that a token may go to."""
+    """Expert groups per token."""
     moe_router_bias: bool = False
     """Add a bias to the router's logits, as gpt-oss does."""
     moe_bias_update: Literal["none", "sign", "kempnerforge"] | None = None
-    """How experts are kept busy by a bias on their scores. sign: as DeepSeek-V3, a bias that only
-    chooses, and moves by moe_bias_update_rate to where tokens are missing. kempnerforge: a bias
-    inside the sigmoid, which the optimizer trains and a running mean of the load moves. Not set:
-    kempnerforge with the sigmoid router, else none."""
+    """Load balancing by a bias on the router scores. sign: as in DeepSeek-V3, the bias affects only
+    the selection, and moves by moe_bias_update_rate toward underloaded experts. kempnerforge: a
+    bias inside the sigmoid, trained by the optimizer and adjusted by a running mean of the load.
+    If not set, kempnerforge with the sigmoid router, else none."""
     moe_bias_update_rate: NonNegativeFloat = 1e-3
-    """How far a bias moves in one update."""
+    """Change of a bias per update."""
     moe_bias_schedule: Literal["constant", "cosine_decay", "linear_warmup"] = "constant"
-    """What becomes of moe_bias_update_rate: it decays over the run, or rises over a tenth of it."""
+    """Schedule of moe_bias_update_rate: decay over the run, or warm-up over a tenth of it."""
     moe_shared_experts: NonNegativeInt = 0
-    """More than 0 adds a shared expert that sees every token: one, as in KempnerForge, since n of
-    them are one of n times the width (moe_shared_expert_dim)."""
+    """A value above 0 adds one shared expert that processes every token, as in KempnerForge: n
+    shared experts equal one expert of n times the width (moe_shared_expert_dim)."""
     moe_shared_expert_dim: PositiveInt | None = None
-    """Width of the shared expert; not set means that of an expert."""
+    """Width of the shared expert; if not set, the width of a routed expert."""
     moe_shared_expert_gate: bool = False
-    """Multiply the shared expert's output by a sigmoid of each token, as Qwen2-MoE does."""
+    """Multiply the shared expert's output by a sigmoid gate per token, as in Qwen2-MoE."""
     moe_expert_dim: PositiveInt | None = None
-    """Width of an expert, instead of the computed one."""
+    """Width of an expert, which overrides the computed width."""
     moe_expert_ffn_multiplier: PositiveFloat = 1.0
-    """Width of an expert relative to the dense feed-forward, rounded to 16."""
+    """Width of an expert relative to the dense feed-forward, rounded to a multiple of 16."""
     moe_capacity_factor: NonNegativeFloat = 0.0
-    """Tokens an expert may take as somebody's first choice, second choice and so on, relative to an
-    even share; what comes later in the microbatch is dropped. 0 drops none."""
+    """Capacity of an expert for tokens' first choices, second choices and so on, relative to an
+    even load. Later tokens of the microbatch are dropped. 0 drops no tokens."""
     moe_gradient_scale: bool = False
-    """In training, divide each expert's output by its load relative to an even one."""
+    """In training, divide each expert's output by its load relative to an even load."""
     moe_aux_loss_weight: NonNegativeFloat = 0.01
     """Weight of the load-balancing loss of the Switch Transformer, over a microbatch."""
     moe_sequence_aux_loss_weight: NonNegativeFloat = 0.0
     """Weight of DeepSeek-V3's balance loss within each sequence. With moe_bias_update =
-    "kempnerforge", that of KempnerForge's over a microbatch, times moe_aux_loss_weight."""
+    "kempnerforge", weight of KempnerForge's loss over a microbatch, times moe_aux_loss_weight."""
     moe_router_z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the penalty on large router logits."""
     moe_packed_experts: bool = False
-    """Exports to KempnerForge keep all experts of a block in one tensor per projection."""
+    """Export all experts of a block to KempnerForge as one tensor per projection."""
     moe_backend: Literal["auto", "blocks", "megablox", "mosaic_gpu"] = "auto"
-    """Kernel of the products with each token's experts; auto takes the platform's own."""
+    """Kernel of the grouped expert products; auto selects the platform's kernel."""
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads: `n_kv_heads`, or as many as there are query heads."""
+        """Key/value heads: `n_kv_heads`, or `n_heads` if not set."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head: `head_dim`, or the heads' share of `dim`."""
+        """Width of one attention head: `head_dim`, or `dim` / `n_heads`."""
         return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
@@ -243,12 +246,12 @@ class ModelConfig(Section):
         """Width of the dense feed-forward: `ffn_hidden_dim`, or Llama's rule rounded up to 256."""
         if self.ffn_hidden_dim is not None:
             return self.ffn_hidden_dim
-        # Evaluated in this order: another one truncates to another integer now and then.
+        # The order of evaluation matters: another order sometimes truncates to another integer.
         return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
 
     @property
     def rotary_size(self) -> int:
-        """Channels of a head that rotary positions turn."""
+        """Channels of a head with rotary embeddings."""
         return int(self.head_size * self.partial_rotary_factor)
 
     @property
@@ -259,23 +262,23 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Tokens that a token sees in each layer, itself included; None: all up to itself."""
+        """Attention window of each layer in tokens, including the token itself; None: no window."""
         return self._in_layers("sliding", self.sliding_window)
 
     @property
     def chunks(self) -> tuple[int | None, ...]:
-        """Tokens of a chunk in each layer, which sees no other; None: it has none."""
+        """Attention chunk size of each layer in tokens; None for layers without chunks."""
         return self._in_layers("chunked", self.attention_chunk_size)
 
     def _in_layers(self, wanted: str, tokens: int | None) -> tuple[int | None, ...]:
-        """In each layer of a kind of attention, its tokens; in others None."""
+        """Return `tokens` for each layer with attention of kind `wanted`, else None."""
         pattern = itertools.cycle(self.attention_pattern or (wanted,))
         kinds = itertools.islice(pattern, self.n_layers)
         return tuple(tokens if kind == wanted else None for kind in kinds)
 
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None] | None, ...]:
-        """Base and scaling of each layer's rotary positions; None: it has none."""
+        """Rotary base and scaling of each layer; None for layers without rotary positions."""
         turns = itertools.cycle(self.rope_pattern or (self.position_embedding == "rotary",))
         full, local = (self.rope_theta, self.rope_scaling), self.local_rope_theta
         sliding = full if local is None else (local, None)
@@ -291,7 +294,7 @@ class ModelConfig(Section):
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """Return for each block whether it has experts."""
+        """True for each block that has experts."""
         first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
         return tuple(
             self.num_experts > 0 and i >= first and (i + 1) % every == 0
@@ -300,9 +303,9 @@ class ModelConfig(Section):
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
-        """Return the layers that are stacked, as they share parameter shapes, by array name.
+        """Layer indices of each stack of equal parameter shapes, by parameter group.
 
-        One stack if all layers have experts or none has; else two.
+        There is one stack if all layers have experts or none has, else two.
         """
         if len(set(self.has_experts)) == 1:
             return {LAYERS: tuple(range(self.n_layers))}
@@ -314,7 +317,7 @@ class ModelConfig(Section):
 
     @property
     def moe_stack(self) -> str:
-        """The name of the stack of layers that have experts."""
+        """Name of the stack of the layers with experts."""
         return MOE_LAYERS if MOE_LAYERS in self.stacks else LAYERS
 
     @property
@@ -324,14 +327,14 @@ class ModelConfig(Section):
 
     @property
     def expert_dim(self) -> int:
-        """Width of an expert: `moe_expert_dim`, or a share of `ffn_dim`, rounded to 16."""
+        """Width of an expert: `moe_expert_dim`, or `ffn_dim` scaled and rounded to 16."""
         if self.moe_expert_dim is not None:
             return self.moe_expert_dim
         return max(16, 16 * round(int(self.ffn_dim * self.moe_expert_ffn_multiplier) / 16))
 
     @property
     def shared_expert_dim(self) -> int:
-        """Width of the shared expert; 0: there is none."""
+        """Width of the shared expert; 0 without a shared expert."""
         return (self.moe_shared_expert_dim or self.expert_dim) if self.moe_shared_experts else 0
 
     @property
@@ -342,7 +345,7 @@ class ModelConfig(Section):
         return self.moe_bias_update
 
     def problems(self) -> Iterator[str | Problem]:
-        """Yields the broken rules between the keys of this section."""
+        """Yield the broken rules between the keys of this section."""
         if self.head_dim is None and self.dim % self.n_heads:
             yield Problem(
                 f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}",
@@ -365,17 +368,17 @@ class ModelConfig(Section):
                 ),
             )
         if self.activation == "swiglu_oai" and not self.is_gated:
-            yield 'activation = "swiglu_oai" has a gate: leave gated_mlp out'
+            yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
-            yield f"swiglu_limit = {self.swiglu_limit} is for a gate, and there is none"
+            yield f"swiglu_limit = {self.swiglu_limit} requires gated_mlp = true"
         if self.norm_unit_offset and self.norm_type != "rmsnorm":
-            yield f'norm_unit_offset = true is for norm_type = "rmsnorm", not "{self.norm_type}"'
+            yield f'norm_unit_offset = true requires norm_type = "rmsnorm", not "{self.norm_type}"'
         if self.qk_norm_scope != "head" and not self.qk_norm:
             yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
         if self.mup_base_head_dim is not None and self.mup_base_width is None:
             yield (
                 f"mup_base_head_dim = {self.mup_base_head_dim} has no effect without "
-                "mup_base_width: set that to the dim of the model that was tuned, or remove it"
+                "mup_base_width: set that to the dim of the tuned model, or remove it"
             )
         yield from self._window_problems()
         if self.num_experts:
@@ -386,24 +389,24 @@ class ModelConfig(Section):
         if self.partial_rotary_factor < 1 and (size % 2 or not size):
             yield (
                 f"partial_rotary_factor = {self.partial_rotary_factor} turns {size} of "
-                f"{self.head_size} channels, which must be even and above 0: they are paired"
+                f"{self.head_size} channels: rotary embeddings require an even number above 0"
             )
         elif size % 2:
             share = f"dim / n_heads = {self.dim} / {self.n_heads}"
             yield (
                 f"{'head_dim' if self.head_dim else share} = {self.head_size} must be even: "
-                "rotary positions pair the two halves of a head"
+                "rotary embeddings pair the two halves of a head"
             )
         if scaling is None:
             return
         for key in ("short_factor", "long_factor") if scaling.rope_type == "longrope" else ():
             if len(getattr(scaling, key)) != size // 2:
                 yield (
-                    f"rope_scaling.{key} has {len(getattr(scaling, key))} numbers, and there are "
+                    f"rope_scaling.{key} has {len(getattr(scaling, key))} numbers, but there are "
                     f"{size // 2} pairs of channels"
                 )
         if scaling.rope_type == "yarn" and self.rope_theta <= 1:
-            yield f'rope_theta = {self.rope_theta} must be over 1 with rope_type = "yarn"'
+            yield f'rope_theta = {self.rope_theta} must be greater than 1 with rope_type = "yarn"'
 
     def _unused_rotary_keys(self) -> Iterator[str]:
         keys = ("rope_scaling", "rope_pattern", "local_rope_theta", "partial_rotary_factor")
@@ -416,19 +419,19 @@ class ModelConfig(Section):
         for kind, key in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
             has_kind, tokens = kind in self.attention_pattern, getattr(self, key)
             if has_kind and tokens is None:
-                yield f'attention_pattern has "{kind}", which needs {key}'
+                yield f'attention_pattern has "{kind}", which requires {key}'
             if self.attention_pattern and not has_kind and tokens is not None:
                 yield (f'{key} = {tokens} has no effect: no layer of attention_pattern is "{kind}"')
         both = self.sliding_window is not None and self.attention_chunk_size is not None
         if both and not self.attention_pattern:
             yield (
-                "sliding_window and attention_chunk_size are for different layers: say with "
-                'attention_pattern which are "sliding" and which "chunked", or leave one out'
+                "sliding_window and attention_chunk_size apply to different layers: choose the "
+                '"sliding" and "chunked" layers with attention_pattern, or remove a key'
             )
         if self.local_rope_theta is not None and self.sliding_window is None:
             yield (
-                f"local_rope_theta = {self.local_rope_theta} is for sliding layers, and there are "
-                "none: set sliding_window"
+                f"local_rope_theta = {self.local_rope_theta} requires sliding layers: "
+                "set sliding_window"
             )
 
     def _expert_problems(self) -> Iterator[str | Problem]:
@@ -465,10 +468,10 @@ class ModelConfig(Section):
         elif self.moe_top_k > experts // groups * self.moe_top_k_groups:
             yield (
                 f"moe_top_k = {self.moe_top_k} is more than the {experts // groups} experts of "
-                f"each of moe_top_k_groups = {self.moe_top_k_groups} groups"
+                f"each of the moe_top_k_groups = {self.moe_top_k_groups} groups"
             )
         if self.bias_update == "kempnerforge" and self.moe_router != "sigmoid_topk":
-            yield 'moe_bias_update = "kempnerforge" needs moe_router = "sigmoid_topk"'
+            yield 'moe_bias_update = "kempnerforge" requires moe_router = "sigmoid_topk"'
         for key in ("moe_shared_expert_dim", "moe_shared_expert_gate"):
             if getattr(self, key) and not self.moe_shared_experts:
                 yield f"{key} has no effect with moe_shared_experts = 0"

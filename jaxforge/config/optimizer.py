@@ -8,50 +8,56 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.problems import Problem, single_change
-from jaxforge.config.section import Section
+from jaxforge.config.section import Section, Weights, WeightTable
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
 
 OPTIMIZERS = Registry("optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon")
-"""Update rules: `optim.optimizer`."""
+"""Registered update rules (`optim.optimizer`)."""
 
 EXPERT_FIELD = "expert_"
-"""Prefix of what an optimizer's state counts for each expert on its own: `expert_updates`."""
+"""Prefix of optimizer-state fields with a count per expert, such as `expert_updates`."""
 
 UNUSUAL_LR, LARGEST_LR = 1.0, 10.0
-"""Learning rates of the built-in optimizers: a start warns above the first, and is refused above
-the second.
+"""Learning rates of built-in optimizers above which a start warns, and above which it is refused.
 
-Their updates are of size 1 for each weight (AdamW, Lion) or direction of a matrix (Muon), and
-weights begin at some 0.02. Published rates end at 0.05. Registered optimizers may mean something
-else by it.
+Updates of built-in optimizers have size 1 per weight (AdamW, Lion) or per direction of a matrix
+(Muon), and initial weights are about 0.02. Published rates are at most 0.05. Registered optimizers
+may define the rate differently.
 """
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-"""Decay of a running mean."""
+"""Decay rate of a running mean."""
+
+
+_PATTERNS = ("decay_patterns", "no_decay_patterns", "freeze_patterns", "lr_patterns")
 
 
 class OptimizerConfig(Section):
-    """Update rule and its constants."""
+    """Update rule and its hyperparameters."""
 
     name: Annotated[str, OPTIMIZERS] = "adamw"
     """Update rule."""
     lr: PositiveFloat = 3e-4
-    """Peak learning rate; the schedule multiplies it."""
+    """Peak learning rate, multiplied by the schedule."""
     lr_scale_rule: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply lr by the batch over lr_base_batch, or by the root of that; none once it is done."""
+    """Scale lr by the batch size over lr_base_batch, or by its square root; none when done."""
     lr_base_batch: PositiveInt | None = None
-    """Sequences per update that lr is meant for."""
+    """Sequences per update for which lr was chosen."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled decay of every parameter with more than one dimension."""
+    """Decoupled weight decay of all parameters with more than one dimension."""
     decay_patterns: tuple[str, ...] = ()
-    """Regular expressions; parameters in whose name one is found decay, vectors too."""
+    """Regular expressions; parameters with a matching name decay, including vectors."""
     no_decay_patterns: tuple[str, ...] = ()
-    """Regular expressions; parameters in whose name one is found do not decay."""
+    """Regular expressions; parameters with a matching name do not decay."""
+    lr_patterns: WeightTable = Field(default_factory=Weights)
+    """Regular expressions with factors on lr, as {"embedding" = 0.1}; the first match applies."""
+    freeze_patterns: tuple[str, ...] = ()
+    """Regular expressions; parameters with a matching name do not change and have no moments."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decays of the first and second moment."""
+    """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     fused: bool = True
     """Without effect: XLA fuses the update."""
     muon_momentum: Annotated[float, Field(gt=0, lt=1)] = 0.95
@@ -59,46 +65,52 @@ class OptimizerConfig(Section):
     muon_ns_steps: PositiveInt = 5
     """Newton-Schulz iterations of Muon."""
     muon_adam_lr: PositiveFloat | None = None
-    """Learning rate of the parameters that Muon leaves to AdamW; not set means lr."""
+    """Learning rate of the parameters that Muon leaves to AdamW; if not set, lr."""
     schedule_free_warmup_steps: Steps = 0
-    """Updates over which schedule-free AdamW warms up."""
+    """Warm-up updates of schedule-free AdamW."""
     skip_idle_experts: bool | None = None
-    """Skip experts without tokens in an update; not set means no, or as the loaded run does."""
+    """Do not update experts without tokens; if not set, as the loaded run does, else false."""
 
     def for_names(self, names: Iterable[str]) -> Self:
-        """Return the section with the decay patterns that are found in some names."""
+        """Return a copy of the section with only the patterns that match one of the names."""
         names = tuple(names)
         settings = {
             key: tuple(p for p in getattr(self, key) if any(re.search(p, name) for name in names))
-            for key in ("decay_patterns", "no_decay_patterns")
+            for key in _PATTERNS
         }
-        return self.model_copy(update=settings)
+        factors = {pattern: self.lr_patterns[pattern] for pattern in settings["lr_patterns"]}
+        return self.model_copy(update={**settings, "lr_patterns": Weights(factors)})
 
     def check_patterns(self, names: Iterable[str]) -> None:
-        """Looks whether each pattern is found in the name of a parameter.
+        """Check that each pattern matches the name of a parameter, and that some are trained.
 
         Raises:
-            UserError: one is in none.
+            UserError: a pattern matches no parameter, or all parameters are frozen.
         """
         names = sorted(names)
-        for key in ("decay_patterns", "no_decay_patterns"):
+        if all(map(self.freezes, names)):
+            raise UserError(
+                f"optimizer.freeze_patterns = {list(self.freeze_patterns)} freezes all parameters: "
+                "there is nothing to train"
+            )
+        for key in _PATTERNS:
             for pattern in getattr(self, key):
                 if not any(re.search(pattern, name) for name in names):
                     raise UserError(
-                        f'optimizer.{key}: "{pattern}" is in the name of no parameter; they are '
+                        f'optimizer.{key}: "{pattern}" matches no parameter. Parameters are '
                         + ", ".join(names)
                     )
 
     def problems(self) -> Iterator[str | Problem]:
-        """Yields the broken rules between the keys of this section."""
+        """Yield the broken rules between the keys of this section."""
         if self.lr_scale_rule != "none" and self.lr_base_batch is None:
             yield Problem(
-                f'lr_scale_rule = "{self.lr_scale_rule}" needs lr_base_batch, the sequences per '
-                "update that lr is meant for",
+                f'lr_scale_rule = "{self.lr_scale_rule}" requires lr_base_batch, the sequences per '
+                "update for which lr was chosen",
                 (single_change("lr_scale_rule", "none"),),
             )
         yield from self.large_rates(LARGEST_LR)
-        for key in ("decay_patterns", "no_decay_patterns"):
+        for key in _PATTERNS:
             for pattern in getattr(self, key):
                 try:
                     re.compile(pattern)
@@ -111,23 +123,34 @@ class OptimizerConfig(Section):
             rate = getattr(self, key)
             if self.name in OPTIMIZERS.ours and rate is not None and rate > bound:
                 yield (
-                    f"{key} = {rate:g} moves every weight by about {rate:g} in an update, where "
-                    f"weights begin at some 0.02{_slip(rate)}"
+                    f"{key} = {rate:g} moves every weight by about {rate:g} per update, but "
+                    f"initial weights are about 0.02{_suggest_rate(rate)}"
                 )
 
     def decays(self, name: str, *, is_matrix: bool) -> bool:
         """Return whether a parameter decays.
 
         Args:
-            name: such as "layers.attention.q_proj.weight": layers are not told apart.
-            is_matrix: whether it has more than one dimension, layers not counted.
+            name: such as "layers.attention.q_proj.weight", without the layer index.
+            is_matrix: whether it has more than one dimension, not counting the layer axis.
         """
         if any(re.search(pattern, name) for pattern in self.no_decay_patterns):
             return False
         return is_matrix or any(re.search(pattern, name) for pattern in self.decay_patterns)
 
+    def freezes(self, name: str) -> bool:
+        """Return whether a parameter is frozen."""
+        return any(re.search(pattern, name) for pattern in self.freeze_patterns)
 
-def _slip(rate: float) -> str:
-    """Return a question where only the sign of an exponent may be missing."""
+    def lr_factor(self, name: str) -> float:
+        """Return the factor on the learning rate of a parameter."""
+        matches = (
+            factor for pattern, factor in self.lr_patterns.items() if re.search(pattern, name)
+        )
+        return next(matches, 1.0)
+
+
+def _suggest_rate(rate: float) -> str:
+    """Return a suggestion for a rate whose exponent may lack its sign, else ""."""
     digits, exponent = f"{rate:e}".split("e")
     return f"; did you mean {float(f'{digits}e-{int(exponent)}'):g}?" if int(exponent) else ""

@@ -1,4 +1,4 @@
-"""`[plugins]`: code of yours that registers what the other sections name."""
+"""`[plugins]`: user code that registers names for the other sections."""
 
 import importlib
 import sys
@@ -14,25 +14,25 @@ from jaxforge.storage import trust
 
 
 class PluginsConfig(Section):
-    """Modules of yours; they are imported before the other sections are read."""
+    """User modules, imported before the other sections are read."""
 
     modules: tuple[str, ...] = ()
-    """Modules that register losses, optimizers and the like, as `import` would find them."""
+    """Importable modules that register losses, optimizers and other components."""
 
     hooks: tuple[str, ...] = ()
-    """Hooks of yours, each a class as my_module.MyHook; made without arguments."""
+    """Hook classes such as my_module.MyHook, constructed without arguments."""
 
     @property
     def names(self) -> trust.PluginNames:
-        """All that is named here, for decisions about trust."""
+        """Names of all plugins, for trust decisions."""
         return trust.PluginNames(self.modules, self.hooks)
 
     @model_validator(mode="after")
     def _import(self, info: ValidationInfo) -> Self:
-        """Import all, or what the command line names, as the context of the validation says.
+        """Import all plugins, or only those on the command line, depending on the context.
 
-        The context is that of `reading.unresolved`. Where something is left out, other sections may
-        have names that nothing here registers (`Registry`).
+        `reading.unresolved` passes the validation context. If plugins are not imported, other
+        sections may contain unregistered names (`Registry`).
         """
         context = {} if info.context is None else info.context
         trusts = context.get("trusts", trust.own)
@@ -50,7 +50,7 @@ class PluginsConfig(Section):
         for hook in self.hooks if "hooks" in keys else ():
             module, _, name = hook.rpartition(".")
             if not module:
-                yield f'hooks: "{hook}" names no module; write my_module.{hook}'
+                yield f'hooks: "{hook}" has no module; write my_module.{hook}'
             elif problems := list(_import_problems("hooks", module)):
                 yield from problems
             elif not hasattr(sys.modules[module], name):
@@ -64,16 +64,12 @@ def _import_problems(key: str, name: str) -> Iterator[str]:
         yield f"{key}: {name}: {error}"
     except (Exception, SystemExit) as error:
         if _is_missing(name, error):
-            yield f'{key}: there is no module "{name}"; is its directory in PYTHONPATH?'
+            yield f'{key}: module "{name}" does not exist; is its directory in PYTHONPATH?'
         else:
-            yield f"{key}: {name} cannot be imported: {_described(error)}"
-
-
-def _described(error: BaseException) -> str:
-    """Describe an exception and its innermost location."""
-    *_, innermost = traceback.extract_tb(error.__traceback__)
-    said = traceback.format_exception_only(error)[-1].strip()
-    return f"{said} ({innermost.filename}:{innermost.lineno})"
+            *_, innermost = traceback.extract_tb(error.__traceback__)
+            reason = traceback.format_exception_only(error)[-1].strip()
+            location = f"{innermost.filename}:{innermost.lineno}"
+            yield f"{key}: {name} cannot be imported: {reason} ({location})"
 
 
 def _is_missing(name: str, error: BaseException) -> bool:

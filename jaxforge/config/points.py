@@ -6,17 +6,17 @@ from fnmatch import fnmatchcase
 from jaxforge.cli.suggestions import choices
 
 STREAM = ("attention", "mlp", "residual")
-"""What is added to the residual stream, and that itself, of each layer."""
+"""Points of each layer: both contributions to the residual stream, and the stream itself."""
 
 ATTENTION_WEIGHTS = "attention_weights"
 LOGITS = "logits"
 
 POINTS = (*STREAM, ATTENTION_WEIGHTS, LOGITS)
-"""All names."""
+"""Names of all points."""
 
 
 def matching(patterns: Iterable[str]) -> tuple[str, ...]:
-    """The names that some pattern matches, such as "att*", in the order of `POINTS`."""
+    """Return the points that match a pattern, such as "att*", in the order of `POINTS`."""
     patterns = tuple(patterns)
     return tuple(name for name in POINTS if any(fnmatchcase(name, pattern) for pattern in patterns))
 
@@ -25,5 +25,5 @@ def unknown(patterns: Iterable[str]) -> str | None:
     """Return a message about the first pattern that matches no name, or None."""
     for pattern in patterns:
         if not matching([pattern]):
-            return f'there is no point "{pattern}"{choices(pattern, POINTS)}'
+            return f'unknown point "{pattern}"{choices(pattern, POINTS)}'
     return None

@@ -1,4 +1,7 @@
-"""A broken rule, and values that would mend it: tried, so that no message proposes a bad one."""
+"""Broken rules and changes that fix them.
+
+Each change is tried before a message proposes it.
+"""
 
 import functools
 import itertools
@@ -8,20 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 Value = int | str
-"""What a message may propose."""
+"""A value that a message may propose."""
 
 Change = Mapping[str, Value]
 """New values by key, as in {"model.dim": 64}."""
 
-_TRIED = 64  # multiples of a number, upwards
+_TRIED = 64  # number of larger multiples to try
 
 
 class Changes(Iterable[Change]):
-    """Values of a key, made when they are looked at: most problems are found and never told.
+    """Lazily computed changes of one key, because most problems are never reported.
 
     Args:
         key: the key.
-        values: makes its new values, the best first.
+        values: returns its new values, best first.
     """
 
     def __init__(self, key: str, values: Callable[[], Iterable[Value]]) -> None:
@@ -36,61 +39,61 @@ class Changes(Iterable[Change]):
 
 
 class Problem(NamedTuple):
-    """A rule that is broken, and what might mend it.
+    """A broken rule and its possible fixes.
 
     Attributes:
-        what: what is wrong.
-        fixes: alternatives: changes that may do, the best first, of the same key.
+        what: message that states what is wrong.
+        fixes: alternatives; each has candidate changes of the same key, best first.
     """
 
     what: str
     fixes: tuple[Iterable[Change], ...] = ()
 
-    def text_with_fix(self, is_mended: Callable[[Change], bool]) -> str:
-        """The problem, and the first change of each alternative that mends it; if any does.
+    def message_with_fix(self, is_mended: Callable[[Change], bool]) -> str:
+        """Return the message with the first effective change of each alternative, if there is one.
 
         Args:
-            is_mended: whether what is changed is without this problem, and has no new one.
+            is_mended: returns whether a change fixes this problem without causing another.
         """
-        proposals = [said(change) for change in self.working(is_mended)]
+        proposals = [describe_change(change) for change in self.effective_changes(is_mended)]
         if not proposals:
-            proposals = [next(iter(change)) for change in self.working(lambda _: True)]
+            proposals = [next(iter(change)) for change in self.effective_changes(lambda _: True)]
         return f"{self.what}: change {' or '.join(proposals)}" if proposals else self.what
 
-    def working(self, is_mended: Callable[[Change], bool]) -> list[Change]:
-        """The first change of each alternative that mends it."""
+    def effective_changes(self, is_mended: Callable[[Change], bool]) -> list[Change]:
+        """Return the first change of each alternative that fixes the problem."""
         firsts = (next(filter(is_mended, changes), None) for changes in self.fixes)
         return [change for change in firsts if change is not None]
 
 
-def said(change: Change) -> str:
-    """In words that follow "change": `distributed.tp to 1 and distributed.dp_shard to -1`."""
+def describe_change(change: Change) -> str:
+    """Return the text after "change": `distributed.tp to 1 and distributed.dp_shard to -1`."""
     return " and ".join(f"{key} to {json.dumps(new)}" for key, new in change.items())
 
 
-def by_what(problems: Iterable[str | Problem]) -> dict[str, Problem]:
-    """Problems by what is wrong; sentences are problems that nothing is known to mend."""
+def problems_by_message(problems: Iterable[str | Problem]) -> dict[str, Problem]:
+    """Return the problems by message; a string becomes a problem without fixes."""
     every = (p if isinstance(p, Problem) else Problem(p) for p in problems)
     return {problem.what: problem for problem in every}
 
 
 def single_change(key: str, value: Value) -> tuple[Change, ...]:
-    """The one value for a key that may do."""
+    """Return the only candidate change of a key."""
     return ({key: value},)
 
 
 def multiples(key: str, value: int, unit: int) -> Changes:
-    """Other values for a key that must be a multiple: those above it, then those below."""
+    """Return multiples of `unit` for a key: first those above its value, then those below."""
     above = math.ceil(value / unit) * unit
     up, down = range(above, above + _TRIED * unit, unit), range(above - unit, 0, -unit)
     return Changes(key, lambda: itertools.chain(up, down))
 
 
 def nearest(key: str, value: int, others: Iterable[int]) -> Changes:
-    """Other values for a key, those nearest to it first."""
+    """Return other values for a key, nearest first."""
     return Changes(key, lambda: sorted(others, key=lambda new: abs(new - value)))
 
 
 def divisors(n: int) -> Iterator[int]:
-    """All of them, ascending."""
+    """Yield the divisors of `n` in ascending order."""
     return (d for d in range(1, n + 1) if n % d == 0)

@@ -1,4 +1,4 @@
-"""`[profiling]`: a trace of a few updates."""
+"""`[profiling]`: profiler trace of a few updates."""
 
 from collections.abc import Iterator
 
@@ -11,19 +11,19 @@ class ProfilingConfig(Section):
     """Selection of the updates to trace."""
 
     enable: bool = False
-    """Write a trace."""
+    """Write a profiler trace."""
     start_step: NonNegativeInt = 5
     """First update of the trace."""
     end_step: NonNegativeInt = 8
-    """Update that ends the trace, not part of it."""
+    """Update before which the trace ends."""
     trace_dir: PathText = "profiler_traces"
-    """Directory of the trace, seen from the run directory."""
+    """Directory of the trace, relative to the run directory."""
     hosts: tuple[NonNegativeInt, ...] = (0,)
-    """Processes that write a trace."""
+    """Indices of the processes that write a trace."""
     python_tracer: bool = False
-    """Trace Python calls as well: more to see, but a slower host and large files."""
+    """Trace Python calls as well, which slows down the host and produces large files."""
 
     def problems(self) -> Iterator[str]:
-        """Yields the broken rules between the keys of this section."""
+        """Yield the broken rules between the keys of this section."""
         if self.end_step <= self.start_step:
             yield f"end_step = {self.end_step} must be greater than start_step = {self.start_step}"

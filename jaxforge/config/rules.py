@@ -1,20 +1,20 @@
-"""Rules between sections and the device mesh, one small function each.
+"""Check of all rules between sections, and between sections and the device mesh.
 
-A rule takes the configuration and the size of each mesh axis, and yields one sentence, naming the
-keys to change, per way in which it is broken: or a `Problem`, whose changes `check` tries before it
-proposes them. `section_rules.py` and `mesh_rules.py` have them; `check` runs them.
+A rule is a function of the config and the size of each mesh axis. It yields a message for each
+violation, or a `Problem`, whose changes `check` tries before it proposes them. The rules are in
+`section_rules.py` and `mesh_rules.py`.
 """
 
 import functools
 import math
 from collections.abc import Iterator, Set
 
-from jaxforge.config.axes import Mesh, Rule, declared
+from jaxforge.config.axes import Mesh, Rule, declared_sizes
 from jaxforge.config.fixes import changed, other_axes
 from jaxforge.config.job import JobConfig
-from jaxforge.config.locations import misplaced
+from jaxforge.config.locations import location_problems
 from jaxforge.config.mesh_rules import MESH_RULES
-from jaxforge.config.problems import Change, Problem, by_what
+from jaxforge.config.problems import Change, Problem, problems_by_message
 from jaxforge.config.section_rules import SECTION_RULES
 from jaxforge.errors import UserError
 
@@ -32,9 +32,12 @@ def check(config: JobConfig, n_devices: int) -> None:
         UserError: If any rule is broken; one line each.
     """
     problems = list(_broken_mesh(config, n_devices))
-    mesh = declared(config) if problems else mesh_shape(config, n_devices)
-    problems += list(_broken_rules(config, mesh, n_devices))
-    problems += misplaced(config)
+    mesh = declared_sizes(config) if problems else mesh_shape(config, n_devices)
+    broken = _broken(config, mesh)
+    for what, problem in broken.items():
+        is_mended = functools.partial(_leaves_only, config, broken.keys() - {what}, n_devices)
+        problems.append(problem.message_with_fix(is_mended))
+    problems += location_problems(config)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -46,11 +49,11 @@ def allows(config: JobConfig, n_devices: int) -> bool:
         config: A loaded configuration.
         n_devices: Devices of the whole job, over all hosts.
     """
-    return _leaves_only(config, frozenset(), n_devices, {}) and not any(misplaced(config))
+    return _leaves_only(config, frozenset(), n_devices, {}) and not any(location_problems(config))
 
 
 def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
-    """The size of each mesh axis, in the order of `AXES`, with dp_shard = -1 resolved.
+    """Return the size of each mesh axis, in the order of `AXES`, with dp_shard = -1 resolved.
 
     Args:
         config: A loaded configuration.
@@ -61,33 +64,26 @@ def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
     """
     for problem in _broken_mesh(config, n_devices):
         raise UserError(problem)
-    mesh = declared(config)
+    mesh = declared_sizes(config)
     if config.distributed.dp_shard == -1:
         mesh["dp_shard"] = n_devices // math.prod(mesh.values())
     return mesh
 
 
 def _broken_mesh(config: JobConfig, n_devices: int) -> Iterator[str]:
-    """A sentence, with changes after which no new rule is broken, or else those of the mesh."""
-    known = _broken(config, declared(config)).keys()
+    """Yield a message with changes that break no other rule, else changes that fix the mesh."""
+    known = _broken(config, declared_sizes(config)).keys()
     for problem in _mesh_problems(config, n_devices):
         is_clean = functools.partial(_leaves_only, config, known, n_devices)
         is_mended = functools.partial(_leaves_only, config, None, n_devices)
-        yield problem.text_with_fix(is_clean if problem.working(is_clean) else is_mended)
-
-
-def _broken_rules(config: JobConfig, mesh: Mesh, n_devices: int) -> Iterator[str]:
-    """A sentence for each, with changes after which it is not broken, nor another one."""
-    broken = _broken(config, mesh)
-    for what, problem in broken.items():
-        others = broken.keys() - {what}
-        yield problem.text_with_fix(functools.partial(_leaves_only, config, others, n_devices))
+        has_clean_fix = problem.effective_changes(is_clean)
+        yield problem.message_with_fix(is_clean if has_clean_fix else is_mended)
 
 
 def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, change: Change) -> bool:
-    """Return whether a changed configuration breaks only the known rules.
+    """Return whether a changed config breaks only the known rules.
 
-    Without `known`, whether it makes a mesh.
+    If `known` is None, return whether its mesh matches the devices.
     """
     new = changed(config, change)
     if new is None or any(_mesh_problems(new, n_devices)):
@@ -97,11 +93,11 @@ def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, chan
 
 def _broken(config: JobConfig, mesh: Mesh) -> dict[str, Problem]:
     """Return the broken rules by their message."""
-    return by_what(problem for rule in RULES for problem in rule(config, mesh))
+    return problems_by_message(problem for rule in RULES for problem in rule(config, mesh))
 
 
 def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[Problem]:
-    sizes = declared(config)
+    sizes = declared_sizes(config)
     total, is_open = math.prod(sizes.values()), config.distributed.dp_shard == -1
     if n_devices == total or (is_open and n_devices % total == 0):
         return

@@ -1,4 +1,4 @@
-"""`[scheduler]`: the learning rate over the run."""
+"""`[scheduler]`: learning-rate schedule."""
 
 from typing import Annotated, Literal
 
@@ -9,20 +9,20 @@ from jaxforge.config.section import Section
 from jaxforge.registry import Registry
 
 SCHEDULERS = Registry("scheduler.name", "cosine", "linear", "wsd", "constant", "rex", "none")
-"""Schedules: `optim.schedule`."""
+"""Registered schedules (`optim.schedule`)."""
 
 
 class SchedulerConfig(Section):
-    """Learning-rate factor of each update, multiplied with optimizer.lr."""
+    """Factor of each update on optimizer.lr."""
 
     name: Annotated[str, SCHEDULERS] = "cosine"
-    """Shape after the warm-up; none is 1 throughout, without warm-up."""
+    """Shape after the warm-up; none is a constant 1 without warm-up."""
     warmup_steps: Steps = 2000
-    """Updates over which the factor rises from 0 to 1; not set: at most a tenth of the run."""
+    """Updates in which the factor rises from 0 to 1; by default at most a tenth of the run."""
     warmup_offset: Annotated[int, Field(ge=0, le=1)] = 0
-    """With 1 the first update has factor 1/warmup_steps, and not 0."""
+    """1 gives the first update the factor 1/warmup_steps instead of 0."""
     decay_steps: Steps | None = None
-    """Updates from the end of the plateau to min_lr_ratio; 0 or not set means all that are left."""
+    """Updates of the decay to min_lr_ratio; if 0 or not set, all remaining updates."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Factor at the end of the decay."""
     stable_steps: Steps | None = None
@@ -32,16 +32,16 @@ class SchedulerConfig(Section):
     rex_alpha: PositiveFloat = 1.0
     """Exponent of the decay (rex)."""
     unit: Literal["updates", "samples"] = "updates"
-    """What the factor follows between these updates; it shows where train.batch_ramp is set."""
+    """Unit in which the factor progresses; it matters only with train.batch_ramp."""
 
     def boundaries(self, max_steps: int) -> tuple[int, int, int]:
-        """Updates made at the end of the warm-up, the begin of the decay and its end.
+        """Return the updates at the end of the warm-up, at the start of the decay and at its end.
 
         Args:
-            max_steps: of the run.
+            max_steps: updates of the run.
 
         Returns:
-            Three numbers; the last is not the largest where there is no room for a decay.
+            Three step counts. The last is not the largest if the run is too short for a decay.
         """
         stable = (self.stable_steps or 0) if self.name == "wsd" else 0
         begin = self.warmup_steps + stable

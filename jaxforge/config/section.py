@@ -18,13 +18,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jaxforge.config.problems import Change, Problem, by_what
+from jaxforge.config.problems import Change, Problem, problems_by_message
 
 
 class Section(BaseModel):
-    """One immutable, hashable table of the configuration; unknown keys are errors.
+    """Immutable, hashable table of the config; unknown keys are errors.
 
-    A section is valid once it exists. `model_fields_set` tells which keys the user wrote.
+    A section is validated when it is constructed. `model_fields_set` has the keys set by the user.
     """
 
     model_config = ConfigDict(
@@ -36,25 +36,22 @@ class Section(BaseModel):
     )
 
     def problems(self) -> Iterator[str | Problem]:
-        """Yields each broken rule between this section's own keys; changes name keys without it."""
+        """Yield each broken rule between keys of this section, with key names relative to it."""
         yield from ()
 
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
-        broken = by_what(self.problems())
+        broken = problems_by_message(self.problems())
+        messages = (
+            problem.message_with_fix(functools.partial(self._leaves_only, broken.keys() - {what}))
+            for what, problem in broken.items()
+        )
         if broken:
-            raise ValueError("\n".join(self._messages(broken)))
+            raise ValueError("\n".join(messages))
         return self
 
-    def _messages(self, broken: Mapping[str, Problem]) -> Iterator[str]:
-        """A sentence for each, with changes after which it is not broken, nor another one."""
-        for what, problem in broken.items():
-            yield problem.text_with_fix(
-                functools.partial(self._leaves_only, broken.keys() - {what})
-            )
-
     def _leaves_only(self, known: Set[str], change: Change) -> bool:
-        return by_what(self.model_copy(update=change).problems()).keys() <= known
+        return problems_by_message(self.model_copy(update=change).problems()).keys() <= known
 
     @field_validator("*", mode="before")
     @classmethod
@@ -62,7 +59,7 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = (annotation, *get_args(annotation))
         if isinstance(value, bool) and bool not in kinds:  # pydantic reads True as 1
-            raise PydanticCustomError("no_bool", "true and false are no values of this key")
+            raise PydanticCustomError("no_bool", "true and false are not values of this key")
         if _is_list(annotation) and not isinstance(value, list | tuple):
             return (value,)
         return value
@@ -72,10 +69,10 @@ T = TypeVar("T")
 
 
 class Table(Mapping[str, T], Generic[T]):
-    """An immutable, hashable table of values by name.
+    """Immutable, hashable mapping of names to values.
 
     Args:
-        items: The values; the table keeps a copy.
+        items: The values, which are copied.
     """
 
     def __init__(self, items: Mapping[str, T] | None = None) -> None:
@@ -100,19 +97,19 @@ class Table(Mapping[str, T], Generic[T]):
 def _expand_home(path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        raise PydanticCustomError("home", "the home directory that ~ names is not known here")
+        raise PydanticCustomError("home", "the home directory of ~ is unknown on this machine")
     return expanded
 
 
 PathText = Annotated[str, AfterValidator(_expand_home)]
-"""The type of a field that holds a path or URL; a leading ~ is the home directory."""
+"""Type of a field with a path or URL; a leading ~ is the home directory."""
 
 
 Weights = Table[float]
 WeightTable = Annotated[
     Mapping[str, NonNegativeFloat], AfterValidator(Table), PlainSerializer(dict)
 ]
-"""The type of a field that holds numbers of at least 0, by name."""
+"""Type of a field that maps names to numbers of at least 0."""
 
 
 def _word(value: object) -> object:
@@ -125,7 +122,7 @@ WordTable = Annotated[
     AfterValidator(Table),
     PlainSerializer(dict),
 ]
-"""The type of a field that holds text by name; true, false and numbers are taken as text."""
+"""Type of a field that maps names to text; true, false and numbers are converted to text."""
 
 
 def _is_list(annotation: object) -> bool:

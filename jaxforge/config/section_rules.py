@@ -11,7 +11,7 @@ from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """The position table covers the sequence."""
+    """Require sequences of at most the model's maximum length."""
     seq_len, longest = config.train.seq_len, config.model.max_seq_len
     if seq_len > longest:
         yield Problem(
@@ -23,23 +23,23 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
-def eval_has_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Evaluation has something to read."""
+def eval_has_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require a data source for evaluation."""
     if config.eval.enabled and not config.eval.sources():
         yield (
-            "eval.enabled = true needs data: set eval.dataset_path, eval.hf_dataset_name or "
+            "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
             "[[eval.datasets]], or eval.enabled = false"
         )
 
 
-def captures_have_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """There are sequences to capture activations of."""
+def captures_have_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require an evaluation set for captured activations."""
     section, names = config.eval, list(config.eval.sources())
     if not section.activations_interval:
         return
     if not names:
         yield (
-            f"eval.activations_interval = {section.activations_interval} needs data: set "
+            f"eval.activations_interval = {section.activations_interval} requires data: set "
             "eval.dataset_path, eval.hf_dataset_name or [[eval.datasets]], or "
             "eval.activations_interval = 0"
         )
@@ -48,65 +48,64 @@ def captures_have_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         if not section.datasets:
             yield f"{asked}: the only evaluation set has no name; remove it"
         else:
-            yield f"{asked} is no evaluation set{choices(section.activations_set, names)}"
+            yield f"{asked} is not an evaluation set{choices(section.activations_set, names)}"
 
 
-def captured_layers_are_there(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Activations are of layers that the model has."""
+def captured_layers_exist(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require that captured layers exist in the model."""
     last = config.model.n_layers - 1
     absent = [n for n in config.eval.activations_layers if n > last]
     if config.eval.activations_interval and absent:
         yield (
-            f"eval.activations_layers: there is no layer {absent[0]}: those of "
+            f"eval.activations_layers: layer {absent[0]} does not exist: the layers of "
             f"model.n_layers = {last + 1} are 0 to {last}"
         )
 
 
-def hugging_face_has_a_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Text is read with a tokenizer."""
+def text_datasets_have_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require a tokenizer for text datasets."""
     data = config.data
     if data.tokenizer_path:
         return
     for i, source in enumerate(data.datasets):
         if source.hf_name and not source.path:
-            yield f'data.datasets[{i}].hf_name = "{source.hf_name}" needs data.tokenizer_path'
+            yield f'data.datasets[{i}].hf_name = "{source.hf_name}" requires data.tokenizer_path'
     if data.hf_dataset_name and not (data.datasets or data.dataset_path):
-        yield f'data.hf_dataset_name = "{data.hf_dataset_name}" needs data.tokenizer_path'
+        yield f'data.hf_dataset_name = "{data.hf_dataset_name}" requires data.tokenizer_path'
 
 
-def eos_is_in_the_vocabulary(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """The token that ends documents is one of the model's."""
+def eos_is_in_vocabulary(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require that the end-of-document token is in the vocabulary."""
     eos, vocab_size = config.data.eos_token_id, config.model.vocab_size
     if eos is not None and eos >= vocab_size:
         yield Problem(
-            f"data.eos_token_id = {eos} is outside model.vocab_size = {vocab_size}, and ends no "
-            "document",
+            f"data.eos_token_id = {eos} must be less than model.vocab_size = {vocab_size}",
             (single_change("model.vocab_size", eos + 1),),
         )
 
 
-def streaming_has_a_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def streaming_has_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Require that streams are Hugging Face datasets, in an order without random access."""
     data = config.data
     if data.hf_streaming and data.datasets:
         yield (
-            "data.hf_streaming = true does not mix: data.datasets are drawn from in random access; "
-            "set it to false, and Hugging Face datasets are tokenized once"
+            "data.hf_streaming = true does not support data.datasets, which require random access: "
+            "set it to false to tokenize Hugging Face datasets once"
         )
     elif data.hf_streaming and (data.dataset_path or not data.hf_dataset_name):
         yield (
-            "data.hf_streaming = true is for data.hf_dataset_name alone: set it to false, or name "
-            "a dataset and no data.dataset_path"
+            "data.hf_streaming = true requires data.hf_dataset_name without data.dataset_path: set "
+            "only data.hf_dataset_name, or set data.hf_streaming to false"
         )
     elif data.hf_streaming and data.order == "torch":
         yield (
-            'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true never '
-            'sees: set the one to "grain" or the other to false'
+            'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true does '
+            'not load: set data.order to "grain" or data.hf_streaming to false'
         )
 
 
-def phases_weigh_what_there_is(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Weights of phases are those of sources, and some source is drawn from in each."""
+def phase_weights_name_sources(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Require that phase weights name sources, and leave at least one source in each phase."""
     data = config.data
     names = [source.label for source in data.datasets]
     for i, phase in enumerate(data.all_phases):
@@ -116,17 +115,17 @@ def phases_weigh_what_there_is(config: JobConfig, mesh: Mesh) -> Iterator[str]:
             if name not in names:
                 yield f'{key} names "{name}", {_no_source(name, names)}'
         if names and not any(data.weights(phase).values()):
-            yield f"{key} leave no source to draw from: give one a weight above 0"
+            yield f"{key} are all 0: at least one source must have a weight above 0"
 
 
 def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """The ranks whose order is followed read as many rows of a microbatch each."""
+    """Require that data.torch_ranks divides the sequences of a global microbatch."""
     ranks = config.data.torch_ranks
     if ranks is None:
         return
     if not config.data.datasets or config.data.order != "torch":
         yield (
-            f"data.torch_ranks = {ranks} is for the order of a mixture: remove it, or set "
+            f"data.torch_ranks = {ranks} applies only to mixtures: remove it, or set "
             'data.datasets and data.order = "torch"'
         )
         return
@@ -139,7 +138,7 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
 
 
 def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Checkpoints are ranked by what evaluation gives."""
+    """Require that the metric that ranks checkpoints is logged."""
     metric, known = config.checkpoint.best_metric, config.eval.metric_names()
     if config.eval.enabled and metric not in known and not _has_terms(config):
         near = choices(metric, known)
@@ -153,7 +152,7 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         return
     if not config.eval.enabled:
         yield (
-            f'early_stop.metric = "{stop.metric}" needs eval.enabled = true; or go by "train/loss"'
+            f'early_stop.metric = "{stop.metric}" requires eval.enabled = true; or use "train/loss"'
         )
     elif stop.metric not in known and not _has_terms(config):
         near = choices(stop.metric, known)
@@ -161,7 +160,7 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 
 def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Some layer multiplies in 8 bits."""
+    """Require at least one layer with 8-bit products."""
     train, layers = config.train, config.model.n_layers
     start, end = train.num_layers_at_start_in_bf16, train.num_layers_at_end_in_bf16
     if train.mixed_precision == "fp8" and start + end >= layers:
@@ -176,46 +175,47 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 
 def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Schedule-free AdamW averages instead of decaying."""
+    """Require that schedule-free AdamW has no learning-rate schedule."""
     name = config.scheduler.name
     if config.optimizer.name == "schedule_free_adamw" and name != "none":
         yield (
-            f'optimizer.name = "schedule_free_adamw" needs scheduler.name = "none", not "{name}": '
-            "it warms up by optimizer.schedule_free_warmup_steps and averages instead of decaying"
+            f'optimizer.name = "schedule_free_adamw" requires scheduler.name = "none", not '
+            f'"{name}": it warms up by optimizer.schedule_free_warmup_steps and averages weights '
+            "instead of decaying the rate"
         )
 
 
-def moments_in_8_bits_are_ours(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Refuse 8-bit moments for registered optimizers, which store their own state."""
+def moment_storage_is_supported(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse offloaded or 8-bit moments for registered optimizers, which define their own state."""
     name = config.optimizer.name
     if "optimizer" in config.train.offload and name not in OPTIMIZERS.ours:
         yield Problem(
-            f'train.offload = ["optimizer"] is not for optimizer.name = "{name}": of those that '
-            "are registered, moments stay on the device",
+            f'train.offload = ["optimizer"] does not support optimizer.name = "{name}": moments of '
+            "registered optimizers stay on the device",
         )
     if config.train.opt_state_dtype == EIGHT_BIT and name not in OPTIMIZERS.ours:
         yield Problem(
-            f'train.opt_state_dtype = "8bit" is not for optimizer.name = "{name}": of those that '
-            f"have it ({', '.join(OPTIMIZERS.ours)}) it is none",
+            f'train.opt_state_dtype = "8bit" does not support optimizer.name = "{name}", only '
+            f"{', '.join(OPTIMIZERS.ours)}",
             (single_change("train.opt_state_dtype", "float32"),),
         )
 
 
 SECTION_RULES: tuple[Rule, ...] = (
     seq_len_fits_model,
-    eval_has_a_source,
-    captures_have_a_source,
-    captured_layers_are_there,
-    hugging_face_has_a_tokenizer,
-    eos_is_in_the_vocabulary,
-    streaming_has_a_dataset,
-    phases_weigh_what_there_is,
+    eval_has_source,
+    captures_have_source,
+    captured_layers_exist,
+    text_datasets_have_tokenizer,
+    eos_is_in_vocabulary,
+    streaming_has_dataset,
+    phase_weights_name_sources,
     torch_ranks_share_a_microbatch,
     best_metric_is_logged,
     early_stop_metric_is_logged,
     fp8_has_layers,
     schedule_free_has_no_schedule,
-    moments_in_8_bits_are_ours,
+    moment_storage_is_supported,
 )
 
 
@@ -227,5 +227,5 @@ def _has_terms(config: JobConfig) -> bool:
 
 def _no_source(name: str, names: list[str]) -> str:
     if not names:
-        return "but data.datasets is empty: list the sources there"
-    return f"which is no source{choices(name, names)}"
+        return "but data.datasets is empty: add the source there"
+    return f"which is not a source{choices(name, names)}"

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import jax
 
-from jaxforge.cli.running import check_place
+from jaxforge.cli.running import check_parent_directory
 from jaxforge.data.corpus.prompts import (
     RESULTS,
     STDIN,
@@ -40,7 +40,7 @@ Record = dict[str, Any]
 """Prompt with its fields and the fields of its completion."""
 
 _REPLACEMENT = "�"  # decoded from an incomplete character
-_WINDOW = 8  # batches sorted by length together, which bounds the delay of a result
+WINDOW = 8  # batches sorted by length together, which bounds the delay of a result
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -82,7 +82,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
             urls.local(value, f"--{name}", "copy it from or to there")
     if args.output and args.output.exists():
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
-    check_place("--output", args.output)
+    check_parent_directory("--output", args.output)
     if args.prompts == STDIN and jax.process_count() > 1:
         raise UserError("--prompts - is for one process: of several, each would read its own input")
     if args.prompts:
@@ -150,7 +150,7 @@ def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: T
 
 def _batches(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
     """Yield the prompt numbers of each batch, of similar length within a window of batches."""
-    for first in range(0, len(lengths), window := _WINDOW * rows):
+    for first in range(0, len(lengths), window := WINDOW * rows):
         numbers = range(first, min(first + window, len(lengths)))
         by_length = sorted(numbers, key=lambda number: lengths[number])
         yield from (by_length[i : i + rows] for i in range(0, len(by_length), rows))

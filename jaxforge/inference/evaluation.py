@@ -19,7 +19,7 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
-from jaxforge.training.evaluation import Evaluator, SetSums, summary, together
+from jaxforge.training.evaluation import Evaluator, SetSums, merge_sums, summary
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -141,7 +141,7 @@ def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: boo
         table.add_column(name, justify="right")
     rows = {name or "eval": sums_of_set for name, sums_of_set in sums.items()}
     if len(rows) > 1:
-        rows["all"] = together(sums.values())
+        rows["all"] = merge_sums(sums.values())
     for name, sums_of_set in rows.items():
         values = sums_of_set.metrics()
         bits = f"{values['bits_per_byte']:.4f}" if "bits_per_byte" in values else "-"

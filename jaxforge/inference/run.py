@@ -163,7 +163,7 @@ class Run:
             )
         if step not in (there := self.captured_steps):
             raise UserError(f"{run} has no activations of step {step}: there are {there}")
-        return activation_files.read(activation_files.of_step(run, step))
+        return activation_files.read(activation_files.step_directory(run, step))
 
     def export(self, destination: str | os.PathLike, *options: str, to: str = "hf") -> Path:
         """Write a checkpoint for transformers ("hf"), PyTorch ("dcp") or Megatron ("megatron").

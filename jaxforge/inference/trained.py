@@ -133,12 +133,12 @@ def open_run(
 
 
 def _does_not_fit(error: BaseException, params: Params) -> str:
-    needs = device_memory.gigabytes(device_memory.per_device(params))
+    needs = device_memory.gigabytes(device_memory.bytes_per_device(params))
     has = device_memory.gigabytes(device_memory.capacity())
     return (
-        f"out of memory: {device_memory.gist(error)}\non each device parameters take {needs} of "
-        f"{has}. What helps: a smaller --batch-size, fewer tokens, or more devices to split them "
-        "over (--distributed.tp)"
+        f"out of memory: {device_memory.first_line(error)}\non each device parameters take {needs} "
+        f"of {has}. What helps: a smaller --batch-size, fewer tokens, or more devices to split "
+        "them over (--distributed.tp)"
     )
 
 

@@ -1,18 +1,18 @@
-"""The kernels behind `model.sdpa_backend`, and which of them can serve whom.
+"""Attention kernels of `model.sdpa_backend`, and the choice of a supported one.
 
-    reference   plain products over the full score matrix, anywhere; judges the others
+    reference   plain products over the full score matrix, anywhere; tests compare others with it
     blockwise   blocks of queries in plain XLA, anywhere (`blockwise.py`); auto's choice on CPU
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
     triton      flash attention in Pallas on NVIDIA GPUs, bf16 or fp16 (`flash.py`)
     splash      JAX's flash attention on TPU (`splash.py`)
 
-Each honours causality, packed documents, sliding windows and a scale of scores; chunks, a soft cap
-of scores and attention sinks, all but cuDNN's. One that is asked for by name and cannot serve is an
-error; `auto` takes the first of its platform's that serves well, and the run's banner names it, and
-says why where that is not the first of all.
+Every kernel supports causality, packed documents, sliding windows and a scale of scores. All except
+cuDNN's also support chunks, a soft cap of scores and attention sinks. Selecting an unsupported
+kernel by name is an error. `auto` takes the platform's first supported kernel. The run's banner
+names it, with the reasons against preferred kernels.
 
-XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
-device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
+XLA's partitioner splits plain products over any mesh, but not the inside of a kernel. So each
+device runs the kernel on its own sequences and heads (`attend_locally`), without communication.
 """
 
 import functools
@@ -40,11 +40,11 @@ Backend = Callable[..., Queries]
 """(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
 -> softmax(q kᵀ / √h) v, causal.
 
-`segment_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included;
-with None, all of them. Of a row cut into chunks of `chunk` tokens, it sees its own. `sinks` are a
-logit of each head that joins its scores, and has no value: they take sigmoid(sink - lse) of all
-weight. cuDNN's takes neither chunks nor sinks. One that is not opaque takes `reach` as well, a
-window that is an array.
+`segment_ids` separates packed documents. A query sees the last `window` tokens, including itself;
+None: all of them. With chunks of `chunk` tokens, it sees only its own chunk. `sinks` are an extra
+logit per head that joins the scores and has no value: a sink takes the fraction
+sigmoid(sink - lse) of the weight. cuDNN's kernel supports neither chunks nor sinks. Kernels that
+are not opaque also take `reach`, a window that is an array.
 """
 
 
@@ -59,7 +59,7 @@ def reference_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Scores and softmax in float32, all S x S of them."""
+    """Attend with all S x S scores in float32."""
     if reach is None and chunk is None and scoring.softcap is None and sinks is None:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
@@ -77,7 +77,7 @@ def cudnn_attention(
     window: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
-    """CuDNN's kernel; packed documents cost it a mask of S x S per sequence."""
+    """Attend with cuDNN's kernel; packed documents need an S x S mask per sequence."""
     return _dot_product(q, k, v, segment_ids, window, "cudnn", scoring)
 
 
@@ -89,7 +89,7 @@ def masked_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """The reference for any mask: what decoding with a cache uses."""
+    """Attend with any mask by plain products, as decoding with a cache does."""
     if scoring.softcap is not None or sinks is not None:
         weights = softmax_weights(q, k, mask, scoring, sinks)
         output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
@@ -107,7 +107,7 @@ def softmax_weights(
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
     capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
     seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
-    if sinks is not None:  # as one more key
+    if sinks is not None:  # one more key
         column = sinks.reshape(k.shape[2], -1, 1, 1).astype(seen.dtype)
         column = jnp.broadcast_to(column, (*seen.shape[:-1], 1))
         seen = jnp.concatenate([seen, column], axis=-1)
@@ -146,10 +146,10 @@ def attend_locally(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Runs a kernel that knows one device, on any mesh.
+    """Run a single-device kernel on any mesh.
 
-    Manual over every axis that is still automatic, so that nothing is left to the partitioner:
-    cuDNN's attention brings one of its own, which fails where some axes are manual already.
+    All automatic axes become manual, so that the partitioner has nothing to do: cuDNN's attention
+    has its own partitioner, which fails where some axes are manual already.
     """
     options = {"window": window, "chunk": chunk, "scoring": scoring if scoring != PLAIN else None}
     kernel = functools.partial(kernel, **{k: x for k, x in options.items() if x is not None})
@@ -173,9 +173,9 @@ def run_per_device(
     sinks: Sinks,
     *scalars: Array,
 ) -> Queries:
-    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and the rest."""
+    """Run a function on each device's share of q, k, v, arrays [b, s] of tokens, and sinks."""
     axes = automatic_axes()
-    if not axes:
+    if not axes:  # the caller is in a `shard_map` over all axes, or there is no mesh
         return kernel(q, k, v, of_tokens, sinks, *scalars)
     queries = automatic_spec("batch", "context", "heads", None)
     keys = automatic_spec("batch", "context", "kv_heads", None)
@@ -186,7 +186,7 @@ def run_per_device(
         in_specs=(queries, keys, keys, rows, of_heads, *(P() for _ in scalars)),
         out_specs=queries,
         axis_names=axes,
-        check_vma=False,  # the kernels' types do not tell over which axes results vary
+        check_vma=False,  # kernels do not declare the mesh axes that their results vary over
     )(q, k, v, of_tokens, sinks, *scalars)
 
 
@@ -202,30 +202,30 @@ def attend_with_masks(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Attention by a backend, as far as one of some masks says.
+    """Attend with the mask `masks[mask_index]`.
 
-    Where only the device knows which, XLA's own kernels mask what lies outside. Of the others,
-    which must be told when they are compiled, each device runs one of several; nothing in them
-    communicates, as other devices may run another.
+    If `mask_index` is an array, plain XLA kernels apply the mask at run time. Opaque kernels are
+    compiled once per mask, and each device switches to its own. Devices may take different
+    branches, so kernels must not communicate.
 
     Args:
         name: a key of `BACKENDS`.
-        masks: the masks of a `LayerPlan`.
-        mask_index: index of the mask to apply.
+        masks: masks of the layers (`LayerPlan.masks`).
+        mask_index: index of the layer's mask in `masks`.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: identifiers of packed documents.
-        positions: positions of tokens in their documents, for chunked masks; counted if None.
-        scoring: transformation of the products of queries and keys.
-        sinks: logit of each head that joins its scores; None: no sinks.
+        segment_ids: documents of packed rows.
+        positions: positions of tokens in their documents, for chunks; None: they are counted.
+        scoring: scale and soft cap of the scores.
+        sinks: an extra logit per head that joins the scores; None: there are none.
     """
     attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
     if positions is None:  # kernels are faster without a mask
         masks = [mask.within(q.shape[1]) for mask in masks]
     if isinstance(mask_index, int) or len(set(masks)) == 1:
         mask = masks[mask_index if isinstance(mask_index, int) else 0]
-        return _attend_by(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
+        return _attend_masked(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
 
     if not BACKENDS[name].is_opaque:
         if (chunk := select_chunk(masks, mask_index)) is not None:
@@ -235,17 +235,17 @@ def attend_with_masks(
 
     of_tokens = (segment_ids, positions)
 
-    def chosen(
+    def switch(
         q: Queries, k: Keys, v: Keys, of_tokens: PyTree, sinks: Sinks, mask_index: Array
     ) -> Queries:
         run = _with_sinks(attend, sinks)
-        kernels = [functools.partial(_attend_by, mask, run) for mask in masks]
+        kernels = [functools.partial(_attend_masked, mask, run) for mask in masks]
         return jax.lax.switch(mask_index, kernels, q, k, v, *of_tokens)
 
-    return run_per_device(chosen, q, k, v, of_tokens, sinks, mask_index)
+    return run_per_device(switch, q, k, v, of_tokens, sinks, mask_index)
 
 
-def _attend_by(
+def _attend_masked(
     mask: Mask,
     attend: Backend,
     q: Queries,
@@ -254,13 +254,14 @@ def _attend_by(
     segment_ids: SegmentIds,
     positions: Int[Array, "b s"] | None,
 ) -> Queries:
-    """Over a mask that is known when this is compiled."""
+    """Attend with a mask that is known at compile time."""
     if mask.chunk is None:
         return attend(q, k, v, segment_ids, mask.window)
     if segment_ids is None and positions is None:
         return attend(q, k, v, None, chunk=mask.chunk)
     ids = chunk_ids(q.shape[0], q.shape[1], mask.chunk, segment_ids, positions)
-    # No token of a chunk that was counted is further back: kernels leave out what is.
+    # Chunks that are counted in a row are contiguous, so the chunk size is also a window: kernels
+    # skip blocks outside of it. Given positions may place tokens of a chunk further apart.
     return attend(q, k, v, ids, mask.chunk if positions is None else None)
 
 
@@ -269,15 +270,15 @@ class KernelRequirements(NamedTuple):
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         head_size: width of a head.
-        seq_len: tokens of a sequence.
-        softcap: of scores; None: none.
-        chunk: tokens of a chunk; a sequence has several chunks; None: no layer has any.
+        seq_len: number of tokens of a sequence.
+        softcap: soft cap of scores; None: none.
+        chunk: number of tokens of a chunk, less than `seq_len`; None: no layer has chunks.
         sinks: whether heads have attention sinks.
-        packed: whether rows hold several documents.
-        capability: compute capability of a GPU, such as "9.0"; None: not known.
-        here: whether such a device is present, and not only compiled for.
+        packed: whether rows contain several documents.
+        capability: compute capability of a GPU, such as "9.0"; None: unknown.
+        here: whether such a device is present; False: programs are only compiled for it.
     """
 
     platform: str
@@ -289,11 +290,11 @@ class KernelRequirements(NamedTuple):
     sinks: bool = False
     packed: bool = False
     capability: str | None = None
-    here: bool = True
+    is_present: bool = True
 
 
 _ROOMY = ("8.0", "9.0", "10.0", "10.3")
-"""GPUs with 160 KiB of shared memory for a block, or more."""
+"""Compute capabilities with at least 160 KiB of shared memory per block."""
 
 
 def _no_gpu_kernel(at: KernelRequirements) -> str | None:
@@ -308,12 +309,13 @@ def _no_gpu_kernel(at: KernelRequirements) -> str | None:
 def _cudnn_unsupported(at: KernelRequirements) -> str | None:
     if reason := _no_gpu_kernel(at):
         return reason
-    # Wider heads have gradients on Hopper alone, and JAX looks for such a GPU in this machine.
-    widest = 256 if at.capability == "9.0" and at.here else 128
+    # Gradients of wider heads need Hopper, and JAX checks for such a GPU on this machine.
+    widest = 256 if at.capability == "9.0" and at.is_present else 128
     if at.head_size % 8 or at.head_size > widest:
-        on_hopper = "" if widest == 256 else ", on Hopper, and run there, up to 256"
+        on_hopper = "" if widest == 256 else " (256 on a Hopper GPU of this machine)"
         return (
-            f"its heads are multiples of 8 up to {widest} wide{on_hopper}; these are {at.head_size}"
+            f"head widths must be multiples of 8 up to {widest}{on_hopper}, and this model has "
+            f"{at.head_size}"
         )
     if at.softcap is not None:
         return f"it does not cap scores, and model.attn_logit_softcap = {at.softcap}"
@@ -333,7 +335,7 @@ def _triton_unsupported(at: KernelRequirements) -> str | None:
     from jaxforge.kernels.flash import MAX_HEAD  # here: see on_first_use
 
     if at.head_size > MAX_HEAD:
-        return f"its heads are up to {MAX_HEAD} wide, and these are {at.head_size}"
+        return f"head widths must be at most {MAX_HEAD}, and this model has {at.head_size}"
     if at.capability not in (None, *_ROOMY):
         return (
             f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
@@ -348,17 +350,17 @@ def _splash_unsupported(at: KernelRequirements) -> str | None:
     from jaxforge.kernels.splash import SEQUENCE_MULTIPLE  # here: see on_first_use
 
     if at.seq_len % SEQUENCE_MULTIPLE:
-        return f"train.seq_len = {at.seq_len} is no multiple of {SEQUENCE_MULTIPLE}"
+        return f"train.seq_len = {at.seq_len} is not a multiple of {SEQUENCE_MULTIPLE}"
     return None
 
 
 class Kernel(NamedTuple):
-    """A backend.
+    """An attention backend.
 
     Attributes:
-        attend: the function.
-        unsupported_reason: what speaks against it in a situation; None: nothing.
-        is_opaque: whether XLA does not see inside: such a kernel is run by `attend_locally`, and
+        attend: the attention function.
+        unsupported_reason: requirements -> reason why the kernel does not support them, or None.
+        is_opaque: whether XLA cannot partition the kernel. `attend_locally` runs it, and
             `shard_map` cannot check over which mesh axes its results vary.
     """
 
@@ -370,7 +372,7 @@ class Kernel(NamedTuple):
 def opaque_kernel(
     kernel: Backend, unsupported_reason: Callable[[KernelRequirements], str | None]
 ) -> Kernel:
-    """A kernel that knows one device only."""
+    """Return the backend of a single-device kernel."""
     return Kernel(functools.partial(attend_locally, kernel), unsupported_reason, is_opaque=True)
 
 
@@ -383,18 +385,18 @@ BACKENDS = {
 }
 
 _FLASH = {"cpu": ("blockwise",), "gpu": ("cudnn", "triton"), "tpu": ("splash",)}
-"""Kernels of each platform, the fastest first."""
+"""Kernels of each platform, fastest first."""
 
-_MASKS_DOCUMENTS = "documents are packed, of which it has an S x S mask"
+_MASKS_DOCUMENTS = "it needs an S x S mask for packed documents"
 _SYNONYMS = {"math": "reference", "efficient": "blockwise"}  # PyTorch's names
 
 
 class KernelChoice(NamedTuple):
-    """A kernel.
+    """Choice of a kernel.
 
     Attributes:
-        name: in `BACKENDS`.
-        why: what spoke against those that would have come first, for people; "": nothing.
+        name: key in `BACKENDS`.
+        why: reasons against preferred kernels, for the log; "": none.
     """
 
     name: str
@@ -405,35 +407,36 @@ def choose_backend(config: ModelConfig, at: KernelRequirements) -> KernelChoice:
     """Resolve `model.sdpa_backend` for this platform and model.
 
     Raises:
-        UserError: the backend asked for cannot serve.
+        UserError: the configured backend is not supported.
     """
-    asked = config.sdpa_backend
+    requested = config.sdpa_backend
     flash = _FLASH.get(at.platform, ("blockwise",))
-    if asked == "auto":
-        return _first((*flash, "blockwise"), at)
-    if asked == "flash":
-        able = [name for name in flash if BACKENDS[name].unsupported_reason(at) is None]
-        if able:
-            return _first(able, at)
-    name = flash[-1] if asked == "flash" else _SYNONYMS.get(asked, asked)
+    if requested == "auto":
+        return _first_supported((*flash, "blockwise"), at)
+    if requested == "flash":
+        supported = [name for name in flash if BACKENDS[name].unsupported_reason(at) is None]
+        if supported:
+            return _first_supported(supported, at)
+    name = flash[-1] if requested == "flash" else _SYNONYMS.get(requested, requested)
     if problem := BACKENDS[name].unsupported_reason(at):
         raise UserError(
-            f'model.sdpa_backend = "{asked}" cannot serve here: {problem}; '
-            'or set model.sdpa_backend = "auto"'
+            f'model.sdpa_backend = "{requested}" is not supported: {problem}. To use a supported '
+            'kernel, set model.sdpa_backend = "auto"'
         )
     return KernelChoice(name)
 
 
 def choose_ring_kernel(at: KernelRequirements) -> str:
-    """The kernel of a ring's turns, a key of `partial_attention.PARTIAL_KERNELS`."""
+    """Return the kernel of a ring's turns, a key of `partial_attention.PARTIAL_KERNELS`."""
     return "tiles" if _triton_unsupported(at) else "triton"
 
 
-def _first(names: Sequence[str], at: KernelRequirements) -> KernelChoice:
-    """The first that serves, cuDNN's last of a GPU's own where documents are packed."""
-    against = {name: BACKENDS[name].unsupported_reason(at) for name in names}
-    able = [name for name in names if against[name] is None]
-    if at.packed and able[:2] == ["cudnn", "triton"]:
-        against["cudnn"], able = _MASKS_DOCUMENTS, able[1:]
-    before = names[: names.index(able[0])]
-    return KernelChoice(able[0], "; ".join(f"not {name}: {against[name]}" for name in before))
+def _first_supported(names: Sequence[str], at: KernelRequirements) -> KernelChoice:
+    """Return the first supported kernel, with Triton's before cuDNN's for packed documents."""
+    reasons = {name: BACKENDS[name].unsupported_reason(at) for name in names}
+    supported = [name for name in names if reasons[name] is None]
+    if at.packed and supported[:2] == ["cudnn", "triton"]:
+        reasons["cudnn"], supported = _MASKS_DOCUMENTS, supported[1:]
+    skipped = names[: names.index(supported[0])]
+    why = "; ".join(f"not {name}: {reasons[name]}" for name in skipped)
+    return KernelChoice(supported[0], why)

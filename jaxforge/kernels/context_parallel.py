@@ -1,17 +1,18 @@
-"""Context parallelism: attention over sequences that devices share (`distributed.cp`), in two ways.
+"""Context parallelism: attention over sequences that devices share (`distributed.cp`).
 
-    ulysses   heads instead of tokens: an all-to-all gives each device all tokens for its share of
-              the heads, which the platform's own kernel attends over, and another brings the result
-              back (DeepSpeed-Ulysses, arXiv:2309.14509). KeyPart' heads are copied where there are
-              fewer of them than devices.
-    ring      queries stay; keys and values go round, and what each device makes of them adds up by
-              their logsumexp (Ring Attention, arXiv:2310.01889). Any number of heads will do.
+    ulysses   An all-to-all gives each device all tokens for a share of the heads. The platform's
+              kernel attends, and a second all-to-all restores the shares of tokens
+              (DeepSpeed-Ulysses, arXiv:2309.14509). Key heads are repeated if there are fewer than
+              devices.
+    ring      Queries stay on their device, and keys and values travel around a ring. Partial
+              results are merged by their logsumexp (Ring Attention, arXiv:2310.01889). Any number
+              of heads is supported.
 
-What a sequence means does not change: tokens see the same tokens as on one device.
+Each token sees the same tokens as on a single device.
 
-With "ring", causal attention would leave the devices that hold first tokens with little to do. So
-a sequence is cut into 2 cp parts; device i has parts i and 2 cp - 1 - i, and all devices have
-the same number of pairs of tokens to score (as in Llama 3, arXiv:2407.21783, section 3.3.2):
+With "ring", causal attention would give little work to the devices with the first tokens. So a
+sequence is cut into 2 cp parts, and device i holds parts i and 2 cp - 1 - i. All devices then score
+the same number of token pairs (as in Llama 3, arXiv:2407.21783, section 3.3.2):
 
     device    0      1      2      3
     parts    0 7    1 6    2 5    3 4
@@ -28,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxforge.kernels.attention_backends import SegmentIds, Sinks, attend_with_masks, run_per_device
-from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window
 from jaxforge.kernels.partial_attention import (
     PARTIAL_KERNELS,
@@ -53,11 +54,11 @@ def context_size() -> int:
 
 
 def part_order(strategy: str, devices: int) -> np.ndarray:
-    """The parts into which sequences are cut, device by device: equally many of each.
+    """Return the parts of a sequence in the order of devices; each device has the same number.
 
     Args:
         strategy: "ulysses" or "ring".
-        devices: that share a sequence.
+        devices: number of devices that share a sequence.
     """
     if strategy == "ulysses" or devices == 1:
         return np.arange(devices)
@@ -66,14 +67,14 @@ def part_order(strategy: str, devices: int) -> np.ndarray:
 
 
 def to_device_order(x: Shaped[Array, "*b s"], strategy: str, devices: int) -> Shaped[Array, "*b s"]:
-    """Tokens in the order in which devices hold them: the first has the first s / devices."""
+    """Reorder tokens for the devices: device i gets the i-th of `devices` equal slices."""
     return _reordered(x, part_order(strategy, devices))
 
 
 def to_sequence_order(
     x: Shaped[Array, "*b s"], strategy: str, devices: int
 ) -> Shaped[Array, "*b s"]:
-    """Tokens in their own order again."""
+    """Restore the original order of tokens that `to_device_order` has reordered."""
     return _reordered(x, np.argsort(part_order(strategy, devices)))
 
 
@@ -97,20 +98,20 @@ def attend_across_devices(
     scoring: Scoring,
     sinks: Sinks,
 ) -> Array:
-    """`attend_with_masks` of tokens that devices share, as `spread` has laid them out.
+    """Attend over sequences that devices share, in the order of `to_device_order`.
 
     Args:
         strategy: "ulysses" or "ring".
-        name: the kernel: for "ulysses" of all tokens, for "ring" of each turn.
-        masks: the masks of a `LayerPlan`.
-        mask_index: index of the mask to apply.
+        name: kernel; with "ulysses" for all tokens, with "ring" for each turn.
+        masks: masks of the layers (`LayerPlan.masks`).
+        mask_index: index of the layer's mask in `masks`.
         q: queries.
         k: keys.
         v: values.
-        segment_ids: identifiers of packed documents.
+        segment_ids: documents of packed rows.
         positions: positions of tokens in their row.
-        scoring: transformation of the products of queries and keys.
-        sinks: logit of each head that joins its scores; None: no sinks.
+        scoring: scale and soft cap of the scores.
+        sinks: an extra logit per head that joins the scores; None: there are none.
     """
     is_known = isinstance(mask_index, int)
     scalars = () if is_known else (mask_index,)
@@ -124,8 +125,8 @@ def attend_across_devices(
             return _ulysses(attend, q, k, v, segment_ids, sinks)
         window = select_window(masks, first)
         if (chunk := select_chunk(masks, first)) is not None:
-            segment_ids = _chunks(chunk, segment_ids, *positions.shape)
-        at = Tokens(positions, segment_ids)
+            segment_ids = _local_chunk_ids(chunk, segment_ids, *positions.shape)
+        at = TokenPositions(positions, segment_ids)
         return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
 
     return run_per_device(local, q, k, v, (segment_ids, positions), sinks, *scalars)
@@ -147,19 +148,19 @@ def _ulysses(
     copies = devices // math.gcd(k.shape[2], devices)
     if copies > 1:
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
-    of_heads = functools.partial(collectives.all_to_all, axis=_AXIS, split=2, join=1)
+    to_heads = functools.partial(collectives.all_to_all, axis=_AXIS, split=2, join=1)
     if segment_ids is not None:
         segment_ids = collectives.all_gather(segment_ids, _AXIS, 1)
     if sinks is not None:
         share = q.shape[2] // devices
         first = collectives.first_index(_AXIS, share)
         sinks = jax.lax.dynamic_slice_in_dim(sinks, first, share)
-    y = attend(of_heads(q), of_heads(k), of_heads(v), segment_ids, sinks=sinks)
+    y = attend(to_heads(q), to_heads(k), to_heads(v), segment_ids, sinks=sinks)
     return collectives.all_to_all(y, _AXIS, split=1, join=2)
 
 
-def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
-    """The chunks of this device's tokens, as documents: counted where a row is whole."""
+def _local_chunk_ids(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
+    """Return ids of the chunks of this device's tokens, which act as document ids."""
     # Chunks are counted from the start of a row or document, which another device may hold. So ids
     # are computed for whole rows, reordered as the ring holds them, and sliced.
     devices = collectives.axis_size(_AXIS)
@@ -174,22 +175,34 @@ def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> A
 
 
 _RingSettings = tuple[str, Scoring]
-"""The kernel of each turn, a key of `PARTIAL_KERNELS`, and what becomes of products."""
+"""Kernel of each turn (a key of `PARTIAL_KERNELS`), and scale and soft cap of the scores."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    at: TokenPositions,
+    window: Window,
+    sinks: Sinks,
 ) -> Array:
-    return _ring_saving(strategy, q, k, v, at, window, sinks)[0]
+    return _ring_forward(settings, q, k, v, at, window, sinks)[0]
 
 
-def _go_round(
-    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+def _attend_around_ring(
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    at: TokenPositions,
+    window: Window,
+    sinks: Sinks,
 ) -> PartialResult:
     """Attend with this device's queries to the keys of all devices, and to sinks."""
     queries, own = QueryPart(q, at), KeyPart(k, v, at)
-    name, scoring = strategy
+    name, scoring = settings
 
     def attend(keys: KeyPart) -> PartialResult:
         return PARTIAL_KERNELS[name].attend(queries, keys, scoring, window)
@@ -198,7 +211,7 @@ def _go_round(
         carry: tuple[PartialResult, KeyPart], _: None
     ) -> tuple[tuple[PartialResult, KeyPart], None]:
         part, keys = carry
-        arriving = _ring_shift(keys)  # while these are attended to
+        arriving = _ring_shift(keys)  # overlaps with the attention to `keys`
         return (part.merged(attend(keys)), arriving), None
 
     # Turn t attends to the keys of device i - t. The transfer for the next turn is issued before
@@ -212,7 +225,7 @@ def _go_round(
     part = part.merged(attend(last))
     if sinks is None:
         return part
-    # A sink is a logit without a value: it only enlarges the denominator.
+    # A sink is a logit without a value: it only increases the denominator.
     lse = jnp.logaddexp(part.lse, sinks)
     return PartialResult(part.scaled_to(lse), lse)
 
@@ -221,40 +234,46 @@ def _ring_shift(x: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: collectives.ring_shift(leaf, _AXIS), x)
 
 
-def _ring_saving(
-    strategy: _RingSettings, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+def _ring_forward(
+    settings: _RingSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    at: TokenPositions,
+    window: Window,
+    sinks: Sinks,
 ) -> tuple[Array, tuple[Any, ...]]:
-    part = _go_round(strategy, q, k, v, at, window, sinks)
+    part = _attend_around_ring(settings, q, k, v, at, window, sinks)
     return part.o, (q, k, v, at, window, sinks, part)
 
 
-def _ring_back(strategy: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
-    """KeyPart go round again, and with them, a turn behind, what becomes their gradients."""
+def _ring_backward(settings: _RingSettings, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
+    """Compute gradients: keys travel around the ring again, and their gradients one turn behind."""
     q, k, v, at, window, sinks, whole = saved
-    # δ and lse are those of the whole row, so gradients of single parts add up without corrections.
+    # δ and lse belong to the whole row, so that gradients of parts add up without corrections.
     delta = jnp.sum(whole.o * d_o, axis=-1)
-    queries, of_queries = QueryPart(q, at), BackwardInputs(d_o, whole.lse, delta)
-    name, scoring = strategy
+    queries, backward_inputs = QueryPart(q, at), BackwardInputs(d_o, whole.lse, delta)
+    name, scoring = settings
 
-    def back(keys: KeyPart) -> Gradients:
-        return PARTIAL_KERNELS[name].gradients(queries, of_queries, keys, scoring, window)
+    def part_gradients(keys: KeyPart) -> Gradients:
+        return PARTIAL_KERNELS[name].gradients(queries, backward_inputs, keys, scoring, window)
 
     def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
         d_q, d_keys, keys = carry
         # Gradients of keys travel with their keys: each device adds its share, and after N turns
         # the sums are back where the keys live.
         arriving, d_arriving = _ring_shift(keys), _ring_shift(d_keys)
-        got = back(keys)
-        d_keys = jax.tree.map(jnp.add, d_arriving, (got.k, got.v))
-        return (d_q + got.q, d_keys, arriving), None
+        grads = part_gradients(keys)
+        d_keys = jax.tree.map(jnp.add, d_arriving, (grads.k, grads.v))
+        return (d_q + grads.q, d_keys, arriving), None
 
-    got, own = back(KeyPart(k, v, at)), KeyPart(k, v, at)
-    carry = got.q, (got.k, got.v), _ring_shift(own)
+    grads, own = part_gradients(KeyPart(k, v, at)), KeyPart(k, v, at)
+    carry = grads.q, (grads.k, grads.v), _ring_shift(own)
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)
-    d_k, d_v = _ring_shift(d_keys)  # home
+    d_k, d_v = _ring_shift(d_keys)  # the last shift returns them to the device of their keys
     d_sinks = sink_gradients(sinks, whole.lse.swapaxes(1, 2), delta.swapaxes(1, 2))
     return (*(d.astype(x.dtype) for d, x in ((d_q, q), (d_k, k), (d_v, v))), None, None, d_sinks)
 
 
-_ring.defvjp(_ring_saving, _ring_back)
+_ring.defvjp(_ring_forward, _ring_backward)

@@ -1,19 +1,19 @@
-"""Flash attention for GPUs, in Pallas (Triton): blocks of keys that no query sees are not touched.
+"""Flash attention for GPUs in Pallas (Triton), which skips blocks of keys that no query sees.
 
-Who sees whom is told by positions and documents of both sides, never by an S x S mask: a query sees
-the keys at or before it, of its document, among the last `window`. From the least and greatest of
-both in each block follow, before the kernel, the blocks that it visits and those that it need not
-mask. So causality, windows and packed documents all skip, in gradients too.
+Visibility follows from the positions and documents of queries and keys, without an S x S mask: a
+query sees the keys at or before it, of its document, among the last `window` tokens. Minimum and
+maximum of both in each block determine, before the kernel runs, the blocks that are visited and
+those that need no mask. Causality, windows and packed documents skip blocks, in gradients as well.
 
-Queries and keys may be different pieces of a sequence: `forward` gives the logsumexp, by which
-results over several pieces of the keys are put together, and `backward` takes that of them all.
+Queries and keys may be different parts of a sequence. `forward` returns the logsumexp, by which
+results over several parts of the keys are merged, and `backward` takes the logsumexp of all parts.
 
     forward, for a block of queries        P = exp(S - m)     O = Σ P V / Σ P
     backward, for a block of queries       dS = P ∘ (dO Vᵀ - δ)    dQ = Σ dS K / √h
     backward, for a block of keys          dK = Σ dSᵀ Q / √h       dV = Σ Pᵀ dO
 
 δ = rowsum(dO ∘ O). Sums are float32 (Dao 2023, FlashAttention-2, arXiv:2307.08691). Query heads
-that share a key head read the same keys.
+that share a key head read the same keys in memory.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jaxforge.kernels import flash_kernels
 from jaxforge.kernels.flash_blocks import (
     AFTER,
     BEFORE,
-    Tokens,
+    TokenPositions,
     block_ranges,
     block_visibility,
     pad_to_blocks,
@@ -41,11 +41,11 @@ from jaxforge.kernels.masking import chunk_ids
 from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
 
 MAX_HEAD = 256
-"""Width of the widest heads: of wider ones, tiles do not fit into shared memory."""
+"""Maximum width of heads: tiles of wider heads do not fit into shared memory."""
 
-_INTERPRET = False  # tests set it, to run the kernels without a GPU
-_SMALLEST = 16  # rows of what tensor cores multiply
-_PROGRAMS = 132  # processors of an H100
+INTERPRET = False  # tests set it, to run the kernels without a GPU
+_SMALLEST = 16  # minimum rows of a tensor core product
+PROGRAMS = 132  # multiprocessors of an H100
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
@@ -66,20 +66,20 @@ def flash_attention(
 ) -> Queries:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
-    `sinks` are logits next to the scores of each query, and take weight from them. Heads are up to
-    `MAX_HEAD` wide.
+    `sinks` are extra logits that join the scores of each query and take a part of the weight. Heads
+    are at most `MAX_HEAD` wide.
     """
     batch, length = q_BSHh.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     if chunk is not None:
         segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
     # A chunk is a document as far as visibility goes: chunk ids replace document ids.
-    at = Tokens(positions, segment_ids)
+    at = TokenPositions(positions, segment_ids)
     return _attention(window, scoring, (q_BSHh, k_BSKh, v_BSKh, at, sinks))
 
 
-_Inputs = tuple[Array, Array, Array, Tokens, Sinks]
-"""Queries, keys, values, where both are, and sinks."""
+_Inputs = tuple[Array, Array, Array, TokenPositions, Sinks]
+"""Queries, keys, values, tokens of both, and sinks."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -106,7 +106,7 @@ _attention.defvjp(_attend, _differentiate)
 
 
 def compute_delta(output: Queries, d_output: Queries) -> Rows:
-    """rowsum(dO ∘ O), float32."""
+    """Compute rowsum(dO ∘ O) in float32, [b, heads, s]."""
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     return jnp.sum(product, axis=-1).swapaxes(1, 2)
 
@@ -115,38 +115,38 @@ def forward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenPositions,
+    keys: TokenPositions,
     window: Window = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Queries, Rows]:
-    """Attention of some queries over some keys; no gradient is defined.
+    """Attend with queries over a part of the keys; no gradient is defined.
 
     Args:
         q_BSHh: queries.
-        k_BTKh: keys, of as many heads or fewer, each for the next few of the queries'.
+        k_BTKh: keys; each of their heads serves a group of consecutive query heads.
         v_BTKh: values.
-        queries: where the queries are.
-        keys: where the keys are.
-        window: positions that a query sees, its own included, which the device alone may know;
-            None: all up to it.
-        scoring: what becomes of products of queries and keys.
-        sinks: a logit of each head that joins its scores.
-        dtype: of the result; None: that of q.
+        queries: positions and documents of the queries.
+        keys: positions and documents of the keys.
+        window: number of positions that a query sees, including its own; may be an array. None:
+            all up to its own.
+        scoring: scale and soft cap of the scores.
+        sinks: an extra logit per head that joins the scores.
+        dtype: dtype of the result; None: the dtype of q.
 
     Returns:
-        The result, and the logsumexp of scores, sinks included, in float32. Of a
-        query that sees nothing, 0 and -inf, or its sink.
+        The result, and the logsumexp of the scores including sinks, in float32. For a query without
+        visible keys they are 0 and -inf, or the sink.
     """
-    given = _Given.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
-    at, (batch, length, heads, _) = _by_queries(given), given.q.shape
-    result = jax.ShapeDtypeStruct(given.q.shape, dtype or given.q.dtype)
+    padded = _PaddedInputs.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
+    at, (batch, length, heads, _) = _query_layout(padded), padded.q.shape
+    result = jax.ShapeDtypeStruct(padded.q.shape, dtype or padded.q.dtype)
     of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     o, lse = _run(
-        flash_kernels.flash_forward, given.config, at.grid,
-        [*at.arguments, _once(sinks)], [(at.heads, result), (at.rows, of_rows)],
+        flash_kernels.flash_forward, padded.config, at.grid,
+        [*at.arguments, _whole_vector(sinks)], [(at.heads, result), (at.rows, of_rows)],
     )  # fmt: skip
     n = q_BSHh.shape[1]
     return o[:, :n], lse[..., :n]
@@ -156,8 +156,8 @@ def backward(
     q_BSHh: Queries,
     k_BTKh: Keys,
     v_BTKh: Keys,
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenPositions,
+    keys: TokenPositions,
     lse: Rows,
     delta: Rows,
     d_output: Queries,
@@ -165,53 +165,58 @@ def backward(
     scoring: Scoring = PLAIN,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Queries, Keys, Keys]:
-    """Gradients of some queries, and of some keys and values as far as these queries see them.
+    """Compute the gradients of queries, keys and values for a part of the keys.
 
     Args:
-        q_BSHh: as of `forward`, like all that are not named here.
+        q_BSHh: queries.
         k_BTKh: keys.
         v_BTKh: values.
-        queries: where the queries are.
-        keys: where the keys are.
-        lse: logsumexp over all that these queries see, be it among these keys or not.
-        delta: `compute_delta` their whole result.
+        queries: positions and documents of the queries.
+        keys: positions and documents of the keys.
+        lse: logsumexp over all visible keys, including keys of other parts.
+        delta: `compute_delta` of the result over all visible keys.
         d_output: gradient of the result.
-        window: positions that a query sees.
-        scoring: what becomes of products.
-        dtype: of the gradients, which somebody may go on adding up; None: that of q.
+        window: number of positions that a query sees.
+        scoring: scale and soft cap of the scores.
+        dtype: dtype of the gradients, which callers may sum over parts; None: the dtype of q.
 
     Returns:
-        dq, dk and dv.
+        Gradients of q, k and v.
     """
     dtype = dtype or q_BSHh.dtype
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
+    # Tensor cores multiply dO with K, Q and V in their dtype; lse and δ stay in float32.
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
-    given = _Given.of("dq", *arrays, window, scoring)
-    at, (d_filled, lse_filled, delta_filled) = _by_queries(given), given.pad_to_blocks(*of_rows)
+    padded = _PaddedInputs.of("dq", *arrays, window, scoring)
+    at, (d_filled, lse_filled, delta_filled) = (
+        _query_layout(padded),
+        padded.pad_backward_inputs(*of_rows),
+    )
     (dq,) = _run(
-        flash_kernels.flash_dq, given.config, at.grid,
+        flash_kernels.flash_dq, padded.config, at.grid,
         [*at.arguments, (at.heads, d_filled), (at.rows, lse_filled), (at.rows, delta_filled)],
-        [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
+        [(at.heads, jax.ShapeDtypeStruct(padded.q.shape, dtype))],
     )  # fmt: skip
-    # dq and dkv tile the same pairs differently, so queries and keys are padded anew.
-    given = _Given.of("dkv", *arrays, window, scoring)
-    dk, dv = _gradients_of_keys(given, *given.pad_to_blocks(*of_rows), dtype)
+    # dq and dkv have different tiles, so queries and keys are padded again.
+    padded = _PaddedInputs.of("dkv", *arrays, window, scoring)
+    dk, dv = _gradients_of_keys(padded, *padded.pad_backward_inputs(*of_rows), dtype)
     t = k_BTKh.shape[1]
     return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t]
 
 
 def _gradients_of_keys(
-    given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
+    padded: "_PaddedInputs", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """A program sums over all query heads of a key head, or has one where programs are few."""
-    (batch, length, kv, head), config = given.k.shape, given.config
-    group = given.q.shape[2] // kv
+    """Compute the gradients of keys and values."""
+    (batch, length, kv, head), config = padded.k.shape, padded.config
+    group = padded.q.shape[2] // kv
     # Enough programs to fill the GPU: one program sums over all query heads of a key head.
     # Otherwise one program per query head, and a sum in float32 afterwards.
-    if batch * kv * (length // config.tiles.keys) >= _PROGRAMS:
+    if batch * kv * (length // config.tiles.keys) >= PROGRAMS:
         config = config._replace(group=group)
     parts = group // config.group
-    at = _by_keys(given._replace(config=config), parts)
+    at = _key_layout(padded._replace(config=config), parts)
+    # Sums over parts are rounded once, at the end.
     summed = dtype if parts == 1 else jnp.float32
     out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
     dk, dv = _run(
@@ -226,15 +231,15 @@ def _gradients_of_keys(
     return dk, dv
 
 
-class _Given(NamedTuple):
+class _PaddedInputs(NamedTuple):
     """Inputs of all kernels, padded to whole blocks."""
 
     config: KernelConfig
     q: Array
     k: Array
     v: Array
-    queries: Tokens
-    keys: Tokens
+    queries: TokenPositions
+    keys: TokenPositions
     window: Int[Array, "1"] | None
 
     @classmethod
@@ -244,24 +249,26 @@ class _Given(NamedTuple):
         q: Array,
         k: Array,
         v: Array,
-        queries: Tokens,
-        keys: Tokens,
+        queries: TokenPositions,
+        keys: TokenPositions,
         window: Window,
         scoring: Scoring,
-    ) -> "_Given":
+    ) -> "_PaddedInputs":
         head = q.shape[3]
         tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
         config = KernelConfig(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
+        # The window is an input array of one element, because only the device may know it (pipeline
+        # stages with different masks).
         reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
         k, v = (pad_to_blocks(x, tiles.keys) for x in (k, v))
         queries = pad_tokens(queries, tiles.queries, BEFORE)
         keys = pad_tokens(keys, tiles.keys, AFTER)
         return cls(config, pad_to_blocks(q, tiles.queries), k, v, queries, keys, reach)
 
-    def pad_to_blocks(
+    def pad_backward_inputs(
         self, d_output: Array, lse: Array, delta: Array
     ) -> tuple[Array, Array, Array]:
-        """Pad the per-query inputs of the backward kernels."""
+        """Pad the per-query inputs of the backward kernels to whole blocks."""
         n = self.config.tiles.queries
         return (
             pad_to_blocks(d_output, n),
@@ -271,19 +278,21 @@ class _Given(NamedTuple):
 
 
 def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
-    """By the width of heads: what registers, and 160 KiB of shared memory, can hold."""
+    """Return tiles for a width of heads that fit registers and 160 KiB of shared memory."""
+    # (queries, keys, warps, stages) for heads up to 64, up to 128, and up to `MAX_HEAD` wide.
     narrow, wide, widest = {
         "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
         "dq": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
         "dkv": (Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     }[kernel]
     tiles = narrow if head <= 64 else wide if head <= 128 else widest
+    # Short sequences get smaller tiles: a power of two, as Triton requires.
     fit = (max(_SMALLEST, pl.next_power_of_2(n)) for n in (queries, keys))
     return tiles._replace(queries=min(tiles.queries, next(fit)), keys=min(tiles.keys, next(fit)))
 
 
 class _Layout(NamedTuple):
-    """Grid, inputs and outputs of a kernel."""
+    """Grid, inputs and block specs of a kernel."""
 
     grid: tuple[int, int, int]
     arguments: list[tuple[Any, Any]]
@@ -292,63 +301,74 @@ class _Layout(NamedTuple):
     rows: pl.BlockSpec
 
 
-def _by_queries(given: _Given) -> _Layout:
-    """A program for each block of queries of each head; those that visit most come first."""
-    config, (batch, length, heads, _), n = given.config, given.q.shape, given.config.tiles.queries
-    keys, group, last = given.k.shape[1], heads // given.k.shape[2], length // n - 1
+# What one program (i, h, b) of each layout reads and writes, with blocks of n queries or keys:
+#
+#              by queries (forward, dq)       by keys (dkv)
+# q, dO        block [n, H] of head h         all queries of `group` heads from h * group on
+# k, v         all keys of head h // group    block [n, H] of head h // parts
+# lse, δ       block [n] of head h            all queries of these heads
+# results      block [n, H] of o or dq        block [n, H] of dk and dv, for part h % parts
+def _query_layout(padded: _PaddedInputs) -> _Layout:
+    """Return the layout with one program per block of queries and head."""
+    config, (batch, length, heads, _), n = (
+        padded.config,
+        padded.q.shape,
+        padded.config.tiles.queries,
+    )
+    keys, group, last = padded.k.shape[1], heads // padded.k.shape[2], length // n - 1
     # Causal: the last blocks of queries visit the most keys. `last - i` starts them first, which
     # balances the tail of the grid.
-    some, every = _meetings(given)
+    ranges = block_ranges(*_block_visibility(padded))
     of_q = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, last - i, h, 0))
     of_k = _spec(
         (None, keys, None, config.in_memory), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
     )
     arguments = [
-        (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), block_ranges(some, every)),
-        (of_q, given.q), (of_k, given.k), (of_k, given.v),
-        _sides_of(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
-        _sides_of(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
-        _once(given.window),
+        (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), ranges),
+        (of_q, padded.q), (of_k, padded.k), (of_k, padded.v),
+        _token_block(padded.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
+        _token_block(padded.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
+        _whole_vector(padded.window),
     ]  # fmt: skip
     rows = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
     return _Layout((last + 1, heads, batch), arguments, of_q, of_q, rows)
 
 
-def _by_keys(given: _Given, parts: int) -> _Layout:
-    """A program for each block of keys of each head, and of each part of its heads of queries."""
-    config, (batch, length, kv, _), n = given.config, given.k.shape, given.config.tiles.keys
-    queries, group = given.q.shape[1], config.group
-    some, every = (x.swapaxes(1, 2) for x in _meetings(given))
+def _key_layout(padded: _PaddedInputs, parts: int) -> _Layout:
+    """Return the layout with one program per block of keys and part of a key head's query heads."""
+    config, (batch, length, kv, _), n = padded.config, padded.k.shape, padded.config.tiles.keys
+    queries, group = padded.q.shape[1], config.group
+    ranges = block_ranges(*(x.swapaxes(1, 2) for x in _block_visibility(padded)))
     of_q = _spec((None, queries, group, config.in_memory), lambda _, h, b: (b, 0, h, 0))
     of_k = _spec(
         (None, n, None, config.in_memory), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0)
     )
     arguments = [
-        (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), block_ranges(some, every)),
-        (of_q, given.q), (of_k, given.k), (of_k, given.v),
-        _sides_of(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
-        _sides_of(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
-        _once(given.window),
+        (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), ranges),
+        (of_q, padded.q), (of_k, padded.k), (of_k, padded.v),
+        _token_block(padded.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
+        _token_block(padded.keys, _spec((None, n), lambda i, _, b: (b, i))),
+        _whole_vector(padded.window),
     ]  # fmt: skip
     heads = _spec((None, n, None, config.in_memory), lambda i, h, b: (b, i, h, 0))
     rows = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
     return _Layout((length // n, kv * parts, batch), arguments, heads, of_q, rows)
 
 
-def _meetings(given: _Given) -> tuple[Array, Array]:
-    window = None if given.window is None else given.window[0]
-    return block_visibility(given.queries, given.keys, given.config.tiles[:2], window)
+def _block_visibility(padded: _PaddedInputs) -> tuple[Array, Array]:
+    window = None if padded.window is None else padded.window[0]
+    return block_visibility(padded.queries, padded.keys, padded.config.tiles[:2], window)
 
 
 _spec = pl.BlockSpec
 
 
-def _sides_of(tokens: Tokens, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
+def _token_block(tokens: TokenPositions, spec: pl.BlockSpec) -> tuple[TokenBlock, TokenBlock]:
     return TokenBlock(spec, None if tokens.documents is None else spec), TokenBlock(*tokens)
 
 
-def _once(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:
-    """A vector that all programs are given whole."""
+def _whole_vector(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:
+    """Return the block spec of a vector that every program reads whole."""
     return None if x is None else _spec(x.shape, lambda *_: (0,)), x
 
 
@@ -359,16 +379,16 @@ def _run(
     arguments: list[tuple[Any, Any]],
     results: list[tuple[pl.BlockSpec, Any]],
 ) -> list[Array]:
-    """Runs a kernel over a grid; of what it takes and gives, where and what."""
+    """Run a kernel over a grid; `arguments` and `results` are pairs of block spec and array."""
     return pl.pallas_call(
         functools.partial(kernel, config),
         grid=grid,
-        in_specs=[where for where, _ in arguments],
-        out_specs=[where for where, _ in results],
+        in_specs=[spec for spec, _ in arguments],
+        out_specs=[spec for spec, _ in results],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results],
         compiler_params=triton.CompilerParams(
             num_warps=config.tiles.warps, num_stages=config.tiles.stages
         ),
-        interpret=_INTERPRET,
+        interpret=INTERPRET,
         name=kernel.__name__,
-    )(*(what for _, what in arguments))
+    )(*(array for _, array in arguments))

@@ -1,7 +1,7 @@
 """Attention kernels of `flash.py` for GPUs, in Pallas with Triton lowering.
 
-Each program has one block of queries or of keys, and visits blocks of the other side: those that
-its queries see wholly, then those that it must mask. Scores are powers of two, not of e.
+Each program has one block of queries or keys, and visits blocks of the other kind: first the wholly
+visible blocks, then those that need a mask. Exponentials use base 2 instead of e.
 
 Q: queries of a block; T: keys of a block; H: head in memory, a power of two.
 """
@@ -21,9 +21,9 @@ from jaxforge.kernels.scoring import soft_cap_slope
 
 LOG2E = math.log2(math.e)
 
-Ref = Any  # to global memory
-Carry = Any  # arrays of a loop
-Where = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and documents of some rows
+Ref = Any  # reference to global memory
+Carry = Any  # carry of a loop
+TokenInfo = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions, documents
 
 
 class Tiles(NamedTuple):
@@ -39,11 +39,11 @@ class KernelConfig(NamedTuple):
     """Compile-time constants of a kernel.
 
     Attributes:
-        tiles: of its blocks.
-        head: width of heads, padded in memory to the next power of two.
-        group: query heads of a program.
-        scale: of products.
-        softcap: of scores.
+        tiles: block sizes and compiler options.
+        head: width of heads, padded in registers to the next power of two.
+        group: number of query heads of a program.
+        scale: factor of query-key products.
+        softcap: soft cap of scores; None: none.
     """
 
     tiles: Tiles
@@ -54,12 +54,12 @@ class KernelConfig(NamedTuple):
 
     @property
     def in_memory(self) -> int:
-        """Width of the tiles of heads."""
+        """Width of tiles: the head width, padded to a power of two."""
         return pl.next_power_of_2(self.head)
 
     @property
     def factor(self) -> float:
-        """Return the factor that turns `scores` into exponents of two."""
+        """Factor that converts `scores` to exponents of base 2."""
         return LOG2E * (self.scale if self.softcap is None else 1)
 
     def scores(self, products: Array) -> Array:
@@ -70,26 +70,26 @@ class KernelConfig(NamedTuple):
         return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))  # tanh, also of large x
 
 
-# Visibility comes from positions and documents only, never from an S x S mask in memory. A block of
-# rows with its `spans` (first, whole, whole_end, end) along the other side:
+# Visibility comes from positions and documents only, never from an S x S mask in memory. The blocks
+# that a block visits, by its `block_ranges` (first, whole, whole_end, end):
 #
 # first     whole          whole_end      end
 # |  masked  |  no mask     |   masked     |      blocks outside of [first, end) are not visited
 class TokenBlock(NamedTuple):
-    """References to the rows of one side: positions, and documents or None."""
+    """References to positions and documents (or None) of queries or keys."""
 
-    at: Ref
-    of: Ref | None
+    positions: Ref
+    documents: Ref | None
 
-    def rows(self, rows: Any) -> Where:  # noqa: ANN401
-        """Positions and documents of some."""
-        return self.at[rows], None if self.of is None else self.of[rows]
+    def rows(self, rows: Any) -> TokenInfo:  # noqa: ANN401
+        """Load positions and documents of rows."""
+        return self.positions[rows], None if self.documents is None else self.documents[rows]
 
 
 def _seen(
-    queries: Where, keys: Where, window: Ref | None, *, transposed: bool = False
+    queries: TokenInfo, keys: TokenInfo, window: Ref | None, *, transposed: bool = False
 ) -> Bool[Array, "Q T"]:
-    """Who sees whom, by positions and documents; transposed, for each key by which queries."""
+    """Return the mask of visible pairs, [Q, T], or [T, Q] if transposed."""
 
     def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
         if transposed:
@@ -115,7 +115,7 @@ def flash_forward(
     o_ref: Ref,
     lse_ref: Ref,
 ) -> None:
-    """Output [Q, H] and logsumexp [Q] of a block of queries of one head."""
+    """Compute output [Q, H] and logsumexp [Q] of a block of queries of one head."""
     # Online softmax in base 2: acc = Σ 2^(s - top) v, total = Σ 2^(s - top), top = running maximum
     # of s = score * factor. One exp2 per score, and no division until the end.
     q_QH = _load(config, q_ref)
@@ -131,11 +131,11 @@ def flash_forward(
         # A row that has seen nothing has top = -inf; -inf - -inf would be NaN, so its base is 0.
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
         weights_QT = jnp.exp2(scores_QT * config.factor - base_Q[:, None])
-        kept_Q = jnp.exp2(top_Q - base_Q)
+        rescale_Q = jnp.exp2(top_Q - base_Q)
         values_TH = _load(config, v_ref.at[rows, :])
-        more_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
-        total_Q = total_Q * kept_Q + jnp.sum(weights_QT, axis=1)
-        return acc_QH * kept_Q[:, None] + more_QH, new_Q, total_Q
+        values_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
+        total_Q = total_Q * rescale_Q + jnp.sum(weights_QT, axis=1)
+        return acc_QH * rescale_Q[:, None] + values_QH, new_Q, total_Q
 
     n = config.tiles.queries
     # A sink starts as a score of weight 1 without a value.
@@ -163,7 +163,7 @@ def flash_dq(
     delta_ref: Ref,
     dq_ref: Ref,
 ) -> None:
-    """Gradient [Q, H] of a block of queries of one head."""
+    """Compute the gradient [Q, H] of a block of queries of one head."""
     q_QH, do_QH = _load(config, q_ref), _load(config, do_ref)
     of_queries = queries.rows(...)
     lse_Q, delta_Q = lse_ref[...] * LOG2E, delta_ref[...]
@@ -201,12 +201,13 @@ def flash_dkv(
     dk_ref: Ref,
     dv_ref: Ref,
 ) -> None:
-    """Gradients [T, H] of a block of keys and values, summed over `group` heads of queries.
+    """Compute gradients [T, H] of a block of keys and values, summed over `group` query heads.
 
-    Scores are transposed: what is multiplied with queries stays in registers.
+    Scores are transposed, [T, Q], so that the left operand of products with queries is in
+    registers.
     """
-    # One program owns a block of keys and adds up over all queries that see it: no atomics. The
-    # heads of queries that share this key head are a loop.
+    # One program owns a block of keys and sums over all queries that see it, without atomics. A
+    # loop runs over the query heads that share this key head.
     k_TH, v_TH = _load(config, k_ref), _load(config, v_ref)
     of_keys = keys.rows(...)
 
@@ -242,19 +243,19 @@ def flash_dkv(
 
 
 def _visit(block_ranges: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
-    """Blocks that are seen wholly, from `whole` on, then those on both sides of them."""
-    # Two loops instead of a branch in one: unmasked blocks, the majority, need no comparisons.
+    """Run `step` on the wholly visible blocks, then on the blocks before and after them."""
+    # Two loops instead of a branch in one loop: unmasked blocks need no comparisons.
     first, whole, whole_end, end = (block_ranges[i] for i in range(4))
-    between = whole_end - whole
+    n_whole = whole_end - whole
     carry = jax.lax.fori_loop(
         whole, whole_end, lambda block, carry: step(block, carry, masked=False), carry
     )
 
     def at_edge(i: Array, carry: Carry) -> Carry:
         block = first + i
-        return step(jnp.where(block < whole, block, block + between), carry, masked=True)
+        return step(jnp.where(block < whole, block, block + n_whole), carry, masked=True)
 
-    return jax.lax.fori_loop(0, end - first - between, at_edge, carry)
+    return jax.lax.fori_loop(0, end - first - n_whole, at_edge, carry)
 
 
 def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -263,7 +264,7 @@ def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
 
 
 def _load(config: KernelConfig, ref: Ref) -> Float[Array, "rows H"]:
-    """Rows of heads; beyond their width, zeros."""
+    """Load rows of heads, with zeros beyond their width."""
     if config.head == config.in_memory:
         return triton.load(ref)
     return triton.load(ref, mask=_in_head(config), other=0.0)

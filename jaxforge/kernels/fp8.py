@@ -1,28 +1,29 @@
-"""Matrix products in 8 bits: roundings to fp8, their scales, and the products.
+"""Matrix products in 8 bits: rounding to fp8, scales and products.
 
     y   = x Wᵀ      x, W in e4m3: 4 exponent bits, 3 of mantissa, up to 448
     dx  = dy W      dy in e5m2: 5 and 2, up to 57344; W as in the forward pass
     dW  = dyᵀ x     x as in the forward pass, in sums of `train.reduce_dtype`
 
-A number is multiplied by a scale before it is rounded, and products are divided by those of both
-sides: scale = 2^⌊log2(largest / amax)⌋, where largest is that of the format and amax = max |x|.
-As a power of two it costs no precision, so a scaled product is the same number in bf16 and in
-float32, before a sum over devices and after it. (torchao rounds its scales so where asked to,
-`round_scales_to_power_of_2`.) `train.fp8_scaling` says what shares a scale:
+Values are multiplied by a scale before they are rounded, and products are divided by the scales of
+both operands: scale = 2^⌊log2(largest / amax)⌋, where largest is the largest value of the format
+and amax = max |x|. Multiplication by a power of two is exact. So a scaled product is the same
+number in bf16 and float32, before and after a sum over devices. (torchao has the option
+`round_scales_to_power_of_2`.) `train.fp8_scaling` selects which values share a scale:
 
-    tensor    the tensor, by its current amax (torchao's "tensorwise", KempnerForge's)
-    delayed   the tensor; x and W by the largest amax of the last updates (Transformer Engine's
-              DelayedScaling, arXiv:2209.05433), so that nothing waits for an amax. dy goes by its
-              current amax: gradients add up over microbatches and devices, and a maximum does not
-    block     1 x 128 of x and dy along the sum, 128 x 128 of W; dy in e4m3 too (DeepSeek-V3,
-              arXiv:2412.19437, section 3.3). Products are bf16 products of the rounded numbers:
-              the same result, and no faster, as XLA has no product of such blocks for Hopper
+    tensor    one scale per tensor, from its current amax ("tensorwise" in torchao, KempnerForge)
+    delayed   one scale per tensor; for x and W from the largest amax of the last updates
+              (Transformer Engine's DelayedScaling, arXiv:2209.05433), so that products do not wait
+              for an amax. dy uses its current amax: gradients add up over microbatches and
+              devices, and a maximum does not
+    block     one scale per 1 x 128 values of x and dy along the summed dimension, and per
+              128 x 128 of W; dy in e4m3, too (DeepSeek-V3, arXiv:2412.19437, section 3.3).
+              Products are bf16 products of the rounded values: the result is the same, but not
+              faster, because XLA has no product with block scales for Hopper
 
-Of a tensor that the partitioner splits, amax is that of the whole. Where data axes are manual
-(`grad_sync = "update"`), each group of devices scales its own rows of x and dy.
+For a tensor that the partitioner splits, amax is the maximum of the whole tensor. Where data axes
+are manual (`grad_sync = "update"`), each group of devices scales its own rows of x and dy.
 
-A layer that stays in bf16 among others in 8 bits, and a layer that records amax, get a
-`LayerPrecision`.
+`LayerPrecision` switches a layer to bf16, or makes it record amax.
 """
 
 import dataclasses
@@ -39,19 +40,19 @@ from jaxforge.parallel.sharding import Axes, constrain
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 BLOCK = 128
-# A scale of all-zero tensors must be finite.
-_LEAST_AMAX = 2.0**-64  # of zeros, and what is next to nothing
+# Lower bound of amax: the scale of an all-zero tensor must be finite.
+_LEAST_AMAX = 2.0**-64
 
 
 class Fp8(NamedTuple):
     """Precision settings of the products of a linear layer.
 
     Attributes:
-        name: of the layer in its block, such as "attention.q_proj".
+        name: name of the layer in its block, such as "attention.q_proj".
         scaling: `train.fp8_scaling`.
         axes: logical axes of the weight.
-        sums: dtype in which devices add up gradients of it.
-        regathers: as of `linear.Backward`.
+        sums: dtype in which devices sum gradients of the weight.
+        regathers: see `linear.Backward`.
     """
 
     name: str
@@ -62,17 +63,17 @@ class Fp8(NamedTuple):
 
 
 class Amaxes(NamedTuple):
-    """Amax values for delayed scaling; 0 means none was seen, and the scale is 1."""
+    """Amax values for delayed scaling; 0 means that there is none yet, and the scale is 1."""
 
     x: Float[Array, ""]
     weight: Float[Array, ""]
 
 
 class Scaled(NamedTuple):
-    """An array in 8 bits: x ≈ values * unit.
+    """An array in 8 bits, x ≈ values * unit.
 
     Attributes:
-        values: x times a scale, rounded.
+        values: x times the scale, rounded.
         unit: 1 / scale, a power of two.
     """
 
@@ -107,11 +108,12 @@ def product(
 
     Args:
         fp8: settings of the linear layer.
-        x: a row for each token.
+        x: one row per token.
         weight_OI: the stored weight.
         bias_O: the stored bias, if there is one.
-        amaxes: amax of earlier updates, for delayed scales.
-        precision: precision of the layer, which is not static False. Its `amax` gets x and W.
+        amaxes: amax of earlier updates, for delayed scaling.
+        precision: precision of the layer; `in_8_bits` must not be a static False. The amax of x and
+            W is added to its `amax`, if it records amax.
     """
     is_on = precision.in_8_bits
     if precision.records_amax:
@@ -121,95 +123,93 @@ def product(
     return _multiply(fp8, None if is_on is True else is_on, x, weight_OI, bias_O, amaxes)
 
 
-def amax(x: Float[Array, "..."], **by: Any) -> Float[Array, "..."]:  # noqa: ANN401
-    """Max |x|, float32; `by` is as of `jnp.max`."""
-    return jnp.max(jnp.abs(_exactly(x)), **by)
+def amax(x: Float[Array, "..."], **options: Any) -> Float[Array, "..."]:  # noqa: ANN401
+    """Compute max |x| in float32; `options` are those of `jnp.max`."""
+    return jnp.max(jnp.abs(_exact_float32(x)), **options)
 
 
-def _exactly(x: Array) -> Array:
-    """In float32, the values of its own dtype: XLA may have kept more digits of them.
-
-    What is then rounded to 8 bits would depend on what else is fused with it.
-    """
-    # XLA may fuse a bfloat16 producer in float32. `reduce_precision` cannot be removed, so the amax
-    # and the rounded numbers do not depend on fusion.
+def _exact_float32(x: Array) -> Array:
+    """Convert to float32 with the precision of the dtype of x."""
+    # XLA may fuse a bfloat16 producer in float32 and keep more digits. It cannot remove
+    # `reduce_precision`, so amax and rounded values do not depend on fusion.
     info = jnp.finfo(x.dtype)
     wide = x.astype(jnp.float32)
     return wide if x.dtype == jnp.float32 else jax.lax.reduce_precision(wide, info.nexp, info.nmant)
 
 
 def power_of_two_scale(amax: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    """2^⌊log2(largest / amax)⌋; 0 where amax is infinite, so that what is scaled by it is NaN."""
+    """Return 2^⌊log2(largest / amax)⌋; 0 if amax is infinite, so that inf becomes NaN."""
     ratio = float(jnp.finfo(dtype).max) / jnp.maximum(amax, _LEAST_AMAX)
-    # Clearing mantissa and sign bits of a positive float32 rounds it down to a power of two,
-    # exactly. An infinite amax gives ratio 0, scale 0 and then 0 * inf = NaN: the guard sees it.
+    # Clearing the mantissa bits of a positive float32 rounds it down to a power of two, exactly. An
+    # infinite amax gives ratio 0 and scale 0, and 0 * inf = NaN, which the guard detects.
     bits = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def round_to_fp8(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
-    """X times a scale in 8 bits; what is too large becomes the largest, NaN stays."""
+    """Round x times a scale to 8 bits; larger values saturate, and NaN stays NaN."""
     largest = float(jnp.finfo(dtype).max)
     # A cast to fp8 would turn overflow into NaN (e4m3fn has no infinity); `clip` saturates, and
     # keeps NaN.
-    return jnp.clip(_exactly(x) * scale, -largest, largest).astype(dtype)
+    return jnp.clip(_exact_float32(x) * scale, -largest, largest).astype(dtype)
 
 
-def quantize_tensor(x: Array, dtype: jnp.dtype, seen: Float[Array, ""] | None = None) -> Scaled:
-    """Quantize with one scale, from the earlier amax `seen` if given, else the current one."""
-    if seen is None:
+def quantize_tensor(
+    x: Array, dtype: jnp.dtype, earlier_amax: Float[Array, ""] | None = None
+) -> Scaled:
+    """Quantize with one scale, from `earlier_amax` if given, else from the current amax."""
+    if earlier_amax is None:
         scale = power_of_two_scale(amax(x), dtype)
     else:
-        scale = jnp.where(seen > 0, power_of_two_scale(seen, dtype), 1.0)
+        scale = jnp.where(earlier_amax > 0, power_of_two_scale(earlier_amax, dtype), 1.0)
     return Scaled(round_to_fp8(x, dtype, scale), 1 / scale)
 
 
 def fake_quantize_blocks(
     x: Float[Array, "*r c"], dtype: jnp.dtype, rows: int, columns: int
 ) -> Array:
-    """The numbers that 8 bits with a scale for each block hold, in the dtype of x."""
+    """Round x to 8 bits with a scale per block, and return the values in the dtype of x."""
     x_RC = x.reshape(-1, x.shape[-1])
-    more = [-size % block for size, block in zip(x_RC.shape, (rows, columns), strict=True)]
-    padded = jnp.pad(x_RC, [(0, n) for n in more])
+    padding = [-size % block for size, block in zip(x_RC.shape, (rows, columns), strict=True)]
+    padded = jnp.pad(x_RC, [(0, n) for n in padding])
     blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
     scale = power_of_two_scale(amax(blocks, axis=(1, 3), keepdims=True), dtype)
-    held = round_to_fp8(blocks, dtype, scale).astype(x.dtype) * (1 / scale).astype(x.dtype)
-    return held.reshape(padded.shape)[: x_RC.shape[0], : x_RC.shape[1]].reshape(x.shape)
+    values = round_to_fp8(blocks, dtype, scale).astype(x.dtype) * (1 / scale).astype(x.dtype)
+    return values.reshape(padded.shape)[: x_RC.shape[0], : x_RC.shape[1]].reshape(x.shape)
 
 
 Operand = Scaled | Array
-"""One side of a product; an array is multiplied as it is."""
+"""Operand of a product; an array is multiplied as it is."""
 
 
 def _einsum(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array:
-    """`einsum` in a dtype.
+    """Compute an `einsum` in a dtype.
 
-    On the 8-bit values themselves, with the units afterwards: so XLA:GPU makes one kernel of it,
-    where a product of `values * unit` would be one of bf16 (docs/precision.md).
+    The 8-bit values are multiplied directly, and the units afterwards. XLA:GPU compiles this to an
+    8-bit kernel, while a product of `values * unit` would be a bf16 kernel (docs/precision.md).
     """
     if not (isinstance(left, Scaled) and isinstance(right, Scaled)):
         return jnp.einsum(form, left, right, preferred_element_type=dtype)
-    # dtype of `y` before the units: sums of 8-bit products in `dtype` (bf16 or float32) accumulate
-    # in float32 inside the kernel. Units are powers of two, so that scaling after the sum is exact.
+    # Units are powers of two, so that scaling after the sum is exact.
     y = jnp.einsum(form, left.values, right.values, preferred_element_type=dtype)
     return y * (left.unit * right.unit).astype(dtype)
 
 
-def _x(fp8: Fp8, x: Array, amaxes: Amaxes | None) -> Operand:
-    """For the product with W."""
+def _quantize_x(fp8: Fp8, x: Array, amaxes: Amaxes | None) -> Operand:
+    """Quantize x for the product with W."""
     if fp8.scaling == "block":
         return fake_quantize_blocks(x, E4M3, 1, BLOCK)
     return quantize_tensor(x, E4M3, amaxes.x if amaxes else None)
 
 
-def _weight(fp8: Fp8, weight: Array, amaxes: Amaxes | None) -> Operand:
-    """Whole over the data axes: rounded first, it travels in 8 bits."""
+def _quantize_weight(fp8: Fp8, weight: Array, amaxes: Amaxes | None) -> Operand:
+    """Quantize W and gather it over the data axes, in this order where scales allow it."""
     if fp8.scaling == "block":
         return fake_quantize_blocks(
             collectives.all_gather_weight(weight, fp8.axes), E4M3, BLOCK, BLOCK
         )
-    # Scale first, gather second: one byte per weight on the wire, and the same scale on all
-    # devices, because amax is that of the whole tensor.
+    # Quantize first, gather second: one byte per weight is transferred. All devices use the same
+    # scale, because amax is the maximum of the whole tensor.
     own = quantize_tensor(weight, E4M3, amaxes.weight if amaxes else None)
     return own._replace(values=collectives.all_gather_weight(own.values, fp8.axes))
 
@@ -217,8 +217,11 @@ def _weight(fp8: Fp8, weight: Array, amaxes: Amaxes | None) -> Operand:
 def _forward(
     fp8: Fp8, x: Array, weight: Array, bias: Array | None, amaxes: Amaxes | None
 ) -> tuple[Array, Operand, Operand]:
-    """The result, and what of x and W it was made."""
-    x_8, weight_8 = _x(fp8, x, amaxes), _weight(fp8, weight.astype(x.dtype), amaxes)
+    """Return the result and the quantized operands."""
+    x_8, weight_8 = (
+        _quantize_x(fp8, x, amaxes),
+        _quantize_weight(fp8, weight.astype(x.dtype), amaxes),
+    )
     return _with_bias(_einsum("...i,oi->...o", x_8, weight_8, x.dtype), bias), x_8, weight_8
 
 
@@ -227,7 +230,7 @@ def _with_bias(y: Array, bias: Array | None) -> Array:
 
 
 def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array, Array]:
-    """The gradients of x and W; for blocks, x as it came."""
+    """Return the gradients of x and W; with block scaling, `x` is not quantized."""
     sums = jnp.promote_types(fp8.sums, d_y.dtype)
     d_rows: Operand
     d_columns: Operand
@@ -245,13 +248,13 @@ def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array,
     return d_x, constrain(_einsum("...o,...i->oi", d_columns, x, sums), *fp8.axes)
 
 
-def _plain(fp8: Fp8, x: Array, weight: Array, bias: Array | None) -> Array:
-    """The result in bf16, for layers that stay in it."""
+def _forward_bf16(fp8: Fp8, x: Array, weight: Array, bias: Array | None) -> Array:
+    """Return the result in bf16, for layers that stay in bf16."""
     whole = collectives.all_gather_weight(weight.astype(x.dtype), fp8.axes)
     return _with_bias(jnp.einsum("...i,oi->...o", x, whole), bias)
 
 
-def _plain_backward(fp8: Fp8, x: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
+def _backward_bf16(fp8: Fp8, x: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
     whole = collectives.all_gather_weight(weight.astype(x.dtype), fp8.axes)
     sums = jnp.promote_types(fp8.sums, d_y.dtype)
     d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=sums)
@@ -267,11 +270,11 @@ def _multiply(
     bias: Array | None,
     amaxes: Amaxes | None,
 ) -> Array:
-    """In 8 bits; with a switch, where that is set."""
+    """Multiply in 8 bits; with a switch, only if it is set."""
     return _multiply_forward(fp8, switch, x, weight, bias, amaxes)[0]
 
 
-_named = jax.named_scope("fp8")  # in a profile, which products are of such layers
+_named = jax.named_scope("fp8")  # marks the products of these layers in a profile
 
 
 @_named
@@ -283,21 +286,26 @@ def _multiply_forward(
     bias: Array | None,
     amaxes: Amaxes | None,
 ) -> tuple[Array, tuple[Any, ...]]:
-    # With a switch, residuals are x and W themselves: both branches must return the same types.
+    # With a switch, the backward pass may take either branch, so residuals are x and W themselves.
+    #
+    # residuals    tensor, delayed    block                switch
+    # of x         8 bits             x                    x
+    # of W         8 bits, gathered   rounded, gathered    W
+    #              W if `regathers`   W if `regathers`
     if switch is not None:
         y = jax.lax.cond(
             switch,
             lambda x, weight: _forward(fp8, x, weight, bias, amaxes)[0],
-            lambda x, weight: _plain(fp8, x, weight, bias),
+            lambda x, weight: _forward_bf16(fp8, x, weight, bias),
             x, weight,
         )  # fmt: skip
         return y, (switch, x, weight, jnp.zeros((), weight.dtype), bias, amaxes)
     y, x_8, weight_8 = _forward(fp8, x, weight, bias, amaxes)
     # `jnp.zeros((), weight.dtype)` carries the dtype of the weight into the backward pass without
     # its memory.
-    kept_x = x if fp8.scaling == "block" else x_8
-    kept_weight = weight if fp8.regathers else weight_8
-    return y, (None, kept_x, kept_weight, jnp.zeros((), weight.dtype), bias, amaxes)
+    saved_x = x if fp8.scaling == "block" else x_8
+    saved_weight = weight if fp8.regathers else weight_8
+    return y, (None, saved_x, saved_weight, jnp.zeros((), weight.dtype), bias, amaxes)
 
 
 @_named
@@ -308,14 +316,17 @@ def _multiply_backward(
     if switch is not None:
 
         def in_8_bits(x: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
-            x_8, weight_8 = _x(fp8, x, amaxes), _weight(fp8, weight.astype(x.dtype), amaxes)
+            x_8, weight_8 = (
+                _quantize_x(fp8, x, amaxes),
+                _quantize_weight(fp8, weight.astype(x.dtype), amaxes),
+            )
             return _backward(fp8, x if fp8.scaling == "block" else x_8, weight_8, d_y)
 
-        plain = functools.partial(_plain_backward, fp8)
+        plain = functools.partial(_backward_bf16, fp8)
         d_x, d_weight = jax.lax.cond(switch, in_8_bits, plain, x, weight, d_y)
     else:
         if fp8.regathers:
-            weight = _weight(fp8, weight.astype(d_y.dtype), amaxes)
+            weight = _quantize_weight(fp8, weight.astype(d_y.dtype), amaxes)
         d_x, d_weight = _backward(fp8, x, weight, d_y)
     d_weight = d_weight.astype(like.dtype)
     if bias is None:

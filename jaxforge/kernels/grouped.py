@@ -1,12 +1,17 @@
-"""Rows times the weights of the group they belong to: the products of a mixture of experts.
+"""Grouped products of rows with the weights of their group, for mixtures of experts.
 
     blocks       blocks of rows in plain XLA, anywhere (`grouped_blocks.py`)
     megablox     JAX's Pallas kernels for TPU (`megablox.py`)
     mosaic_gpu   Pallas kernels for Hopper, bf16 or fp16 (`grouped_mosaic.py`)
 
-Each multiplies a row with its own group's weights alone, forward and in both gradients.
-`jax.lax.ragged_dot` is none of them: on CPU and GPU, and for the gradient of weights on TPU, it
-multiplies every row with the weights of every group (JAX 0.10).
+Each backend multiplies a row only with the weights of its own group, in the forward pass and in
+both gradients. `jax.lax.ragged_dot` is not used: on CPU and GPU, and for the gradient of weights on
+TPU, it multiplies every row with the weights of every group (JAX 0.10).
+
+    x_MI     rows sorted by group    0 0 0 | 1 | 2 2 | . .      sizes_G = [3, 1, 2]
+    y_MO     x[m] w[g]ᵀ                                         rows beyond the last group (.):
+    dx_MI    dy[m] w[g]                                         undefined values, no contribution
+    dw_GOI   Σ over rows m of group g of dy[m] x[m]ᵀ
 """
 
 import functools
@@ -30,25 +35,29 @@ def grouped_matmul(
     backend: str,
     gradient_GOI: Float[Array, "g o i"] | None = None,
 ) -> Float[Array, "m o"]:
-    """y[m] = w[g] x[m], for the group g of row m.
+    """Compute y[m] = w[g] x[m] for the group g of each row m.
 
-    Arrays are local: inside `shard_map`, its axes are all manual. Where it keeps track of the axes
-    that arrays vary over, a gradient is summed over those that its array did not vary over; XLA's
-    `blocks` alone can be told so.
+    Arrays are local: inside `shard_map`, all its axes are manual. If `shard_map` tracks varying
+    axes, a gradient is summed over the axes that its array does not vary over. Only the backend
+    `blocks` supports this.
 
     Args:
-        x_MI: rows, sorted by group. What those beyond the last group's hold, and their gradient, is
-            left out; what they give, and get back, is anything.
-        w_GOI: a matrix for each group, in any dtype; products take it in that of `x_MI`.
-        sizes_G: int32, rows of each group; M at most together.
-        backend: a key of `GROUPED`.
-        gradient_GOI: takes the gradient of the weights, in its own dtype, in their place.
+        x_MI: rows, sorted by group. Rows beyond the last group do not contribute to gradients of
+            weights; their results and gradients are undefined.
+        w_GOI: a matrix per group in any dtype, cast to the dtype of `x_MI`.
+        sizes_G: number of rows of each group, int32; their sum is at most M.
+        backend: a key of `GROUPED_BACKENDS`.
+        gradient_GOI: receives the gradient of the weights in its own dtype, instead of `w_GOI`.
 
     Returns:
-        In the dtype of `x_MI`, summed in float32, as the gradients are.
+        The products in the dtype of `x_MI`, summed in float32 as the gradients are.
     """
+    # All arrays vary over the same axes from here on: the transpose of the cast sums the gradient
+    # of an array over the axes that the array itself does not vary over.
     arrays = x_MI, w_GOI, sizes_G, gradient_GOI
     axes = collectives.varying_axes(arrays)
+    # A custom gradient, because the gradient of weights is a product of another kind, and because
+    # opaque kernels have no gradients of their own.
     return _matmul(backend, *jax.tree.map(lambda array: collectives.varying(array, axes), arrays))
 
 
@@ -56,25 +65,29 @@ def grouped_matmul(
 def _matmul(
     backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array, gradient_GOI: Array | None
 ) -> Array:
-    return GROUPED[backend].matmul(x_MI, w_GOI, sizes_G)
+    return GROUPED_BACKENDS[backend].matmul(x_MI, w_GOI, sizes_G)
 
 
 def _forward(
     backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array, gradient_GOI: Array | None
 ) -> tuple[Array, tuple]:
-    apart = None if gradient_GOI is None else jnp.zeros((), gradient_GOI.dtype)
-    return _matmul(backend, x_MI, w_GOI, sizes_G, gradient_GOI), (x_MI, w_GOI, sizes_G, apart)
+    # `gradient_GOI` has no values of interest; a scalar carries its dtype to the backward pass.
+    like = None if gradient_GOI is None else jnp.zeros((), gradient_GOI.dtype)
+    return _matmul(backend, x_MI, w_GOI, sizes_G, gradient_GOI), (x_MI, w_GOI, sizes_G, like)
 
 
 def _backward(
     backend: str, saved: tuple, dy_MO: Array
 ) -> tuple[Array, Array | None, None, Array | None]:
-    x_MI, w_GOI, sizes_G, apart = saved
-    products = GROUPED[backend]
+    x_MI, w_GOI, sizes_G, like = saved
+    products = GROUPED_BACKENDS[backend]
     dx_MI = products.gradient_of_rows(dy_MO, w_GOI, sizes_G)
     dw_GOI = products.gradient_of_weights(x_MI, dy_MO, sizes_G)
-    if apart is not None:
-        return dx_MI, None, None, dw_GOI.astype(apart.dtype)
+    # dw is float32. It is rounded once: to the dtype of the sum over devices if the caller gave
+    # `gradient_GOI`, else to the dtype of the weights.
+    # Sums are in float32; each gradient is rounded once, to the dtype of its array.
+    if like is not None:
+        return dx_MI, None, None, dw_GOI.astype(like.dtype)
     return dx_MI, dw_GOI.astype(w_GOI.dtype), None, None
 
 
@@ -86,8 +99,8 @@ class ProductRequirements(NamedTuple):
 
     Attributes:
         platform: "cpu", "gpu" or "tpu".
-        dtype: of rows.
-        widths: of what is multiplied: the model's, and an expert's on each device.
+        dtype: dtype of the rows.
+        widths: widths of the operands: of the model, and of an expert on each device.
         capability: compute capability of a GPU, such as "9.0".
     """
 
@@ -108,6 +121,7 @@ def _megablox_unsupported(at: ProductRequirements) -> str | None:
 def _mosaic_unsupported(at: ProductRequirements) -> str | None:
     if at.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
+    # The kernels use WGMMA, an instruction of Hopper only.
     if at.capability != "9.0":
         return f"it needs Hopper, compute capability 9.0, and these GPUs have {at.capability}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
@@ -115,20 +129,20 @@ def _mosaic_unsupported(at: ProductRequirements) -> str | None:
     from jaxforge.kernels.grouped_mosaic import MULTIPLE  # here: see on_first_use
 
     if odd := [width for width in at.widths if width % MULTIPLE]:
-        return f"widths are multiples of {MULTIPLE}, and an expert has {odd[0]}"
+        return f"widths must be multiples of {MULTIPLE}, and an expert has {odd[0]}"
     return None
 
 
 class Products(NamedTuple):
-    """A backend.
+    """A backend of grouped products.
 
     Attributes:
         matmul: (x_MI, w_GOI, sizes_G) -> y_MO in the dtype of x.
         gradient_of_rows: (dy_MO, w_GOI, sizes_G) -> dx_MI in the dtype of dy.
         gradient_of_weights: (x_MI, dy_MO, sizes_G) -> dw_GOI in float32.
-        unsupported_reason: what speaks against it in a situation; None: nothing.
-        is_opaque: whether XLA does not see inside, so that `shard_map` cannot check over which mesh
-            axes results vary.
+        unsupported_reason: requirements -> reason why the backend does not support them, or None.
+        is_opaque: whether XLA cannot see inside of the kernel, so that `shard_map` cannot check
+            over which mesh axes results vary.
     """
 
     matmul: Callable[[Array, Array, Array], Array]
@@ -138,7 +152,7 @@ class Products(NamedTuple):
     is_opaque: bool = False
 
 
-def _of_module(
+def _import_backend(
     module: str, unsupported_reason: Callable[[ProductRequirements], str | None]
 ) -> Products:
     names = "matmul", "gradient_of_rows", "gradient_of_weights"
@@ -146,35 +160,36 @@ def _of_module(
     return Products(matmul, of_rows, of_weights, unsupported_reason, is_opaque=True)
 
 
-GROUPED = {
+# Pallas modules are imported at the first call, so that this table exists on any platform.
+GROUPED_BACKENDS = {
     "blocks": Products(
         grouped_blocks.matmul, grouped_blocks.gradient_of_rows,
         grouped_blocks.gradient_of_weights, lambda at: None,
     ),
-    "megablox": _of_module("megablox", _megablox_unsupported),
-    "mosaic_gpu": _of_module("grouped_mosaic", _mosaic_unsupported),
+    "megablox": _import_backend("megablox", _megablox_unsupported),
+    "mosaic_gpu": _import_backend("grouped_mosaic", _mosaic_unsupported),
 }  # fmt: skip
 
 _FAST = {"gpu": "mosaic_gpu", "tpu": "megablox"}
 
 
-def choose_grouped(asked: str, at: ProductRequirements) -> str:
-    """The name in `GROUPED` that `model.moe_backend` stands for here.
+def choose_grouped(requested: str, at: ProductRequirements) -> str:
+    """Resolve `model.moe_backend` to a name in `GROUPED_BACKENDS`.
 
     Args:
-        asked: the key's value.
-        at: what it is to serve.
+        requested: `model.moe_backend`.
+        at: requirements for the products.
 
     Raises:
-        UserError: the backend asked for cannot serve.
+        UserError: the configured backend is not supported.
     """
-    name = _FAST.get(at.platform, "blocks") if asked == "auto" else asked
-    problem = GROUPED[name].unsupported_reason(at)
+    name = _FAST.get(at.platform, "blocks") if requested == "auto" else requested
+    problem = GROUPED_BACKENDS[name].unsupported_reason(at)
     if problem is None:
         return name
-    if asked == "auto":
-        return "blocks"
+    if requested == "auto":
+        return "blocks"  # which runs anywhere
     raise UserError(
-        f'model.moe_backend = "{asked}" cannot serve here: {problem}; '
-        'or set model.moe_backend = "auto"'
+        f'model.moe_backend = "{requested}" is not supported: {problem}. To use a supported '
+        'kernel, set model.moe_backend = "auto"'
     )

@@ -1,8 +1,8 @@
-"""Grouped products on Hopper, in Pallas for GPUs (Mosaic): tiles that tensor cores take from TMA.
+"""Grouped products on Hopper in Pallas Mosaic GPU, with tiles that are loaded by TMA.
 
-Products of rows are the kernel that comes with JAX. Its counterpart for gradients of weights masks
-rows inside, asks for a GPU where it is only compiled for one, and rounds to bfloat16. Here the rows
-are laid out first so that no two groups share a tile, and sums leave in float32.
+Products of rows use the kernel of JAX. JAX's kernel for gradients of weights masks rows inside of
+the kernel, needs a GPU even for ahead-of-time compilation, and rounds to bfloat16. The kernel here
+takes rows in a layout in which no two groups share a tile, and returns float32 sums.
 """
 
 import functools
@@ -17,19 +17,19 @@ from jaxtyping import Array, Float
 
 from jaxforge.kernels.grouped_blocks import Rows, Sizes, Weights
 
-Ref = Any  # to memory of one kind or another, for which Pallas has a class each
+Ref = Any  # reference to global or shared memory, or to an accumulator
 
 MULTIPLE = 64
-"""What widths must be a multiple of: the kernels read tiles of so many columns."""
+"""Divisor of all widths: the number of columns of the tiles that kernels read."""
 
-# Shapes: M rows, P rows laid out apart (P >= M), G groups, O outputs, I inputs. A tile of dW is
-# [128, 128] in registers of a warpgroup; rows arrive in steps of `MULTIPLE` through TMA.
-_PROCESSORS = 132  # of an H100; one that has fewer runs some after others
-_ROWS = 128  # of a tile
-_STEPS = 4  # tiles of a product that are on their way
+# Shapes: M rows, P rows in the layout with padding (P >= M), G groups, O outputs, I inputs. A tile
+# of dW is [128, 128] in registers of a warpgroup; rows arrive in steps of `MULTIPLE` through TMA.
+_PROCESSORS = 132  # multiprocessors of an H100; on smaller GPUs some run after others
+_ROWS = 128  # rows of a tile
+_STEPS = 4  # tiles of a product that are in flight
 
 
-def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
+def _multiply_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
     width = w_GOI.shape[1 if transpose else 2]
     return ragged_dot(
         x_MI, w_GOI.astype(x_MI.dtype), group_sizes=sizes_G, block_m=_ROWS, block_n=_tile(width),
@@ -37,22 +37,22 @@ def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> 
     )  # fmt: skip
 
 
-matmul = functools.partial(_of_rows, transpose=True)
-"""(x_MI, w_GOI, sizes_G) -> each row times its group's weights;
-of rows beyond all groups, anything."""
+matmul = functools.partial(_multiply_rows, transpose=True)
+"""(x_MI, w_GOI, sizes_G) -> each row times the weights of its group; rows beyond all groups are
+undefined."""
 
-gradient_of_rows = functools.partial(_of_rows, transpose=False)
-"""(dy_MO, w_GOI, sizes_G) -> each row of the result's gradient times its group's
-weights, transposed."""
+gradient_of_rows = functools.partial(_multiply_rows, transpose=False)
+"""(dy_MO, w_GOI, sizes_G) -> each row of the result's gradient times the transposed weights of its
+group."""
 
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:
-    """The sum over each group's rows of dy xᵀ, float32."""
+    """Sum dy xᵀ over the rows of each group, in float32."""
     out, inp, groups = dy_MO.shape[1], x_MI.shape[1], sizes_G.shape[0]
-    first_G, blocks_G, row_P, is_row_P = _apart(sizes_G, x_MI.shape[0])
+    first_G, blocks_G, row_P, is_row_P = _block_layout(sizes_G, x_MI.shape[0])
     x_PI, dy_PO = (jnp.where(is_row_P[:, None], rows[row_P], 0) for rows in (x_MI, dy_MO))
     kernel = plgpu.kernel(
-        functools.partial(_add_up, groups, (_tile(out), _tile(inp))),
+        functools.partial(_sum_kernel, groups, (_tile(out), _tile(inp))),
         out_type=jax.ShapeDtypeStruct((groups, out, inp), jnp.float32),
         grid=(_PROCESSORS,),
         grid_names=("processor",),
@@ -61,25 +61,25 @@ def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array,
     return kernel(first_G, blocks_G, dy_PO.T, x_PI)
 
 
-def _apart(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
-    """Rows laid out so that each block of `MULTIPLE` is of one group.
+def _block_layout(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
+    """Return a layout of rows in which each block of `MULTIPLE` rows belongs to one group.
 
     Returns:
-        The first block of each group, how many it has, and of each place in the new layout the row
-        that goes there and whether one does.
+        First block and number of blocks of each group, and for each position of the layout its row
+        and whether it has one.
     """
     groups = sizes_G.shape[0]
     blocks_G = -(-sizes_G // MULTIPLE)
     first_G = jnp.cumsum(blocks_G) - blocks_G
     # group sizes 3, 2 with MULTIPLE = 4:  rows  a a a b b  ->  a a a . | b b . .   (. = zeros)
-    place_P = jnp.arange((-(-rows // MULTIPLE) + groups) * MULTIPLE, dtype=jnp.int32)
-    group_P = jnp.searchsorted(first_G, place_P // MULTIPLE, side="right") - 1
-    within_P = place_P - first_G[group_P] * MULTIPLE
+    position_P = jnp.arange((-(-rows // MULTIPLE) + groups) * MULTIPLE, dtype=jnp.int32)
+    group_P = jnp.searchsorted(first_G, position_P // MULTIPLE, side="right") - 1
+    within_P = position_P - first_G[group_P] * MULTIPLE
     row_P = (jnp.cumsum(sizes_G) - sizes_G)[group_P] + within_P
     return first_G, blocks_G, jnp.minimum(row_P, rows - 1), within_P < sizes_G[group_P]
 
 
-def _add_up(
+def _sum_kernel(
     groups: int,
     tile: tuple[int, int],
     first_G: Ref,
@@ -88,14 +88,16 @@ def _add_up(
     x_PI: Ref,
     dw_GOI: Ref,
 ) -> None:
-    """The kernel: of each group each tile, a sum over the group's blocks of rows."""
-    across = dw_GOI.shape[2] // tile[1]
+    """Kernel that sums each tile of each group over the group's blocks of rows."""
+    tiles_per_row = dw_GOI.shape[2] // tile[1]
 
     # A persistent grid: each processor takes (group, tile) pairs in a strided loop.
-    @plgpu.nd_loop((groups, dw_GOI.shape[1] // tile[0] * across), collective_axes="processor")
-    def _of_tile(loop: plgpu.NDLoopInfo) -> None:
+    @plgpu.nd_loop(
+        (groups, dw_GOI.shape[1] // tile[0] * tiles_per_row), collective_axes="processor"
+    )
+    def _sum_tile(loop: plgpu.NDLoopInfo) -> None:
         group, at = loop.index
-        o, i = jax.lax.div(at, jnp.int32(across)), jax.lax.rem(at, jnp.int32(across))
+        o, i = jax.lax.div(at, jnp.int32(tiles_per_row)), jax.lax.rem(at, jnp.int32(tiles_per_row))
         first, blocks = first_G[group], blocks_G[group]
 
         def sums(sum_ref: Ref) -> Array:

@@ -1,6 +1,6 @@
-"""Kernels of other machines, imported when they run.
+"""Kernels of other platforms, imported when they are called.
 
-To import JAX's for GPUs and TPUs takes a while, and not every JAX has them all.
+JAX's kernels for GPUs and TPUs take time to import, and not every version of JAX has all of them.
 """
 
 import importlib
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def on_first_use(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module of this package, which is imported when it is called."""
+    """Return a function of a module of this package that is imported at the first call."""
 
-    def function(*inputs: Any, **options: Any) -> Any:  # noqa: ANN401 (those of what it stands for)
+    def function(*inputs: Any, **options: Any) -> Any:  # noqa: ANN401 (as the function)
         return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*inputs, **options)
 
     return function

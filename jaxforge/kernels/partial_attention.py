@@ -1,16 +1,18 @@
-"""Attention of some queries over some of the keys, told in such a way that parts add up.
+"""Attention over a part of the keys, with results that can be merged over parts.
 
-A part gives its own softmax-weighted mean o and the logsumexp of its scores. Of two parts,
+A partial result is the softmax-weighted mean o over its keys, and the logsumexp of its scores. Two
+partial results are merged by
 
     lse = log(e^lse_1 + e^lse_2)        o = e^(lse_1 - lse) o_1 + e^(lse_2 - lse) o_2
 
-(FlashAttention, arXiv:2205.14135, section 3.1). The gradient of a part needs, of the whole, lse and
-the row sums δ = Σ o · d_o alone; so gradients of parts just add up, too.
+(FlashAttention, arXiv:2205.14135, section 3.1). The gradients of a part depend on other parts only
+by lse and the row sums δ = Σ o · d_o of the merged result, so that gradients of parts are summed.
 
-Scores exist for a tile of queries and a tile of keys at a time. A tile is skipped where nothing in
-it is visible: whatever says so, causality, a window, or packed documents.
+Scores exist for one tile of queries and one tile of keys at a time. A tile is skipped if nothing in
+it is visible, because of causality, a window, or packed documents.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,45 +21,45 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.kernels import masking
-from jaxforge.kernels.flash_blocks import AFTER, BEFORE, Tokens
+from jaxforge.kernels.flash_blocks import AFTER, BEFORE, TokenPositions
 from jaxforge.kernels.on_first_use import on_first_use
 from jaxforge.kernels.scoring import Scoring, product
 
-_TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
+TILE = 512  # queries, and keys, of a tile
 
 
 class QueryPart(NamedTuple):
-    """Some tokens that look.
+    """A part of the queries.
 
     Attributes:
-        q: their queries.
-        at: where they are.
+        q: the queries.
+        at: their positions and documents.
     """
 
     q: Float[Array, "b s heads h"]
-    at: Tokens
+    at: TokenPositions
 
 
 class KeyPart(NamedTuple):
-    """Some tokens that are looked at.
+    """A part of the keys and values.
 
     Attributes:
-        k: their keys.
-        v: their values.
-        at: where they are.
+        k: the keys.
+        v: the values.
+        at: their positions and documents.
     """
 
     k: Float[Array, "b t kv h"]
     v: Float[Array, "b t kv h"]
-    at: Tokens
+    at: TokenPositions
 
 
 class PartialResult(NamedTuple):
     """Partial attention result over some of the keys, float32.
 
     Attributes:
-        o: the mean of values, by their weights among these keys; 0 where none is visible.
-        lse: logsumexp of the scores; -inf where none is visible.
+        o: mean of values, weighted by the softmax over these keys; 0 if no key is visible.
+        lse: logsumexp of the scores; -inf if no key is visible.
     """
 
     o: Float[Array, "b s heads h"]
@@ -69,7 +71,7 @@ class PartialResult(NamedTuple):
         return PartialResult(self.scaled_to(lse) + other.scaled_to(lse), lse)
 
     def scaled_to(self, lse: Float[Array, "b s heads"]) -> Float[Array, "b s heads h"]:
-        """Its share of the mean over more keys, whose logsumexp is given."""
+        """Return the contribution to the mean over more keys, whose logsumexp is `lse`."""
         return self.o * jnp.exp(self.lse - _finite(lse))[..., None]
 
 
@@ -85,8 +87,8 @@ class BackwardInputs(NamedTuple):
     """Per-query inputs of the backward pass over all keys, float32.
 
     Attributes:
-        d_o: the gradient of what they got.
-        lse: logsumexp of their scores.
+        d_o: gradient of the merged result.
+        lse: logsumexp of the scores over all keys.
         delta: Σ o · d_o over each head.
     """
 
@@ -96,7 +98,7 @@ class BackwardInputs(NamedTuple):
 
 
 Window = Int[Array, ""] | None
-"""Number of last tokens that a query sees, itself included; None: all."""
+"""Number of last tokens that a query sees, including itself; None: all."""
 
 
 def attend_to_part(
@@ -105,10 +107,10 @@ def attend_to_part(
     """Attend to a part of the keys: those at or before each query, in its document.
 
     Args:
-        queries: who looks.
-        keys: what is looked at.
-        scoring: what becomes of products of queries and keys.
-        window: how far they see.
+        queries: the queries.
+        keys: the part of the keys.
+        scoring: scale and soft cap of the scores.
+        window: number of last tokens that a query sees.
     """
     # Loop nest: map over query tiles, scan over key tiles, online softmax in the carry.
     #
@@ -117,9 +119,9 @@ def attend_to_part(
     # query tile 1      full   causal -    -       full / causal: computed, masked where needed
     # query tile 2      full   full causal -
     #
-    # Padding positions: AFTER everything for keys (invisible), BEFORE everything for queries
-    # (blind).
-    queries = _in_place(queries)
+    # The last tiles are padded with positions AFTER all queries (invisible keys) and BEFORE all
+    # keys (queries that see nothing).
+    queries = _keep_in_loop(queries)
     key_tiles = _tiles(keys, AFTER)
 
     def of_queries(tile: QueryPart) -> PartialResult:
@@ -142,56 +144,53 @@ def attend_to_part(
         return jax.lax.scan(of_keys, PartialResult(o, o[..., 0] - jnp.inf), key_tiles)[0]
 
     parts = jax.lax.map(of_queries, _tiles(queries, BEFORE))
-    return _joined(parts, queries.q.shape[1])
+    return _join_tiles(parts, queries.q.shape[1])
 
 
 def gradients_of_part(
     queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
-    """The gradients of a part of attention.
+    """Compute the gradients of attention to a part of the keys.
 
     Args:
-        queries: as of `attend_to_part`, and so the rest.
-        of_queries: what is known of them.
-        keys: the part.
-        scoring: the same.
-        window: the same.
+        queries: the queries.
+        of_queries: gradients and statistics of the merged result.
+        keys: the part of the keys.
+        scoring: scale and soft cap of the scores.
+        window: number of last tokens that a query sees.
     """
-    queries = _in_place(queries)
+    queries = _keep_in_loop(queries)
     key_tiles = _tiles(keys, AFTER)
 
     def add_tile(sums: tuple[Array, Array], tile: tuple[QueryPart, BackwardInputs]) -> Any:  # noqa: ANN401
         def of_keys(d_q: Array, keys: KeyPart) -> tuple[Array, tuple[Array, Array]]:
-            def tile_gradients() -> Gradients:
-                return _gradients_of_tile(*tile, keys, scoring, window)
-
-            def none() -> Gradients:
+            def zero_gradients() -> Gradients:
                 zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys[:2])
                 return Gradients(jnp.zeros_like(d_q), *zeros)
 
-            got = jax.lax.cond(_may_see(tile[0], keys, window), tile_gradients, none)
-            return d_q + got.q, (got.k, got.v)
+            gradients = functools.partial(_gradients_of_tile, *tile, keys, scoring, window)
+            grads = jax.lax.cond(_may_see(tile[0], keys, window), gradients, zero_gradients)
+            return d_q + grads.q, (grads.k, grads.v)
 
-        # Gradients of queries add up over key tiles (carry of the inner scan), those of keys over
-        # query tiles (carry of the outer scan).
+        # Gradients of queries are summed over key tiles (carry of the inner scan), gradients of
+        # keys over query tiles (carry of the outer scan).
         d_q, of_tiles = jax.lax.scan(of_keys, jnp.zeros_like(tile[1].d_o), key_tiles)
         return jax.tree.map(jnp.add, sums, of_tiles), d_q
 
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), key_tiles[:2])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), key_tiles[:2])
     tiles = _tiles(queries, BEFORE), _tiles(of_queries, 0)
-    (d_k, d_v), d_q = jax.lax.scan(add_tile, nothing, tiles)
+    (d_k, d_v), d_q = jax.lax.scan(add_tile, zeros, tiles)
     length = keys.k.shape[1]
-    return Gradients(_joined(d_q, queries.q.shape[1]), _joined(d_k, length), _joined(d_v, length))
+    return Gradients(
+        _join_tiles(d_q, queries.q.shape[1]), _join_tiles(d_k, length), _join_tiles(d_v, length)
+    )
 
 
-def _in_place(queries: QueryPart) -> QueryPart:
-    """Return queries that carry their positions.
-
-    `lax.scan` moves what depends on no layer out of its loop over layers when that is
-    differentiated: here, what is visible in all tiles at a time.
-    """
-    # The barrier makes the masks depend on the loop's data, so they stay inside the loop, a tile at
-    # a time, instead of being hoisted for all tiles.
+def _keep_in_loop(queries: QueryPart) -> QueryPart:
+    """Make masks depend on the queries, so that they stay inside of a loop over layers."""
+    # Differentiation of `lax.scan` over layers hoists values that do not depend on the layer, here
+    # the masks of all tiles at once. The barrier makes masks depend on the layer's queries, so that
+    # they are computed inside of the loop, one tile at a time.
     return jax.lax.optimization_barrier(queries)
 
 
@@ -230,15 +229,15 @@ PARTIAL_KERNELS = {
     "tiles": PartialKernel(attend_to_part, gradients_of_part),
     "triton": PartialKernel(_attend_by_flash, _gradients_by_flash),
 }
-"""By name: anywhere, in plain XLA; on GPUs (`flash.py`)."""
+"""Kernels by name: "tiles" in plain XLA, anywhere; "triton" on GPUs (`flash.py`)."""
 
-T = TypeVar("T")
+Tree = TypeVar("Tree")
 
 
-def _tiles(of_tokens: T, padding: int) -> T:
-    """Arrays [b, s, ...] in tiles [n, b, t, ...]; of integers, the last is filled up."""
+def _tiles(of_tokens: Tree, padding: int) -> Tree:
+    """Cut arrays [b, s, ...] into tiles [n, b, t, ...]; integers are padded with `padding`."""
     length = jax.tree.leaves(of_tokens)[0].shape[1]
-    size = min(length, _TILE)
+    size = min(length, TILE)
     n = -(-length // size)
 
     def cut(x: Array) -> Array:
@@ -250,8 +249,8 @@ def _tiles(of_tokens: T, padding: int) -> T:
     return jax.tree.map(cut, of_tokens)
 
 
-def _joined(tiles: T, length: int) -> T:
-    """The arrays that `_tiles` has cut."""
+def _join_tiles(tiles: Tree, length: int) -> Tree:
+    """Join the tiles of `_tiles`, without padding."""
 
     def join(x: Array) -> Array:
         x = x.swapaxes(0, 1)
@@ -262,15 +261,18 @@ def _joined(tiles: T, length: int) -> T:
 
 def _may_see(queries: QueryPart, keys: KeyPart, window: Window) -> Bool[Array, ""]:
     """Return whether any query may see any key, from the extreme positions of each row."""
-    looking, seen = queries.at, keys.at
-    (first_q, last_q), (first_k, last_k) = _range(looking.positions), _range(seen.positions)
-    # Conservative interval tests on each row: false only if provably nothing is visible. Documents
-    # are numbered in ascending order, so disjoint ranges share no document.
+    q_tokens, k_tokens = queries.at, keys.at
+    (first_q, last_q), (first_k, last_k) = _range(q_tokens.positions), _range(k_tokens.positions)
+    # Conservative interval tests on each row: False only if nothing is visible. Disjoint ranges of
+    # document ids share no document.
     is_visible = first_k <= last_q
     if window is not None:
         is_visible &= first_q - last_k < window
-    if looking.documents is not None and seen.documents is not None:
-        (first_q, last_q), (first_k, last_k) = _range(looking.documents), _range(seen.documents)
+    if q_tokens.documents is not None and k_tokens.documents is not None:
+        (first_q, last_q), (first_k, last_k) = (
+            _range(q_tokens.documents),
+            _range(k_tokens.documents),
+        )
         is_visible &= (first_k <= last_q) & (first_q <= last_k)
     return jnp.any(is_visible)
 
@@ -282,7 +284,7 @@ def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
 def _scores(
     queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
 ) -> tuple[Float[Array, "b kv g s t"], Float[Array, "b s kv g h"]]:
-    """Scores, -inf where nothing is visible, and the queries by the heads of the keys."""
+    """Return scores, -inf for invisible pairs, and the queries grouped by key heads."""
     batch, length, _, h = queries.q.shape
     q = queries.q.reshape(batch, length, keys.k.shape[2], -1, h)
     products = product("bskgh,btkh->bkgst", q, keys.k)
@@ -301,9 +303,12 @@ def _gradients_of_tile(
         x.swapaxes(1, 2).reshape(len(x), keys.k.shape[2], -1, x.shape[1])
         for x in (of_queries.lse, of_queries.delta)
     )
-    # FlashAttention's backward (arXiv:2205.14135, algorithm 4): P = exp(S - lse), dV = Pᵀ dO, dP =
-    # dO Vᵀ, dS = P (dP - δ), dQ = dS K, dK = dSᵀ Q; casts to the input dtype before each product,
-    # sums in float32.
+    # FlashAttention's backward pass (arXiv:2205.14135, algorithm 4):
+    #
+    #   P = exp(S - lse)      dV = Pᵀ dO      dP = dO Vᵀ
+    #   dS = P (dP - δ)       dQ = dS K       dK = dSᵀ Q
+    #
+    # Operands are cast to the input dtype before each product; sums are float32.
     weights = jnp.exp(scores - _finite(lse)[..., None])
     d_o = of_queries.d_o.reshape(q.shape).astype(keys.v.dtype)
     d_weights = product("bskgh,btkh->bkgst", d_o, keys.v)
@@ -317,5 +322,5 @@ def _gradients_of_tile(
 
 
 def _finite(lse: Array) -> Array:
-    """0 for -inf: where nothing is visible, scores are less than what is taken from them."""
+    """Replace -inf by 0, so that exp(-inf - lse) is 0 instead of NaN if nothing is visible."""
     return jnp.where(jnp.isneginf(lse), 0.0, lse)

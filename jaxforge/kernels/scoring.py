@@ -1,7 +1,4 @@
-"""Transformation of query-key products before the softmax, and soft caps of logits.
-
-The gradient of sinks, logits that join the scores.
-"""
+"""Scale and soft cap of query-key products, soft cap of logits, and gradients of sinks."""
 
 from typing import NamedTuple
 
@@ -10,11 +7,11 @@ from jaxtyping import Array, Float
 
 
 class Scoring(NamedTuple):
-    """Scores are cap · tanh(scale · q kᵀ / cap), as in Gemma 2 (arXiv:2408.00118).
+    """Scores cap · tanh(scale · q kᵀ / cap), as in Gemma 2 (arXiv:2408.00118).
 
     Attributes:
-        scale: what multiplies products; None: 1 / √h.
-        softcap: the cap; None: scores are not capped.
+        scale: factor of query-key products; None: 1 / √h.
+        softcap: soft cap; None: scores are not capped.
     """
 
     scale: float | None = None
@@ -25,7 +22,7 @@ class Scoring(NamedTuple):
         return head_size**-0.5 if self.scale is None else self.scale
 
     def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Scores, given scaled products."""
+        """Return the scores of scaled products."""
         return soft_cap(scores, self.softcap)
 
     def score_gradients(
@@ -36,10 +33,10 @@ class Scoring(NamedTuple):
         delta: Float[Array, "*b s 1"],
         head_size: int,
     ) -> Float[Array, "*b s t"]:
-        """Return the gradients of products of queries and keys.
+        """Return the gradients of query-key products.
 
         Args:
-            scores: capped.
+            scores: capped scores.
             weights: softmax of the scores over all keys that a query sees.
             d_weights: gradients of the weights.
             delta: rowsum(dO ∘ O) of each query.
@@ -52,7 +49,7 @@ class Scoring(NamedTuple):
 
 
 PLAIN = Scoring()
-"""1 / √h, without a cap."""
+"""Scale 1 / √h without a cap."""
 
 
 def product(dimensions: str, left: Array, right: Array) -> Float[Array, "..."]:
@@ -61,12 +58,12 @@ def product(dimensions: str, left: Array, right: Array) -> Float[Array, "..."]:
 
 
 def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Gives cap · tanh(x / cap), which lies between -cap and cap; None leaves x as it is."""
+    """Return cap · tanh(x / cap), which is between -cap and cap; without a cap, x itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def soft_cap_slope(capped: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """The derivative of `soft_cap`, from what it gave; of -inf, which nothing gives, 0."""
+    """Return the derivative of `soft_cap` from its result; 0 for masked scores of -inf."""
     return 1 - (jnp.maximum(capped, -cap) / cap) ** 2
 
 
@@ -75,14 +72,14 @@ def sink_gradients(
     lse: Float[Array, "b heads s"],
     delta: Float[Array, "b heads s"],
 ) -> Float[Array, "heads"] | None:
-    """-Σ exp(sink - lse) δ over the rows of each head, in the dtype of the sinks.
+    """Return -Σ exp(sink - lse) δ over the rows of each head, in the dtype of the sinks.
 
     Args:
-        sinks: a logit of each head, where there are any.
-        lse: log Σ exp of the scores of each query and the sink, float32.
+        sinks: an extra logit per head; None: there are none.
+        lse: logsumexp of the scores of each query and the sink, float32.
         delta: rowsum(dO ∘ O) of each query, float32.
     """
     if sinks is None:
         return None
-    taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * delta
-    return -jnp.sum(taken, axis=(0, 2)).astype(sinks.dtype)
+    of_rows = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * delta
+    return -jnp.sum(of_rows, axis=(0, 2)).astype(sinks.dtype)

@@ -1,8 +1,8 @@
-"""Splash attention: the flash attention kernel for TPU that comes with JAX.
+"""Splash attention, the flash attention kernel of JAX for TPU.
 
-The kernel knows one sequence on one device. Here it is mapped over the batch;
-`attention_backends.attend_locally` brings it to a mesh. Tiles that it computes are listed when it
-is made, from its mask; documents are known later, and by them tiles are struck from the lists.
+The kernel handles one sequence on one device. It is mapped over the batch here, and run on a mesh
+by `attention_backends.attend_locally`. The list of tiles that it computes is built from a static
+mask. Documents are known only at run time, and remove tiles from the list.
 """
 
 import functools
@@ -31,10 +31,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.kernels.scoring import PLAIN, Scoring
 
 SEQUENCE_MULTIPLE = 128
-"""The kernel reads tiles of so many tokens."""
+"""Divisor of sequence lengths: the kernel reads tiles of this many tokens."""
 
-_BLOCK = 512  # tokens of a tile: what MaxText runs with on every generation
-_INTERPRET = False  # tests set it, to run the kernel without a TPU
+BLOCK = 512  # tokens of a tile, as in MaxText on every TPU generation
+INTERPRET = False  # tests set it, to run the kernel without a TPU
 
 DocumentIds = Int[Array, "b s"] | None
 
@@ -51,12 +51,12 @@ def splash_attention(
 ) -> Float[Array, "b s heads h"]:
     """Compute softmax(q kᵀ / √h) v over the keys at or before each query, in its document.
 
-    Of a window of tokens, its own included, it sees those, and of a row in chunks its own chunk;
-    tiles outside of it are not computed, nor those whose queries and keys share no document.
-    `sinks` are a logit of each head that joins its scores.
+    A query sees the last `window` tokens, including itself, and its own chunk of `chunk` tokens.
+    Tiles outside of both are skipped, and tiles whose queries and keys share no document. `sinks`
+    are an extra logit per head that joins the scores.
     """
     length, heads, h = q_BSHh.shape[1:]
-    # The kernel multiplies q by nothing: scale the queries instead, in their dtype.
+    # The kernel does not scale scores, so the queries are scaled, in their dtype.
     kernel = _kernel(length, heads, _mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
@@ -64,7 +64,7 @@ def splash_attention(
     def of_row(q: Array, k: Array, v: Array, ids: Int[Array, "s"] | None) -> Array:
         own = kernel if ids is None else _within_documents(kernel, ids)
         y = own(q, k, v, None if ids is None else SegmentIds(q=ids, kv=ids), sinks)
-        assert isinstance(y, jax.Array)  # without residuals
+        assert isinstance(y, jax.Array)  # a single array, because residuals are not requested
         return y
 
     return jax.vmap(of_row)(q, k, v, segment_ids).swapaxes(1, 2)
@@ -73,52 +73,54 @@ def splash_attention(
 def _within_documents(kernel: SplashAttentionKernel, ids: Int[Array, "s"]) -> SplashAttentionKernel:
     """Return the kernel without tiles whose queries and keys share no document."""
     tiles = ids.reshape(-1, _block(len(ids)))
-    # A tile of queries and one of keys share a document only if their ranges of ids overlap (ids
-    # ascend along a row). The mask of the forward and both backward kernels lose the others.
+    # A tile of queries and a tile of keys can share a document only if their ranges of ids overlap.
+    # Other tiles are removed from the lists of the forward kernel and both backward kernels.
     first, last = jnp.min(tiles, axis=1), jnp.max(tiles, axis=1)
-    meet = (first[:, None] <= last) & (first <= last[:, None])
+    is_visible = (first[:, None] <= last) & (first <= last[:, None])
     of_keys, of_queries = kernel.dkv_mask_info, kernel.dq_mask_info
     assert of_keys is not None
     assert of_queries is not None
     return SplashAttentionKernel(
-        _struck(kernel.fwd_mask_info, meet),
-        _struck(of_queries, meet),
-        _struck(of_keys, meet, by_keys=True),
+        _remove_tiles(kernel.fwd_mask_info, is_visible),
+        _remove_tiles(of_queries, is_visible),
+        _remove_tiles(of_keys, is_visible, by_keys=True),
         **kernel.kwargs,
     )
 
 
-def _struck(info: MaskInfo, meet: Bool[Array, "n n"], *, by_keys: bool = False) -> MaskInfo:
-    """Lists without tiles that do not meet: instead of one, what comes next is fetched meanwhile.
+def _remove_tiles(
+    info: MaskInfo, is_visible: Bool[Array, "n n"], *, by_keys: bool = False
+) -> MaskInfo:
+    """Remove tiles that share no document, and prefetch the next remaining tile instead.
 
-    A tile of queries has a list of tiles of keys; `by_keys` it is the other way round.
+    Lists are per tile of queries, or, with `by_keys`, per tile of keys.
     """
-    if info.data_next is None or info.block_mask is None:  # nothing is listed: all are computed
+    if info.data_next is None or info.block_mask is None:  # no list: all tiles are computed
         return info
-    turned = (0, 2, 1) if by_keys else (0, 1, 2)
-    listed, mask = (jnp.transpose(x, turned) for x in (info.data_next, info.block_mask))
+    axes = (0, 2, 1) if by_keys else (0, 1, 2)
+    listed, mask = (jnp.transpose(x, axes) for x in (info.data_next, info.block_mask))
     # Per head and row of tiles, in the order of execution:
     #
-    # listed[h, i, t]   tile of the other side to prefetch for step t
+    # listed[h, i, t]   tile of keys (by_keys: of queries) to prefetch for step t
     # mask[h, i, t]     0: skip, 1: compute with mask, 2: compute without mask
     #
-    # Steps that are struck get mask 0. Their prefetch is replaced by that of the next step that
-    # stays, so that the pipeline of transfers has no bubble: `cummin` from the right finds it.
-    own = jnp.arange(len(meet))[:, None]
-    stays = (mask > 0) & meet[own, listed.astype(jnp.int32)]
-    at = jnp.arange(stays[0].size)
-    following = jnp.where(stays.reshape(len(stays), -1), at, len(at) - 1)
+    # Removed steps get mask 0. Their prefetch is replaced by that of the next remaining step, so
+    # that the pipeline of transfers has no bubble. `cummin` from the right finds that step.
+    own = jnp.arange(len(is_visible))[:, None]
+    remains = (mask > 0) & is_visible[own, listed.astype(jnp.int32)]
+    at = jnp.arange(remains[0].size)
+    following = jnp.where(remains.reshape(len(remains), -1), at, len(at) - 1)
     following = jax.lax.cummin(following, axis=1, reverse=True)
     fetched = jnp.take_along_axis(listed.reshape(following.shape), following, axis=1)
     return info._replace(
-        data_next=jnp.transpose(fetched.reshape(listed.shape), turned),
-        block_mask=jnp.transpose(jnp.where(stays, mask, 0), turned),
+        data_next=jnp.transpose(fetched.reshape(listed.shape), axes),
+        block_mask=jnp.transpose(jnp.where(remains, mask, 0), axes),
     )
 
 
 def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
     shape = length, length
-    mask: _ByTile
+    mask: _TiledMask
     if chunk is not None:
         mask, reach = _Chunked(shape, chunk), chunk - 1
     elif window is not None:
@@ -129,19 +131,18 @@ def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
     return mask
 
 
-class _ByTile(Mask):
-    """Mask that computes only those of its tiles that are partially visible.
+class _TiledMask(Mask):
+    """Mask that computes a tile only if it is partially visible.
 
-    The kernel asks for every tile while the step is traced: of 131,072 tokens, that took a minute.
+    The kernel reads every tile while the step is traced, which took a minute for 131,072 tokens.
     """
 
     reach: int
-    """How many tokens back a query sees at most."""
+    """Maximum distance from a query to a visible key."""
 
     def __getitem__(self, tile: tuple[slice, slice]) -> np.ndarray:
         rows, columns = tile
-        # Distances query - key over the corners of the tile decide it without a comparison per
-        # pair.
+        # The distances query - key at two corners bound those of all pairs of the tile.
         nearest, farthest = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
         shape = rows.stop - rows.start, columns.stop - columns.start
         if farthest < 0 or nearest > self.reach:
@@ -151,15 +152,15 @@ class _ByTile(Mask):
         return super().__getitem__(tile)
 
 
-class _Causal(_ByTile, CausalMask):
+class _Causal(_TiledMask, CausalMask):
     pass
 
 
-class _Local(_ByTile, LocalMask):
+class _Local(_TiledMask, LocalMask):
     pass
 
 
-class _Chunked(_ByTile, ChunkedCausalMask):
+class _Chunked(_TiledMask, ChunkedCausalMask):
     pass
 
 
@@ -171,7 +172,7 @@ def _filled(shape: tuple[int, int], value: bool) -> np.ndarray:
 
 
 def _block(length: int) -> int:
-    return min(_BLOCK, length & -length)  # a power of two that divides the length
+    return min(BLOCK, length & -length)  # a power of two that divides the length
 
 
 def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> SplashAttentionKernel:
@@ -182,6 +183,6 @@ def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> Sp
     )  # fmt: skip
     mask = MultiHeadMask([of_head] * heads)
     return make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_INTERPRET,
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=INTERPRET,
         attn_logits_soft_cap=softcap,
     )  # fmt: skip

@@ -58,6 +58,7 @@ def sort_by_key(key_N: Int[Array, "n"], n_keys: int) -> tuple[Permutation, Int[A
     """
     order = jnp.argsort(key_N, stable=True).astype(key_N.dtype)
     sizes = jnp.sum(key_N[:, None] == jnp.arange(n_keys), axis=0, dtype=jnp.int32)
+    # The inverse of a permutation by one scatter of unique indices, instead of a second sort.
     ascending = jnp.arange(len(key_N), dtype=key_N.dtype)
     return Permutation(
         order, jnp.zeros_like(key_N).at[order].set(ascending, unique_indices=True)
@@ -72,11 +73,15 @@ def sort_assignments(
     Assignments whose key is `n_keys` have no row.
     """
     order, sizes = sort_by_key(key_TK.reshape(-1), n_keys)
+    # Assignments with key `n_keys` sort to the positions from `end` on. N marks them as absent: out
+    # of bounds for rows, so that `mode="fill"` below reads zeros for them.
     n, end = key_TK.size, jnp.sum(sizes)
     row = jnp.where(order.position < end, order.position, n).reshape(key_TK.shape)
     return Assignments(row, jnp.where(jnp.arange(n) < end, order.row, n)), sizes
 
 
+# Autodiff would transpose a gather to a scatter with additions. The inverse index is known here, so
+# that every gradient below is a gather by the other index instead.
 @jax.custom_vjp
 def permute_rows(rows_ND: Float[Array, "n d"], order: Permutation) -> Float[Array, "n d"]:
     """Return the rows in another order."""
@@ -92,6 +97,7 @@ permute_rows.defvjp(
 @jax.custom_vjp
 def gather_tokens(x_TD: Float[Array, "t d"], assignments: Assignments) -> Float[Array, "n d"]:
     """Return the token of each row's assignment; undefined for rows without an assignment."""
+    # Rows without an assignment have an index out of bounds: "clip" reads the last token for them.
     return x_TD.at[assignments.assignment // assignments.row.shape[1]].get(mode="clip")
 
 

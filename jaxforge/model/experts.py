@@ -4,7 +4,7 @@ The code runs per device, manual over all mesh axes (`_run_per_device`). Rows ar
 and the products of rows and experts are grouped (`kernels/grouped.py`), so that no token is dropped
 and no product is padded to the largest expert. With `distributed.ep`, experts are split over
 devices, and an all-to-all moves rows to the device of their expert and back. The buffers of the
-all-to-all hold `_HEADROOM` times the rows of an even load. Excess rows take further rounds, which
+all-to-all hold `HEADROOM` times the rows of an even load. Excess rows take further rounds, which
 are usually skipped. So memory and traffic do not follow the worst load, and no row is lost.
 """
 
@@ -45,7 +45,7 @@ from jaxforge.parallel.sharding import (
     compute_axes,
 )
 
-_HEADROOM = 1.5  # rows of a round relative to an even load
+HEADROOM = 1.5  # rows of a round relative to an even load
 
 
 Leaf = TypeVar("Leaf")
@@ -100,7 +100,7 @@ class ExpertLinear(nnx.Module):
             )
         # The gradient flows to zeros of the reduction's dtype instead of through the cast of the
         # weight: devices then sum it before it is rounded to `dtype`.
-        gradient = collectives.gradient_of(weight, self.axes, self.reduce_dtype)
+        gradient = collectives.gradient_receiver(weight, self.axes, self.reduce_dtype)
         bias = self.bias[...].astype(self.reduce_dtype) if self.has_bias else None
         return GatheredLinear(jax.lax.stop_gradient(whole), bias, gradient)
 
@@ -109,7 +109,7 @@ class ExpertLinear(nnx.Module):
         own = quantize_experts(jax.lax.stop_gradient(weight.astype(dtype)))
         values = collectives.all_gather_weight(own.values, self.axes)
         sums = jnp.promote_types(self.reduce_dtype, dtype)
-        gradient = collectives.gradient_of(weight, self.axes, sums)
+        gradient = collectives.gradient_receiver(weight, self.axes, sums)
         bias = self.bias[...].astype(sums) if self.has_bias else None
         return GatheredLinear(own._replace(values=values), bias, gradient)
 
@@ -325,7 +325,7 @@ def _by_all_to_all(
     #                                                             | inverse order
     #   y_TD <--sum_by_token--- [devices, room] <--all-to-all-- [devices * room]
     most = tokens * min(k, n_experts // devices)  # the experts of a token are distinct
-    room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
+    room = min(most, 8 * math.ceil(HEADROOM * tokens * k / devices / 8))
     load = _load_of_devices(expert_TK, n_experts, devices)
 
     def exchange(rows: Array) -> Array:

@@ -17,8 +17,8 @@ from jaxforge.parallel.sharding import (
     Axes,
     automatic_size,
     constrain,
-    parts_of_sequences,
-    whole_sequences,
+    merge_sequences,
+    split_sequences,
 )
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
@@ -147,7 +147,7 @@ class Linear(nnx.Module):
             UserError: the layer multiplies in 8 bits, and a custom block passed no precision.
         """
         bias = self.bias[...] if self.has_bias else None
-        x_PSI = parts_of_sequences(x)
+        x_PSI = split_sequences(x)
         rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, x.shape[-1])
         if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
             product = select_product(self.backward, x.dtype)
@@ -164,7 +164,7 @@ class Linear(nnx.Module):
                 maxima = (jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES)
                 amaxes = fp8.Amaxes(*maxima)
             y = fp8.product(self.fp8, rows, self.weight[...], bias, amaxes, precision)
-        return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
+        return merge_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
 
 
 def select_product(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:

@@ -49,7 +49,7 @@ class MoE(nnx.Module):
         Args:
             x_BSD: tokens.
             loss_weights: weights of the loss terms; None outside of training.
-            backend: kernel of the grouped products (`grouped.GROUPED`).
+            backend: kernel of the grouped products (`grouped.GROUPED_BACKENDS`).
             is_padding: tokens that are routed to no expert and left out of statistics.
             precision: precision of the block, where the model multiplies in 8 bits.
         """

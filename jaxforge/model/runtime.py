@@ -15,7 +15,7 @@ from jaxforge.kernels.attention_backends import (
 from jaxforge.kernels.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32
 
-_UNROLLED_ON_CPU = 12  # layers
+UNROLLED_ON_CPU = 12  # layers
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
 
 
@@ -34,7 +34,7 @@ class Runtime(NamedTuple):
         rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU a product
             with a permutation pairs them: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: preferred number of logits of the loss at a time; None: any number.
-        grouped: name of the kernel of products with experts in `grouped.GROUPED`.
+        grouped: name of the kernel of products with experts in `grouped.GROUPED_BACKENDS`.
         reduce_dtype: dtype in which devices sum their gradients of matrices.
         context: how devices share a sequence: `distributed.cp_strategy`.
         why_attention: reasons against the kernels that are preferred to `attention`.
@@ -95,7 +95,7 @@ def runtime_for(
     chunk = next((c for c in m.chunks if c is not None and c < length), None)
     at = KernelRequirements(
         platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks,
-        config.data.pack_sequences, capability, here=jax.default_backend() == platform,
+        config.data.pack_sequences, capability, is_present=jax.default_backend() == platform,
     )  # fmt: skip
     widths = (m.dim, m.expert_dim // config.distributed.tp)
     products = ProductRequirements(platform, dtype, widths, capability)
@@ -112,7 +112,7 @@ def runtime_for(
         return runtime._replace(rope_as_matmul=True, wholly_manual=False)
     if platform == "cpu":
         n_layers = m.n_layers
-        most = _UNROLLED_ON_CPU // 3 if m.is_moe else _UNROLLED_ON_CPU
+        most = UNROLLED_ON_CPU // 3 if m.is_moe else UNROLLED_ON_CPU
         loop = n_layers > most or runtime.save != "none"
         return runtime._replace(unroll=1 if loop else n_layers, loss_tile=_TILE_ON_CPU)
     return runtime

@@ -71,7 +71,7 @@ class Model:
         config: the `[model]` section.
         dtype: dtype of activations and matrix products.
         param_dtype: dtype that parameters are stored in.
-        runtime: execution choices; by default those of the tests' reference.
+        runtime: execution choices; by default the reference of the tests.
         stack: layers of the pipeline stages; by default there is one stage.
         recipe: settings of products in 8 bits; None: there are none.
 
@@ -160,7 +160,7 @@ class Model:
 
         Args:
             state: non-trainable state before the update.
-            stats: statistics of the model's parts; those of layers are under LAYERS, by row.
+            stats: statistics of the model's parts; statistics of layers are under LAYERS, by row.
             progress: completed fraction of the run's steps.
         """
         if self.config.has_router_state:
@@ -360,8 +360,8 @@ class Model:
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
         """Return next-token logits in float32, with the model's soft cap.
 
-        In a pipeline stage, `params` contains a shard of the head, and logits are those of the
-        shard.
+        In a pipeline stage, `params` contains a shard of the head, and logits are its share of the
+        vocabulary.
         """
         return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
 

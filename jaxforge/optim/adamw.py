@@ -1,7 +1,8 @@
 """AdamW (arXiv:1711.05101) in the order of operations of `torch.optim.AdamW`.
 
-optax adds the decay to the update; torch shrinks the parameter first. The mathematics is the same
-and the rounding is not: in this order a run taken over from torch drifts from it far less.
+optax adds the decay to the update, while PyTorch shrinks the parameter first. The results differ
+only by rounding. With PyTorch's order, a run that continues from a PyTorch checkpoint stays much
+closer to the original run.
 """
 
 import math
@@ -13,15 +14,20 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.model.linear import times
 from jaxforge.optim.eight_bit import ROOT
-from jaxforge.optim.moments import MomentStorage, zeros
+from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.update_rule import Step, transform
+from jaxforge.optim.update_rule import UpdateStep, transform
 
 
 class AdamWState(NamedTuple):
-    """Updates made, and the running means of the gradient and of its square.
+    """State of AdamW.
 
-    Scales are of moments in eight bits.
+    Attributes:
+        updates: number of updates made.
+        mu: running mean of the gradient, per parameter.
+        nu: running mean of the squared gradient, per parameter.
+        mu_scales: scales of 8-bit `mu`; None for other storage formats.
+        nu_scales: scales of 8-bit `nu`; None for other storage formats.
     """
 
     updates: Int[Array, ""]
@@ -40,7 +46,7 @@ def adamw(
     state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW as one transform.
+    """Return AdamW as one optax transform.
 
     With lr = schedule(updates) · lr_scale and t = updates + 1, per parameter p with gradient g:
 
@@ -51,27 +57,27 @@ def adamw(
     Args:
         schedule: learning rate by the number of updates made.
         betas: b1, b2.
-        eps: added to the denominator.
-        weight_decay: a tree of floats, one per parameter.
-        state_dtype: what m and v are stored in; the arithmetic is float32.
-        lr_factors: a tree of floats, one per parameter: multiply its step, and not its decay.
+        eps: constant added to the denominator.
+        weight_decay: tree of floats, one per parameter.
+        state_dtype: storage format of m and v; the arithmetic is float32.
+        lr_factors: tree of floats, one per parameter, that multiply the step but not the decay.
 
-    The update function is that of `optim.update_rule.transform`.
+    `optim.update_rule.transform` documents the arguments of the update function.
     """
     b1, b2 = betas
 
     def init(params: PyTree) -> AdamWState:
-        mu, mu_scales = zeros(params, state_dtype)
-        nu, nu_scales = zeros(params, state_dtype, ROOT)
+        mu, mu_scales = init_moments(params, state_dtype)
+        nu, nu_scales = init_moments(params, state_dtype, ROOT)
         return AdamWState(jnp.zeros((), jnp.int32), mu, nu, mu_scales, nu_scales)
 
-    def moved(scalars: tuple[Array, ...], g: Array, m: Array, v: Array) -> tuple[Array, ...]:
+    def advance(scalars: tuple[Array, ...], g: Array, m: Array, v: Array) -> tuple[Array, ...]:
         (root_correction2,) = scalars
         m = b1 * m + (1 - b1) * g
         v = b2 * v + (1 - b2) * (g * g)
         return m / (jnp.sqrt(v) / root_correction2 + eps), m, v
 
-    def update(step: Step, grads: PyTree, state: AdamWState, params: PyTree) -> tuple:
+    def update(step: UpdateStep, grads: PyTree, state: AdamWState, params: PyTree) -> tuple:
         lr, t = step.lr, state.updates + 1
         step_size = lr / bias_correction(b1, t)
 
@@ -80,7 +86,7 @@ def adamw(
             return (p32 * (1 - lr * decay) - times(step_size, factor) * direction - p32,)
 
         return step.advance(
-            state, ("mu", "nu"), moved, change, params, grads, weight_decay, lr_factors,
+            state, ("mu", "nu"), advance, change, params, grads, weight_decay, lr_factors,
             scalars=(jnp.sqrt(bias_correction(b2, t)),),
         )  # fmt: skip
 
@@ -88,6 +94,6 @@ def adamw(
 
 
 def bias_correction(beta: float, t: Int[Array, ""]) -> Float[Array, ""]:
-    """1 - beta^t, without the cancellation that costs it four digits when beta is near 1."""
+    """Return 1 - beta^t without the cancellation that costs four digits when beta is near 1."""
     log_beta = math.log(beta) if beta else -math.inf
     return -jnp.expm1(t.astype(jnp.float32) * log_beta)

@@ -1,19 +1,18 @@
 """Updates that skip experts without tokens, around any update rule (`optimizer.skip_idle_experts`).
 
-In PyTorch a parameter without a gradient is skipped by every optimizer: its moments, its weight
-decay and its own count of updates stand still. An expert that is a module of its own has no
-gradient in an update in which no token reached it. Here experts are stacked, and the gradient of
-such an expert is zero. So the rule runs for each stack of experts on its own, with counts of shape
-[layers, experts, 1, ...] where it has a scalar otherwise, and results are kept for experts that
-tokens reached:
+PyTorch optimizers skip a parameter without a gradient: its moments, its weight decay and its count
+of updates do not change. An expert that is a module of its own has no gradient in an update in
+which no token reaches it. Here experts are stacked, and the gradient of such an expert is zero. The
+rule therefore runs separately for each stacked expert parameter, with counts of shape
+[layers, experts, 1, ...] instead of scalars. Only experts that tokens reached take the results:
 
     field of the rule's state     other parameters     experts
-    mu, nu, ... (trees)           as the rule has it   selected expert by expert
-    updates, ... (scalars)        as the rule has it   `expert_updates`, ...: [layers, experts] per
+    mu, nu, ... (trees)           unchanged            selected expert by expert
+    updates, ... (scalars)        unchanged            `expert_updates`, ...: [layers, experts] per
                                                        parameter
 
-The learning rate follows the count of all updates, as `torch.optim.lr_scheduler` does. Everything
-else that a rule makes of its count, such as AdamW's bias correction, follows the expert's own.
+The learning rate depends on the count of all updates, as in `torch.optim.lr_scheduler`. All other
+uses of the count, such as AdamW's bias correction, depend on the expert's own count.
 """
 
 import functools
@@ -28,7 +27,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.optimizer import EXPERT_FIELD
-from jaxforge.optim.moments import advances_in_place
+from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.schedule import Rate
 from jaxforge.optim.trees import Path, join, split, state_type
 
@@ -44,13 +43,13 @@ Arrays = tuple[PyTree, State, PyTree]
 def skip_idle_experts(
     build: Build, rate: Rate, axes: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an update rule that leaves experts without tokens alone.
+    """Return an update rule that does not change experts without tokens.
 
-    The update function takes `reached`, bool [layers, experts]: which experts got tokens in the
-    update. By default those did whose gradient is not all zeros.
+    The update function takes `reached`, bool [layers, experts]: the experts that got tokens in the
+    update. By default these are the experts whose gradient is not all zeros.
 
     Args:
-        build: makes the rule for some of the parameters.
+        build: builds the rule for a subset of the parameters.
         rate: learning rate by the number of updates made.
         axes: logical axes of every parameter.
     """
@@ -75,20 +74,20 @@ def skip_idle_experts(
         **extra: Any,  # noqa: ANN401
     ) -> tuple[PyTree, State]:
         kind = type(jax.eval_shape(whole.init, params))
-        of_rule = kind(*(getattr(state, name) for name in kind._fields))
+        rule_state = kind(*(getattr(state, name) for name in kind._fields))
         updates, new = others.update(
-            *_part((grads, of_rule, params), lambda tree: split(tree, paths)[1]), **extra
+            *_select((grads, rule_state, params), lambda tree: split(tree, paths)[1]), **extra
         )
-        counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(of_rule)}
+        counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(rule_state)}
         for path in sorted(paths):
-            rule = build(rate.fixed_at(state.updates), _only(path, axes))
+            select = functools.partial(_select_path, path)
+            rule = build(rate.fixed_at(state.updates), select(axes))
             own = {n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts}
-            only = functools.partial(_only, path)
-            arrays = _part((grads, of_rule._replace(**own), params), only)
+            arrays = _select((grads, rule_state._replace(**own), params), select)
             change, after = _update_experts(rule, arrays, reached, extra)
-            updates, new = join(updates, change), _joined(new, after)
-            for name, of_name in counts.items():
-                of_name[path] = getattr(after, name)
+            updates, new = join(updates, change), _join_states(new, after)
+            for name, counts_by_path in counts.items():
+                counts_by_path[path] = getattr(after, name)
         return updates, _with_counts(new, counts)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -100,31 +99,31 @@ def _update_experts(
     reached: Bool[Array, "layers experts"] | None,
     extra: Mapping[str, Any],
 ) -> tuple[PyTree, State]:
-    """Update one parameter of all experts, where tokens reached them.
+    """Update one stacked parameter for the experts that tokens reached.
+
+    Moments that are updated in place keep the old values themselves (`moments.MomentUpdate`).
 
     Args:
         rule: the update rule, whose learning rate does not depend on its count.
         arrays: gradient, the rule's state with scalars as arrays [layers, experts], parameter.
-        reached: which experts got tokens; None asks the gradient.
+        reached: experts that got tokens; None derives them from the gradient.
         extra: other arguments of the rule.
-
-    Moments that advance in place keep the old values by themselves (`moments.Turn`).
     """
     grads, state, params = arrays
     (shape,) = (leaf.shape for leaf in jax.tree.leaves(params))
-    of_expert = (*shape[:2], *(1,) * len(shape[2:]))
+    broadcast_shape = (*shape[:2], *(1,) * len(shape[2:]))  # [layers, experts, 1, ...]
     if reached is None:
         (grad,) = jax.tree.leaves(grads)
         reached = jnp.any(grad != 0, axis=range(2, grad.ndim))
-    mask = reached.reshape(of_expert)
+    mask = reached.reshape(broadcast_shape)
     counts = _scalars(state)
-    old = state._replace(**{name: a.reshape(of_expert) for name, a in counts.items()})
+    old = state._replace(**{name: a.reshape(broadcast_shape) for name, a in counts.items()})
     if "applied" in extra:
         extra = {**extra, "applied": extra["applied"] & mask}
     updates, new = rule.update(grads, old, params, **extra)
 
     def selected(n: Array, o: Array) -> Array:
-        return n if advances_in_place(o) else jnp.where(mask, n, o)
+        return n if is_updated_in_place(o) else jnp.where(mask, n, o)
 
     new = type(new)(*(jax.tree.map(selected, n, o) if n is not None else None
                       for n, o in zip(new, old, strict=True)))  # fmt: skip
@@ -133,24 +132,24 @@ def _update_experts(
 
 
 def _scalars(state: State) -> dict[str, Array]:
-    """Return the fields of a rule's state that are no trees of parameters."""
+    """Return the fields of a rule's state that are not trees of parameters."""
     fields = state._asdict().items()
     return {name: f for name, f in fields if f is not None and not isinstance(f, dict)}
 
 
-def _only(path: Path, tree: PyTree) -> PyTree:
+def _select_path(path: Path, tree: PyTree) -> PyTree:
     return split(tree, {path})[0]
 
 
-def _part(arrays: Arrays, part: Callable[[PyTree], PyTree]) -> Arrays:
-    """Return gradients, a rule's state and parameters for some of the parameters."""
+def _select(arrays: Arrays, select: Callable[[PyTree], PyTree]) -> Arrays:
+    """Return gradients, a rule's state and parameters for a subset of the parameters."""
     grads, state, params = arrays
-    fields = (part(field) if isinstance(field, dict) else field for field in state)
-    return part(grads), type(state)(*fields), part(params)
+    fields = (select(field) if isinstance(field, dict) else field for field in state)
+    return select(grads), type(state)(*fields), select(params)
 
 
-def _joined(first: State, other: State) -> State:
-    """Return the trees of two states together, with the scalars of the first."""
+def _join_states(first: State, other: State) -> State:
+    """Return a state with the trees of two states and the scalars of the first."""
     return type(first)(
         *(
             join(a or {}, b or {}) if isinstance(a, dict) or isinstance(b, dict) else a
@@ -160,6 +159,6 @@ def _joined(first: State, other: State) -> State:
 
 
 def _with_counts(state: State, counts: Mapping[str, Mapping[Path, Array]]) -> State:
-    """Return a rule's state, and for each scalar a tree of the experts' own."""
+    """Return a rule's state extended by a tree of the experts' counts for each scalar."""
     kind = state_type("IdleExpertsState", (*state._fields, *(EXPERT_FIELD + n for n in counts)))
-    return kind(*state, *(unflatten_dict(of_name) for of_name in counts.values()))
+    return kind(*state, *(unflatten_dict(by_path) for by_path in counts.values()))

@@ -1,4 +1,4 @@
-"""Lion (arXiv:2302.06675): a step of the same size in every element, by the sign of a momentum."""
+"""Lion (arXiv:2302.06675): steps of equal size in every element, by the sign of the momentum."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,19 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from jaxforge.model.linear import times
-from jaxforge.optim.moments import MomentStorage, zeros
+from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.update_rule import Step, transform
+from jaxforge.optim.update_rule import UpdateStep, transform
 
 
 class LionState(NamedTuple):
-    """Updates made, and the running mean of the gradient, with scales if it is in eight bits."""
+    """State of Lion.
+
+    Attributes:
+        updates: number of updates made.
+        mu: running mean of the gradient, per parameter.
+        mu_scales: scales of 8-bit `mu`; None for other storage formats.
+    """
 
     updates: Int[Array, ""]
     mu: PyTree
@@ -28,7 +34,7 @@ def lion(
     state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lion as one transform.
+    """Return Lion as one optax transform.
 
     With lr = schedule(updates) · lr_scale, per parameter p with gradient g:
 
@@ -38,26 +44,26 @@ def lion(
     Args:
         schedule: learning rate by the number of updates made.
         betas: b1, b2.
-        weight_decay: a tree of floats, one per parameter.
-        state_dtype: what m is stored in; the arithmetic is float32.
-        lr_factors: as of `adamw`.
+        weight_decay: tree of floats, one per parameter.
+        state_dtype: storage format of m; the arithmetic is float32.
+        lr_factors: as in `adamw`.
 
-    The update function is that of `optim.update_rule.transform`.
+    `optim.update_rule.transform` documents the arguments of the update function.
     """
     b1, b2 = betas
 
     def init(params: PyTree) -> LionState:
-        return LionState(jnp.zeros((), jnp.int32), *zeros(params, state_dtype))
+        return LionState(jnp.zeros((), jnp.int32), *init_moments(params, state_dtype))
 
-    def moved(_: tuple, g: Array, m: Array) -> tuple[Array, Array]:
+    def advance(_: tuple, g: Array, m: Array) -> tuple[Array, Array]:
         return jnp.sign(b1 * m + (1 - b1) * g), b2 * m + (1 - b2) * g
 
-    def update(step: Step, grads: PyTree, state: LionState, params: PyTree) -> tuple:
+    def update(step: UpdateStep, grads: PyTree, state: LionState, params: PyTree) -> tuple:
         def change(p: Array, direction: Array, decay: float, factor: float) -> tuple[Array]:
             p32 = p.astype(jnp.float32)
             return (p32 * (1 - step.lr * decay) - times(step.lr, factor) * direction - p32,)
 
         trees = params, grads, weight_decay, lr_factors
-        return step.advance(state, ("mu",), moved, change, *trees)
+        return step.advance(state, ("mu",), advance, change, *trees)
 
     return transform(schedule, state_dtype, init, update)

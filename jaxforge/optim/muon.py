@@ -1,8 +1,8 @@
-"""Muon as KempnerForge has it (after Jordan et al., 2024): matrices step along an orthogonal one.
+"""Muon (Jordan et al., 2024) as in KempnerForge: orthogonalized steps for matrices.
 
-The singular values of the momentum are brought near 1 by Newton-Schulz iterations, on whole
-matrices: however they are sharded, the result is that of one device. Vectors, and matrices that are
-long and thin, are AdamW's.
+Newton-Schulz iterations bring the singular values of the momentum near 1. They run on whole
+matrices, so that the result does not depend on the sharding. AdamW updates vectors, and matrices
+with a large aspect ratio.
 """
 
 import math
@@ -18,27 +18,35 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.linear import is_matrix, times
 from jaxforge.optim.adamw import AdamWState, adamw
-from jaxforge.optim.moments import MomentStorage, zeros
+from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split
-from jaxforge.optim.update_rule import Step, transform
+from jaxforge.optim.update_rule import UpdateStep, transform
 
 _MAX_ASPECT = 10
 _NORM_EPS = 1e-7
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
-"""x ← a x + b x³ + c x⁵ multiplies a small x by a, until it stays between 0.68 and 1.21."""
+"""Coefficients of x ← a x + b x³ + c x⁵, which multiplies a small x by a in each iteration, until
+x stays between 0.68 and 1.21."""
 
 
 Takes = Callable[[tuple[int, ...], tuple[str, ...]], bool]
-"""(shape, logical axes) -> whether a parameter is Muon's."""
+"""(shape, logical axes) -> whether Muon updates a parameter."""
 
 Size = TypeVar("Size", int, float)
 
 
 class MuonState(NamedTuple):
-    """Updates made, Muon's momentum, and AdamW's moments.
+    """State of Muon. A parameter is in `momentum`, or in both `mu` and `nu`.
 
-    A parameter is in `momentum`, or in both `mu` and `nu`. Scales are of what is in eight bits.
+    Attributes:
+        updates: number of updates made.
+        momentum: Muon's momentum.
+        mu: AdamW's running mean of the gradient.
+        nu: AdamW's running mean of the squared gradient.
+        momentum_scales: scales of 8-bit `momentum`; None for other storage formats.
+        mu_scales: scales of 8-bit `mu`.
+        nu_scales: scales of 8-bit `nu`.
     """
 
     updates: Int[Array, ""]
@@ -65,7 +73,7 @@ def muon(
     muon_factors: PyTree | None = None,
     takes: Takes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon and AdamW as one transform, each for its own parameters (`muon_takes`).
+    """Return Muon for some parameters (`muon_takes`) and AdamW for the others, as one transform.
 
     With lr = schedule(updates) · lr_scale, per matrix p [m, n] (one layer's) with gradient g:
 
@@ -74,25 +82,26 @@ def muon(
 
     Args:
         schedule: Muon's learning rate by the number of updates made.
-        adam_schedule: AdamW's.
+        adam_schedule: AdamW's learning rate by the number of updates made.
         axes: logical axes of every parameter.
-        momentum: the share of b that an update keeps.
-        ns_steps: Newton-Schulz iterations.
+        momentum: factor on b in each update.
+        ns_steps: number of Newton-Schulz iterations.
         betas: AdamW's b1, b2.
-        eps: added to AdamW's denominator.
-        weight_decay: a tree of floats, one per parameter.
-        state_dtype: what b and AdamW's moments are stored in; the arithmetic is float32.
-        lr_factors: as of `adamw`, for parameters that are AdamW's.
-        muon_factors: the same for those that are Muon's.
-        takes: which those are; by default `muon_takes`.
+        eps: constant added to AdamW's denominator.
+        weight_decay: tree of floats, one per parameter.
+        state_dtype: storage format of b and AdamW's moments; the arithmetic is float32.
+        lr_factors: as in `adamw`, for AdamW's parameters.
+        muon_factors: as `lr_factors`, for Muon's parameters.
+        takes: selects Muon's parameters; by default `muon_takes`.
 
-    The update function is that of `optim.update_rule.transform`, with `lr_scale` on both rates.
+    `optim.update_rule.transform` documents the arguments of the update function. `lr_scale`
+    multiplies both learning rates.
     """
 
     def for_muon(params: PyTree) -> frozenset[Path]:
         names, flat = flatten_dict(axes), flatten_dict(params)
-        is_ours = takes or muon_takes
-        return frozenset(path for path, p in flat.items() if is_ours(p.shape, names[path]))
+        is_muon = takes or muon_takes
+        return frozenset(path for path, p in flat.items() if is_muon(p.shape, names[path]))
 
     def adam(paths: frozenset[Path]) -> optax.GradientTransformationExtraArgs:
         _, decay = split(weight_decay, paths)
@@ -102,7 +111,7 @@ def muon(
             lr_factors=factors,
         )  # fmt: skip
 
-    def moved(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
+    def accumulate(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
         b = momentum * b + g
         return b, b
 
@@ -110,17 +119,17 @@ def muon(
         paths = for_muon(params)
         matrices, others = split(params, paths)
         updates, mu, nu, *scales = adam(paths).init(others)
-        buffers, buffers_scales = zeros(matrices, state_dtype)
+        buffers, buffers_scales = init_moments(matrices, state_dtype)
         return MuonState(updates, buffers, mu, nu, buffers_scales, *scales)
 
-    def update(step: Step, grads: PyTree, state: MuonState, params: PyTree) -> tuple:
+    def update(step: UpdateStep, grads: PyTree, state: MuonState, params: PyTree) -> tuple:
         paths = for_muon(params)
 
         def change(
-            p: Array, wide: Array, decay: float, factor: float, names: tuple[str, ...]
+            p: Array, b: Array, decay: float, factor: float, names: tuple[str, ...]
         ) -> tuple[Array]:
-            m, n = _matrix(p.shape, names)
-            direction = orthogonal(wide.reshape(-1, m, n), ns_steps).reshape(p.shape)
+            m, n = _matrix_shape(p.shape, names)
+            direction = orthogonal(b.reshape(-1, m, n), ns_steps).reshape(p.shape)
             p32, scale = p.astype(jnp.float32), math.sqrt(max(1.0, m / n))
             scaled = times(step.lr, factor) * scale * direction
             return (p32 * (1 - step.lr * decay) - scaled - p32,)
@@ -128,14 +137,14 @@ def muon(
         trees = (tree and split(tree, paths)[0] for tree in (weight_decay, muon_factors, axes))
         (matrices, others), (matrix_grads, other_grads) = split(params, paths), split(grads, paths)
         matrix_updates, new = step.advance(
-            state, ("momentum",), moved, change, matrices, matrix_grads, *trees
+            state, ("momentum",), accumulate, change, matrices, matrix_grads, *trees
         )
         other_updates, adams = adam(paths).update(
             other_grads,
             AdamWState(state.updates, state.mu, state.nu, state.mu_scales, state.nu_scales),
             others,
             lr_scale=step.lr_scale,
-            applied=step.turn.applied,
+            applied=step.moment_update.applied,
         )
         return join(matrix_updates, other_updates), new._replace(**adams._asdict())
 
@@ -143,32 +152,32 @@ def muon(
 
 
 def muon_takes(shape: tuple[float, ...], axes: tuple[str, ...]) -> bool:
-    """Return whether a parameter has a matrix in each layer, at most ten times as long as wide.
+    """Return whether Muon updates a parameter: a matrix per layer, of an aspect ratio up to 10.
 
-    Nothing else counts: an embedding or output head of such a shape is Muon's.
+    No other property matters: Muon also updates an embedding or output head of such a shape.
     """
     if not is_matrix(axes):
         return False
-    m, n = _matrix(shape, axes)
+    m, n = _matrix_shape(shape, axes)
     return max(m, n) <= _MAX_ASPECT * min(m, n)
 
 
 def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
-    """Matrices with the singular vectors of `g` and singular values near 1.
+    """Return matrices with the singular vectors of `g` and singular values near 1.
 
         X = g / (‖g‖ + 1e-7), then in each step A = X Xᵀ, X ← a X + (b A + c A²) X
 
-    The products are as precise as the run's others: exact where `mixed_precision = "fp32"`.
+    Products have the precision of the run: float32 with `mixed_precision = "fp32"`.
 
     Args:
         g: matrices, float32.
-        steps: Newton-Schulz iterations.
+        steps: number of Newton-Schulz iterations.
     """
     a, b, c = _POLYNOMIAL
     is_tall = g.shape[-2] > g.shape[-1]
 
     def iterate(_: int, x: Array) -> Array:
-        if is_tall:  # (X Xᵀ) X = X (Xᵀ X): the same, with the smaller of the two products
+        if is_tall:  # (X Xᵀ) X = X (Xᵀ X): the smaller of the two Gram matrices suffices
             gram = x.mT @ x
             return a * x + x @ (b * gram + c * (gram @ gram))
         gram = x @ x.mT
@@ -178,8 +187,8 @@ def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
     return jax.lax.fori_loop(0, steps, iterate, g / (norm + _NORM_EPS))
 
 
-def _matrix(shape: tuple[Size, ...], axes: tuple[str, ...]) -> tuple[Size, Size]:
-    """Rows and columns of one layer or expert; all dimensions but the first are columns."""
-    own = zip(shape, axes, strict=True)
-    rows, *columns = (size for size, axis in own if axis not in (LAYERS, EXPERTS))
+def _matrix_shape(shape: tuple[Size, ...], axes: tuple[str, ...]) -> tuple[Size, Size]:
+    """Return rows and columns per layer or expert; all dimensions but the first are columns."""
+    sizes = zip(shape, axes, strict=True)
+    rows, *columns = (size for size, axis in sizes if axis not in (LAYERS, EXPERTS))
     return rows, math.prod(columns)

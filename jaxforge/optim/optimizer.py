@@ -1,4 +1,4 @@
-"""The optimizer as one optax chain: clip · update rule with its decay groups and schedule."""
+"""The optimizer as one optax chain: clipping, update rule with decay groups, schedule."""
 
 import functools
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.model import mup
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
+from jaxforge.optim.freezing import frozen_paths, trained_only
 from jaxforge.optim.idle_experts import skip_idle_experts
 from jaxforge.optim.lion import lion
 from jaxforge.optim.moments import EightBit, MomentStorage, OnHost
@@ -24,6 +25,7 @@ from jaxforge.optim.muon import muon, muon_takes
 from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Rate, learning_rate
 from jaxforge.optim.schedule_free import schedule_free_adamw
+from jaxforge.optim.trees import split
 from jaxforge.parallel.sharding import Axes
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
@@ -33,7 +35,7 @@ OptimizerBuilder = Callable[[JobConfig, Rate, PyTree], optax.GradientTransformat
 
 
 def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransformationExtraArgs:
-    """The chain that `[optimizer]`, `[scheduler]` and `train.grad_clip_norm` ask for.
+    """Return the optimizer of `[optimizer]`, `[scheduler]` and `train.grad_clip_norm`.
 
     Args:
         config: the whole config.
@@ -41,32 +43,37 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
     """
 
     def build(schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
-        # With those of the decay patterns that are found in the names of some parameters.
+        # `axes` may be a subset of the parameters: drop decay patterns that match none of them.
         optimizer = config.optimizer.for_names(flatten_dict(axes, sep="."))
-        part = config.model_copy(update={"optimizer": optimizer})
-        return OPTIMIZERS[config.optimizer.name](part, schedule, axes)
+        subset_config = config.model_copy(update={"optimizer": optimizer})
+        return OPTIMIZERS[config.optimizer.name](subset_config, schedule, axes)
 
-    schedule = learning_rate(config)
-    if config.skips_idle_experts:
-        config.optimizer.check_patterns(flatten_dict(axes, sep="."))
-        rule = skip_idle_experts(build, schedule, axes)
-    else:
-        rule = OPTIMIZERS[config.optimizer.name](config, schedule, axes)
-    last = [compensation()] if config.train.param_rounding == "kahan" else []
-    if config.optimizer.name not in OPTIMIZERS.ours and mup.width_ratio(config.model) != 1.0:
+    schedule, optimizer = learning_rate(config), config.optimizer
+    optimizer.check_patterns(flatten_dict(axes, sep="."))
+    frozen = frozen_paths(axes, optimizer)
+    axes = split(axes, frozen)[1]
+    make = functools.partial(skip_idle_experts, build) if config.skips_idle_experts else build
+    rules = [make(schedule, axes)]
+    has_factors = mup.width_ratio(config.model) != 1.0 or optimizer.lr_patterns
+    if optimizer.name not in OPTIMIZERS.ours and has_factors:
         factors = _factors(mup.lr_factor, config, axes)
         scale = functools.partial(jax.tree.map, lambda update, factor: update * factor)
-        last.insert(0, optax.stateless(lambda updates, _: scale(updates, factors)))
-    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *last)
+        rules.append(optax.stateless(lambda updates, _: scale(updates, factors)))
+    if config.train.param_rounding == "kahan":
+        rules.append(compensation())
+    if frozen:
+        rules = [trained_only(rule, frozen) for rule in rules]
+    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), *rules)
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuilder]:
-    """Decorates what builds the update rule that `optimizer.name` calls `name`.
+    """Return a decorator that registers the builder of an update rule for `optimizer.name`.
 
-    A rule gets clipped gradients. It counts in `updates` of its state, a named tuple whose moments
-    are dicts shaped like the parameters or a part of them, and it takes `lr_scale`, a factor on the
-    learning rate. `from_optax` makes such a rule of an optax optimizer, `decay_groups` says what
-    decays. With muP, what it adds to a parameter is multiplied by `model.mup.lr_factor`.
+    A rule receives clipped gradients and takes `lr_scale`, a factor on the learning rate. Its state
+    is a named tuple that counts updates in `updates`; moments are dicts shaped like the parameters
+    or a subset of them. `from_optax` makes such a rule from an optax optimizer. `decay_groups`
+    returns the weight decay of each parameter. With muP, the changes of a parameter are multiplied
+    by `model.mup.lr_factor`.
     """
     return OPTIMIZERS.register(name)
 
@@ -81,7 +88,7 @@ def _muon(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTran
         momentum=optimizer.muon_momentum,
         ns_steps=optimizer.muon_ns_steps,
         muon_factors=_factors(mup.muon_factor, config, axes),
-        takes=lambda shape, of: muon_takes(mup.base_shape(config.model, shape, of), of),
+        takes=lambda shape, names: muon_takes(mup.base_shape(config.model, shape, names), names),
         **_common(config, axes),
     )
 
@@ -99,9 +106,9 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
     """Return the arguments that all built-in rules share."""
     return {
         "betas": config.optimizer.betas,
-        # Adam's, as much smaller as gradients are (`model.mup`).
+        # Adam's epsilon shrinks with the gradients (`model.mup`).
         "eps": config.optimizer.eps * mup.output_multiplier(config.model),
-        "weight_decay": decay_groups(axes, config.optimizer),
+        "weight_decay": _decay_at_own_rate(axes, config.optimizer),
         "state_dtype": _moment_storage(config.train, axes),
         "lr_factors": _factors(mup.lr_factor, config, axes),
     }
@@ -110,45 +117,57 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
 def _factors(
     factor: Callable[[ModelConfig, Axes], float], config: JobConfig, axes: PyTree
 ) -> PyTree:
-    """A factor of muP's on the steps of every parameter."""
-    named = flatten_dict(axes)
-    return unflatten_dict({path: factor(config.model, of) for path, of in named.items()})
+    """Return the factor on the steps of every parameter: muP's times that of `lr_patterns`."""
+    factors = {
+        path: factor(config.model, names) * config.optimizer.lr_factor(".".join(path))
+        for path, names in flatten_dict(axes).items()
+    }
+    return unflatten_dict(factors)
 
 
 def _moment_storage(train: TrainConfig, axes: PyTree) -> MomentStorage:
-    """Return the storage format of moments."""
     if train.opt_state_dtype == EIGHT_BIT:
         return EightBit(axes, train.seed)
     dtype = jnp.dtype(train.opt_state_dtype)
     return OnHost(axes, dtype) if "optimizer" in train.offload else dtype
 
 
-def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:
-    """The weight decay of every parameter, 0 where there is none.
+def _decay_at_own_rate(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:
+    """Return weight decay times the factor on the learning rate.
 
-    Matrices decay, vectors (norm weights, biases) do not, but for what the patterns name; layers do
-    not count as a dimension.
+    PyTorch multiplies the decay of a parameter group by the learning rate of the group, and rules
+    here multiply it by the learning rate of all.
+    """
+    flat = flatten_dict(decay_groups(axes, optimizer), sep=".")
+    return unflatten_dict({n: d * optimizer.lr_factor(n) for n, d in flat.items()}, sep=".")
+
+
+def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:
+    """Return the weight decay of every parameter; 0 for none.
+
+    Matrices decay and vectors (norm weights, biases) do not, except for parameters that the
+    patterns name. The dimension of layers does not count.
 
     Args:
         axes: logical axes of every parameter.
         optimizer: the `[optimizer]` section.
 
     Raises:
-        UserError: a pattern is found in no name.
+        UserError: a pattern matches no parameter name.
     """
-    named = flatten_dict(axes, sep=".")
-    optimizer.check_patterns(named)
+    flat = flatten_dict(axes, sep=".")
+    optimizer.check_patterns(flat)
     decays = {
-        name: optimizer.weight_decay * optimizer.decays(name, is_matrix=is_matrix(of))
-        for name, of in named.items()
+        name: optimizer.weight_decay * optimizer.decays(name, is_matrix=is_matrix(param_axes))
+        for name, param_axes in flat.items()
     }
     return unflatten_dict(decays, sep=".")
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Clips as torch does: g ← g · min(1, max_norm / (‖g‖ + 1e-6)), ‖g‖ over all gradients.
+    """Clip gradients as PyTorch does: g ← g · min(1, max_norm / (‖g‖ + 1e-6)).
 
-    optax's own has no epsilon.
+    ‖g‖ is the norm over all gradients. `optax.clip_by_global_norm` has no epsilon.
     """
 
     def clip(grads: PyTree, _: PyTree | None) -> PyTree:
@@ -159,14 +178,15 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def global_norm(grads: PyTree) -> Float[Array, ""]:
-    """√Σ g² over all leaves, in float32.
+    """Return √Σ g² over all leaves, in float32.
 
-    `optax.tree.norm` also adds the squares of imaginary parts, in five times as many operations.
+    `optax.tree.norm` also adds squares of imaginary parts, which takes five times as many
+    operations.
     """
     squares = (jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
     return jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
 
 def updates_made(opt_state: PyTree) -> Array:
-    """The number of updates in an optimizer state: skipped steps are not among them."""
+    """Return the number of updates that an optimizer state counts, without skipped steps."""
     return optax.tree.get(opt_state, "updates")

@@ -1,6 +1,6 @@
-"""Random bits for rounding: a hash of what is rounded and when.
+"""Random bits for stochastic rounding: a hash of array name, element index and update number.
 
-So neither another mesh nor a restart changes them.
+The bits therefore depend neither on the mesh nor on restarts.
 """
 
 import zlib
@@ -14,24 +14,24 @@ from jaxforge.state.block_checksum import FACTOR
 from jaxforge.state.checksum import element_indices, fmix32
 
 
-def key_of(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
+def rounding_key(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
     """Return the key of an array's random bits for its nth draw.
 
     Args:
-        seed: of the run.
-        name: of the array, another one for each use.
+        seed: seed of the run.
+        name: name of the array and the purpose of its bits.
         number: n.
     """
-    own = zlib.crc32(f"{seed}/{name}".encode())
-    return fmix32(number.astype(jnp.uint32) * jnp.uint32(FACTOR) + jnp.uint32(own))
+    name_hash = zlib.crc32(f"{seed}/{name}".encode())
+    return fmix32(number.astype(jnp.uint32) * jnp.uint32(FACTOR) + jnp.uint32(name_hash))
 
 
-def words_of(key: UInt32[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """32 random bits for each number of an array, laid out by the partitioner."""
+def random_words(key: UInt32[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """Return 32 random bits per element of an array; the partitioner chooses the layout."""
     return fmix32(element_indices(shape) * jnp.uint32(FACTOR) + key)
 
 
-def words(
+def random_words_of_rows(
     key: UInt32[Array, ""],
     whole: Sequence[int],
     here: Sequence[int],
@@ -39,16 +39,19 @@ def words(
     first: Int[Array, ""] | int,
     rows: int,
 ) -> UInt32[Array, "r c"]:
-    """Return the random words of some rows of this device's part of an array.
+    """Return the elements of `random_words` for consecutive rows of this device's shard.
 
     Args:
-        key: as of `key_of`.
+        key: result of `rounding_key`.
         whole: shape of the array.
-        here: shape of the part.
-        begin: where in the array the part begins.
-        first: the first of the rows, where all dimensions of the part but the last are one.
-        rows: how many.
+        here: shape of the shard.
+        begin: index of the shard's first element in the array.
+        first: first row, with all dimensions of the shard but the last flattened.
+        rows: number of rows.
     """
+    # Row-major index of an element in the whole array, modulo 2^32, as in `element_indices`. A row
+    # number of the flattened shard is decomposed from its last dimension to its first; `weight` is
+    # the stride of that dimension in the whole array.
     row = first + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     index, weight = jnp.zeros((rows, 1), jnp.uint32), whole[-1]
     for size, total, start in list(zip(here, whole, begin, strict=True))[-2::-1]:
@@ -59,5 +62,5 @@ def words(
 
 
 def uniform(bits: UInt32[Array, "..."]) -> Array:
-    """16 bits as a number in [0, 1), float32."""
+    """Convert 16 bits to a number in [0, 1), float32."""
     return bits.astype(jnp.int32).astype(jnp.float32) * 2.0**-16

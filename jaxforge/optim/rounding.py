@@ -1,11 +1,12 @@
-"""Parameters in bfloat16: rounding of updates smaller than their last digit.
+"""Rounding of updates of bfloat16 parameters that are smaller than the last digit.
 
-    nearest      p ← bf16(p + u): what is below half of the last digit of p is lost
-    stochastic   up or down at random, so that E[p] = p + u: with r of 16 random bits, the bits of
-                 p + u in float32, plus r, less the last 16
-    kahan        c ← (u + c) - (p' - p),  p' = bf16(p + (u + c)): what was lost is added next time
+    nearest      p ← bf16(p + u): updates below half of the last digit of p are lost
+    stochastic   round up or down at random, so that E[p] = p + u: add 16 random bits to the float32
+                 bits of p + u, then drop the last 16 bits
+    kahan        p' = bf16(p + (u + c)),  c ← (u + c) - (p' - p): the next update adds the
+                 rounding error of this one
 
-The latter two are those of arXiv:2010.06192. The compensation c is kept in bfloat16.
+Source of the latter two: arXiv:2010.06192. The compensation c is stored in bfloat16.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.train import COMPENSATION, TrainConfig
-from jaxforge.optim.random_bits import key_of, words_of
+from jaxforge.optim.random_bits import random_words, rounding_key
 from jaxforge.optim.trees import unzip
 
 Apply = Callable[[PyTree, PyTree, PyTree, Int[Array, ""]], tuple[PyTree, PyTree]]
-"""(parameters, updates, optimizer state, step) -> parameters and optimizer state after it."""
+"""(parameters, updates, optimizer state, step) -> new parameters and optimizer state."""
 
 
 class CompensationState(NamedTuple):
@@ -31,7 +32,7 @@ class CompensationState(NamedTuple):
 
 
 def compensation() -> optax.GradientTransformation:
-    """Holds the compensation in the state of the chain; `kahan` has the rule."""
+    """Return a transform that stores the compensation of `kahan` in the state of the chain."""
 
     def init(params: PyTree) -> CompensationState:
         return CompensationState(jax.tree.map(jnp.zeros_like, params))
@@ -39,59 +40,67 @@ def compensation() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 
-def applying(train: TrainConfig) -> Apply:
+def build_apply(train: TrainConfig) -> Apply:
     """Return the function that adds updates to parameters, as `train.param_rounding` selects."""
     if train.param_rounding == "stochastic":
         return lambda params, updates, state, step: (
             stochastic(params, updates, train.seed, step), state
         )  # fmt: skip
     if train.param_rounding == "kahan":
-        return _kahan_of_state
+        return _apply_kahan
     return lambda params, updates, state, step: (optax.apply_updates(params, updates), state)
 
 
 def stochastic(params: PyTree, updates: PyTree, seed: int, step: Int[Array, ""]) -> PyTree:
-    """Parameters of bfloat16 after an update, rounded up or down by chance.
+    """Add updates to bfloat16 parameters with stochastic rounding.
 
     Args:
         params: the parameters.
-        updates: float32.
-        seed: of the run.
-        step: steps made; each has bits of its own.
+        updates: updates, float32.
+        seed: seed of the run.
+        step: number of steps made; each step has its own random bits.
     """
 
     def round_leaf(path: jax.tree_util.KeyPath, p: Array, u: Array) -> Array:
-        if p.dtype != jnp.bfloat16:  # a part of the model that is always wider
+        if p.dtype != jnp.bfloat16:  # some parameters are always float32
             return (p + u).astype(p.dtype)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        key = key_of(seed, f"params/{name}", step)
-        return round_up_or_down(p.astype(jnp.float32) + u, words_of(key, p.shape))
+        key = rounding_key(seed, f"params/{name}", step)
+        return stochastic_round(p.astype(jnp.float32) + u, random_words(key, p.shape))
 
     return jax.tree_util.tree_map_with_path(round_leaf, params, updates)
 
 
-def round_up_or_down(x: Float[Array, "..."], bits: Array) -> Array:
-    """X in bfloat16, to one of its two neighbours, the nearer the likelier.
+def stochastic_round(x: Float[Array, "..."], bits: Array) -> Array:
+    """Round to one of the two neighbouring bfloat16 numbers, in proportion to their closeness.
 
     Args:
-        x: float32.
-        bits: random, uint32; the upper 16 count.
+        x: numbers, float32.
+        bits: random uint32; only the upper 16 bits are used.
     """
+    # float32  s eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm   bfloat16 is the upper half, truncated
+    # bits >> 16                 |rrrrrrrrrrrrrrrr   the sum carries into the upper half with
+    #                                                probability (lower half) / 2^16
+    # The sign is separate from the magnitude, so "up" is away from zero. A carry out of the
+    # mantissa increments the exponent: the next bfloat16 number.
     raised = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)
-    cut = jax.lax.bitcast_convert_type((raised >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), cut, x.astype(jnp.bfloat16))
+    truncated = jax.lax.bitcast_convert_type((raised >> 16).astype(jnp.uint16), jnp.bfloat16)
+    # Truncation would turn a NaN whose payload is in the lower half into an infinity, and a carry
+    # would turn 0x7fff.... into -0.
+    return jnp.where(jnp.isfinite(x), truncated, x.astype(jnp.bfloat16))
 
 
 def kahan(p: Array, u: Array, c: Array) -> tuple[Array, Array]:
-    """The parameter and its compensation after an update, in the dtype of the parameter."""
+    """Return a parameter and its compensation after an update, in the dtype of the parameter."""
     info = jnp.finfo(p.dtype)
-    p32, whole = p.astype(jnp.float32), u + c.astype(jnp.float32)
-    # XLA may keep more digits of what it fuses, and there would be nothing to compensate.
-    new = jax.lax.reduce_precision(p32 + whole, info.nexp, info.nmant)
-    return new.astype(p.dtype), (whole - (new - p32)).astype(c.dtype)
+    p32, total = p.astype(jnp.float32), u + c.astype(jnp.float32)
+    # XLA may drop a cast to bfloat16 and back inside a fusion: `new - p32` would then equal
+    # `total`, and the compensation would be lost. `reduce_precision` is never dropped.
+    new = jax.lax.reduce_precision(p32 + total, info.nexp, info.nmant)
+    return new.astype(p.dtype), (total - (new - p32)).astype(c.dtype)
 
 
-def _kahan_of_state(
+def _apply_kahan(
     params: PyTree, updates: PyTree, state: PyTree, step: Int[Array, ""]
 ) -> tuple[PyTree, PyTree]:
     pairs = jax.tree.map(kahan, params, updates, optax.tree.get(state, COMPENSATION))

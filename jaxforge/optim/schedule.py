@@ -1,6 +1,6 @@
-"""Learning-rate schedules: the factor f(n) on the base rate, n = updates made before this one.
+"""Learning-rate schedules: a factor f(n) on the base rate after n updates.
 
-So update n (counted from 1) uses f(n - 1), and the first update of a warm-up has rate 0. With
+Update n (counted from 1) uses f(n - 1), so the first update of a warm-up has rate 0. With
 W = warmup_steps, r = min_lr_ratio and p = min(1, (n - W) / decay_steps):
 
     warm-up    (n + warmup_offset) / W       for n < W
@@ -11,13 +11,13 @@ W = warmup_steps, r = min_lr_ratio and p = min(1, (n - W) / decay_steps):
     rex        max(r, (1 - p)^rex_alpha)     (arXiv:2107.04197, with a floor)
     none       1, without warm-up
 
-decay_steps defaults to what is left of the run after warm-up and stable steps.
+decay_steps defaults to the updates that remain after warm-up and stable steps.
 
-With `unit = "samples"` and a batch that grows, n and the boundaries between the parts are measured
-in samples: a warm-up of W updates is half over when half of what they read has been read.
+With `unit = "samples"` and a growing batch, n and the boundaries between phases are measured in
+samples: a warm-up of W updates is half over after half of the samples of these updates.
 
-All of it is computed by the library that n comes from: JAX within a step; NumPy elsewhere, where a
-number or two are asked for and nothing should be compiled.
+Schedules use the array library of n: JAX inside a step, NumPy elsewhere, so that nothing is
+compiled for a few numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,9 +67,9 @@ ScheduleBuilder = Callable[[SchedulerConfig, int, Sequence[Stage]], Schedule]
 """(the `[scheduler]` section, `train.max_steps`, stages of the batch) -> schedule."""
 
 Decay = Callable[[Number, float], Number]
-"""(progress p in [0, 1], floor r) -> factor."""
+"""(progress p in [0, 1], minimum r) -> factor."""
 
-_Clock = Callable[[Number, ModuleType], Number]
+_SampleCounter = Callable[[Number, ModuleType], Number]
 
 _DECAYS: dict[str, Decay] = {
     "cosine": lambda p, r: r + 0.5 * (1 - r) * (1 + _library(p).cos(np.pi * p)),
@@ -80,7 +80,7 @@ _DECAYS: dict[str, Decay] = {
 
 
 def learning_rate(config: JobConfig) -> Rate:
-    """Updates made so far -> learning rate of the next one; Muon's, where AdamW has another."""
+    """Return the learning rate by the number of updates made; Muon's rate if AdamW's differs."""
     if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
         factor = schedule_free_warmup(config.optimizer.schedule_free_warmup_steps)
     else:
@@ -94,14 +94,15 @@ def learning_rate_after(config: JobConfig, updates: int) -> float:
 
     Args:
         config: the run's config.
-        updates: counted as the step counts them; what no step can count, as a float.
+        updates: number of updates made.
     """
+    # int32 like the counter of a step; numbers beyond its range become floats.
     dtype = np.int32 if updates < 2**31 else np.float32
     return float(learning_rate(config)(np.asarray(updates, dtype)))
 
 
 def schedule_free_warmup(steps: int) -> Schedule:
-    """The factor min(1, (n + 1) / steps) on the learning rate, n updates made; 1 without steps."""
+    """Return the schedule min(1, (n + 1) / steps); constant 1 for 0 steps."""
 
     def schedule(n: Number) -> Number:
         xp = _library(n)
@@ -113,20 +114,20 @@ def schedule_free_warmup(steps: int) -> Schedule:
 def build_schedule(
     config: SchedulerConfig, max_steps: int, stages: Sequence[Stage] = ()
 ) -> Schedule:
-    """The schedule that `[scheduler]` asks for.
+    """Return the schedule of `[scheduler]`.
 
     Args:
         config: the section.
-        max_steps: updates of the run.
-        stages: the batch over the run, where it grows.
+        max_steps: number of updates of the run.
+        stages: stages of a growing batch; empty for a constant batch.
     """
     return SCHEDULERS[config.name](config, max_steps, stages)
 
 
 def register_scheduler(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
-    """Decorates what builds the schedule that `scheduler.name` calls `name`.
+    """Return a decorator that registers the builder of a schedule for `scheduler.name`.
 
-    Its warm-up is its own business; `warmup_then` has that of the others.
+    A registered schedule includes its warm-up; `warmup_then` adds the standard one.
     """
     return SCHEDULERS.register(name)
 
@@ -134,37 +135,39 @@ def register_scheduler(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder
 def warmup_then(
     decay: Decay, config: SchedulerConfig, max_steps: int, stages: Sequence[Stage] = ()
 ) -> Schedule:
-    """Warm-up, plateau and decay where `[scheduler]` has them, by updates or by samples."""
-    read = _samples_read(stages if config.unit == "samples" else ())
-    warmed, begin, end = map(float, config.boundaries(max_steps))  # integers of JAX end at 2^31
+    """Return a schedule of warm-up, plateau and decay, measured in updates or samples."""
+    samples = _sample_counter(stages if config.unit == "samples" else ())
+    # Floats, because JAX's integers end at 2^31.
+    warmup_end, begin, end = map(float, config.boundaries(max_steps))
 
     def schedule(n: Number) -> Number:
         xp = _library(n)
         n = xp.asarray(n, xp.float32)
-        since, length = read(n, xp) - read(begin, xp), read(end, xp) - read(begin, xp)
-        # A decay of no length never starts (but rex's, which ends at once).
+        since = samples(n, xp) - samples(begin, xp)
+        length = samples(end, xp) - samples(begin, xp)
         p = xp.clip(since / length, 0.0, 1.0) if end > begin else xp.zeros(())
-        factor = decay(p, config.min_lr_ratio)
-        warmup = read(n + config.warmup_offset, xp) / read(warmed, xp) if warmed else factor
-        return xp.where(n < warmed, warmup, factor).astype(xp.float32)
+        factor = warmup = decay(p, config.min_lr_ratio)
+        if warmup_end:
+            warmup = samples(n + config.warmup_offset, xp) / samples(warmup_end, xp)
+        return xp.where(n < warmup_end, warmup, factor).astype(xp.float32)
 
     return schedule
 
 
-def _samples_read(stages: Sequence[Stage]) -> _Clock:
-    """Samples of the first n updates, in those of an update at the end of the ramp."""
-    whole = stages[-1].accum if stages else 1
-    gains = [(b.start, (b.accum - a.accum) / whole) for a, b in pairwise(stages)]
-    first = stages[0].accum / whole if stages else 1
+def _sample_counter(stages: Sequence[Stage]) -> _SampleCounter:
+    """Return the function from n to the samples of n updates, relative to the final batch."""
+    final = stages[-1].accum if stages else 1
+    gains = [(b.start, (b.accum - a.accum) / final) for a, b in pairwise(stages)]
+    first = stages[0].accum / final if stages else 1
 
-    def read(n: Number, xp: ModuleType) -> Number:
+    def samples(n: Number, xp: ModuleType) -> Number:
         return first * n + sum(gain * xp.maximum(n - start, 0) for start, gain in gains)
 
-    return read
+    return samples
 
 
 def _library(n: Number) -> ModuleType:
-    """`jax.numpy` or NumPy, as the array API standard has an array say it."""
+    """Return the array's library, `jax.numpy` or NumPy, by the array API standard."""
     return n.__array_namespace__() if hasattr(n, "__array_namespace__") else np
 
 
@@ -179,8 +182,8 @@ def _by_name(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -
 
 @register_scheduler("rex")
 def _rex(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
-    def decay(p: Number, floor: float) -> Number:
-        return _library(p).maximum(floor, (1 - p) ** config.rex_alpha)
+    def decay(p: Number, minimum: float) -> Number:
+        return _library(p).maximum(minimum, (1 - p) ** config.rex_alpha)
 
     return warmup_then(decay, config, max_steps, stages)
 

@@ -1,8 +1,8 @@
-"""Schedule-free AdamW (arXiv:2405.15682) as KempnerForge has it: averaging in place of decay.
+"""Schedule-free AdamW (arXiv:2405.15682) as in KempnerForge: averaging instead of decay.
 
-Three sets of weights: z takes the steps, x is the weighted mean of all z so far, and the model
-holds y, between the two. Gradients are taken at y, and so are losses of an evaluation and samples;
-in the paper those are x's.
+There are three sets of weights: z takes the steps, x is the weighted mean of all z so far, and the
+model holds y, an interpolation of both. Gradients, evaluation losses and samples use y; the paper
+evaluates x.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,22 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.model.linear import times
 from jaxforge.optim.adamw import bias_correction
 from jaxforge.optim.eight_bit import ROOT
-from jaxforge.optim.moments import MomentStorage, zeros
+from jaxforge.optim.moments import MomentStorage, init_moments
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.update_rule import Step, transform
+from jaxforge.optim.update_rule import UpdateStep, transform
 
 
 class ScheduleFreeState(NamedTuple):
-    """Updates made, the mean of squared gradients, the weights x and z, the sum of x's shares.
+    """State of schedule-free AdamW.
 
-    Before the first update x and z are zero: z begins as whatever the parameters are then. Scales
-    are those of `nu` in eight bits.
+    Attributes:
+        updates: number of updates made.
+        nu: running mean of the squared gradient, per parameter.
+        x: weighted mean of z; zeros before the first update.
+        z: weights that take the steps; zeros before the first update, which starts z at the
+            parameters.
+        weight_sum: sum of the weights of the mean.
+        nu_scales: scales of 8-bit `nu`; None for other storage formats.
     """
 
     updates: Int[Array, ""]
@@ -44,7 +50,7 @@ def schedule_free_adamw(
     state_dtype: MomentStorage,
     lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Schedule-free AdamW as one transform; its parameters are y.
+    """Return schedule-free AdamW as one optax transform, whose parameters are y.
 
     With lr = schedule(updates) · lr_scale and k = updates + 1, per parameter y with gradient g:
 
@@ -54,34 +60,34 @@ def schedule_free_adamw(
         y ← (1 - b1) z + b1 x
 
     Args:
-        schedule: learning rate by the number of updates made, with its warm-up in it.
-        betas: b1, the share of the mean in y, and b2.
-        eps: added to the denominator.
-        weight_decay: a tree of floats, one per parameter.
-        state_dtype: what v is stored in; x and z are weights and keep the parameters' dtype.
-            The arithmetic is float32.
-        lr_factors: as of `adamw`.
+        schedule: learning rate by the number of updates made, including warm-up.
+        betas: b1, the weight of the mean x in y, and b2.
+        eps: constant added to the denominator.
+        weight_decay: tree of floats, one per parameter.
+        state_dtype: storage format of v; x and z have the dtype of the parameters. The arithmetic
+            is float32.
+        lr_factors: as in `adamw`.
 
-    The update function is that of `optim.update_rule.transform`.
+    `optim.update_rule.transform` documents the arguments of the update function.
     """
     b1, b2 = betas
 
     def init(params: PyTree) -> ScheduleFreeState:
-        nu, scales = zeros(params, state_dtype, ROOT)
+        nu, scales = init_moments(params, state_dtype, ROOT)
         x, z = (jax.tree.map(jnp.zeros_like, params) for _ in "xz")
         count, weight_sum = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
         return ScheduleFreeState(count, nu, x, z, weight_sum, scales)
 
-    def moved(scalars: tuple[Array, ...], g: Array, v: Array) -> tuple[Array, Array]:
+    def advance(scalars: tuple[Array, ...], g: Array, v: Array) -> tuple[Array, Array]:
         (correction2,) = scalars
         v = b2 * v + (1 - b2) * (g * g)
         return g / (jnp.sqrt(v / correction2) + eps), v
 
-    def update(step: Step, grads: PyTree, state: ScheduleFreeState, params: PyTree) -> tuple:
+    def update(step: UpdateStep, grads: PyTree, state: ScheduleFreeState, params: PyTree) -> tuple:
         lr = step.lr
         weight = lr * (1 - b1)
         weight_sum = state.weight_sum + weight
-        share = jnp.where(weight_sum > 0, weight / weight_sum, 1.0)  # no step yet: x is z
+        share = jnp.where(weight_sum > 0, weight / weight_sum, 1.0)  # x = z while all rates are 0
         correction2 = bias_correction(b2, state.updates + 1)
         is_first = state.updates == 0
 
@@ -96,7 +102,7 @@ def schedule_free_adamw(
             return _lerp(z, x, b1) - y, x.astype(dtype), z.astype(dtype)
 
         updates, new = step.advance(
-            state, ("nu",), moved, change, params, grads, weight_decay, lr_factors,
+            state, ("nu",), advance, change, params, grads, weight_decay, lr_factors,
             weights=("x", "z"), scalars=(correction2,),
         )  # fmt: skip
         return updates, new._replace(weight_sum=weight_sum)
@@ -105,6 +111,6 @@ def schedule_free_adamw(
 
 
 def _lerp(start: Array, end: Array, share: Array | float) -> Array:
-    """(1 - share) start + share · end, exact at either end (as `torch.lerp`)."""
+    """Return (1 - share) start + share · end, exact at both ends (as `torch.lerp`)."""
     step = end - start
     return jnp.where(jnp.asarray(share) < 0.5, start + share * step, end - (1 - share) * step)

@@ -1,4 +1,4 @@
-"""Trees of parameters: results per leaf taken apart, and parts of a tree."""
+"""Helpers for trees of parameters: splitting, joining and unzipping."""
 
 import functools
 from collections import namedtuple
@@ -14,16 +14,12 @@ Path = tuple[str, ...]
 
 
 def unzip(n: int, tuples: PyTree, like: PyTree) -> tuple[PyTree, ...]:
-    """The trees, like `like`, of the first to nth items of leaves that are tuples of n."""
-
-    def item(i: int) -> PyTree:
-        return jax.tree.map(lambda _, items: items[i], like, tuples)
-
-    return tuple(item(i) for i in range(n))
+    """Convert a tree of n-tuples to n trees with the structure of `like`."""
+    return tuple(jax.tree.map(lambda _, items, i=i: items[i], like, tuples) for i in range(n))
 
 
 def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The leaves at `paths`, and the others; either may be an empty dict."""
+    """Split a tree into the leaves at `paths` and the others; either may be an empty dict."""
     flat = flatten_dict(tree)
     chosen = {path: leaf for path, leaf in flat.items() if path in paths}
     others = {path: leaf for path, leaf in flat.items() if path not in paths}
@@ -31,11 +27,11 @@ def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def join(first: PyTree, other: PyTree) -> dict[str, Any]:
-    """Join what `split` has split."""
+    """Join two trees that `split` returned."""
     return unflatten_dict({**flatten_dict(first), **flatten_dict(other)})
 
 
-@functools.cache  # a state after an update has the type of the one before it
+@functools.cache  # the state after an update must have the type of the state before
 def state_type(name: str, fields: tuple[str, ...]) -> Any:  # noqa: ANN401  # a class
-    """Return the named tuple of an optimizer's state whose fields are found when it is built."""
+    """Return the named tuple class of an optimizer state whose fields depend on the rule."""
     return namedtuple(name, fields)

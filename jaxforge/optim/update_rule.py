@@ -1,4 +1,4 @@
-"""Plumbing shared by the update rules: an optax transform made of arithmetic per parameter."""
+"""Update rules as optax transforms, built from arithmetic per parameter."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,14 @@ import jax
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxforge.optim.moments import MomentStorage, Rule, Turn, joined, locations, split_scales
+from jaxforge.optim.moments import (
+    MomentRule,
+    MomentStorage,
+    MomentUpdate,
+    join_scales,
+    param_infos,
+    split_scales,
+)
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import unzip
 
@@ -15,18 +22,24 @@ State = Any
 """State of an update rule: a named tuple."""
 
 
-class Step(NamedTuple):
-    """One update: its learning rate, `lr_scale` included, that factor, and how moments advance."""
+class UpdateStep(NamedTuple):
+    """One update.
+
+    Attributes:
+        lr: learning rate, multiplied by `lr_scale`.
+        lr_scale: factor on the learning rate.
+        moment_update: the update of the moments.
+    """
 
     lr: Float[Array, "..."]
     lr_scale: Float[Array, ""] | float
-    turn: Turn
+    moment_update: MomentUpdate
 
     def advance(
         self,
         state: State,
         moments: tuple[str, ...],
-        rule: Rule,
+        rule: MomentRule,
         change: Callable[..., tuple[Array, ...]],
         params: PyTree,
         grads: PyTree,
@@ -37,30 +50,32 @@ class Step(NamedTuple):
         """Return the change of every parameter, and the state after one more update.
 
         Args:
-            state: its fields are the count `updates`, moments, their scales as `<moment>_scales`,
-                and `weights`.
+            state: named tuple with the count `updates`, the moments, their scales as
+                `<moment>_scales`, and `weights`.
             moments: names of the moments, in the order of `rule`.
-            rule: how moments advance and which direction results, given `scalars`.
+            rule: computes the direction and the new moments.
             change: (parameter, direction, *leaves of `weights` and `trees`) -> the change of the
                 parameter, *leaves of `weights`.
-            params: the parameters; gradients and `trees` have their structure.
+            params: the parameters; gradients and `trees` have the same structure.
             grads: gradients.
             *trees: further values per parameter; None stands for 1.0 each.
-            weights: names of trees that the optimizer stores next to moments.
-            scalars: what else `rule` is given.
+            weights: names of trees that the optimizer stores in addition to moments.
+            scalars: further arguments of `rule`.
         """
         n = len(moments)
 
-        def update_leaf(p: Array, g: Array, at: Any, *leaves: Any) -> tuple:  # noqa: ANN401
-            direction, *new = self.turn.advance(rule, at, g, *leaves[:n], scalars=scalars)
+        def update_leaf(p: Array, g: Array, info: Any, *leaves: Any) -> tuple:  # noqa: ANN401
+            direction, *new = self.moment_update.apply(rule, info, g, *leaves[:n], scalars=scalars)
             return *change(p, direction, *leaves[n:]), *new
 
         unit_factors = jax.tree.map(lambda _: 1.0, params)
-        given = (unit_factors if tree is None else tree for tree in trees)
-        stored = [joined(getattr(state, m), getattr(state, f"{m}_scales")) for m in moments]
+        factors = (unit_factors if tree is None else tree for tree in trees)
+        # Leaves per parameter: (p, g, info, *moments, *weights, *trees) -> (change of p, *weights,
+        # *moments). Moments with scales are single leaves (`Packed`) in between.
+        stored = [join_scales(getattr(state, m), getattr(state, f"{m}_scales")) for m in moments]
         stored += [getattr(state, name) for name in weights]
-        at = locations(params, self.turn.storage)
-        leaves = jax.tree.map(update_leaf, params, grads, at, *stored, *given)
+        infos = param_infos(params, self.moment_update.storage)
+        leaves = jax.tree.map(update_leaf, params, grads, infos, *stored, *factors)
         changes, *results = unzip(1 + len(stored), leaves, params)
         fields = dict(zip((*weights, *moments), results, strict=True))
         for name in moments:
@@ -72,12 +87,18 @@ def transform(
     schedule: Schedule,
     state_dtype: MomentStorage,
     init: Callable[[PyTree], State],
-    update: Callable[[Step, PyTree, State, PyTree], tuple[PyTree, State]],
+    update: Callable[[UpdateStep, PyTree, State, PyTree], tuple[PyTree, State]],
 ) -> optax.GradientTransformationExtraArgs:
-    """Return (`init`, `update`: step, gradients, state, parameters) as an optax transform.
+    """Return an update rule as an optax transform.
 
-    Its update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
-    `applied` (`optim.moments.Turn`).
+    The update function of the transform takes `lr_scale`, a scalar factor on the learning rate
+    (default 1), and `applied` (`optim.moments.MomentUpdate`).
+
+    Args:
+        schedule: learning rate by the number of updates made.
+        state_dtype: storage format of moments.
+        init: parameters -> initial state.
+        update: (step, gradients, state, parameters) -> updates, new state.
     """
 
     def update_with_extra_args(
@@ -90,9 +111,8 @@ def transform(
         **_: object,
     ) -> tuple[PyTree, State]:
         assert params is not None
-        turn = Turn(state_dtype, state.updates, applied)
-        return update(
-            Step(schedule(state.updates) * lr_scale, lr_scale, turn), grads, state, params
-        )
+        moment_update = MomentUpdate(state_dtype, state.updates, applied)
+        step = UpdateStep(schedule(state.updates) * lr_scale, lr_scale, moment_update)
+        return update(step, grads, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update_with_extra_args)

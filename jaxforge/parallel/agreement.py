@@ -1,8 +1,8 @@
 """Comparison of the processes of one job, before they train together.
 
-Gradients are averaged over processes. So another learning rate, seed or data path on one of them
-trains to the end on a wrong curve, and another interval waits for ever in a collective that the
-others never reach. All processes compare what they start with, and either all go on or none does.
+Gradients are averaged over processes. If one process has another learning rate, seed or data path,
+the whole job trains on a wrong curve. If one has another interval, it waits forever in a collective
+that the others never reach. All processes compare their settings, and either all continue or none.
 """
 
 import hashlib
@@ -18,22 +18,23 @@ from jax.experimental import multihost_utils
 from jaxforge.errors import UserError
 
 Facts = Mapping[str, Any]
-"""Name -> JSON, the same in all processes of a job."""
+"""JSON values by name, which must be equal in all processes of a job."""
 
-_MOST_FACTS, _MOST_PROCESSES = 10, 4
-"""Differing facts, and processes that have the same value, that a message names."""
+_MAX_FACTS, _MAX_PROCESSES = 10, 4
+"""Number of differing facts, and of processes with the same value, that a message lists."""
 
 
 def check(facts: Facts) -> None:
-    """Compare the facts of all processes of the job; every process has to call this.
+    """Compare the facts of all processes of the job. Every process must call this function.
 
-    Costs one gather of 32 bytes from each process where all agree. A process on its own agrees.
+    If all facts agree, the cost is one gather of 32 bytes from each process. A job of one process
+    always agrees.
 
     Args:
-        facts: those of this process.
+        facts: facts of this process.
 
     Raises:
-        UserError: on every process, if some fact differs; it names the fact, values and hosts.
+        UserError: a fact differs. Every process raises, and names the fact, its values and hosts.
     """
     if jax.process_count() == 1:
         return
@@ -41,20 +42,20 @@ def check(facts: Facts) -> None:
     digests = multihost_utils.process_allgather(_bytes(hashlib.sha256(text).digest()))
     if (digests == digests[0]).all():
         return
-    everyone = gather(json.dumps([socket.gethostname(), facts]))
-    message = differences([(host, of_host) for host, of_host in map(json.loads, everyone)])
-    jax.distributed.shutdown()  # all leave here, together: none is taken for lost
+    texts = gather(json.dumps([socket.gethostname(), facts]))
+    message = differences([(host, facts) for host, facts in map(json.loads, texts)])
+    jax.distributed.shutdown()  # all processes end together, so that none is reported as lost
     raise UserError(message)
 
 
 def raise_on_all(failure: UserError | None) -> None:
-    """Raise on every process what one of them found; every process has to call this.
+    """Raise the error of any process on all processes. Every process must call this function.
 
     Args:
-        failure: what this process found, if anything.
+        failure: error of this process; None: no error.
 
     Raises:
-        UserError: some process found one.
+        UserError: some process has an error. Processes without one raise the first process's.
     """
     texts = [str(failure or "")]
     if jax.process_count() > 1:
@@ -69,7 +70,7 @@ def differences(processes: Sequence[tuple[str, Facts]]) -> str:
     """Describe the facts that differ, one line for each.
 
     Args:
-        processes: host and facts of each process, in order.
+        processes: host and facts of each process, in the order of processes.
     """
     names = dict.fromkeys(name for _, facts in processes for name in facts)
     lines = []
@@ -78,24 +79,25 @@ def differences(processes: Sequence[tuple[str, Facts]]) -> str:
         for number, (host, facts) in enumerate(processes):
             holders.setdefault(json.dumps(facts.get(name)), []).append(f"{number} ({host})")
         if len(holders) > 1:
-            values = "; ".join(f"{value} on {_named(those)}" for value, those in holders.items())
+            values = "; ".join(f"{value} on {_list(group)}" for value, group in holders.items())
             lines.append(f"{name} differs between the processes of this job: {values}")
-    if more := len(lines) - _MOST_FACTS:
-        lines[_MOST_FACTS:] = [f"and {more} more differ"] if more > 0 else []
+    if (more := len(lines) - _MAX_FACTS) > 0:
+        lines[_MAX_FACTS:] = [f"and {more} more differ"]
     return "\n".join([*lines, "start all processes with the same command, config, code and data"])
 
 
-def _named(processes: Sequence[str]) -> str:
-    shown = ", ".join(processes[:_MOST_PROCESSES])
-    more = len(processes) - _MOST_PROCESSES
+def _list(processes: Sequence[str]) -> str:
+    shown = ", ".join(processes[:_MAX_PROCESSES])
+    more = len(processes) - _MAX_PROCESSES
     label = "process" if len(processes) == 1 else "processes"
     return f"{label} {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def gather(text: str) -> list[str]:
-    """Return the text of each process, in order; every process has to call this."""
+    """Return the text of each process, in order. Every process must call this function."""
     own = text.encode()
     sizes = multihost_utils.process_allgather(np.array([len(own)], np.int32)).reshape(-1)
+    # Texts are padded to equal lengths. The additional byte avoids an array of size 0.
     padded = _bytes(own.ljust(int(sizes.max()) + 1, b"\0"))
     rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]

@@ -1,8 +1,9 @@
-"""Sums, maxima and gathers over the devices that hold the parts of a dimension.
+"""Collectives over the devices that share a logical axis.
 
-Inside `shard_map` its mesh axes are *manual*: arrays are local, and what devices make together is
-said here. These functions go by the logical axis of a dimension, and are the identity where no
-manual axis of several devices splits it. All other axes are the partitioner's.
+Inside `shard_map`, the mesh axes that it takes are *manual*: arrays are local, and communication is
+explicit. The functions here take a logical axis and communicate over the manual mesh axes that
+split it. They are the identity if there is no such axis with several devices. All other axes are
+handled by the partitioner.
 """
 
 import functools
@@ -23,15 +24,15 @@ from jaxforge.parallel.sharding import (
 
 
 def split_over(axis: str) -> tuple[str, ...]:
-    """The manual mesh axes over whose devices the parts of a logical axis are spread."""
+    """Return the manual mesh axes of several devices that split a logical axis."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(name for name in _manual_axes(axis) if sizes[name] > 1)
 
 
 def varying_axes(arrays: PyTree) -> frozenset[str]:
-    """The manual mesh axes over which some of these arrays vary, where `shard_map` tracks them."""
+    """Return the manual mesh axes over which any of the arrays varies (if tracked)."""
     types = map(jax.typeof, jax.tree.leaves(arrays))
-    return frozenset[str]().union(*(of_one.manual_axis_type.varying for of_one in types))
+    return frozenset[str]().union(*(aval.manual_axis_type.varying for aval in types))
 
 
 def varying(array: Array, axes: frozenset[str]) -> Array:
@@ -47,11 +48,12 @@ def _manual_axes(axis: str) -> tuple[str, ...]:
 def reduces_in_other_dtype(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
     """Return whether gradients are reduced over devices in another dtype than that of the products.
 
-    It does where it splits the batch; else devices have gradients of their own, or are alone.
+    That is so if the partitioner splits the batch. Otherwise each device has its own gradients, or
+    there is only one device.
 
     Args:
-        reduce_dtype: what gradients are to be added up in.
-        dtype: of products.
+        reduce_dtype: dtype in which devices sum gradients.
+        dtype: dtype of the products.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     automatic = axes_of_type(AxisType.Auto)
@@ -66,40 +68,45 @@ def first_index(axis: str, size: int) -> Array | int:
 
 
 def psum(x: Array, axis: str) -> Array:
-    """Sum over the devices that hold the parts of a dimension.
+    """Sum over the devices that share a logical axis.
 
-    In float32: XLA:CPU aborts on a bfloat16 sum in a partly manual program (docs/upstream.md).
+    Sums are in float32: XLA:CPU aborts on a bfloat16 sum in a partly manual program
+    (docs/upstream.md).
     """
-    names = _with_parts(x, axis)
+    names = _reduced_axes(x, axis)
     return jax.lax.psum(x.astype(jnp.float32), names).astype(x.dtype) if names else x
 
 
 def pmax(x: Array, axis: str) -> Array:
-    """Maximum over the devices that hold the parts of a dimension."""
-    names = _with_parts(x, axis)
+    """Compute the maximum over the devices that share a logical axis."""
+    names = _reduced_axes(x, axis)
     return jax.lax.pmax(x, names) if names else x
 
 
-def _with_parts(x: Array, axis: str) -> tuple[str, ...]:
-    """The manual axes over which `x` may differ; where that is not tracked, all but those of 1."""
+def _reduced_axes(x: Array, axis: str) -> tuple[str, ...]:
+    """Return the manual mesh axes of a logical axis to reduce over.
+
+    These are the axes of several devices, and axes of one device that `x` is marked as varying
+    over: a reduction removes the mark.
+    """
     names = varying_axes(x).union(split_over(axis))
     return tuple(name for name in _manual_axes(axis) if name in names)
 
 
 def axis_size(axis: str) -> int:
-    """Over how many devices the parts of a dimension are spread."""
+    """Return the number of devices that share a logical axis."""
     names = split_over(axis)
     return jax.lax.axis_size(names) if names else 1
 
 
 def all_to_all(x: Array, axis: str, split: int = 0, join: int = 0) -> Array:
-    """Part i of each device goes to device i of those that hold the parts of a logical axis.
+    """Send part i of each device's array to device i of those that share a logical axis.
 
     Args:
-        x: of each device.
-        axis: the logical axis.
-        split: the dimension that is cut into parts.
-        join: the dimension along which a device joins what it gets.
+        x: array of this device.
+        axis: logical axis.
+        split: dimension that is cut into parts.
+        join: dimension along which the received parts are concatenated.
     """
     names = split_over(axis)
     return jax.lax.all_to_all(x, names, split, join, tiled=True) if names else x
@@ -112,7 +119,7 @@ def all_gather(x: Array, axis: str, join: int) -> Array:
 
 
 def ring_shift(x: Array, axis: str) -> Array:
-    """Shift arrays along a ring of devices: return what the previous device holds."""
+    """Send an array to the next device of a ring, and return that of the previous device."""
     names = split_over(axis)
     if not names:
         return x
@@ -121,19 +128,20 @@ def ring_shift(x: Array, axis: str) -> Array:
 
 
 def exclusive_cumsum(x: Array, axis: str) -> Array:
-    """Return the exclusive cumulative sum over the devices of a dimension."""
+    """Return the sum of `x` [n] over the devices before this one on a logical axis."""
     names = split_over(axis)
     if not names:
         return jnp.zeros_like(x)
-    of_all = jax.lax.all_gather(x, names)
-    is_before = jnp.arange(len(of_all)) < jax.lax.axis_index(names)
-    return jnp.sum(jnp.where(is_before[:, None], of_all, 0), axis=0)
+    by_device = jax.lax.all_gather(x, names)
+    is_before = jnp.arange(len(by_device)) < jax.lax.axis_index(names)
+    return jnp.sum(jnp.where(is_before[:, None], by_device, 0), axis=0)
 
 
 def psum_scatter(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
-    """Adds `x` over manual mesh axes; each device keeps its part of a dimension.
+    """Sum `x` over manual mesh axes and return this device's part of a dimension.
 
-    A reduce-scatter, except between processes on CPU: gloo's gives wrong sums (docs/upstream.md).
+    It is a reduce-scatter, except between processes on CPU: gloo's reduce-scatter gives wrong sums
+    (docs/upstream.md).
     """
     if not (jax.default_backend() == "cpu" and jax.distributed.is_initialized()):
         return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dimension, tiled=True)
@@ -144,18 +152,18 @@ def psum_scatter(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def all_gather_weight(weight: Array, axes: Axes) -> Array:
-    """A weight whole over the data axes, just before its use; its gradient is laid out as it was.
+    """Gather a weight over the data axes, just before its use. Its gradient keeps the split layout.
 
-    Left alone, the partitioner for TPU turns each product with a split weight into a loop that
-    passes the pieces around (windowed einsum). That pays for gradients, where it hides the
-    reduction, and costs half of the speed of forward products (benchmarks/aot.py).
-
-    Its own layout is said, too: else the partitioner may gather what it was cast from.
+    Otherwise, the partitioner for TPU turns each product with a split weight into a loop that
+    passes shards around (windowed einsum). That is useful for gradients, where it hides the
+    reduction, but halves the speed of forward products (benchmarks/aot.py).
 
     Args:
-        weight: [..., ...], laid out by `axes`, in the dtype that it is to travel in.
-        axes: its logical axes.
+        weight: weight laid out by `axes`, in the dtype in which it is communicated.
+        axes: logical axes of the weight.
     """
+    # The first constraint is needed, too: otherwise the partitioner may gather the array that the
+    # weight was cast from, with more bytes.
     return constrain(constrain(weight, *axes), *compute_axes(axes))
 
 
@@ -171,26 +179,26 @@ all_gather_weight.defvjp(_gather, _scatter)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gradient_of(weight: Array, axes: Axes, dtype: jnp.dtype) -> Array:
-    """Zeros in the shape of a whole weight; what is their gradient becomes the weight's.
+def gradient_receiver(weight: Array, axes: Axes, dtype: jnp.dtype) -> Array:
+    """Return zeros in the shape of a gathered weight, whose gradient becomes the weight's gradient.
 
-    For a gradient in another dtype than the weight is used in, which an array's own cannot have.
-    Nobody reads the zeros, so that none are made.
+    This allows a gradient in another dtype than that of the weight, because JAX requires an array
+    and its gradient to have the same dtype. The zeros are not read, so that XLA removes them.
 
     Args:
-        weight: laid out by `axes`.
-        axes: its logical axes.
-        dtype: of the gradient, as it is added up over devices.
+        weight: weight laid out by `axes`.
+        axes: logical axes of the weight.
+        dtype: dtype of the gradient, in which devices sum it.
     """
     return constrain(jnp.zeros_like(weight, dtype), *compute_axes(axes))
 
 
-def _zeros(weight: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, Array]:
-    return gradient_of(weight, axes, dtype), jnp.zeros((), weight.dtype)
+def _receiver_forward(weight: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, Array]:
+    return gradient_receiver(weight, axes, dtype), jnp.zeros((), weight.dtype)
 
 
-def _shared(axes: Axes, dtype: jnp.dtype, like: Array, gradient: Array) -> tuple[Array]:
+def _receiver_backward(axes: Axes, dtype: jnp.dtype, like: Array, gradient: Array) -> tuple[Array]:
     return (constrain(gradient, *axes).astype(like.dtype),)
 
 
-gradient_of.defvjp(_zeros, _shared)
+gradient_receiver.defvjp(_receiver_forward, _receiver_backward)

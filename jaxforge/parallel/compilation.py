@@ -1,8 +1,8 @@
-"""Compiles the train step: with the flags of `xla_flags`, through the cache of compiled programs.
+"""Compilation of the train step with the flags of `xla_flags` and JAX's compilation cache.
 
-The cache is JAX's. Its keys hold program, flags, versions of JAX and XLA, and the kind of devices
-(a CPU's instruction set): no machine gets a program that was made for another. The first process of
-a job writes; an entry that cannot be read counts as a miss.
+Keys of the cache include the program, flags, versions of JAX and XLA, and the kind of devices (for
+CPUs, the instruction set). So no machine loads a program that was compiled for another. The first
+process of a job writes entries. An unreadable entry counts as a miss.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel.xla_flags import DEFAULT, Option, compiler_options, traits
@@ -33,10 +33,10 @@ _REFUSED = re.compile(
 
 
 def use_cache(config: TrainConfig) -> None:
-    """Sets where JAX keeps compiled programs; must run before the first of them is compiled.
+    """Set JAX's directory for compiled programs. Must run before the first compilation.
 
     Raises:
-        UserError: the directory cannot be made.
+        UserError: the directory cannot be created.
     """
     directory = cache_directory(config)
     if directory and "://" not in directory:
@@ -44,22 +44,24 @@ def use_cache(config: TrainConfig) -> None:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"train.compilation_cache_dir: no directory {directory} ({error.strerror}): name "
-                'another, or "" to compile at every start'
+                f"train.compilation_cache_dir: cannot create {directory} ({error.strerror}). Set "
+                'another directory, or "" to compile at every start'
             ) from None
     jax.config.update("jax_compilation_cache_dir", directory or None)
 
 
 def cache_directory(config: TrainConfig) -> str:
-    """`train.compilation_cache_dir`, `$JAX_COMPILATION_CACHE_DIR` or `~/.cache/jaxforge/xla`.
+    """Return the directory of compiled programs; "": no cache.
 
-    Empty for none, the default on CPUs: some of them refuse every entry that they wrote themselves,
-    loudly (https://github.com/jax-ml/jax/issues/38445), and compiling for them takes seconds.
+    It is the first of `train.compilation_cache_dir`, `$JAX_COMPILATION_CACHE_DIR` and
+    `~/.cache/jaxforge/xla`. On CPUs, the default is no cache: some CPUs reject the entries that
+    they wrote, with many warnings (https://github.com/jax-ml/jax/issues/38445), and compilation
+    takes seconds only.
     """
     if config.compilation_cache_dir is not None:
         return config.compilation_cache_dir
-    if of_jax := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return of_jax
+    if jax_directory := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return jax_directory
     if jax.default_backend() == "cpu":
         return ""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -67,39 +69,38 @@ def cache_directory(config: TrainConfig) -> str:
 
 
 def accepted_flags(config: JobConfig) -> dict[str, Option]:
-    """The flags to compile the step with, tried on an empty program, and logs them.
+    """Return and log the flags of the step that this XLA accepts for an empty program.
 
     Args:
-        config: the run's.
+        config: config of the run.
 
     Raises:
-        UserError: `train.xla_flags` names a flag that this XLA does not have, or a wrong value.
+        UserError: XLA rejects a flag of `train.xla_flags`, or its value.
     """
     device = jax.devices()[0]
     own = config.train.xla_flags
     flags = compiler_options(device, own, has=traits(config))
-    while flags and (name := _refused(flags)) is not None:
+    while flags and (name := _first_refused_flag(flags)) is not None:
         if name in own:
-            raise UserError(complaint(name, own[name], jax.default_backend()))
-        # Flags come and go with the versions of XLA; a run must not depend on those of our table.
-        log.warning("this XLA does not take %s=%s; going on without", name, flags.pop(name))
+            raise UserError(flag_error_message(name, own[name], jax.default_backend()))
+        # Flags change with the version of XLA. A run must not fail because of our defaults.
+        log.warning("XLA does not accept %s=%s: the flag is ignored", name, flags.pop(name))
     if flags:
         log.info("XLA flags: %s", " ".join(f"{name}={value}" for name, value in flags.items()))
     return flags
 
 
 def compile_step(lowered: jax.stages.Lowered, flags: dict[str, Option]) -> jax.stages.Compiled:
-    """Compiles the step; logs how long it took and whether the cache had it."""
+    """Compile the step, and log the time and whether the program was cached."""
     started = time.perf_counter()
-    with _counting_hits() as hits:
+    with _record_cache_hits() as hits:
         compiled = lowered.compile(compiler_options=flags)
     seconds = time.perf_counter() - started
     log.info("train step compiled in %.1f s%s", seconds, " (cached)" if hits else "")
     return compiled
 
 
-def _refused(flags: dict[str, Option]) -> str | None:
-    """The first flag that the compiler does not take."""
+def _first_refused_flag(flags: dict[str, Option]) -> str | None:
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=flags)
     except jax.errors.JaxRuntimeError as error:
@@ -110,28 +111,29 @@ def _refused(flags: dict[str, Option]) -> str | None:
 
 
 def refused_flag(error: jax.errors.JaxRuntimeError) -> str | None:
-    """The flag that the compiler did not take; None where it gave up for something else."""
+    """Return the name of the flag that the compiler rejected; None for other errors."""
     match = _REFUSED.search(str(error))
     return next(filter(None, match.groups())) if match else None
 
 
-def complaint(name: str, value: str, platform: str) -> str:
-    """About a flag of the user's.
+def flag_error_message(name: str, value: str, platform: str) -> str:
+    """Return the error message for a rejected flag of `train.xla_flags`.
 
     Args:
-        name: of a flag that was refused.
-        value: in `train.xla_flags`.
-        platform: that is compiled for.
+        name: name of the flag.
+        value: value in `train.xla_flags`.
+        platform: target platform of the compilation.
     """
     key = f"train.xla_flags.{name}"
     return (
-        f"{key} = {value}: XLA for {platform} in jaxlib {version('jaxlib')} has no such flag, or "
-        f"not this value for it; correct it, or remove it: change {said({key: DEFAULT})}"
+        f"{key} = {value}: XLA for {platform} in jaxlib {version('jaxlib')} does not "
+        "have this flag, or not this value. Correct it, or remove it: change "
+        f"{describe_change({key: DEFAULT})}"
     )
 
 
 @contextlib.contextmanager
-def _counting_hits() -> Iterator[list[str]]:
+def _record_cache_hits() -> Iterator[list[str]]:
     hits: list[str] = []
 
     def listen(event: str, **_: str | int) -> None:

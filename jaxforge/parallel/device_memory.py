@@ -12,23 +12,23 @@ from jaxtyping import PyTree
 from jaxforge.errors import UserError
 from jaxforge.parallel import hardware
 
-_WORDS = ("resource_exhausted", "out of memory")
+_MESSAGES = ("resource_exhausted", "out of memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out; XLA has no class for it."""
     text = str(error).lower()
-    return isinstance(error, MemoryError) or any(word in text for word in _WORDS)
+    return isinstance(error, MemoryError) or any(message in text for message in _MESSAGES)
 
 
-def gist(error: BaseException | str) -> str:
-    """XLA's first line; pages on who has which buffer follow it."""
-    line = str(error).strip().partition("\n")[0] or "the host has no more"
+def first_line(error: BaseException | str) -> str:
+    """Return the first line of XLA's error message, without the list of buffers."""
+    line = str(error).strip().partition("\n")[0] or "the host has no memory left"
     return line if len(line) < 300 else line[:300] + " ..."
 
 
-def per_device(tree: PyTree) -> int:
-    """Bytes of the abstract arrays of a tree on one device; what is on the host is not."""
+def bytes_per_device(tree: PyTree) -> int:
+    """Return the bytes of a tree of abstract arrays on one device, without arrays on the host."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -37,24 +37,25 @@ def per_device(tree: PyTree) -> int:
 
 
 def capacity() -> int:
-    """Bytes of a device; of a CPU, of the machine."""
+    """Return the memory of a local device in bytes; for CPUs, the memory of the machine."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def capacity_of_each() -> int:
-    """Bytes of a device of this process; virtual devices of a CPU share the machine's memory."""
-    shared = jax.default_backend() == "cpu"
-    return capacity() // (jax.local_device_count() if shared else 1)
+def capacity_per_device() -> int:
+    """Return the memory of a local device in bytes; virtual CPU devices share the machine's."""
+    is_shared = jax.default_backend() == "cpu"
+    return capacity() // (jax.local_device_count() if is_shared else 1)
 
 
 def smallest_capacity(mesh: Mesh | AbstractMesh) -> int:
-    """Bytes of a device of a mesh, the same number in all processes of the job, which all ask.
+    """Return the memory of the smallest device of a mesh, in bytes.
 
-    Of devices that are elsewhere, it is what is known of their kind.
+    All processes of the job must call this function, and get the same number. For target hardware
+    without devices, it is the published memory of the chip.
 
     Raises:
-        UserError: nothing is known of them.
+        UserError: the memory is unknown.
     """
     if isinstance(mesh, AbstractMesh):
         raise UserError(_UNKNOWN.format("a mesh without devices"))
@@ -64,19 +65,19 @@ def smallest_capacity(mesh: Mesh | AbstractMesh) -> int:
         if known is None:
             raise UserError(_UNKNOWN.format(device.device_kind))
         return known
-    mine = capacity_of_each()
+    own = capacity_per_device()
     if jax.process_count() == 1:
-        return mine
-    megabytes = np.array(mine >> 20, np.int32)  # collectives have no 64-bit integers
+        return own
+    megabytes = np.array(own >> 20, np.int32)  # collectives have no 64-bit integers
     return int(np.min(multihost_utils.process_allgather(megabytes))) << 20
 
 
 _UNKNOWN = (
-    'train.grad_sync = "auto" needs to know how much a device holds, and of {} nobody does: pass '
-    'its bytes, or set train.grad_sync to "update" or "microbatch"'
+    'train.grad_sync = "auto" needs the memory of a device, which is unknown for {}. Pass the '
+    'number of bytes, or set train.grad_sync to "update" or "microbatch"'
 )
 
 
 def gigabytes(n: float) -> str:
-    """Bytes for a reader."""
+    """Format a number of bytes, such as "16 GB"."""
     return f"{n / 1e9:.3g} GB"

@@ -1,10 +1,10 @@
-"""Chips that JAX runs on, from their makers' data sheets: each number stands here once.
+"""Published figures of the chips that JAX runs on.
 
 Sources: cloud.google.com/tpu/docs (peak, bandwidth, links; a chip's share of the data-center
-network is that of its pod or host divided by the chips), XLA's messages (memory of TPUs: some of
-what the data sheet says is the runtime's), nvidia.com (peaks are bf16 tensor cores without
-sparsity; NVLink per direction, one 400 Gb/s adapter per GPU as in DGX; memory, cores, caches and
-clocks of GPUs). Nothing here imports JAX.
+network is that of its pod or host divided by the chips), XLA's messages (memory of TPUs, less the
+part that the runtime uses), nvidia.com (peaks of bf16 tensor cores without sparsity; NVLink per
+direction, one 400 Gb/s adapter per GPU as in DGX; memory, cores, caches and clocks of GPUs). This
+module does not import JAX.
 """
 
 import os
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 _GIB = 1 << 30
 _PREALLOCATED = "0.75"
-"""The part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
+"""Fraction of a GPU's memory that JAX allocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
 
 SMALLEST_TPU_MEMORY = 16e9
-"""Bytes of a v5e by its data sheet, the smallest TPU in use."""
+"""Memory of a v5e, the smallest TPU in use, by its data sheet, in bytes."""
 
 
 class GpuTarget(NamedTuple):
-    """Properties of a GPU that XLA compiles by.
+    """Properties of a GPU that XLA's compiler depends on.
 
     Attributes:
-        name: as the driver says it.
+        name: name of the device, as reported by the driver.
         capability: compute capability.
-        cores: streaming multiprocessors.
-        l2_cache: bytes.
-        clock: GHz.
+        cores: number of streaming multiprocessors.
+        l2_cache: size of the L2 cache in bytes.
+        clock: clock rate in GHz.
     """
 
     name: str
@@ -40,19 +40,19 @@ class Chip(NamedTuple):
     """Published figures of a JAX device: a chip, or half a chip on TPU7x.
 
     Attributes:
-        name: as people call it, and as a topology begins.
-        platform: JAX's.
+        name: common name, with which a topology starts.
+        platform: platform in JAX, "tpu" or "gpu".
         kinds: parts of the `device_kind` of JAX's devices.
-        peak_flops: dense bfloat16 products, FLOP/s.
-        capacity: bytes of memory that a GPU has, or that a program may use of a TPU.
-        bandwidth: of that memory, bytes/s.
-        link: bytes/s that a device sends over one link to a neighbour (TPU), or over all links to
-            the others of its node (GPU); 0: not known, as is the network.
-        network: bytes/s of its share in the data-center network.
-        flops_per_cycle: of a TPU's matrix units; turns the compiler's cycles to seconds.
-        sides: how many a slice of TPUs has, or a cluster of GPUs: nodes and GPUs of each.
-        torus_side: TPU: a side of this many chips, or of a multiple, is closed to a ring.
-        target: of a GPU.
+        peak_flops: peak of dense bfloat16 products in FLOP/s.
+        capacity: memory of a GPU, or memory of a TPU that programs may use, in bytes.
+        bandwidth: memory bandwidth in bytes/s.
+        link: bandwidth in bytes/s, in one direction, of one link to a neighbour (TPU), or of all
+            links to the other devices of a node (GPU); 0: unknown, as is `network`.
+        network: share of a device in the bandwidth of the data-center network, in bytes/s.
+        flops_per_cycle: FLOPs of a TPU's matrix units per cycle.
+        n_sides: number of sides of a TPU slice. A cluster of GPUs has two: nodes and GPUs of each.
+        torus_side: a side of a TPU slice is a ring if its length is a multiple of this number.
+        target: properties for the compiler of GPUs; None: a TPU.
     """
 
     name: str
@@ -70,16 +70,16 @@ class Chip(NamedTuple):
 
     @property
     def cycles_per_second(self) -> float:
-        """Clock of the matrix units."""
+        """Clock rate of the matrix units, which converts the compiler's cycles to seconds."""
         return self.peak_flops / self.flops_per_cycle
 
     @property
     def memory(self) -> int:
-        """Bytes that a program may use; of a GPU, those that JAX takes."""
+        """Memory that a program may use, in bytes; for GPUs, the memory that JAX allocates."""
         if self.platform == "tpu":
             return self.capacity
-        part = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED)
-        return int(float(part) * self.capacity)
+        fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED)
+        return int(float(fraction) * self.capacity)
 
 
 _CHIPS = (
@@ -102,7 +102,7 @@ _CHIPS = (
 )  # fmt: skip
 
 CHIPS = {chip.name: chip for chip in _CHIPS if chip.link}
-"""Chips whose links are known, by name: a run on them can be planned. Little is known of CPUs."""
+"""Chips with known links by name. Runs on them can be planned."""
 
 _PEAK_TFLOPS = {
     kind: chip.peak_flops / 1e12 for chip in _CHIPS for kind in chip.kinds
@@ -113,17 +113,17 @@ _PEAK_TFLOPS = {
     "RTX 4090": 330.0, "RTX 3090": 142.0, "A10G": 125.0,
     "TPU v4 lite": 138.0, "TPU7x": 1153.5,
 }  # fmt: skip
-"""Part of a device's `device_kind` -> dense bf16 TFLOP/s of one JAX device."""
+"""Peak of dense bf16 products of one JAX device in TFLOP/s, by part of its `device_kind`."""
 
 
 def peak_tflops(device_kind: str) -> float | None:
-    """Return dense bf16 TFLOP/s by the longest name in a device's kind; None if unknown."""
+    """Return the dense bf16 TFLOP/s of a device, by the longest known name in its kind, or None."""
     names = [name for name in _PEAK_TFLOPS if name in device_kind]
     return _PEAK_TFLOPS[max(names, key=len)] if names else None
 
 
 def known_memory(device_kind: str) -> int | None:
-    """Return the bytes that a program may use of a device of a kind; None if unknown."""
+    """Return the memory that a program may use on a device, in bytes; None if unknown."""
     for chip in _CHIPS:
         names = chip.kinds if chip.target is None else (chip.target.name,)
         if device_kind in names:

@@ -1,10 +1,10 @@
-"""Settings of glibc's malloc: freed memory is retained for steps and released for conversions.
+"""Settings of glibc's malloc, which retain freed memory in training and release it in conversions.
 
-Each run of an executable of XLA:CPU allocates its temporary buffers anew. glibc gives large blocks
-back to the system when they are freed, and the system clears every page before it hands it out
-again: a quarter of the time of a step. The environment variables of malloc cannot help, for they
-stop at 32 MiB (`mallopt(3)`: M_MMAP_THRESHOLD), and each thread has a heap of its own that is
-trimmed regardless. Those heaps of many threads are also what a stream of blocks grows by.
+Each execution of an XLA:CPU program allocates its temporary buffers again. glibc returns large
+freed blocks to the system, which clears all pages before it hands them out again. That took a
+quarter of the time of a step. Environment variables of malloc do not help: their threshold is
+limited to 32 MiB (`mallopt(3)`: M_MMAP_THRESHOLD), and each thread has its own heap, which is
+trimmed regardless. The heaps of many threads also make the memory of conversions grow.
 """
 
 import ctypes
@@ -18,13 +18,12 @@ _PAD_BYTES = 256 << 20
 
 
 def keep_freed_memory() -> bool:
-    """One heap for all threads, which grows as needed and never shrinks; for CPU and glibc only.
+    """Use one heap for all threads, which never shrinks, if computation runs on CPU with glibc.
 
-    To be called before JAX starts its threads. A user's own malloc settings in the environment are
-    left alone.
+    Must be called before JAX starts threads. Malloc settings in the environment take precedence.
 
     Returns:
-        Whether it was done.
+        Whether the settings were applied.
     """
     return _computes_on_cpu() and _set(
         {_M_ARENA_MAX: 1, _M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_TOP_PAD: _PAD_BYTES}
@@ -34,17 +33,18 @@ def keep_freed_memory() -> bool:
 def share_heaps() -> bool:
     """Let all threads share two heaps instead of eight per core.
 
-    To be called before threads start; a user's own settings are left alone.
+    Must be called before threads start. Malloc settings in the environment take precedence.
 
     Returns:
-        Whether it was done.
+        Whether the settings were applied.
     """
     return _set({_M_ARENA_MAX: 2})
 
 
 def _set(settings: dict[int, int]) -> bool:
-    own = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
-    if own or not sys.platform.startswith("linux"):
+    prefixes = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    has_own_settings = any(name.startswith(prefixes) for name in os.environ)
+    if has_own_settings or not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
@@ -55,7 +55,7 @@ def _set(settings: dict[int, int]) -> bool:
 
 def _computes_on_cpu() -> bool:
     """Return whether computation runs on the CPU, without starting JAX's backends."""
-    import jax  # here, for a conversion may not need it
+    import jax  # imported lazily, because conversions may not need it
 
     if platforms := jax.config.values["jax_platforms"]:
         return platforms.split(",")[0] == "cpu"

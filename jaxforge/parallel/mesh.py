@@ -1,16 +1,18 @@
-"""The device mesh: which axes there are, how large, and which device is where.
+"""The device mesh: its axes, their sizes, and the arrangement of devices.
 
-Axes, outermost first, so that the axes that talk most are neighbours on the interconnect:
+Axes, from the outermost to the innermost. Devices along inner axes, which communicate most, are
+neighbours on the interconnect:
 
     pp            pipeline stages
     dp_replicate  data parallel, parameters replicated (HSDP's outer axis)
     dp_shard      data parallel, parameters sharded (FSDP)
     cp            context parallel
-    ep            expert parallel: experts are spread, other parameters sharded, as the batch is
+    ep            expert parallel: experts are split; other parameters and the batch are sharded
     tp            tensor parallel
 
-The network between TPU slices, and between nodes of GPUs, is slower than that within. Several
-slices are laid out along the outer axes; GPUs in the order of their nodes, which comes to the same.
+The network between TPU slices, and between nodes of GPUs, is slower than that within. TPU slices
+are arranged along the outer axes. GPUs are arranged in the order of their nodes, with the same
+effect.
 """
 
 import collections
@@ -23,9 +25,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxforge.config.axes import AXES, data_parallel, token_parallel, with_copies
+from jaxforge.config.axes import AXES, data_parallel, token_parallel, with_equal_shards
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
 
@@ -35,27 +37,27 @@ STAGES = "pp"
 """The axis of pipeline stages."""
 
 _OUTER = (STAGES, "dp_replicate", "dp_shard")
-"""Axes that may go over slices, the first of them preferred. The others talk in every layer."""
+"""Axes that may extend over slices, in order of preference. Others communicate in every layer."""
 
 
 def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh that `[distributed]` asks for, over all devices of all processes.
+    """Return the mesh of `[distributed]` over all devices of all processes.
 
-    Of a dp_shard that does not divide `model.dim`, a part is dp_replicate (`axes.with_copies`);
-    the log says so, and where axes go over a slow network.
+    If dp_shard does not divide `model.dim`, a factor of it moves to dp_replicate
+    (`axes.with_equal_shards`), with a warning. Axes that cross a slow network are warnings, too.
 
     Args:
-        config: a config that `rules.check` has passed.
-        devices: the devices to use; all by default.
+        config: config that has passed `rules.check`.
+        devices: devices of the mesh; None: all.
 
     Raises:
         UserError: the axes do not fit the network of the TPUs.
     """
     devices = list(jax.devices() if devices is None else devices)
     asked = mesh_shape(config, len(devices))
-    shape = with_copies(config, asked)
+    shape = with_equal_shards(config, asked)
     if shape != asked:
-        log.warning("%s", _copies(config.model.dim, asked, shape))
+        log.warning("%s", _describe_copies(config.model.dim, asked, shape))
     kinds = (AxisType.Auto,) * len(shape)
     return Mesh(arrange(shape, devices), tuple(shape), axis_types=kinds)
 
@@ -64,26 +66,26 @@ def abstract_mesh(config: JobConfig, n_devices: int) -> AbstractMesh:
     """Return a mesh without devices, for shapes and shardings on hypothetical hardware.
 
     Args:
-        config: a config that `rules.check` has passed.
-        n_devices: of the whole job.
+        config: config that has passed `rules.check`.
+        n_devices: number of devices of the whole job.
     """
-    shape = with_copies(config, mesh_shape(config, n_devices))
+    shape = with_equal_shards(config, mesh_shape(config, n_devices))
     kinds = (AxisType.Auto,) * len(shape)
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
 
 
-def in_words(shape: Mapping[str, int]) -> str:
-    """A mesh for a reader: `dp_shard 4 x tp 2`."""
+def describe_mesh(shape: Mapping[str, int]) -> str:
+    """Format the axes of a mesh that have several devices, such as `dp_shard 4 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
 
 
 def data_parallel_size(mesh: Mesh | AbstractMesh) -> int:
-    """Number of groups of devices that see different sequences."""
+    """Return the number of device groups with different sequences."""
     return data_parallel(mesh.shape)
 
 
 def token_parallel_size(mesh: Mesh | AbstractMesh) -> int:
-    """Number of groups of devices that see different tokens, and have gradients of their own."""
+    """Return the number of device groups with different tokens, and so with their own gradients."""
     return token_parallel(mesh.shape)
 
 
@@ -92,49 +94,54 @@ def arrange(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarr
 
     Args:
         shape: size of each axis, in the order of `AXES`.
-        devices: as many as the sizes multiply to.
+        devices: devices, as many as the product of the sizes.
 
     Raises:
         UserError: the axes do not fit the network of the TPUs.
     """
     if devices[0].platform == "tpu":
         return _on_tpus(shape, devices)
-    # Not jax.make_mesh, which refuses several nodes: for it they are slices.
+    # Not jax.make_mesh: it takes nodes for slices, and raises for several of them.
     arranged = mesh_utils.create_device_mesh(tuple(shape.values()), devices)
     if devices[0].platform == "gpu":
-        _tell_what_leaves_nodes(arranged)
+        _warn_of_axes_across_nodes(arranged)
     return arranged
 
 
 def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    # Compilers' descriptions of a single slice have no number for it.
+    # Devices of a compiler's topology of a single slice have no `slice_index`.
     sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(set(sizes.values())) > 1:
         each = ", ".join(str(size) for size in sizes.values())
         raise UserError(
-            f"the slices of this job have {each} devices: a mesh needs as many of each; start it "
-            "on slices of one size"
+            f"the slices of this job differ in size: they have {each} devices. Start the job on "
+            "slices of the same size"
         )
     outer = _over_slices(shape, len(sizes), per_slice=len(devices) // len(sizes))
     inner = {axis: size // outer[axis] for axis, size in shape.items()}
     try:
-        return _of_slices(inner, outer, devices)
+        return _arrange_slices(inner, outer, devices)
     except NotImplementedError as error:
         listed = ", ".join(f"{axis} = {size}" for axis, size in inner.items() if size > 1)
         where = "within a slice, " if len(sizes) > 1 else ""
         raise UserError(
-            f"[distributed] {where}{listed} does not fit the network of these TPUs: {error}; "
-            "choose axes that are products of its sides"
+            f"[distributed] {where}{listed} does not fit the network of these TPUs: {error}. "
+            "Choose axes that are products of the sides of the network"
         ) from error
 
 
-def _of_slices(
+def _arrange_slices(
     inner: Mapping[str, int], outer: Mapping[str, int], devices: Sequence[jax.Device]
 ) -> np.ndarray:
-    """Axes are whole sides of the torus if they can be, else parts of them.
+    """Arrange axes along whole sides of the torus if possible, else along parts of sides.
+
+    Args:
+        inner: size of each axis within a slice.
+        outer: size of each axis over slices.
+        devices: devices of all slices.
 
     Raises:
-        NotImplementedError: not even that.
+        NotImplementedError: the axes do not fit the torus.
     """
     within, over = tuple(inner.values()), tuple(outer.values())
 
@@ -152,35 +159,37 @@ def _of_slices(
 
 
 def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[str, int]:
-    """Over how many slices each axis goes; their product is the number of slices."""
-    left, outer = slices, dict.fromkeys(shape, 1)
+    """Return the number of slices that each axis extends over, whose product is `slices`."""
+    remaining, outer = slices, dict.fromkeys(shape, 1)
     for axis in _OUTER:
-        outer[axis] = math.gcd(left, shape[axis])
-        left //= outer[axis]
-    if left > 1:
+        outer[axis] = math.gcd(remaining, shape[axis])
+        remaining //= outer[axis]
+    if remaining > 1:
         within = {axis: shape[axis] for axis in AXES if axis not in _OUTER and shape[axis] > 1}
         product = " * ".join(f"distributed.{axis} = {size}" for axis, size in within.items())
-        fix = f"lower {' or '.join(f'distributed.{axis}' for axis in within)}"
+        fix = f"Lower {' or '.join(f'distributed.{axis}' for axis in within)}"
         if len(within) == 1:
             ((axis, size),) = within.items()
             key = f"distributed.{axis}"
-            fix = f"change {said({key: math.gcd(per_slice, size), 'distributed.dp_shard': -1})}"
+            change = {key: math.gcd(per_slice, size), "distributed.dp_shard": -1}
+            fix = f"Change {describe_change(change)}"
         raise UserError(
-            f"{product} must divide the {per_slice} devices of each of the {slices} slices: what "
-            f"they exchange in every layer is too much for the network in between: {fix}"
+            f"{product} must divide the {per_slice} devices of each of the {slices} slices: these "
+            "axes communicate in every layer, which is too slow for the network between slices. "
+            f"{fix}"
         )
     if outer["dp_shard"] > 1:
         log.warning(
             "distributed.dp_shard = %d goes over %d slices: weights are gathered through the "
-            "network in between. Where a slice has room for the state, set dp_replicate = %d, and "
-            "only gradients go there",
+            "network between them. If the state fits into a slice, set dp_replicate = %d, so that "
+            "only gradients use that network",
             shape["dp_shard"], outer["dp_shard"], shape["dp_replicate"] * outer["dp_shard"],
         )  # fmt: skip
     return outer
 
 
-def _tell_what_leaves_nodes(arranged: np.ndarray) -> None:
-    """Warns of axes that talk in every layer and do so between GPUs that no NVLink connects."""
+def _warn_of_axes_across_nodes(arranged: np.ndarray) -> None:
+    """Warn of axes that communicate in every layer between GPUs without NVLink."""
     node = np.vectorize(lambda device: getattr(device, "slice_index", device.process_index))
     node_of, per_node = node(arranged), max(collections.Counter(node(arranged).flat).values())
     for axis in ("tp", "ep"):
@@ -188,26 +197,26 @@ def _tell_what_leaves_nodes(arranged: np.ndarray) -> None:
         if (lines != lines[..., :1]).any():
             size = lines.shape[-1]
             log.warning(
-                "distributed.%s = %d goes over several nodes of %d GPUs, and talks in every layer; "
-                "%d would keep that within a node",
+                "distributed.%s = %d goes over several nodes of %d GPUs, and communicates in every "
+                "layer; %d would stay within a node",
                 axis, size, per_node, math.gcd(size, per_node),
             )  # fmt: skip
 
 
-def _copies(dim: int, asked: Mapping[str, int], shape: Mapping[str, int]) -> str:
-    """Describe the cost of a dp_shard that does not divide, and sizes that would."""
+def _describe_copies(dim: int, asked: Mapping[str, int], shape: Mapping[str, int]) -> str:
+    """Describe the cost of a dp_shard that does not divide, and the nearest sizes that do."""
     copies, width = shape["dp_replicate"] // asked["dp_replicate"], dim // asked["ep"]
-    whole = [size for size in range(1, width + 1) if width % size == 0]
-    better = {
-        max(size for size in whole if size <= asked["dp_shard"]),
-        min((size for size in whole if size >= asked["dp_shard"]), default=width),
+    divisors = [size for size in range(1, width + 1) if width % size == 0]
+    nearest = {
+        max(size for size in divisors if size <= asked["dp_shard"]),
+        min((size for size in divisors if size >= asked["dp_shard"]), default=width),
     }
-    how = f"split over {shape['dp_shard']} devices and copied {copies} times"
+    layout = f"split over {shape['dp_shard']} devices and copied {copies} times"
     if shape["dp_shard"] == 1:
-        how = f"not split by it: there are {copies} copies"
+        layout = f"not split by it: there are {copies} copies"
     per_ep = f" / ep = {width}" if asked["ep"] > 1 else ""
     return (
         f"distributed.dp_shard = {asked['dp_shard']} does not divide model.dim = {dim}{per_ep}: "
-        f"parameters and optimizer state are {how}, {copies} times the memory; dp_shard = "
-        f"{' or '.join(map(str, sorted(better)))} would split them all the way"
+        f"parameters and optimizer state are {layout}, {copies} times the memory; dp_shard = "
+        f"{' or '.join(map(str, sorted(nearest)))} would split them all the way"
     )

@@ -1,8 +1,8 @@
-"""Joins the processes of one job: SLURM, Open MPI, Cloud TPU, GKE, or explicit variables.
+"""Connection of the processes of one job: SLURM, Open MPI, Cloud TPU, GKE, or explicit variables.
 
-Explicit variables come first. JAX's own: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`,
-`JAX_PROCESS_ID`. Those that torchrun sets are understood too: `MASTER_ADDR`, `MASTER_PORT`,
-`WORLD_SIZE`, `RANK`. Otherwise `jax.distributed` finds the cluster by itself.
+Explicit variables take precedence: those of JAX (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`,
+`JAX_PROCESS_ID`), then those of torchrun (`MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`).
+Otherwise `jax.distributed` detects the cluster.
 """
 
 import atexit
@@ -31,35 +31,35 @@ log = logging.getLogger(__name__)
 
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-_DECIDING = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # a port alone describes nothing
+_DECIDING = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # a port alone does not describe a job
 
 JOIN_SEC = 300
-"""How long a process waits for the others of its job at the start."""
+"""Time in seconds that a process waits for the others of its job at the start."""
 
-_BROKEN = re.compile(r"Gloo .*gloo/transport/\S+ (.*)")
+_BROKEN_CONNECTION = re.compile(r"Gloo .*gloo/transport/\S+ (.*)")
 
-_KNOCK_SEC = 10.0  # for an answer of a host
+CONNECT_SEC = 10.0  # timeout of one attempt to reach process 0
 
-_FAREWELL_SEC = 86_400
-"""How long processes that are done wait for one another: process 0 may still be exporting, and
-should it die meanwhile, its heartbeat tells."""
+_SHUTDOWN_SEC = 86_400
+"""Time in seconds that finished processes wait for the others: process 0 may still be exporting.
+If it dies meanwhile, its missing heartbeat ends the wait."""
 
 
 def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.environ) -> None:
     """Call `jax.distributed.initialize` if the environment describes several processes.
 
-    Must run before the first JAX computation. Does nothing for a process on its own. From here on
-    JAX ends this process (`Exit.ABORTED`) when another one of the job is gone.
+    Must run before the first JAX computation. Has no effect for a single process. Afterwards, JAX
+    ends this process (`Exit.ABORTED`) when another process of the job is lost.
 
     Args:
-        heartbeat_timeout_sec: after this many seconds of silence a process is gone; 100 is JAX's
-            own. The end of process 0 is seen at once.
-        env: where the other processes are described.
+        heartbeat_timeout_sec: time without a heartbeat, in seconds, after which a process is lost;
+            JAX's default is 100. The end of process 0 is noticed at once.
+        env: environment variables that describe the job.
 
     Raises:
-        UserError: no device is found, or process 0 is not.
+        UserError: there is no device, or process 0 cannot be reached.
     """
-    virtual_devices.lend_threads()
+    virtual_devices.enlarge_thread_pool()
     arguments = distributed_arguments(env)
     if arguments is not None:
         _join(arguments, heartbeat_timeout_sec)
@@ -71,37 +71,37 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
 
 
 def _join(arguments: dict[str, Any], heartbeat_timeout_sec: int) -> None:
-    """`jax.distributed.initialize`, which of itself waits without a word, and then aborts."""
-    awaited = _awaited(arguments)
+    """Call `jax.distributed.initialize`, with messages instead of a silent wait and an abort."""
+    awaited = _describe_awaited(arguments)
     log.info("waiting for %s, up to %g s", awaited, JOIN_SEC)
     if arguments.get("process_id"):
         _await_port(arguments["coordinator_address"], awaited)
-    giving_up = threading.Timer(JOIN_SEC, _give_up, [awaited])
-    giving_up.daemon = True
-    giving_up.start()
+    timeout = threading.Timer(JOIN_SEC, _exit_on_timeout, [awaited])
+    timeout.daemon = True
+    timeout.start()
     try:
         jax.distributed.initialize(
             **arguments,
-            initialization_timeout=JOIN_SEC + 60,  # we are first, as JAX would abort the process
+            initialization_timeout=JOIN_SEC + 60,  # later than our timer: JAX aborts the process
             heartbeat_timeout_seconds=heartbeat_timeout_sec,
-            shutdown_timeout_seconds=_FAREWELL_SEC,
+            shutdown_timeout_seconds=_SHUTDOWN_SEC,
         )
     except jax.errors.JaxRuntimeError as error:
         if "RPC server" not in str(error):
             raise
         raise UserError(
             f"process 0 cannot listen at {arguments.get('coordinator_address', 'its port')}: the "
-            "port is in use, by another job or by what is left of one, or the address is not of "
-            "this host; name another to all processes"
+            "port is in use by another job or by a process of an earlier one, or the address does "
+            "not belong to this host. Give all processes another address"
         ) from error
     finally:
-        giving_up.cancel()
+        timeout.cancel()
 
 
-def _awaited(arguments: dict[str, Any]) -> str:
-    """Whom a process waits for."""
+def _describe_awaited(arguments: dict[str, Any]) -> str:
+    """Describe the processes that this one waits for."""
     if not arguments:
-        return "the other processes of the job"  # which the scheduler knows, and JAX asks it
+        return "the other processes of the job"  # JAX gets their address from the scheduler
     address, count = arguments["coordinator_address"], arguments["num_processes"]
     if arguments["process_id"] == 0:
         others = "process 1" if count == 2 else f"processes 1 to {count - 1}"
@@ -110,31 +110,37 @@ def _awaited(arguments: dict[str, Any]) -> str:
 
 
 def _await_port(address: str, awaited: str) -> None:
-    """Returns once somebody listens there; hosts may get their names and start in any order."""
+    """Wait until process 0 listens. Hosts may start, and get their names, in any order."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + JOIN_SEC
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SEC).close()
+            address_port = (host.strip("[]"), int(port))
+            socket.create_connection(address_port, timeout=CONNECT_SEC).close()
             return
         except ValueError:
-            raise UserError(f"no host and port: coordinator address {address!r}") from None
+            raise UserError(
+                f"the coordinator address {address!r} must be a host and a port: host:port"
+            ) from None
         except OSError as error:
             if time.monotonic() > deadline:
-                raise UserError(_lonely(awaited, error.strerror or str(error))) from error
-        time.sleep(_KNOCK_SEC / 10)
+                message = _timeout_message(awaited, error.strerror or str(error))
+                raise UserError(message) from error
+        time.sleep(CONNECT_SEC / 10)
 
 
-def _give_up(awaited: str) -> None:
-    said = streams.tolerant(sys.stderr)  # nothing may keep the process from its end
-    print(f"error: {_lonely(awaited, 'some did not come')}", file=said, flush=True)
+def _exit_on_timeout(awaited: str) -> None:
+    stderr = streams.tolerant(sys.stderr)  # a broken pipe must not keep the process from ending
+    message = _timeout_message(awaited, "some did not connect")
+    print(f"error: {message}", file=stderr, flush=True)
     end_now(Exit.USER_ERROR.code, flush=False)
 
 
-def _lonely(awaited: str, why: str) -> str:
+def _timeout_message(awaited: str, reason: str) -> str:
     return (
-        f"waited {JOIN_SEC:g} s for {awaited}: {why}. Is it running, under the same address, and "
-        "does a firewall let this host through? Start all processes of the job, then this again"
+        f"waited {JOIN_SEC:g} s for {awaited}: {reason}. Check that all processes of the job are "
+        "running with the same address, and that no firewall blocks this host. Then start them "
+        "all again"
     )
 
 
@@ -142,85 +148,89 @@ def open_devices(env: Mapping[str, str] = os.environ) -> None:
     """Open the devices of this process.
 
     Args:
-        env: says which platform is wanted.
+        env: environment variables; the message shows `JAX_PLATFORMS`.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no devices.
     """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for a platform without a plugin
         if "in use" in str(error):
-            raise  # a process that is about to end may hold them: another start may go better
+            raise  # a process that is ending may hold them: a restart may succeed
         platforms = env.get("JAX_PLATFORMS")
-        wanted = f"JAX_PLATFORMS={platforms}: " if platforms else ""
-        why = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
-        why = why or "there is no such platform here"
+        prefix = f"JAX_PLATFORMS={platforms}: " if platforms else ""
+        reason = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        reason = reason or "the platform does not exist on this machine"
         raise UserError(
-            f"{wanted}JAX finds no devices: {why}. Install what they need (pip install '.[cuda]' "
-            "or '.[tpu]'), or change JAX_PLATFORMS (unset: the best there is; cpu: always there)"
+            f"{prefix}JAX finds no devices: {reason}. Install the plugin of the platform (pip "
+            "install '.[cuda]' or '.[tpu]'), or change JAX_PLATFORMS (unset: the fastest platform; "
+            "cpu: works on every machine)"
         ) from error
 
 
 @contextlib.contextmanager
-def leaving_at_once_on_failure() -> Iterator[None]:
-    """Among several processes, one that fails within the block ends without waiting for the rest.
+def exit_at_once_on_failure() -> Iterator[None]:
+    """End a process of several that fails within the block, without waiting for the others.
 
-    At its end JAX would wait for all processes, which wait in a collective for this one: a job that
-    hangs. So this one leaves as soon as its message is out, and the others notice. After a failure
-    that all processes share, they end together.
+    At exit, JAX would wait for all processes, and these wait in a collective for this one: the job
+    would hang. So this process ends as soon as its message is printed, and the others notice its
+    loss. After a `JobStorageError`, which all processes raise, they end together.
     """
     try:
         yield
     except JobStorageError as error:
         if jax.process_count() > 1:
-            atexit.register(_leave_together, error.exit_code)
+            atexit.register(_exit_together, error.exit_code)
         raise
     except BaseException as error:
         if jax.process_count() == 1:
             raise
-        failure = lost_peer(error) or error
+        failure = peer_lost_error(error) or error
         code = getattr(failure, "exit_code", Exit.ERROR.code)
-        atexit.register(end_now, code)  # runs before JAX's, which was there first
+        atexit.register(end_now, code)  # runs before JAX's handler, which was registered earlier
         if failure is error:
             raise
         raise failure from error
 
 
-def lost_peer(error: BaseException) -> PeerLostError | None:
-    """Return the message for a connection that broke in a collective of CPUs; else None.
+def peer_lost_error(error: BaseException) -> PeerLostError | None:
+    """Return the error for a connection that broke in a collective on CPU; None for other errors.
 
-    JAX raises such an error as a `ValueError` where the collective runs in the call that starts it,
-    and as a `JaxRuntimeError` where a later call waits for its result.
+    JAX raises a `ValueError` if the collective runs in the call that starts it, and a
+    `JaxRuntimeError` if a later call waits for its result.
     """
-    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
-    broken = _BROKEN.search(str(error)) if is_of_jax else None
+    is_from_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+    broken = _BROKEN_CONNECTION.search(str(error)) if is_from_jax else None
     if not broken:
         return None
     others = [i for i in range(jax.process_count()) if i != jax.process_index()]
     peer = f"process {others[0]}" if len(others) == 1 else "another process"
     return PeerLostError(
-        f"{peer} of the job is gone, or cut off ({broken[1].strip()}). The log that ends first "
-        "has the cause: logs/process_<i>.log, or what ended the process. Start all processes again "
-        "to go on from the newest checkpoint, as `jaxforge supervise` does"
+        f"{peer} of the job is gone, or cut off ({broken[1].strip()}). The cause is at the end of "
+        "the log that ends first (logs/process_<i>.log), or a signal ended the process. Start all "
+        "processes again to resume from the newest checkpoint, as `jaxforge supervise` does"
     )
 
 
-def _leave_together(code: int) -> None:
-    """End the process once the others of the job are at their end, too.
+def _exit_together(code: int) -> None:
+    """End the process when the other processes of the job end, too.
 
-    Threads may still wait for other processes, in compiled code: the interpreter cannot end them.
+    Threads in compiled code may still wait for other processes, and the interpreter cannot end
+    them.
     """
-    with contextlib.suppress(RuntimeError):  # a process is gone
+    with contextlib.suppress(RuntimeError):  # a process is lost
         jax.distributed.shutdown()
     end_now(code)
 
 
 def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:
-    """Arguments for `jax.distributed.initialize`; None for a single process.
+    """Return the arguments of `jax.distributed.initialize`; None for a single process.
+
+    An empty mapping means that `jax.distributed` detects the cluster.
 
     Raises:
-        UserError: some of a set of variables are there and others are missing, or not numbers.
+        UserError: some of the variables that belong together are missing, or are not numbers.
     """
     if any(env.get(name) for name in _EXPLICIT):
         address, count, index = _values(env, _EXPLICIT)
@@ -229,7 +239,7 @@ def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:
     elif env.get("WORLD_SIZE") == "1" or not any(env.get(name) for name in _DECIDING):
         return {} if _cluster(env) else None
     elif _cluster(env) and not all(env.get(name) for name in _TORCHRUN):
-        return {}  # scripts often set some of torchrun's; the scheduler knows better
+        return {}  # scripts often set some of torchrun's variables: the scheduler is reliable
     else:
         host, port, count, index = _values(env, _TORCHRUN)
         address = f"{host}:{port}"
@@ -245,16 +255,16 @@ def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:
 def _values(env: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
     missing = [name for name in names if not env.get(name)]
     if missing:
-        there = ", ".join(name for name in names if env.get(name))
+        present = ", ".join(name for name in names if env.get(name))
         raise UserError(
             f"set {', '.join(missing)} too: {', '.join(names)} go together and describe a job of "
-            f"several processes. For a single process unset {there}"
+            f"several processes. For a single process unset {present}"
         )
     return [env[name] for name in names]
 
 
 def _cluster(env: Mapping[str, str]) -> str | None:
-    """The scheduler that started this job with several processes, if any."""
+    """Return the name of the scheduler that started a job of several processes, or None."""
     if _number(env, "OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
     if _number(env, "SLURM_STEP_NUM_TASKS") > 1:  # set by srun, not by a bare sbatch script
@@ -262,7 +272,7 @@ def _cluster(env: Mapping[str, str]) -> str | None:
     if len(env.get("TPU_WORKER_HOSTNAMES", "localhost").split(",")) > 1:
         return "GKE"
     if env.get("JAX_PLATFORMS", "tpu").startswith("tpu") and _on_tpu_vm():
-        return "Cloud TPU"  # whose metadata server knows the rest, for one host as for many
+        return "Cloud TPU"  # JAX asks its metadata server, for one host as for many
     return None
 
 

@@ -1,8 +1,8 @@
-"""One table says where every dimension of every array lives.
+"""Sharding rules: one table maps the logical axes of all arrays to mesh axes.
 
-Modules name the dimensions of their parameters and activations by *logical* axes; `RULES` maps each
-logical axis to the mesh axes that split it (None: not split). Nothing else in the code base names a
-mesh axis for a parameter.
+Modules name the dimensions of their parameters and activations by *logical* axes. `RULES` maps each
+logical axis to the mesh axes that split it (None: not split). No other module names a mesh axis for
+a parameter.
 """
 
 import math
@@ -24,7 +24,7 @@ Axes = tuple[str | None, ...]
 
 
 class Shaped(Protocol):
-    """An array, or what stands for one."""
+    """An array, or a description of one, such as `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
     LAYERS: STAGES,
     "embed": ("dp_shard", "cp", "ep"),
-    "vocab": (STAGES, "tp"),  # each stage has its part of embedding and head
+    "vocab": (STAGES, "tp"),  # each stage has a part of embedding and head
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
@@ -47,8 +47,8 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # activations
     "batch": BATCH_AXES,
     "context": "cp",  # the tokens of a sequence
-    "seq": ("cp", "tp"),  # and in the residual stream between blocks: sequence parallelism
-    "tokens": ("cp", *BATCH_AXES),  # all tokens in one dimension, by `parts_of_sequences`
+    "seq": ("cp", "tp"),  # tokens in the residual stream between blocks: sequence parallelism
+    "tokens": ("cp", *BATCH_AXES),  # all tokens in one dimension, after `split_sequences`
 }
 
 _CONFIG_KEYS = {
@@ -64,20 +64,20 @@ _CONFIG_KEYS = {
 
 
 def partition_spec(axes: Axes) -> P:
-    """The mesh axes of each dimension of an array with these logical axes."""
+    """Return the mesh axes of each dimension of an array with these logical axes."""
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """NamedSharding of every parameter.
+    """Return the sharding of every parameter.
 
     Args:
-        abstract: parameters as `jax.ShapeDtypeStruct`.
-        axes: the same tree with each parameter's logical axes.
-        mesh: the device mesh.
+        abstract: tree of parameters as `jax.ShapeDtypeStruct`.
+        axes: logical axes of each parameter in the same tree.
+        mesh: device mesh.
 
     Raises:
-        UserError: a dimension does not divide by the mesh axis that splits it.
+        UserError: a dimension is not divisible by the number of devices that split it.
     """
 
     def sharding_of(
@@ -90,34 +90,34 @@ def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh | AbstractMesh) -
 
 
 TOKENS: Axes = (None, "batch", "context")
-"""Logical axes of an array of a batch that has something of each token [accum, batch, seq, ...]."""
+"""Logical axes of an array of a batch with values for each token [accum, batch, seq, ...]."""
 
 SEQUENCES: Axes = (None, "batch")
-"""The same of one that has something of each sequence [accum, batch, ...]."""
+"""Logical axes of an array of a batch with values for each sequence [accum, batch, ...]."""
 
 
 def batch_shardings(mesh: Mesh, batch: Mapping[str, Shaped]) -> dict[str, NamedSharding]:
-    """Sharding of each array of a batch, by name."""
+    """Return the sharding of each array of a batch by name."""
     return {name: NamedSharding(mesh, spec) for name, spec in batch_specs(batch).items()}
 
 
 def batch_specs(batch: Mapping[str, Shaped]) -> dict[str, P]:
-    """The mesh axes of each dimension of the arrays of a batch, by name."""
+    """Return the partition spec of each array of a batch by name."""
     return {name: partition_spec(batch_axes(batch, name)) for name in batch}
 
 
 def batch_axes(batch: Mapping[str, Shaped], name: str) -> Axes:
-    """`TOKENS` or `SEQUENCES`: whether the third dimension of an array is that of the labels."""
+    """Return `TOKENS` if the third dimension is that of the labels, else `SEQUENCES`."""
     if name == "dataset_mask" or batch[name].shape[2:3] != batch["labels"].shape[2:]:
         return SEQUENCES
     return TOKENS
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Asks the partitioner to lay `x` out as `RULES` says; the identity where there is no mesh.
+    """Constrain the layout of `x` to `RULES`; the identity without a mesh.
 
-    Inside `shard_map` its manual axes are left out: arrays are local to those already. A dimension
-    of one is not split: the tokens of a turn of decoding are.
+    Inside `shard_map`, manual axes are ignored, because arrays are local to them. Dimensions of
+    size 1, such as the token of a decoding step, are not split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -126,11 +126,11 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return jax.lax.with_sharding_constraint(x, automatic_spec(*split))
 
 
-def parts_of_sequences(x_BS: Array) -> Array:
-    """[b, s, ...] -> [parts x b, s / parts, ...]: sequences whose tokens no device axis splits.
+def split_sequences(x_BS: Array) -> Array:
+    """Split sequences [b, s, ...] into the parts of `cp` devices, [parts * b, s / parts, ...].
 
-    The parts are those that the partitioner gives to the devices of `cp`. The first parts of all
-    sequences come first: in another order, what a device has would not be one piece.
+    No mesh axis splits the tokens of the result. The first parts of all sequences come first: in
+    another order, the rows of a device would not be contiguous.
     """
     parts, (batch, length) = automatic_size("context"), x_BS.shape[:2]
     if parts == 1 or length == 1:
@@ -139,8 +139,8 @@ def parts_of_sequences(x_BS: Array) -> Array:
     return x.reshape(parts * batch, length // parts, *x_BS.shape[2:])
 
 
-def whole_sequences(x_PS: Array, batch: int) -> Array:
-    """Undo `parts_of_sequences`: return whole sequences [b, s, ...]."""
+def merge_sequences(x_PS: Array, batch: int) -> Array:
+    """Undo `split_sequences`: return whole sequences [b, s, ...]."""
     parts, length = x_PS.shape[0] // batch, x_PS.shape[1]
     if parts == 1:
         return x_PS
@@ -149,20 +149,20 @@ def whole_sequences(x_PS: Array, batch: int) -> Array:
 
 
 def manual_over(names: Iterable[str], mesh: Mesh | AbstractMesh) -> set[str]:
-    """Axes for a `shard_map` to take from the partitioner: these, and all that have one device.
+    """Return the manual axes of a `shard_map`: the named ones, and all axes of one device.
 
-    With nothing left to the partitioner, a program is a third smaller: in a partly manual one, each
-    result carries a constraint that says nothing (docs/upstream.md).
+    If no axis is left to the partitioner, a program is a third smaller. In a partly manual program,
+    each result has a redundant sharding constraint (docs/upstream.md).
 
     Args:
-        names: mesh axes.
-        mesh: that of the `shard_map`; no axis is manual before.
+        names: mesh axes that must be manual.
+        mesh: mesh of the `shard_map`, without manual axes.
     """
     return {*names, *(name for name, size in mesh.shape.items() if size == 1)}
 
 
 def automatic_spec(*axes: str | None) -> P:
-    """The mesh axes of each dimension, less the manual ones."""
+    """Return the mesh axes of each dimension, without manual axes."""
     return P(*(_automatic(axis) or None for axis in axes))
 
 
@@ -172,20 +172,20 @@ def automatic_axes() -> frozenset[str]:
 
 
 def compute_axes(axes: Axes) -> Axes:
-    """Logical axes of a weight that is used, less those that are split to store it alone.
+    """Return the logical axes of a weight in products: gathered over the data axes.
 
-    Those are the ones that data-parallel devices share, but for experts: tokens go to them.
+    Experts stay split over devices, because tokens are sent to them.
     """
     return tuple(None if set(data_axes(axis)) and axis != EXPERTS else axis for axis in axes)
 
 
 def data_axes(axis: str | None) -> tuple[str, ...]:
-    """The mesh axes that split a logical axis, of those over which devices have other tokens."""
+    """Return the mesh axes that split a logical axis, and along which devices have other tokens."""
     return tuple(name for name in mesh_axes(axis) if name in DATA_AXES)
 
 
 def group_axes(axes: Axes) -> tuple[str, ...]:
-    """The mesh axes over which devices have other tokens, and the same weight at its use."""
+    """Return the mesh axes along which devices use the same weight for different tokens."""
     own = {name for axis in compute_axes(axes) for name in data_axes(axis)}
     return tuple(name for name in DATA_AXES if name not in own)
 
@@ -202,13 +202,13 @@ def size_per_device(size: int, axis: str) -> int:
 
 
 def automatic_size(axis: str) -> int:
-    """Over how many devices the partitioner splits a logical axis; 1 where there is no mesh."""
+    """Return the number of devices over which the partitioner splits a logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else axes_size(_automatic(axis))
 
 
 def _automatic(axis: str | None) -> tuple[str, ...]:
-    """Mesh axes of a logical axis, less the manual ones."""
+    """Return the mesh axes of a logical axis, without manual axes."""
     names = axes_of_type(AxisType.Auto)
     return tuple(name for name in mesh_axes(axis) if name in names)
 
@@ -217,11 +217,11 @@ def axes_of_type(kind: AxisType) -> tuple[str, ...]:
     """Return the current mesh's axes of one type: automatic, or manual in a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, of_axis in kinds if of_axis == kind)
+    return tuple(name for name, axis_type in kinds if axis_type == kind)
 
 
 def mesh_axes(axis: str | None) -> tuple[str, ...]:
-    """The mesh axes that split a logical axis."""
+    """Return the mesh axes that split a logical axis."""
     rule = None if axis is None else RULES[axis]
     return (rule,) if isinstance(rule, str) else rule or ()
 
@@ -235,6 +235,6 @@ def _check_divides(
         if size % parts:
             raise UserError(
                 f"parameter {name}: dimension {dimension} ({axis}, size {size}) does not divide by "
-                f"{' x '.join(split_by)} = {parts}; change {_CONFIG_KEYS[axis or '']} or "
+                f"{' x '.join(split_by)} = {parts}. Change {_CONFIG_KEYS[axis or '']} or "
                 f"{' or '.join('distributed.' + a for a in split_by)}"
             )

@@ -16,16 +16,16 @@ from jaxforge.parallel.sharding import manual_over
 
 
 class Stack(NamedTuple):
-    """The order of layers in stacked parameters: stage after stage, and in each chunk after chunk.
+    """Order of layers in stacked parameters: stage after stage, and within a stage chunk by chunk.
 
-    A layer's virtual stage is that of consecutive layers; where their number does not divide, early
-    ones have one layer more, as in KempnerForge, and the others a row of zeros: a block of zeros
-    adds nothing to the residual stream, and gets no gradient.
+    A virtual stage holds consecutive layers. If the number of layers is not divisible, the first
+    virtual stages have one more layer, as in KempnerForge, and the others a row of zeros. A block
+    of zeros adds zero to the residual stream, and gets no gradient.
 
     Attributes:
-        layers: how many layers the model has.
+        layers: number of layers of the model.
         stages: size of the mesh axis `pp`.
-        chunks: virtual stages of a stage.
+        chunks: number of virtual stages of a stage.
     """
 
     layers: int
@@ -34,16 +34,16 @@ class Stack(NamedTuple):
 
     @property
     def per_chunk(self) -> int:
-        """Rows of a virtual stage."""
+        """Number of rows of a virtual stage."""
         return -(-self.layers // (self.stages * self.chunks))
 
     @property
-    def in_order(self) -> bool:
-        """Return whether row i holds layer i and no other rows exist."""
+    def is_in_order(self) -> bool:
+        """True if row i holds layer i, and there are no other rows."""
         return self.layers == len(self.rows()) and (self.stages == 1 or self.chunks == 1)
 
     def rows(self) -> np.ndarray:
-        """The layer of each row; -1: none."""
+        """Return the layer of each row; -1: no layer."""
         each, longer = divmod(self.layers, self.stages * self.chunks)
         rows = np.full((self.stages, self.chunks, self.per_chunk), -1)
         first = 0
@@ -55,20 +55,20 @@ class Stack(NamedTuple):
         return rows.reshape(-1)
 
     def stack(self, by_layer: Array) -> Array:
-        """Rows from an array with one entry a layer."""
+        """Return stacked rows from an array with one entry per layer; zeros in empty rows."""
         rows = self.rows()
-        padded = jnp.concatenate([by_layer, jnp.zeros_like(by_layer[:1])])  # where -1 points
-        return by_layer if self.in_order else padded[rows]
+        padded = jnp.concatenate([by_layer, jnp.zeros_like(by_layer[:1])])  # index -1: zeros
+        return by_layer if self.is_in_order else padded[rows]
 
     def unstack(self, rows: Array) -> Array:
-        """One entry a layer: `stack` undone."""
+        """Undo `stack`: return an array with one entry per layer."""
         order = self.rows()
-        return rows if self.in_order else rows[np.argsort(order)[(order < 0).sum() :]]
+        return rows if self.is_in_order else rows[np.argsort(order)[(order < 0).sum() :]]
 
 
 def split_layers(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
-    """The layers of parameters, or of a tree like them, and all others."""
-    others = {name: part for name, part in arrays.items() if name != LAYERS}
+    """Split parameters, or a tree of the same structure, into layers and other arrays."""
+    others = {name: array for name, array in arrays.items() if name != LAYERS}
     return arrays.get(LAYERS, {}), others
 
 
@@ -78,43 +78,50 @@ def only_rows(is_selected: Bool[Array, "rows"] | np.ndarray, by_row: Array) -> A
 
 
 Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
-"""(layers, x, place, cache) -> x and cache after these layers, and what each tells besides."""
+"""(layers, x, positions, cache) -> x and cache after the layers, and auxiliary outputs by layer."""
 
 
 def forward_pipeline(
     run: Run, stack: Stack, layers: PyTree, x: Array, positions: PyTree, cache: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
-    """Run layers that are split over `pp`: each stage waits for the one before it.
+    """Run layers that are split over `pp` forward, for one batch.
 
-    For one batch that goes forward only. All stages compute at a time, most of them in vain: a
-    stage's result counts from the turn on in which its input has come. It keeps that input, so that
-    what it writes to the cache stays.
+    Stages run one after another. All stages compute in every turn, and results before a stage's
+    own turn are discarded. From its turn on, a stage repeats the same input, so that its cache
+    entries stay correct.
 
     Args:
-        run: what runs some of the layers.
-        stack: where the layers are.
-        layers: parameters, stacked.
-        x: [b, s, d], input of the first layer.
-        positions: passed on to `run`.
-        cache: stacked as the layers are, and split over `pp`.
+        run: function that runs consecutive layers.
+        stack: order of the layers in `layers`.
+        layers: stacked parameters of the layers.
+        x: input of the first layer [b, s, d].
+        positions: positions of the tokens, an argument of `run`.
+        cache: cache of all layers, stacked like `layers` and split over `pp`.
 
     Returns:
-        What leaves the last layer, the cache, and what layers tell; rows without one tell zeros.
+        The output of the last layer, the cache, and auxiliary outputs by row; zeros for rows
+        without a layer.
     """
     last, is_layer = stack.stages - 1, stack.rows() >= 0
     ring = [(i, (i + 1) % stack.stages) for i in range(stack.stages)]
 
-    def every_stage(layers: PyTree, x: Array, positions: PyTree, cache: PyTree) -> Any:  # noqa: ANN401
+    # For 3 stages, with the input of each stage in each turn (- is discarded, = is repeated):
+    #
+    #   turn      0      1      2
+    #   stage 0   x      = x    = x
+    #   stage 1   -      y0     = y0
+    #   stage 2   -      -      y1
+    def run_stages(layers: PyTree, x: Array, positions: PyTree, cache: PyTree) -> Any:  # noqa: ANN401
         stage = jax.lax.axis_index(STAGES)
         arriving, positions = jax.lax.pcast((x, positions), STAGES, to="varying")
-        chunks = []  # of each, the cache, and what was told
+        chunks = []  # (cache, auxiliary outputs) of each chunk
         for chunk in range(stack.chunks):
             rows = slice(chunk * stack.per_chunk, (chunk + 1) * stack.per_chunk)
-            of_chunk = functools.partial(jax.tree.map, lambda leaf, rows=rows: leaf[rows])
-            mine, own_cache, outputs = arriving, of_chunk(cache), None
+            take_rows = functools.partial(jax.tree.map, lambda leaf, rows=rows: leaf[rows])
+            own_x, own_cache, outputs = arriving, take_rows(cache), None
             for turn in range(stack.stages):
-                mine = jnp.where(stage == turn, arriving, mine)
-                y, own_cache, outputs = run(of_chunk(layers), mine, positions, own_cache)
+                own_x = jnp.where(stage == turn, arriving, own_x)
+                y, own_cache, outputs = run(take_rows(layers), own_x, positions, own_cache)
                 arriving = jax.lax.ppermute(y, STAGES, ring)
             chunks.append((own_cache, outputs))
         result = collectives.psum(jnp.where(stage == last, y, 0), LAYERS)
@@ -122,7 +129,7 @@ def forward_pipeline(
 
     split = jax.P(STAGES)
     x, cache, outputs = jax.shard_map(
-        every_stage,
+        run_stages,
         in_specs=(split, jax.P(), jax.P(), split),
         out_specs=(jax.P(), split, split),
         axis_names=manual_over({STAGES}, jax.sharding.get_abstract_mesh()),

@@ -1,7 +1,7 @@
-"""Machines that are not here: XLA compiles for them all the same, without a device of theirs.
+"""Target hardware that XLA compiles for ahead of time, without devices.
 
-The compilers come with JAX's plugins: `pip install ".[cuda]"` brings that for GPUs, `".[tpu]"` that
-for TPUs. Set `JAX_PLATFORMS=cpu` where there is no such device.
+The compilers come with JAX's plugins: `pip install ".[cuda]"` installs the one for GPUs, and
+`".[tpu]"` the one for TPUs. Set `JAX_PLATFORMS=cpu` on machines without such devices.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from jaxforge.parallel import hardware
 
 
 def _target_config(chip: hardware.Chip) -> str:
-    """Return XLA's `GpuTargetConfigProto` as text; what all of these GPUs share stands here."""
+    """Return XLA's `GpuTargetConfigProto` as text. Literal values are common to all these GPUs."""
     target = chip.target
     assert target is not None, f"{chip.name} is no GPU"
     major, minor = target.capability
@@ -45,25 +45,25 @@ def _target_config(chip: hardware.Chip) -> str:
             }}"""
 
 
-def gpu_compiler_is_here() -> bool:
+def has_gpu_compiler() -> bool:
     """Return whether XLA's compiler for NVIDIA GPUs is installed."""
     return _is_installed("jax_plugins.xla_cuda13")
 
 
 def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
-    """The devices of a cluster of GPUs, to make a mesh of; nothing can run on them.
+    """Return the devices of a cluster of GPUs for a mesh to compile for; they cannot run programs.
 
     Args:
-        kind: a GPU's key in `hardware.CHIPS`.
-        nodes: machines, each with NVLink between its GPUs.
-        per_node: GPUs of each.
+        kind: key of the GPU in `hardware.CHIPS`.
+        nodes: number of machines, each with NVLink between its GPUs.
+        per_node: number of GPUs of each machine.
 
     Raises:
         UserError: the compiler is not installed.
     """
-    if not gpu_compiler_is_here():
+    if not has_gpu_compiler():
         raise UserError(
-            "XLA's compiler for GPUs is not installed: pip install 'jaxforge[plan-gpu]'"
+            "XLA's compiler for GPUs is not installed. Run: pip install 'jaxforge[plan-gpu]'"
         )
     return topologies.get_topology_desc(
         platform="cuda",
@@ -72,39 +72,39 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
     ).devices
 
 
-def tpu_compiler_is_here() -> bool:
+def has_tpu_compiler() -> bool:
     """Return whether XLA's compiler for TPUs is installed."""
     return _is_installed("libtpu")
 
 
 def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
-    """The devices of TPU slices, to make a mesh of; nothing can run on them.
+    """Return the devices of TPU slices for a mesh to compile for; they cannot run programs.
 
-    Set `TPU_SKIP_MDS_QUERY=1` where there is no metadata server of Google Cloud to ask.
+    Set `TPU_SKIP_MDS_QUERY=1` if there is no metadata server of Google Cloud.
 
     Args:
-        topology: of each slice, such as "v5e:4x4", "v5p:2x2x4" or "v6e:16x16".
-        slices: how many there are, with a slower network in between.
+        topology: topology of each slice, such as "v5e:4x4", "v5p:2x2x4" or "v6e:16x16".
+        slices: number of slices, with a slower network between them.
 
     Raises:
-        UserError: the compiler is not installed, or knows no such slice.
+        UserError: the compiler is not installed, or does not know the topology.
     """
-    if not tpu_compiler_is_here():
+    if not has_tpu_compiler():
         raise UserError(
-            "XLA's compiler for TPUs is not installed: pip install 'jaxforge[plan-tpu]'"
+            "XLA's compiler for TPUs is not installed. Run: pip install 'jaxforge[plan-tpu]'"
         )
     try:
         return topologies.get_topology_desc(
             platform="tpu", topology_name=topology, num_slices=slices
         ).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        near = _power_of_two_sides(topology)
-        hint = f'; did you mean "{near}"?' if near != topology else ""
+        suggestion = _power_of_two_sides(topology)
+        hint = f'. Did you mean "{suggestion}"?' if suggestion != topology else ""
         raise UserError(f'there is no TPU slice "{topology}": {error}{hint}') from error
 
 
 def _power_of_two_sides(topology: str) -> str:
-    """The next larger slice whose sides are powers of two, which there are of all kinds."""
+    """Return the next larger slice whose sides are powers of two, which exists for all TPUs."""
     kind, _, lengths = topology.partition(":")
     powers = (1 << (int(length) - 1).bit_length() for length in lengths.split("x"))
     return f"{kind}:{'x'.join(map(str, powers))}"
@@ -113,5 +113,5 @@ def _power_of_two_sides(topology: str) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # the parent package is missing, too
         return False

@@ -1,4 +1,4 @@
-"""Several devices on one CPU: `--xla_force_host_platform_device_count`."""
+"""Threads for several virtual devices on one CPU (`--xla_force_host_platform_device_count`)."""
 
 import os
 import re
@@ -7,15 +7,16 @@ from collections.abc import MutableMapping
 _THREADS = 4  # of XLA's pool for each device
 
 
-def lend_threads(env: MutableMapping[str, str] = os.environ) -> None:
-    """Gives XLA:CPU more threads than may ever wait for each other at a time.
+def enlarge_thread_pool(env: MutableMapping[str, str] = os.environ) -> None:
+    """Give XLA:CPU more threads than can wait for each other at the same time.
 
-    Its pool has one for each device, and a device may be in several collectives at once, each of
-    which blocks a thread: programs with independent ones, as pipelines have them, came to a stop
-    (docs/upstream.md). To be called before JAX opens its devices.
+    By default, its pool has one thread for each device. A device may be in several collectives at
+    once, and each blocks a thread. Programs with independent collectives, such as pipelines,
+    deadlocked (docs/upstream.md). Must be called before JAX opens its devices.
 
     Args:
-        env: where XLA reads its flags and `NPROC`, the size of the pool; a user's own is left.
+        env: environment variables with XLA's flags. `NPROC`, the size of the pool, is set unless it
+            exists.
     """
     counted = re.findall(r"xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
     if counted and int(counted[-1]) > 1:

@@ -1,8 +1,8 @@
-"""XLA's flags: one table, each with its reason, passed to the compiler together with the step.
+"""Table of XLA flags for the train step, with the reason for each.
 
-Nothing global is touched, so initialisation and evaluation compile as ever. What the user names
-wins: `XLA_FLAGS` and `LIBTPU_INIT_ARGS` over `train.xla_flags` over the table. docs/xla_flags.md
-shows the table, and what is left out of it.
+Flags are compiler options of the step, so that initialisation and evaluation are compiled without
+them. `XLA_FLAGS` and `LIBTPU_INIT_ARGS` take precedence over `train.xla_flags`, and that over the
+table. docs/xla_flags.md shows the table, and flags that were tried and left out.
 """
 
 import os
@@ -15,13 +15,13 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 
 Option = Any
-"""What the compiler takes as the value of a flag: text, a truth value, or the number of a level."""
+"""Value of a compiler option: a string, a bool, or the number of an effort level."""
 
 DEFAULT = "default"
-"""The value in `train.xla_flags` that takes a flag of the table away: XLA's own default."""
+"""Value in `train.xla_flags` that removes a flag of the table: XLA's own default applies."""
 
 LEVELS = ("optimization_level", "memory_fitting_level")
-"""Levels of effort: compiler options, but no flags of `XLA_FLAGS`."""
+"""Effort levels: compiler options that are not flags of `XLA_FLAGS`."""
 
 
 EXPERTS, CONTEXT = "experts", "context parallelism"
@@ -34,31 +34,31 @@ def traits(config: JobConfig) -> tuple[str, ...]:
 
 
 class Flag(NamedTuple):
-    """One row of the table.
+    """A flag of the table.
 
     Attributes:
-        platform: where it is used.
-        name: as `XLA_FLAGS` would have it, without dashes.
-        value: as text.
-        why: what it is good for.
-        source: where that is said.
-        devices: values of `jax.Device.device_kind`; empty means all.
-        only_with: what a step must have one of, as of `traits`; empty: it is for all steps.
+        platform: platform of the flag.
+        name: name of the flag without dashes, as in `XLA_FLAGS`.
+        value: value as a string.
+        reason: effect of the flag.
+        source: page that documents or recommends the flag.
+        devices: values of `jax.Device.device_kind`; empty: all devices.
+        only_with: `traits`; the step must have at least one of them. Empty: all steps.
     """
 
     platform: Literal["gpu", "tpu"]
     name: str
     value: str
-    why: str
+    reason: str
     source: str
     devices: tuple[str, ...] = ()
     only_with: tuple[str, ...] = ()
 
-    def fits(self, platform: str, kind: str, has: Collection[str]) -> bool:
+    def applies_to(self, platform: str, kind: str, has: Collection[str]) -> bool:
         """Return whether the flag applies to this platform, device kind and step."""
-        is_for_step = not self.only_with or any(trait in has for trait in self.only_with)
-        is_for_device = not self.devices or kind in self.devices
-        return platform == self.platform and is_for_device and is_for_step
+        matches_step = not self.only_with or any(trait in has for trait in self.only_with)
+        matches_device = not self.devices or kind in self.devices
+        return platform == self.platform and matches_device and matches_step
 
 
 _XLA = "https://openxla.org/xla/"
@@ -67,9 +67,9 @@ _MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main/benchmarks/xla
 _V5P_AND_V6E = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 
 
-def _gather_beside_work(name: str, why: str) -> Flag:
-    """One of five that go together; without them v5p and v6e wait for every all-gather."""
-    return Flag("tpu", name, "true", why, _MAXTEXT, _V5P_AND_V6E)
+def _async_gather_flag(name: str, reason: str) -> Flag:
+    """Return one of five related flags; without them, v5p and v6e wait for every all-gather."""
+    return Flag("tpu", name, "true", reason, _MAXTEXT, _V5P_AND_V6E)
 
 
 FLAGS: tuple[Flag, ...] = (
@@ -107,22 +107,22 @@ FLAGS: tuple[Flag, ...] = (
         _V5P_AND_V6E,
         only_with=(EXPERTS, CONTEXT),
     ),
-    _gather_beside_work("xla_enable_async_all_gather", "all-gathers may start early and end late"),
-    _gather_beside_work(
+    _async_gather_flag("xla_enable_async_all_gather", "all-gathers may start early and end late"),
+    _async_gather_flag(
         "xla_tpu_enable_async_collective_fusion", "collectives are fused with the work beside them"
     ),
-    _gather_beside_work(
+    _async_gather_flag(
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather", "all-gathers are among these"
     ),
-    _gather_beside_work(
+    _async_gather_flag(
         "xla_tpu_enable_async_collective_fusion_multiple_steps",
         "one collective may span several pieces of work",
     ),
-    _gather_beside_work(
+    _async_gather_flag(
         "xla_tpu_overlap_compute_collective_tc", "the matrix unit works while data moves"
     ),
 )
-"""The table. A test compiles with each row, and another holds docs/xla_flags.md to it."""
+"""The table. Tests compile with each flag, and compare docs/xla_flags.md with the table."""
 
 
 def compiler_options(
@@ -136,16 +136,16 @@ def compiler_options(
 
     Args:
         device: any device of the mesh.
-        own: `train.xla_flags`.
-        env: where `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are looked up; flags in them are left alone.
-        has: what the step has, as of `traits`.
+        own: value of `train.xla_flags`.
+        env: environment variables. Flags in `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are not returned.
+        has: `traits` of the step.
 
     Raises:
-        UserError: a level of effort is no number.
+        UserError: an effort level is not one of 0, 1, 2 and 3.
     """
-    at = device.platform, device.device_kind
-    table = {f.name: f.value for f in FLAGS if f.fits(*at, has)}
-    named = _named_in(env)
+    kind = device.device_kind
+    table = {f.name: f.value for f in FLAGS if f.applies_to(device.platform, kind, has)}
+    named = _flags_in_environment(env)
     return {
         name: _typed(name, value)
         for name, value in {**table, **own}.items()
@@ -153,15 +153,15 @@ def compiler_options(
     }
 
 
-def _named_in(env: Mapping[str, str]) -> set[str]:
-    words = f"{env.get('XLA_FLAGS', '')} {env.get('LIBTPU_INIT_ARGS', '')}".split()
-    return {word.lstrip("-").partition("=")[0] for word in words}
+def _flags_in_environment(env: Mapping[str, str]) -> set[str]:
+    flags = f"{env.get('XLA_FLAGS', '')} {env.get('LIBTPU_INIT_ARGS', '')}".split()
+    return {flag.lstrip("-").partition("=")[0] for flag in flags}
 
 
 def _typed(name: str, value: str) -> Option:
-    """XLA takes text for everything but truth values and levels, whose numbers are its own."""
+    """Convert a value to the type that XLA expects: a bool, the number of a level, or a string."""
     if name in LEVELS:
         if value not in ("0", "1", "2", "3"):
-            raise UserError(f"train.xla_flags.{name} = {value}: expected one of 0, 1, 2, 3")
-        return 10 * int(value) + 9  # `EFFORT_O1 = 19` in xla.proto; JAX 0.12 takes no others
+            raise UserError(f"train.xla_flags.{name} = {value}: must be one of 0, 1, 2, 3")
+        return 10 * int(value) + 9  # `EFFORT_O1 = 19` in xla.proto; JAX 0.12 accepts no other form
     return {"true": True, "false": False}.get(value.lower(), value)

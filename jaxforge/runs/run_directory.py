@@ -306,7 +306,7 @@ def read_tokenizer(run: Path) -> Tokenizer:
 
 def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
     """Write the tokenizer atomically: other processes of the job may read it meanwhile."""
-    partial = safe_files.beside(run / _TOKENIZER)
+    partial = safe_files.temporary_path(run / _TOKENIZER)
     partial.mkdir()
     try:
         tokenizer.save(partial)

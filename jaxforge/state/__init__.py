@@ -1,1 +1,1 @@
-"""State of training: arrays that a step changes and a checkpoint holds."""
+"""Training state: arrays that a step updates and a checkpoint stores."""

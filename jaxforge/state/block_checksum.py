@@ -9,21 +9,21 @@ import numpy as np
 from jaxtyping import Shaped
 
 FACTOR = 0x9E3779B9
-"""What a place counts in the checksum."""
+"""Factor on the index of an element in the checksum."""
 
 MULTIPLIERS = 0x85EBCA6B, 0xC2B2AE35
-"""Those of MurmurHash3's finalizer, fmix32."""
+"""Multipliers of MurmurHash3's finalizer, fmix32."""
 
 _CHUNK = 1 << 15
-"""Elements that are hashed at a time: three buffers of 128 KiB stay in a core's cache. In chunks of
-2^18 it took 1.6 times as long."""
+"""Elements hashed at a time: three buffers of 128 KiB fit in a core's cache. Chunks of 2^18
+elements took 1.6 times as long."""
 
 
 def block_checksum(block: Shaped[np.ndarray, "..."], start: int) -> int:
     """Return the summand of a block in the checksum of its array, modulo 2^32.
 
     Args:
-        block: elements that follow each other in the array, in row-major order.
+        block: consecutive elements of the array in row-major order.
         start: row-major index of the first element of the block in the array.
     """
     bits = np.ascontiguousarray(block).reshape(-1).view(f"uint{8 * block.dtype.itemsize}")

@@ -6,21 +6,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 WINDOW = 128
-"""Good losses that a spike is judged by."""
+"""Number of recent good losses that define a spike."""
 
 
 class GuardState(NamedTuple):
-    """Counts of bad steps, and what normal losses are; part of the checkpoint.
+    """Counts of bad steps and a window of recent good losses; part of the checkpoint.
 
     Attributes:
-        consecutive: steps in a row, up to now, whose update was not applied.
-        total: such steps of the whole run.
+        consecutive: latest steps in a row whose update was not applied.
+        total: steps of the whole run whose update was not applied.
         nonfinite: steps whose loss or gradient norm was not finite, applied or not.
         spikes: steps whose loss was a spike, applied or not.
         good: steps that were neither.
-        losses: of the last good steps, a ring; NaN where there was none yet.
-        loss_scale: of the next step, where the loss is scaled; 0: the initial one.
-        loss_scale_tracker: steps since it changed, all without an overflow.
+        losses: ring buffer of the losses of the last good steps; unused entries are NaN.
+        loss_scale: loss scale of the next step; 0 for the initial scale, None for unscaled losses.
+        loss_scale_tracker: steps without overflow since the scale changed.
     """
 
     consecutive: Int[Array, ""]
@@ -34,8 +34,9 @@ class GuardState(NamedTuple):
 
     @classmethod
     def fresh(cls, skipped: int = 0, *, scales_loss: bool = False) -> "GuardState":
-        """Nothing known but how many steps were skipped so far."""
-        # An array each: the step is given the state's memory, and no memory can be given twice.
+        """Return the state without recorded losses, after a number of skipped steps."""
+        # A separate array per count: the step donates the state, and a buffer cannot be donated
+        # twice.
         consecutive, total, nonfinite, spikes, good = (
             jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
         )

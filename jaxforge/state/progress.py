@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclasses.dataclass
 class Validation:
-    """An evaluation on its way: what is evaluated, and how far that is.
+    """State of an evaluation that is in progress.
 
     Attributes:
-        pending: sets still to evaluate; the first may be begun.
-        sums: by set, what its batches so far add up to (`evaluation.SetSums`, and how many they
-            are); whole for sets that are not pending any more.
+        pending: sets that are not complete; the first may be partly evaluated.
+        sums: sums over the batches evaluated so far (`evaluation.SetSums`) and their number, by
+            set; final for sets that are no longer pending.
     """
 
     pending: list[str]
@@ -22,36 +22,36 @@ class Validation:
 
     @property
     def completed(self) -> list[str]:
-        """Sets that are done, in order."""
+        """The completed sets, in order."""
         return [name for name in self.sums if name not in self.pending]
 
 
 @dataclasses.dataclass
 class Progress:
-    """The host's counters: a view of the device's, ahead of it by the steps that are under way.
+    """Counters of the host: a copy of the device's, ahead of them by the steps in flight.
 
-    Everything on the host that counts steps reads it here.
+    All host code reads the step counters here.
 
     Attributes:
         step: steps attempted, bad ones included.
         samples: sequences drawn from the data; the next batch starts there, on any mesh. After a
-            rollback they are ahead of the step: what led there is not read again.
-        tokens: tokens of applied updates, padding and masked ones included.
-        valid_tokens: those of them that were learned from.
-        padding: those of them that are padding.
+            rollback it is ahead of the step, because those samples are not read again.
+        tokens: tokens of applied updates, including padding and masked tokens.
+        valid_tokens: tokens of applied updates that have a label.
+        padding: padding tokens of applied updates.
         skipped: steps whose update was not applied.
-        consecutive_bad: such steps in a row, up to now.
+        consecutive_bad: latest steps in a row whose update was not applied.
         nonfinite: steps whose loss or gradient norm was not finite, applied or not.
         spikes: steps whose loss was a spike, applied or not.
-        sequences_per_epoch: of the training data; None where that is not known.
-        validation: what is left to evaluate at this step; None outside of evaluations.
+        sequences_per_epoch: sequences of the training data; None if unknown.
+        validation: the evaluation in progress at this step; None outside of evaluations.
         best_metric: lowest value so far of `checkpoint.best_metric`.
-        best_step: the step that had it.
-        mixtures: what was drawn from, as of `training.phases`: where each mixture began.
-        rollbacks: each one's step, the step it went back to, and the samples left out.
-        early_stop: what early stopping remembers.
+        best_step: the step of that value.
+        mixtures: mixtures used so far and their first samples, as in `training.phases`.
+        rollbacks: step, target step and skipped samples of each rollback.
+        early_stop: state of early stopping.
         data: fingerprint of each dataset (`data.fingerprint`); empty in older checkpoints.
-        run_id: names the run through all its restarts; in W&B it is the id.
+        run_id: identifies the run across restarts; also the id in W&B.
     """
 
     step: int = 0
@@ -75,32 +75,32 @@ class Progress:
 
     @property
     def updates(self) -> int:
-        """Updates applied."""
+        """The number of applied updates."""
         return self.step - self.skipped
 
     @property
     def epoch(self) -> int | None:
-        """Passes over the training data that are complete; None where their length is not known."""
+        """The number of complete passes over the training data; None if its length is unknown."""
         return self.samples // self.sequences_per_epoch if self.sequences_per_epoch else None
 
     @property
     def stage(self) -> str:
-        """ "training" or "validation"."""
+        """The stage of the run, "training" or "validation"."""
         return "validation" if self.validation else "training"
 
     def advance(self, samples: int, tokens: int) -> None:
-        """Counts one attempted step that drew `samples` sequences of `tokens` tokens in all."""
+        """Count one attempted step that drew `samples` sequences of `tokens` tokens in total."""
         self.step += 1
         self.samples += samples
         self.tokens += tokens
 
-    def follow(self, step: int, guard: Any, counts: Any) -> None:  # noqa: ANN401
-        """Takes the device's word on which steps were attempted and which were bad.
+    def sync_from_device(self, step: int, guard: Any, counts: Any) -> None:  # noqa: ANN401
+        """Synchronize the counters with the device state.
 
         Args:
             step: `TrainState.step`.
-            guard: `TrainState.guard`, on the host.
-            counts: `TrainState.counts`, on the host.
+            guard: `TrainState.guard`, copied to the host.
+            counts: `TrainState.counts`, copied to the host.
         """
         self.step, self.samples = int(step), int(counts.samples)
         self.tokens, self.valid_tokens = int(counts.tokens), int(counts.valid_tokens)
@@ -116,13 +116,13 @@ class Progress:
         return True
 
     def begin_validation(self, sets: Iterable[str]) -> Validation:
-        """Schedules every set, or goes on where a validation of this step stands."""
+        """Start an evaluation of all sets, or return the one in progress at this step."""
         if self.validation is None:
             self.validation = Validation(list(sets))
         return self.validation
 
     def roll_back_to(self, earlier: "Progress") -> None:
-        """Takes the counters of an earlier step; the data go on from where they are."""
+        """Restore the counters of an earlier step, except for the position in the data."""
         jump = {"from": self.step, "to": earlier.step, "samples": self.samples - earlier.samples}
         retained = {
             "samples": self.samples,
@@ -133,13 +133,16 @@ class Progress:
             setattr(self, name, value)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `updates`, `epoch` and `stage` for the reader's sake."""
+        """Return plain values, and for readers also `updates`, `epoch` and `stage`."""
         derived = {"updates": self.updates, "epoch": self.epoch, "stage": self.stage}
         return dataclasses.asdict(self) | derived
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Progress":
-        """Reads what any version wrote: unknown fields are dropped, missing ones get defaults."""
+        """Return the progress that any version wrote.
+
+        Unknown fields are dropped; missing fields get defaults.
+        """
         known = {field.name for field in dataclasses.fields(cls)}
         progress = cls(**{k: v for k, v in values.items() if k in known})
         if isinstance(progress.validation, dict):

@@ -20,13 +20,13 @@ from jaxforge.state.wide_count import WideCount
 
 
 class Counts(NamedTuple):
-    """Device counters that `Progress` follows: only the device knows which steps were applied.
+    """Device counters that `Progress` copies: only the device knows which steps were applied.
 
     Attributes:
         samples: sequences drawn from the data by attempted steps.
-        tokens: tokens of applied updates, padding and masked ones included.
-        valid_tokens: those of them that were learned from.
-        padding: those of them that are padding.
+        tokens: tokens of applied updates, including padding and masked tokens.
+        valid_tokens: tokens of applied updates that have a label.
+        padding: padding tokens of applied updates.
     """
 
     samples: WideCount
@@ -48,9 +48,9 @@ class TrainState:
     Attributes:
         step: steps attempted, bad ones included; each consumed one batch.
         params: the parameters.
-        opt_state: the optimizer's state; its own count is of updates made.
-        guard: counts of bad steps, and what normal losses are.
-        counts: of samples and tokens.
+        opt_state: the optimizer's state, which counts updates made.
+        guard: counts of bad steps and recent good losses.
+        counts: counts of samples and tokens.
         model_state: non-trainable state of the model.
     """
 
@@ -63,17 +63,17 @@ class TrainState:
 
     @property
     def variables(self) -> Params:
-        """All that functions of the model take."""
+        """Parameters and non-trainable state, as functions of the model take them."""
         return join(self.params, self.model_state)
 
 
-def begin(
+def init_train_state(
     model: Model,
     params: Params,
     optimizer: optax.GradientTransformation,
     model_state: Params | None = None,
 ) -> TrainState:
-    """The state before the first step, from these parameters on."""
+    """Return the state before the first step for given parameters."""
     step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
     initial = model.initial_state() if model_state is None else model_state
     guard = GuardState.fresh(scales_loss=model.scales_loss)
@@ -83,7 +83,7 @@ def begin(
 def state_shardings(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> TrainState:
-    """NamedSharding of every array of the state; moments lie where their parameters do.
+    """Return the NamedSharding of every array of the state; moments are sharded like parameters.
 
     Raises:
         UserError: the mesh splits a parameter, or the blocks of its moments, into unequal parts.
@@ -92,12 +92,12 @@ def state_shardings(
     params = param_shardings(model.abstract, model.axes, mesh)
     traced = jax.jit(optimizer.init).trace(model.abstract)
     shapes = traced.out_info
-    opt_state = jax.tree.map(  # moments are trees like the parameters, or parts of such: dicts
+    opt_state = jax.tree.map(  # moments are dicts shaped like the parameters or a subset of them
         lambda node: part_like(node, params) if isinstance(node, dict) else replicated,
         shapes,
         is_leaf=lambda node: isinstance(node, dict),
     )
-    opt_state = jax.tree.map(  # a count per expert lacks dimensions of its parameter
+    opt_state = jax.tree.map(  # counts per expert have only the first dimensions of the parameter
         lambda leaf, sharding: NamedSharding(
             sharding.mesh, PartitionSpec(*sharding.spec[: len(leaf.shape)])
         ),
@@ -115,15 +115,15 @@ def state_shardings(
 
 
 def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:
-    """The sharding in the memory of the host, if it is to lie there."""
+    """Return the sharding with the memory kind of a memory space."""
     if space == jax.memory.Space.Device:
         return sharding
     on_host = sharding.with_memory_kind("pinned_host")
-    if on_host.memory_kind is None:  # as of GPUs that are not here
+    if on_host.memory_kind is None:  # devices that are only compiled for, such as absent GPUs
         kind = sharding.mesh.devices.flat[0].device_kind
         raise UserError(
-            f'train.offload = ["optimizer"]: JAX does not know the memory of the host beside '
-            f"{kind}; remove it here"
+            f'train.offload = ["optimizer"]: JAX does not know the host memory of {kind}. Remove '
+            '"optimizer" from train.offload'
         )
     return on_host
 
@@ -131,7 +131,7 @@ def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:
 def _check_blocks(
     path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding
 ) -> None:
-    """Scales of moments in eight bits are split as those are: a block is on one device."""
+    """Check that every block of 8-bit moments is on one device: scales divide like the values."""
     for dimension, (size, axes) in enumerate(zip(leaf.shape, sharding.spec, strict=False)):
         names = (axes,) if isinstance(axes, str) else tuple(axes or ())
         parts = math.prod(sharding.mesh.shape[name] for name in names)
@@ -140,13 +140,13 @@ def _check_blocks(
             split_by = " x ".join(name for name in names if sharding.mesh.shape[name] > 1)
             raise UserError(
                 f'train.opt_state_dtype = "8bit": the moments of {".".join(keys)} have {size} '
-                f"blocks along dimension {dimension}, which do not divide by {split_by} = {parts}: "
-                f'change distributed.{names[0]}, or train.opt_state_dtype to "bfloat16"'
+                f"blocks along dimension {dimension}, not divisible by {split_by} = {parts}. "
+                f'Change distributed.{names[0]}, or set train.opt_state_dtype = "bfloat16"'
             )
 
 
 def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `whole` at the paths of `part`; not every parameter has a moment."""
+    """Return the entries of `whole` at the paths of `part`: some parameters have no moment."""
     return {
         name: part_like(node, whole[name]) if isinstance(node, dict) else whole[name]
         for name, node in part.items()
@@ -154,6 +154,6 @@ def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_counts(state: TrainState, progress: Progress) -> TrainState:
-    """The state with the counts of `progress`, on its devices."""
+    """Return the state with the counts of `progress`, on the devices of the state."""
     counts = jax.device_put(Counts.of(progress), state.step.sharding)
     return dataclasses.replace(state, counts=counts)

@@ -1,4 +1,4 @@
-"""Counts beyond 2^31 on devices, where JAX's integers have 32 bits by default."""
+"""Device counters beyond 2^31: JAX's integers have 32 bits by default."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ _LOW_BITS = 30
 
 
 class WideCount(NamedTuple):
-    """high · 2^30 + low; up to 2^61.
+    """The number high · 2^30 + low, up to 2^61.
 
     Attributes:
-        high: int32.
-        low: int32, below 2^30.
+        high: multiple of 2^30, int32.
+        low: remainder below 2^30, int32.
     """
 
     high: Int[Array, ""]
@@ -21,12 +21,12 @@ class WideCount(NamedTuple):
 
     @classmethod
     def of(cls, value: int) -> "WideCount":
-        """A count of `value`."""
+        """Return a count of `value`."""
         high, low = divmod(value, 1 << _LOW_BITS)
         return cls(jnp.asarray(high, jnp.int32), jnp.asarray(low, jnp.int32))
 
     def plus(self, n: Int[Array, ""] | int) -> "WideCount":
-        """The count `n` further on; 0 <= n < 2^30."""
+        """Return the count increased by `n`, 0 <= n < 2^30."""
         low = self.low + n
         return WideCount(self.high + (low >> _LOW_BITS), low & ((1 << _LOW_BITS) - 1))
 

@@ -1,7 +1,4 @@
-"""Optional outputs of a step next to its loss: `COLLECTED`.
-
-Everything here stays on the device until it is read.
-"""
+"""Optional metrics of a step (`COLLECTED`). All values stay on the device until they are read."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,30 +17,29 @@ from jaxforge.optim.optimizer import global_norm
 from jaxforge.parallel.stages import Stack
 
 COLLECTED = ("grads", "update_norms_per_layer", "params_norms_per_layer", *EXTRAS)
-"""What `collect` may ask for; by the same names it is found in the metrics:
+"""Values of `collect`, which are also the names in the metrics:
 
-    grads                 the gradients before clipping, float32; they cost their memory
-    grad_norms_per_layer  L2 norm of each part's gradient: "layers" has one of each layer, [layers],
-                          "token_embedding", "norm" and "output_head" have scalars
-    update_norms_per_layer, params_norms_per_layer
-                          the same of what the optimizer would add, and of the parameters after the
-                          step
-    num_zeros_in_grad     elements of the gradients that are exactly 0, over all parameters
-    params_norm           L2 norm of all parameters after the step
-    update_norm           L2 norm of what the step added to the parameters; 0 if it was skipped
+    grads                   gradients before clipping, float32; they take as much memory
+    grad_norms_per_layer    L2 norm of gradients: "layers" has a norm per layer, [layers];
+                            "token_embedding", "norm" and "output_head" have scalars
+    update_norms_per_layer  the same norms of the updates that the optimizer computed
+    params_norms_per_layer  the same norms of the parameters after the step
+    num_zeros_in_grad       number of gradient elements that are exactly 0, over all parameters
+    params_norm             L2 norm of all parameters after the step
+    update_norm             L2 norm of the applied update; 0 for a skipped step
 """
 
 
-class Step(NamedTuple):
-    """A step, as far as it is collected from.
+class StepOutputs(NamedTuple):
+    """Results of a step from which metrics are computed.
 
     Attributes:
         grads: gradients before clipping.
-        updates: what the optimizer would add to the parameters.
-        applied: whether it was added.
+        updates: updates that the optimizer computed.
+        applied: whether the updates were added to the parameters.
         params: parameters after the step.
-        stack: which layer each row of stacked parameters holds.
-        stacks: the parts of parameters that are stacked, with the layers in each.
+        stack: the layer in each row of stacked parameters.
+        stacks: names of the stacked parameters, with the layers in each.
     """
 
     grads: Params
@@ -55,10 +51,10 @@ class Step(NamedTuple):
 
 
 def check_collect(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, each once, in the order of `COLLECTED`.
+    """Return the names without duplicates, in the order of `COLLECTED`.
 
     Raises:
-        UserError: there is no such thing to collect.
+        UserError: a name is unknown.
     """
     names = set(names)
     for name in sorted(names - set(COLLECTED)):
@@ -67,17 +63,17 @@ def check_collect(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in COLLECTED if name in names)
 
 
-def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
-    """Return the values that `names` request, traced as a part of the step."""
+def collect_metrics(names: Iterable[str], step: StepOutputs) -> dict[str, Any]:
+    """Return the metrics that `names` request; to be traced in the step."""
     return {name: _COLLECTORS[name](step) for name in names}
 
 
-def _norms_per_layer(step: Step, tree: Params) -> dict[str, Float[Array, "..."]]:
+def _norms_per_layer(step: StepOutputs, tree: Params) -> dict[str, Float[Array, "..."]]:
     others = {name: part for name, part in tree.items() if name not in step.stacks}
-    of_stacks = [_norms_of_rows(tree[name], step.stack) for name in step.stacks]
+    norms = [_norms_of_rows(tree[name], step.stack) for name in step.stacks]
     order = np.argsort([layer for layers in step.stacks.values() for layer in layers])
-    in_order = of_stacks[0] if len(of_stacks) == 1 else jnp.concatenate(of_stacks)[order]
-    return {LAYERS: in_order, **{name: global_norm(part) for name, part in others.items()}}
+    by_layer = norms[0] if len(norms) == 1 else jnp.concatenate(norms)[order]
+    return {LAYERS: by_layer, **{name: global_norm(part) for name, part in others.items()}}
 
 
 def _norms_of_rows(stacked: PyTree, stack: Stack) -> Float[Array, "rows"]:
@@ -88,8 +84,8 @@ def _norms_of_rows(stacked: PyTree, stack: Stack) -> Float[Array, "rows"]:
     return stack.unstack(jnp.sqrt(sum(squares)))
 
 
-def _zeros(step: Step) -> Float[Array, ""]:
-    """Rows are counted as integers and added up in float32, exact up to 2^24 zeros."""
+def _count_zeros(step: StepOutputs) -> Float[Array, ""]:
+    """Count zeros in the gradients: rows as integers, their sum in float32, exact up to 2^24."""
     layers = jax.tree.map(step.stack.unstack, {name: step.grads[name] for name in step.stacks})
     counts = [
         jnp.sum(jnp.sum(g == 0, axis=-1, dtype=jnp.int32).astype(jnp.float32))
@@ -98,16 +94,12 @@ def _zeros(step: Step) -> Float[Array, ""]:
     return jnp.sum(jnp.stack(counts))
 
 
-def _update_norm(step: Step) -> Float[Array, ""]:
-    return jnp.where(step.applied, global_norm(step.updates), 0.0)
-
-
 _COLLECTORS = {
     "grads": lambda step: step.grads,
     "grad_norms_per_layer": lambda step: _norms_per_layer(step, step.grads),
     "update_norms_per_layer": lambda step: _norms_per_layer(step, step.updates),
     "params_norms_per_layer": lambda step: _norms_per_layer(step, step.params),
-    "num_zeros_in_grad": _zeros,
+    "num_zeros_in_grad": _count_zeros,
     "params_norm": lambda step: global_norm(step.params),
-    "update_norm": _update_norm,
+    "update_norm": lambda step: jnp.where(step.applied, global_norm(step.updates), 0.0),
 }

@@ -1,4 +1,4 @@
-"""Batches whose sequences devices share, laid out as attention takes them."""
+"""Layout of batches for context parallelism."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
@@ -11,27 +11,28 @@ from jaxforge.step.gradients import Batch
 
 
 def spread_sequences(model: Model, batch: Batch) -> Batch:
-    """A batch with "positions", and its tokens in the order in which devices hold them.
+    """Return a batch with "positions", and with its tokens in the order of the devices.
 
-    As it is, where each device has whole sequences. Sums over tokens are those of before.
+    A batch is unchanged if each device has whole sequences. The reordering does not change sums
+    over tokens.
     """
     devices = context_size()
     if devices == 1:
         return batch
     batch = {**batch, "positions": _positions(model, batch)}
 
-    def lay_out(x: Shaped[Array, "m b s *rest"]) -> Array:
+    def reorder(x: Shaped[Array, "m b s *rest"]) -> Array:
         x = jnp.moveaxis(
             to_device_order(jnp.moveaxis(x, 2, -1), model.runtime.context, devices), -1, 2
         )
         return constrain(x, *TOKENS, *(None,) * (x.ndim - len(TOKENS)))
 
-    is_of_tokens = {name: batch_axes(batch, name) == TOKENS for name in batch}
-    return {name: lay_out(x) if is_of_tokens[name] else x for name, x in batch.items()}
+    has_tokens = {name: batch_axes(batch, name) == TOKENS for name in batch}
+    return {name: reorder(x) if has_tokens[name] else x for name, x in batch.items()}
 
 
 def _positions(model: Model, batch: Batch) -> Int[Array, "m b s"]:
-    """In their row, or, where they are learned, in their documents."""
+    """Return positions in rows, or positions in documents if position embeddings are learned."""
     microbatches, rows, length = shape = batch["labels"].shape
     segment_ids = batch.get("segment_ids")
     if model.config.position_embedding != "learned" or segment_ids is None:

@@ -1,23 +1,24 @@
-"""Token-weighted loss. Sums travel with their weights until the last division.
+"""Token-weighted cross-entropy with a custom gradient.
 
     loss = Σ_m scale_m · Σ_{valid tokens of microbatch m} -log p(label)
            + z_loss_weight · mean over all positions of logsumexp(logits)²
 
-`loss_norm = "tokens"` gives every valid token of an update the same weight; `"microbatch"` is the
-mean over microbatches of each one's token mean, as in PyTorch loops that divide by accumulation.
+`loss_norm = "tokens"` gives every valid token of an update the same weight. `"microbatch"` is the
+mean over microbatches of their token means, as in PyTorch loops that divide by the number of
+accumulation steps.
 
-The gradient is written out (`weighted_loss`). It goes through the logits in one of two ways:
+`weighted_loss` defines its own gradient. It computes the logits in one of two ways:
 
-    tiles of tokens       all of the vocabulary at once, for some tokens. The gradient is computed
-                          with the loss, so no logit is computed twice: three matrix products.
-    chunks of vocabulary  all tokens at once, for a part of the vocabulary, with a running
-                          logsumexp. Logits are computed again in the backward pass: four products,
-                          and memory that does not grow with the vocabulary.
+    tiles of tokens       the whole vocabulary for some tokens at a time. The gradient is computed
+                          with the loss, so that no logit is computed twice: three matrix products.
+    chunks of vocabulary  a part of the vocabulary for all tokens at a time, with a running
+                          logsumexp. The backward pass recomputes the logits: four products, and
+                          memory that does not grow with the vocabulary.
 
-Inside a pipeline, each stage has its share of the vocabulary: logsumexp, the label's logit and the
-gradient of the hidden states are then reduced over the shares here.
+In a pipeline, each stage has a share of the vocabulary. The loss reduces the logsumexp, the label's
+logit and the gradient of the hidden states over the shares.
 
-Of a mixture, Σ -log p(label) of each dataset comes along; no gradient is taken of it.
+For a mixture, Σ -log p(label) of each dataset is returned as well, without a gradient.
 """
 
 import functools
@@ -37,24 +38,24 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     automatic_size,
     constrain,
-    parts_of_sequences,
     size_per_device,
+    split_sequences,
 )
-from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
+from jaxforge.step.vocab_chunks import Chunk, entry_ids, join_vocab, split_vocab
 
-_LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
-_SMALLEST_CHUNK = 1024  # vocabulary entries: below it, products are slow
+_CHUNK_LOGITS = 1 << 25  # logits per device of a vocabulary chunk if ce_vocab_chunk = 0: 128 MiB
+_MIN_CHUNK = 1024  # vocabulary entries; products with fewer are slow
 _HEAD = ("vocab", "embed")  # logical axes of the output head
 
 
 class LossSum(NamedTuple):
-    """A sum and what to divide it by. Sums of two add; means would not.
+    """Sums of a loss, which add up over parts of a batch, unlike means.
 
     Attributes:
         total: Σ -log p(label) over valid tokens, float32.
         weight: number of valid tokens, float32.
-        z_loss_sum: Σ logsumexp(logits)² over all positions but padding, valid or not, float32.
-        by_dataset: `psum` of each dataset, of a mixture.
+        z_loss_sum: Σ logsumexp(logits)² over all positions except padding, valid or not, float32.
+        by_dataset: `total` of each dataset of a mixture.
     """
 
     total: Float[Array, ""]
@@ -63,7 +64,7 @@ class LossSum(NamedTuple):
     by_dataset: Float[Array, "n"] | None = None
 
     def plus(self, other: "LossSum") -> "LossSum":
-        """Sum by sum."""
+        """Return the sums of both."""
         return jax.tree.map(jnp.add, self, other)
 
 
@@ -73,7 +74,7 @@ class WeightedLoss(NamedTuple):
     Attributes:
         cross_entropy: loss_weights.token · Σ -log p(label).
         z_loss: loss_weights.position · Σ logsumexp².
-        by_dataset: Σ -log p(label) of each dataset, of a mixture.
+        by_dataset: Σ -log p(label) of each dataset of a mixture.
     """
 
     cross_entropy: Float[Array, ""]
@@ -82,25 +83,25 @@ class WeightedLoss(NamedTuple):
 
     @property
     def value(self) -> Float[Array, ""]:
-        """The sum of both."""
+        """The sum of both terms."""
         return self.cross_entropy + self.z_loss
 
 
 def valid_tokens(labels: Int[Array, "... b s"]) -> Int[Array, "..."]:
-    """Return the number of labels of each batch that count."""
+    """Return the number of valid labels of each batch."""
     return jnp.sum(labels != IGNORE, axis=(-2, -1), dtype=jnp.int32)
 
 
 def valid_tokens_by_dataset(
     labels: Int[Array, "m b s"], dataset_mask: Bool[Array, "m b n"]
 ) -> Int[Array, "n"]:
-    """Return the number of labels of each dataset that count."""
-    of_row = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(dataset_mask, of_row[..., None], 0), axis=(0, 1))
+    """Return the number of valid labels of each dataset."""
+    by_row = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(dataset_mask, by_row[..., None], 0), axis=(0, 1))
 
 
 def token_weights(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
-    """Weight of one token of each microbatch in the loss of the update.
+    """Return the weight of a token of each microbatch in the loss of the update.
 
     Args:
         counts: valid tokens of each microbatch, over all devices.
@@ -108,16 +109,16 @@ def token_weights(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
     """
     weights = counts.astype(jnp.float32)
     divisor = weights * weights.shape[0] if norm == "microbatch" else jnp.sum(weights)
-    # Nothing to learn from: no division by zero, no gradient.
+    # A microbatch without valid tokens has weight 0: no division by zero, no gradient.
     return jnp.where(weights > 0, 1.0 / jnp.maximum(divisor, 1.0), 0.0)
 
 
 class Tiling(NamedTuple):
-    """Layout of logits: the number that exists at a time, and the limit on it.
+    """Tile size of the logits that exist at a time, and the soft cap of logits.
 
     Attributes:
-        tokens: of each sequence.
-        vocab: entries of each device's share of the vocabulary.
+        tokens: tokens of each sequence in a tile.
+        vocab: entries of each device's share of the vocabulary in a tile.
         softcap: `model.final_logit_softcap`.
     """
 
@@ -127,14 +128,15 @@ class Tiling(NamedTuple):
 
 
 def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int | None) -> Tiling:
-    """Resolve `train.loss_fn` for a microbatch [batch, length].
+    """Return the tiling that `train.loss_fn` selects for a microbatch [batch, length].
 
     Args:
         config: the `[train]` section.
-        batch: sequences, over all devices, or parts of them (`parts_of_sequences`).
-        length: tokens of each.
+        batch: number of sequences over all devices, or of parts of sequences
+            (`split_sequences`).
+        length: tokens of each sequence.
         vocab: size of the vocabulary.
-        tile: logits that the platform likes to see at a time, on a device; None: any number.
+        tile: preferred number of logits at a time on a device of the platform; None: no limit.
     """
     rows, entries = size_per_device(batch, "tokens"), size_per_device(vocab, "vocab")
     return tiling_on_device(config, rows, length, entries, tile)
@@ -143,19 +145,19 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
 def tiling_on_device(
     config: TrainConfig, rows: int, length: int, entries: int, tile: int | None
 ) -> Tiling:
-    """`tiling`, from what one device has: sequences, and entries of the vocabulary."""
+    """Return the tiling from the number of sequences and vocabulary entries on a device."""
     chunked = config.loss_fn == "chunked_cross_entropy"
     if config.ce_chunk_size or not chunked:
-        likes = length if tile is None else tile // entries // rows
-        tokens = config.ce_chunk_size // rows if chunked else likes
+        preferred = length if tile is None else tile // entries // rows
+        tokens = config.ce_chunk_size // rows if chunked else preferred
         return Tiling(max(1, min(tokens, length)), entries)
-    chunk = config.ce_vocab_chunk or max(_SMALLEST_CHUNK, _LOGITS // (rows * length))
+    chunk = config.ce_vocab_chunk or max(_MIN_CHUNK, _CHUNK_LOGITS // (rows * length))
     return Tiling(length, min(chunk, entries))
 
 
 def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
-    """`tiling` of labels [b, s] and a head [v, d], for a model's logits."""
-    batch, length = parts_of_sequences(labels).shape
+    """Return the tiling for labels [b, s], a head [v, d] and the logits of a model."""
+    batch, length = split_sequences(labels).shape
     tiles = tiling(config, batch, length, head.shape[0], model.runtime.loss_tile)
     return tiles._replace(softcap=model.config.final_logit_softcap)
 
@@ -167,8 +169,16 @@ def cross_entropy(
     tiling: Tiling,
     dataset_mask_BN: Bool[Array, "b n"] | None = None,
 ) -> LossSum:
-    """Sums of the loss of a batch from its final hidden states; of datasets too, by their mask."""
-    hidden, labels, masks = _by_part(hidden_BSD, labels_BS, _Masks(dataset_mask_BN))
+    """Return the loss sums of a batch from its final hidden states.
+
+    Args:
+        hidden_BSD: final hidden states.
+        head_VD: output head.
+        labels_BS: labels; `IGNORE` is not valid.
+        tiling: tile size of the logits.
+        dataset_mask_BN: the dataset of each sequence; None: no sums by dataset.
+    """
+    hidden, labels, masks = _split_sequences(hidden_BSD, labels_BS, _Masks(dataset_mask_BN))
     return _sums(hidden, head_VD, labels, tiling, masks)
 
 
@@ -176,45 +186,47 @@ class _Masks(NamedTuple):
     """Masks of a microbatch.
 
     Attributes:
-        dataset: the dataset of each sequence [b, datasets], of a mixture.
-        padding: which tokens are padding [b, s]; None: none is.
+        dataset: the dataset of each sequence of a mixture, [b, datasets].
+        padding: True for padding tokens, [b, s]; None: no padding.
     """
 
     dataset: Bool[Array, "b n"] | None = None
     padding: Bool[Array, "b s"] | None = None
 
 
-def _by_part(hidden_BSD: Array, labels_BS: Array, masks: _Masks) -> tuple[Array, Array, _Masks]:
-    """Compute the loss of parts of sequences that no device axis splits, as sequences."""
+def _split_sequences(
+    hidden_BSD: Array, labels_BS: Array, masks: _Masks
+) -> tuple[Array, Array, _Masks]:
+    """Split sequences along `cp` into shorter ones, which no device axis splits."""
     parts, (dataset, padding) = automatic_size("context"), masks
     if dataset is not None and parts > 1:
         dataset = jnp.tile(dataset, (parts, 1))
     if padding is not None:
-        padding = parts_of_sequences(padding)
+        padding = split_sequences(padding)
     masks = _Masks(dataset, padding)
-    return parts_of_sequences(hidden_BSD), parts_of_sequences(labels_BS), masks
+    return split_sequences(hidden_BSD), split_sequences(labels_BS), masks
 
 
 def _sums(
     hidden_BSD: Array, head_VD: Array, labels_BS: Array, tiling: Tiling, masks: _Masks
 ) -> LossSum:
-    """`cross_entropy` of sequences that no device axis splits."""
-    weights = _gathered(head_VD, hidden_BSD.dtype)
-    if _by_chunks(tiling, head_VD):
-        return _by_vocab(tiling, hidden_BSD, weights, labels_BS, masks)[0]
+    weights = _gather_head(head_VD, hidden_BSD.dtype)
+    if _has_vocab_chunks(tiling, head_VD):
+        return _sums_by_vocab(tiling, hidden_BSD, weights, labels_BS, masks)[0]
 
     def fold_tile(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
         return total.plus(_tile_sums(tile, weights, masks.dataset, tiling.softcap)[0]), None
 
-    tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS, masks.padding)
-    return _fold(fold_tile, _tile_sums(none, weights, masks.dataset, tiling.softcap)[0], tiles)[0]
+    tiles, empty_tile = _tiles(tiling.tokens, hidden_BSD, labels_BS, masks.padding)
+    zeros = _tile_sums(empty_tile, weights, masks.dataset, tiling.softcap)[0]
+    return _scan_tiles(fold_tile, zeros, tiles)[0]
 
 
-def _gathered(head_VD: Array, dtype: jnp.dtype) -> Array:
+def _gather_head(head_VD: Array, dtype: jnp.dtype) -> Array:
     return collectives.all_gather_weight(head_VD.astype(dtype), _HEAD)
 
 
-def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
+def _has_vocab_chunks(tiling: Tiling, head_VD: Array) -> bool:
     return tiling.vocab < size_per_device(head_VD.shape[0], "vocab")
 
 
@@ -227,13 +239,22 @@ def weighted_loss(
     dataset_mask_BN: Bool[Array, "b n"] | None = None,
     is_padding_BS: Bool[Array, "b s"] | None = None,
 ) -> WeightedLoss:
-    """Both parts of the loss. Their sum is differentiable in `hidden` and `head`.
+    """Return cross-entropy and z-loss. Their sum is differentiable in `hidden` and `head`.
 
-    The gradient is that of the sum: each part counts for as much as the other. Padding has no label
-    and counts in neither.
+    The gradient is the gradient of the sum, so both terms must enter a loss with equal weight.
+    Padding counts in neither term.
+
+    Args:
+        tiling: tile size of the logits.
+        hidden_BSD: final hidden states.
+        head_VD: output head.
+        labels_BS: labels; `IGNORE` is not valid.
+        loss_weights: weights of tokens and positions.
+        dataset_mask_BN: the dataset of each sequence; None: no sums by dataset.
+        is_padding_BS: padding tokens; None: no padding.
     """
     masks = _Masks(dataset_mask_BN, is_padding_BS)
-    hidden, labels, masks = _by_part(hidden_BSD, labels_BS, masks)
+    hidden, labels, masks = _split_sequences(hidden_BSD, labels_BS, masks)
     return _weighted_loss(tiling, hidden, head_VD, labels, loss_weights, masks)
 
 
@@ -255,7 +276,7 @@ def _weigh(sums: LossSum, loss_weights: LossWeights) -> WeightedLoss:
     )
 
 
-def _differentiable(
+def _weighted_loss_fwd(
     tiling: Tiling,
     hidden: Array,
     head: Array,
@@ -263,13 +284,13 @@ def _differentiable(
     loss_weights: LossWeights,
     masks: _Masks,
 ) -> tuple[WeightedLoss, tuple[Any, ...]]:
-    """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself.
-
-    By chunks of the vocabulary it is the head as it was gathered: that pass comes next.
-    """
-    if _by_chunks(tiling, head):
-        weights, like = _gathered(head, hidden.dtype), jnp.zeros((), head.dtype)
-        sums, lse = _by_vocab(tiling, hidden, weights, labels, masks)
+    """Return the loss and the residuals of the backward pass."""
+    # Residuals for tiles of tokens: both gradients, already complete. For vocabulary chunks: the
+    # inputs and the logsumexp, from which the backward pass recomputes logits. The gathered head
+    # is saved as well, because the backward pass follows directly after the forward.
+    if _has_vocab_chunks(tiling, head):
+        weights, like = _gather_head(head, hidden.dtype), jnp.zeros((), head.dtype)
+        sums, lse = _sums_by_vocab(tiling, hidden, weights, labels, masks)
         saved = hidden, weights, like, labels, masks.padding, loss_weights, lse
         return _weigh(sums, loss_weights), saved
     sums, d_hidden, d_head_DV = _gradient_by_tokens(
@@ -279,9 +300,10 @@ def _differentiable(
     return _weigh(sums, loss_weights), (d_hidden, d_head.astype(head.dtype))
 
 
-def _differentiate(
+def _weighted_loss_bwd(
     tiling: Tiling, saved: tuple[Any, ...], d: WeightedLoss
 ) -> tuple[Array, Array, None, None, None]:
+    # The gradient of the sum of both terms: the cotangent of the z-loss is the same number.
     d_loss = d.cross_entropy
     if len(saved) == 2:
         d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
@@ -289,16 +311,23 @@ def _differentiate(
         hidden, weights, like, labels, padding, loss_weights, lse = saved
         loss_weights = LossWeights(d_loss * loss_weights.token, d_loss * loss_weights.position)
         d_hidden, d_head = _gradient_by_vocab(
-            tiling, weights, _whole(hidden, labels, padding), hidden, loss_weights, lse, like.dtype
-        )
+            tiling, weights, _single_tile(hidden, labels, padding), hidden, loss_weights, lse,
+            like.dtype,
+        )  # fmt: skip
     return d_hidden, d_head, None, None, None
 
 
-_weighted_loss.defvjp(_differentiable, _differentiate)
+_weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
 class _Tile(NamedTuple):
-    """Some tokens: hidden states [t, d], labels [t], and which are no padding [t]."""
+    """Tokens of a tile.
+
+    Attributes:
+        hidden: hidden states [t, d].
+        labels: labels [t].
+        real: True for tokens that are not padding [t].
+    """
 
     hidden: Array
     labels: Array
@@ -310,10 +339,8 @@ class _Tile(NamedTuple):
 
 
 def _tiles(tokens: int, hidden: Array, labels: Array, padding: Array | None) -> tuple[_Tile, _Tile]:
-    """Slices [n, t, ...] along the sequence, which no device axis splits here; and an empty one.
-
-    The last slice is padded.
-    """
+    """Return tiles [n, t, ...] along the sequence, the last one padded, and an empty tile."""
+    # [b, s, ...] -> pad s to n · tokens -> [n, b, tokens, ...] -> [n, t = b · tokens, ...]
     batch, length = labels.shape
     n = -(-length // tokens)
     pad = (0, n * tokens - length)
@@ -329,13 +356,12 @@ def _tiles(tokens: int, hidden: Array, labels: Array, padding: Array | None) -> 
     return tiles, jax.tree.map(lambda x: x[0, :0], tiles)
 
 
-def _whole(hidden: Array, labels: Array, padding: Array | None) -> _Tile:
-    """All tokens as one tile."""
+def _single_tile(hidden: Array, labels: Array, padding: Array | None) -> _Tile:
     return jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels, padding)[0])
 
 
-def _fold(body: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
-    """`lax.scan`, without the loop where there is a single tile."""
+def _scan_tiles(body: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
+    """Apply `lax.scan`, without a loop for a single tile."""
     if tiles.labels.shape[0] > 1:
         return jax.lax.scan(body, start, tiles)
     carry, y = body(start, jax.tree.map(lambda x: x[0], tiles))
@@ -345,9 +371,9 @@ def _fold(body: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, A
 def _tile_sums(
     tile: _Tile, weights_VD: Array, dataset_mask_BN: Array | None, softcap: float | None
 ) -> tuple[LossSum, Array, Array, Array]:
-    """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
+    """Return sums of a tile, logits [t, v], logsumexp [t, 1], and a one-hot label mask [t, v]."""
     logits_TV = project(tile.hidden, weights_VD, softcap)
-    lse_T1 = _over_shares(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
+    lse_T1 = _reduce_logsumexp(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
     is_label_TV = entry_ids(weights_VD.shape[0]) == tile.labels[:, None]
     label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
@@ -355,8 +381,8 @@ def _tile_sums(
     return sums, logits_TV, lse_T1, is_label_TV
 
 
-def _over_shares(lse: Array) -> Array:
-    """The logsumexp over the whole vocabulary, from that over each device's share."""
+def _reduce_logsumexp(lse: Array) -> Array:
+    """Reduce the logsumexp over the shares of the vocabulary."""
     if not collectives.split_over("vocab"):
         return lse
     top = collectives.pmax(lse, "vocab")
@@ -376,7 +402,7 @@ def _sum_up(
 
 
 def _by_dataset(nll_T: Array, dataset_mask_BN: Array) -> Array:
-    """Sums over each dataset's tokens; a tile has as many of every sequence."""
+    """Sum over the tokens of each dataset; a tile has equally many tokens of every sequence."""
     nll_B = jnp.sum(nll_T.reshape(dataset_mask_BN.shape[0], -1), axis=1)
     return jnp.sum(jnp.where(dataset_mask_BN, nll_B[:, None], 0.0), axis=0)
 
@@ -389,10 +415,10 @@ def _d_logits(
     is_label: Array,
     softcap: float | None,
 ) -> Array:
-    """The gradient of some logits [t, v] of a tile, in the dtype of its hidden states.
-
-    Where they are capped, it is that of what was capped; the logits of padding are -inf.
-    """
+    """Return the gradient of uncapped logits [t, v], in the dtype of the hidden states."""
+    # With p = softmax(logits) and token weight w, position weight z:
+    #   d/dlogit of w (lse - label logit) + z lse² = (w + 2 z lse) p - w [is label]
+    # Entries that pad a vocabulary chunk have logits of -inf, so p = 0.
     label_scale = jnp.where(tile.valid, loss_weights.token, 0.0)[:, None]
     all_scale = label_scale + jnp.where(tile.real, loss_weights.position, 0.0)[:, None] * 2 * lse_T1
     gradient = all_scale * jnp.exp(logits - lse_T1) - jnp.where(is_label, label_scale, 0.0)
@@ -409,48 +435,55 @@ def _gradient_by_tokens(
     loss_weights: LossWeights,
     masks: _Masks,
 ) -> tuple[LossSum, Array, Array]:
-    """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
-    weights = _gathered(head, hidden.dtype)
+    """Return sums and gradients of hidden states [b, s, d] and head [d, v]."""
+    # The gradient of the head is Σ over tiles of hiddenᵀ · d_logits: the carry of the scan.
+    weights = _gather_head(head, hidden.dtype)
 
-    def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
+    def tile_gradient(tile: _Tile) -> tuple[LossSum, Array, Array]:
         sums, logits, lse, is_label = _tile_sums(tile, weights, masks.dataset, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse, is_label, tiling.softcap)
-        # a summand, or the whole
+        # Summands over shares of the vocabulary stay float32 until they are added up.
         product = _product if collectives.split_over("vocab") else jnp.einsum
         d_hidden = product("tv,vd->td", d_logits, weights)
         return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
 
     def fold_tile(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
-        sums, d_hidden, d_head = of_tile(tile)
+        sums, d_hidden, d_head = tile_gradient(tile)
         return (carry[0].plus(sums), constrain(carry[1] + d_head, "embed", "vocab")), d_hidden
 
-    tiles, none = _tiles(tiling.tokens, hidden, labels, masks.padding)
-    no_sums, _, no_gradient = of_tile(none)  # zeros that vary over the same mesh axes
-    (sums, d_head), d_tiles = _fold(fold_tile, (no_sums, no_gradient), tiles)
+    tiles, empty_tile = _tiles(tiling.tokens, hidden, labels, masks.padding)
+    zero_sums, _, zero_gradient = tile_gradient(empty_tile)  # they vary over the same mesh axes
+    (sums, d_head), d_tiles = _scan_tiles(fold_tile, (zero_sums, zero_gradient), tiles)
+    # [n, t, d] -> [b, n, tokens, d] -> [b, s, d], without the padding of the last tile
     batch, length, dim = hidden.shape
     d_hidden = d_tiles.reshape(-1, batch, tiling.tokens, dim).swapaxes(0, 1)
     d_hidden = d_hidden.reshape(batch, -1, dim)[:, :length]
     return sums, collectives.psum(d_hidden, "vocab").astype(hidden.dtype), d_head
 
 
-def _by_vocab(
+def _sums_by_vocab(
     tiling: Tiling, hidden: Array, weights: Array, labels: Array, masks: _Masks
 ) -> tuple[LossSum, Float[Array, "t"]]:
-    """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
-    tile = _whole(hidden, labels, masks.padding)
+    """Return sums and the logsumexp of each token, with a running logsumexp over chunks."""
+    tile = _single_tile(hidden, labels, masks.padding)
 
-    def fold_tile(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
-        top, total, label_logits = carry
+    # Invariant of the scan, over the entries of the chunks so far:
+    #   maximum = max logit,  total = Σ exp(logit - maximum),  label_logits = the label's logit
+    #   if its entry was in a chunk, else 0.
+    def fold_chunk(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
+        maximum, total, label_logits = carry
         logits = chunk.logits(tile.hidden, tiling.softcap)
-        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
-        total = total * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
+        new_maximum = jnp.maximum(maximum, jnp.max(logits, axis=-1))
+        total = total * jnp.exp(maximum - new_maximum)
+        total += jnp.sum(jnp.exp(logits - new_maximum[:, None]), -1)
         is_label = chunk.ids == tile.labels[:, None]
-        return (new_top, total, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
+        label_logits += jnp.sum(jnp.where(is_label, logits, 0.0), -1)
+        return (new_maximum, total, label_logits), None
 
     zeros = jnp.sum(_zeros(tile.hidden, weights)[:, :0], axis=-1)
-    chunks = chunks_of(weights, tiling.vocab)
-    (top, total, label_logits), _ = jax.lax.scan(fold_tile, (zeros - jnp.inf, zeros, zeros), chunks)
-    lse = _over_shares(top + jnp.log(total))
+    chunks, initial = split_vocab(weights, tiling.vocab), (zeros - jnp.inf, zeros, zeros)
+    (maximum, total, label_logits), _ = jax.lax.scan(fold_chunk, initial, chunks)
+    lse = _reduce_logsumexp(maximum + jnp.log(total))
     return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), masks.dataset), lse
 
 
@@ -463,26 +496,26 @@ def _gradient_by_vocab(
     lse: Array,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
-    """Gradients of the hidden states [b, s, d], and of the head [v, d] in `dtype`."""
+    """Return gradients of the hidden states [b, s, d], and of the head [v, d] in `dtype`."""
 
-    def fold_tile(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
+    def fold_chunk(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
         is_label = chunk.ids == tile.labels[:, None]
         logits = chunk.logits(tile.hidden, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse[:, None], is_label, tiling.softcap)
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(dtype)
 
-    chunks = chunks_of(weights, tiling.vocab)
-    d_hidden, d_chunks = jax.lax.scan(fold_tile, _zeros(tile.hidden, weights), chunks)
-    d_head = constrain(joined(d_chunks, len(weights)), *_HEAD)
+    chunks = split_vocab(weights, tiling.vocab)
+    d_hidden, d_chunks = jax.lax.scan(fold_chunk, _zeros(tile.hidden, weights), chunks)
+    d_head = constrain(join_vocab(d_chunks, len(weights)), *_HEAD)
     return collectives.psum(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
 
 
 def _zeros(like: Array, head: Array) -> Array:
-    """float32, varying over the mesh axes that products of the two vary over."""
+    """Return float32 zeros that vary over the mesh axes of products of both arrays."""
     return jnp.zeros_like(like, jnp.float32) + jnp.sum(head[:0], dtype=jnp.float32)
 
 
 def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "_ _"]:
-    """A product, accumulated in float32."""
+    """Multiply with float32 accumulation and result."""
     return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)

@@ -1,7 +1,8 @@
-"""Compiled train steps in a file: `plan --save-executable` writes it, `train.executable` names it.
+"""Files of compiled train steps: `plan --save-executable` writes them, `train.executable` reads.
 
-A zip archive of `about.json`, which says what the steps were made from, and JAX's serialization of
-each, `<microbatches>.bin`. To load one is to run what the file holds: trust it like code.
+A file is a zip archive of `about.json`, which describes config, devices and package versions, and
+JAX's serialization of each step, `<microbatches>.bin`. Loading a file executes its content: trust
+it like code.
 """
 
 import hashlib
@@ -30,17 +31,25 @@ PACKAGES = {
     "gpu": ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
 }
 _SECTIONS = ("model", "train", "optimizer", "scheduler", "distributed", "data", "metrics")
-"""Of a config, what a step may depend on."""
-TORN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, LookupError, ValueError, OSError)
-"""What reading an archive raises, by which of its bits are wrong."""
+"""Sections of a config that a step may depend on."""
+ARCHIVE_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    OSError,
+)
+"""Errors that reading a damaged archive may raise."""
 
 
 class CompiledStep(NamedTuple):
-    """A step for one size of batch.
+    """A step for one batch size.
 
     Attributes:
-        lowered: the program.
-        compiled: what the compiler made of it.
+        lowered: the program before compilation.
+        compiled: the compiled program.
     """
 
     lowered: jax.stages.Lowered
@@ -50,20 +59,20 @@ class CompiledStep(NamedTuple):
 def write(
     path: str | os.PathLike, steps: Mapping[int, CompiledStep], config: JobConfig, mesh: Mesh
 ) -> None:
-    """Writes steps to a file of this machine; all of it or nothing.
+    """Write steps to a local file atomically.
 
     Args:
         path: the file.
-        steps: by the number of microbatches.
-        config: that they are of, with the `grad_sync` that they have.
-        mesh: that they are for; its devices need not be here.
+        steps: compiled steps by the number of microbatches.
+        config: config of the steps, with a resolved `grad_sync`.
+        mesh: mesh of the steps; its devices need not exist on this machine.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     about = {
         "format": _FORMAT,
-        **_surroundings(mesh),
+        **_requirements(mesh),
         "config": config.model_dump(mode="json"),
         "programs": {str(n): fingerprint(step.lowered) for n, step in steps.items()},
     }
@@ -82,10 +91,10 @@ class Executable:
 
     Args:
         path: the file, `train.executable`.
-        mesh: that the steps are to run on.
+        mesh: mesh that will run the steps.
 
     Raises:
-        UserError: it cannot be read, or its steps are for other devices or another JAX.
+        UserError: the file cannot be read, or its steps are for other devices or package versions.
     """
 
     def __init__(self, path: str, mesh: Mesh) -> None:
@@ -97,37 +106,41 @@ class Executable:
         try:
             self._archive = zipfile.ZipFile(io.BytesIO(content))
             self._about = json.loads(self._archive.read(_ABOUT))
-        except TORN as error:
+        except ARCHIVE_ERRORS as error:
             raise self._unreadable(error) from error
-        here = {"format": _FORMAT, **_surroundings(mesh)}
-        for key, value in here.items():
+        for key, value in {"format": _FORMAT, **_requirements(mesh)}.items():
             if (stored := self._about.get(key)) != value:
                 raise self._refused(
-                    f"it is for {_named(key, stored)}, here is {_named(key, value)}"
+                    f"it was compiled for {_describe(key, stored)}; this run has "
+                    f"{_describe(key, value)}"
                 )
 
     def load(
         self, lowered: Mapping[int, jax.stages.Lowered], config: JobConfig
     ) -> dict[int, jax.stages.Compiled]:
-        """The steps, ready to run, if they are these.
+        """Load the steps after comparing them with the programs of this run.
 
         Args:
-            lowered: what would be compiled, by the number of microbatches.
-            config: the run's, with the `grad_sync` that it has.
+            lowered: programs of this run by the number of microbatches.
+            config: config of the run, with a resolved `grad_sync`.
+
+        Returns:
+            Compiled steps by the number of microbatches.
 
         Raises:
-            UserError: they are of another config or another version of the code, or torn.
+            UserError: the steps have another config or another version of the code, or the file is
+                damaged.
         """
-        wanted = {str(n): fingerprint(program) for n, program in lowered.items()}
-        if self._about["programs"] != wanted:
-            differs = list(_differences(self._about["config"], config.model_dump(mode="json")))
-            raise self._refused("; ".join(differs) or "it was made by another version of the code")
+        expected = {str(n): fingerprint(program) for n, program in lowered.items()}
+        if self._about["programs"] != expected:
+            differences = list(_differences(self._about["config"], config.model_dump(mode="json")))
+            raise self._refused("; ".join(differences) or "another version of the code compiled it")
         return {n: self._load(n, program) for n, program in lowered.items()}
 
     def _load(self, n: int, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
             payload = self._archive.read(f"{n}.bin")
-        except TORN as error:
+        except ARCHIVE_ERRORS as error:
             raise self._unreadable(error) from error
         tree = jax.tree.structure(lowered.args_info)
         try:
@@ -135,30 +148,30 @@ class Executable:
                 payload, tree, lowered.out_tree, execution_devices=self._devices
             )
         except jax.errors.JaxRuntimeError as error:
-            raise self._refused(f"the devices do not take it ({error})") from error
+            raise self._refused(f"the devices cannot load it ({error})") from error
 
     def _unreadable(self, error: Exception) -> UserError:
-        return UserError(f"{self._name}: no file of compiled steps, or torn ({error})")
+        return UserError(f"{self._name}: not a file of compiled steps, or damaged ({error})")
 
     def _refused(self, reason: str) -> UserError:
         return UserError(
-            f"{self._name} is not the step of this run: {reason}. Make it anew "
-            "(python -m jaxforge.plan --save-executable), or leave the key out and compile"
+            f"{self._name} is not the step of this run: {reason}. Compile it again "
+            "(python -m jaxforge.plan --save-executable), or remove the key to compile at the start"
         )
 
 
-def _surroundings(mesh: Mesh) -> dict[str, Any]:
+def _requirements(mesh: Mesh) -> dict[str, Any]:
     """Return the requirements of a compiled step: package versions, and devices in mesh order."""
     devices: list[jax.Device] = list(mesh.devices.flat)
     packages = PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
     return {
-        "versions": {name: version for name in packages if (version := version_of(name))},
+        "versions": {name: version for name in packages if (version := installed_version(name))},
         "devices": sorted({device.device_kind for device in devices}),
         "ids": [device.id for device in devices],
     }
 
 
-def version_of(package: str) -> str:
+def installed_version(package: str) -> str:
     """Return the installed version of a package, or an empty string."""
     try:
         return version(package)
@@ -166,8 +179,8 @@ def version_of(package: str) -> str:
         return ""
 
 
-def _named(key: str, value: object) -> str:
-    """A part of the surroundings, for a message."""
+def _describe(key: str, value: object) -> str:
+    """Describe a requirement in a message."""
     if key == "versions" and isinstance(value, dict):
         return ", ".join(f"{name} {number}" for name, number in value.items())
     if key == "ids" and isinstance(value, list):
@@ -176,7 +189,7 @@ def _named(key: str, value: object) -> str:
 
 
 def fingerprint(lowered: jax.stages.Lowered) -> str:
-    """sha256 (hex) of a program before it is compiled."""
+    """Return the sha256 (hex) of a program before compilation."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 
@@ -185,5 +198,5 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str
         before = old.get(section, {})
         for key, value in new[section].items():
             if key != "executable" and before.get(key) != value:
-                was, now = json.dumps(before.get(key)), json.dumps(value)
-                yield f"{section}.{key} was {was} and is {now}"
+                stored = json.dumps(before.get(key))
+                yield f"{section}.{key} was {stored} and is {json.dumps(value)}"

@@ -7,28 +7,28 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes, per_device
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.mesh import token_parallel_size
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.memory import step_memory
 
 _USABLE = 0.85
-"""Of a device: the rest is for what an estimate misses, communication buffers and fragments."""
+"""Usable fraction of a device: estimates omit communication buffers and fragmentation."""
 
 
 class GradSync(NamedTuple):
     """Reduction of gradients between data-parallel devices.
 
     Attributes:
-        mode: "update" or "microbatch", as `step.gradients` explains them.
-        why: in words, for the user; empty where nobody decided.
+        mode: "update" or "microbatch" (`step.gradients`).
+        why: reason of an automatic choice, for the user; empty for a configured mode.
     """
 
     mode: str
     why: str = ""
 
     def applied_to(self, config: JobConfig) -> JobConfig:
-        """The config with this in the place of "auto"."""
+        """Return the config with this mode in place of "auto"."""
         if config.train.grad_sync == self.mode:
             return config
         train = config.train.model_copy(update={"grad_sync": self.mode})
@@ -42,21 +42,21 @@ def resolve_grad_sync(
     mesh: Mesh | AbstractMesh,
     capacity: int | None = None,
 ) -> GradSync:
-    """`train.grad_sync`, or what "auto" stands for.
+    """Return `train.grad_sync`, or the mode that "auto" selects.
 
-    That is "update" where its estimated memory leaves 15 % of a device free, else "microbatch": a
-    run that fits is better than a faster one that does not. All processes come to the same answer,
-    and all must ask.
+    "auto" selects "update" if the estimated memory leaves 15 % of a device free. Otherwise it
+    selects "microbatch", which is slower but needs less memory. Collective: all processes must call
+    it, and all get the same answer.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
-        model: as of `build_model`.
+        model: result of `build_model`.
         state: shapes and shardings of the state.
-        mesh: the run's.
-        capacity: bytes of one device; by default, asked of the mesh's devices.
+        mesh: mesh of the run.
+        capacity: bytes of one device; by default, those of the mesh's devices.
 
     Raises:
-        UserError: there is no capacity given, and it is not known of these devices.
+        UserError: no capacity is given, and the capacity of the devices is unknown.
     """
     if config.train.grad_sync != "auto":
         return GradSync(config.train.grad_sync)
@@ -64,7 +64,7 @@ def resolve_grad_sync(
         return GradSync("update")
     if capacity is None:
         capacity = device_memory.smallest_capacity(mesh)
-    needs = step_memory(config, model, mesh, "update", per_device(state)).total
+    needs = step_memory(config, model, mesh, "update", bytes_per_device(state)).total
     mode = "update" if needs <= _USABLE * capacity else "microbatch"
     fits = "fit" if mode == "update" else "would not fit"
     return GradSync(

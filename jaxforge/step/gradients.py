@@ -1,19 +1,19 @@
 """Gradients and loss of a batch, summed over its microbatches, on any mesh.
 
-Gradients are reduced between data-parallel devices in one of two ways (`train.grad_sync`; "auto"
-has become one of them before, `step.grad_sync`):
+There are two ways to reduce gradients between data-parallel devices (`train.grad_sync`;
+`step.grad_sync` has resolved "auto" before):
 
-    update      weights are gathered once and gradients reduced once, around the scan over
-                microbatches, which itself exchanges nothing between data-parallel devices. Costs
-                the memory of whole weights (compute dtype) and whole gradients (float32).
-    microbatch  the partitioner gathers each layer's weights as they are needed and reduces its
-                gradients at once, in every microbatch: more traffic, least memory.
+    update      Weights are gathered once and gradients reduced once per update. The scan over
+                microbatches exchanges nothing between data-parallel devices. This costs the memory
+                of gathered weights (compute dtype) and gathered gradients (float32).
+    microbatch  In every microbatch, the partitioner gathers each layer's weights when they are
+                used and immediately reduces the layer's gradients: more traffic, least memory.
 
-In both, devices add up their gradients in float32, or in the compute dtype (`train.reduce_dtype`),
-and microbatches are added up in float32.
+In both, devices add up gradients in float32 or in the compute dtype (`train.reduce_dtype`), and
+microbatches are added up in float32.
 
-Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. What the
-layers and the loss return in addition (`AuxOutputs`) is reduced like the loss.
+The order of microbatches is sequential, or given by `pipeline.schedule` if there are pipeline
+stages. Auxiliary outputs of layers and loss (`AuxOutputs`) are reduced like the loss.
 """
 
 import functools
@@ -42,7 +42,7 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES, token_parallel_size
 from jaxforge.parallel.pipeline import spmd
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
-from jaxforge.parallel.pipeline.table import table
+from jaxforge.parallel.pipeline.tick_arrays import tick_arrays
 from jaxforge.parallel.sharding import (
     Axes,
     batch_specs,
@@ -61,9 +61,9 @@ from jaxforge.step.losses import build_loss
 Batch = dict[str, Shaped[Array, "m b ..."]]
 """`input_ids`, `labels` and, when packed, `segment_ids`: [microbatches, sequences, tokens].
 
-Where rows may be padded also `is_padding`, which is not 0 for tokens that count in nothing.
-Of a mixture, also `dataset_idx` [microbatches, sequences], or instead `dataset_mask`. What else
-the data have is handed to model and loss, microbatch by microbatch.
+If rows may be padded, `is_padding` is nonzero for padding tokens, which are ignored. A mixture has
+`dataset_idx` [microbatches, sequences], or instead `dataset_mask`. Model and loss receive all other
+fields of the data as well, one microbatch at a time.
 """
 
 
@@ -71,7 +71,7 @@ class Loss(NamedTuple):
     """Loss of an update, or of a part of it.
 
     Attributes:
-        aux: terms of the loss, those of layers included; metrics and statistics of the loss.
+        aux: loss terms, including those of layers; metrics and statistics of the loss.
         layers: metrics and statistics of the layers, by row of stacked parameters.
     """
 
@@ -80,45 +80,48 @@ class Loss(NamedTuple):
 
     @property
     def value(self) -> Float[Array, ""]:
-        """Return the minimised value."""
+        """The value that training minimises."""
         return self.aux.loss
 
     @property
     def statistics(self) -> PyTree:
-        """Return the statistics that update non-trainable state."""
+        """The statistics that update non-trainable state."""
         return {**self.aux.statistics, LAYERS: self.layers.statistics}
 
 
-AddUp = Callable[..., tuple[Params, Loss]]
+Accumulate = Callable[..., tuple[Params, Loss]]
 """(params, model state, batch, token weights, other weights) -> gradients (float32) and loss.
 
-Both are summed over microbatches. `LossWeights` come in two parts: a token weight for each
-microbatch, and the others.
+Both are summed over microbatches. `LossWeights` are passed in two parts: a token weight for each
+microbatch, and the other weights.
 """
 
 
 Gradients = Callable[[Params, Params, Batch, Array | None], tuple[Params, Loss]]
-"""(params, model state, batch, loss scale or None) -> float32 gradients, laid out like parameters,
-and the loss; both of the loss times the scale."""
+"""(params, model state, batch, loss scale or None) -> float32 gradients, sharded like parameters,
+and the loss. Both are multiplied by the scale."""
 
 
 def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     """Return the function that computes the gradients of an update."""
-    train, stages = config.train, _stages(mesh)
+    train, stages = config.train, _stage_axes(mesh)
     # Layers of wrappers, from the outside to the inside:
     #
     # "update"      gather weights -> shard_map(data axes [, pp]): scan over microbatches -> reduce
     # "microbatch"  [shard_map(pp):] scan over microbatches; the partitioner reduces inside it
+    #
+    # A group is a set of devices that share their tokens: the devices of a position on the data
+    # axes. With a single group there is nothing to reduce.
     by_group = train.grad_sync == "update" and token_parallel_size(mesh) > 1
     add_up = functools.partial(pipelined if stages else accumulate, model, config, by_group)
     if by_group:
-        return _reduced_once(model, train, mesh, add_up)
+        return _reduce_per_update(model, train, mesh, add_up)
     if stages:
         specs = _specs(model.axes, stages)
         add_up = jax.shard_map(
             add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P(), P()),
             out_specs=(specs, Loss._make((P(), P(stages)))),
-            axis_names=_manual_axes(model, stages, mesh), check_vma=_checked(model, mesh),
+            axis_names=_manual_axes(model, stages, mesh), check_vma=_can_check_vma(model, mesh),
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
@@ -127,13 +130,14 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     ) -> tuple[Params, Loss]:
         token, *others = update_loss_weights(batch, train, scale)
         grads, loss = add_up(params, state, batch, token, others)
+        # Sharded like the parameters and the optimizer state, which they update.
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
 
 
 def with_dataset_mask(batch: Batch, n_datasets: int) -> Batch:
-    """Add `dataset_mask` [m, b, datasets], which tells the dataset of each sequence, to a batch."""
+    """Replace `dataset_idx` of a batch by `dataset_mask` [m, b, datasets], one-hot."""
     if not n_datasets:
         return batch
     others = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
@@ -150,26 +154,27 @@ def accumulate(
     token_weights: Array,
     other_weights: Sequence[Array | float],
 ) -> tuple[Params, Loss]:
-    """Gradients (float32) and loss of a batch, summed over its microbatches by a scan.
+    """Return gradients (float32) and loss of a batch, summed over its microbatches by a scan.
 
     Args:
         model: the model.
         config: a validated config.
-        by_group: whether this runs in `shard_map`, manual over the data axes (`_reduced_once`).
+        by_group: whether this runs in `shard_map`, manual over the data axes
+            (`_reduce_per_update`).
         params: the parameters.
-        state: what is not trained.
+        state: non-trainable state.
         batch: the batch.
-        token_weights: as of `AddUp`.
-        other_weights: as of `AddUp`.
+        token_weights: token weight of each microbatch.
+        other_weights: other weights of `LossWeights`.
     """
     loss = build_loss(config.train, model)
     if by_group:
-        params, token_weights = _copies_of_group(model, params, token_weights)
+        params, token_weights = _vary_over_groups(model, params, token_weights)
 
     def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
-        own, variables = LossWeights(token, *other_weights), join(params, state)
-        hidden, out = model.forward(variables, batch, own)
-        aux = loss(variables, hidden, batch, own).with_layer_losses(out.aux)
+        weights, variables = LossWeights(token, *other_weights), join(params, state)
+        hidden, out = model.forward(variables, batch, weights)
+        aux = loss(variables, hidden, batch, weights).with_layer_losses(out.aux)
         return aux.loss, Loss(aux, out.aux._replace(loss_terms={}))
 
     gradient = jax.grad(microbatch_loss, has_aux=True)
@@ -178,37 +183,37 @@ def accumulate(
         grads, loss = gradient(params, *xs)
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads), loss
 
+    # Carry: gradients, summed in float32 even if a microbatch's gradients are in the compute dtype.
+    # Stacked output: the loss of each microbatch.
     xs = (batch, token_weights)
-    if token_weights.shape[0] == 1:
+    if token_weights.shape[0] == 1:  # no loop, and no zeros to add to
         grads, losses = gradient(params, *jax.tree.map(lambda x: x[0], xs))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     else:
-        # Zeros made from what they will add up, so that they vary over the same mesh axes.
+        # Derived from the parameters, the zeros vary over the same mesh axes as the gradients.
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
         grads, losses = jax.lax.scan(body, zeros, xs)
-        losses = _merged(losses)
-    return _of_group(grads, losses) if by_group else (grads, losses)
+        losses = _merge_losses(losses)
+    return _add_group_dimension(grads, losses) if by_group else (grads, losses)
 
 
-def _copies_of_group(model: Model, params: Params, weights: Array) -> tuple[Params, Array]:
+def _vary_over_groups(model: Model, params: Params, weights: Array) -> tuple[Params, Array]:
     """Let each group of devices differentiate its own copy; gradients are summed afterwards."""
-
-    def own_copy(param: Array, axes: Axes) -> Array:
-        return jax.lax.pcast(param, group_axes(axes), to="varying")
-
     # Without `pcast`, autodiff would insert a psum for every use of a replicated weight, inside the
     # scan over microbatches. A varying copy has a varying gradient, which is reduced once at the
     # end.
-    params = jax.tree.map(own_copy, params, model.axes)
+    params = jax.tree.map(
+        lambda param, axes: jax.lax.pcast(param, group_axes(axes), to="varying"), params, model.axes
+    )
     return params, jax.lax.pcast(weights, DATA_AXES, to="varying")
 
 
-def _of_group(grads: Params, loss: Loss) -> tuple[Params, Loss]:
-    """Return gradients and loss with a leading dimension of one entry per device group."""
+def _add_group_dimension(grads: Params, loss: Loss) -> tuple[Params, Loss]:
+    """Add a leading dimension with one entry per device group."""
     return jax.tree.map(lambda x: x[None], (grads, loss))
 
 
-def _merged(losses: Loss) -> Loss:
+def _merge_losses(losses: Loss) -> Loss:
     """Merge stacked losses in their order."""
     # A scan instead of `jnp.sum`: maxima and sums are mixed, and the order of sums is that of the
     # microbatches on every mesh.
@@ -227,40 +232,47 @@ def pipelined(
     token_weights: Array,
     other_weights: Sequence[Array | float],
 ) -> tuple[Params, Loss]:
-    """`accumulate` with pipeline stages: to be called in `shard_map`, manual over `pp`."""
+    """Return the results of `accumulate` with pipeline stages.
+
+    Must be called in `shard_map`, manual over `pp`.
+    """
     d = config.distributed
     schedule = SCHEDULES[d.pp_schedule](d.pp, config.train.grad_accum_steps, d.chunks)
     if by_group:
-        params, token_weights = _copies_of_group(model, params, token_weights)
+        params, token_weights = _vary_over_groups(model, params, token_weights)
     layer_state, other_state = split_layers(state)
     functions = _stage_functions(model, config, other_state, other_weights)
     stage = spmd.Stage(schedule, functions, params, layer_state, (batch, token_weights))
+    # One scan over the ticks of each phase of the schedule. Every stage runs the same program; its
+    # row of the table selects the microbatch and the operation of a tick.
     carry = stage.initial_carry(model.axes)
-    for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
+    for phase, rows in zip(schedule.phases(), tick_arrays(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
     layers = carry.layer_aux
     # Loss terms of layers are per stage; their sum over stages belongs to the loss. Metrics and
     # statistics stay with their rows.
-    whole = layers._replace(
+    summed = layers._replace(
         loss_terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.loss_terms)
     )
-    losses = Loss(carry.loss_aux.with_layer_losses(whole), layers._replace(loss_terms={}))
+    losses = Loss(carry.loss_aux.with_layer_losses(summed), layers._replace(loss_terms={}))
     grads = {**carry.outer, LAYERS: carry.layers}
-    return _of_group(grads, losses) if by_group else (grads, losses)
+    return _add_group_dimension(grads, losses) if by_group else (grads, losses)
 
 
 def _stage_functions(
     model: Model, config: JobConfig, state: Params, other_weights: Sequence[Array | float]
 ) -> spmd.StageFunctions:
-    """Cut the model where stages are.
+    """Split the model into the functions of a pipeline stage.
+
+    A microbatch of a stage is a pair: batch, token weight.
 
     Args:
         model: the model.
         config: a validated config.
         state: non-trainable state outside of the layers.
-        other_weights: as of `AddUp`. A microbatch of stages is a pair: batch, token weight.
+        other_weights: other weights of `LossWeights`.
     """
-    saves, own_loss = remat.stage_remat(model.runtime.save), build_loss(config.train, model)
+    saves, loss_function = remat.stage_remat(model.runtime.save), build_loss(config.train, model)
 
     def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
         return model.embed(join(params, state), microbatch[0])
@@ -270,9 +282,9 @@ def _stage_functions(
         return model.batch_context(x, batch, loss_weights=LossWeights(token, *other_weights))
 
     def layer(
-        kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
+        kind: LayerKind, layer: Params, x: Array, inputs: tuple[Context, Params]
     ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
-        context, layer_state = given
+        context, layer_state = inputs
         block = model.module(LAYERS, join(layer, layer_state))
         y, out = block(x, context, settings=LayerSettings(kind, model.plan, model.runtime))
         return (y, out.aux.loss_terms), out.aux._replace(loss_terms={})
@@ -280,7 +292,7 @@ def _stage_functions(
     def loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> AuxOutputs:
         (batch, token), variables = microbatch, join(params, state)
         hidden = model.final_norm(variables, x)
-        return own_loss(variables, hidden, batch, LossWeights(token, *other_weights))
+        return loss_function(variables, hidden, batch, LossWeights(token, *other_weights))
 
     rows = model.plan.kinds_by_row(model.stack), model.stack.rows() >= 0
     stages = config.distributed.pp
@@ -290,31 +302,31 @@ def _stage_functions(
     )
 
 
-def _checked(model: Model, mesh: Mesh) -> bool:
-    """Return whether `shard_map` can check over which devices results vary."""
+def _can_check_vma(model: Model, mesh: Mesh) -> bool:
+    """Return whether `shard_map` can check the mesh axes over which results vary."""
     # Pallas kernels and all-to-alls of experts do not declare over which axes their results vary.
     is_opaque = BACKENDS[model.runtime.attention].is_opaque or mesh.shape["cp"] > 1
     return not (is_opaque or model.config.is_moe)
 
 
 def _manual_axes(model: Model, names: tuple[str, ...], mesh: Mesh) -> set[str]:
-    """The axes that a `shard_map` takes from the partitioner."""
+    """Return the manual axes of a `shard_map`: the partitioner handles the others."""
     return manual_over(names, mesh) if model.runtime.wholly_manual else set(names)
 
 
-def _stages(mesh: Mesh) -> tuple[str, ...]:
-    """The axis of stages, if there are any."""
+def _stage_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axis of pipeline stages, or nothing without stages."""
     return (STAGES,) if mesh.shape[STAGES] > 1 else ()
 
 
 def _specs(axes: PyTree, manual: tuple[str, ...], *, grouped: bool = False) -> PyTree:
-    """Return the PartitionSpecs of weights for some mesh axes.
+    """Return the PartitionSpecs of weights over some mesh axes.
 
     Args:
-        axes: their logical axes.
+        axes: logical axes of the weights.
         manual: the mesh axes.
-        grouped: whether a leading dimension has one for each group of data-parallel devices that
-            have the same weight.
+        grouped: whether arrays have a leading dimension over the groups of data-parallel devices
+            that have the same weight.
     """
 
     def spec(axes: Axes) -> P:
@@ -333,7 +345,8 @@ def update_loss_weights(
 ) -> LossWeights:
     """Return the loss weights of an update; `token` has one entry per microbatch.
 
-    Scaled weights scale each number of a backward pass, also of one that a loss makes itself.
+    A loss scale multiplies the weights, and so every value of a backward pass, including that of a
+    loss with its own gradient.
     """
     labels, is_padding = batch["labels"], padding_of(batch)
     microbatches, rows, length = labels.shape
@@ -352,8 +365,8 @@ def update_loss_weights(
     return weights if scale is None else jax.tree.map(lambda weight: weight * scale, weights)
 
 
-def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Loss]:
-    """Gradients and loss as they are without a scale."""
+def unscale(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Loss]:
+    """Divide gradients and loss by the loss scale."""
     if scale is None:
         return grads, loss
     terms = {name: term / scale for name, term in loss.aux.loss_terms.items()}
@@ -361,12 +374,15 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
     return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(aux=aux)
 
 
-def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
-    """`grad_sync = "update"`: device groups do not communicate while they accumulate.
+def _reduce_per_update(
+    model: Model, config: TrainConfig, mesh: Mesh, add_up: Accumulate
+) -> Gradients:
+    """Return the gradients for `grad_sync = "update"`.
 
-    The data axes are taken from the partitioner; tp stays with it (`_manual_axes`).
+    Device groups do not communicate while they accumulate. The data axes are manual; the
+    partitioner handles tp (`_manual_axes`).
     """
-    stages = _stages(mesh)
+    stages = _stage_axes(mesh)
     manual = (*DATA_AXES, *stages)
     reduce = _reduction(model.axes, mesh, model.runtime.reduce_dtype)
 
@@ -388,14 +404,17 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
                 Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
             ),
             axis_names=_manual_axes(model, manual, mesh),
-            check_vma=_checked(model, mesh),
+            check_vma=_can_check_vma(model, mesh),
         )
-        # Gathered outside of the manual `shard_map`: a collective over data axes inside of it would
-        # make the partitioner gather the tp shards first (docs/upstream.md).
+        # 1. Gather weights. This is outside of `groups`: a collective over data axes inside a
+        # partly manual `shard_map` would make the partitioner gather the tp shards first
+        # (docs/upstream.md).
         gather = functools.partial(_gather, dtype=model.dtype)
         params = jax.tree.map(gather, params, model.axes)
         state = jax.tree.map(gather, state, model.state.axes)
+        # 2. Accumulate in each group: results [groups, ...].
         grads, losses = groups(params, state, batch, token)
+        # 3. Reduce over groups. Losses are small and left to the partitioner.
         add, largest = (functools.partial(function, axis=0) for function in (jnp.sum, jnp.max))
         return reduce(grads), combine(add, largest, losses)
 
@@ -403,18 +422,16 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
 
 
 def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
-    """A parameter whole over the data axes, still split over tp; matrices travel in `dtype`."""
+    """Gather a parameter over the data axes but not over tp; matrices are sent in `dtype`."""
     if is_matrix(axes):
-        param = param.astype(dtype)
+        param = param.astype(dtype)  # before the gather: half the traffic in bf16
     return collectives.all_gather_weight(param, axes)
 
 
 def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
-    """Sums gradients [group, ...] over groups; each device keeps its share of the sum.
+    """Return the function that sums gradients [group, ...] and leaves each device its shard.
 
     Matrices are added up in `dtype`; the result is float32.
-
-    Manual over every axis: left to the partitioner, the tp shards would be gathered first.
     """
 
     def reduce_gradient(grad: Array, axes: Axes) -> Array:
@@ -429,6 +446,7 @@ def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params],
                 groups = tuple(name for name in groups if name not in scattered)
         return jax.lax.psum(grad, groups).astype(jnp.float32)
 
+    # Manual over every mesh axis: the partitioner would gather the tp shards first.
     return jax.shard_map(
         lambda grads: jax.tree.map(reduce_gradient, grads, axes),
         mesh=mesh,

@@ -1,28 +1,29 @@
-"""Judges each step inside the step: what it finds bad changes nothing, unless it is told to warn.
+"""Detection of bad steps inside the step, on the device.
 
-Two rules, each with its own reaction (`train.on_nonfinite`, `train.on_spike`):
+There are two rules, each with its own reaction (`train.on_nonfinite`, `train.on_spike`):
 
     not finite   the loss or the gradient norm is NaN or infinite
-    spike        loss > median + spike_threshold * spread, of the last 128 good losses, once there
-                 have been spike_warmup of them. The spread is 1.4826 * the median absolute
-                 deviation (a normal distribution's standard deviation), but at least 1 % of the
-                 median. Bad steps never enter the statistics, so neither a NaN nor a spike can
-                 move what is judged normal.
+    spike        loss > median + spike_threshold * spread, over the last 128 good losses, after at
+                 least spike_warmup good losses. The spread is 1.4826 * the median absolute
+                 deviation (for a normal distribution, the standard deviation), but at least 1 % of
+                 the median. Bad steps never enter the statistics, so neither NaNs nor spikes
+                 change later decisions.
 
     skip       the update is not applied; nan_consecutive_max such steps in a row end the run
-    rollback   the same, but then the run goes back to the last good checkpoint
+    rollback   as skip, but instead of ending, the run returns to the last good checkpoint
     stop       the run ends before the update
-    warn       the update is applied, and counted
+    warn       the update is applied, and the step is counted
 
-With `mixed_precision = "fp16"` the loss is multiplied by a scale, or small gradients would be 0 in
-that format; gradients are divided by it before anybody looks at them. What torch's `GradScaler`
-does is a part of the judgement here:
+With `mixed_precision = "fp16"` the loss is multiplied by a scale, because small gradients would
+underflow in fp16. Gradients are divided by the scale before all other uses. The guard also does
+the work of PyTorch's `GradScaler`:
 
-    overflow   the loss is finite, and the gradient norm is not: the update is not applied, and the
-               scale is multiplied by loss_scale_backoff_factor. That is no bad step and ends no
-               run, unless the scale is at min_loss_scale already: then the step is "not finite"
+    overflow   the loss is finite, but the gradient norm is not: the update is not applied, and the
+               scale is multiplied by loss_scale_backoff_factor. An overflow is not a bad step,
+               unless the scale is already min_loss_scale: then the step is "not finite"
 
-loss_scale_window steps in a row without one, and the scale grows by loss_scale_growth_factor.
+After loss_scale_window steps in a row without overflow, the scale is multiplied by
+loss_scale_growth_factor.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,8 @@ from jaxforge.state.guard_state import WINDOW, GuardState
 
 T = TypeVar("T")
 
-_NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
-_LEAST_SPREAD = 0.01  # of the median
+_MAD_TO_STD = 1.4826  # standard deviation / median absolute deviation of a normal distribution
+_MIN_SPREAD = 0.01  # relative to the median
 
 
 class Guard:
@@ -57,23 +58,24 @@ class Guard:
         """Return whether to apply the update of this step, and the guard's next state.
 
         Args:
-            state: before the step.
-            loss: of the step.
-            grad_norm: of the step, before clipping.
-            apply: False leaves the update out without judging it.
+            state: state before the step.
+            loss: loss of the step.
+            grad_norm: gradient norm of the step, before clipping.
+            apply: False skips the update without counting a bad step.
         """
         if state.loss_scale is not None:
             return self._judge_scaled(state, loss, grad_norm, apply)
         config, judged = self._config, jnp.asarray(apply)
         nonfinite = judged & ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
         spike = judged & ~nonfinite & self._is_spike(state, loss)
-        bad = _refused(nonfinite, config.on_nonfinite) | _refused(spike, config.on_spike)
-        stops = _ends(nonfinite, config.on_nonfinite) | _ends(spike, config.on_spike)
-        in_a_row = jnp.where(stops, config.nan_consecutive_max, state.consecutive + bad)
+        bad = _is_skipped(nonfinite, config.on_nonfinite) | _is_skipped(spike, config.on_spike)
+        stops = _stops(nonfinite, config.on_nonfinite) | _stops(spike, config.on_spike)
+        # "stop" counts as the maximum of consecutive bad steps, which `is_halted` looks at.
+        consecutive = jnp.where(stops, config.nan_consecutive_max, state.consecutive + bad)
         good = judged & ~nonfinite & ~spike
-        slot = state.good % WINDOW
+        slot = state.good % WINDOW  # ring buffer: the oldest good loss is overwritten
         return judged & ~bad, GuardState(
-            consecutive=jnp.where(judged & ~bad, 0, in_a_row),
+            consecutive=jnp.where(judged & ~bad, 0, consecutive),
             total=state.total + (bad | ~judged),
             nonfinite=state.nonfinite + nonfinite,
             spikes=state.spikes + spike,
@@ -94,7 +96,7 @@ class Guard:
         grad_norm: Float[Array, ""],
         apply: Bool[Array, ""] | bool,
     ) -> tuple[Bool[Array, ""], GuardState]:
-        """`judge`, which does not judge a step that the scale was too large for."""
+        """Return the results of `judge` with loss scaling: overflows only lower the scale."""
         config, scale = self._config, self.loss_scale(state)
         assert scale is not None
         assert state.loss_scale_tracker is not None
@@ -111,10 +113,11 @@ class Guard:
             loss_scale_tracker=jnp.where(overflow | grows, 0, tracker),
         )
 
-    def halted(self, state: GuardState) -> Bool[Array, ""]:
-        """True once the run is to end or to go back: from then on the state stands still.
+    def is_halted(self, state: GuardState) -> Bool[Array, ""]:
+        """Return whether the run must end or roll back; the state then no longer changes.
 
-        So the host, which looks only at steps that are logged, finds it where that was decided.
+        The host reads only logged steps. When it notices, the state is still that of the decisive
+        step.
         """
         return state.consecutive >= self._config.nan_consecutive_max
 
@@ -123,31 +126,33 @@ class Guard:
             return jnp.zeros((), bool)
         median = jnp.nanmedian(state.losses)
         deviation = jnp.nanmedian(jnp.abs(state.losses - median))
-        spread = jnp.maximum(_NORMAL * deviation, _LEAST_SPREAD * jnp.abs(median))
+        spread = jnp.maximum(_MAD_TO_STD * deviation, _MIN_SPREAD * jnp.abs(median))
         warm = state.good >= self._config.spike_warmup
         return warm & (loss > median + self._config.spike_threshold * spread)
 
 
 def select(
-    good: Bool[Array, ""], new: T, old: T, settled: Callable[[Array], bool] | None = None
+    good: Bool[Array, ""], new: T, old: T, is_selected: Callable[[Array], bool] | None = None
 ) -> T:
-    """`new` where the step was good, `old` bit for bit where it was not.
+    """Return `new` after a good step, else `old`, bit for bit.
 
     Args:
-        good: whether it was.
-        new: after the step.
-        old: before it.
-        settled: which arrays of `new` are `old` already where it was not: to look at `old` again
-            would keep both in memory.
+        good: whether the step was good.
+        new: values after the step.
+        old: values before the step.
+        is_selected: true for arrays of `new` that already are `old` after a bad step. Using `old`
+            again would keep both in memory.
     """
-    if settled is None:
-        return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
-    return jax.tree.map(lambda n, o: n if settled(n) else jnp.where(good, n, o), new, old)
+
+    def select_leaf(n: Array, o: Array) -> Array:
+        return n if is_selected is not None and is_selected(n) else jnp.where(good, n, o)
+
+    return jax.tree.map(select_leaf, new, old)
 
 
-def _refused(bad: Bool[Array, ""], reaction: str) -> Bool[Array, ""]:
+def _is_skipped(bad: Bool[Array, ""], reaction: str) -> Bool[Array, ""]:
     return bad & (reaction not in ("warn", "off"))
 
 
-def _ends(bad: Bool[Array, ""], reaction: str) -> Bool[Array, ""]:
+def _stops(bad: Bool[Array, ""], reaction: str) -> Bool[Array, ""]:
     return bad & (reaction == "stop")

@@ -1,4 +1,4 @@
-"""The losses that `train.loss_fn` names: `register_loss` adds one of yours."""
+"""Losses of `train.loss_fn`; `register_loss` adds a custom loss."""
 
 import functools
 from collections.abc import Callable
@@ -16,82 +16,84 @@ from jaxforge.step.cross_entropy import cross_entropy, tiles_of, weighted_loss
 LossFunction = Callable[
     [Params, Float[Array, "b s d"], Batch, LossWeights], Float[Array, ""] | AuxOutputs
 ]
-"""(parameters, final hidden states, microbatch, loss_weights) -> its part of the update's loss.
+"""(parameters, final hidden states, microbatch, loss_weights) -> part of the update's loss.
 
-The parameters are all of the model's, or, in a pipeline stage, its share of those outside layers.
-`model.logits` makes logits of them, those of its share in a stage, capped where the model caps
-them. The microbatch has `labels` and whatever else the data have. `AuxOutputs` names several terms,
-and metrics.
+The parameters are those of the whole model. A pipeline stage passes its share of the parameters
+outside of the layers. `model.logits` computes (soft-capped) logits from them: in a stage, the
+logits of its share. The microbatch has `labels` and all other fields of the data. `AuxOutputs`
+returns several terms by name, and metrics.
 """
 
 LossBuilder = Callable[[TrainConfig, Model], LossFunction]
 """(the `[train]` section, the model) -> loss."""
 
 MicrobatchLoss = Callable[[Params, Float[Array, "b s d"], Batch, LossWeights], AuxOutputs]
-"""The same; of a mixture it tells `dataset_nll`, Σ -log p(label) of each dataset."""
+"""As `LossFunction`; for a mixture with the metric `DATASET_NLL`."""
 
 DATASET_NLL = "dataset_nll"
+"""Metric of Σ -log p(label) of each dataset of a mixture."""
 
-_by_share: set[Callable[[TrainConfig, Model], MicrobatchLoss]] = set()
+_vocab_share_builders: set[Callable[[TrainConfig, Model], MicrobatchLoss]] = set()
 
 
 def register_loss(
     name: str, *, takes_vocab_share: bool = False
 ) -> Callable[[LossBuilder], LossBuilder]:
-    """Decorates what builds the loss that `train.loss_fn` calls `name`.
+    """Return a decorator that registers the builder of a loss for `train.loss_fn`.
 
-    The loss is differentiated by JAX, unless it brings its own gradient (`jax.custom_vjp`). It
-    makes logits by `model.logits(params, hidden)`, which knows head and `final_logit_softcap`, or
-    leaves them to `step.cross_entropy.weighted_loss`, whose `tiles_of` does. Its terms together are
-    what training minimises; each is logged by its name. Evaluation, and a mixture's losses by
-    dataset, go on to measure cross-entropy. For the latter the logits are computed once more.
+    JAX differentiates the loss, unless it defines its own gradient (`jax.custom_vjp`). It computes
+    logits with `model.logits(params, hidden)`, which applies head and `final_logit_softcap`. Or it
+    calls `step.cross_entropy.weighted_loss` with `tiles_of`, which applies both as well. Training
+    minimises the sum of the loss's terms; each term is logged by its name. Evaluation and a
+    mixture's losses by dataset still measure cross-entropy. For the losses by dataset, the logits
+    are computed a second time.
 
     Args:
-        name: how the config calls it.
-        takes_vocab_share: each pipeline stage calls the loss, with its share of the head, and the
-            loss reduces over the shares itself (`parallel.collectives.psum` and `pmax` over
-            "vocab"). Others are refused where there are stages.
+        name: name of the loss in the config.
+        takes_vocab_share: True if the loss accepts a pipeline stage's share of the head and reduces
+            over the shares itself (`parallel.collectives.psum` and `pmax` over "vocab"). Other
+            losses cannot be used with pipeline stages.
     """
 
     def add(builder: LossBuilder) -> LossBuilder:
-        build = LOSSES.register(name)(_beside_cross_entropy(name, builder))
+        build = LOSSES.register(name)(_with_dataset_nll(name, builder))
         if takes_vocab_share:
-            _by_share.add(build)
+            _vocab_share_builders.add(build)
         return builder
 
     return add
 
 
 def build_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
-    """The loss that `train.loss_fn` asks for.
+    """Return the loss of `train.loss_fn`.
 
     Raises:
-        UserError: the model has pipeline stages, and the loss wants the whole vocabulary.
+        UserError: the model has pipeline stages, and the loss needs the whole vocabulary.
     """
     builder = LOSSES[config.loss_fn]
-    if model.stack.stages > 1 and builder not in _by_share:
+    if model.stack.stages > 1 and builder not in _vocab_share_builders:
         raise UserError(
-            f'train.loss_fn = "{config.loss_fn}" wants the logits of the whole vocabulary, and '
-            f"distributed.pp = {model.stack.stages} gives each stage a share of it: set "
+            f'train.loss_fn = "{config.loss_fn}" needs the logits of the whole vocabulary, but '
+            f"distributed.pp = {model.stack.stages} gives each stage only a share. Set "
             "distributed.pp = 1, or register the loss with takes_vocab_share"
         )
     return builder(config, model)
 
 
-def _beside_cross_entropy(
+def _with_dataset_nll(
     name: str, builder: LossBuilder
 ) -> Callable[[TrainConfig, Model], MicrobatchLoss]:
-    """A loss of one's own, with the cross-entropy of each dataset of a mixture."""
+    """Add the cross-entropy of each dataset of a mixture to the metrics of a custom loss."""
 
     @functools.wraps(builder)
     def build(config: TrainConfig, model: Model) -> MicrobatchLoss:
-        own = builder(config, model)
+        custom_loss = builder(config, model)
 
         def loss(
             params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights
         ) -> AuxOutputs:
-            own_loss = own(params, hidden, batch, loss_weights)
-            aux = own_loss if isinstance(own_loss, AuxOutputs) else AuxOutputs({name: own_loss})
+            result = custom_loss(params, hidden, batch, loss_weights)
+            aux = result if isinstance(result, AuxOutputs) else AuxOutputs({name: result})
             if "dataset_mask" not in batch:
                 return aux
             labels, head = batch["labels"], model.head(params)
@@ -110,9 +112,9 @@ def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
     def loss(params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights) -> AuxOutputs:
         labels, head = batch["labels"], model.head(params)
         tiles = tiles_of(config, labels, head, model)
-        own = loss_weights._replace(position=config.z_loss_weight * loss_weights.position)
+        scaled = loss_weights._replace(position=config.z_loss_weight * loss_weights.position)
         masks = batch.get("dataset_mask"), padding_of(batch)
-        weighted = weighted_loss(tiles, hidden, head, labels, own, *masks)
+        weighted = weighted_loss(tiles, hidden, head, labels, scaled, *masks)
         terms = {"cross_entropy": weighted.cross_entropy}
         if config.z_loss_weight:
             terms["z_loss"] = weighted.z_loss
@@ -124,4 +126,4 @@ def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
 
 for _name in CROSS_ENTROPIES:
     LOSSES.register(_name)(_cross_entropy)
-_by_share.add(_cross_entropy)
+_vocab_share_builders.add(_cross_entropy)

@@ -1,7 +1,6 @@
 """Memory estimate of an update per device, from shapes and before compilation.
 
-All sizes are bytes of one device. Of what a device holds of an array, parts are rounded up where a
-mesh axis does not divide a dimension.
+All sizes are bytes of one device. Shards are rounded up if a mesh axis does not divide a dimension.
 """
 
 import math
@@ -22,9 +21,9 @@ from jaxforge.parallel.sharding import Axes, compute_axes, mesh_axes
 from jaxforge.step.cross_entropy import tiling_on_device
 
 _F32 = 4
-_HEADROOM_OF_EXPERTS = 1.5  # rows that a device has room for, relative to an even load
+_EXPERT_HEADROOM = 1.5  # capacity of a device in rows, relative to an even load
 
-_LAYERS_ON_THEIR_WAY = 2  # between device and host, where activations are offloaded
+_LAYERS_IN_TRANSFER = 2  # between device and host with offloaded activations
 
 
 class StepMemory(NamedTuple):
@@ -32,12 +31,12 @@ class StepMemory(NamedTuple):
 
     Attributes:
         state: parameters, optimizer state and counters, as they are stored.
-        weights: copies of the weights in the compute dtype, whole over the data axes: of all
-            layers (`grad_sync = "update"`) or of those at work.
-        gradients: sums over microbatches (float32) and those of the microbatch at work.
-        activations: saved by the forward for the backward, by `train.activation_checkpointing`.
-        working: the largest of what one layer's backward, the loss and the optimizer need in
-            addition.
+        weights: copies of the weights in the compute dtype, gathered over the data axes: of all
+            layers (`grad_sync = "update"`) or of the current layers.
+        gradients: sums over microbatches (float32) and gradients of the current microbatch.
+        activations: values that the forward pass saves for the backward pass, as
+            `train.activation_checkpointing` selects.
+        working: the largest additional need of a layer's backward pass, the loss and the optimizer.
     """
 
     state: int
@@ -48,7 +47,7 @@ class StepMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Their sum, which is what must fit."""
+        """The sum of all parts, which must fit on a device."""
         return sum(self)
 
 
@@ -61,24 +60,24 @@ def step_memory(
 ) -> StepMemory:
     """Estimate the peak memory of `train_step`.
 
-    With c bytes of the compute dtype and P parameters of a device when its weights are whole over
-    the data axes (its share of tp, pp and ep), and p of them stored:
+    Let c be the bytes of the compute dtype. Of a device, let P be the parameters gathered over the
+    data axes (its share of tp, pp and ep), and p the stored ones:
 
-                    "update"                    "microbatch"
-        weights     c P                         2 c (a layer), c (embedding and head)
-        gradients   c P; 4 P more to add up     4 p; (8 + c) p more to add up
+                    "update"                     "microbatch"
+        weights     c P                          2 c (a layer), c (embedding and head)
+        gradients   c P; accumulation: + 4 P     4 p; accumulation: + (8 + c) p
 
-    There is something to add up with several microbatches: XLA then has the shards of the weights
-    in the compute dtype as well, and two sums. Pipeline stages add up row by row, so that they hold
-    4 P or 4 p alone. Activations are those of one microbatch, in a pipeline of as
-    many as its schedule has in flight.
+    Accumulation means several microbatches. In "microbatch", XLA then also holds the shards of the
+    weights in the compute dtype, and two sums. Pipeline stages accumulate row by row and hold only
+    4 P or 4 p. Activations are those of one microbatch; in a pipeline, of all microbatches that its
+    schedule has in flight.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
-        model: as of `build_model`.
-        mesh: sizes of the axes; no device is asked anything.
+        model: result of `build_model`.
+        mesh: sizes of the axes; devices are not used.
         grad_sync: "update" or "microbatch".
-        state: bytes that a device holds of the training state.
+        state: bytes of the training state on a device.
     """
     sizes = _Sizes(config, model, mesh)
     whole = grad_sync == "update"
@@ -104,10 +103,10 @@ class _Sizes:
         self.tp = mesh.shape["tp"]
         self.n_layers = len(model.stack.rows()) // mesh.shape[STAGES]
         self.pipelined = mesh.shape[STAGES] > 1
-        self.adds_up = config.train.grad_accum_steps > 1
+        self.accumulates = config.train.grad_accum_steps > 1
 
     def weights(self, whole: bool) -> int:
-        """Copies in the compute dtype."""
+        """Return the bytes of weights in the compute dtype."""
         if whole:
             return sum(
                 self._elements(leaf, compute_axes(axes)) * self._itemsize(leaf, axes)
@@ -121,17 +120,17 @@ class _Sizes:
         return self.bytes * (2 * self._layer_elements() + ends)
 
     def gradients(self, whole: bool) -> int:
-        """Return the bytes of all gradients until the optimizer has them."""
+        """Return the bytes of all gradients before the optimizer runs."""
         total = 0
         for _, leaf, axes in self._leaves():
             elements = self._elements(leaf, compute_axes(axes) if whole else axes)
-            of_one = self._itemsize(leaf, axes) if whole else leaf.dtype.itemsize
-            copied = self.bytes if leaf.dtype != self.model.dtype else 0  # cast where it lies
-            to_add_up = _F32 if whole else 2 * _F32 + copied
+            grad = self._itemsize(leaf, axes) if whole else leaf.dtype.itemsize
+            cast = self.bytes if leaf.dtype != self.model.dtype else 0  # shard in the compute dtype
+            accumulation = _F32 if whole else 2 * _F32 + cast
             if self.pipelined:
                 total += elements * _F32
             else:
-                total += elements * (of_one + to_add_up * self.adds_up)
+                total += elements * (grad + accumulation * self.accumulates)
         return total
 
     def activations(self) -> int:
@@ -139,28 +138,28 @@ class _Sizes:
         save = self.config.train.activation_checkpointing
         if not self.pipelined:
             offloads = "activations" in self.config.train.offload
-            layers = min(self.n_layers, _LAYERS_ON_THEIR_WAY) if offloads else self.n_layers
+            layers = min(self.n_layers, _LAYERS_IN_TRANSFER) if offloads else self.n_layers
             return layers * self.tokens * self._saved_per_token(save)
         d = self.config.distributed
         schedule = SCHEDULES[d.pp_schedule](d.pp, self.config.train.grad_accum_steps, d.chunks)
         layers = self.n_layers // d.chunks
-        entering = self.tokens * self._share(self.model.config.dim) * self.bytes
+        inputs = self.tokens * self._share(self.model.config.dim) * self.bytes
         if save in ("full", "nothing_saveable"):
-            at_work = self._saved_per_token("dots_with_no_batch_dims_saveable")
-            return schedule.slots * entering + layers * self.tokens * at_work
-        held = {"none": "dots_saveable", "selective": "dots_with_no_batch_dims_saveable"}
-        of_one = layers * self.tokens * self._saved_per_token(held.get(save, save))
-        return (schedule.slots + 1) * (entering + of_one)
+            current = self._saved_per_token("dots_with_no_batch_dims_saveable")
+            return schedule.slots * inputs + layers * self.tokens * current
+        effective = {"none": "dots_saveable", "selective": "dots_with_no_batch_dims_saveable"}
+        saved = layers * self.tokens * self._saved_per_token(effective.get(save, save))
+        return (schedule.slots + 1) * (inputs + saved)
 
     def layer(self, whole: bool) -> int:
-        """One layer's backward: what it recomputes, gradients of that and of its weights."""
-        inside = self._saved_per_token("none")
-        recomputed = 0 if self.config.train.activation_checkpointing == "none" else inside
-        wide = self.bytes if whole else _F32
-        return self.tokens * (recomputed + inside) + self._scores() + wide * self._layer_elements()
+        """Return the bytes of one layer's backward pass: values, their gradients, weight grads."""
+        values = self._saved_per_token("none")
+        recomputed = 0 if self.config.train.activation_checkpointing == "none" else values
+        grad = self.bytes if whole else _F32
+        return self.tokens * (recomputed + values) + self._scores() + grad * self._layer_elements()
 
     def loss(self) -> int:
-        """Logits and their gradient, hidden states, the gradient of the head."""
+        """Return the bytes of logits, their gradient, hidden states and the head's gradient."""
         train, c = self.config.train, self.model.config
         entries = -(-c.vocab_size // (self.tp * self.mesh.shape[STAGES]))
         tile = tiling_on_device(
@@ -171,27 +170,23 @@ class _Sizes:
         return logits + hidden + entries * c.dim * (self.bytes + _F32)
 
     def updating(self) -> int:
-        """Muon's whole matrices of the largest parameter, and what they become."""
+        """Return the bytes of Muon's input and result for the largest parameter, both gathered."""
         if self.config.optimizer.name != "muon":
             return 0
-        wholes = (self._elements(leaf, compute_axes(axes)) for _, leaf, axes in self._leaves())
-        return 2 * _F32 * max(wholes)
+        sizes = (self._elements(leaf, compute_axes(axes)) for _, leaf, axes in self._leaves())
+        return 2 * _F32 * max(sizes)
 
     def _scores(self) -> int:
-        """Attention scores of one layer where they are arrays of XLA's, and their gradient."""
+        """Return the bytes of a layer's attention scores and their gradient, 0 for kernels."""
         heads, length = self._share(self.model.config.n_heads), self.config.train.seq_len
-        parts = {"reference": 1, "blockwise": 8}  # of the queries at a time
+        parts = {"reference": 1, "blockwise": 8}  # blocks of queries, computed one at a time
         kernel = self.model.runtime.attention
         if kernel not in parts:
             return 0
         return 2 * _F32 * heads * length * self.tokens // parts[kernel]
 
     def _saved_per_token(self, save: str) -> int:
-        """Bytes that a token leaves in a layer under a policy of rematerialisation.
-
-        Of the values of a block of Llama's shape, x stands for what enters it, q, k, v and o for
-        attention's, g, u and a for those of the feed-forward's width.
-        """
+        """Return the bytes that a layer saves per token under a rematerialization policy."""
         c = self.model.config
         dim, stream = c.dim, self._share(c.dim)
         heads, kv = self._share(c.n_heads * c.head_size), self._share(c.kv_heads * c.head_size)
@@ -209,31 +204,31 @@ class _Sizes:
         return self.bytes * 2 * stream + norms + feed_forward + attention
 
     def _scores_per_token(self) -> int:
-        """Saved results of products within attention."""
+        """Return the bytes of saved attention products per token."""
         heads, length = self._share(self.model.config.n_heads), self.config.train.seq_len
         values = {"reference": length, "blockwise": length // 2}
         return _F32 * heads * values.get(self.model.runtime.attention, 0)
 
     def _width(self) -> int:
-        """Values of a token between the matrices of a feed-forward, or of all of its experts."""
+        """Return the hidden width per token of a feed-forward, or of all of a token's experts."""
         c = self.model.config
         dense = self._share(c.ffn_dim)
         if not c.is_moe:
             return dense
-        spread = _HEADROOM_OF_EXPERTS if self.mesh.shape["ep"] > 1 else 1
-        rows = math.ceil(spread * c.moe_top_k)
-        per_row = self._share(c.expert_dim) + c.dim  # the row itself travels, or is sorted
+        headroom = _EXPERT_HEADROOM if self.mesh.shape["ep"] > 1 else 1
+        rows = math.ceil(headroom * c.moe_top_k)
+        per_row = self._share(c.expert_dim) + c.dim  # the row itself is sorted or sent
         experts = rows * per_row + self._share(c.shared_expert_dim)
         return experts if all(c.has_experts) else max(dense, experts)
 
     def _layer_elements(self) -> int:
-        """Elements of the largest layer's weights, whole over the data axes."""
-        of_stack = dict.fromkeys(self.model.config.stacks, 0)
+        """Return the elements of the largest layer's weights, gathered over the data axes."""
+        elements = dict.fromkeys(self.model.config.stacks, 0)
         for path, leaf, axes in self._leaves():
-            if path[0] in of_stack:
-                one_layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-                of_stack[path[0]] += self._elements(one_layer, compute_axes(axes[1:]))
-        return max(of_stack.values())
+            if path[0] in elements:
+                layer = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+                elements[path[0]] += self._elements(layer, compute_axes(axes[1:]))
+        return max(elements.values())
 
     def _leaves(self) -> Iterator[tuple[tuple[str, ...], jax.ShapeDtypeStruct, Axes]]:
         axes = flatten_dict(self.model.axes)
@@ -241,14 +236,14 @@ class _Sizes:
             yield path, leaf, axes[path]
 
     def _elements(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
-        """Elements of an array that a device holds, laid out by `axes`."""
+        """Return the elements of a device's shard of an array with logical axes `axes`."""
         return math.prod(
             -(-size // math.prod(self.mesh.shape[name] for name in mesh_axes(axis)))
             for size, axis in zip(leaf.shape, axes, strict=True)
         )
 
     def _itemsize(self, leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
-        """Bytes of an element of a weight that is used: vectors stay as they are stored."""
+        """Return the bytes per element of a weight in use: vectors keep their stored dtype."""
         return self.bytes if is_matrix(axes) else leaf.dtype.itemsize
 
     def _share(self, size: int) -> int:

@@ -15,40 +15,42 @@ from jaxforge.config.train import EIGHT_BIT
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
-from jaxforge.optim.moments import advances_in_place
+from jaxforge.optim.freezing import applied_to_trained, frozen_paths, keep_frozen, zero_frozen
+from jaxforge.optim.moments import is_updated_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
-from jaxforge.optim.rounding import applying
+from jaxforge.optim.rounding import build_apply
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.train_state import Counts, TrainState
-from jaxforge.step.collect import Step, collected
+from jaxforge.step.collect import StepOutputs, collect_metrics
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
 from jaxforge.step.gradients import (
     Batch,
     Gradients,
     Loss,
-    unscaled,
+    unscale,
     with_dataset_mask,
 )
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
 
 Metrics = dict[str, Any]
-"""What a step returns, on the device; `training.result.StepResult` is a typed view of it.
+"""Results of a step, on the device; `training.result.StepResult` is a typed view.
 
-Of a mixture, also `dataset_nll` and `dataset_tokens` [datasets]: Σ -log p over the labels that
-count, and how many.
+For a mixture they include `dataset_nll` and `dataset_tokens` [datasets]: Σ -log p over valid
+labels, and the number of valid labels.
 """
 
 
 class Controls(NamedTuple):
-    """Per-step decisions of the host, as traced scalars: changing them compiles nothing.
+    """Per-step decisions of the host, as traced scalars: changes do not recompile the step.
 
     Attributes:
         lr_scale: factor on the learning rate.
         apply: whether the update may be applied.
-        next_lr_scale: factor on the rate of the next update, which is logged; None: `lr_scale`.
+        next_lr_scale: factor on the learning rate of the next update, which is logged; None:
+            `lr_scale`.
     """
 
     lr_scale: Float[Array, ""] | float = 1.0
@@ -56,24 +58,22 @@ class Controls(NamedTuple):
     next_lr_scale: Float[Array, ""] | float | None = None
 
 
+TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+
+
 class CompiledSteps:
-    """The train step for each size of batch, by the number of its microbatches.
+    """The compiled train step for each size of batch, by the number of its microbatches.
 
     Attributes:
-        largest: the one for the largest batch.
+        largest: the step for the largest batch.
     """
 
     def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
         self._by_size, self.largest = by_size, by_size[max(by_size)]
 
-    def __call__(
-        self, state: TrainState, batch: Batch, controls: Controls
-    ) -> tuple[TrainState, Metrics]:
-        """Runs the step."""
-        return self._by_size[batch["labels"].shape[0]](state, batch, controls)
-
-
-TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+    def __getitem__(self, microbatches: int) -> TrainStep:
+        """Return the step for batches of this many microbatches."""
+        return self._by_size[microbatches]
 
 
 def make_train_step(
@@ -94,11 +94,19 @@ def make_train_step(
         shardings: `NamedSharding` of every array of the state.
         collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
-    lr = learning_rate(config)
-    guard, add = Guard(config.train), applying(config.train)
+    lr, frozen = learning_rate(config), frozen_paths(model.axes, config.optimizer)
+    guard, add = Guard(config.train), applied_to_trained(build_apply(config.train), frozen)
+    # 8-bit and offloaded moments keep their old values themselves after a bad step, given
+    # `applied`. Selecting between old and new here would keep both in memory.
     in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
-    settled = advances_in_place if in_place else None
+    is_selected = is_updated_in_place if in_place else None
 
+    # One program computes, in this order:
+    #
+    #   gradients and loss -> guard -> optimizer -> selection of new or old values -> metrics
+    #
+    # The host decides nothing in between. It may launch the next step before it has read this
+    # step's metrics, because bad steps are rejected on the device.
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
@@ -109,13 +117,16 @@ def make_train_step(
         batch = spread_sequences(model, batch)
         scale = guard.loss_scale(state.guard)
         grads, loss = gradients(state.params, state.model_state, batch, scale)
-        grads, loss = unscaled(grads, loss, scale)
+        grads, loss = unscale(zero_frozen(grads, frozen), loss, scale)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
-        apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
+        # Without valid labels the gradient is 0, but decay and moments would change the weights.
+        apply = controls.apply & (n_valid > 0)
         good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
-        goes_on = ~guard.halted(state.guard)
-        applied = good & goes_on
+        # Two selections follow. A bad step keeps parameters and optimizer state, but advances the
+        # counters. After the guard has halted the run, the counters do not change either.
+        is_running = ~guard.is_halted(state.guard)
+        applied = good & is_running
         extra: dict[str, Array] = {"applied": applied} if in_place else {}
         if config.skips_idle_experts:
             extra["reached"] = expert_counts(config.model, loss.statistics[LAYERS]) > 0
@@ -123,42 +134,46 @@ def make_train_step(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
         )
         params, opt_state = add(state.params, updates, opt_state, state.step)
+        # Non-trainable state follows the statistics of the forward pass, not a gradient.
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)
+        params = keep_frozen(params, state.params, frozen)
         params, opt_state, model_state = select(
             good,
             (params, opt_state, model_state),
             (state.params, state.opt_state, state.model_state),
-            settled,
+            is_selected,
         )
-        counts = _count(state.counts, batch, n_valid, good)
+        counts = _next_counts(state.counts, batch, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
-        new = select(goes_on, new, state, settled)
+        new = select(is_running, new, state, is_selected)
         loss = _nan_without_labels(loss, n_valid)
-        metrics = _outcome(new, loss, grad_norm, n_valid) | {
+        # The logged rate is that of the next update, by the count after this one.
+        metrics = _base_metrics(new, loss, grad_norm, n_valid) | {
             "lr": lr(updates_made(new.opt_state)) * next_lr_scale,
             "applied": applied,
         }
-        metrics |= _by_dataset(loss, batch) | aux_metrics(loss, model.stack)
-        parts = Step(grads, updates, applied, new.params, model.stack, config.model.stacks)
-        return new, metrics | collected(collect, parts)
+        metrics |= _dataset_metrics(loss, batch) | _aux_metrics(loss, model.stack)
+        parts = StepOutputs(grads, updates, applied, new.params, model.stack, config.model.stacks)
+        return new, metrics | collect_metrics(collect, parts)
 
+    # The state is donated: the new state reuses its buffers, so memory holds one state.
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def _nan_without_labels(loss: Loss, n_valid: Int[Array, ""]) -> Loss:
-    """Replace the terms of a loss without any label by NaN: it is a mean of nothing."""
+    """Replace the loss terms of a batch without valid labels by NaN, the mean of no values."""
     terms = {name: jnp.where(n_valid > 0, x, jnp.nan) for name, x in loss.aux.loss_terms.items()}
     return loss._replace(aux=loss.aux._replace(loss_terms=terms))
 
 
-def _outcome(
+def _base_metrics(
     new: TrainState, loss: Loss, grad_norm: Float[Array, ""], n_valid: Int[Array, ""]
 ) -> Metrics:
     """Return the metrics of the loss, the gradient and the guard."""
     guard = new.guard
-    outcome: Metrics = {
+    metrics: Metrics = {
         "loss": loss.value,
         "grad_norm": grad_norm,
         "step": new.step,
@@ -169,22 +184,23 @@ def _outcome(
         "spikes": guard.spikes,
         "valid_tokens": n_valid,
     }
-    return outcome if guard.loss_scale is None else outcome | {"loss_scale": guard.loss_scale}
+    return metrics if guard.loss_scale is None else metrics | {"loss_scale": guard.loss_scale}
 
 
-def _by_dataset(loss: Loss, batch: Batch) -> Metrics:
-    """Return the loss of each dataset of a mixture, replicated because all hosts read it."""
+def _dataset_metrics(loss: Loss, batch: Batch) -> Metrics:
+    """Return the loss of each dataset of a mixture."""
     if "dataset_mask" not in batch:
         return {}
     tokens = valid_tokens_by_dataset(batch["labels"], batch["dataset_mask"])
+    # Replicated, because every host reads the values.
     nll = metric_value(loss.aux.metrics[DATASET_NLL])
     return {DATASET_NLL: constrain(nll, None), "dataset_tokens": constrain(tokens, None)}
 
 
-def aux_metrics(loss: Loss, stack: Stack) -> Metrics:
-    """`losses`, the terms of the loss if there are several, and `side`, what else has a name.
+def _aux_metrics(loss: Loss, stack: Stack) -> Metrics:
+    """Return `losses`, the terms of a loss of several, and `side`, all other named metrics.
 
-    What layers tell has one number of each, [layers].
+    Metrics of layers are arrays [layers].
     """
     by_layer = {name: stack.unstack(metric_value(m)) for name, m in loss.layers.metrics.items()}
     others = {name: metric_value(m) for name, m in loss.aux.metrics.items() if name != DATASET_NLL}
@@ -192,13 +208,13 @@ def aux_metrics(loss: Loss, stack: Stack) -> Metrics:
         name: constrain(value, *[None] * value.ndim) for name, value in (others | by_layer).items()
     }
     losses = loss.aux.loss_terms if len(loss.aux.loss_terms) > 1 else {}
-    return {key: value_ for key, value_ in (("losses", losses), ("side", aux)) if value_}
+    return {name: group for name, group in (("losses", losses), ("side", aux)) if group}
 
 
-def _count(
+def _next_counts(
     counts: Counts, batch: Batch, n_valid: Int[Array, ""], applied: Bool[Array, ""]
 ) -> Counts:
-    """The counts after one attempted step on a batch [microbatches, sequences, tokens]."""
+    """Return the counts after one attempted step on a batch [microbatches, sequences, tokens]."""
     microbatches, rows, length = batch["labels"].shape
     samples, is_padding = microbatches * rows, padding_of(batch)
     padding: int | Array = 0 if is_padding is None else jnp.sum(is_padding, dtype=jnp.int32)

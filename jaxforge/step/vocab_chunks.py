@@ -1,4 +1,4 @@
-"""The vocabulary in chunks, where it may be split over devices: heads and their gradients."""
+"""Chunks of a vocabulary that may be split over devices, for heads and their gradients."""
 
 from typing import NamedTuple
 
@@ -11,44 +11,55 @@ from jaxforge.parallel.sharding import size_per_device
 
 
 def entry_ids(size: int) -> Int[Array, "_"]:
-    """Ids of the entries of this device's share of the vocabulary."""
+    """Return the ids of the entries of this device's share of the vocabulary."""
     return collectives.first_index("vocab", size) + jnp.arange(size)
 
 
 class Chunk(NamedTuple):
-    """Some of the vocabulary: rows of the head [c, d] and their ids [c], -1 where it is padding."""
+    """A chunk of the vocabulary.
+
+    Attributes:
+        weights: rows of the head [c, d].
+        ids: ids of the rows [c]; -1 for padding.
+    """
 
     weights: Float[Array, "c d"]
     ids: Int[Array, "c"]
 
     def logits(self, hidden: Float[Array, "t d"], softcap: float | None) -> Float[Array, "t c"]:
-        """Return the capped logits of some tokens; padding entries get no probability."""
+        """Return the soft-capped logits of tokens; -inf for padding entries."""
         logits = project(hidden, self.weights, softcap)
         return jnp.where(self.ids >= 0, logits, -jnp.inf)
 
 
-def chunks_of(head_VD: Float[Array, "v d"], size: int) -> Chunk:
-    """Chunks [n, c, ...] of as near the same size as can be; each takes its part of every device's.
+def split_vocab(head_VD: Float[Array, "v d"], size: int) -> Chunk:
+    """Split a head into chunks [n, c, ...] of nearly equal size.
 
-    Devices hold consecutive parts of the vocabulary, so [devices, n, c] is where an entry is.
+    Args:
+        head_VD: output head.
+        size: upper limit of a device's entries in a chunk.
     """
     ids = entry_ids(head_VD.shape[0])
-    return Chunk(_cut(head_VD, size, 0), _cut(ids, size, -1))
+    return Chunk(_split(head_VD, size, 0), _split(ids, size, -1))
 
 
-def _cut(x: Array, size: int, fill: int) -> Array:
+def _split(x: Array, size: int, fill: int) -> Array:
+    # Devices hold consecutive parts of the vocabulary. Every chunk takes a slice of every device's
+    # part, so that splitting needs no communication:
+    #   [v, ...] -> [devices, local, ...] -> pad -> [devices, n, chunk, ...] -> [n, devices · chunk]
     vocab = x.shape[0]
     local = size_per_device(vocab, "vocab")
     n = -(-local // size)
-    each = -(-local // n)
+    chunk = -(-local // n)
+    pad = (0, n * chunk - local)
     x = x.reshape(vocab // local, local, *x.shape[1:])
-    x = jnp.pad(x, ((0, 0), (0, n * each - local), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-    x = x.reshape(x.shape[0], n, each, *x.shape[2:]).swapaxes(0, 1)
+    x = jnp.pad(x, ((0, 0), pad, *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+    x = x.reshape(x.shape[0], n, chunk, *x.shape[2:]).swapaxes(0, 1)
     return x.reshape(n, -1, *x.shape[3:])
 
 
-def joined(chunks: Float[Array, "n c d"], vocab: int) -> Float[Array, "v d"]:
-    """Join chunks of the vocabulary in the order of its entries."""
+def join_vocab(chunks: Float[Array, "n c d"], vocab: int) -> Float[Array, "v d"]:
+    """Join the chunks of a gradient to a head: the inverse of `split_vocab`."""
     local = size_per_device(vocab, "vocab")
     n, _, dim = chunks.shape
     x = chunks.reshape(n, vocab // local, -1, dim).swapaxes(0, 1)

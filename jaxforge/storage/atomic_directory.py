@@ -1,11 +1,19 @@
-"""A directory in the making: it takes its place when whole, and a killed run goes on with it.
+"""Directory that is written completely or not at all, and resumed after a kill.
 
 .DIR.partial/
-    plan.json       what is to be made: a run that plans something else starts over
-    journal.json    how far it is; what the files hold beyond is cut off
-    out/            becomes DIR
+    plan.json       options and inputs: a run with another plan starts over
+    journal.json    durable progress: content of out/ beyond it is discarded
+    out/            becomes DIR by a rename
+.DIR.old            previous DIR, during a replacement
+.DIR.lock           held by the one process that writes
 
-One process at a time works on it: the one that has locked `.DIR.lock`.
+States after a kill -9, in the order of writing. The lock ends with the process (`locks`).
+
+    killed ...                    DIR      .DIR.partial         next run
+    before the first commit       old      plan.json, out/      starts over
+    after a commit                old      all                  resumes at journal.json
+    between the two renames       none     all                  resumes, then renames
+    after the second rename       new      without out/         DIR exists; overwrite starts over
 """
 
 import json
@@ -20,23 +28,24 @@ from jaxforge.errors import UserError
 from jaxforge.storage import locks, safe_files
 
 Plan = dict[str, Any]
-"""`options`: values by name; `inputs`: lists of strings that begin with a name. For JSON."""
+"""JSON with `options` (values by name) and `inputs` (lists of strings that begin with a name)."""
 
 
 @dataclass
 class AtomicDirectory:
-    """The directory in the making.
+    """An unfinished directory.
 
     Attributes:
-        out: what becomes DIR.
-        journal: how far an earlier run came; None at the start.
+        out: the directory that becomes DIR.
+        journal: progress of an earlier run; None at the start.
     """
 
     out: Path
     journal: dict[str, Any] | None
 
     def commit(self, journal: dict[str, Any]) -> None:
-        """Records, durably, how far it is. The files that it speaks of are on the disk."""
+        """Record the progress durably. The caller has already synced the files it refers to."""
+        # A kill before this write repeats the work since the last commit, but never skips any.
         self.journal = journal
         write_json(self.out.parent / "journal.json", journal)
 
@@ -46,40 +55,40 @@ def atomic_directory(
     output: Path,
     plan: Plan,
     *,
-    made_by: str,
+    marker: str,
     overwrite: bool = False,
     shared: bool = False,
     say: Callable[[str], None] = print,
 ) -> Iterator[AtomicDirectory | None]:
     """Make the directory `output` completely or not at all.
 
-    After a failure, what is finished stays next to `output` and serves the next run with the same
-    plan.
+    After a failure, finished parts stay next to `output`. The next run with the same plan resumes
+    from them.
 
     Args:
-        output: the directory to make.
-        plan: what it depends on.
-        made_by: a file below `output` that tells that this program made it.
-        overwrite: `output` may exist, if this program made it.
-        shared: any number of processes want `output`: one makes it while the others wait. Where
-            it exists, None is yielded.
-        say: is told why work starts over, goes on, or stays.
+        output: the directory to create.
+        plan: everything that determines its content.
+        marker: a file below `output` that identifies directories created by this program.
+        overwrite: replace an existing `output` that was created by this program.
+        shared: several processes need `output`. One creates it while the others wait. If it exists,
+            None is yielded.
+        say: receives messages about resuming and starting over.
 
     Raises:
-        UserError: `output` exists and is not to be overwritten, or cannot be written, or another
-            process is making it.
+        UserError: `output` exists without `overwrite`, cannot be written, or is being written by
+            another process.
     """
     output = output.absolute()
     partial, old = partial_of(output), output.with_name(f".{output.name}.old")
     try:
         if not shared:
-            _check_output(output, made_by, overwrite)
-        with suppress(FileExistsError):  # a file, as the lock will find
+            _check_output(output, marker, overwrite)
+        with suppress(FileExistsError):  # the parent is a file, which the lock reports
             output.parent.mkdir(parents=True, exist_ok=True)
         with locks.hold(output.with_name(f".{output.name}.lock"), wait=shared) as is_held:
             if not is_held:
-                raise UserError(f"another process is writing {output}; wait for it, or end it")
-            if shared and output.exists():
+                raise UserError(f"another process is writing {output}; wait for it, or stop it")
+            if shared and output.exists():  # another process has finished while this one waited
                 yield None
                 return
             partial.mkdir(exist_ok=True)
@@ -87,11 +96,13 @@ def atomic_directory(
             try:
                 yield directory
             except BaseException:
-                if directory.journal is None:
+                if directory.journal is None:  # nothing to resume from
                     shutil.rmtree(partial, ignore_errors=True)
                 else:
-                    say(f"what is finished stays in {partial}: the same command goes on from there")
+                    say(f"finished parts stay in {partial}: the same command resumes from there")
                 raise
+            # A directory cannot be replaced by one rename, so DIR is missing between these two. The
+            # old content is removed last: at any time, a complete version is on the disk.
             shutil.rmtree(old, ignore_errors=True)
             if output.exists():
                 output.rename(old)
@@ -104,21 +115,24 @@ def atomic_directory(
         ) from error
 
 
-def _check_output(output: Path, made_by: str, overwrite: bool) -> None:
+def _check_output(output: Path, marker: str, overwrite: bool) -> None:
     if output.exists() and not overwrite:
         raise UserError(f"{output} exists; choose another --output or pass --overwrite")
-    if output.exists() and not (output / made_by).exists():
+    if output.exists() and not (output / marker).exists():
         raise UserError(f"{output} was not made by jaxforge.prepare; remove it yourself")
 
 
 def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
-    plan = json.loads(json.dumps(plan))  # as it will be read back
+    plan = json.loads(json.dumps(plan))  # comparable with the file: tuples become lists
     before, journal = (read_json(partial / name) for name in ("plan.json", "journal.json"))
-    if before == plan and journal is not None:
-        say(f"going on with {partial}")
+    # A kill after the final rename leaves a journal without out/, from which nothing can resume.
+    if before == plan and journal is not None and (partial / "out").is_dir():
+        say(f"resuming from {partial}")
         return AtomicDirectory(partial / "out", journal)
-    if before is not None and journal is not None:
+    if before not in (None, plan) and journal is not None:
         say(f"starting over: {_difference(before, plan)}")
+    # The journal goes first: after a kill in this loop, nothing must resume from parts of out/.
+    (partial / "journal.json").unlink(missing_ok=True)
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (partial / "out").mkdir()
@@ -142,7 +156,7 @@ def _difference(before: Plan, now: Plan) -> str:
 
 
 def partial_of(destination: Path) -> Path:
-    """Return the directory in which the content of `destination` gathers."""
+    """Return the directory that collects the content of `destination`."""
     return destination.with_name(f".{destination.name}.partial")
 
 
@@ -154,6 +168,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace a JSON file by one whose content is on the disk."""
+    """Write a JSON file atomically and durably."""
     with safe_files.replacing(path, durable=True) as file:
         file.write(json.dumps(value).encode())

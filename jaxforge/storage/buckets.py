@@ -1,12 +1,11 @@
 """`gs://bucket/key` and `s3://bucket/key` as paths, through tensorstore's clients.
 
-Such a path is an `epath.Path`, which Orbax takes as well; the same clients carry the arrays. There
-are no directories in a bucket: one exists as soon as something lies below it, and none is ever
-renamed. Requests that are throttled or fail are repeated, with growing pauses, for a minute and a
-half or so.
+Such a path is an `epath.Path`, which Orbax accepts; the same clients transfer the arrays. Buckets
+have no directories: a directory exists if an object exists below it, and is never renamed.
+Throttled and failed requests are retried with exponential backoff for about 90 seconds.
 
-Credentials are found where each cloud's own tools find them. Other endpoints than the clouds' own
-are named by `AWS_ENDPOINT_URL` and `TENSORSTORE_GCS_HTTP_URL`.
+Credentials are found in the same locations as by each cloud's tools. `AWS_ENDPOINT_URL` and
+`TENSORSTORE_GCS_HTTP_URL` select other endpoints.
 """
 
 import fnmatch
@@ -27,12 +26,12 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED
 
 _DRIVERS = {"gs": "gcs", "s3": "s3"}
-_REFUSED = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # no bucket, no access
+_ACCESS_ERRORS = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # retries do not help
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}
 
 
 def spec(url: str | os.PathLike) -> dict[str, Any]:
-    """Tensorstore's kvstore of the keys that begin with that of a URL."""
+    """Return the tensorstore kvstore spec of the keys with the prefix of a URL."""
     scheme, _, path = os.fspath(url).partition("://")
     bucket, _, key = path.partition("/")
     driver = _DRIVERS[scheme]
@@ -41,7 +40,7 @@ def spec(url: str | os.PathLike) -> dict[str, Any]:
     if driver == "s3":
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec_ |= {"aws_region": region} if region else {}
-        if "AWS_ACCESS_KEY_ID" in os.environ:  # else it complains of files that are not needed
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # otherwise the client warns about missing files
             spec_["aws_credentials"] = {"type": "environment"}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         spec_ |= {"endpoint": endpoint.rstrip("/")} if endpoint else {}
@@ -49,26 +48,26 @@ def spec(url: str | os.PathLike) -> dict[str, Any]:
 
 
 def open_store(url: str | os.PathLike) -> ts.KvStore:
-    """The objects whose keys begin with that of a URL."""
+    """Return the store of the objects with the key prefix of a URL."""
     parts = spec(url)
     key = parts.pop("path")
     return _open_bucket(json.dumps(parts)) + key
 
 
-@functools.cache  # to open one looks for credentials
+@functools.cache  # opening a bucket searches for credentials
 def _open_bucket(bucket: str) -> ts.KvStore:
     return ts.KvStore.open(json.loads(bucket)).result()
 
 
-def _naming(function: Callable) -> Callable:
-    """Turn errors of the client into one message; a missing object is a `FileNotFoundError`."""
+def _with_url_in_errors(function: Callable) -> Callable:
+    """Convert errors of the client to messages with the URL."""
 
     @functools.wraps(function)
     def wrapped(self: "_Objects", url: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         try:
             return function(self, url, *args, **kwargs)
-        except ValueError as error:  # of tensorstore
-            if gist(error).startswith(_REFUSED):
+        except ValueError as error:  # from tensorstore
+            if gist(error).startswith(_ACCESS_ERRORS):
                 raise UserError(f"{os.fspath(url)}: {gist(error)}") from error
             raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
 
@@ -78,7 +77,7 @@ def _naming(function: Callable) -> Callable:
 class _Objects(epath_backend.Backend):
     """File-system interface that `epath` expects, over object keys."""
 
-    @_naming
+    @_with_url_in_errors
     def open(self, url: str, mode: str) -> IO:
         if "a" in mode:
             raise OSError(f"{url}: an object cannot be appended to")
@@ -88,22 +87,22 @@ class _Objects(epath_backend.Backend):
         raw = io.BytesIO(self._read(url))
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding="utf-8")
 
-    @_naming
+    @_with_url_in_errors
     def exists(self, url: str) -> bool:
         return self._is_object(url) or self.isdir(url)
 
-    @_naming
+    @_with_url_in_errors
     def isdir(self, url: str) -> bool:
         return bool(keys(url))
 
-    @_naming
+    @_with_url_in_errors
     def listdir(self, url: str) -> list[str]:
         names = sorted({key.split("/", 1)[0] for key in keys(url)} - {""})
         if not names:
             raise FileNotFoundError(f"nothing at {url}")
         return names
 
-    @_naming
+    @_with_url_in_errors
     def glob(self, url: str) -> list[str]:
         root = url[: re.search(r"[*?[]|$", url).start()].rpartition("/")[0]  # type: ignore[union-attr]
         pattern, depth = url.split("/"), url.count("/") + 1
@@ -125,15 +124,16 @@ class _Objects(epath_backend.Backend):
         if not exist_ok and self.exists(url):
             raise FileExistsError(f"{url} exists")
 
-    @_naming
+    @_with_url_in_errors
     def rmtree(self, url: str) -> None:
         if not self.isdir(url):
             raise FileNotFoundError(f"nothing at {url}")
         store = open_store(url.rstrip("/") + "/")
-        store.write(COMMITTED, None).result()  # first: half a checkpoint must not look whole
+        # First, so that a partially removed checkpoint never looks committed.
+        store.write(COMMITTED, None).result()
         store.delete_range(ts.KvStore.KeyRange()).result()
 
-    @_naming
+    @_with_url_in_errors
     def remove(self, url: str) -> None:
         if not self._is_object(url):
             raise FileNotFoundError(f"no object {url}")
@@ -153,7 +153,7 @@ class _Objects(epath_backend.Backend):
         with epath.Path(dst).open("wb") as file:
             file.write(epath.Path(url).read_bytes())
 
-    @_naming
+    @_with_url_in_errors
     def stat(self, url: str) -> epath.stat_utils.StatResult:
         if self.isdir(url):
             return epath.stat_utils.StatResult(is_directory=True, length=0, mtime=0)
@@ -172,10 +172,10 @@ class _Objects(epath_backend.Backend):
 
 
 class _Upload(io.BytesIO):
-    """An object that appears, whole, when this is closed; then or never.
+    """Object that is written completely by `close`, or not at all.
 
-    Not when it is forgotten: the garbage collector would write at any time, in any thread, and what
-    could not be written once would replace what was written since.
+    It is not written by garbage collection, which could run at any time and in any thread. A late
+    write could then replace newer content.
     """
 
     def __init__(self, url: str) -> None:
@@ -189,19 +189,19 @@ class _Upload(io.BytesIO):
             write(self._url, data)
 
     def abandon(self) -> None:
-        """Closes it without an object."""
+        """Close without writing the object."""
         super().close()
 
     __del__ = abandon
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
-            self.abandon()  # a half-written object does not exist
+            self.abandon()  # do not write incomplete content
         self.close()
 
 
 class _TextUpload(io.TextIOWrapper):
-    """Text upload."""
+    """Text interface of an upload."""
 
     def __init__(self, upload: _Upload) -> None:
         super().__init__(upload, encoding="utf-8")
@@ -217,10 +217,10 @@ class _TextUpload(io.TextIOWrapper):
 
 
 def write(url: str | os.PathLike, data: bytes) -> None:
-    """Makes an object of bytes, replacing what was there, at once.
+    """Write an object atomically, replacing an existing one.
 
     Raises:
-        StorageError: it could not be written.
+        StorageError: the object could not be written.
     """
     try:
         open_store(url).write("", data).result()
@@ -229,7 +229,7 @@ def write(url: str | os.PathLike, data: bytes) -> None:
 
 
 def head(url: str | os.PathLike, n: int) -> bytes:
-    """The first n bytes of an object, or all where it has no more."""
+    """Return the first n bytes of an object, or all bytes if it is shorter."""
     store = open_store(url)
     try:
         return store.read("", byte_range=slice(0, n)).result().value
@@ -245,10 +245,10 @@ def other_length(url: str | os.PathLike, size: int) -> str | None:
     for first, wrong in ((size - 1, "is shorter"), (size, "is longer")):
         try:
             store.read("", byte_range=slice(first, first + 1)).result()
-            is_there = True
+            has_byte = True
         except ValueError:
-            is_there = False
-        if is_there != (first < size):
+            has_byte = False
+        if has_byte != (first < size):
             return wrong
     return None
 
@@ -264,7 +264,7 @@ def keys(url: str) -> list[str]:
 
 
 def stamps(url: str) -> dict[str, str]:
-    """Return the objects below a directory, each with a stamp that changes when it is rewritten."""
+    """Return the generation of each object below a directory, which changes with each write."""
     store = open_store(url.rstrip("/") + "/")
     answers = {key: store.read(key, byte_range=slice(0, 0)) for key in keys(url)}
     return {key: read.result().stamp.generation.hex() for key, read in answers.items()}
@@ -275,7 +275,7 @@ class BucketPath(gpath.PosixGPath):
     """A path in a bucket."""
 
     def absolute(self) -> "BucketPath":
-        """Itself: there is no working directory in a bucket."""
+        """Return the path itself, because buckets have no working directory."""
         return self
 
     resolve = absolute

@@ -1,6 +1,6 @@
-"""Files of JSON lines that a run appends to.
+"""Append-only files of JSON lines.
 
-A disk that is full for a while costs no line, and a damaged line costs no other line.
+No line is lost while a disk is temporarily full, and a damaged line does not affect other lines.
 """
 
 import collections
@@ -16,15 +16,15 @@ from jaxforge.storage.untrusted_json import parse_line
 
 log = logging.getLogger(__name__)
 
-_MAX_WAITING = 100_000  # lines, of some 600 bytes
-_LISTED = 5  # numbers of damaged lines in a message
+_MAX_WAITING = 100_000  # lines of about 600 bytes
+_LISTED = 5  # line numbers in a message
 
 
 class LineFile:
-    """An append-only file. Lines that the disk does not take wait in memory for the next append.
+    """Append-only file. Lines that cannot be written stay in memory until the next append.
 
     Args:
-        path: the file; it is made by the first line.
+        path: the file, created with the first line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,14 +34,14 @@ class LineFile:
         self._dropped = 0
 
     def append(self, *lines: str, step: int = 0) -> None:
-        """Hand lines, after all that wait, to the operating system.
+        """Write pending lines and then new lines.
 
         Args:
-            lines: each without its end.
-            step: the step that they are about.
+            lines: lines without line ends.
+            step: the step of the lines.
 
         Raises:
-            OSError: the disk did not take every line. The others wait.
+            OSError: some lines could not be written; they stay pending.
         """
         self._waiting.extend((step, line.encode() + b"\n") for line in lines)
         while len(self._waiting) > _MAX_WAITING:
@@ -59,13 +59,13 @@ class LineFile:
         self._waiting = collections.deque(earlier)
         if self._path.exists():
             keep_sound_lines(self._path, step)
-        self._close_file()  # the name may stand for another file now
+        self._close_file()  # the path may name another file now
 
     def close(self) -> None:
         """Make every line durable.
 
         Raises:
-            StorageError: the disk did not take every line. The message has their number.
+            StorageError: some lines could not be written; the message has their number.
         """
         steps = [step for step, _ in self._waiting]
         try:
@@ -86,7 +86,7 @@ class LineFile:
         while self._waiting:
             line, end = self._waiting[0][1], file.tell()
             if file.write(line) < len(line):
-                file.truncate(end)  # half a line would make the next one unreadable
+                file.truncate(end)  # an incomplete line would damage the next line
                 file.seek(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._waiting.popleft()
@@ -97,7 +97,7 @@ class LineFile:
         self._file = None
 
     def _loss(self, steps: list[int], error: OSError) -> str:
-        """Describe the lines that the disk never took."""
+        """Describe the lines that could not be written."""
         reason = error.strerror or str(error)
         if not self._waiting:
             return f"{self._path} may lack its last lines: {reason}"
@@ -114,14 +114,14 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
 
     Args:
         path: a file of lines.
-        last_step: lines of later steps are dropped; by default none.
+        last_step: drop lines of later steps; by default keep all.
 
     Raises:
         OSError: the file cannot be read or changed.
     """
     later: set[int] = set()
     damaged: set[int] = set()
-    first_end, count, needs_end = 0, 0, False  # bytes before the first line that is taken out
+    first_end, count, needs_end = 0, 0, False  # bytes before the first removed line
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
             value, problem = parse_line(line)
@@ -133,7 +133,7 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
             elif not damaged and not later:
                 first_end += len(line)
             needs_end = not line.endswith(b"\n")
-    is_end = later == set(range(count - len(later) + 1, count + 1))  # or empty: the common cases
+    is_end = later == set(range(count - len(later) + 1, count + 1))  # or empty: common cases
     if is_end and not damaged and not (needs_end and not later):
         with safe_files.open_to_append(path) as file:
             file.truncate(first_end)

@@ -1,10 +1,16 @@
-"""Locks on files that end with the process that holds them, however it ends.
+"""File locks that end with their process, even by kill -9.
 
-They hold among the machines of a file system that passes them on, as NFS, GPFS and Lustre (mounted
-with `flock`) do. `run_lock` is for file systems and buckets that do not.
+The locks work across hosts on file systems that propagate them, such as NFS, GPFS and Lustre
+(mounted with `flock`). `run_lock` is for other file systems and for buckets.
 
-`filelock` locks the descriptor, not the path: its own `FileLock` leaves the file behind, and takes
-a removed file that NFS keeps under another name for the locked one.
+A process holds the lock of `path` if it has locked the inode that `path` names at that time:
+
+    holder   open(path) ─ lock ─ is path still this inode? yes ─ work ─ unlink(path) ─ close
+    waiter   open(path) ─ lock (fails until close) ───────────────────────────────── lock
+                          is path still this inode? no, it was unlinked ─ start again
+
+`filelock` provides only the lock of a descriptor. Its `FileLock` does not remove the file. It also
+mistakes a removed file that NFS keeps under another name for the locked file.
 """
 
 import contextlib
@@ -31,14 +37,16 @@ _POLL_SEC = 0.05
 
 @contextlib.contextmanager
 def hold(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Lock a file, which is created, and remove it at the end.
+    """Create and lock a file, and remove it on exit.
+
+    After kill -9 the file remains, but the kernel releases the lock for the next process.
 
     Args:
-        path: the file.
-        wait: until another process has released it.
+        path: the lock file.
+        wait: wait until another process has released the lock.
 
     Yields:
-        False if another process holds the lock.
+        Whether this process holds the lock.
     """
     while (descriptor := _lock(path)) is None and wait:
         time.sleep(_POLL_SEC)
@@ -48,12 +56,14 @@ def hold(path: Path, *, wait: bool = False) -> Iterator[bool]:
     try:
         yield True
     finally:
-        path.unlink(missing_ok=True)  # before others can lock it
+        # Unlink while the lock is held. After `close`, the path could already name the locked file
+        # of another process, which must not be removed.
+        path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _lock(path: Path) -> int | None:
-    """Return a descriptor that locks the file and names its holder; None if another one does."""
+    """Return a descriptor with the lock, and write the holder to the file; None if it is locked."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -64,17 +74,20 @@ def _lock(path: Path) -> int | None:
             if error.errno not in _UNSUPPORTED:
                 os.close(descriptor)
                 raise
-            log.warning("%s: no locks (%s); see that nothing else writes there", path, error)
+            # Some mounts support no locks: continue without one.
+            log.warning("%s: locks are not supported (%s); allow only one writer", path, error)
+        # The previous holder may have unlinked the file between our open and our lock. Then the
+        # lock is on an inode without a name, and another process may lock a new file of this name.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(descriptor)):
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return descriptor
-        os.close(descriptor)  # its holder has removed the file since it was opened
+        os.close(descriptor)  # lock of a removed file: try again
 
 
 def holder(path: Path) -> str:
-    """Return the process and the host that hold a lock."""
+    """Return the process and host that hold a lock, for messages."""
     with contextlib.suppress(FileNotFoundError):
         return path.read_text() or "another process"
     return "another process"
@@ -84,11 +97,11 @@ def wait_until(condition: Callable[[], T | None], seconds: float, what: str) -> 
     """Return the first true value of a condition.
 
     Raises:
-        UserError: it stayed false for `seconds`; `what` names it.
+        UserError: the condition stayed false for `seconds`; `what` describes it.
     """
     deadline = time.monotonic() + seconds
     while not (met := condition()):
         if time.monotonic() > deadline:
-            raise UserError(f"waited {seconds / 60:g} minutes {what}, in vain")
+            raise UserError(f"waited {seconds / 60:g} minutes {what} without success")
         time.sleep(_POLL_SEC)
     return met

@@ -1,9 +1,9 @@
-"""The files of a run whose directory is in a bucket, all but its checkpoints.
+"""Local copies of the files of a run in a bucket, except checkpoints.
 
-Objects cannot be appended to. So these files are written to a directory of this machine, and those
-that have changed are copied to the bucket, whole: every half minute, before each checkpoint, and at
-the end. A checkpoint in the bucket thus never has a history with holes: what a killed process had
-written since is of steps that the next one runs, and logs, again.
+Objects cannot be appended to. The files are therefore written to a local directory, and changed
+files are copied to the bucket as a whole: every 30 seconds, before each checkpoint, and at the end.
+So the history up to a checkpoint in the bucket is complete. Lines that a killed process wrote later
+belong to steps that the next process repeats and logs again.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ from jaxforge.storage import safe_files, urls
 log = logging.getLogger(__name__)
 
 INTERVAL = 30.0
-"""Seconds between looks at the files."""
+"""Seconds between copies of changed files."""
 
 _UNFINISHED = ".partial"
-_BLOCK = 1 << 24  # bytes in memory of a file that is copied
+_BLOCK = 1 << 24  # bytes per read while copying
 
 
 def files(run: str) -> Path:
     """Return the directory to which this process writes files of the run, except checkpoints.
 
     Args:
-        run: `checkpoint.dir`; what is on this machine already is the place itself.
+        run: `checkpoint.dir`; a local directory is returned unchanged.
     """
     location = urls.path(run, "checkpoint.dir")
     return directory(location, jax.process_index()) if urls.in_bucket(location) else location
@@ -43,8 +43,8 @@ def files(run: str) -> Path:
 def directory(run: Path, process: int | str) -> Path:
     """Return the local directory of a process for files of a run in a bucket.
 
-    Always the same, so that what kills leave behind does not pile up. Others can compute the name:
-    a directory that is not this user's alone is refused.
+    The name is deterministic, so that killed processes do not leave several directories. Because
+    others can compute it, `claim` refuses a directory that is not private to this user.
     """
     name = f"{run}\n{os.getuid()}\n{process}"
     tag = hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -52,22 +52,22 @@ def directory(run: Path, process: int | str) -> Path:
 
 
 def claim(here: Path) -> None:
-    """Make a directory of this machine that `directory` has named, unless this user has it already.
+    """Create the private local directory of `directory`, unless this user already has it.
 
     Raises:
-        UserError: it is a link, or another user has made it or can write there.
+        UserError: the path is a link, or belongs to or is writable by another user.
     """
     try:
         safe_files.private_directory(here)
     except OSError as error:
         raise UserError(
-            f"{here}: {error.strerror}, or set another TMPDIR. Files are gathered there before "
+            f"{here}: {error.strerror}, or set another TMPDIR. Files are written there before "
             "they are copied to the bucket"
         ) from error
 
 
 def clear(here: Path) -> None:
-    """Remove what an earlier process has left in such a directory."""
+    """Remove files of an earlier process from a local directory."""
     for path in here.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -76,16 +76,16 @@ def clear(here: Path) -> None:
 
 
 class Mirror:
-    """Brings the files of a run here, and what becomes of them back to the bucket.
+    """Local copies of files of a run, which are published to its bucket.
 
     Args:
         run: the run directory, in a bucket.
-        process: of the job.
-        names: files, or directories of files, to go on with.
+        process: index of the process in the job.
+        names: existing files, or directories of files, to fetch from the bucket.
 
     Raises:
-        StorageError: the bucket does not answer.
-        UserError: the directory of this machine belongs to somebody else.
+        StorageError: the bucket does not respond.
+        UserError: the local directory belongs to another user.
     """
 
     def __init__(self, run: Path, process: int, names: Iterable[str]) -> None:
@@ -101,7 +101,7 @@ class Mirror:
         self._thread.start()
 
     def publish(self) -> bool:
-        """Copies what has changed; whether all of it is in the bucket now."""
+        """Copy changed files to the bucket; return whether all files are there."""
         with self._lock:
             try:
                 for path in sorted(self._here.rglob("*")):
@@ -115,10 +115,10 @@ class Mirror:
             return True
 
     def close(self) -> None:
-        """Publishes for the last time; what is in the bucket then is not kept here.
+        """Publish a last time, and remove the local copies.
 
         Raises:
-            StorageError: the bucket did not take all of it.
+            StorageError: a file could not be copied; the local copies remain.
         """
         self._ended.set()
         self._thread.join()
@@ -131,7 +131,7 @@ class Mirror:
         url = self._run / name
         if url.is_dir():
             for below in url.iterdir():
-                if below.name in ("", ".", ".."):  # which a bucket may have, and a directory not
+                if below.name in ("", ".", ".."):  # valid in buckets, but not on disk
                     continue
                 self._fetch(f"{name}/{below.name}")
             return

@@ -1,18 +1,27 @@
-"""One job at a time in a run directory: `<run>/run.lock`, held by process 0 for all of its job.
+"""Lock of a run directory for one job: `<run>/run.lock`, held by process 0 for the whole job.
 
-The file names its holder. Whether that still lives is asked of the kernel where the holder's
-processes are ours to see: the number is taken, by a process that began when the holder did. From
-other hosts and containers its heartbeat is watched, the file's time of change, which the holder
-renews every `BEAT_SEC`; a lock that does not change for `PATIENCE_SEC` was left behind. No clocks
-are compared, and no lock of the file system is asked for, which network disks do without or keep
-for hosts that are gone. Should two ever take one lock over at the same moment, the last to write
-has it: a holder looks at each beat whether it is still named, and ends where it is not. In a bucket
-a beat writes the object again, with or without a space at its end.
+    holder   create run.lock ─► touch it every BEAT_SEC ─────────────────────► unlink
+    other    run.lock exists ─► is its holder alive?
+                                same machine:  a process with its pid and start time exists
+                                other machine: run.lock changes within PATIENCE_SEC
+                                alive ─► UserError      dead ─► take over
+    take over                   replace run.lock ─► wait SETTLE_SEC ─► is it still ours?
 
-`filelock` replaces none of this. Its `FileLock` asks the file system, and `SoftFileLease` knows no
-buckets, ages a torn lock out after two seconds and does not notice that the directory was moved.
+Invariants, also after kill -9 and between hosts:
 
-Who only reads a run does not ask.
+- The file names its holder. The content decides who holds the lock, and the last writer wins.
+- A holder checks at each beat that it is still named. If not, it has lost the lock, and `check`
+  raises.
+- A lock without beats is stale after `PATIENCE_SEC`. Versions of the file are compared with each
+  other, never with a clock, so clocks of hosts need not agree.
+- File-system locks are not used: some network disks lack them, or keep them for lost hosts.
+
+In a bucket, a beat rewrites the object with or without a trailing space.
+
+`filelock` is no replacement: its `FileLock` uses file-system locks. Its `SoftFileLease` does not
+support buckets, expires an incomplete lock after two seconds and does not detect a moved directory.
+
+Readers of a run need no lock.
 """
 
 import contextlib
@@ -35,14 +44,15 @@ log = logging.getLogger(__name__)
 
 NAME = "run.lock"
 BEAT_SEC = 5.0
-PATIENCE_SEC = 20.0
-_POLL_SEC = 0.5
-_SETTLE_SEC = 0.2  # for another that found the same lock left behind, and wrote just after us
+PATIENCE_SEC = 20.0  # four beats
+POLL_SEC = 0.5
+# A process that found the same stale lock may write just after us. Wait for it before reading back.
+SETTLE_SEC = 0.2
 _MESSAGE_BYTES = 2048
 
 
 class RunLock:
-    """The right to write into a run directory; as a context it gives back what was acquired.
+    """Exclusive right to write into a run directory; the context manager releases it.
 
     Args:
         run: the run directory.
@@ -50,11 +60,11 @@ class RunLock:
 
     def __init__(self, run: Path) -> None:
         self._path = run.absolute() / NAME
-        self._mine = json.dumps(_this_process())
+        self._text = json.dumps(_this_process())
         self._is_held = self._is_lost = False
         self._directory: tuple[int, int] | None = None
         self._ended = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="run.lock", daemon=True)
+        self._heartbeat = threading.Thread(target=self._run_heartbeat, name="run.lock", daemon=True)
 
     def __enter__(self) -> "RunLock":
         return self
@@ -63,18 +73,20 @@ class RunLock:
         if not self._is_held:
             return
         self._ended.set()
-        self._heart.join(timeout=BEAT_SEC)  # unless the disk does not answer
-        with contextlib.suppress(OSError):  # then it is a lock left behind, which others recognise
-            if _read(self._path) == self._mine:
+        # Join first: a late beat must not recreate the object. Bounded, as the disk may hang.
+        self._heartbeat.join(timeout=BEAT_SEC)
+        # On failure the lock becomes stale, which others detect. Never remove another job's lock.
+        with contextlib.suppress(OSError):
+            if _read(self._path) == self._text:
                 self._path.unlink()
 
     def acquire(self) -> None:
-        """Makes the directory ours; every process of the job calls this, and hears the same.
+        """Acquire the lock for the job; called by all processes, which get the same result.
 
         Raises:
-            UserError: another job has it, or it cannot be written.
+            UserError: another job holds the lock, or the directory cannot be written.
         """
-        import jax  # here, as conversions do without it
+        import jax  # imported here because conversions do not need it
 
         problem = ""
         if jax.process_index() == 0:
@@ -82,34 +94,35 @@ class RunLock:
                 self.take()
             except UserError as error:
                 problem = str(error)
-        if problem := _of_process_0(problem):
+        if problem := _broadcast_text(problem):
             raise UserError(problem)
 
     def check(self) -> None:
-        """Check that the directory is still there, and still ours.
+        """Check that the directory still exists and that this job still holds its lock.
 
         Raises:
             StorageError: the directory was removed, moved or replaced.
             UserError: another job has taken the directory.
         """
         directory = _identity(self._path.parent) if self._is_held else self._directory
-        # Some network disks number a directory anew: one that holds our lock is ours.
+        # Some network disks change inode numbers: a directory with our lock file is the same.
         if directory != self._directory and _read(self._path) is None:
             raise StorageError(
                 f"{self._path.parent} was removed, moved or replaced while this run was using it: "
-                "what was saved there is not where it was. Put the directory back and start again"
+                "saved files have moved with it. Restore the directory and start again"
             )
         if self._is_lost:
             raise UserError(
-                f"{self._path.parent} was taken over by {_whose(_read(self._path) or '')}, which "
-                "held this process for gone: nothing was saved here since"
+                f"{self._path.parent} was taken over by "
+                f"{_describe_holder(_read(self._path) or '')}, which "
+                "considered this process dead: nothing has been saved here since"
             )
 
     def take(self) -> None:
-        """Makes the directory ours, whatever other processes there are: only one of them does.
+        """Acquire the lock for this process alone.
 
         Raises:
-            UserError: as of `acquire`.
+            UserError: as `acquire`.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,44 +133,51 @@ class RunLock:
             why = "it is a file, not a directory" if is_file else error.strerror
             raise UserError(f"checkpoint.dir = {self._path.parent}: {why}") from error
         self._is_held, self._directory = True, _identity(self._path.parent)
-        self._heart.start()
+        self._heartbeat.start()
 
     def _take_once(self) -> bool:
         """Try once to take the lock; return False if the file changed meanwhile."""
         if not urls.in_bucket(self._path) and self._path.is_symlink():
-            raise UserError(f"{self._path} is a link, and no lock is taken through one: remove it")
-        if _make(self._path, self._mine):
+            raise UserError(f"{self._path} is a link, which cannot be locked: remove it")
+        if _create(self._path, self._text):
             return True
         content = _read(self._path)
         if content is None:
-            return False  # its holder has just ended
-        if _lives(self._path, content):
+            return False  # the holder has just released it: try to create it again
+        if _is_alive(self._path, content):
             raise UserError(
-                f"{self._path.parent} is in use by {_whose(_read(self._path) or '')}: two jobs "
-                "would overwrite each other's metrics and checkpoints. Wait for its end, end it, "
-                f"or give another checkpoint.dir; if it is certainly gone, remove {self._path}"
+                f"{self._path.parent} is in use by {_describe_holder(_read(self._path) or '')}: "
+                "two jobs would overwrite each other's metrics and checkpoints. Wait until it "
+                "ends, stop it, or set another checkpoint.dir. If it no longer runs, remove "
+                f"{self._path}"
             )
-        log.warning("%s was left behind by %s: taken over", self._path, _whose(content))
-        _replace(self._path, self._mine)
-        time.sleep(_SETTLE_SEC)
-        return _read(self._path) == self._mine
+        log.warning("%s is stale (%s): taking it over", self._path, _describe_holder(content))
+        # Several processes may get here at once. Each replaces the file atomically, so it always
+        # names exactly one of them; after the pause, only the last writer finds its own text.
+        if urls.in_bucket(self._path):
+            self._path.write_text(self._text)
+        else:
+            safe_files.replace_text(self._path, self._text)
+        time.sleep(SETTLE_SEC)
+        return _read(self._path) == self._text
 
-    def _beat(self) -> None:
+    def _run_heartbeat(self) -> None:
         while not self._ended.wait(BEAT_SEC):
-            # What a disk or bucket does not take now, the next beat tries; saves tell of it.
+            # The next beat retries after an error. Saves report persistent errors.
             with contextlib.suppress(OSError):
                 content = _read(self._path)
-                self._is_lost = content is not None and content != self._mine
+                # A missing file is no other owner: `check` reports a removed directory.
+                self._is_lost = content is not None and content != self._text
                 if self._is_lost:
                     return
-                _renew(self._path, self._mine)
+                _renew(self._path, self._text)
 
 
 def holder(run: Path) -> str | None:
-    """Who trains in a run directory now, in words; None where nobody does."""
+    """Return a description of the job that trains in a run directory, or None."""
     path = run.absolute() / NAME
     content = _read(path)
-    return _whose(content) if content is not None and _lives(path, content) else None
+    return _describe_holder(content) if content is not None and _is_alive(path, content) else None
 
 
 def _this_process() -> dict[str, Any]:
@@ -165,41 +185,34 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "process": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": _machine(),
-        "began": _began(os.getpid()),
-        "id": uuid.uuid4().hex,  # one process may hold a lock twice, one after the other
+        "machine": _pid_namespace(),
+        "began": _start_time(os.getpid()),
+        "id": uuid.uuid4().hex,  # distinguishes two locks of one process
     }
 
 
-def _make(path: Path, text: str) -> bool:
+def _create(path: Path, text: str) -> bool:
     """Create a file exclusively; return whether it is new."""
     if urls.in_bucket(path):
+        # Buckets have no exclusive creation here: write, wait for concurrent writers, read back.
         if path.exists():
             return False
         path.write_text(text)
-        time.sleep(_SETTLE_SEC)
+        time.sleep(SETTLE_SEC)
         return _read(path) == text
     try:
-        with path.open("x") as file:  # which follows no link: `x` is O_EXCL
+        with path.open("x") as file:  # O_EXCL, which follows no links
             file.write(text)
     except FileExistsError:
         return False
     except OSError:
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # a full disk must not leave an incomplete lock
         raise
     return True
 
 
-def _replace(path: Path, text: str) -> None:
-    """Writes the file, at once."""
-    if urls.in_bucket(path):
-        path.write_text(text)
-        return
-    safe_files.replace_text(path, text)
-
-
 def _renew(path: Path, text: str) -> None:
-    """A beat: changes the file's version, and not what it says."""
+    """Change the version of the lock file, but not its content."""
     if not urls.in_bucket(path):
         os.utime(path, follow_symlinks=False)
         return
@@ -207,8 +220,8 @@ def _renew(path: Path, text: str) -> None:
     path.write_text(text if version and version[1] != text else f"{text} ")
 
 
-def _machine() -> str:
-    """Return an id shared by processes that see each other's pids; empty if unknown."""
+def _pid_namespace() -> str:
+    """Return an id of boot and pid namespace, common to processes that see each other; or ""."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -216,14 +229,17 @@ def _machine() -> str:
         return ""
 
 
-def _began(process: int) -> str | None:
-    """When a process began, in the kernel's words; None if it is gone, or waits to be buried."""
+def _start_time(process: int) -> str | None:
+    """Return the start time of a process in clock ticks since boot; None if it has ended.
+
+    Pid and start time together identify a process, because pids are reused.
+    """
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return None
-    state, *fields = status.rpartition(")")[2].split()  # the name before it may hold anything
-    return None if state in "ZX" else fields[18]
+    state, *fields = status.rpartition(")")[2].split()  # the command may contain ")"
+    return None if state in "ZX" else fields[18]  # zombie or dead; field 22 of proc(5) is starttime
 
 
 def _is_hidden(process: int) -> bool:
@@ -237,28 +253,29 @@ def _is_hidden(process: int) -> bool:
     return False
 
 
-def _lives(path: Path, text: str) -> bool:
-    """Return whether the holder that `text` names is still there.
+def _is_alive(path: Path, text: str) -> bool:
+    """Return whether the holder named by `text` still runs.
 
-    Of a lock that names no process, as a torn one, the heartbeat is watched.
+    If the text names no process of this machine, for example because it is incomplete, the
+    heartbeat decides.
     """
-    holder = _parsed(text)
+    holder = _parse_holder(text)
     machine, process = holder.get("machine"), holder.get("process")
-    is_here = machine and machine == _machine() and "began" in holder
+    is_here = machine and machine == _pid_namespace() and "began" in holder
     if is_here and isinstance(process, int) and 0 < process < 2**31:
-        began = _began(process)
+        began = _start_time(process)
         if began or not _is_hidden(process):
             return began == holder["began"]
-    log.info("%s is of %s: watching for up to %g s whether that still runs",
-             path, _whose(text), PATIENCE_SEC)  # fmt: skip
-    return _changes(path)
+    log.info("%s belongs to %s: waiting up to %g s for a heartbeat",
+             path, _describe_holder(text), PATIENCE_SEC)  # fmt: skip
+    return _is_renewed(path)
 
 
-def _changes(path: Path) -> bool:
-    """Return whether the file is renewed during the watch; False if it disappears."""
+def _is_renewed(path: Path) -> bool:
+    """Return whether the file changes within `PATIENCE_SEC`; False if it is removed."""
     first, deadline = _version(path), time.monotonic() + PATIENCE_SEC
     while time.monotonic() < deadline:
-        time.sleep(_POLL_SEC)
+        time.sleep(POLL_SEC)
         if (now := _version(path)) != first:
             return now is not None
     return False
@@ -268,7 +285,8 @@ def _version(path: Path) -> tuple[int, str] | None:
     try:
         if urls.in_bucket(path):
             return 0, path.read_bytes().decode(errors="replace")
-        with path.open(errors="replace") as file:  # opening is what makes a network disk look again
+        # Opening the file makes network disks refresh its attributes (close-to-open consistency).
+        with path.open(errors="replace") as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read()
     except FileNotFoundError:
         return None
@@ -280,7 +298,7 @@ def _read(path: Path) -> str | None:
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Return what tells a directory from others of its name; None if there is none, or no disk."""
+    """Return device and inode of a directory; None if it does not exist, or is in a bucket."""
     if urls.in_bucket(directory):
         return None
     try:
@@ -290,30 +308,31 @@ def _identity(directory: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse_holder(text: str) -> dict[str, Any]:
     try:
         holder = json.loads(text)
     except (ValueError, RecursionError):
-        return {}  # its process died while it wrote
+        return {}  # incomplete: the process died while writing
     return holder if isinstance(holder, dict) else {}
 
 
-def _whose(text: str) -> str:
-    holder = _parsed(text)
+def _describe_holder(text: str) -> str:
+    holder = _parse_holder(text)
     if not {"process", "host", "since"} <= holder.keys():
-        return "an unknown process (the file names none)"
+        return "an unknown process (not named in the file)"
     return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
 
 
-def _of_process_0(text: str) -> str:
+def _broadcast_text(text: str) -> str:
     """Return the text of process 0 on every process."""
     import jax
     from jax.experimental import multihost_utils
 
     if jax.process_count() == 1:
         return text
-    page = np.zeros(_MESSAGE_BYTES, np.uint8)
-    said = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
-    page[: len(said)] = said
-    heard = np.asarray(multihost_utils.broadcast_one_to_all(page))
-    return heard.tobytes().rstrip(b"\0").decode(errors="ignore")
+    # The broadcast needs equal shapes on all processes, so the text is padded to a fixed size.
+    padded = np.zeros(_MESSAGE_BYTES, np.uint8)
+    encoded = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
+    padded[: len(encoded)] = encoded
+    received = np.asarray(multihost_utils.broadcast_one_to_all(padded))
+    return received.tobytes().rstrip(b"\0").decode(errors="ignore")

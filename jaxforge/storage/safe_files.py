@@ -1,8 +1,8 @@
-"""Writing files where somebody else may have put links: run directories, temporary directories.
+"""Safe writing in directories where other users may create links.
 
-A run directory may be a stranger's, and a temporary directory belongs to all users of the machine.
-New files are created under random names and moved into place by a rename, which replaces a link and
-never follows it. Files that grow are opened without following links.
+A run directory may come from another user, and a temporary directory is shared by all users. New
+files are created under random names and renamed, which replaces a link and never follows it. Files
+that grow are opened without following links.
 """
 
 import contextlib
@@ -14,22 +14,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-_LINK = "this is a link or no regular file, and nothing is written through it; remove it"
-_NOT_OURS = "this is no directory that belongs to this user alone; remove it"
+_LINK = "this is a link or not a regular file, which is never written to; remove it"
+_NOT_OURS = "this is not a private directory of this user; remove it"
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """Write a file that takes its name when it is whole, in the place of an older one.
+    """Write a file atomically, replacing an existing one when the content is complete.
 
     Args:
-        path: the file. A link of this name is replaced, and its target stays as it is.
-        durable: its content is on the disk before it takes its name.
+        path: the file. A link of this name is replaced, and its target is unchanged.
+        durable: sync the content to the disk before the rename.
 
     Raises:
-        OSError: the file cannot be written; nothing of it is left.
+        OSError: the file cannot be written; no partial file remains.
     """
-    partial = beside(path)
+    partial = temporary_path(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
@@ -49,22 +49,22 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def beside(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Return an unpredictable name in the directory of `path`, which ends in `.partial`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file without a buffer, to write at its end; it is created if need be.
+    """Open a file unbuffered for appending, and create it if it does not exist.
 
     Raises:
-        OSError: it is a link, a pipe or a device, or cannot be written.
+        OSError: the path is a link, a pipe or a device, or cannot be written.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a pipe that nobody reads
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
             raise OSError(error.errno, _LINK, str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -74,10 +74,10 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory within a run directory, unless it exists.
+    """Create a directory in a run directory, unless it exists.
 
     Raises:
-        OSError: it is a link or a file, or cannot be made.
+        OSError: the path is a link or a file, or the directory cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -88,13 +88,13 @@ def make_directory(path: Path) -> None:
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory that only this user can look into, unless it exists.
+    """Create a directory that only this user can read, unless it exists.
 
-    One of this user's that others could read, and not write, is closed to them.
+    If others can read but not write an existing directory of this user, the permissions are fixed.
 
     Raises:
-        OSError: it is a link, another user's, or one that others can write to; or it cannot be
-            made.
+        OSError: the path is a link, belongs to another user, is writable by others, or cannot be
+            created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -109,7 +109,7 @@ def private_directory(path: Path) -> None:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether a path is a directory, no link, that only this user can look into."""
+    """Return whether a path is a directory, not a link, that only this user can read."""
     try:
         status = os.lstat(path)
     except OSError:

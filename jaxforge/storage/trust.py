@@ -1,9 +1,9 @@
-"""Trust in runs: which runs may import the modules of their `[plugins]`.
+"""Trust decisions: the runs that may import the modules of their `[plugins]`.
 
-To import a module is to run its code. A config that the user names to train is the user's own. The
-config of a run may be a stranger's: its plugins are imported only where the user has said
-`--trust-plugins`, or has trained this run on this machine with these plugins. `train` notes that in
-`$XDG_STATE_HOME/jaxforge/trusted`, outside of the run and readable by this user alone.
+Importing a module runs its code. A config that the user trains is the user's own. The config of a
+run may be untrusted: its plugins are imported only with `--trust-plugins`, or if the user has
+trained this run on this machine with these plugins. `train` records that in
+`$XDG_STATE_HOME/jaxforge/trusted`, outside of the run and readable only by this user.
 """
 
 import hashlib
@@ -34,19 +34,19 @@ class PluginNames(NamedTuple):
 
 
 Decision = Callable[[PluginNames], bool]
-"""True if the plugins of a config may be imported."""
+"""Returns whether the plugins of a config may be imported."""
 
 _ALL = "*"
 _granted: set[str] = set()
 
 
 def own(names: PluginNames) -> bool:
-    """Decide for a config that the user has written or named: its plugins are imported."""
+    """Return True: the decision for configs of the user, whose plugins are imported."""
     return True
 
 
 def never(names: PluginNames) -> bool:
-    """Decide for a config that is only shown or compared: nothing is imported."""
+    """Return False: the decision for configs that are only shown or compared."""
     return False
 
 
@@ -54,9 +54,9 @@ def of_run(run: str | os.PathLike) -> Decision:
     """Return the decision on the plugins of a run.
 
     Args:
-        run: its directory, on this machine or in a bucket.
+        run: the run directory, local or in a bucket.
     """
-    path = _resolved(run)
+    path = _absolute(run)
 
     def is_trusted(names: PluginNames) -> bool:
         if _ALL in _granted or path in _granted:
@@ -70,14 +70,14 @@ def of_run(run: str | os.PathLike) -> Decision:
     return is_trusted
 
 
-def if_told(run: str | os.PathLike) -> Decision:
-    """Return the decision on a run that is compared: only `--trust-plugins` imports its plugins."""
+def if_granted(run: str | os.PathLike) -> Decision:
+    """Return the decision for a run in a comparison, which imports plugins only if granted."""
     return lambda names: is_granted(run)
 
 
 def grant(run: str | os.PathLike) -> None:
-    """Trust the plugins of a run for as long as this process lasts."""
-    _granted.add(_resolved(run))
+    """Trust the plugins of a run in this process."""
+    _granted.add(_absolute(run))
 
 
 def grant_all(is_granted: bool) -> None:
@@ -86,26 +86,26 @@ def grant_all(is_granted: bool) -> None:
 
 
 def is_granted(run: str | os.PathLike) -> bool:
-    """Return whether this process was told to trust the plugins of a run."""
-    return bool({_ALL, _resolved(run)} & _granted)
+    """Return whether the user granted trust to the plugins of a run in this process."""
+    return bool({_ALL, _absolute(run)} & _granted)
 
 
 def note(run: str | os.PathLike, names: PluginNames) -> None:
-    """Record that this user trains a run with plugins, which have been imported.
+    """Record that this user trains a run with plugins that have been imported.
 
     Raises:
         OSError: the record cannot be written.
     """
     if not names.all_modules():
         return
-    path, directory = _resolved(run), _directory()
+    path, directory = _absolute(run), _directory()
     safe_files.private_directory(directory)
-    record = {"run": path, "plugins": names._asdict(), "path": _roots(names.all_modules())}
-    safe_files.replace_text(directory / _file(path, names), json.dumps(record) + "\n")
+    record = {"run": path, "plugins": names._asdict(), "path": _import_paths(names.all_modules())}
+    safe_files.replace_text(directory / _record_name(path, names), json.dumps(record) + "\n")
 
 
 def use_working_directory() -> None:
-    """Let the user's own modules be found in the working directory, after all other places."""
+    """Append the working directory to `sys.path`, for modules of the user."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -116,25 +116,25 @@ def _directory() -> Path:
     return Path(state) / "jaxforge" / "trusted"
 
 
-def _resolved(run: str | os.PathLike) -> str:
+def _absolute(run: str | os.PathLike) -> str:
     return os.fspath(run) if urls.in_bucket(run) else os.path.realpath(run)
 
 
-def _file(path: str, names: PluginNames) -> str:
+def _record_name(path: str, names: PluginNames) -> str:
     return hashlib.sha256(json.dumps([path, *names]).encode()).hexdigest() + ".json"
 
 
 def _record(path: str, names: PluginNames) -> list[str] | None:
-    """The directories in which the plugins were found when this user trained the run."""
+    """Return the import paths of the plugins from when this user trained the run, or None."""
     directory = _directory()
-    record = directory / _file(path, names)
+    record = directory / _record_name(path, names)
     if not safe_files.is_private(directory) or not record.is_file():
         return None
     return json.loads(record.read_text())["path"]
 
 
-def _roots(modules: Sequence[str]) -> list[str]:
-    """The directories that have to be on `sys.path` for modules that have been imported."""
+def _import_paths(modules: Sequence[str]) -> list[str]:
+    """Return the `sys.path` entries required by imported modules."""
     folders = []
     for name in {module.partition(".")[0] for module in modules}:
         module = sys.modules[name]

@@ -1,7 +1,7 @@
-"""JSON that others wrote: bounded in bytes, depth and digits, and checked field by field.
+"""Reader of untrusted JSON, with limits on bytes, depth and digits, and checks of each field.
 
-Each limit is far beyond what a real file has. Together they keep the cost of a small file within
-seconds and 300 MB; the cost of a large file is in proportion to its bytes.
+Each limit is far above the size of real files. Together, the limits bound the cost of a small file
+to seconds and 300 MB. The cost of a large file is proportional to its bytes.
 """
 
 import json
@@ -13,27 +13,27 @@ from typing import Any, NamedTuple, TypeGuard
 
 from jaxforge.errors import UserError, printable
 
-DOCUMENT = 32 << 20  # bytes of a document
-DOCUMENT_MADE = 160 << 20  # bytes of the values in a document
-LINE = 16 << 20  # bytes of a line
-DEPTH = 64  # of lists and objects in each other
-DIGITS = 308  # of an integer: more do not fit into a float
-STEPS = 2**31  # a page has steps in 32 bits
-LATEST = 253_402_300_800  # Unix time of the year 10,000, the first that `datetime` does not have
+DOCUMENT = 32 << 20  # bytes per document
+DOCUMENT_MADE = 160 << 20  # bytes of the parsed values of a document
+LINE = 16 << 20  # bytes per line
+DEPTH = 64  # nested lists and objects
+DIGITS = 308  # digits of an integer: more do not fit into a float
+STEPS = 2**31  # reports store steps in 32 bits
+LATEST = 253_402_300_800  # Unix time of the year 10,000, which `datetime` does not support
 _NAME = 500  # characters of a metric's name
-_FIRST_OMISSIONS = 3  # lines of a file that are named one by one
+_FIRST_OMISSIONS = 3  # lines of a file that are reported individually
 
 
 def load_object(data: bytes | str, where: str) -> dict[str, Any]:
-    """Read a document that is an object with keys.
+    """Parse a document that must be an object.
 
     Args:
-        data: UTF-8, or text.
+        data: UTF-8 bytes, or text.
         where: the file, for messages.
 
     Raises:
-        UserError: it is not JSON or not an object, or its values would take far more memory than
-            its bytes.
+        UserError: the document is not JSON, not an object, or would need far more memory than its
+            size.
     """
     text = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     nbytes = 72 * (text.count(b"[") + text.count(b"{")) + 40 * text.count(b",")
@@ -51,45 +51,45 @@ def load_object(data: bytes | str, where: str) -> dict[str, Any]:
 
 
 def excerpt(text: object, most: int = 200) -> str:
-    """Shorten text of a file for a message, and escape what a terminal obeys."""
+    """Shorten text of a file for a message, and escape control characters."""
     plain = printable(str(text)[: most + 1]).replace("\n", "\\n")
     return plain if len(plain) <= most else plain[:most] + "..."
 
 
 def is_step(value: object) -> bool:
-    """Tell whether a value is the number of a step."""
+    """Return whether a value is a step number."""
     return is_number(value) and 0 <= value < STEPS and value == int(value)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell whether a value is a finite number that fits into a float."""
+    """Return whether a value is a finite number that fits into a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return math.isfinite(value) if isinstance(value, float) else abs(value) < 10**DIGITS
 
 
 def is_text(value: object) -> bool:
-    """Tell whether a value is text."""
+    """Return whether a value is text."""
     return isinstance(value, str)
 
 
 def is_table(value: object, kind: type | UnionType) -> bool:
-    """Tell whether a value is an object whose values are all of a kind."""
+    """Return whether a value is an object whose values all have a type."""
     return isinstance(value, dict) and all(isinstance(inner, kind) for inner in value.values())
 
 
 def is_time(value: object) -> bool:
-    """Tell whether a value is a time in Unix seconds, before the year 10,000."""
+    """Return whether a value is a Unix time before the year 10,000."""
     return is_number(value) and 0 <= value < LATEST
 
 
 class Field(NamedTuple):
-    """Rule for the value that a line has under a name.
+    """Rule for a field of a line.
 
     Attributes:
-        is_valid: of a value.
-        kind: in words: "a step".
-        required: a line without the name is damaged.
+        is_valid: returns whether a value is valid.
+        kind: description of valid values, such as "a step".
+        required: whether a line without the field is damaged.
     """
 
     is_valid: Callable[[Any], bool]
@@ -98,7 +98,7 @@ class Field(NamedTuple):
 
 
 class Omissions:
-    """Lines that a reader left out of a file, with the reasons.
+    """Lines of a file that a reader skipped, with the reasons.
 
     Args:
         path: the file.
@@ -108,12 +108,12 @@ class Omissions:
         self._path, self._first, self._others = path, list[str](), 0
 
     def add(self, line: int, reason: str, count: int = 1) -> None:
-        """Count lines that were left out.
+        """Add skipped lines.
 
         Args:
-            line: number of the first of them, from 1.
-            reason: why the first was.
-            count: how many.
+            line: number of the first skipped line, from 1.
+            reason: reason for the first line.
+            count: number of lines.
         """
         named = int(len(self._first) < _FIRST_OMISSIONS)
         if named:
@@ -121,30 +121,30 @@ class Omissions:
         self._others += count - named
 
     def note(self, what: str) -> None:
-        """Say once that a part of the file was left out.
+        """Add a skipped part of the file, once.
 
         Args:
-            what: the reason and the part: "step 3: ...; the loads".
+            what: reason and part, such as "step 3: ...; the loads".
         """
         message = f"{self._path}: {what} are left out"
         if message not in self._first and len(self._first) < 2 * _FIRST_OMISSIONS:
             self._first.append(message)
 
     def messages(self) -> list[str]:
-        """Return a message for each of the first lines, and a message that counts the others."""
+        """Return a message for each of the first skipped lines, and a count of the others."""
         others = f"{self._path}: {self._others:,} more damaged lines are left out"
         return self._first + [others] * bool(self._others)
 
 
 def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the whole lines of a file of objects; a process may be writing the last one.
+    """Read the complete lines of a file of objects; the last line may be incomplete.
 
     Args:
         path: the file, which may not exist.
-        fields: what each line has to have.
+        fields: rules for the fields of each line.
 
     Returns:
-        The sound lines, and messages about damaged lines, which are left out.
+        The sound lines, and messages about damaged lines, which are skipped.
 
     Raises:
         UserError: the file cannot be read.
@@ -171,7 +171,7 @@ def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, 
 
 
 def parse_line(line: bytes) -> tuple[Any, str]:
-    """Return the object on a line, and what is wrong with the line (empty: nothing)."""
+    """Return the object on a line, and the problem of the line or ""."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -182,7 +182,7 @@ def parse_line(line: bytes) -> tuple[Any, str]:
 
 
 def parse_metrics(line: bytes) -> tuple[dict[str, Any], str]:
-    """Return a line of metrics.jsonl, and what is wrong with the line (empty: nothing).
+    """Return a line of metrics.jsonl, and the problem of the line or "".
 
     A sound line has a step and metrics, each a number, a list, or null.
     """
@@ -197,7 +197,7 @@ def parse_metrics(line: bytes) -> tuple[dict[str, Any], str]:
 
 
 def problem_of(value: Mapping[str, Any], fields: Mapping[str, Field]) -> str:
-    """Return what is wrong with an object; empty where nothing is."""
+    """Return the problem of an object, or ""."""
     for name, field in fields.items():
         if name not in value:
             if field.required:

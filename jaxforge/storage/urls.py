@@ -1,7 +1,7 @@
 """Locations of data and runs: a local directory, or a directory in a bucket (`buckets`).
 
-`path` is the one place that tells the two apart. What is neither is refused: a URL never becomes
-the name of a local file, nor does `gs:/bucket`, which is what `pathlib` makes of one.
+Only `path` distinguishes the two. Other URLs are refused: a URL never becomes a local file name,
+and neither does `gs:/bucket`, to which `pathlib` collapses a URL.
 """
 
 import os
@@ -16,34 +16,34 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):(/+)(.*)", re.DOTALL)
 
 
 def in_bucket(location: str | os.PathLike) -> bool:
-    """Return whether a location is a bucket URL: `gs://…`, and also `gs:/…`, which is cut short."""
+    """Return whether a location is a bucket URL: `gs://…`, or `gs:/…` as collapsed by `pathlib`."""
     return _URL.match(os.fspath(location)) is not None
 
 
 def path(text: str | os.PathLike, key: str = "") -> Path:
-    """A path of this machine, or one in a bucket.
+    """Return a local path, or a path in a bucket.
 
     Args:
-        text: either, or one that this function gave.
-        key: what it is the value of, for messages.
+        text: a path or URL, or a result of this function.
+        key: key or option of the value, for messages.
 
     Raises:
-        UserError: it is neither.
+        UserError: the URL is malformed or not supported.
     """
     if problem := fault(text):
         raise UserError(f"{key} = {problem}" if key else problem)
     if not in_bucket(text):
         return Path(text)
-    from jaxforge.storage.buckets import BucketPath  # its clients take a second to import
+    from jaxforge.storage.buckets import BucketPath  # the clients take a second to import
 
     return BucketPath(text)
 
 
 def local(text: str | os.PathLike, key: str, remedy: str) -> Path:
-    """A path of this machine.
+    """Return a local path.
 
     Raises:
-        UserError: it is a URL; the message ends with the remedy.
+        UserError: the text is a URL; the message ends with the remedy.
     """
     if in_bucket(text):
         raise UserError(f"{key} = {os.fspath(text)}: only local paths are supported here; {remedy}")
@@ -51,7 +51,7 @@ def local(text: str | os.PathLike, key: str, remedy: str) -> Path:
 
 
 def fault(text: str | os.PathLike) -> str | None:
-    """Return the fault of a path or URL as a message that begins with it, or None."""
+    """Return a message about a malformed path or URL, or None."""
     match = _URL.match(os.fspath(text))
     if match is None:
         return None
@@ -59,11 +59,11 @@ def fault(text: str | os.PathLike) -> str | None:
     given = os.fspath(text)
     if scheme not in SCHEMES:
         return (
-            f"{given}: {scheme}:// is not supported; name a bucket as gs:// or s3://, or mount it "
-            "and name a directory in it"
+            f"{given}: {scheme}:// is not supported; use a gs:// or s3:// URL, or mount it and "
+            "use a local directory"
         )
     if slashes != "//":
         return f"{given}: a URL has two slashes; write {scheme}://{tail}"
     if not all(tail.partition("/")[::2]):
-        return f"{given} names no directory of a bucket; write {scheme}://bucket/directory"
+        return f"{given} has no directory in the bucket; write {scheme}://bucket/directory"
     return None

@@ -1,4 +1,4 @@
-"""The banner, and where log messages go: the terminal and `<run>/logs/process_<i>.log`."""
+"""Logging to the terminal and to `<run>/logs/process_<i>.log`, and the banner."""
 
 import logging
 import sys
@@ -36,8 +36,8 @@ def setup_logging(console: Console) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO)
-    # Orbax and Grain speak through absl, and asyncio complains of what Orbax leaves behind when it
-    # fails; what matters of it is said by us, the rest is logged.
+    # Orbax and Grain log through absl, and asyncio complains about tasks that Orbax abandons when
+    # it fails. We report what matters; the messages themselves only go to the log file.
     for name in _LIBRARIES:
         libraries = logging.getLogger(name)
         libraries.handlers[:], libraries.propagate = [logging.NullHandler()], False
@@ -48,14 +48,14 @@ def setup_logging(console: Console) -> None:
 
 
 def begin_command() -> None:
-    """Prepare a process that uses a run: its log messages, freed memory, and the job it is in."""
+    """Prepare a process that uses a run: logging, memory allocator and the processes of the job."""
     setup_logging(Console(stderr=True))
     host_memory.keep_freed_memory()
     multihost.initialize()
 
 
 def redacting(layout: str) -> logging.Formatter:
-    """Return a formatter whose messages, with their tracebacks, are without secrets."""
+    """Return a formatter that removes secrets from messages and tracebacks."""
     return _Redacting(layout)
 
 
@@ -65,10 +65,10 @@ class _Redacting(logging.Formatter):
 
 
 class _WithoutClosedLoops:
-    """Exception reporter that ignores threads whose event loop is closed.
+    """Exception hook that ignores threads whose event loop is closed.
 
-    When a save fails, Orbax closes its event loop while TensorStore still writes other arrays; each
-    of its threads then prints a traceback that it could not say so. The failure itself is raised.
+    When a save fails, Orbax closes its event loop while TensorStore still writes other arrays. Each
+    of its threads then fails to report and prints a traceback. The failure of the save is raised.
     """
 
     def __init__(self, report: Callable[..., object]) -> None:
@@ -83,7 +83,7 @@ class _WithoutClosedLoops:
 
 
 def add_log_file(run: Path) -> None:
-    """From here on messages also go to this process's file; only process 0 keeps the terminal.
+    """Also log to the file of this process. Other processes than 0 show only warnings on stderr.
 
     Raises:
         UserError: the file cannot be written.
@@ -104,7 +104,7 @@ def add_log_file(run: Path) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that a full disk stops, once with a word: what is logged is on the terminal, too."""
+    """A log file whose failures are reported once: messages are on the terminal too."""
 
     _has_warned = False
 
@@ -113,14 +113,14 @@ class _LogFile(logging.FileHandler):
         return TextIOWrapper(file, encoding="utf-8", write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Without logging's traceback for each message that could not be written."""
+        """Report a failed write once, instead of a traceback for each message."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self._has_warned:
             self._has_warned = True
-            said = streams.tolerant(sys.stderr)
-            print(f"{self.baseFilename} takes no messages: {error}", file=said)
+            stderr = streams.tolerant(sys.stderr)
+            print(f"cannot write log messages to {self.baseFilename}: {error}", file=stderr)
 
 
 def banner(console: Console, rows: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""`moe/*`: how a step's tokens were spread over experts."""
+"""Metrics of experts, `moe/*`: the distribution of the tokens of a step over experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +16,9 @@ ROUTER_OUTPUTS = (
     "router_bias",
     "dropped",
 )
-"""What routers tell of every layer (`model.router`)."""
+"""Outputs of the router of every layer (`model.router`)."""
 LOAD = "moe/load/layers."
-"""Name of a layer's list of loads, without the layer."""
+"""Prefix of the list of loads of a layer."""
 
 
 def moe_metrics(outputs: Mapping[str, Any]) -> Metrics:
@@ -26,12 +26,12 @@ def moe_metrics(outputs: Mapping[str, Any]) -> Metrics:
 
         moe/aux_loss          Σ over layers of E Σ f p, before its weight; 1 each at an even load
         moe/router_z_loss     Σ over layers of mean (log Σ exp logit)², before its weight
-        moe/expert_balance    the least loaded expert over the most loaded, over all layers
-        moe/dropped           share of the assignments that found no room
-        moe/balance/…         least over most of each layer
+        moe/expert_balance    load of the least loaded expert / most loaded, over all layers
+        moe/dropped           share of the assignments beyond the capacity of their expert
+        moe/balance/…         the same ratio of loads within each layer
         moe/router_entropy/…  mean entropy of each layer's scores, nats
-        moe/router_bias/…     the largest bias of each layer, where there are biases
-        moe/load/…            of each expert its assignments, relative to an even load: a list
+        moe/router_bias/…     the largest bias of each layer, if routers have biases
+        moe/load/…            list of the assignments of each expert, relative to an even load
 
     Args:
         outputs: values by the names of `ROUTER_OUTPUTS`, one row for each layer; NaN or 0 for

@@ -1,9 +1,9 @@
-"""Model FLOPs of a token, in two conventions.
+"""Model FLOPs per token, in two conventions.
 
-Model FLOPs count the matrix products of the forward pass, three times (the backward pass takes two
-more). What rematerialisation computes again, norms, softmax and the embedding's look-up do not
-count. Sizes as in `model/transformer.py`: L layers, D width, H query heads, K key/value heads, h
-head width, F feed-forward width, V vocabulary, S sequence.
+Model FLOPs count the matrix products of the forward pass three times, since the backward pass has
+twice as many. Rematerialisation, norms, softmax and the embedding lookup do not count. Sizes as in
+`model/transformer.py`: L layers, D width, H query heads, K key/value heads, h head width, F
+feed-forward width, V vocabulary, S sequence.
 """
 
 from collections.abc import Iterator
@@ -12,26 +12,27 @@ from jaxforge.config.model import ModelConfig
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """KempnerForge's count, which is PaLM's (arXiv:2204.02311, appendix B): 6 P + 12 L H h S.
+    """Return the count of KempnerForge and PaLM (arXiv:2204.02311, appendix B): 6 P + 12 L H h S.
 
-    P are the matrices without the embedding, the feed-forward always with three; attention is
-    counted in full, as if it looked ahead; a sliding window of W tokens counts as W, a chunk
-    of C as C. KempnerForge takes `model.max_seq_len` for S, we what is trained on. Of
-    experts count those that a token goes to, and the shared one; KempnerForge takes them for as
-    wide as a dense feed-forward, whatever `model.moe_expert_ffn_multiplier` says.
+    P is the number of matrix elements without the embedding, with three matrices per feed-forward.
+    Attention counts in full, without the causal mask; a sliding window of W tokens counts as W, a
+    chunk of C as C. The experts of a token count, and the shared expert.
+
+    Two differences from KempnerForge: S is the training length and not `model.max_seq_len`, and
+    experts have their own width and not that of a dense feed-forward
+    (`model.moe_expert_ffn_multiplier`).
     """
     matrices = matrix_elements(model, 3, model.moe_top_k)
-    reaches = sum(min(window or chunk or seq_len, seq_len) for window, chunk in _of_layers(model))
+    reaches = sum(min(window or chunk or seq_len, seq_len) for window, chunk in _spans(model))
     return 6 * matrices + 12 * model.n_heads * model.head_size * reaches
 
 
 def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Megatron's count: 6 P + 6 L H h S; attention looks back only, at half of S on average.
+    """Return the count of Megatron, with causal attention: 6 P + 6 L H h S.
 
-    Over a sliding window of W tokens, at W - W² / 2 S of them; within chunks of C, at half of C.
-
-    The feed-forward has the matrices that it has: three when gated, else two. Packed documents
-    count as one sequence. Of experts count those that a token goes to. Source: Megatron-Bridge,
+    A token attends to S/2 tokens on average; to W - W² / 2 S with a sliding window of W tokens, and
+    to C/2 within chunks of C. Feed-forwards count three matrices if gated, else two. Packed
+    documents count as one sequence. The experts of a token count. Source: Megatron-Bridge,
     `utils/flop_utils.py`.
     """
     matrices = matrix_elements(model, 2 + model.is_gated, model.moe_top_k)
@@ -40,17 +41,21 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def pairs_twice(model: ModelConfig, seq_len: int) -> int:
-    """Twice the pairs of a query and a key that sees it in a sequence, over all layers."""
-    return sum(_pairs_twice(*of_layer, seq_len) for of_layer in _of_layers(model))
+    """Return twice the number of query-key pairs of a sequence, summed over layers."""
+    return sum(_pairs_twice(window, chunk, seq_len) for window, chunk in _spans(model))
 
 
-def _of_layers(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
-    """Window and chunk of each layer, tokens."""
+def _spans(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
+    """Return window and chunk of each layer, in tokens."""
     return zip(model.windows, model.chunks, strict=True)
 
 
 def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
-    """Twice the pairs of a query and a key that it sees in a sequence, itself counted half."""
+    """Return twice the number of query-key pairs of a sequence; the diagonal counts half.
+
+    Full attention has S²/2 such pairs. With a window W, the first W tokens have W²/2 and each of
+    the other S - W tokens has W: together (2 S - W) W / 2.
+    """
     if chunk is not None:
         whole, remainder = divmod(seq_len, chunk)
         return whole * chunk**2 + remainder**2
@@ -62,9 +67,9 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
     """Return the number of matrix elements of a model, without embedding and routers.
 
     Args:
-        model: of Llama's shape.
-        feed_forward: matrices of a feed-forward: 3 when gated, else 2.
-        experts: of each layer that has experts, how many count next to the shared one.
+        model: a model with the structure of Llama.
+        feed_forward: matrices of a feed-forward: 3 if gated, else 2.
+        experts: number of experts that count per layer with experts, without the shared one.
     """
     heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
     wide = experts * model.expert_dim + model.shared_expert_dim

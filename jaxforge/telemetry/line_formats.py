@@ -1,9 +1,9 @@
-"""Console lines as other training loops write them, for the parsers that read those.
+"""Console lines in the formats of other training loops, for existing parsers.
 
-Byte by byte what these loops print, without what their loggers put before it. A segment whose value
-is not known (memory on CPUs, MFU without a peak) is left out with its separator.
+The lines equal those of the loops byte by byte, without the prefix of their loggers. A segment
+without a known value (memory on CPUs, MFU without a peak) is omitted with its separator.
 
-    kempnerforge  our own, and KempnerForge's
+    kempnerforge  our own format, and that of KempnerForge
     megatron      Megatron-LM's and Megatron-Bridge's `training_log`
     torchtitan    its `MetricsProcessor.log` and `log_validation`, without colours
     mindspeed     MindSpeed-LLM's FSDP2 `TrainMonitor`
@@ -29,18 +29,18 @@ from jaxforge.telemetry.sinks import (
 
 Value = float | int
 Segments = Mapping[str, tuple[str, ...]]
-"""Part of a line -> the values that it needs."""
+"""Segment of a line -> the values that it needs."""
 
 
 class RunFacts(NamedTuple):
-    """Facts of a run that log lines contain next to metrics.
+    """Facts of a run that log lines contain in addition to metrics.
 
     Attributes:
         max_steps: `train.max_steps`.
         seq_len: `train.seq_len`.
         grad_accum_steps: `train.grad_accum_steps`.
-        cost: what an update takes.
-        examples: sequences of the training data; None where that is not known.
+        cost: tokens and FLOPs of an update.
+        examples: sequences of the training data; None if unknown.
     """
 
     max_steps: int
@@ -51,58 +51,58 @@ class RunFacts(NamedTuple):
 
 
 class _Lines:
-    """Base of most formats: nothing is printed before the first step."""
+    """Base class of the formats: no banner, and samples in our own format."""
 
     def __init__(self, run: RunFacts) -> None:
         self._run = run
 
     def banner(self) -> str:
-        """Nothing."""
+        """Return the empty string."""
         return ""
 
     def sample(self, step: int, sample: Sample) -> str:
-        """A line of our own."""
+        """Return the line of a sample in our own format."""
         return format_sample(step, sample)
 
 
 class KempnerForge(_Lines):
-    """`[step 10] loss=5.0213 | lr=3.00e-04 | …`."""
+    """Format `[step 10] loss=5.0213 | lr=3.00e-04 | …`."""
 
     def train(self, step: int, metrics: Metrics) -> str:
-        """One line."""
+        """Return the line of a step."""
         return format_line(step, metrics)
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
-        """One line."""
+        """Return the line of an evaluation."""
         return format_line(step, metrics)
 
 
 class Json(_Lines):
-    """`{"step": 10, "time": …, "train/loss": …}`."""
+    """Format `{"step": 10, "time": …, "train/loss": …}`."""
 
     def train(self, step: int, metrics: Metrics) -> str:
-        """One object."""
+        """Return the object of a step."""
         return as_json(step, metrics)
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
-        """One object."""
+        """Return the object of an evaluation."""
         return as_json(step, metrics)
 
     def sample(self, step: int, sample: Sample) -> str:
-        """One object."""
+        """Return the object of a sample."""
         return sample_as_json(step, sample)
 
 
 class Textbook(_Lines):
-    """`step     10  lr 3.00e-04  loss 5.0213  |g| 1.234`, and `  val loss 4.9876`."""
+    """Format `step     10  lr 3.00e-04  loss 5.0213  |g| 1.234`, and `  val loss 4.9876`."""
 
     def train(self, step: int, metrics: Metrics) -> str:
-        """One line."""
-        return "  ".join(_filled(_TEXTBOOK, {**metrics, "step": step}))
+        """Return the line of a step."""
+        return "  ".join(_fill_segments(_TEXTBOOK, {**metrics, "step": step}))
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
-        """The loss over all sets."""
-        return "".join(_filled({"  val loss {:.4f}": ("eval/loss",)}, metrics))
+        """Return the loss over all sets."""
+        return "".join(_fill_segments({"  val loss {:.4f}": ("eval/loss",)}, metrics))
 
 
 _TEXTBOOK: Segments = {
@@ -114,26 +114,26 @@ _TEXTBOOK: Segments = {
 
 
 class Torchtitan(_Lines):
-    """`step: 10  loss:  5.02130  grad_norm:  1.2345  memory: 61.20GiB(77.00%)  tps: 10,471  …`."""
+    """Format `step: 10  loss:  5.02130  grad_norm:  1.2345  memory: 61.20GiB(77.00%)  …`."""
 
     def __init__(self, run: RunFacts) -> None:
         super().__init__(run)
         self._memory: Metrics = {}
 
     def train(self, step: int, metrics: Metrics) -> str:
-        """One line; tokens and FLOPs per second and device, attention counted in full."""
+        """Return the line of a step; tokens and full-attention FLOPs are per second and device."""
         self._memory = {k: v for k, v in metrics.items() if k.startswith("gpu/")}
         tps = metrics["train/tokens_per_sec"] / self._run.cost.n_devices
         tflops = self._run.cost.flops * tps / 1e12
         values = {**metrics, "step": step, "tps": round(tps), "tflops": tflops}
-        return "  ".join(_filled(_TORCHTITAN, values))
+        return "  ".join(_fill_segments(_TORCHTITAN, values))
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
-        """One line over all sets; memory as of the last step."""
+        """Return the line of an evaluation over all sets, with the memory of the last step."""
         if "eval/loss" not in metrics:
             return ""
         values = {**self._memory, **metrics, "step": step}
-        return "  ".join(_filled(_TORCHTITAN_EVALUATION, values))
+        return "  ".join(_fill_segments(_TORCHTITAN_EVALUATION, values))
 
 
 _MEMORY = {"memory: {:5.2f}GiB({:.2%})": ("gpu/peak_gb", "gpu/mem_utilization")}
@@ -154,26 +154,30 @@ _TORCHTITAN_EVALUATION: Segments = {
 
 
 class Megatron(_Lines):
-    """` [time] iteration       10/     500 | consumed samples:         2560 | … | lm loss: … |`.
+    """Format ` [time] iteration       10/     500 | consumed samples:         2560 | … |`.
 
-    The loss is the mean over applied updates since the last line. Skipped and NaN iterations are
-    those since the last line, without those that `train.iterations_to_skip` names: Megatron counts
-    these in no line. Zeros in gradients and the parameters' norm are there where
-    `metrics.collect` asks for them.
+    The loss is the mean over applied updates since the last line. Skipped and NaN iterations count
+    since the last line, without iterations in `train.iterations_to_skip`, which Megatron does not
+    count either. `metrics.collect` adds zeros in gradients and the norm of the parameters.
     """
 
     def train(self, step: int, metrics: Metrics) -> str:
-        """The step's time and FLOPs, then the line that parsers look for."""
+        """Return a line with time and FLOPs of the step, and the line that parsers look for."""
         values = _counts(self._run, step, metrics)
         speed = "Step Time : {:.2f}s GPU utilization: {:.1f}MODEL_TFLOP/s/GPU".format(
             metrics["train/step_time_sec"], metrics["train/tflops_per_device"]
         )
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        return f"{speed}\n [{now}]" + _piped(_MEGATRON, values)
+        return f"{speed}\n [{now}]" + _join_segments(_MEGATRON, values)
 
     def evaluation(self, step: int, metrics: Metrics) -> str:
-        """One line between two of dashes: loss and perplexity of all sets, and of each."""
-        if not (losses := dict(_losses(metrics))):
+        """Return loss and perplexity of all sets and of each set, between lines of dashes."""
+        losses: dict[str, float] = {}
+        for name, value in metrics.items():
+            if name.startswith("eval/") and name.endswith("/loss"):
+                dataset = "/".join(name.split("/")[1:-1])
+                losses[f"lm loss ({dataset})" if dataset else "lm loss"] = value
+        if not losses:
             return ""
         line = f" validation loss at iteration {step} | " + "".join(
             f"{key} value: {loss:.6E} | {key} PPL: {math.exp(min(20, loss)):.6E} | "
@@ -186,8 +190,9 @@ class Megatron(_Lines):
 class MindSpeed(Megatron):
     """Format ` iteration 10/ 500 | consumed samples: 2560 | consumed tokens: … |`.
 
-    The loss is the mean over applied updates since the last line. Consumed tokens are those of
-    applied updates without padding. Its loop has no evaluations; their lines are Megatron's.
+    The loss is the mean over applied updates since the last line. Consumed tokens are the tokens of
+    applied updates without padding. The original loop has no evaluations; the lines of Megatron
+    are used.
     """
 
     def banner(self) -> str:
@@ -204,8 +209,8 @@ class MindSpeed(Megatron):
         return "\n".join(["***** Running training (jaxforge) *****", *known])
 
     def train(self, step: int, metrics: Metrics) -> str:
-        """One line."""
-        return _piped(_MINDSPEED, _counts(self._run, step, metrics))
+        """Return the line of a step."""
+        return _join_segments(_MINDSPEED, _counts(self._run, step, metrics))
 
 
 _MEGATRON: Segments = {
@@ -240,8 +245,8 @@ _MINDSPEED: Segments = {
 
 
 def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
-    """The metrics, and what Megatron counts, in its units."""
-    # Of the update just made, for batches may grow: tokens of an update are rate times time.
+    """Return the metrics with the counts and units of Megatron added."""
+    # Batches may grow, so the size of the latest update is rate times time.
     tokens = metrics["train/tokens_per_sec"] * metrics["train/step_time_sec"]
     values: dict[str, Value] = {
         **metrics,
@@ -262,16 +267,8 @@ def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
     return values
 
 
-def _losses(metrics: Metrics) -> Iterator[tuple[str, float]]:
-    """`lm loss` over all sets, then `lm loss (name)` of each."""
-    for name, value in metrics.items():
-        if name.startswith("eval/") and name.endswith("/loss"):
-            of = "/".join(name.split("/")[1:-1])
-            yield f"lm loss ({of})" if of else "lm loss", value
-
-
-def _piped(segments: Segments, values: Mapping[str, Value]) -> str:
-    """The segments; after the loss come its terms by their names, such as `mtp loss`."""
+def _join_segments(segments: Segments, values: Mapping[str, Value]) -> str:
+    """Return the segments with separators; the terms of the loss follow it, such as `mtp loss`."""
     terms = {
         f"{name.removeprefix('terms/')}: {{:.6E}}": (name,)
         for name in values
@@ -280,11 +277,11 @@ def _piped(segments: Segments, values: Mapping[str, Value]) -> str:
     with_terms: dict[str, tuple[str, ...]] = {}
     for text, names in segments.items():
         with_terms |= {text: names, **(terms if names == ("interval/loss",) else {})}
-    return "".join(f" {segment} |" for segment in _filled(with_terms, values))
+    return "".join(f" {segment} |" for segment in _fill_segments(with_terms, values))
 
 
-def _filled(segments: Segments, values: Mapping[str, Value]) -> Iterator[str]:
-    """The segments whose values are there."""
+def _fill_segments(segments: Segments, values: Mapping[str, Value]) -> Iterator[str]:
+    """Yield the segments whose values are known."""
     for text, names in segments.items():
         if values.keys() >= set(names):
             yield text.format(*(values[name] for name in names))

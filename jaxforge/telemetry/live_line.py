@@ -1,11 +1,11 @@
-"""One line on a terminal that says where a run is, and moves every second, whatever the loop does.
+"""Live line of a terminal: the progress of a run, redrawn twice a second.
 
     step 1200/100000  1%  loss 3.2145  350K tok/s  1:23:45 left  ━━━━──────────────
     step 1200/100000  1%  ⠹ evaluating 0:12  loss 3.2145
     ⠹ compiling 0:48
 
-What does not fit the terminal's width is left out, the least important first. All else that is
-printed, log messages and evaluations, stands above it.
+Parts that do not fit the width of the terminal are omitted, the least important first. Log messages
+and evaluations are printed above the line.
 """
 
 import math
@@ -21,7 +21,7 @@ from jaxforge.telemetry.numbers import human
 from jaxforge.telemetry.sinks import Metrics, Sample, format_line, format_sample, is_step
 
 _REDRAWN_PER_SECOND = 2
-_RECENT = 8  # logged intervals whose mean is the rate
+_RECENT = 8  # logged intervals that determine the rate
 _GAP = "  "
 _BAR = range(10, 31)  # columns
 _EXTRAS = {
@@ -30,35 +30,35 @@ _EXTRAS = {
     "|g| {:.3f}": ("train/grad_norm",),
     "{:.1f}/{:.0f} GB": ("gpu/peak_gb", "gpu/total_gb"),
 }
-"""Part of the line -> the metrics that it needs."""
-_SPINNERS = {False: "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", True: "|/-\\"}  # by whether the terminal has ASCII alone
+"""Part of the line -> metrics that it needs."""
+_SPINNERS = {False: "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", True: "|/-\\"}  # True for a terminal with ASCII only
 _BARS = {False: ("━", "─"), True: ("#", "-")}
 
 
-class Moment(NamedTuple):
+class Activity(NamedTuple):
     """Current activity of a run.
 
     Attributes:
-        step: the last one that was launched; None before the first.
-        doing: its activity in a word or two; empty while it steps.
-        seconds: since that began, or since the last step.
+        step: the step that was launched last; None before the first.
+        name: name of the activity; empty while the run steps.
+        seconds: time since the activity began, or since the last step.
     """
 
     step: int | None
-    doing: str
+    name: str
     seconds: float
 
 
 class LiveLine:
-    """The line, and the sink behind it: evaluations stay on the screen.
+    """The live line, as a sink of metrics; evaluations stay on the screen.
 
     Args:
         console: a terminal.
-        moment: tells what the run is at; asked by the thread that redraws the line.
+        activity: returns the current activity; called by the thread that redraws the line.
     """
 
-    def __init__(self, console: Console, moment: Callable[[], Moment]) -> None:
-        self._console, self._moment = console, moment
+    def __init__(self, console: Console, activity: Callable[[], Activity]) -> None:
+        self._console, self._activity = console, activity
         self._step = self._max_steps = self._logged = 0
         self._metrics: Metrics = {}
         self._pace: deque[tuple[int, float]] = deque(maxlen=_RECENT)  # steps, seconds
@@ -69,25 +69,25 @@ class LiveLine:
 
     def __enter__(self) -> "LiveLine":
         self._live.start()
-        self._console.show_cursor(True)  # a process that is killed leaves the terminal as it was
+        self._console.show_cursor(True)  # a killed process would leave the cursor hidden
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
     def begin(self, step: int, max_steps: int) -> None:
-        """There is a run, which goes on from a step."""
+        """Set the first step of this start and the last step of the run."""
         self._step = self._logged = step
         self._max_steps = max_steps
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of a step; prints a line for an evaluation."""
+        """Show the metrics of a step; print a line for an evaluation."""
         if not is_step(metrics):
             if line := format_line(step, metrics):
                 self._print(line)
             return
         if self._is_first and self._pace:
-            self._pace.clear()  # the first step of a start has more to do than the others
+            self._pace.clear()  # the first step of a start is slower than the others
             self._is_first = False
         if seconds := metrics.get("train/step_time_sec"):
             self._pace.append((max(1, step - self._logged), seconds))
@@ -95,7 +95,7 @@ class LiveLine:
         self._metrics = metrics
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Prints each."""
+        """Print each sample."""
         for sample in samples:
             self._print(format_sample(step, sample))
 
@@ -103,30 +103,33 @@ class LiveLine:
         self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def rewind(self, step: int) -> None:
-        """Goes back."""
+        """Continue from an earlier step."""
         self._step = self._logged = step
 
     def close(self, exit_code: int) -> None:
-        """Leaves the last state on the screen, where there was a step."""
-        last = self._moment()._replace(doing="", seconds=0.0)
-        self._moment = lambda: last
+        """Leave the last line on the screen, if there was a step."""
+        last = self._activity()._replace(name="", seconds=0.0)
+        self._activity = lambda: last
         self._live.transient = not self._metrics
         self._live.stop()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The line for a width."""
-        text = self.text(self._moment(), options.max_width, ascii_only=options.ascii_only)
+        """Yield the line for the width of the console."""
+        text = self.text(self._activity(), options.max_width, ascii_only=options.ascii_only)
         yield Text(text, no_wrap=True, overflow="crop", end="")
 
-    def text(self, moment: Moment, width: int, *, ascii_only: bool = False) -> str:
-        """The line.
+    def text(self, activity: Activity, width: int, *, ascii_only: bool = False) -> str:
+        """Return the line.
+
+        Parts are added from the left until the next one does not fit. Only if all fit, extras and
+        a bar follow: extras as long as the shortest bar still fits behind them.
 
         Args:
-            moment: what the run is at.
+            activity: current activity of the run.
             width: columns of the terminal.
-            ascii_only: the terminal shows no other characters.
+            ascii_only: True if the terminal shows only ASCII characters.
         """
-        first, *parts = [*self._parts(moment, ascii_only), ""]
+        first, *parts = [*self._parts(activity, ascii_only), ""]
         line = first[:width]
         for part in filter(None, parts):
             if len(line) + len(_GAP) + len(part) > width:
@@ -134,66 +137,62 @@ class LiveLine:
             line += _GAP + part
         if not self._max_steps or _room(line, width) < _BAR[0]:
             return line
-        for part in self._extras():
+        for text, names in _EXTRAS.items():
+            if not self._metrics.keys() >= set(names):
+                continue
+            part = text.format(*(self._metrics[name] for name in names))
             if _room(line, width - len(_GAP) - len(part)) < _BAR[0]:
                 break
             line += _GAP + part
-        return line + _GAP + self._bar(moment, min(_room(line, width), _BAR[-1]), ascii_only)
+        done, to_do = _BARS[ascii_only]
+        columns = min(_room(line, width), _BAR[-1])
+        filled = columns * self._current_step(activity) // self._max_steps
+        return line + _GAP + done * filled + to_do * (columns - filled)
 
-    def _parts(self, moment: Moment, ascii_only: bool) -> Iterator[str]:
+    def _parts(self, activity: Activity, ascii_only: bool) -> Iterator[str]:
         """Yield the parts of the line except the bar, the most important first."""
-        step, total, metrics = self._at(moment), self._max_steps, self._metrics
+        step, total, metrics = self._current_step(activity), self._max_steps, self._metrics
         if total:
             yield f"step {step}/{total}"
-        if moment.doing:
+        if activity.name:
             spinner = _SPINNERS[ascii_only]
-            turn = spinner[int(moment.seconds * _REDRAWN_PER_SECOND) % len(spinner)]
-            yield f"{turn} {moment.doing} {clock(moment.seconds)}"
+            turn = spinner[int(activity.seconds * _REDRAWN_PER_SECOND) % len(spinner)]
+            yield f"{turn} {activity.name} {clock(activity.seconds)}"
         if total:
             yield f"{math.floor(100 * step / total)}%"
         if metrics:
             yield f"loss {metrics['train/loss']:.4f}"
             yield f"{human(metrics['train/tokens_per_sec'])} tok/s"
-        if not moment.doing and (left := self.seconds_left(moment)):
-            yield f"{clock(left)} left"
+        if not activity.name and (remaining := self.seconds_left(activity)):
+            yield f"{clock(remaining)} left"
         if skipped := metrics.get("train/skipped_steps"):
             yield f"{skipped:.0f} skipped"
 
-    def _extras(self) -> Iterator[str]:
-        """Yield the parts that stand before the bar if there is room."""
-        for text, names in _EXTRAS.items():
-            if self._metrics.keys() >= set(names):
-                yield text.format(*(self._metrics[name] for name in names))
+    def _current_step(self, activity: Activity) -> int:
+        """Return the step launched last; before the first launch, the step of the start."""
+        return self._step if activity.step is None else min(activity.step, self._max_steps)
 
-    def _bar(self, moment: Moment, width: int, ascii_only: bool) -> str:
-        done, to_do = _BARS[ascii_only]
-        filled = width * self._at(moment) // self._max_steps
-        return done * filled + to_do * (width - filled)
+    def seconds_left(self, activity: Activity) -> float | None:
+        """Return the time of the remaining steps, without evaluations and checkpoints.
 
-    def _at(self, moment: Moment) -> int:
-        """The step launched last, as far as the run has not gone back since."""
-        return self._step if moment.step is None else min(moment.step, self._max_steps)
-
-    def seconds_left(self, moment: Moment) -> float | None:
-        """Time for the steps that are left, evaluations and checkpoints not counted.
-
-        None as long as no step was timed.
+        Returns:
+            Seconds; None before the first timed step.
         """
         if not self._pace:
             return None
         steps, seconds = (sum(n) for n in zip(*((k, k * s) for k, s in self._pace), strict=True))
-        of_one = seconds / steps
-        left = (self._max_steps - self._at(moment)) * of_one
-        return max(0.0, left - min(moment.seconds, of_one))
+        step_time = seconds / steps
+        remaining = (self._max_steps - self._current_step(activity)) * step_time
+        return max(0.0, remaining - min(activity.seconds, step_time))
 
 
 def _room(line: str, width: int) -> int:
-    """Columns for one part more."""
+    """Return the columns for another part."""
     return width - len(line) - len(_GAP)
 
 
 def clock(seconds: float) -> str:
-    """0:07, 12:34, 1:02:03, 2d 03:04."""
+    """Return a duration as 0:07, 12:34, 1:02:03 or 2d 03:04."""
     minutes, second = divmod(math.ceil(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 48:

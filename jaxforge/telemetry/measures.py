@@ -1,4 +1,4 @@
-"""Metrics that are computed on the host: speed, memory, moving averages.
+"""Metrics computed on the host: speed, memory, moving averages.
 
 `docs/metrics.md` lists every name with its unit and formula.
 """
@@ -19,15 +19,15 @@ from jaxforge.telemetry.sinks import Metrics
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """Cost of an update, and peak speed of the devices.
+    """Cost of an update and peak speed of the devices.
 
     Attributes:
         tokens: tokens of one update, over all devices.
         samples: sequences of one update.
-        flops: model FLOPs of a token in KempnerForge's convention.
-        causal_flops: the same in Megatron's.
-        n_devices: devices of the whole job.
-        peak_tflops: of one device; None if it is not known.
+        flops: model FLOPs per token in the convention of KempnerForge.
+        causal_flops: model FLOPs per token in the convention of Megatron.
+        n_devices: number of devices of the job.
+        peak_tflops: peak TFLOP/s of one device; None if unknown.
     """
 
     tokens: int
@@ -50,9 +50,11 @@ class StepCost:
         )
 
     def speed(self, seconds: float, samples: float) -> Metrics:
-        """Return `train/*` speed metrics of an update of `samples` sequences that takes `seconds`.
+        """Return `train/*` speed metrics of an update; MFU only if the peak is known.
 
-        MFU only where the peak is known.
+        Args:
+            seconds: time of the update.
+            samples: sequences of the update.
         """
         rate = self.tokens * samples / self.samples / seconds
         speed = {
@@ -81,9 +83,9 @@ _MEMORY = {
 
 
 def memory(devices: Iterable[jax.Device]) -> Metrics:
-    """`gpu/*` in GiB, each of the device where it is largest; empty where devices do not tell.
+    """Return `gpu/*` in GiB, each the largest over the devices; empty if they report none.
 
-    The allocator answers, on the host: no device is waited for.
+    The allocator on the host has these figures, so no device is waited for.
     """
     stats = [stats_ for device in devices if (stats_ := device.memory_stats())]
     gb = {
@@ -102,12 +104,11 @@ def describe_memory(
     """Return `memory (GB) | mem-allocated-gigabytes: 12.345 | …`, as Megatron reports (1e9 bytes).
 
     Args:
-        devices: each figure is that of the fullest one.
-        compiled: the step; of its figures, arguments are state and batch, temporaries what it
-            needs in addition.
+        devices: devices of this process; each figure is the largest over them.
+        compiled: the step, whose arguments are state and batch; None leaves its figures out.
 
     Returns:
-        None where devices do not tell.
+        The text; None if devices do not report memory.
     """
     stats = [stats_ for device in devices if (stats_ := device.memory_stats())]
     if not stats:
@@ -135,14 +136,15 @@ _REPORTED = {
 
 
 class Sums(NamedTuple):
-    """Sums over the steps of a run, whose differences are those over an interval.
+    """Sums over the steps of a run. Differences of two are sums over an interval.
 
     Attributes:
-        loss: over applied updates; one that is not finite would make all later means NaN.
-        updates: how many these are.
-        skipped: steps whose update was not applied.
-        nan: steps with labels whose loss was not finite.
-        left_out: those of the skipped steps that `train.iterations_to_skip` names.
+        loss: sum of the losses of applied updates. A loss that is not finite is excluded, since it
+            would make all later means NaN.
+        updates: number of applied updates.
+        skipped: number of steps whose update was not applied.
+        nan: number of steps with labels whose loss was not finite.
+        left_out: number of skipped steps that `train.iterations_to_skip` names.
     """
 
     loss: float = 0.0
@@ -154,13 +156,13 @@ class Sums(NamedTuple):
     def plus(
         self, losses: Sequence[float], skipped: Sequence[int], labels: Sequence[int] | None = None
     ) -> "Sums":
-        """With some more steps.
+        """Return the sums with further steps added.
 
         Args:
-            losses: of these steps.
-            skipped: the run's count of skipped steps after each of them.
-            labels: how many labels of each count; the loss of a step without any is NaN, as a mean
-                of nothing. None: each step has some.
+            losses: loss of each step.
+            skipped: count of skipped steps of the run after each step.
+            labels: number of valid labels of each step; without any, the loss of a step is NaN, the
+                mean of nothing. None means that each step has some.
         """
         finite = [math.isfinite(loss) for loss in losses]
         applied = [
@@ -168,7 +170,7 @@ class Sums(NamedTuple):
             for loss, good, was, now in zip(
                 losses, finite, (self.skipped, *skipped[:-1]), skipped, strict=True
             )
-            if good and now <= was
+            if good and now <= was  # the count of skipped steps has not grown
         ]
         loss, updates = self.loss + sum(applied), self.updates + len(applied)
         has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
@@ -176,9 +178,9 @@ class Sums(NamedTuple):
         return self._replace(loss=loss, updates=updates, skipped=skipped[-1], nan=self.nan + nan)
 
     def since(self, before: "Sums") -> Metrics:
-        """`interval/*` over the steps that came after `before`.
+        """Return `interval/*` of the steps after `before`.
 
-        No loss if no step was applied, and no steps that are left out if there are none.
+        `interval/loss` is missing if no update was applied, `interval/left_out_steps` if it is 0.
         """
         updates = self.updates - before.updates
         loss = {"interval/loss": (self.loss - before.loss) / updates} if updates else {}
@@ -193,7 +195,7 @@ class Sums(NamedTuple):
 
 
 def collected(extras: Mapping[str, Any]) -> Metrics:
-    """`train/*` of what `metrics.collect` asks for; norms of layers as `train/grad_norm/*`."""
+    """Return `train/*` of `metrics.collect`; norms of layers are `train/grad_norm/*`."""
     metrics: Metrics = {}
     for name, value in extras.items():
         if name != "grad_norms_per_layer":
@@ -203,14 +205,14 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
             norms = (
                 {part: norm} if norm.ndim == 0 else {f"{part}.{i}": n for i, n in enumerate(norm)}
             )
-            metrics |= {f"train/grad_norm/{where}": float(n) for where, n in norms.items()}
+            metrics |= {f"train/grad_norm/{layer}": float(n) for layer, n in norms.items()}
     return metrics
 
 
-def side_metrics(values: Mapping[str, Any]) -> Metrics:
-    """`terms/*` of a loss of several, `moe/*`, and `model/*` of what else model and loss tell.
+def aux_metrics(values: Mapping[str, Any]) -> Metrics:
+    """Return metrics of auxiliary outputs: `terms/*`, `moe/*`, and `model/*` for all others.
 
-    What has one number of each layer is `model/<name>/layers.<i>`.
+    An output with one number per layer becomes `model/<name>/layers.<i>`.
     """
     metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
     aux = values.get("side", {})
@@ -228,18 +230,18 @@ def side_metrics(values: Mapping[str, Any]) -> Metrics:
 
 
 class Smoothed:
-    """Moving averages as in KempnerForge: the first value, then 0.1 new + 0.9 old at every step."""
+    """Moving averages of KempnerForge: the first value, then 0.1 new + 0.9 old at every step."""
 
     def __init__(self) -> None:
         self._values: Metrics = {}
 
     def update(self, losses: Sequence[float], steps: int, speed: Metrics) -> Metrics:
-        """Takes the steps since the last update; returns `smoothed/*`.
+        """Add the steps since the last update and return `smoothed/*`.
 
         Args:
-            losses: of these steps; those that are not finite do not count.
-            steps: how many they are.
-            speed: `StepCost.speed` of their mean time, which stands for each of them.
+            losses: loss of each step; losses that are not finite are ignored.
+            steps: number of steps.
+            speed: `StepCost.speed` of the mean step time, used for each of the steps.
         """
         for loss in losses:
             if math.isfinite(loss):
@@ -252,4 +254,5 @@ class Smoothed:
 
     def _add(self, name: str, value: float, times: int) -> None:
         old = self._values.get(name, value)
+        # `times` updates with the same value: old <- 0.1 value + 0.9 old, in closed form.
         self._values[name] = value + 0.9**times * (old - value)

@@ -1,7 +1,7 @@
-"""Sinks with their intervals, and what happens when one fails: the run continues.
+"""Writers of metrics: sinks with intervals, whose failures do not stop the run.
 
-Every process has the same writers, for they decide when metrics are read; only process 0 has the
-sinks behind them.
+Every process has the same writers, since they decide when metrics are read. Only process 0 has
+sinks.
 """
 
 import importlib.util
@@ -19,24 +19,28 @@ from jaxforge.storage import mirror
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
+from jaxforge.telemetry.mlflow import MlflowSink
 from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sample, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 
 log = logging.getLogger(__name__)
 
+_LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""Extra of jaxforge -> module of its library."""
 PATIENCE = 3
-"""Failures in a row after which a sink is switched off."""
+"""Failures in a row after which a sink is disabled."""
 
 
 class MetricWriter:
-    """Sink that is written at an interval, and whose failures do not stop the run.
+    """A sink with an interval, whose failures do not stop the run.
 
     Args:
-        name: for messages.
-        sink: None where there is nothing to write to.
+        name: name of the sink in messages.
+        sink: the sink; None if this process writes nothing.
         interval: steps between writes.
-        catches_up: the sink keeps what it cannot write for later, and is never switched off.
+        catches_up: True if the sink retains what it cannot write and writes it later. Such a sink
+            is never disabled.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class MetricWriter:
         return step % self._interval == 0
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Writes, or says why it could not."""
+        """Write metrics, or warn of a failure."""
         self._try(lambda sink: sink.write(step, metrics))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -65,26 +69,29 @@ class MetricWriter:
             write(self._sink)
         except Exception as error:
             self._failures += 1
-            self._tell(error)
+            self._report(error)
         else:
             if self._failures and self._catches_up:
-                log.info("%s takes metrics again; none is missing", self._name)
+                log.info("%s works again; no metrics are missing", self._name)
             self._failures = 0
 
     def rewind(self, step: int) -> None:
-        """Tells the sink that the run continues from an earlier step."""
+        """Rewind the sink to an earlier step, after a rollback."""
         try:
             if self._sink is not None:
                 self._sink.rewind(step)
         except Exception as error:
             self._failures += 1
-            self._tell(error)
+            self._report(error)
 
     def close(self, exit_code: int = 0) -> bool:
-        """Close the sink, which may keep the run's exit code. Later metrics are dropped.
+        """Close the sink. Later metrics are dropped.
+
+        Args:
+            exit_code: exit code of the run, for sinks that store it.
 
         Returns:
-            False if the sink has lost metrics that it should have kept.
+            False if metrics are lost.
         """
         sink, self._sink = self._sink, None
         try:
@@ -97,12 +104,12 @@ class MetricWriter:
             log.warning("%s could not be closed: %s", self._name, _reason(error))
         return True
 
-    def _tell(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         if self._failures == 1:
-            log.warning("%s takes no metrics: %s; the run continues", self._name, _reason(error))
+            log.warning("%s failed: %s. The run continues", self._name, _reason(error))
         if self._failures == PATIENCE and not self._catches_up:
-            log.error("%s is switched off until the next start: it failed %d times in a row, "
-                      "lastly with %s", self._name, PATIENCE, _reason(error))  # fmt: skip
+            log.error("%s is disabled until the next start: it failed %d times in a row. Last "
+                      "failure: %s", self._name, PATIENCE, _reason(error))  # fmt: skip
             self.close(Exit.ERROR.code)
 
 
@@ -118,21 +125,21 @@ def open_writers(
     """Open all sinks of `[metrics]`.
 
     Args:
-        console: where the user looks.
-        config: the run's.
-        run_id: names the run in W&B.
-        step: the step that the run continues from.
-        cost: what an update takes, for lines that say so.
-        examples: sequences of the training data, for the same lines.
-        live: the line of a terminal; None where there are plain lines.
+        console: console for lines of metrics.
+        config: the resolved config.
+        run_id: id of the run in W&B.
+        step: the step from which the run continues.
+        cost: tokens and FLOPs of an update; by default, those of the config without samples.
+        examples: sequences of the training data, for formats that print them.
+        live: the live line of a terminal; None for plain lines.
 
     Raises:
-        UserError: a sink cannot work as it is set up.
+        UserError: the settings of a sink do not work.
         StorageError: `metrics.jsonl` cannot be read or changed.
     """
     metrics, train, run = config.metrics, config.train, mirror.files(config.checkpoint.dir)
 
-    def watched() -> Sink:
+    def console_sink() -> Sink:
         if live is not None:
             live.begin(step, train.max_steps)
             return live
@@ -151,7 +158,7 @@ def open_writers(
 
     writers = [
         writer("metrics.jsonl", lambda: JsonlSink(run / "metrics.jsonl", step), catches_up=True),
-        writer("the console", watched),
+        writer("the console", console_sink),
     ]
     if metrics.enable_tensorboard:
         events = run / metrics.tensorboard_dir
@@ -162,6 +169,9 @@ def open_writers(
     if metrics.enable_wandb:
         interval = metrics.wandb_interval
         writers.append(writer("W&B", lambda: WandbSink(run, config, run_id), interval))
+    if metrics.enable_mlflow:
+        interval = metrics.mlflow_interval
+        writers.append(writer("MLflow", lambda: MlflowSink(config, run_id), interval))
     return writers
 
 
@@ -176,18 +186,18 @@ def _open(
         raise
     except Exception as error:
         if catches_up and isinstance(error, OSError):
-            raise StorageError(f"{name} of the run cannot be opened: {error}") from error
-        log.error("%s gets no metrics until the next start: %s", name, _reason(error))
+            raise StorageError(f"{name} cannot be opened: {error}") from error
+        log.error("%s is disabled until the next start: %s", name, _reason(error))
         return MetricWriter(name, None, interval)
 
 
 def check_libraries(config: MetricsConfig) -> None:
-    """Refuses, before anything is done, sinks whose library is not installed.
+    """Check that the libraries of all sinks are installed.
 
     Raises:
-        UserError: names the library and what installs it.
+        UserError: a library is missing; the message says how to install it.
     """
-    for key, library in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+    for key, library in _LIBRARIES.items():
         if getattr(config, f"enable_{key}") and importlib.util.find_spec(library) is None:
             raise UserError(
                 f"metrics.enable_{key} = true needs {library}: pip install 'jaxforge[{key}]', "

@@ -1,4 +1,4 @@
-"""Numbers as text."""
+"""Formatting of numbers as text."""
 
 import math
 
@@ -12,14 +12,14 @@ def human(number: float) -> str:
 
 
 def short(value: float) -> str:
-    """Return a round number in few digits: 0.05, 3e-4, 20,000."""
+    """Return a round number with few digits: 0.05, 3e-4, 20,000."""
     if value and not 1e-3 <= abs(value) < 1e6:
         return _exponent(f"{value:.2e}")
     return f"{value:,.6g}"
 
 
 def exact(value: float) -> str:
-    """Return five digits, and all of a whole number; `page.js` writes numbers the same way."""
+    """Return five digits, or all digits of an integer; `page.js` formats numbers the same way."""
     if not math.isfinite(value):
         return "not finite"
     if value == round(value) or abs(value) >= 1e4:
@@ -36,7 +36,7 @@ def _exponent(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two greatest units: 3,725 -> "1 h 2 min"."""
+    """Return a duration in its two largest units: 3,725 -> "1 h 2 min"."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60 or seconds >= 1e11:  # more than 3,000 years

@@ -1,4 +1,4 @@
-"""A trace of a few steps, for TensorBoard's profile plugin, xprof or Perfetto."""
+"""Traces of a few steps for TensorBoard's profile plugin, xprof or Perfetto."""
 
 import contextlib
 import logging
@@ -15,17 +15,17 @@ log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces the steps of `[profiling]`, in the processes that it names.
+    """Traces the steps of `[profiling]` in the processes of `profiling.hosts`.
 
-    Steps count over the whole run. A run that resumes within the window traces the rest of it, one
-    that ends there closes the trace. A trace that fails stops nothing.
+    Steps count over the whole run. A run that resumes within the window traces the remaining steps;
+    a run that ends within it closes the trace. A failed trace does not stop the run.
 
     Args:
-        config: the section.
+        config: the `[profiling]` section.
         run: the run directory.
 
     Raises:
-        UserError: a process is named that the job does not have.
+        UserError: `profiling.hosts` names a process that does not exist.
     """
 
     def __init__(self, config: ProfilingConfig, run: Path) -> None:
@@ -33,8 +33,8 @@ class Profiler:
         n = jax.process_count()
         if config.enable and (absent := [host for host in config.hosts if host >= n]):
             raise UserError(
-                f"profiling.hosts = {list(config.hosts)}: there is no process {absent[0]}; this "
-                f"job has {n}, numbered from 0"
+                f"profiling.hosts = {list(config.hosts)}: process {absent[0]} does not exist. This "
+                f"job has {n} process(es), numbered from 0"
             )
         self._enabled = config.enable and jax.process_index() in config.hosts
         self._running = False
@@ -43,12 +43,11 @@ class Profiler:
     def around(
         self, step: int, between_steps: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[None]:
-        """Marks a step for any trace; begins and ends our own with it.
+        """Annotate a step for any trace; start and end our own trace around it.
 
         Args:
-            step: its number.
-            between_steps: waits for the steps that are launched, then keeps what happens inside
-                out of their time.
+            step: number of the step.
+            between_steps: waits for launched steps and excludes the block from step times.
         """
         inside = self._config.start_step <= step < self._config.end_step
         if self._enabled and inside and not self._running:
@@ -61,7 +60,7 @@ class Profiler:
                 self.close()
 
     def close(self) -> None:
-        """Ends the trace, if there is one, and writes it."""
+        """Stop the running trace, if any, and write it."""
         if not self._running:
             return
         self._running = self._enabled = False
@@ -79,7 +78,7 @@ class Profiler:
             jax.profiler.start_trace(self._directory, profiler_options=options)
         except (RuntimeError, OSError) as error:
             self._enabled = False
-            log.error("no trace: %s", error)
+            log.error("cannot start the trace: %s", error)
         else:
             self._running = True
-            log.info("tracing from step %d on", step)
+            log.info("trace started at step %d", step)

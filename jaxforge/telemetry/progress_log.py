@@ -1,6 +1,6 @@
-"""`progress.txt`: jobs, checkpoints and their throughput, in Megatron's grammar.
+"""`progress.txt`: jobs, checkpoints and their throughput, in the format of Megatron.
 
-A line per event, appended by process 0, fields parted by tabs:
+Process 0 appends a line for each event, with fields separated by tabs:
 
     2026-08-22 12:00:00  Job ID: 4711  # GPUs: 8  Starting job
     2026-08-22 12:10:00  Job ID: 4711  # GPUs: 8  Saved checkpoint  Iteration: 100
@@ -9,9 +9,10 @@ A line per event, appended by process 0, fields parted by tabs:
     2026-08-22 12:20:00  Job ID: 4711  # GPUs: 8  Saving async checkpoint  Iteration: 200  …
     2026-08-22 12:20:30  Job ID: 4711  # GPUs: 8  Saved async checkpoint  Iteration: 200
 
-Throughput is model FLOPs (attention looks back only) per second of wall-clock time and device:
-set-up, evaluation and checkpoints count. That of the job is since this process started, the
-cumulative one since the first job on as many devices, the time between its restarts included.
+Throughput is model FLOPs (with causal attention) per second of wall-clock time and device. Setup,
+evaluation and checkpoints count as time. The throughput of the job is measured since this process
+started. The cumulative throughput is measured since the first job on the same number of devices,
+including the time between restarts.
 Source: Megatron-LM and Megatron-Bridge, `compute_throughputs_and_append_to_progress_log`.
 """
 
@@ -30,12 +31,12 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog:
-    """Appends to the file; a line that cannot be written waits for the next one, and stops nothing.
+    """Appends lines to the file. Lines that cannot be written are retried with the next line.
 
     Args:
         path: the file.
-        n_devices: of the whole job.
-        flops: model FLOPs done before this job.
+        n_devices: number of devices of the job.
+        flops: model FLOPs of the run before this job.
     """
 
     def __init__(self, path: Path, n_devices: int, flops: float) -> None:
@@ -46,14 +47,14 @@ class ProgressLog:
         self._first_start, self._first_flops = self._first_job(flops)
 
     def append(self, *fields: str) -> None:
-        """Writes a line: the event, and what belongs to it."""
+        """Append a line with an event and its fields."""
         now = datetime.datetime.now().strftime(_TIME)
         job = f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}"
         line = "\t".join((now, job, f"# GPUs: {self._n_devices}", *fields))
         try:
             self._lines.append(line)
         except OSError as error:
-            log.warning("%s takes no lines: %s; the run continues", self._path, error.strerror)
+            log.warning("cannot write to %s: %s. The run continues", self._path, error.strerror)
 
     def close(self) -> None:
         """Make all lines durable.
@@ -64,13 +65,13 @@ class ProgressLog:
         self._lines.close()
 
     def append_checkpoint(self, event: str, step: int, flops: float, tokens: int) -> None:
-        """Writes "Saved checkpoint" or "Saving async checkpoint".
+        """Append a line about a checkpoint.
 
         Args:
-            event: which of them.
-            step: of the checkpoint.
-            flops: model FLOPs of the whole run up to it.
-            tokens: of the whole run up to it.
+            event: "Saved checkpoint" or "Saving async checkpoint".
+            step: step of the checkpoint.
+            flops: model FLOPs of the run up to the checkpoint.
+            tokens: tokens of the run up to the checkpoint.
         """
         job = self._rate(flops - self._flops, time.monotonic() - self._started)
         since_first = datetime.datetime.now() - self._first_start
@@ -85,30 +86,31 @@ class ProgressLog:
         )
 
     def _first_job(self, flops: float) -> tuple[datetime.datetime, float]:
-        """Start of the first job on as many devices as this one, and FLOPs done before it."""
+        """Return start and previous FLOPs of the first job on the same number of devices."""
         now = datetime.datetime.now().replace(microsecond=0)
         try:
             start, done = start_time_and_flops(self._path, self._n_devices)
         except (OSError, ValueError) as error:
-            log.warning("cumulative throughput begins with this job: %s", error)
+            log.warning("cumulative throughput starts with this job: %s", error)
             return now, flops
-        # The file has three digits, which may be more than this job will ever do.
+        # FLOPs in the file are rounded to three digits; the error may exceed those of this job.
         return (start, done) if start < now else (start, flops)
 
     def _rate(self, flops: float, seconds: float) -> float:
-        """TFLOP/s per device; 0 where no time has passed, or a clock was set back."""
+        """Return TFLOP/s per device; 0 if no time has passed or the clock was set back."""
         return flops / (seconds * 1e12 * self._n_devices) if seconds > 0 else 0.0
 
 
 def start_time_and_flops(path: Path, n_devices: int) -> tuple[datetime.datetime, float]:
-    """When the first job on this many devices started, and the FLOPs of checkpoints before it.
+    """Return the start of the first job on a number of devices, and the FLOPs before it.
 
-    Jobs on other numbers of devices begin the search anew. An asynchronous checkpoint counts once
-    it is saved. Lines that do not follow the grammar are passed over with a warning.
+    A job on another number of devices restarts the search. FLOPs are those of the last saved
+    checkpoint; an asynchronous checkpoint counts when it is saved. Invalid lines are ignored with a
+    warning.
 
     Args:
-        path: a `progress.txt`, Megatron's own or ours.
-        n_devices: devices of the job.
+        path: a `progress.txt` of Megatron or of ours.
+        n_devices: number of devices of the job.
 
     Raises:
         ValueError: there is no such job.
@@ -125,7 +127,7 @@ def start_time_and_flops(path: Path, n_devices: int) -> tuple[datetime.datetime,
             if event in ("Saved checkpoint", "Saved async checkpoint"):
                 flops = being_saved.pop(int(fields["Iteration"]), flops)
         except (ValueError, KeyError):
-            log.warning("%s:%d is not a line of a progress log: passed over", path, number)
+            log.warning("%s:%d is not a line of a progress log: ignored", path, number)
             continue
         if devices != n_devices:
             start = None
@@ -137,10 +139,10 @@ def start_time_and_flops(path: Path, n_devices: int) -> tuple[datetime.datetime,
 
 
 def _parse(line: str) -> tuple[datetime.datetime, int, str, dict[str, str]]:
-    """Time, devices, event and the other fields by name.
+    """Return time, devices, event and the other fields by name.
 
     Raises:
-        ValueError: it is not such a line.
+        ValueError: the line has another format.
     """
     when, _, devices, event, *pairs = line.split("\t")
     fields = dict(field.split(": ", 1) for field in pairs)

@@ -1,4 +1,4 @@
-"""Sinks of metrics. Each takes (step, {name: value}); only process 0 has sinks."""
+"""Sinks of metrics: each receives (step, {name: value}); only process 0 has sinks."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.storage.line_file import LineFile
 
 Metrics = dict[str, Any]
-"""Numbers by name; of experts, lists of numbers."""
+"""Numbers by name; loads of experts are lists of numbers."""
 
 _CLIPPED = 160  # characters of a sample on the console
 
@@ -22,8 +22,8 @@ class Sample(NamedTuple):
     """Text that the model generated.
 
     Attributes:
-        prompt: a text.
-        text: what it was continued with.
+        prompt: the prompt.
+        text: the continuation.
     """
 
     prompt: str
@@ -31,31 +31,30 @@ class Sample(NamedTuple):
 
 
 class Sink(Protocol):
-    """Receives what is logged."""
+    """Destination of metrics and samples."""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Takes the metrics of one logged step, or of one evaluation."""
+        """Write the metrics of a step or of an evaluation."""
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Takes what the model wrote after a step."""
+        """Write samples of the model after a step."""
 
     def rewind(self, step: int) -> None:
-        """The run goes on from an earlier step, and what follows is of the steps after it."""
+        """Continue from an earlier step: later entries are repeated."""
 
     def close(self, exit_code: int) -> None:
-        """Flushes; the process is about to end with this code."""
+        """Flush and close; the process is about to end with this code."""
 
 
 class JsonlSink:
-    """`metrics.jsonl` and `samples.jsonl`: objects with `step` and `time`, a line each.
+    """`metrics.jsonl` and `samples.jsonl`: one JSON object with `step` and `time` per line.
 
-    Append-only while a run lasts. A resumed run first drops the lines that came after its
-    checkpoint: those steps are run, and logged, again. `line_file` has what becomes of damaged
-    lines and of lines that the disk does not take.
+    Lines are only appended during a run. A resumed run first drops the lines after its checkpoint,
+    since those steps run and are logged again. `line_file` handles damaged lines and full disks.
 
     Args:
         path: the file of metrics.
-        resumed_step: the step that the run continues from; 0 for a new run.
+        resumed_step: the step from which the run continues; 0 for a new run.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -63,7 +62,9 @@ class JsonlSink:
         samples_path = path.with_name(SAMPLES)
         for file in (path, samples_path):
             if file.is_symlink():
-                raise UserError(f"{file} is a link, and a run writes through none: remove it")
+                raise UserError(
+                    f"{file} is a symbolic link, through which a run does not write. Remove it"
+                )
         self._metrics, self._samples = LineFile(path), LineFile(samples_path)
         path.touch()
         self.rewind(resumed_step)
@@ -98,17 +99,17 @@ class JsonlSink:
 
 
 SAMPLES = "samples.jsonl"
-"""The file of a run with what the model wrote."""
+"""File name of the samples of a run."""
 
 
 def as_json(step: int, metrics: Metrics) -> str:
-    """One object: `step`, `time` (Unix seconds) and the metrics, null where not finite."""
+    """Return a JSON object of `step`, `time` (Unix seconds) and metrics; null if not finite."""
     shown = {name: _finite(value) for name, value in metrics.items()}
     return json.dumps({"step": step, "time": round(time.time(), 3), **shown})
 
 
 def sample_as_json(step: int, sample: Sample) -> str:
-    """One object: `step`, `prompt`, `text`, `time` (Unix seconds)."""
+    """Return a JSON object of `step`, `prompt`, `text` and `time` (Unix seconds)."""
     values = {"step": step, **sample._asdict(), "time": round(time.time(), 3)}
     return json.dumps(values, ensure_ascii=False)
 
@@ -136,11 +137,11 @@ class LineFormat(Protocol):
 
 
 class LineSink:
-    """Plain lines for each logged step: where nobody watches a terminal, or parsers read along.
+    """Plain lines for each logged step, for output that is not a terminal or that is parsed.
 
     Args:
-        console: where they go, as they are: nothing is wrapped, coloured or replaced.
-        lines: what they look like.
+        console: receives the lines verbatim, without wrapping, colours or markup.
+        lines: format of the lines.
     """
 
     def __init__(self, console: Console, lines: LineFormat) -> None:
@@ -148,20 +149,20 @@ class LineSink:
         self._print(lines.banner())
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Prints a step or an evaluation."""
-        of = self._lines.train if is_step(metrics) else self._lines.evaluation
-        self._print(of(step, metrics))
+        """Print a step or an evaluation."""
+        line = self._lines.train if is_step(metrics) else self._lines.evaluation
+        self._print(line(step, metrics))
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Prints each."""
+        """Print each sample."""
         for sample in samples:
             self._print(self._lines.sample(step, sample))
 
     def rewind(self, step: int) -> None:
-        """Nothing to do."""
+        """Do nothing: printed lines stay."""
 
     def close(self, exit_code: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _print(self, text: str) -> None:
         if text:
@@ -182,27 +183,28 @@ _FORMATS = {
     "mem={:.1f}/{:.0f}GB": ("gpu/peak_gb", "gpu/total_gb"),
     "step_time={:.2f}s": ("train/step_time_sec",),
 }
-"""Part of a line -> the metrics that it needs, in KempnerForge's order."""
+"""Segment of a line -> metrics that it needs, in the order of KempnerForge."""
 
 
 def format_line(step: int, metrics: Metrics) -> str:
-    """`[step 10] loss=5.0213 | lr=3.00e-04 | grad_norm=1.234 | tok/s=12,345 | step_time=0.42s`.
+    """Return the line of a step or an evaluation; empty if it has nothing to show.
 
-    With `mfu=41.3% | mem=61.2/80GB` before the time where the device's peak and memory are known.
-    Empty where nothing of a step or an evaluation is there.
+    The line is `[step 10] loss=5.0213 | lr=3.00e-04 | grad_norm=1.234 | tok/s=12,345 |
+    step_time=0.42s`, with `mfu=41.3% | mem=61.2/80GB` before the time if peak and memory of the
+    device are known.
     """
-    described = _describe(metrics, " | ")
+    described = " | ".join(_segments(metrics))
     return f"[step {step}] {described}" if described else ""
 
 
 def format_sample(step: int, sample: Sample) -> str:
-    """`[step 10] sample: "Once" ... " upon a time"`, cut to two lines of a terminal."""
+    """Return `[step 10] sample: "Once" ... " upon a time"`, cut to two lines of a terminal."""
     prompt, text = (json.dumps(part, ensure_ascii=False) for part in sample)
     line = f"[step {step}] sample: {f'{prompt} ... ' if sample.prompt else ''}{text}"
     return line if len(line) <= _CLIPPED else f"{line[: _CLIPPED - 3]}..."
 
 
-def _describe(metrics: Metrics, separator: str) -> str:
+def _segments(metrics: Metrics) -> list[str]:
     parts = [
         text.format(*(metrics[name] for name in names))
         for text, names in _FORMATS.items()
@@ -215,4 +217,4 @@ def _describe(metrics: Metrics, separator: str) -> str:
     ]
     if metrics.get("train/skipped_steps"):
         parts.append(f"skipped={metrics['train/skipped_steps']:.0f}")
-    return separator.join(parts)
+    return parts

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard's event files."""
+"""Sink of metrics for TensorBoard: event files."""
 
 import os
 import time
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """A new event file per start, written as metrics come.
+    """A new event file for each start, written in the calling thread.
 
-    Not through tensorboardX's `SummaryWriter`: its queue blocks for ever once its thread has died
-    of a full disk. This writes in the caller's thread, where a failure can be seen.
+    The `SummaryWriter` of tensorboardX is not used: after a full disk has ended its thread, its
+    queue blocks forever. In the calling thread, failures are visible.
 
     Args:
-        directory: of the event files.
-        resumed_step: the step that the run continues from; TensorBoard forgets what earlier files
-            say of later steps.
-        config: the run's: a text, and hyperparameters to compare runs by; None writes neither.
+        directory: directory of the event files.
+        resumed_step: the step from which the run continues; TensorBoard drops later steps of
+            earlier files.
+        config: the config of the run, written as text and as hyperparameters; None writes neither.
 
     Raises:
         UserError: the directory cannot be written.
@@ -41,11 +41,11 @@ class TensorBoardSink:
         self._ended: Summary | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            # Names have whole seconds; two starts within one second are two processes.
+            # File names contain whole seconds; starts within one second have different process ids.
             self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}")
         except OSError as error:
             raise UserError(
-                f"metrics.tensorboard_dir: {directory}: {error.strerror}; name a directory that "
+                f"metrics.tensorboard_dir: {directory}: {error.strerror}. Name a directory that "
                 "can be written"
             ) from error
         self._start = SessionLog(status=SessionLog.START)
@@ -58,7 +58,7 @@ class TensorBoardSink:
             self._write_summary(started, resumed_step)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """One event with a scalar per metric, on its way to the disk when this returns."""
+        """Write one event with a scalar for each metric, and flush it."""
         values = [
             self._summary.Value(tag=name, simple_value=value)
             for name, value in metrics.items()
@@ -67,7 +67,7 @@ class TensorBoardSink:
         self._write_summary(self._summary(value=values), step)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A text for each prompt, by its number."""
+        """Write a text for each prompt, named by its index."""
         for number, sample in enumerate(samples):
             self._write_text(f"samples/{number}", f"{sample.prompt}{sample.text}", step)
 
@@ -81,13 +81,13 @@ class TensorBoardSink:
         self._file.flush()
 
     def rewind(self, step: int) -> None:
-        """Has TensorBoard forget what was written of later steps."""
+        """Make TensorBoard drop the events of later steps."""
         event = self._event(wall_time=time.time(), step=step + 1, session_log=self._start)
         self._file.write_event(event)
         self._file.flush()
 
     def close(self, exit_code: int) -> None:
-        """Closes the file; a run that ended well is a finished session."""
+        """Close the file, and mark a successful run as a finished session."""
         if exit_code == 0 and self._ended is not None:
             self._write_summary(self._ended, 0)
         self._file.close()
@@ -100,19 +100,19 @@ _HYPERPARAMETERS = {
     "train": ("seq_len", "max_steps", "batch_size", "global_batch_size", "grad_accum_steps",
               "grad_clip_norm", "mixed_precision", "seed"),
 }  # fmt: skip
-"""Of other sections, the keys to compare runs by."""
+"""Hyperparameters in sections of which only some keys are compared."""
 
 
 def hyperparameters(config: JobConfig) -> dict[str, bool | float | str]:
-    """Return the hyperparameters that runs are compared by; keys that are not set are left out."""
+    """Return the hyperparameters by which runs are compared, without keys that are not set."""
     keys = {
         **_HYPERPARAMETERS,
         **{name: tuple(type(getattr(config, name)).model_fields) for name in _WHOLE_SECTIONS},
     }
     values = {
         f"{section}.{key}": getattr(getattr(config, section), key)
-        for section, of_section in keys.items()
-        for key in of_section
+        for section, names in keys.items()
+        for key in names
     }
     return {
         name: value if isinstance(value, bool | int | float) else redacted(str(value))

@@ -1,7 +1,10 @@
-"""Metrics on their way from the device to the sinks, one step late.
+"""Tracker of metrics: reads them from the device one step late, and writes them to the sinks.
 
-The host launches step n + 1 before it reads the metrics of step n, and reads them only where they
-are due somewhere: between two logged steps nothing is copied from the device.
+    host     launch n | launch n+1 | read the metrics of n, if some writer is due | launch n+2
+    device    ......... step n ......... | ............. step n+1 ............. |
+
+The host launches step n + 1 before it waits for the metrics of step n, so the device is never idle.
+Nothing is copied from the device between two logged steps.
 """
 
 import collections
@@ -16,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
-from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, side_metrics
+from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
 
@@ -24,15 +27,16 @@ log = logging.getLogger(__name__)
 
 
 class _Launched(NamedTuple):
-    """A step that was launched, with its metrics on the device.
+    """A launched step with its metrics on the device.
 
     Attributes:
-        step: its number, if it takes place: none does after the step that ends a run.
-        metrics: what is logged of it.
-        waited: seconds that this process had waited for data by then.
-        loss: its loss.
-        skipped: the run's count of skipped steps after it.
-        labels: how many of its labels count.
+        step: number of the step. A step that is launched after the guard has halted the run changes
+            nothing, and does not get this number.
+        metrics: the metrics to log.
+        waited: seconds that this process had waited for data before the step.
+        loss: loss of the step.
+        skipped: count of skipped steps of the run after the step.
+        labels: number of valid labels.
     """
 
     step: int
@@ -44,12 +48,12 @@ class _Launched(NamedTuple):
 
 
 class HostTimes(NamedTuple):
-    """Seconds of this process since it started: what a host does on its own is in the last two.
+    """Seconds of this process since it started.
 
     Attributes:
-        clock: of the run; pauses do not count.
-        data_wait: spent waiting for batches.
-        launch: spent between a batch's arrival and the launch of its step.
+        clock: total time, without pauses.
+        data_wait: waiting for batches.
+        launch: from the arrival of a batch to the launch of its step.
     """
 
     clock: float
@@ -58,7 +62,15 @@ class HostTimes(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A moment of the run: its step, sequences drawn, its clock, seconds spent waiting for data."""
+    """Counters at the end of an interval.
+
+    Attributes:
+        step: number of the step.
+        samples: sequences drawn.
+        seconds: clock of the tracker.
+        waited: seconds spent waiting for data.
+        sums: sums over the steps of the run.
+    """
 
     step: int
     samples: int
@@ -68,15 +80,15 @@ class _Mark(NamedTuple):
 
 
 class Tracker:
-    """Chooses the steps to log, times them, and writes their metrics.
+    """Selects the steps to log, measures their time, and writes their metrics.
 
     Args:
-        writers: where metrics go; the same on every process.
-        cost: what an update takes.
-        progress: where the run stands; bad steps in a row are noted there as metrics arrive.
+        writers: the writers of metrics; the same on every process.
+        cost: tokens and FLOPs of an update.
+        progress: the counters of the run; `consecutive_bad` is updated when metrics are read.
         last_step: `train.max_steps`.
-        datasets: names of a mixture's.
-        extras: `metrics.collect`; logged in addition.
+        datasets: names of the datasets of a mixture.
+        extras: `metrics.collect`: additional metrics to log.
         left_out: `train.iterations_to_skip`.
     """
 
@@ -95,9 +107,9 @@ class Tracker:
         self._last_step = last_step
         self._logged: Metrics = {}
         self._latest: _Launched | None = None
-        # Those since the last fetch. Beyond a thousand they would cost more to read than they add
+        # Steps since the last fetch, at most a thousand: reading more would cost more than it adds
         # to a mean.
-        self._launched: collections.deque[_Launched] = collections.deque(maxlen=_MOST)
+        self._launched: collections.deque[_Launched] = collections.deque(maxlen=MOST)
         self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
         self._paused = self._waited = self._launching = 0.0
@@ -105,27 +117,34 @@ class Tracker:
         self.start_clock()
 
     def start_clock(self) -> None:
-        """Starts timing here: set-up and compilation are not steps."""
-        at = self._progress
-        self._warned = at.nonfinite, at.spikes
-        self._fetched = _Mark(at.step, at.samples, self._clock(), self._waited, self._sums)
+        """Start timing here, so that setup and compilation do not count as step time."""
+        progress = self._progress
+        self._warned = progress.nonfinite, progress.spikes
+        self._fetched = _Mark(
+            progress.step, progress.samples, self._clock(), self._waited, self._sums
+        )
         self._written = [self._fetched] * len(self._writers)
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time spent inside is the step's, and counts as `train/data_wait_sec`."""
+        """Count the time of the block as `train/data_wait_sec` of the step."""
         start = time.perf_counter()
         yield
         self._has_batch = time.perf_counter()
         self._waited += self._has_batch - start
 
     def end_step(self, step: int, metrics: dict[str, Array]) -> None:
-        """Takes a step that has been launched; logs the one before it, where that was due."""
+        """Record a step that has been launched; log the previous step if it is due.
+
+        Args:
+            step: number of the step.
+            metrics: metrics of the step, on the device.
+        """
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
-        of_datasets = _OF_DATASETS if self._datasets else ()
-        besides = [name for name in (*_AUX, "loss_scale") if name in metrics]
-        names = (*_FETCHED, *of_datasets, *self._extras, *besides)
+        by_dataset = _OF_DATASETS if self._datasets else ()
+        optional = [name for name in (*_AUX, "loss_scale") if name in metrics]
+        names = (*_FETCHED, *by_dataset, *self._extras, *optional)
         fetched = {name: metrics[name] for name in names}
         labels = metrics.get("valid_tokens", 1)
         losses = metrics["loss"], metrics["skipped"], labels
@@ -133,26 +152,32 @@ class Tracker:
         self._launched.append(self._latest)
 
     def flush(self) -> None:
-        """Logs the latest step now where it is due, waiting for the device."""
+        """Wait for the latest step and log it, if it is due.
+
+        All writers take the first and the last step.
+        """
         if self._latest is None:
             return
-        if due := self._due(self._latest.step):
+        step = self._latest.step
+        is_due_everywhere = step in (1, self._last_step)
+        due = [i for i, writer in enumerate(self._writers) if is_due_everywhere or writer.due(step)]
+        if due:
             self._log_latest(self._latest, due)
-        elif self._latest.step % _MOST == 0:  # the step that ended the run is still among them
+        elif step % MOST == 0:  # a step that halted the run must still be among the recorded ones
             self._progress.consecutive_bad = int(self._latest.metrics["consecutive"])
 
     def take_logged(self) -> Metrics:
-        """The metrics of the last step that was logged, once; empty where none was since."""
+        """Return the metrics of the last logged step once; empty if none was logged since."""
         logged, self._logged = self._logged, {}
         return logged
 
     def log_latest(self) -> None:
-        """Logs the metrics of the latest step everywhere, due or not."""
+        """Log the metrics of the latest step with every writer, even if none is due."""
         if self._latest is not None:
             self._log_latest(self._latest, range(len(self._writers)))
 
     def rewind(self) -> None:
-        """Goes on from an earlier step: what was logged of later ones gives way to what comes."""
+        """Continue from an earlier step after a rollback; sinks drop the metrics of later steps."""
         self._latest = None
         self._sums = self._sums._replace(skipped=self._progress.skipped)
         self._launched.clear()
@@ -161,12 +186,12 @@ class Tracker:
         self.start_clock()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Writes to every writer."""
+        """Write metrics with every writer."""
         for writer in self._writers:
             writer.write(step, metrics)
 
     def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Writes what the model wrote to every writer."""
+        """Write samples of the model with every writer."""
         for writer in self._writers:
             writer.write_samples(step, samples)
 
@@ -176,33 +201,32 @@ class Tracker:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside does not count as step time: evaluation, checkpoints, traces.
+        """Exclude the block from step times: evaluation, checkpoints, traces.
 
-        It begins when every step that was launched has ended.
+        The block starts when all launched steps have finished.
         """
         self.flush()
         if self._latest is not None:
-            jax.block_until_ready(self._latest.metrics)  # this wait is still the step's
+            jax.block_until_ready(self._latest.metrics)  # this wait is still step time
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
 
     def close(self, exit_code: int = 0) -> bool:
-        """Log what is due and close the writers, which learn how the run ends.
+        """Log the latest step if it is due, and close the writers.
+
+        Args:
+            exit_code: exit code of the run, for sinks that store it.
 
         Returns:
-            False if metrics are lost; later writers then learn of `Exit.STORAGE`.
+            False if metrics are lost; the remaining writers then get the code of `Exit.STORAGE`.
         """
         self.flush()
-        is_whole = True
+        is_complete = True
         for writer in self._writers:
-            is_whole &= writer.close(exit_code if is_whole or exit_code else Exit.STORAGE.code)
-        return is_whole
-
-    def _due(self, step: int) -> Sequence[int]:
-        """The writers to which `step` goes: all take the first and the last."""
-        everywhere = step in (1, self._last_step)
-        return [i for i, writer in enumerate(self._writers) if everywhere or writer.due(step)]
+            code = exit_code if is_complete or exit_code else Exit.STORAGE.code
+            is_complete &= writer.close(code)
+        return is_complete
 
     def _log_latest(self, latest: _Launched, writers: Sequence[int]) -> None:
         launched = list(self._launched)
@@ -211,16 +235,18 @@ class Tracker:
         self._latest = None
         self._launched.clear()
         self._progress.consecutive_bad = int(values["consecutive"])
-        step = int(values["step"])  # where the state stands still, behind the one launched
-        took_place = len(launched) - (latest.step - step)
-        if step == self._fetched.step or took_place < 1:
+        # After too many bad steps the device no longer counts steps (`step.guard`), while the host
+        # still launches some: those behind the last counted step did not change anything.
+        step = int(values["step"])
+        counted = len(launched) - (latest.step - step)
+        if step == self._fetched.step or counted < 1:
             return
         if step < latest.step:
-            latest = launched[took_place - 1]
+            latest = launched[counted - 1]
             values = jax.device_get(latest.metrics)
-        losses = [float(loss) for loss, *_ in fetched[:took_place]]
-        skipped, labels = ([int(launch[i]) for launch in fetched[:took_place]] for i in (1, 2))
-        left_out = sum(launch.step in self._left_out for launch in launched[:took_place])
+        losses = [float(loss) for loss, *_ in fetched[:counted]]
+        skipped, labels = ([int(launch[i]) for launch in fetched[:counted]] for i in (1, 2))
+        left_out = sum(launch.step in self._left_out for launch in launched[:counted])
         self._sums = self._sums._replace(left_out=self._sums.left_out + left_out)
         self._sums = self._sums.plus(losses, skipped, labels)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
@@ -229,7 +255,7 @@ class Tracker:
         since = self._fetched
         now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
         self._fetched = now
-        speed = self._speed(since, now)
+        speed, padding = self._speed(since, now), int(values["counts"].padding)
         metrics = {
             "train/loss": losses[-1],
             "train/grad_norm": float(values["grad_norm"]),
@@ -240,21 +266,24 @@ class Tracker:
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
-            **_padding(values),
-            **_loss_scale(values),
+            **({"train/padding_tokens": float(padding)} if padding else {}),
+            **({"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
-            **side_metrics(values),
+            **aux_metrics(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
         self._logged = metrics
-        for i in writers:
-            self._writers[i].write(step, metrics | self._interval(self._written[i], now))
+        for i in writers:  # with means over the interval of each writer
+            since = self._written[i]
+            wait = (now.waited - since.waited) / _steps(since, now)
+            interval = self._speed(since, now) | {"train/data_wait_sec": wait}
+            self._writers[i].write(step, metrics | interval | now.sums.since(since.sums))
             self._written[i] = now
 
     def _warn(self, step: int, nonfinite: int, spikes: int) -> None:
-        """Tells of bad steps since it last did, whatever is done about them."""
+        """Warn of bad steps since the last warning, whether or not their updates are applied."""
         more_nonfinite, more_spikes = nonfinite - self._warned[0], spikes - self._warned[1]
         if more_nonfinite > 0 or more_spikes > 0:
             log.warning(
@@ -264,21 +293,15 @@ class Tracker:
         self._warned = nonfinite, spikes
 
     def _warn_of_labels(self, step: int, without: int) -> None:
-        """Warn once that there are steps without any label."""
+        """Warn once that there are steps without valid labels."""
         if without and not self._has_warned_of_labels:
             self._has_warned_of_labels = True
             log.warning(
-                "up to step %d: %d step(s) without any label that counts. Nothing is learned from "
-                "such a step, and its loss is null. Look at the masks of the data; prompts longer "
-                "than train.seq_len leave no label, too (data.overlong)",
+                "up to step %d: %d step(s) without valid labels. Such a step learns nothing, and "
+                "its loss is null. Check the loss masks of the data. Prompts longer than "
+                "train.seq_len leave no label either (data.overlong)",
                 step, without,
             )  # fmt: skip
-
-    def _interval(self, since: _Mark, now: _Mark) -> Metrics:
-        """Means over the steps between two marks: each writer has those of its own interval."""
-        speed = self._speed(since, now)
-        wait = (now.waited - since.waited) / _steps(since, now)
-        return {**speed, "train/data_wait_sec": wait, **now.sums.since(since.sums)}
 
     def _speed(self, since: _Mark, now: _Mark) -> Metrics:
         steps = _steps(since, now)
@@ -290,7 +313,7 @@ class Tracker:
         """Return the mean loss and token count of each dataset in the step."""
         metrics: Metrics = {}
         for i, name in enumerate(self._datasets):
-            nats, tokens = (float(values[of_all][i]) for of_all in _OF_DATASETS)
+            nats, tokens = (float(values[key][i]) for key in _OF_DATASETS)
             metrics[f"data/{name}/tokens"] = tokens
             if tokens:
                 metrics[f"loss/{name}"] = nats / tokens
@@ -300,21 +323,10 @@ class Tracker:
         return time.perf_counter() - self._paused
 
 
-_MOST = 1000  # steps between two looks at the device
+MOST = 1000  # most steps between two reads from the device
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
 _AUX = ("losses", "side")
-
-
-def _padding(values: dict[str, Any]) -> Metrics:
-    """Tokens so far that are padding, where some are."""
-    padding = int(values["counts"].padding)
-    return {"train/padding_tokens": float(padding)} if padding else {}
-
-
-def _loss_scale(values: dict[str, Any]) -> Metrics:
-    """Return the loss scale of the next step, if the loss is scaled."""
-    return {"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}
 
 
 def _steps(since: _Mark, now: _Mark) -> int:

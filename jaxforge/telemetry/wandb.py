@@ -14,30 +14,30 @@ from jaxforge.telemetry.sinks import Metrics, Sample
 if TYPE_CHECKING:
     from wandb import Run
 
-_UPLOAD_SECONDS = 60.0  # at the end of a run; what is left then can be sent with `wandb sync`
+_UPLOAD_SECONDS = 60.0  # at the end of a run; `wandb sync` sends what remains
 
 
 class WandbSink:
-    """One run in W&B, continued by every restart; the axis is the step.
+    """A run in W&B, continued by every restart; the axis is the step.
 
-    W&B takes each step once: those that a resumed run repeats keep what was logged first. Files
-    are in `<run>/wandb`. `WANDB_MODE`, `WANDB_ENTITY` and the rest of W&B's environment hold.
+    W&B accepts each step once: steps that a resumed run repeats retain the values logged first.
+    Files are in `<run>/wandb`. The environment variables of W&B apply (`WANDB_MODE`, ...).
 
     Args:
         run: the run directory.
-        config: the run's; W&B keeps it with the run.
-        run_id: the id in W&B.
+        config: the config of the run, stored with the run in W&B.
+        run_id: id of the run in W&B.
 
     Raises:
-        UserError: W&B is not set up, or knows no such user.
+        UserError: W&B is not set up, or the user is unknown.
     """
 
     def __init__(self, run: Path, config: JobConfig, run_id: str) -> None:
         import wandb
 
-        given = sys.argv
+        arguments = sys.argv
         try:
-            sys.argv = shlex.split(redacted_command(given))  # W&B keeps the command with the run
+            sys.argv = shlex.split(redacted_command(arguments))  # W&B stores the command
             self._run: Run = wandb.init(
                 project=config.metrics.wandb_project,
                 name=config.metrics.wandb_run_name,
@@ -46,7 +46,7 @@ class WandbSink:
                 dir=run,
                 config=redacted_value(config.model_dump(mode="json")),
                 allow_val_change=True,
-                # The console is ours, and a network that is down must not hold the end of a run.
+                # W&B must not capture the console, nor delay the end of a run without a network.
                 settings=wandb.Settings(console="off", finish_timeout=_UPLOAD_SECONDS),
             )
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
@@ -54,25 +54,26 @@ class WandbSink:
                 f"metrics.enable_wandb = true: {error} Offline, set WANDB_MODE=offline"
             ) from error
         finally:
-            sys.argv = given
+            sys.argv = arguments
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Hands the metrics to W&B's own process."""
+        """Pass metrics to the process of W&B."""
         self._run.log(metrics, step=step)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """A table."""
+        """Log samples as a table."""
         import wandb
 
         rows = [list(sample) for sample in samples]
         self._run.log({"samples": wandb.Table(columns=list(Sample._fields), data=rows)}, step=step)
 
     def rewind(self, step: int) -> None:
-        """Nothing can be done: W&B goes on where the run passes the step that it was at."""
+        """Do nothing: W&B accepts metrics again once the run passes its latest step."""
 
     def close(self, exit_code: int) -> None:
-        """Ends the run in W&B, waiting a minute at most for what is still to be sent.
+        """End the run in W&B, after waiting at most a minute for uploads.
 
-        With 0 its state there is "finished", else "failed".
+        Args:
+            exit_code: 0 marks the run as finished, any other code as failed.
         """
         self._run.finish(exit_code)

@@ -1,4 +1,4 @@
-"""Bad steps in a row: whether they end the run, whose fault they are, and the way back."""
+"""Handling of bad steps in a row: end of the run, attribution and rollback."""
 
 import collections
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from jaxforge.training.rollback import Rollback
 
 
 class BadSteps:
-    """Watches the bad steps of a run.
+    """Tracks the bad steps of a run.
 
     Args:
         limit: `train.nan_consecutive_max`.
-        rollback: takes the run back, where that is asked for.
-        attribution: finds out whose fault a bad step is, where that is asked for.
+        rollback: returns to an earlier checkpoint; None if rollback is disabled.
+        attribution: distinguishes hardware faults from bad data; None if it is disabled.
 
     Attributes:
-        fault: a reason to end the run that attribution found.
+        fault: the reason to end the run that attribution determined.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class BadSteps:
     ) -> None:
         self._limit, self.rollback, self.attribution = limit, rollback, attribution
         self.fault: Exit | None = None
-        # After the latest two steps, on the device.
+        # Bad steps in a row after the latest two steps, on the device. The latest of them is not
+        # read, so that the host never waits for the step that it has just launched.
         self._consecutive: collections.deque[Int[Array, ""]] = collections.deque(maxlen=2)
 
     @classmethod
@@ -53,16 +54,16 @@ class BadSteps:
         checkpoints: tuple[Checkpoints, Checkpoints | None],
         restore: Callable[[int], tuple[TrainState, Progress]],
     ) -> "BadSteps":
-        """Make what the `[train]` section asks for.
+        """Return the tracker with the rollback and attribution that `[train]` enables.
 
         Args:
-            config: a resolved config.
-            mesh: of the run.
+            config: the resolved config.
+            mesh: the mesh of the run.
             model: the model.
             dataset: the training data.
             progress: the counters of the run.
-            checkpoints: lasting and local ones.
-            restore: state and progress of a checkpoint's step.
+            checkpoints: permanent and non-persistent checkpoints.
+            restore: returns state and progress of the checkpoint of a step.
         """
         train = config.train
         rollback = attribution = None
@@ -78,22 +79,22 @@ class BadSteps:
         return cls(train.nan_consecutive_max, rollback, attribution)
 
     def note(self, consecutive: Int[Array, ""]) -> None:
-        """Take the number of bad steps in a row after the latest step, still on the device."""
+        """Record the number of bad steps in a row after the latest step, still on the device."""
         self._consecutive.append(consecutive)
 
-    def had_ended(self, progress: Progress) -> bool:
-        """Return whether the run had ended before the latest step, which then did not take place.
+    def had_halted(self, progress: Progress) -> bool:
+        """Return whether the run had halted before the latest step, which then changed nothing.
 
-        The device is asked about the step before the latest, and so has work meanwhile.
+        This reads the result of the previous step, while the device computes the latest one.
         """
         if len(self._consecutive) == 2:
             before = int(self._consecutive[0])
             if before >= self._limit:
                 progress.consecutive_bad = before
-        return self.have_halted(progress)
+        return self.has_halted(progress)
 
-    def have_halted(self, progress: Progress) -> bool:
-        """Return whether the state stands still after too many bad steps in a row."""
+    def has_halted(self, progress: Progress) -> bool:
+        """Return whether the state no longer changes, after too many bad steps in a row."""
         return progress.consecutive_bad >= self._limit
 
     def clear(self) -> None:

@@ -13,8 +13,8 @@ from jaxforge.model.fp8_layers import describe_products
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes, per_device
-from jaxforge.parallel.mesh import data_parallel_size, in_words
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
+from jaxforge.parallel.mesh import data_parallel_size, describe_mesh
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
@@ -28,9 +28,9 @@ def rows(program: Program, state: TrainState, progress: Progress) -> Mapping[str
     """Return the rows of the banner by subject.
 
     Args:
-        program: the run's.
-        state: that the run begins with.
-        progress: where it begins.
+        program: the program of the run.
+        state: the initial state of this start.
+        progress: the counters at this start.
     """
     return {name: text for name, text in _rows(program, state, progress) if text}
 
@@ -64,7 +64,7 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
             f"{jax.process_count()} process(es)"
         ),
     )
-    yield "mesh", in_words(mesh.shape)
+    yield "mesh", describe_mesh(mesh.shape)
     schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
     yield (
         "step",
@@ -75,7 +75,10 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
     )
     yield "gradients", sync.why
     yield "memory", _memory(config, model, mesh, state, sync)
-    yield "products", _products(model, device)
+    if model.recipe is not None:
+        capability = gpu_capability(device)
+        products = describe_products(model.recipe, device.platform, capability, device.device_kind)
+        yield "products", products
     yield (
         "kernels",
         (
@@ -100,17 +103,19 @@ def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[t
 
 
 def _memory(config: JobConfig, model: Model, mesh: Mesh, state: TrainState, sync: GradSync) -> str:
-    """An estimate from shapes; what the compiled step takes is logged after the first one.
+    """Return an estimate from shapes; `MemoryReport` logs the real figures after the first step.
 
-    On a CPU the process holds more in the same memory: Python with its libraries, the compiler
-    while it works, data workers, and the copy of a state that is being saved.
+    On CPU, the same memory also holds Python with its libraries, the compiler while it runs, data
+    workers, and the copy of a state that is being saved.
     """
-    needs = step_memory(config, model, mesh, sync.mode, per_device(state)).total
-    has = device_memory.capacity_of_each()
-    besides = ""
+    needs = step_memory(config, model, mesh, sync.mode, bytes_per_device(state)).total
+    has = device_memory.capacity_per_device()
+    others = ""
     if jax.default_backend() == "cpu":
-        besides = "; libraries, compiler, data and saves take more"
-    return f"about {gigabytes(needs)} of {gigabytes(has)} per device, for a step's arrays{besides}"
+        others = "; libraries, compiler, data and saves need more"
+    return (
+        f"about {gigabytes(needs)} of {gigabytes(has)} per device, for the arrays of a step{others}"
+    )
 
 
 def _data(config: JobConfig, per_epoch: int | None) -> str:
@@ -133,20 +138,15 @@ def _length(config: JobConfig, samples: int, progress: Progress) -> str:
 
 
 def _optimizer(config: JobConfig) -> str:
-    """Its name, and what moments and parameters are kept in."""
+    """Describe the optimizer and the storage formats of moments and parameters."""
     rounding = config.train.param_rounding
-    of_parameters = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
+    rounded = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
     moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
     idle = ", experts without tokens skipped" if config.skips_idle_experts else ""
-    return f"{config.optimizer.name}, moments in {moments}{of_parameters}{idle}"
-
-
-def _products(model: Model, device: jax.Device) -> str:
-    """Describe products in 8 bits; empty without them."""
-    if model.recipe is None:
-        return ""
-    capability = gpu_capability(device)
-    return describe_products(model.recipe, device.platform, capability, device.device_kind)
+    o = config.optimizer
+    factors = "".join(f", lr x {f:g} for {pattern}" for pattern, f in o.lr_patterns.items())
+    frozen = "".join(f", {pattern} frozen" for pattern in o.freeze_patterns)
+    return f"{o.name}, moments in {moments}{rounded}{idle}{factors}{frozen}"
 
 
 def _experts(model: Model) -> str:
@@ -159,5 +159,5 @@ def _experts(model: Model) -> str:
     capacity = f"capacity {m.moe_capacity_factor:g}" if m.moe_capacity_factor else "dropless"
     return (
         f"{layers}{m.moe_top_k} of {m.num_experts}, width {m.expert_dim}{shared}; {m.moe_router}, "
-        f"{capacity}; a token meets {human(active_parameter_count(model))} parameters"
+        f"{capacity}; {human(active_parameter_count(model))} active parameters per token"
     )

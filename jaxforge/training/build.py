@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Callable, Collection
 
 import jax
 from jax.sharding import Mesh
@@ -15,27 +14,38 @@ from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import Executable
-from jaxforge.step.train_step import Batch, CompiledSteps
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.banner import rows
-from jaxforge.training.callbacks.assembly import assemble, named_callbacks
+from jaxforge.training.callbacks.order import callbacks_of
+from jaxforge.training.callbacks.run_callback import RunParts
+from jaxforge.training.callbacks.runner import Callbacks
+from jaxforge.training.hooks import named_callbacks
 from jaxforge.training.instruments import Instruments, Session, open_profiler, open_tracker
 from jaxforge.training.loop import Trainer
-from jaxforge.training.start import RunFiles, open_foreign, skipping_experts_as_started
-from jaxforge.training.training_data import TrainingData, batch_ramp, follow_data, open_data
+from jaxforge.training.start import RunFiles, open_foreign, resolve_skip_idle_experts
+from jaxforge.training.training_data import TrainingData, batch_ramp, open_data, record_data
 from jaxforge.training.updates import Updates
 
 log = logging.getLogger(__name__)
 
 
 def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
-    """Make everything a run needs, in the order in which a user's mistakes should surface.
+    """Build the trainer of a run, in the order in which user errors should surface.
 
-    Nothing is written before the data has been checked and the run directory is ours; what the
-    directory says of its run is written once nothing can refuse the start any more.
+    Nothing is written before the data are checked and the lock of the run directory is held. The
+    records of the start (config, starts, summary) are written last, when nothing can fail anymore.
+
+    Args:
+        config: the resolved config.
+        mesh: the mesh of the run.
+        session: callbacks, console, watchdog and lock of the command.
+
+    Raises:
+        UserError: the config, the data or a checkpoint cannot be used.
     """
     profiler = open_profiler(config)
-    config = skipping_experts_as_started(config)
+    config = resolve_skip_idle_experts(config)
     users = [*session.callbacks, *named_callbacks(config)]
     flags = compilation.accepted_flags(config)
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
@@ -44,19 +54,22 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         dataset, eval_data, identity = open_data(config)
     collect = [name for callback in users for name in callback.collect]
     program = Program(config, mesh, collect=collect)
+    if session.make_step is not None:
+        program.step = session.make_step(program)
     model = program.model
     session.lock.acquire()
     files = RunFiles.open(config, model, watchdog)
-    checkpoints, local = files.checkpoints, files.local
-    has_begun = not files.begins or config.checkpoint.load_path
+    saver = files.saver
+    has_begun = not files.is_new or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
-        state, progress = starting_state(program, checkpoints, open_foreign, local)
+        state, progress = starting_state(program, saver.permanent, open_foreign, saver.local)
     ramp = batch_ramp(config, mesh)
-    follow_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
+    record_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
-    callbacks = assemble(config, mesh, model, eval_data, progress, session.lock, users)
+    parts = RunParts(config, mesh, model, eval_data, progress, session.lock)
+    callbacks = Callbacks([*users, *callbacks_of(parts)])
     sizes = {stage.accum for stage in ramp.stages}
-    ready = functools.partial(_ready, flags, saved, program.resolved_config)
+    ready = functools.partial(_compile_or_load, flags, saved, program.resolved_config)
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress))
     files.rename_old_metrics(config)
@@ -65,45 +78,28 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     files.record_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
-        return start_from(Saved(checkpoints, step), program)
+        return start_from(Saved(saver.permanent, step), program)
 
     return Trainer(
         config=config,
         state=state,
         progress=progress,
         updates=Updates(
-            functools.partial(_lower, program, sizes, ready),
+            # All sizes of a batch are traced here and compiled together before the first step, so
+            # that a run never compiles the step again.
+            lambda batch: functools.partial(ready, program.lower_sizes(sizes, batch)),
             TrainingData.of(config, mesh, dataset, ramp),
         ),
-        saver=files.saver,
+        saver=saver,
         bad_steps=BadSteps.of(
-            config, mesh, model, dataset, progress, (checkpoints, local), restore
+            config, mesh, model, dataset, progress, (saver.permanent, saver.local), restore
         ),
         callbacks=callbacks,
         instruments=Instruments(tracker, watchdog, profiler),
     )
 
 
-def _lower(
-    program: Program,
-    sizes: Collection[int],
-    ready: Callable[[dict[int, jax.stages.Lowered]], CompiledSteps],
-    batch: Batch,
-) -> Callable[[], CompiledSteps]:
-    """The step as an executable for each size of batch, made before the first step.
-
-    So it can never be compiled twice, nor in the middle of a run.
-
-    Args:
-        program: the run's.
-        sizes: microbatches of an update, in each stage of the run.
-        ready: compiles or loads them.
-        batch: of any size.
-    """
-    return functools.partial(ready, program.lower_sizes(sizes, batch))
-
-
-def _ready(
+def _compile_or_load(
     flags: dict[str, Option],
     saved: Executable | None,
     config: JobConfig,
@@ -111,7 +107,7 @@ def _ready(
 ) -> CompiledSteps:
     if saved is not None:
         steps = saved.load(lowered, config)
-        log.info("train step loaded from %s: nothing is compiled", config.train.executable)
+        log.info("loaded the train step from %s; nothing is compiled", config.train.executable)
         return CompiledSteps(steps)
     return CompiledSteps(
         {n: compilation.compile_step(program, flags) for n, program in lowered.items()}

@@ -19,22 +19,22 @@ class EarlyStop:
     """Decides after each step or evaluation whether the run ends.
 
     Attributes:
-        config: the section.
-        memory: what a resumed run goes on with (`Progress.early_stop`), kept up to date:
-            "best" and "best_step", of `early_stop.metric` so far; "lr_was_above", whether the
-            learning rate has been at `early_stop.min_lr` or above: it is below at the beginning of
-            a warm-up, too.
+        config: the `[early_stop]` section.
+        memory: values that a resumed run restores (`Progress.early_stop`), updated in place:
+            "best" and "best_step" of `early_stop.metric` so far; "lr_was_above", True once the
+            learning rate has reached `early_stop.min_lr` (it is lower at the start of a warm-up).
     """
 
     config: EarlyStopConfig
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def reason(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Why the run should end now, for the log; None to go on.
+        """Return why the run should end now, for the log; None to continue.
 
         Args:
-            step: updates made.
-            metrics: what was logged or evaluated after them; limits on others wait for theirs.
+            step: steps attempted.
+            metrics: metrics logged or evaluated after the step. Limits on metrics that are not
+                among them are not checked.
         """
         if not self.config.active:
             return None
@@ -44,10 +44,10 @@ class EarlyStop:
         stop = self.config
         if self._ran_out(step, metrics):
             yield (
-                f"{stop.metric} is not better than {self.memory['best']:.6g}, "
-                f"that of step {self.memory['best_step']}, "
-                f"by more than early_stop.min_delta = {stop.min_delta:g} since then: "
-                f"early_stop.patience_steps = {stop.patience_steps}"
+                f"{stop.metric} has not improved on {self.memory['best']:.6g} "
+                f"(step {self.memory['best_step']}) "
+                f"by more than early_stop.min_delta = {stop.min_delta:g} for "
+                f"early_stop.patience_steps = {stop.patience_steps} steps"
             )
         if stop.max_steps is not None and step >= stop.max_steps:
             yield f"early_stop.max_steps = {stop.max_steps} is reached"
@@ -57,7 +57,7 @@ class EarlyStop:
         yield from self._above("max_grad_norm", "train/grad_norm", metrics)
 
     def _ran_out(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return whether patience has run out; NaN is no improvement."""
+        """Update the best value and return whether patience has run out; NaN is no improvement."""
         stop = self.config
         if stop.patience_steps is None or stop.metric not in metrics:
             return False

@@ -1,19 +1,19 @@
-"""Loss over held-out sets: token-weighted, the same batches every time, on any mesh.
+"""Loss over held-out sets: token-weighted, with the same batches every time, on any mesh.
 
-Per set and, where sets have names, over all of them together:
+Metrics of each set and, if sets have names, over all sets together:
 
     loss           nats per valid token
     perplexity     exp(min(loss, 20)), as in KempnerForge
-    bits_per_byte  nats of all valid tokens / ln 2 / bytes of text that these tokens stand for:
-                   compares models whatever their tokenizers. End-of-text and special tokens have
-                   no bytes; predicting them costs nats all the same.
+    bits_per_byte  nats of all valid tokens / ln 2 / bytes of the text of these tokens: comparable
+                   between tokenizers. End-of-text and special tokens have no bytes, but their
+                   nats count.
 """
 
 import collections
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ _MAX_EXPONENT = 20.0
 
 
 class BatchSums(NamedTuple):
-    """Sums over the valid tokens of a batch, on the device; of terms, their mean."""
+    """Sums over the valid tokens of a batch, on the device; `terms` are means."""
 
     nats: Float[Array, ""]
     tokens: Float[Array, ""]
@@ -56,10 +56,10 @@ class SetSums(NamedTuple):
 
     Attributes:
         nats: Σ -log p(label).
-        tokens: how many.
-        n_bytes: bytes of text that they stand for; None where that is not known.
-        batches: how many batches they are of.
-        terms: of a loss of one's own, and those that layers tell, by name: Σ tokens · mean.
+        tokens: number of valid tokens.
+        n_bytes: bytes of the text of these tokens; None if unknown.
+        batches: number of batches.
+        terms: loss terms of a registered loss and of layers, by name: Σ tokens · mean.
     """
 
     nats: float = 0.0
@@ -69,9 +69,9 @@ class SetSums(NamedTuple):
     terms: Mapping[str, float] = {}
 
     def metrics(self) -> dict[str, float]:
-        """`loss`, `perplexity`, where bytes are known `bits_per_byte`, and terms by their names.
+        """Return `loss`, `perplexity`, `bits_per_byte` if bytes are known, and the terms by name.
 
-        NaN without tokens.
+        Values are NaN without tokens.
         """
         loss = self.nats / self.tokens if self.tokens else math.nan
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, _MAX_EXPONENT))}
@@ -89,7 +89,7 @@ EvalStep = Callable[[Params, Batch, Int[Array, "v"]], BatchSums]
 
 
 def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
-    """The jitted `(params, batch [1, batch, seq], bytes of each token) -> sums`."""
+    """Return the jitted `(params, batch [1, batch, seq], bytes of each token) -> sums`."""
     own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
@@ -116,11 +116,11 @@ class Evaluator:
     """Evaluates parameters on named sets, with one compiled step.
 
     Args:
-        config: sizes of a batch come from `[train]`.
-        mesh: the mesh that parameters lie on.
+        config: `[train]` determines the size of a batch.
+        mesh: the mesh of the parameters.
         model: the model.
-        datasets: sets by name; "" is the name of a single one.
-        tokenizer: the one that made their tokens; None where there is none.
+        datasets: sets by name; a single set has the name "".
+        tokenizer: the tokenizer of the sets, for bits per byte; None without one.
     """
 
     def __init__(
@@ -135,34 +135,46 @@ class Evaluator:
         self._step = make_eval_step(model, config.train, mesh)
         self._abstract = join(model.abstract, model.state.abstract)
         lengths = None if tokenizer is None else tokenizer.byte_lengths()
-        self._byte_lengths = _table(lengths, config.model.vocab_size, mesh)
+        self._byte_lengths = _byte_table(lengths, config.model.vocab_size, mesh)
         self._has_bytes = {
-            name: lengths is not None and _is_made_by(tokenizer, dataset, name)
+            name: lengths is not None and _was_made_by(tokenizer, dataset, name)
             for name, dataset in datasets.items()
         }
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sets."""
+        """Names of the sets."""
         return tuple(self._datasets)
 
     def __call__(self, params: Params, steps: int | None = None) -> dict[str, SetSums]:
-        """Sums of each set over its first `steps` batches, or the whole of it."""
+        """Evaluate the first `steps` batches of each set, or all batches."""
         return {name: self.evaluate(params, name, steps)[0] for name in self._datasets}
 
     def check_reports(self, metric: str, key: str = "checkpoint.best_metric") -> None:
-        """Raises UserError if `metric`, the config's `key`, is one that these sets cannot give."""
+        """Check that the evaluation reports a metric.
+
+        Args:
+            metric: name of the metric.
+            key: the config key that names it.
+
+        Raises:
+            UserError: the evaluation does not report the metric.
+        """
         known = self._reports({})
         if metric in known:
             return
         if metric.endswith("bits_per_byte"):
             raise UserError(
-                f'{key} = "{metric}": the bytes of these tokens are not known without the '
-                "byte-level tokenizer that made them: set data.tokenizer_path, or use one of "
+                f'{key} = "{metric}": the bytes of tokens are unknown without the byte-level '
+                "tokenizer of the data. Set data.tokenizer_path, or use one of "
                 f"{', '.join(known)}"
             )
-        if metric not in (known := self._reports(self._terms())):
-            raise UserError(f'{key} = "{metric}": evaluation gives {", ".join(known)}')
+        batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
+        sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
+        if metric not in (known := self._reports(sums.terms)):  # with terms of loss and layers
+            raise UserError(
+                f'{key} = "{metric}": no such metric. Evaluation reports {", ".join(known)}'
+            )
 
     def _reports(self, terms: Mapping[str, object]) -> dict[str, float]:
         zeros = dict.fromkeys(terms, 0.0)
@@ -173,12 +185,6 @@ class Evaluator:
             }
         )
 
-    def _terms(self) -> Mapping[str, object]:
-        """Return the abstract terms of the loss and of layers; nothing is computed."""
-        batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
-        sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
-        return sums.terms
-
     def evaluate(
         self,
         params: Params,
@@ -187,17 +193,17 @@ class Evaluator:
         begun: SetSums = _NOTHING,
         stop: Callable[[], object] = lambda: False,
     ) -> tuple[SetSums, bool]:
-        """Sums of one set.
+        """Evaluate one set.
 
         Args:
             params: the parameters.
-            name: the set.
-            steps: how many of its batches; None for all.
-            begun: the sums of the batches that were evaluated before.
-            stop: asked after each batch whether to stop there.
+            name: name of the set.
+            steps: number of batches; None for all.
+            begun: sums of the batches that were evaluated before.
+            stop: called before each batch; a true result stops the evaluation.
 
         Returns:
-            The sums, and whether they are those of all the batches.
+            The sums, and True if they cover all batches.
         """
         batches = eval_batches(self._config, self._mesh, self._datasets[name])
         sums: list[BatchSums] = []
@@ -206,17 +212,21 @@ class Evaluator:
             if stopped := bool(stop()):
                 break
             sums.append(self._step(params, batch, self._byte_lengths))
-            jax.block_until_ready(sums[-2:][0])  # or all batches would pile up on the devices
+            jax.block_until_ready(sums[-2:][0])  # at most two batches in flight on the devices
         return _add_up(begun, sums, has_bytes=self._has_bytes[name]), not stopped
 
 
 def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
-    """Metrics as they are logged: `eval/loss` over all sets, `eval/<name>/loss` of each."""
-    return dict(_summary(sets))
+    """Return the logged metrics: `eval/loss` of all sets, `eval/<name>/loss` of each set."""
+    metrics = {f"eval/{key}": value for key, value in merge_sums(sets.values()).metrics().items()}
+    for name, sums in sets.items():
+        if name:
+            metrics |= {f"eval/{name}/{key}": value for key, value in sums.metrics().items()}
+    return metrics
 
 
-def together(sets: Iterable[SetSums]) -> SetSums:
-    """The sums of several sets: every token counts alike."""
+def merge_sums(sets: Iterable[SetSums]) -> SetSums:
+    """Return the sums over several sets, in which every token has the same weight."""
     nats, tokens, n_bytes, batches, terms = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]
     all_bytes = sum(known) if len(known) == len(n_bytes) else None
@@ -225,58 +235,54 @@ def together(sets: Iterable[SetSums]) -> SetSums:
 
 def _sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
     total: collections.Counter[str] = collections.Counter()
-    for of_one in terms:
-        total.update(of_one)
+    for set_terms in terms:
+        total.update(set_terms)
     return dict(total)
 
 
-def _summary(sets: Mapping[str, SetSums]) -> Iterator[tuple[str, float]]:
-    for key, value in together(sets.values()).metrics().items():
-        yield f"eval/{key}", value
-    for name, sums in sets.items():
-        for key, value in sums.metrics().items() if name else ():
-            yield f"eval/{name}/{key}", value
-
-
 def _add_up(begun: SetSums, batches: list[BatchSums], *, has_bytes: bool) -> SetSums:
-    """Adds batch by batch in float64, so that it does not matter where an evaluation was stopped.
+    """Add the sums of batches on the host.
 
-    Float32 would lose tokens.
+    Adding one batch at a time in float64 makes the result independent of where an evaluation was
+    stopped. In float32, large token counts would be rounded.
     """
     nats, tokens, n_bytes, terms = begun.nats, begun.tokens, begun.n_bytes or 0, begun.terms
     for batch in jax.device_get(batches):
         nats += float(batch.nats)
         tokens += int(batch.tokens)
         n_bytes += int(batch.n_bytes)
-        of_batch = {name: float(batch.tokens * term) for name, term in batch.terms.items()}
-        terms = _sum_terms([terms, of_batch])
+        batch_terms = {name: float(batch.tokens * term) for name, term in batch.terms.items()}
+        terms = _sum_terms([terms, batch_terms])
     count = begun.batches + len(batches)
     return SetSums(nats, tokens, n_bytes if has_bytes else None, count, terms)
 
 
-def _table(lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh) -> Int[Array, "v"]:
-    """Bytes of each token of the model, on every device; ids without a token have none."""
+def _byte_table(
+    lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh
+) -> Int[Array, "v"]:
+    """Return the bytes of each token id on every device; 0 for ids without a token."""
     table = np.zeros(vocab_size, np.int32)
     if lengths is not None:
         table[: len(lengths)] = lengths[:vocab_size]
     return jax.device_put(table, NamedSharding(mesh, PartitionSpec()))
 
 
-def _is_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> bool:
-    """Return whether the set's manifest, if any, names this tokenizer."""
+def _was_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> bool:
+    """Return whether the tokenizer made the set, according to the manifest of the set, if any."""
     manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
     if tokenizer is None or manifest is None:
         return tokenizer is not None
     if manifest.tokenizer_sha256 == tokenizer.fingerprint:
         if manifest.bos_ids != tokenizer.prefix and not manifest.conversations:
             log.warning(
-                "documents of evaluation set %s do not begin with BOS, which this run's tokenizer "
-                "adds: losses differ from those of text prepared today; prepare it again",
+                "documents of evaluation set %s do not start with BOS, which the tokenizer of this "
+                "run adds: losses are not comparable with newly prepared text. Prepare it again",
                 name or "[eval]",
             )
         return True
     log.warning(
-        "evaluation set %s was tokenized with %s, not with this run's tokenizer: no bits per byte",
+        "evaluation set %s was tokenized with %s, not with the tokenizer of this run: bits per "
+        "byte are not reported",
         name or "[eval]", manifest.tokenizer,
     )  # fmt: skip
     return False

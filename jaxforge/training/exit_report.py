@@ -1,4 +1,4 @@
-"""Reports at the end of a run, to its user and to the system."""
+"""Reports at the end of a run: log messages and the exit code."""
 
 import logging
 
@@ -13,13 +13,13 @@ log = logging.getLogger(__name__)
 def log_exit_reason(
     reason: Exit, config: TrainConfig, progress: Progress, last_saved: int | None
 ) -> None:
-    """Logs how a run ended, and what to do about it.
+    """Log how a run ended and what the user can do.
 
     Args:
-        reason: why it ended.
+        reason: why the run ended.
         config: the `[train]` section.
-        progress: where it stands.
-        last_saved: the step of its newest checkpoint.
+        progress: the counters of the run.
+        last_saved: step of the newest checkpoint; None without one.
     """
     step, tokens = progress.step, f"{progress.tokens:,}"
     if reason is Exit.COMPLETED:
@@ -30,33 +30,36 @@ def log_exit_reason(
         stops = "stop" in (config.on_nonfinite, config.on_spike)
         bad = "the last step" if stops else f"{config.nan_consecutive_max} steps in a row"
         log.error(
-            "gave up at step %d: %s had a loss or gradient norm that is not finite or a spike; "
-            "no such step changed the weights. The last checkpoint is step %s. Lower "
-            "optimizer.lr, look at the data of these steps (train.rerun_bad_steps names them), "
+            "gave up at step %d: %s had a loss or gradient norm that is not finite, or a spike. "
+            "These steps did not change the weights. The last checkpoint is step %s. Lower "
+            "optimizer.lr, inspect the data of these steps (train.rerun_bad_steps names them), "
             "or change train.on_nonfinite, on_spike or nan_consecutive_max",
             step, bad, last_saved,
         )  # fmt: skip
     elif reason is Exit.MACHINE:
-        log.error("left at step %d, unsaved; the last checkpoint is step %s", step, last_saved)
+        log.error(
+            "stopped at step %d without saving: the hardware is faulty. The last checkpoint is "
+            "step %s", step, last_saved,
+        )  # fmt: skip
     else:
         log.info("stopped at step %d of %d; run the same command to resume", step, config.max_steps)
 
 
 def log_already_complete(config: TrainConfig, progress: Progress) -> None:
-    """Say that a run had reached its end before this start, which trains nothing."""
+    """Log that the run was complete before this start."""
     log.info(
-        "step %d of train.max_steps = %d is reached already, so nothing is trained: raise "
-        "train.max_steps to go on, or name another checkpoint.dir to start anew",
+        "nothing to train: the run has reached step %d of train.max_steps = %d. Raise "
+        "train.max_steps to continue, or set another checkpoint.dir to start a new run",
         progress.step, config.max_steps,
     )  # fmt: skip
 
 
 def check_learned(config: TrainConfig, progress: Progress) -> None:
-    """Refuse to call a run complete that has applied no update.
+    """Check that a completed run has applied at least one update.
 
     Args:
         config: the `[train]` section.
-        progress: where the run stands.
+        progress: the counters of the run.
 
     Raises:
         UserError: no update was applied.
@@ -70,14 +73,15 @@ def check_learned(config: TrainConfig, progress: Progress) -> None:
             n <= progress.step for n in config.iterations_to_skip
         ),
     }
-    others = "had no label that counts"
+    other_reason = "had no valid label"
     if config.mixed_precision == "fp16":
-        others += ", or gradients that overflow"
-    counts[others] = progress.step - sum(counts.values())
+        other_reason += ", or gradients that overflowed"
+    counts[other_reason] = progress.step - sum(counts.values())
+    causes = ", ".join(f"{n} {description}" for description, n in counts.items() if n)
     raise UserError(
-        f"nothing was learned: none of {progress.step} update(s) was applied. Of these, "
-        f"{', '.join(f'{n} {what}' for what, n in counts.items() if n)}. Look at the data and "
-        "their masks; where prompts are longer than a sequence, raise train.seq_len"
+        f"nothing was learned: none of {progress.step} update(s) was applied. Of these, {causes}. "
+        "Check the data and their loss masks. If prompts are longer than a sequence, raise "
+        "train.seq_len"
     )
 
 
@@ -86,7 +90,7 @@ def exit_code(reason: Exit | None, failure: BaseException | None) -> int:
 
     Args:
         reason: why the run ended; None if it failed.
-        failure: by what it failed, or what went wrong while it was closed.
+        failure: the exception that ended the run, or one raised while it was closed.
     """
     if reason and not failure:
         return reason.code

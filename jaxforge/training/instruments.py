@@ -1,11 +1,13 @@
-"""The instruments of a run: metrics, watchdog and profiler."""
+"""Instruments of a run: metrics, watchdog and profiler."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import jax
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
@@ -18,17 +20,21 @@ from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health.watchdog import Watchdog
 
+MakeStep = Callable[[Program], jax.stages.Wrapped]
+"""Makes the jitted update `(state, batch, controls) -> (state, metrics)` of a program."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Session:
     """Inputs of a run from its caller.
 
     Attributes:
-        callbacks: of the user.
-        console: for the banner and lines of metrics.
-        watchdog: ends the process where it hangs.
-        lock: of the run directory.
-        live: the line of a terminal; None without one.
+        callbacks: callbacks of the user.
+        console: console for the banner and lines of metrics.
+        watchdog: ends the process if it hangs.
+        lock: lock of the run directory.
+        live: the live line of a terminal; None without one.
+        make_step: makes the update; None takes `Program.step`.
     """
 
     callbacks: Sequence[Callback]
@@ -36,9 +42,10 @@ class Session:
     watchdog: Watchdog
     lock: RunLock
     live: LiveLine | None = None
+    make_step: MakeStep | None = None
 
     def show_banner(self, rows: Mapping[str, str]) -> None:
-        """Print the table of what is about to run."""
+        """Print the banner of the run."""
         banner(self.console, rows)
 
 
@@ -47,9 +54,9 @@ class Instruments:
     """Observers of a run: metrics, watchdog and profiler.
 
     Attributes:
-        tracker: where metrics are logged.
-        watchdog: ends the process where it hangs.
-        profiler: traces some of the steps.
+        tracker: logs metrics.
+        watchdog: ends the process if it hangs.
+        profiler: traces the steps of `[profiling]`.
     """
 
     tracker: Tracker
@@ -58,7 +65,7 @@ class Instruments:
 
 
 def open_profiler(config: JobConfig) -> Profiler:
-    """Make the profiler.
+    """Check the libraries of `[metrics]` and return the profiler.
 
     Raises:
         UserError: `[profiling]` names a process that does not exist, or a library of `[metrics]` is
@@ -72,10 +79,10 @@ def open_tracker(session: Session, config: JobConfig, progress: Progress, sample
     """Open the writers of metrics.
 
     Args:
-        session: for console and live line.
-        config: a resolved config.
+        session: its console and live line show metrics.
+        config: the resolved config.
         progress: the counters of the run.
-        samples: sequences of an update.
+        samples: sequences per update.
     """
     cost, examples = StepCost.of(config, samples), progress.sequences_per_epoch
     writers = open_writers(

@@ -1,4 +1,4 @@
-"""One start of a run: devices, mesh and parts, then the loop, and an orderly end."""
+"""Start of a run: devices, mesh and trainer, then the training loop and an orderly end."""
 
 import contextlib
 import sys
@@ -23,21 +23,27 @@ from jaxforge.training.build import build_trainer
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.health import out_of_memory
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.instruments import Session
+from jaxforge.training.instruments import MakeStep, Session
 from jaxforge.training.preemption import Signals
 from jaxforge.training.resolution import resolve
 
 
-def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = ()) -> Exit:
+def train(
+    config: JobConfig | UnresolvedConfig,
+    callbacks: Sequence[Callback] = (),
+    make_step: MakeStep | None = None,
+) -> Exit:
     """Train from the newest checkpoint of the run directory, or from the start.
 
     Args:
         config: the config, as `load_config` returns it. Lengths in epochs or tokens of an
             unresolved config are turned into updates here.
-        callbacks: called in order at each event.
+        callbacks: your callbacks, called in order at each event.
+        make_step: makes an update of your own, with the arguments and results of `Program.step`, to
+            which it may delegate. By default `Program.step`.
 
     Returns:
-        Why training ended; `Exit.code` is the exit code.
+        The reason why training ended; `Exit.code` is the exit code.
 
     Raises:
         UserError: the config, the data or a checkpoint cannot be used.
@@ -50,8 +56,8 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
     with Watchdog(Limits.of(known.train)) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with (
-            multihost.leaving_at_once_on_failure(),
-            _live_line(console, known, watchdog) as live,
+            multihost.exit_at_once_on_failure(),
+            open_live_line(console, known, watchdog) as live,
         ):
             config = resolve(config, watchdog)
             program = Program(config)
@@ -61,26 +67,26 @@ def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Callback] = 
                 program.context(),
                 out_of_memory.explained(config, program.mesh),
             ):
-                session = Session(callbacks, console, watchdog, lock, live)
+                session = Session(callbacks, console, watchdog, lock, live, make_step)
                 trainer = build_trainer(config, program.mesh, session)
                 reason: Exit | None = None
                 try:
                     reason = trainer.train(signals, since)
                 finally:
-                    if reason is not Exit.UNHEALTHY:  # closing may wait for the devices for ever
+                    if reason is not Exit.UNHEALTHY:  # closing may wait forever for the devices
                         with watchdog.section("end"):
                             reason = trainer.close(reason)
-            assert reason is not None  # as nothing was raised
-            if reason is Exit.UNHEALTHY or signals.left_work:
-                end_now(reason.code)  # nor must the compiler find the process half gone
+            assert reason is not None  # nothing was raised
+            if reason is Exit.UNHEALTHY or signals.has_background_thread:
+                end_now(reason.code)  # a thread may still compile: no clean exit
             return reason
 
 
-def _live_line(
+def open_live_line(
     console: Console, config: JobConfig, watchdog: Watchdog
 ) -> contextlib.AbstractContextManager[LiveLine | None]:
-    """Return the live line for a terminal on process 0; none if output is parsed."""
+    """Return the live line for a terminal of process 0; None in the context without one."""
     is_watched = console.is_terminal and not console.is_dumb_terminal
     if is_watched and config.metrics.log_format == "kempnerforge" and jax.process_index() == 0:
-        return LiveLine(console, watchdog.moment)
+        return LiveLine(console, watchdog.activity)
     return contextlib.nullcontext()

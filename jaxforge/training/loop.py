@@ -1,4 +1,13 @@
-"""The training loop: `Trainer.train`. Everything periodic goes by the number of steps attempted."""
+"""The training loop: `Trainer.train`.
+
+All intervals count attempted steps. A turn of the loop, with the host ahead of the device:
+
+    host     batch n | launch n | read metrics n-1 | callbacks due | save | reasons to stop
+    device             ... step n-1 ...|  step n ................................
+
+The host waits for step n only if an action after it needs the result: a callback that `waits`, or a
+save. Metrics of step n-1 are read only if a writer is due.
+"""
 
 import contextlib
 import dataclasses
@@ -13,7 +22,7 @@ from jaxforge.errors import StorageError
 from jaxforge.exit_codes import AGREED
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.step.train_step import Metrics
+from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
 from jaxforge.training.callbacks.runner import Callbacks
@@ -34,18 +43,18 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Trainer:
-    """A run in motion. Built by `jaxforge.training.build`.
+    """A training run: its state and its loop. `jaxforge.training.build` builds it.
 
     `training.callbacks.order.ORDER` lists the events of a step.
 
     Attributes:
         config: the validated config.
-        state: parameters, optimizer state, counters; replaced by every step.
-        progress: the host's counters.
-        updates: the batches, and the step on them.
-        saver: saves.
-        bad_steps: watches bad steps, and takes the run back where that is asked for.
-        callbacks: everything else that acts between steps.
+        state: parameters, optimizer state and counters; replaced by every step.
+        progress: the counters of the host.
+        updates: the batches and the compiled step.
+        saver: saves checkpoints.
+        bad_steps: tracks bad steps in a row, with rollback and attribution if they are enabled.
+        callbacks: all other actions between steps.
         instruments: metrics, watchdog and profiler.
     """
 
@@ -59,11 +68,14 @@ class Trainer:
     instruments: Instruments
 
     def train(self, signals: Signals, since: float | None = None) -> Exit:
-        """Step until `max_steps`, or until there is another reason to stop.
+        """Train until `max_steps` or until there is another reason to stop.
 
         Args:
-            signals: of this process.
-            since: when the command began, by `time.monotonic`; None: now.
+            signals: signals to this process.
+            since: when the command began, by `time.monotonic`; None means now.
+
+        Returns:
+            The reason why training ended.
         """
         exits = Exits(self.config.train, signals, since)
         tracker, profiler = self.instruments.tracker, self.instruments.profiler
@@ -73,10 +85,13 @@ class Trainer:
             reason = self._begin(signals, exits)
             while reason is None:
                 with profiler.around(self.progress.step + 1, tracker.paused):
-                    metrics = self._step(signals)
+                    batch, controls = self._next_batch(signals)
+                    step = self.updates.step[batch["labels"].shape[0]]
+                    self.state, metrics = step(self.state, batch, controls)
+                    self._note_launch(step, batch, controls, metrics)
                 due = self.callbacks.due(self.progress.step, tracker.paused)
-                if self._is_something_due(due) and self.bad_steps.had_ended(self.progress):
-                    reason = self._go_back()
+                if self._depends_on_step(due) and self.bad_steps.had_halted(self.progress):
+                    reason = self._roll_back()
                     continue
                 self._end_step(metrics)
                 reason = self._between_steps(signals, exits, due)
@@ -87,11 +102,11 @@ class Trainer:
         return reason if reason is Exit.UNHEALTHY else self._finish(reason)
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
-        """Get ready for the first step; a run may resume in an evaluation, or at its end."""
+        """Prepare the first step. A run may resume within an evaluation, or at its end."""
         progress, watchdog = self.progress, self.instruments.watchdog
-        wanted = self.bad_steps.rollback or (progress.step == 0 and self.saver.is_due(0))
-        if wanted and self.saver.latest() is None:
-            self._save()  # a rollback must have something to go back to
+        needs_checkpoint = self.bad_steps.rollback or (progress.step == 0 and self.saver.is_due(0))
+        if needs_checkpoint and self.saver.latest() is None:
+            self._save()  # a rollback needs a checkpoint to return to
         reason = None
         if progress.validation:
             due = self.callbacks.due_on_resume(progress.step)
@@ -117,7 +132,7 @@ class Trainer:
         self, signals: Signals, exits: Exits, due: Sequence[Callback]
     ) -> Exit | None:
         if self.bad_steps.fault:
-            return self.bad_steps.fault  # unsaved: what these devices made is not to be trusted
+            return self.bad_steps.fault  # unsaved: results of these devices cannot be trusted
         self._check_saves(signals)
         self._note_durable()
         context = IntervalContext(
@@ -134,36 +149,46 @@ class Trainer:
         return reason or self._reason_to_stop(exits)
 
     def _check_saves(self, signals: Signals) -> None:
-        """Do not train on for an interval after a save that failed; several processes agree."""
+        """Raise the failure of a save now, and not at the next save.
+
+        Among several processes the failure is noted instead: all of them stop together, and the
+        next save raises it.
+        """
         try:
             self.saver.check()
         except Exception:
             if not signals.stop_for_failed_save():
                 raise
 
-    def _step(self, signals: Signals) -> Metrics:
-        """Launch one step; the metrics of the one before it are logged where they are due."""
-        progress, data, tracker = self.progress, self.updates.data, self.instruments.tracker
-        with tracker.waiting_for_data(), signals.interrupting():
+    def _next_batch(self, signals: Signals) -> tuple[Batch, Controls]:
+        data, progress = self.updates.data, self.progress
+        with self.instruments.tracker.waiting_for_data(), signals.interrupting():
             batch = next(data)
         data.note_mixture(progress)
-        controls = data.controls(progress.step, self.config.train.iterations_to_skip)
-        first = progress.samples
-        self.state, metrics = self.updates.step(self.state, batch, controls)
+        return batch, data.controls(progress.step, self.config.train.iterations_to_skip)
+
+    def _note_launch(
+        self, step: TrainStep, batch: Batch, controls: Controls, metrics: Metrics
+    ) -> None:
+        """Count the step that was launched; log the metrics of the previous step if due.
+
+        The device is still computing the step, unless bad steps are attributed
+        (`train.rerun_bad_steps`): only then does the host wait for its metrics.
+        """
+        progress, bad_steps, first = self.progress, self.bad_steps, self.progress.samples
         microbatches, rows, length = batch["labels"].shape
         progress.advance(microbatches * rows, microbatches * rows * length)
-        tracker.end_step(progress.step, metrics)
-        bad = self.bad_steps
-        bad.note(metrics["consecutive"])
+        self.instruments.tracker.end_step(progress.step, metrics)
+        bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)
-        if bad.attribution and not bad.had_ended(progress) and int(metrics["consecutive"]):
-            self.state, bad.fault = bad.attribution.examine(
-                self.updates.step, self.state, batch, metrics, controls, first
+        attribution = bad_steps.attribution
+        if attribution and not bad_steps.had_halted(progress) and int(metrics["consecutive"]):
+            self.state, bad_steps.fault = attribution.examine(
+                step, self.state, batch, metrics, controls, first
             )
-        return metrics
 
-    def _is_something_due(self, due: Sequence[Callback]) -> bool:
-        """Return whether anything after the latest step depends on that it took place."""
+    def _depends_on_step(self, due: Sequence[Callback]) -> bool:
+        """Return whether an action after the latest step depends on the step having taken place."""
         step = self.progress.step
         return (
             self.callbacks.watches_steps
@@ -175,54 +200,61 @@ class Trainer:
     def _end_step(self, metrics: Metrics) -> None:
         if not self.callbacks.watches_steps:
             return
-        self.instruments.tracker.flush()  # metrics first, then callbacks
+        self.instruments.tracker.flush()  # callbacks come after the metrics
         context = StepContext(self.progress.step, self.state, metrics)
         for callback in self.callbacks:
             callback.on_step_end(context)
 
     def _save_if_due(self, evaluation: dict[str, float]) -> None:
-        """Save on the schedule, after the last step, and a new best that is to be kept."""
+        """Save on the schedule, after the last step, and after a new best evaluation."""
         metric, step = self.config.checkpoint.best_metric, self.progress.step
         new_best = bool(evaluation) and self.progress.note_metric(evaluation[metric])
         if self._at_end or self.saver.is_due(step, new_best=new_best):
             self._save(evaluation)
         elif self.saver.is_local_due(step):
-            self._save(lasting=False)
+            self._save(permanent=False)
 
-    def _save(self, evaluation: dict[str, float] | None = None, *, lasting: bool = True) -> None:
+    def _save(self, evaluation: dict[str, float] | None = None, *, permanent: bool = True) -> None:
         with self.instruments.tracker.paused(), self.instruments.watchdog.section("checkpoint"):
             self._follow_device()
             if self._has_halted:
-                return  # its parameters are those of the last good step, and its end is near
-            path, metrics = self.saver.save(self.progress, self.state, evaluation, lasting=lasting)
+                return  # the parameters are those of the last good step, and the run ends soon
+            path, metrics = self.saver.save(
+                self.progress, self.state, evaluation, permanent=permanent
+            )
         if path is not None:
             self.instruments.tracker.log(self.progress.step, metrics)
-            if lasting:
+            if permanent:
                 for callback in self.callbacks:
                     callback.on_checkpoint_save(self.progress.step, path)
 
     def _note_durable(self) -> None:
         durable = list(self.saver.newly_durable())
-        if durable and self.bad_steps.had_ended(self.progress):
-            self._follow_device()  # for the number of the last step that took place
+        if durable and self.bad_steps.had_halted(self.progress):
+            self._follow_device()  # to log under the last step that took place
         for metrics in durable:
             self.instruments.tracker.log(self.progress.step, metrics)
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
-        """Early stopping, by what was logged last and evaluated now: the same on every process."""
+        """Apply `[early_stop]` to the latest logged metrics and evaluation.
+
+        All processes have the same metrics, so they come to the same decision.
+        """
         step, metrics = self.progress.step, self.instruments.tracker.take_logged() | evaluation
-        why = EarlyStop(self.config.early_stop, self.progress.early_stop).reason(step, metrics)
-        if why is None:
+        explanation = EarlyStop(self.config.early_stop, self.progress.early_stop).reason(
+            step, metrics
+        )
+        if explanation is None:
             return None
-        log.info("stopping early at step %d: %s", step, why)
+        log.info("stopping early at step %d: %s", step, explanation)
         return Exit.EARLY_STOPPED
 
     def _reason_to_stop(self, exits: Exits) -> Exit | None:
         if stop := exits.requested(self.progress.step):
-            self._save()  # raises where the reason is a save that failed, on any process
+            self._save()  # raises if the reason is a failed save, on any process
             return stop
         if self._has_halted:
-            return self._go_back()
+            return self._roll_back()
         return Exit.COMPLETED if self._at_end else None
 
     @property
@@ -231,10 +263,10 @@ class Trainer:
 
     @property
     def _has_halted(self) -> bool:
-        return self.bad_steps.have_halted(self.progress)
+        return self.bad_steps.has_halted(self.progress)
 
-    def _go_back(self) -> Exit | None:
-        """Go back to the last good checkpoint, where that is asked for and helps."""
+    def _roll_back(self) -> Exit | None:
+        """Roll back to the last good checkpoint, if rollback is enabled and has a target."""
         self._follow_device()
         rollback = self.bad_steps.rollback
         target = rollback.target(self.progress) if rollback else None
@@ -243,7 +275,7 @@ class Trainer:
         with (
             self.instruments.tracker.paused(),
             self.instruments.watchdog.section("checkpoint"),
-            self.instruments.watchdog.naming("going back"),
+            self.instruments.watchdog.naming("rolling back"),
         ):
             self.state = rollback.go(self.state, self.progress, target)
             self.updates.data.open(self.progress)
@@ -268,18 +300,18 @@ class Trainer:
         return reason
 
     def close(self, reason: Exit | None) -> Exit | None:
-        """End the run, however it went: waits for saves, tells the callbacks, closes the sinks.
+        """End the run, also after a failure: wait for saves, notify callbacks, close the sinks.
 
         Args:
-            reason: what `train` returned; None if it failed.
+            reason: the result of `train`; None if it failed.
 
         Returns:
-            Why the process ends: `Exit.STORAGE` where lines of metrics and the like are lost.
+            Why the process ends: `Exit.STORAGE` if metrics or logs are lost.
         """
         step, tokens = self.progress.step, self.progress.tokens
         losses: list[StorageError] = []
 
-        def noting_losses(end: Callable[..., object], *arguments: object) -> None:
+        def note_loss(end: Callable[..., object], *arguments: object) -> None:
             try:
                 end(*arguments)
             except StorageError as error:
@@ -291,20 +323,22 @@ class Trainer:
             if not self.instruments.tracker.close(exit_code(reason, failure)):
                 losses.append(StorageError("metrics are lost"))
 
-        with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
-            last_to_first.callback(noting_losses, self.saver.close_mirror)
-            last_to_first.push(close_tracker)
+        # Pushed in reverse: the profiler closes first and the mirror last. Each callback of the
+        # stack runs even if an earlier one fails; the last failure is raised.
+        with contextlib.ExitStack() as stack:
+            stack.callback(note_loss, self.saver.close_mirror)
+            stack.push(close_tracker)
             callbacks = [*self.callbacks][::-1]
             for callback in callbacks:
-                last_to_first.callback(callback.close)
+                stack.callback(callback.close)
             for callback in callbacks:
-                last_to_first.callback(noting_losses, callback.on_train_end, step, tokens, reason)
-            last_to_first.callback(self.saver.close, together=reason in AGREED)
-            last_to_first.callback(self.instruments.profiler.close)
+                stack.callback(note_loss, callback.on_train_end, step, tokens, reason)
+            stack.callback(self.saver.close, together=reason in AGREED)
+            stack.callback(self.instruments.profiler.close)
         return Exit.STORAGE if losses else reason
 
     def _follow_device(self) -> None:
         """Synchronize the step counters from the device state."""
         self.instruments.tracker.flush()
         state = self.state
-        self.progress.follow(*jax.device_get((state.step, state.guard, state.counts)))
+        self.progress.sync_from_device(*jax.device_get((state.step, state.guard, state.counts)))

@@ -1,7 +1,6 @@
-"""Parts for a training loop of your own, around `jaxforge.Program` (examples/textbook.py)."""
+"""Building blocks for your own training loop around `jaxforge.Program` (examples/textbook.py)."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
@@ -14,6 +13,7 @@ from jaxforge.parallel.multihost import initialize
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import Batch, Controls
+from jaxforge.training import saving
 from jaxforge.training.evaluation import Evaluator, summary
 from jaxforge.training.result import StepResult
 
@@ -25,25 +25,22 @@ __all__ = [
 
 def open_checkpoints(program: Program) -> Checkpoints:
     """Open the checkpoints in `checkpoint.dir`, which may be empty."""
-    config, model = program.config, program.model
-    resolved = config.model_dump(mode="json")
-    directory = Path(config.checkpoint.dir)
-    return Checkpoints(directory, config.checkpoint, model.axes, resolved, stack=model.stack)
+    return saving.open_checkpoints(program.config, program.model)
 
 
 def open_batches(program: Program, progress: Progress) -> Iterator[Batch]:
-    """Return the batches of all updates that are left, on the devices.
+    """Return the batches of all remaining updates, on the devices.
 
     Raises:
         UserError: the data are missing or damaged, or do not fit the model.
     """
     config, dataset = program.config, open_training_data(program.config)
-    left = config.train.max_steps - progress.step
-    return training_batches(config, program.mesh, dataset, progress.samples, n_updates=left)
+    n_updates = config.train.max_steps - progress.step
+    return training_batches(config, program.mesh, dataset, progress.samples, n_updates=n_updates)
 
 
 def open_evaluator(program: Program) -> Evaluator:
-    """Return the evaluation on the sets of `[eval]`.
+    """Return an evaluator for the sets of `[eval]`.
 
     Raises:
         UserError: the data are missing or damaged, or do not fit the model.

@@ -1,9 +1,12 @@
-"""Phases of training: which mixture and which factor on the learning rate each update has.
+"""Phases of training: the mixture and the learning rate factor of each update.
 
-A phase is in force from the update on that is launched when `start_step` steps have been attempted.
-All here is a function of that number of steps; of the run's past, only the mixtures are facts: at
-which position of the data each began (`Phases.recorded`). Steps are not positions: a rollback takes
-steps back while the data move on, and batches may grow.
+    steps attempted    0 ............. start_step[0] ........... start_step[1] ....
+    phase              0               1                         2
+
+A phase starts with the update that is launched after `start_step` attempted steps, and depends only
+on this number. The mixtures of the past are stored with the run instead, as data positions at
+which each began (`Phases.recorded`): steps do not determine positions, because a rollback repeats
+steps with later data, and batches may grow.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +18,14 @@ from jaxforge.data.mixture import Segment, proportions
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a run, the time before the first being number 0.
+    """The phases of a run. Number 0 is the time before the first configured phase.
 
     Attributes:
-        starts: first step of each but number 0, increasing.
-        lr_scales: factor on the learning rate in each.
-        mixtures: proportions of the datasets in each, by name; empty without `data.datasets`.
-        lag: updates by which the factors, and they alone, come late.
+        starts: first step of each phase from number 1 on, increasing.
+        lr_scales: factor on the learning rate in each phase.
+        mixtures: proportions of the datasets in each phase, by name; empty without
+            `data.datasets`.
+        lag: number of updates by which the factors, but not the mixtures, are delayed.
     """
 
     starts: tuple[int, ...]
@@ -31,43 +35,41 @@ class Phases:
 
     @classmethod
     def of(cls, data: DataConfig) -> "Phases":
-        """The phases of `[data]`."""
+        """Return the phases of `[data]`."""
         phases, as_torch = data.all_phases, data.order == "torch"
         weights = [data.weights(phase) for phase in (None, *phases)]
         return cls(
             starts=tuple(phase.start_step for phase in phases),
             lr_scales=(1.0, *(phase.lr_scale for phase in phases)),
             mixtures=tuple(
-                proportions(of_phase, data.mix_temperature, as_torch=as_torch)
-                for of_phase in weights
+                proportions(phase_weights, data.mix_temperature, as_torch=as_torch)
+                for phase_weights in weights
             ),
             lag=int(data.phase_lr_lag),
         )
 
     def index(self, step: int) -> int:
-        """Number of the phase in force when `step` steps have been attempted."""
+        """Return the number of the phase after `step` attempted steps."""
         return sum(step >= start for start in self.starts)
 
     def lr_scale(self, step: int) -> float:
-        """Factor on the learning rate of the update launched after `step` steps."""
+        """Return the learning rate factor of the update that is launched after `step` steps."""
         return self.lr_scales[self.index(step - self.lag)]
 
     def recorded(self, history: Sequence[Segment], step: int, samples: int) -> list[Segment]:
-        """The mixtures that a run has had, with the one now in force as the last.
+        """Return the mixtures of a run so far; the last is the current mixture.
 
-        To be kept with the run's progress. So a changed config, or a rollback, is a change of
-        mixture like any other: what was drawn before counts as it was drawn.
+        The result is stored in the progress of the run. Thus a changed config or a rollback is a
+        change of mixture like any other, and the past counts as it was drawn.
 
         Args:
-            history: what this gave earlier; lists from JSON will do.
+            history: earlier result of this method; may be lists from JSON.
             step: steps attempted.
             samples: sequences drawn from the data.
         """
-        begun = [Segment(*fields) for fields in history]
-        begun = [
-            fields for fields in begun if fields.start < samples
-        ]  # the others have drawn nothing
-        return _followed(begun, samples, self.mixtures[self.index(step)])
+        segments = (Segment(*fields) for fields in history)
+        begun = [segment for segment in segments if segment.start < samples]  # others drew nothing
+        return _with_segment(begun, samples, self.mixtures[self.index(step)])
 
     def segments(
         self,
@@ -79,21 +81,22 @@ class Phases:
         """Return the mixtures of a run, past and future, for `data.loader.training_batches`.
 
         Args:
-            history: as of `recorded`.
+            history: earlier result of `recorded`.
             step: steps attempted.
             samples: sequences drawn from the data.
-            samples_at: position at which the update begins that is launched after this many steps.
+            samples_at: returns the data position of the update that is launched after a number
+                of attempted steps.
         """
         known, now = self.recorded(history, step, samples), self.index(step)
         for start, mixture in zip(self.starts[now:], self.mixtures[now + 1 :], strict=True):
-            known = _followed(known, samples_at(start), mixture)
+            known = _with_segment(known, samples_at(start), mixture)
         return known
 
 
-def _followed(segments: list[Segment], start: int, mixture: dict[str, float]) -> list[Segment]:
-    """Segments and one more, if there are datasets and the mixture changes.
+def _with_segment(segments: list[Segment], start: int, mixture: dict[str, float]) -> list[Segment]:
+    """Return the segments with a new one appended, if the mixture changes.
 
-    Not otherwise: a segment that goes on is not the same as one that begins anew.
+    An unchanged mixture must not start a new segment, which would draw other sequences.
     """
     if not mixture or (segments and segments[-1].proportions == mixture):
         return segments

@@ -1,15 +1,23 @@
-"""When a run ends, and why: signals, and other reasons to stop (`jaxforge.exit_codes`).
+"""Reasons to stop a run: signals, time limits and intervals (`jaxforge.exit_codes`).
 
-A signal and a time limit are answered after the step, and between two batches of an evaluation. The
-time counts from the start of the command (`process.began`). While the step is compiled and while
-the loop waits for data, a signal is answered at once. Among several processes the
-answer is agreed on: all of them stop at the same place. A second Ctrl-C ends the process at once; a
-second SIGTERM does not, for schedulers tell every process of a tree, and some of them twice. If the
-checkpoint takes longer than `train.shutdown_timeout_sec`, the process exits with code 1.
+The run stops after the current step, or between two batches of an evaluation. Time counts from the
+start of the command (`process.began`). While the step is compiled and while the loop waits for
+data, a signal stops a single process at once.
 
-At a prompt and in a notebook the process is the user's: a second Ctrl-C, and a checkpoint that
-takes too long, raise KeyboardInterrupt there. In a thread no signals are seen (Python hands them to
-the main one), but all else works.
+Several processes agree on the step after which all of them stop:
+
+    SIGTERM           -> JAX's preemption service (it owns the signal) -> same step on every process
+    SIGUSR1, SIGINT   -> our handler -> SIGTERM to ourselves -> the service, as above
+    time limit        -> process 0 decides -> SIGTERM to itself -> the service, as above
+    failed save       -> the process that failed -> SIGTERM to itself -> the service, as above
+
+A second Ctrl-C ends the process at once. A second SIGTERM does not: schedulers signal every process
+of a tree, and some signal twice. If the checkpoint takes longer than `train.shutdown_timeout_sec`,
+the process exits with code 1.
+
+At a prompt and in a notebook, the process belongs to the user: a second Ctrl-C and a checkpoint
+that takes too long raise KeyboardInterrupt. In a thread, signals are not handled (Python delivers
+them to the main thread), but everything else works.
 """
 
 import _thread
@@ -37,15 +45,18 @@ T = TypeVar("T")
 
 
 class Interrupted(BaseException):
-    """A signal came while nothing was under way that would have to be finished first."""
+    """A signal arrived while no step was running that has to be finished first."""
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and SIGINT turned into a decision that all processes take at one place.
+    """Turns SIGTERM, SIGUSR1 and SIGINT into a stop of all processes after the same step.
+
+    Args:
+        timeout_seconds: `train.shutdown_timeout_sec`.
 
     Attributes:
-        left_work: a thread was left behind, in compiled code or in a read that may never end, and
-            the interpreter would wait for it; leave by `os._exit`.
+        has_background_thread: True if a thread still compiles or reads. The interpreter would wait
+            for this thread, so the process must end by `os._exit`.
     """
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -59,12 +70,12 @@ class Signals:
         self._asked = 0
         self._agreed: Exit | None = None
         self._is_time_up = self._has_failed = False
-        self._interruptible = self.left_work = False
+        self._interruptible = self.has_background_thread = False
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is not threading.main_thread():
             return self
-        # Among several processes SIGTERM belongs to JAX's preemption service, which spreads it.
+        # With several processes, SIGTERM belongs to JAX's preemption service, which forwards it.
         for sig in self.WATCHED:
             if not (self._shared and sig is signal.SIGTERM):
                 self._previous[sig] = signal.signal(sig, self._receive)
@@ -94,15 +105,15 @@ class Signals:
             raise Interrupted
 
     def time_is_up(self) -> None:
-        """Has every process stop, for that reason."""
+        """Stop every process because the time limit is reached."""
         self._is_time_up = True
         self.stop_everywhere()
 
     def stop_for_failed_save(self) -> bool:
-        """Have every process stop because a save of this one failed.
+        """Stop every process because a save of this process failed.
 
         Returns:
-            False if this process is alone: there is nothing to agree on.
+            False for a single process, which has nothing to agree on.
         """
         if self._shared and not self._has_failed:
             self._has_failed = True
@@ -110,27 +121,33 @@ class Signals:
         return self._shared
 
     def stop_everywhere(self) -> None:
-        """Has every process stop, at the same place."""
-        os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, or to ourselves
+        """Stop every process after the same step."""
+        os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, or to our handler
 
     def requested(self) -> Exit | None:
-        """Return the reason to stop here, or None: the same answer on every process."""
+        """Return the reason to stop here, or None; the same on every process.
+
+        Every process must call this equally often, since it may be a collective.
+        """
         if not self._shared:
             return self._reason() if self._received else None
         self._asked += 1
-        # The service says so but once, and who is asked again must give the same answer.
+        # The service reports the agreed point only once; later calls must return the same.
         if not self._agreed and multihost_utils.reached_preemption_sync_point(self._asked):
             self._agreed = self._agree()
         return self._agreed
 
     def _agree(self) -> Exit:
-        """Signals that were received come before time; a SIGTERM only the service has seen."""
-        # Programs that run at once on CPU would take one another's messages: first end the steps.
+        """Agree on a reason: a failed save, else a received signal, else the time limit.
+
+        A SIGTERM is seen by the service alone, so without any other reason it was a SIGTERM.
+        """
+        # On CPU, programs that run at the same time mix up their messages: finish the steps first.
         jax.block_until_ready(jax.live_arrays())
-        mine = np.array([self._received or 0, self._is_time_up, self._has_failed], np.int32)
-        received, is_time_up, has_failed = multihost_utils.process_allgather(mine).T
+        status = np.array([self._received or 0, self._is_time_up, self._has_failed], np.int32)
+        received, is_time_up, has_failed = multihost_utils.process_allgather(status).T
         if received.any():
-            self._received = signal.Signals(received[received > 0].min())  # SIGINT, if there is one
+            self._received = signal.Signals(received[received > 0].min())  # SIGINT takes precedence
         self._is_time_up = bool(is_time_up.any())
         self._has_failed = bool(has_failed.any())
         return self._reason()
@@ -144,17 +161,17 @@ class Signals:
 
     @property
     def name(self) -> str:
-        """Name of the received signal, on any process once agreed."""
+        """Name of the received signal; on every process once it is agreed."""
         return (self._received or signal.SIGTERM).name
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A single process leaves what is inside at once when a signal comes.
+        """Interrupt the block when a signal arrives, in a job of one process.
 
-        Several would have to agree first, and do so at the next `requested`.
+        Several processes have to agree first, and do so at the next `requested`.
 
         Raises:
-            Interrupted: a signal has come.
+            Interrupted: a signal has arrived.
         """
         self._interruptible = not self._shared
         try:
@@ -162,16 +179,18 @@ class Signals:
                 raise Interrupted
             yield
         except Interrupted:
-            self.left_work = True
+            self.has_background_thread = True
             raise
         finally:
             self._interruptible = False
 
     def wait_for(self, function: Callable[[], T]) -> T:
-        """Does `function` that may spend minutes in compiled code, where no signal would be seen.
+        """Call `function` in a thread, so that signals interrupt the wait for it.
+
+        Python handles no signals while the main thread is in compiled code for minutes.
 
         Raises:
-            Interrupted: a signal has come; the work goes on in a thread that nobody waits for.
+            Interrupted: a signal has arrived; the thread continues in the background.
         """
         results: list[T] = []
         failures: list[BaseException] = []
@@ -192,18 +211,18 @@ class Signals:
 
 
 def _give_up(seconds: float) -> None:
-    log.error("no checkpoint within train.shutdown_timeout_sec = %g s: exiting", seconds)
+    log.error("no checkpoint was saved within train.shutdown_timeout_sec = %g s: exiting", seconds)
     end_now(Exit.ERROR.code, flush=False)
     _thread.interrupt_main()
 
 
 class Exits:
-    """Reasons to stop after a step, in Megatron's order: signal, duration, interval.
+    """Reasons to stop after a step, in the order of Megatron: signal, duration, interval.
 
     Args:
         config: the `[train]` section.
-        signals: those of this process.
-        since: when the command began, by `time.monotonic`; None: now.
+        signals: signals to this process.
+        since: when the command began, by `time.monotonic`; None means now.
     """
 
     def __init__(self, config: TrainConfig, signals: Signals, since: float | None = None) -> None:
@@ -211,25 +230,25 @@ class Exits:
         self._began = time.monotonic() if since is None else since
 
     def requested(self, step: int) -> Exit | None:
-        """Why to stop after `step`, said in the log; the same on every process."""
+        """Return and log the reason to stop after `step`; the same on every process."""
         stop = self._signals.requested()
         if stop is Exit.STORAGE:
-            return stop  # whoever saves next says why
+            return stop  # the next save raises and reports it
         if stop and stop is not Exit.DURATION:
-            _say(f"exiting program after receiving {self._signals.name}.")
+            _log_exit(f"exiting program after receiving {self._signals.name}.")
             return stop
         if stop or self._is_time_up():
-            _say(f"exiting program after {self._minutes} minutes")
+            _log_exit(f"exiting program after {self._minutes} minutes")
             return Exit.DURATION
         if self._config.exit_interval and step % self._config.exit_interval == 0:
-            _say(f"exiting program at iteration {step}")
+            _log_exit(f"exiting program at iteration {step}")
             return Exit.INTERVAL
         return None
 
     def requested_in_evaluation(self) -> Exit | None:
-        """Return why to stop between two batches of an evaluation, which goes on after a restart.
+        """Return the reason to stop between two batches of an evaluation; `requested` logs it.
 
-        The same on every process. `requested` says it in the log.
+        The reason is the same on every process. The evaluation continues after a restart.
         """
         stop = self._signals.requested()
         return stop or (Exit.DURATION if self._is_time_up() else None)
@@ -239,16 +258,16 @@ class Exits:
         return (time.monotonic() - self._began) / 60
 
     def _is_time_up(self) -> bool:
-        """Return whether to stop here, by the clock; among several processes, tell all of them."""
+        """Return whether time is up. With several processes, stop all of them and return False."""
         limit = self._config.exit_duration_in_mins
         if limit is None or self._minutes <= limit:
             return False
         if jax.process_count() == 1:
             return True
-        if jax.process_index() == 0:  # one clock decides for all
+        if jax.process_index() == 0:  # the clock of process 0 decides for all
             self._signals.time_is_up()
         return False
 
 
-def _say(message: str) -> None:
+def _log_exit(message: str) -> None:
     log.info("[%s] datetime: %s ", message, time.strftime("%Y-%m-%d %H:%M:%S"))

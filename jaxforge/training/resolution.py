@@ -1,4 +1,4 @@
-"""Resolution of a config once the devices of a run are known."""
+"""Resolution of a config for the devices of the job."""
 
 import jax
 
@@ -12,10 +12,10 @@ from jaxforge.training.health.watchdog import Watchdog
 
 
 def resolve(config: JobConfig | UnresolvedConfig, watchdog: Watchdog) -> JobConfig:
-    """Return the config with lengths in updates, after all processes have agreed on it.
+    """Return the config with all lengths in updates, once all processes agree on it.
 
     Raises:
-        UserError: processes differ, the run was moved, or the config breaks a rule.
+        UserError: processes have different configs, the run was moved, or the config breaks a rule.
     """
     agreement.check(job_facts.facts_of_start(config) if jax.process_count() > 1 else {})
     if isinstance(config, UnresolvedConfig):

@@ -18,8 +18,8 @@ class StepResult:
     Reading one waits for the step; a loop that reads them every step should launch the next first.
 
     Attributes:
-        metrics: what the step returned, on the device.
-        config: the `[train]` section, which says when to give up.
+        metrics: metrics that the step returned, on the device.
+        config: the `[train]` section, with the limit on bad steps.
     """
 
     metrics: Mapping[str, Any]
@@ -27,9 +27,9 @@ class StepResult:
 
     @property
     def loss_dict(self) -> dict[str, float]:
-        """Losses by name; "lm loss" is what was minimised, the mean that `loss_norm` asks for.
+        """Losses by name. "lm loss" is the minimised loss, normalised as `train.loss_norm` says.
 
-        What the metrics hold under "losses" is there as well, reduced by `reduce_loss`.
+        The terms in `metrics["losses"]` are added, reduced by `reduce_loss`.
         """
         others = self.metrics.get("losses", {})
         return {
@@ -39,14 +39,15 @@ class StepResult:
 
     @property
     def skipped_iter(self) -> int:
-        """1 if the update was not applied: the step was bad, or was to be left out; else 0."""
+        """1 if the update was not applied because the step was bad or excluded; else 0."""
         return int(not self.metrics["applied"])
 
     @property
     def should_checkpoint(self) -> bool:
-        """True if to save before continuing: never, skipped updates do not change the state.
+        """True if the state should be saved before continuing. It is always False.
 
-        A run that gives up is not saved either: it would push out better weights.
+        Skipped updates do not change the state, and a checkpoint of a run that gives up would
+        displace a better one.
         """
         return False
 
@@ -83,7 +84,7 @@ class StepResult:
 
     @property
     def update_norm(self) -> float | None:
-        """L2 norm of what the step added to the parameters; None if not collected."""
+        """L2 norm of the change of the parameters in the step; None if not collected."""
         return self._optional("update_norm")
 
     @property
@@ -97,21 +98,22 @@ class StepResult:
 
 
 def reduce_loss(name: str, value: Any) -> float:  # noqa: ANN401  # what numpy takes
-    """One number of a loss by microbatches.
+    """Reduce a loss over microbatches to one number.
 
     Args:
-        name: for the message.
-        value: [m, 2] or [2], sums and what to divide them by, of microbatches or added up already:
-            Σ sums / Σ divisors, NaN where that is 0. Or [m, 1] or [1], means: their mean.
+        name: name of the loss, for the error message.
+        value: [m, 2] or [2]: sums and divisors of m microbatches, or of all of them. The result is
+            Σ sums / Σ divisors, or NaN if the divisor is 0. [m, 1] or [1]: means, which are
+            averaged.
 
     Raises:
-        ValueError: of any other shape.
+        ValueError: the value has another shape.
     """
     array = np.atleast_2d(np.asarray(value, np.float64))
     if array.ndim != 2 or array.shape[1] not in (1, 2):
         raise ValueError(
-            f"loss {name!r} has shape {np.shape(value)}: expected [sum, divisor] or [mean], or "
-            "one of these of each microbatch"
+            f"loss {name!r} has shape {np.shape(value)}. Return [sum, divisor] or [mean], or one "
+            "of these for each microbatch"
         )
     if array.shape[1] == 1:
         return float(array.mean())

@@ -1,9 +1,12 @@
-"""Takes a run back to its last good checkpoint, and its data past the bad span.
+"""Rollback of a run to its last good checkpoint; the data continue after the bad span.
 
-The data are not read again: what was drawn since that checkpoint led to where the run could not go
-on, and would lead there again, bit for bit. Later checkpoints are removed, so that later saves
-find their place free. Where the newest good checkpoint was gone back to before, and nothing was
-saved since, the one before it takes its turn.
+    position of the data   0 ----- a ===== b ----------->
+    step at first          0 ----- 10 xxxx 14               steps 11 to 14 are bad
+    step after rollback                    10 -- 11 --->    continues with the data after b
+
+The data from a to b are skipped: the same data would lead to the same bad steps, bit for bit. Later
+checkpoints are removed, so that new saves can use their step numbers. If the run was rolled back to
+the newest good checkpoint before and has saved none since, the previous good checkpoint is used.
 """
 
 import logging
@@ -19,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class Rollback:
-    """Rollback to an earlier checkpoint.
+    """Rolls a run back to an earlier checkpoint.
 
     Args:
-        checkpoints: the run's; it goes back to one of them.
-        local: those that need not last; later ones of them go, too.
-        restore: state and progress of a step.
+        checkpoints: permanent checkpoints, the targets of rollbacks.
+        local: non-persistent checkpoints; those after the target are removed too.
+        restore: returns state and progress of the checkpoint of a step.
         limit: `train.max_rollbacks`.
     """
 
@@ -39,27 +42,37 @@ class Rollback:
         self._restore, self._limit = restore, limit
 
     def target(self, progress: Progress) -> int | None:
-        """The step to go back to; None if there is none, or the limit is reached."""
+        """Return the step to roll back to; None without one, or if the limit is reached."""
         if len(progress.rollbacks) >= self._limit:
-            log.error("train.max_rollbacks = %d rollbacks did not help", self._limit)
+            log.error("no further rollback: train.max_rollbacks = %d is reached", self._limit)
             return None
         self._checkpoints.wait()
-        good = [step for step in self._checkpoints.steps() if self._is_good(step)]
-        again = progress.rollbacks and good and progress.rollbacks[-1]["to"] == good[-1]
-        return good[-2 if again and len(good) > 1 else -1] if good else None
+        good = [
+            step
+            for step in self._checkpoints.steps()
+            if self._checkpoints.progress(step).consecutive_bad == 0
+        ]
+        is_repeated = progress.rollbacks and good and progress.rollbacks[-1]["to"] == good[-1]
+        return good[-2 if is_repeated and len(good) > 1 else -1] if good else None
 
     def go(self, state: TrainState, progress: Progress, target: int) -> TrainState:
-        """The state to go on from; `state` is given up, and `progress` goes back."""
-        jax.tree.map(lambda array: array.delete(), state)  # two would not fit
+        """Restore a checkpoint in place of the current state.
+
+        Args:
+            state: the current state; its arrays are deleted.
+            progress: the counters of the run; they are rolled back, except for data positions.
+            target: the step to restore.
+
+        Returns:
+            The state to continue with.
+        """
+        jax.tree.map(lambda array: array.delete(), state)  # two states would not fit
         state, earlier = self._restore(target)
         for checkpoints in filter(None, (self._checkpoints, self._local)):
             checkpoints.discard_after(target)
         log.warning(
-            "went back from step %d to step %d; %d samples drawn since are left out",
+            "rolled back from step %d to step %d; the %d samples drawn since then are skipped",
             progress.step, target, progress.samples - earlier.samples,
         )  # fmt: skip
         progress.roll_back_to(earlier)
         return with_counts(state, progress)
-
-    def _is_good(self, step: int) -> bool:
-        return self._checkpoints.progress(step).consecutive_bad == 0

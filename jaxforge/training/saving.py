@@ -6,45 +6,75 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
-_LASTING, _LOCAL = "checkpoint", "local_checkpoint"  # in metrics
+_PERMANENT, _LOCAL = "checkpoint", "local_checkpoint"  # in metrics
+
+
+def open_checkpoints(config: JobConfig, model: Model) -> Checkpoints:
+    """Open the checkpoints in `checkpoint.dir`, which may be empty."""
+    resolved, run = config.model_dump(mode="json"), run_directory.root(config)
+    return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
 
 
 class Saver:
-    """Saves a run.
+    """Saves the checkpoints of a run.
 
     Args:
         config: the `[checkpoint]` section.
-        policy: after which steps a lasting checkpoint is due.
-        lasting: where they are.
-        local: where those are that need not last; None if there are none.
-        mirror: copies the run's other files to the bucket that it is in; None where it is in none.
+        policy: decides after which steps a permanent checkpoint is due.
+        permanent: the checkpoints in the run directory.
+        local: checkpoints in `checkpoint.non_persistent_dir`; None without them.
+        mirror: copies the other files of the run to its bucket; None for a run on disk.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
         policy: SavePolicy,
-        lasting: Checkpoints,
+        permanent: Checkpoints,
         local: Checkpoints | None = None,
         mirror: Mirror | None = None,
     ) -> None:
         self._config, self._policy, self._mirror = config, policy, mirror
-        self._lasting, self._checkpoints = lasting, {_LASTING: lasting}
-        if local:
-            self._checkpoints[_LOCAL] = local
+        self.permanent, self.local = permanent, local
+        self._checkpoints = {_PERMANENT: permanent, **({_LOCAL: local} if local else {})}
+
+    @classmethod
+    def of_run(cls, config: JobConfig, model: Model, mirror: Mirror | None) -> "Saver":
+        """Open the checkpoints of a run.
+
+        Args:
+            config: the resolved config.
+            model: the model.
+            mirror: copies the other files of the run to its bucket; None for a run on disk.
+
+        Raises:
+            UserError: `checkpoint.non_persistent_dir` cannot be used.
+        """
+        section, resolved = config.checkpoint, config.model_dump(mode="json")
+        permanent = open_checkpoints(config, model)
+        local = open_local(section, model.axes, resolved, model.stack)
+        return cls(section, SavePolicy(config), permanent, local, mirror)
+
+    def is_empty(self) -> bool:
+        """Return whether there is no checkpoint yet."""
+        return all(checkpoints.latest() is None for checkpoints in self._checkpoints.values())
 
     def latest(self) -> int | None:
-        """The step of the newest lasting checkpoint."""
-        return self._lasting.latest()
+        """Return the step of the newest permanent checkpoint; None without one."""
+        return self.permanent.latest()
 
     def is_due(self, step: int, *, new_best: bool = False) -> bool:
         """Return whether a permanent checkpoint is due, by schedule or as a new best."""
@@ -60,61 +90,63 @@ class Saver:
         state: TrainState,
         evaluation: dict[str, float] | None = None,
         *,
-        lasting: bool = True,
+        permanent: bool = True,
     ) -> tuple[Path | None, dict[str, float]]:
-        """Begins a checkpoint.
+        """Start to save a checkpoint.
 
         Args:
-            progress: where the run stands.
-            state: its state there.
-            evaluation: metrics of it, by which the best are kept.
-            lasting: whether it is one of those that last.
+            progress: the counters of the run.
+            state: the state of the same step.
+            evaluation: metrics of the step, which decide the best checkpoints to keep.
+            permanent: False for a non-persistent checkpoint.
 
         Returns:
-            Its path, None if it is there already, and metrics of the call.
+            The path, or None if the checkpoint exists already; and the metrics of the call.
         """
-        name = _LASTING if lasting else _LOCAL
+        name = _PERMANENT if permanent else _LOCAL
         start = time.perf_counter()
         if self._mirror:
-            self._mirror.publish()  # a checkpoint has its history next to it, whatever comes then
+            self._mirror.publish()  # metrics in the bucket are never older than the checkpoint
         path = self._checkpoints[name].save(progress, state, evaluation)
         seconds = time.perf_counter() - start
         if path is None:
             return None, {}
-        log.info("saving step %d to %s; training waited %.2f s", progress.step, path, seconds)
+        log.info(
+            "saving step %d to %s; training was blocked for %.2f s", progress.step, path, seconds
+        )
         return path, {f"{name}/blocking_sec": seconds}
 
     def amend(self, progress: Progress) -> None:
-        """Writes progress anew to the checkpoint of its step."""
-        self._lasting.amend(progress)
+        """Rewrite the progress in the checkpoint of its step."""
+        self.permanent.amend(progress)
 
     def check(self) -> None:
-        """Raises what went wrong in the background."""
+        """Raise the failure of a save in the background, if there is one."""
         for checkpoints in self._checkpoints.values():
             checkpoints.check()
 
     def newly_durable(self) -> Iterator[dict[str, float]]:
-        """Metrics of each save that has become durable since the last call."""
+        """Yield the metrics of each save that became durable since the last call."""
         for name, checkpoints in self._checkpoints.items():
             for step, seconds in checkpoints.newly_durable().items():
-                log.info("step %d is saved, in %.2f s", step, seconds)
+                log.info("saved step %d in %.2f s", step, seconds)
                 yield {f"{name}/save_sec": seconds}
 
     def wait(self) -> None:
-        """Returns when every lasting checkpoint is durable."""
-        self._lasting.wait()
+        """Wait until every permanent checkpoint is durable."""
+        self.permanent.wait()
 
     def close(self, *, together: bool = True) -> None:
-        """Waits for all, and ends.
+        """Wait for all saves and close the checkpoints.
 
         Args:
-            together: as of `Checkpoints.close`.
+            together: see `Checkpoints.close`.
         """
-        with contextlib.ExitStack() as stack:  # each is closed, whatever the others do
+        with contextlib.ExitStack() as stack:  # each is closed, even if another fails
             for checkpoints in self._checkpoints.values():
                 stack.callback(checkpoints.close, together=together)
 
     def close_mirror(self) -> None:
-        """Copies what is left to the bucket: the last thing that a run does."""
+        """Copy the remaining files to the bucket; the last action of a run."""
         if self._mirror:
             self._mirror.close()

@@ -1,4 +1,4 @@
-"""The start of a run: its directory and checkpoints, and the config as the run began."""
+"""Start of a run in its directory: logs, checkpoints, and records of the start."""
 
 import dataclasses
 import logging
@@ -8,10 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge.checkpoint import paths
-from jaxforge.checkpoint.local import open_local
-from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Source
-from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.ineffective_settings import answers, ineffective_settings
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
@@ -31,26 +28,27 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RunFiles:
-    """The directory of a run.
+    """The run directory with its checkpoints.
 
     Attributes:
-        checkpoints: lasting checkpoints.
-        local: checkpoints that need not last; None without them.
-        saver: saves to both.
-        begins: whether the run has no checkpoint yet.
+        saver: the checkpoints of the run.
+        begins: True if the run has no checkpoint yet.
     """
 
-    checkpoints: Checkpoints
-    local: Checkpoints | None
     saver: Saver
-    begins: bool
+    is_new: bool
 
     @classmethod
     def open(cls, config: JobConfig, model: Model, watchdog: Watchdog) -> "RunFiles":
-        """Open the run directory, which is ours; nothing is written but logs.
+        """Open the run directory, whose lock is held. Only logs are written.
+
+        Args:
+            config: the resolved config.
+            model: the model.
+            watchdog: writes the stacks of a hanging process into the directory.
 
         Raises:
-            UserError: the run directory had checkpoints, and they are gone.
+            UserError: the run had checkpoints that no longer exist.
         """
         copier = run_directory.open_mirror(config)
         files = mirror.files(config.checkpoint.dir)
@@ -61,36 +59,32 @@ class RunFiles:
         if jax.process_index() == 0:
             for warning in ineffective_settings(config, jax.default_backend()):
                 log.warning("%s", warning)
-        section, resolved = config.checkpoint, config.model_dump(mode="json")
-        run = run_directory.root(config)
-        lasting = Checkpoints(run, section, model.axes, resolved, stack=model.stack)
         watchdog.write_stacks_to(files / "logs" / f"stacks_{jax.process_index()}.txt")
-        local = open_local(section, model.axes, resolved, model.stack)
-        begins = lasting.latest() is None and not (local and local.latest() is not None)
-        if begins:
+        saver = Saver.of_run(config, model, copier)
+        is_new = saver.is_empty()
+        if is_new:
             _check_not_lost(config)
-        saver = Saver(section, SavePolicy(config), lasting, local, copier)
-        return cls(lasting, local, saver, begins)
+        return cls(saver, is_new)
 
     def rename_old_metrics(self, config: JobConfig) -> None:
-        """Rename metrics of an earlier run that left no checkpoint, where this run begins."""
-        if self.begins:
+        """Rename metrics of an earlier run that left no checkpoint, if this run begins."""
+        if self.is_new:
             run_directory.rename_old_metrics(mirror.files(config.checkpoint.dir))
 
     def record_start(self, config: JobConfig, model: Model, progress: Progress, mesh: Mesh) -> None:
-        """Write what the directory says of its run.
+        """Write the config, the record of this start and the schedule summary.
 
         Args:
-            config: a resolved config.
+            config: the resolved config.
             model: the model.
-            progress: where the run begins.
-            mesh: of the run.
+            progress: the counters at this start.
+            mesh: the mesh of the run.
         """
         run = mirror.files(config.checkpoint.dir)
         run_directory.prepare(run, config)
         run_directory.record_start(run, config, progress.step)
         if jax.process_index() == 0:
-            if self.begins and config.checkpoint.load_path:
+            if self.is_new and config.checkpoint.load_path:
                 _keep_documents(config.checkpoint.load_path, run)
             _note_trust(config)
             devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
@@ -101,39 +95,39 @@ class RunFiles:
 
 
 def _note_trust(config: JobConfig) -> None:
-    """Let commands that open this run import its plugins without being told to trust them."""
+    """Let commands that open this run import its plugins without `--trust-plugins`."""
     try:
         trust.note(run_directory.root(config), config.plugins.names)
     except OSError as error:
         log.warning(
-            "commands that open this run will need --trust-plugins: %s: %s",
+            "commands that open this run need --trust-plugins: cannot write %s: %s",
             error.filename, error.strerror,
         )  # fmt: skip
 
 
 def _check_not_lost(config: JobConfig) -> None:
-    """Refuse, on all processes, to begin anew where the checkpoints of a run were lost.
+    """Refuse, on all processes, to restart a run whose checkpoints are lost.
 
     Raises:
-        UserError: the run directory says that there were some.
+        UserError: the run directory records saved checkpoints.
     """
     failure = None
     try:
-        if jax.process_index() == 0:  # of a run in a bucket, it alone has the files here
+        if jax.process_index() == 0:  # only process 0 has the files of a run in a bucket
             run_directory.check_not_lost(mirror.files(config.checkpoint.dir))
     except UserError as error:
         failure = error
     agreement.raise_on_all(failure)
 
 
-def skipping_experts_as_started(config: JobConfig) -> JobConfig:
+def resolve_skip_idle_experts(config: JobConfig) -> JobConfig:
     """Return the config with `optimizer.skip_idle_experts` as the run began, unless it is set.
 
-    That is as its checkpoints have it, or else what it starts from: a run of KempnerForge may have
-    skipped experts without tokens, and so its continuation does.
+    The value comes from the checkpoints of the run, else from `checkpoint.load_path`. Runs of
+    KempnerForge may have skipped experts without tokens; their continuation then skips them too.
 
     Raises:
-        UserError: what the run starts from is damaged, or of another model.
+        UserError: the checkpoint to start from is damaged or belongs to another model.
     """
     section = config.checkpoint
     if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
@@ -153,21 +147,21 @@ def skipping_experts_as_started(config: JobConfig) -> JobConfig:
     if not skips:
         return config
     log.info(
-        "optimizer.skip_idle_experts is set to true, as in %s: an update skips experts without "
-        "tokens", start,
+        "optimizer.skip_idle_experts is set to true as in %s: updates skip experts without tokens",
+        start,
     )  # fmt: skip
-    return config.skipping_idle_experts()
+    return config.with_idle_experts_skipped()
 
 
 def open_foreign(path: str, config: JobConfig) -> Source:
-    """A checkpoint of PyTorch's that a run is to start from."""
+    """Open a PyTorch checkpoint that a run starts from."""
     from torch_compat.checkpoint import restore  # only for runs that start from PyTorch
 
     return restore.open_foreign(path, config)
 
 
 def _keep_documents(load_path: str, run: Path) -> None:
-    """Keep what exports of a run need of the Hugging Face model that it starts from."""
+    """Copy the files of a Hugging Face model that later exports of the run need."""
     from torch_compat.checkpoint import restore  # only for runs that start from a checkpoint
 
     restore.copy_documents(load_path, run)

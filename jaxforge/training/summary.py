@@ -1,7 +1,7 @@
-"""`schedule_summary.txt`: what a run will do and when, in numbers, for people to read.
+"""`schedule_summary.txt`: the schedule of a run in numbers, for people to read.
 
-A step is the number of updates made: what stands at step 1,000 comes after update 1,000 and before
-the next, as with checkpoints.
+Steps count updates: an entry at step 1,000 happens after update 1,000 and before the next one, as
+with checkpoints.
 """
 
 import itertools
@@ -21,18 +21,18 @@ from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.storage import safe_files
 
 FILE = "schedule_summary.txt"
-_SHOWN = 8  # of a list of steps
+_SHOWN = 8  # steps per list
 
 
 def write_summary(run: Path, text: str) -> None:
-    """Writes the file of a run; a restart replaces it.
+    """Write the file into a run directory. A restart replaces it.
 
     Args:
         run: the run directory.
-        text: as of `schedule_summary`.
+        text: result of `schedule_summary`.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     if jax.process_index() != 0:
         return
@@ -43,12 +43,12 @@ def write_summary(run: Path, text: str) -> None:
 
 
 def schedule_summary(config: JobConfig, dp: int, sequences_per_epoch: int | None = None) -> str:
-    """The schedule of a run, subject by subject.
+    """Return the schedule of a run as text, with one paragraph per subject.
 
     Args:
-        config: resolved.
+        config: the resolved config.
         dp: number of data-parallel ranks.
-        sequences_per_epoch: None where the data have no epochs.
+        sequences_per_epoch: length of an epoch; None if the data have no epochs.
     """
     ramp = config.train.ramp(dp)
     subjects = {
@@ -90,14 +90,17 @@ def _batch(config: JobConfig, ramp: BatchRamp) -> Iterator[str]:
 
 def _learning_rate(config: JobConfig) -> Iterator[str]:
     base = config.optimizer.lr_base_batch
-    fits = f", for updates of {base:,} sequences" if base else ""
-    yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{fits}"
-    for step, what in sorted(_turns(config).items()):
-        yield _at(step, f"{learning_rate_after(config, step):<10.4g}  {', '.join(what)}")
+    base_batch = f", for updates of {base:,} sequences" if base else ""
+    yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{base_batch}"
+    for step, changes in sorted(_turns(config).items()):
+        yield _at(step, f"{learning_rate_after(config, step):<10.4g}  {', '.join(changes)}")
 
 
 def _turns(config: JobConfig) -> dict[int, list[str]]:
-    """Return the steps at which the schedule changes its shape; empty for registered schedules."""
+    """Return the steps at which the schedule changes its shape, and the changes.
+
+    Schedules that users register have none but the first and the last step.
+    """
     turns: dict[int, list[str]] = {0: ["first update"]}
     if config.optimizer.name == "schedule_free_adamw":
         warmed = begin = end = config.optimizer.schedule_free_warmup_steps
@@ -153,8 +156,8 @@ def _activations(config: JobConfig) -> Iterator[str]:
         yield "none"
         return
     captures = config.train.max_steps // interval
-    of = f"set {section.captured_set()}" if section.captured_set() else "the evaluation set"
-    yield f"every {interval:,} updates, of {n:,} sequences of {of}"
+    dataset = f"set {section.captured_set()}" if section.captured_set() else "the evaluation set"
+    yield f"every {interval:,} updates, of {n:,} sequences of {dataset}"
     size = n * _captured_bytes(config)
     yield f"{captures:,} in all, {gigabytes(size)} each: {', '.join(section.captured_points)}"
 
@@ -163,9 +166,9 @@ def _captured_bytes(config: JobConfig) -> int:
     """Return the float32 bytes of captured activations per sequence."""
     section, model, length = config.eval, config.model, config.train.seq_len
     layers = len(section.activations_layers) or model.n_layers
-    of_token = dict.fromkeys(STREAM, layers * model.dim)
-    of_token |= {ATTENTION_WEIGHTS: layers * model.n_heads * length, LOGITS: model.vocab_size}
-    return 4 * length * sum(of_token[name] for name in section.captured_points)
+    elements = dict.fromkeys(STREAM, layers * model.dim)  # per token
+    elements |= {ATTENTION_WEIGHTS: layers * model.n_heads * length, LOGITS: model.vocab_size}
+    return 4 * length * sum(elements[name] for name in section.captured_points)
 
 
 def _checkpoints(config: JobConfig) -> Iterator[str]:
@@ -192,7 +195,7 @@ def _at(step: int, text: str) -> str:
 
 
 def _listed(steps: Iterable[int], n: int) -> str:
-    """The first of `n` steps."""
+    """Return the number of steps and the first of them."""
     shown = [f"{step:,}" for step in itertools.islice(steps, _SHOWN)]
     more = ["..."] if n > _SHOWN else []
     return f"{n:,} in all: {', '.join([*shown, *more])}" if n else "0 in all"

@@ -1,4 +1,4 @@
-"""Training data of a run: its batches from any position."""
+"""Training data of a run: batches from any position."""
 
 import itertools
 import logging
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class TrainingData:
-    """The batches of a run, an iterator once they are opened.
+    """The batches of a run; an iterator after `open`.
 
     Args:
-        open_batches: the batches from where a progress stands.
-        phases: which mixture and learning rate are in force.
+        open_batches: returns the batches from the position of a progress on.
+        phases: the mixture and learning rate factor of each step.
     """
 
     def __init__(self, open_batches: Callable[[Progress], Iterator[Batch]], phases: Phases) -> None:
@@ -48,13 +48,13 @@ class TrainingData:
         dataset: Dataset | Mixture | Streaming,
         ramp: BatchRamp,
     ) -> "TrainingData":
-        """Make the batches that a config asks for.
+        """Return the batches of a config.
 
         Args:
-            config: a resolved config.
-            mesh: of the run.
+            config: the resolved config.
+            mesh: the mesh of the run.
             dataset: the training data.
-            ramp: sizes of the batch.
+            ramp: sizes of the batch over the run.
         """
         phases = Phases.of(config.data)
         return cls(
@@ -62,31 +62,30 @@ class TrainingData:
         )
 
     def open(self, progress: Progress) -> None:
-        """Goes on from where `progress` stands."""
+        """Start the iterator at the position of `progress`."""
         self._batches = self._open(progress)
 
     def peek(self) -> Batch:
-        """The next batch, which stays the next."""
+        """Return the next batch without consuming it."""
         first = next(self._batches)
         self._batches = itertools.chain([first], self._batches)
         return first
 
     def __next__(self) -> Batch:
-        """The next batch."""
+        """Return the next batch."""
         return next(self._batches)
 
-    def note_mixture(self, at: Progress) -> None:
-        """Records what the next batch is drawn from, where that has changed."""
-        at.mixtures = [
-            list(mixture) for mixture in self._phases.recorded(at.mixtures, at.step, at.samples)
-        ]
+    def note_mixture(self, progress: Progress) -> None:
+        """Record the mixture of the next batch in `progress`, if it has changed."""
+        segments = self._phases.recorded(progress.mixtures, progress.step, progress.samples)
+        progress.mixtures = [list(segment) for segment in segments]
 
     def controls(self, step: int, iterations_to_skip: Container[int]) -> Controls:
-        """Controls of the step that is launched after `step` steps.
+        """Return the controls of the step that is launched after `step` steps.
 
         Args:
             step: steps attempted.
-            iterations_to_skip: `train.iterations_to_skip`.
+            iterations_to_skip: `train.iterations_to_skip`; the updates of these steps are skipped.
         """
         scale, next_scale = self._phases.lr_scale(step), self._phases.lr_scale(step + 1)
         return Controls(scale, step + 1 not in iterations_to_skip, next_scale)
@@ -105,11 +104,11 @@ def batches_from(
     phases: Phases,
     ramp: BatchRamp,
 ) -> Iterator[Batch]:
-    """The batches from `progress` to the end of the run."""
-    at = progress.step, progress.samples
-    segments = phases.segments(progress.mixtures, *at, lambda step: ramp.samples_at(step, at))
+    """Yield the batches from `progress` to the end of the run."""
+    start = progress.step, progress.samples
+    segments = phases.segments(progress.mixtures, *start, lambda step: ramp.samples_at(step, start))
     for span in ramp.spans(progress.step, config.train.max_steps - progress.step):
-        first = ramp.samples_at(span.start, at)
+        first = ramp.samples_at(span.start, start)
         yield from loader.training_batches(
             config, mesh, dataset, first, span.n_updates, segments, span.accum
         )
@@ -118,7 +117,10 @@ def batches_from(
 def open_data(
     config: JobConfig,
 ) -> tuple[Dataset | Mixture | Streaming, dict[str, Dataset], dict[str, Fingerprint]]:
-    """Open training and evaluation sets, with their fingerprints, which all processes compare.
+    """Open training and evaluation data, and compare their fingerprints over all processes.
+
+    Returns:
+        The training data, evaluation sets by name, and the fingerprints.
 
     Raises:
         UserError: the data are missing, damaged, do not fit the model, or differ between processes.
@@ -136,7 +138,7 @@ def open_data(
     return dataset, eval_data, identity
 
 
-def follow_data(
+def record_data(
     config: JobConfig,
     progress: Progress,
     dataset: Dataset | Mixture | Streaming,
@@ -145,15 +147,15 @@ def follow_data(
     rows: int,
     has_begun: bool,
 ) -> None:
-    """Compare the data with those that a run had so far, and note them in its progress.
+    """Compare the data with the earlier data of the run, and record them in its progress.
 
     Args:
-        config: a resolved config.
-        progress: where the run begins.
+        config: the resolved config.
+        progress: the counters at this start; fingerprints and epoch length are updated.
         dataset: the training data.
         identity: fingerprints of all data.
-        rows: sequences of a microbatch.
-        has_begun: whether the run begins from a checkpoint.
+        rows: sequences per microbatch.
+        has_begun: True if the run starts from a checkpoint.
 
     Raises:
         UserError: the data changed in a way that `data.on_change` refuses.

@@ -1,4 +1,4 @@
-"""The updates of a run: its batches, and the compiled step on them."""
+"""The updates of a run: batches and the compiled step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from jaxforge.training.training_data import TrainingData
 
 @dataclasses.dataclass
 class Updates:
-    """The batches and the step of a run.
+    """The batches and the compiled step of a run.
 
     Attributes:
-        lower: traces the step for such a batch; its result compiles the step.
+        lower: traces the step for a batch and returns the function that compiles it.
         data: the batches.
-        step: the compiled step, once it is compiled.
+        step: the compiled step; set when compilation is done.
     """
 
     lower: Callable[[Batch], Callable[[], CompiledSteps]]

@@ -1,4 +1,4 @@
-"""Hashes of what is saved: the same wherever they are taken, and nothing waits for them."""
+"""Checksums of saved arrays: equal on hosts and devices, and computed in the background."""
 
 import json
 import threading
@@ -28,8 +28,8 @@ SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b
 @pytest.mark.parametrize("shape", [(), (5,), (8, 16), (16, 8, 4), (4, 2048, 6), (8, 4, 4100)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 @pytest.mark.parametrize("small", [0, 1 << 30])
-def test_host_gives_what_devices_give_on_any_mesh(shape, dtype, small, monkeypatch):
-    monkeypatch.setattr(host_checksum, "_SMALL", small)  # elements that NumPy goes through
+def test_host_checksum_equals_device_checksum_on_any_mesh(shape, dtype, small, monkeypatch):
+    monkeypatch.setattr(host_checksum, "SMALL", small)  # elements up to which NumPy is used
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
     whole = int(jax.jit(checksum)(x))
@@ -37,7 +37,7 @@ def test_host_gives_what_devices_give_on_any_mesh(shape, dtype, small, monkeypat
         sharding = NamedSharding(mesh, spec)
         try:
             array = jax.device_put(x, sharding)
-        except ValueError:  # it has too few dimensions, or does not divide
+        except ValueError:  # too few dimensions, or not divisible
             assert spec != P()
             continue
         assert host_checksum.checksum(array) == whole, spec
@@ -45,7 +45,7 @@ def test_host_gives_what_devices_give_on_any_mesh(shape, dtype, small, monkeypat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (40_000,), (3, 4, 700), (2, 3, 16, 500)])
-def test_block_checksums_add_up_to_checksum_of_array(shape, dtype):
+def test_block_checksums_sum_to_array_checksum(shape, dtype):
     x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
     whole = int(checksum(jnp.asarray(x)))
     for limit in (1, 3000, 1 << 30):
@@ -53,14 +53,14 @@ def test_block_checksums_add_up_to_checksum_of_array(shape, dtype):
         assert sum(block_checksum(x[i], first_position(i, shape)) for i in parts) % 2**32 == whole
 
 
-def test_block_checksum_counts_places_modulo_2_to_the_32():
+def test_block_checksum_wraps_positions_at_32_bits():
     x = np.ones(3, np.float32)
     assert block_checksum(x, 2**32 - 1) == sum(
         block_checksum(x[:1], location) for location in (2**32 - 1, 0, 1)
     ) % 2**32  # fmt: skip
 
 
-def test_hash_of_the_host_stores_nothing():
+def test_host_checksum_needs_no_temporaries():
     bits, locations = jax.ShapeDtypeStruct((4096, 4096), "uint32"), jnp.zeros(4096, jnp.uint32)
     program = host_checksum._mixed_sum.lower(bits, locations, locations).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1 << 17
@@ -74,13 +74,13 @@ def test_device_hashes_equal_host_hashes(monkeypatch):
     assert checksums.begin(tree)() == of_host
 
 
-def test_save_waits_for_no_hash_and_the_state_may_go(tmp_path, monkeypatch):
-    """Hashes are of what was saved, also where the update came first; the file is as ever."""
-    may_hash, hash_one = threading.Event(), host_checksum.checksum
+def test_save_hashes_donated_state_in_background(tmp_path, monkeypatch):
+    """Hashes are of the saved values even if the next update runs first."""
+    may_hash, compute = threading.Event(), host_checksum.checksum
 
     def hash_later(*args):
         assert may_hash.wait(PATIENCE)
-        return hash_one(*args)
+        return compute(*args)
 
     monkeypatch.setattr(host_checksum, "checksum", hash_later)
     ours = setup(tiny_config())
@@ -106,7 +106,7 @@ def _changed(tree):
     return jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree)
 
 
-def test_hash_that_fails_fails_the_save(tmp_path, monkeypatch):
+def test_failed_hash_fails_save(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError("no memory for it")
 
@@ -119,7 +119,7 @@ def test_hash_that_fails_fails_the_save(tmp_path, monkeypatch):
     assert saved.latest() is None
 
 
-def test_shard_that_is_listed_twice_counts_once():
+def test_duplicate_shard_counts_once():
     array = jax.device_put(np.arange(12, dtype=np.float32).reshape(3, 4), jax.devices()[0])
     twice = types.SimpleNamespace(
         shape=array.shape, addressable_shards=[*array.addressable_shards] * 2

@@ -1,4 +1,4 @@
-"""Processes of a job agree on how their saves stand; here one process, and what others answer."""
+"""Agreement of a job's processes about their saves, with one process and scripted peers."""
 
 import errno
 import logging
@@ -21,7 +21,7 @@ BROKEN = "Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connection clo
 
 @pytest.fixture
 def others(monkeypatch):
-    """Contributions of another process, exchange by exchange; `mine` records those of this one."""
+    """Scripted contributions of another process, and recorded contributions of this one."""
     answers, mine = [], []
 
     def process_allgather(array):
@@ -33,7 +33,7 @@ def others(monkeypatch):
     return answers, mine
 
 
-def test_whoever_is_ready_first_waits_for_the_others(others):
+def test_await_all_waits_for_every_process(others):
     answers, mine = others
     answers += map(np.int32, [READY, WAITS, READY])
     ready = iter([False, True, True])
@@ -51,7 +51,7 @@ def test_whoever_is_ready_first_waits_for_the_others(others):
                                              "process 1 on b: gone"),
     ],
 )  # fmt: skip
-def test_failure_of_any_process_is_raised_with_all_messages(others, own, other, message):
+def test_await_all_raises_messages_of_failed_processes(others, own, other, message):
     answers, _ = others
     answers += [np.int32(WAITS), np.int32(FAILED if other else READY)]
     own_text = f"process 0 on {socket.gethostname()}: {own}" if own else ""
@@ -63,7 +63,7 @@ def test_failure_of_any_process_is_raised_with_all_messages(others, own, other, 
     assert str(failure.value) == message
 
 
-def test_failure_is_noticed_when_orbax_logs_it(tmp_path):
+def test_watch_failures_reports_errors_logged_by_orbax(tmp_path):
     noted, log = [], logging.getLogger("absl")
     full = OSError(errno.ENOSPC, "No space left on device")
     with job_saves.watch_failures(tmp_path / "a", noted.append):
@@ -80,7 +80,7 @@ def test_failure_is_noticed_when_orbax_logs_it(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_several_processes_meet_at_barriers_of_their_directory(tmp_path, monkeypatch, count):
+def test_multiprocessing_options_separate_directories(tmp_path, monkeypatch, count):
     monkeypatch.setattr(jax, "process_count", lambda: count)
     options = job_saves.multiprocessing_options(tmp_path)
     assert options.active_processes == (None if count == 1 else {0, 1})
@@ -88,8 +88,8 @@ def test_several_processes_meet_at_barriers_of_their_directory(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
-def test_save_that_loses_a_process_is_no_failure_of_storage(tmp_path, monkeypatch, error):
-    """The job is started again with 134; with 74 it would not be."""
+def test_save_with_lost_process_raises_peer_lost(tmp_path, monkeypatch, error):
+    """The exit code is then 134, with which the job is restarted, and not 74."""
 
     def lose(_):
         raise error(BROKEN)
@@ -105,14 +105,14 @@ def test_save_that_loses_a_process_is_no_failure_of_storage(tmp_path, monkeypatc
         with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
             saved.wait()
         with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
-            saved.close(together=False)  # at once: the save waits for the lost process
+            saved.close(together=False)  # does not wait: the save waits for the lost process
         assert thread.is_alive()
     finally:
         may_end.set()
 
 
 @pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
-def test_restore_that_loses_a_process_is_no_damage(tmp_path, monkeypatch, error):
+def test_restore_with_lost_process_raises_peer_lost(tmp_path, monkeypatch, error):
     def lose(*_, **__):
         raise error(BROKEN)
 

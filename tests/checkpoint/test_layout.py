@@ -39,7 +39,7 @@ def config_of(name, **distributed):
 
 @functools.cache
 def trained(name):
-    """A run, its state after 2 steps, and the parameters after 4."""
+    """Return a run, its state after 2 steps, the parameters after 4 steps and the batches."""
     ours = setup(config_of(name))
     batches = random_batches(ours.config, 4)
     state, _ = ours.run(ours.state(), batches[:2])
@@ -54,7 +54,7 @@ def on_device(ours, state):
 
 
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
-def test_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, name):
+def test_run_resumes_bit_exactly(tmp_path, name):
     ours, state, final, batches = trained(name)
     saved = checkpoints(tmp_path, ours)
     saved.save(progress_of(state), on_device(ours, state))
@@ -66,7 +66,7 @@ def test_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored.params), final)
 
 
-def test_moments_of_a_part_of_the_parameters_move_to_another_mesh(tmp_path):
+def test_partial_moments_restore_onto_another_mesh(tmp_path):
     ours, state, final, batches = trained("muon")
     saved = checkpoints(tmp_path, ours)
     saved.save(progress_of(state), on_device(ours, state))
@@ -80,8 +80,8 @@ def test_moments_of_a_part_of_the_parameters_move_to_another_mesh(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [16, 200])
-def test_optimizer_may_have_nothing_to_keep_for_a_part_of_the_parameters(tmp_path, rows):
-    """Muon without parameters for AdamW, and the other way round."""
+def test_optimizer_with_empty_moments_restores(tmp_path, rows):
+    """Muon without parameters for AdamW, and with all parameters for AdamW."""
     axes = {"layers": {"weight": ("layers", "mlp", "embed")}}
     params = {"layers": {"weight": jnp.ones((2, rows, 16))}}
     tx = build_optimizer(config_of("muon"), axes)
@@ -105,7 +105,7 @@ def test_optimizer_may_have_nothing_to_keep_for_a_part_of_the_parameters(tmp_pat
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_are_named_and_stacked_ones_stored_a_layer_to_a_chunk(name):
+def test_optimizer_fields_are_named_and_chunked_by_layer(name):
     ours = setup(config_of(name))
     tree = layout.to_tree(ours.abstract_state())
     assert tree["optimizer"].keys() == FIELDS[name]
@@ -116,7 +116,7 @@ def test_fields_are_named_and_stacked_ones_stored_a_layer_to_a_chunk(name):
         assert arg.shard_axes == ((0,) if "layers" in keys else ()), keys
 
 
-def test_each_expert_is_a_chunk(tmp_path):
+def test_experts_are_stored_as_chunks(tmp_path):
     experts = {"num_experts": 4, "moe_top_k": 2, "n_layers": 2}
     ours = setup(tiny_config(model=experts, distributed={"ep": 2, "dp_shard": 1}))
     saved = checkpoints(tmp_path, ours)

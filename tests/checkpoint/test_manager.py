@@ -1,4 +1,4 @@
-"""Saved on one mesh, restored on another; nothing declined in silence; the right ones kept."""
+"""Saving, restoring and retention of checkpoints."""
 
 import contextlib
 import dataclasses
@@ -39,15 +39,15 @@ def checkpoints(path, ours, **keys):
     return Checkpoints(path, section, ours.model.axes, resolved, stack=ours.model.stack)
 
 
-def held_up(saved):
-    """Until this event is set nothing is done in the background."""
+def delay_saves(saved):
+    """Delay background work of saves until the returned event is set."""
     may_finish, finish = threading.Event(), saved._finish
-    saved._finish = lambda *left: may_finish.wait(PATIENCE) and finish(*left)
+    saved._finish = lambda *args: may_finish.wait(PATIENCE) and finish(*args)
     return may_finish
 
 
 def start(saved, ours):
-    """Return the starting state of a run with this set-up."""
+    """Return the starting state of a run."""
     with jax.set_mesh(ours.mesh):
         return starting_state(ours, saved)
 
@@ -63,7 +63,7 @@ def start(saved, ours):
     ],
     ids=str,
 )
-def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
+def test_restore_onto_another_mesh_is_bit_exact(tmp_path, source, target):
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **source}))
     progress = dataclasses.replace(progress_of(state), best_metric=1.5)
     saved = checkpoints(tmp_path, ours)
@@ -79,8 +79,8 @@ def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
 
 
-def test_checkpoint_knows_no_stages(tmp_path):
-    """Through stages of unequal length, then through chunks, and back: not a bit has changed."""
+def test_checkpoint_is_independent_of_pipeline_stages(tmp_path):
+    """Saving on unequal stages and on chunks of stages does not change the state."""
 
     def layout(**axes):
         train = {"grad_accum_steps": 2, "batch_size": 4 // axes.get("dp_shard", 1)}
@@ -105,7 +105,7 @@ def test_checkpoint_knows_no_stages(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
 
 
-def test_save_that_orbax_declines_is_an_error(tmp_path):
+def test_declined_save_raises(tmp_path):
     """After a rollback a later step exists, and Orbax answers False."""
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
@@ -127,14 +127,14 @@ def test_same_step_is_saved_once(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_save_durations_are_reported_once_after_durability(tmp_path, mode):
+def test_newly_durable_reports_each_save_once(tmp_path, mode):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, async_mode=mode)
     began = time.time()
     for step in (2, 3):
         saved.save(Progress(step=step), state)
     saved.wait()
-    may_finish = held_up(saved)
+    may_finish = delay_saves(saved)
     saved.save(Progress(step=4), state)
     assert saved.newly_durable() == {}
     may_finish.set()
@@ -153,13 +153,13 @@ def steps(path):
 
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, distributed):
-    """Saved values are set aside first; everything else is background work."""
+def test_saved_state_may_be_donated(tmp_path, distributed):
+    """The save copies the values first and does everything else in the background."""
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
     before = addresses(state)
-    want = jax.device_get(jax.tree.map(jnp.copy, state))  # of itself it would be read from then on
+    want = jax.device_get(jax.tree.map(jnp.copy, state))  # a copy, since the state is donated
     saved, progress = checkpoints(tmp_path, ours), Progress(step=2, samples=16)
-    may_finish = held_up(saved)
+    may_finish = delay_saves(saved)
     saved.save(progress, state)
     progress.step, progress.samples = 3, 24
     negated = jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(state)
@@ -173,12 +173,12 @@ def test_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, dist
         jax.tree.map(np.testing.assert_array_equal, getattr(restored, part), getattr(want, part))
 
 
-def test_saves_to_two_places_do_not_begin_within_each_other(tmp_path):
-    """Directories of the one would be made when the other's are, and emptied of what is written."""
+def test_saves_to_two_directories_begin_one_at_a_time(tmp_path):
+    """Otherwise the signals of one save would create and clear directories of the other."""
     ours, state = trained()
-    two = [checkpoints(tmp_path / location, ours) for location in "ab"]
+    managers = [checkpoints(tmp_path / location, ours) for location in "ab"]
     both, met = threading.Barrier(2, None, 0.5), []
-    for saved in two:
+    for saved in managers:
 
         def save(*args, begin=saved._manager.save, **options):
             with contextlib.suppress(threading.BrokenBarrierError):
@@ -187,29 +187,29 @@ def test_saves_to_two_places_do_not_begin_within_each_other(tmp_path):
 
         saved._manager.save = save
         saved.save(Progress(step=2), state)
-    for saved in two:
+    for saved in managers:
         saved.close()
     assert not met
 
 
 def addresses(tree):
-    """Return the addresses of all arrays: XLA may exchange those of one shape."""
+    """Return the set of addresses of all arrays; XLA may exchange arrays of equal shape."""
     shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
     return {shard.data.unsafe_buffer_pointer() for shard in shards}
 
 
-def test_file_is_on_its_way_to_the_disk_while_others_are_gathered(tmp_path, monkeypatch):
+def test_state_is_split_into_data_files(tmp_path, monkeypatch):
     ours = setup(tiny_config())
-    monkeypatch.setattr(layout, "_LEAST", 4096)
+    monkeypatch.setattr(layout, "LEAST", 4096)
     tree = layout.to_tree(ours.state())
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert layout.file_bytes(tree) == nbytes // 16
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     assert layout.file_bytes(tree) == nbytes // 64
     monkeypatch.undo()
-    assert layout.file_bytes(tree) == 64 << 20  # nor are there more of them than need be
+    assert layout.file_bytes(tree) == 64 << 20  # small states have few files
 
-    monkeypatch.setattr(layout, "_LEAST", 4096)
+    monkeypatch.setattr(layout, "LEAST", 4096)
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(), ours.state())
     saved.close()
@@ -219,7 +219,7 @@ def test_file_is_on_its_way_to_the_disk_while_others_are_gathered(tmp_path, monk
     assert max(sizes) < nbytes // 4
 
 
-def test_keeps_the_last_and_the_best(tmp_path):
+def test_retention_keeps_last_and_best(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=2, keep_best_n=1)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, float("nan")), (50, 2.5)):
@@ -228,7 +228,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert steps(tmp_path) == [20, 40, 50]
 
 
-def test_best_checkpoint_stays_after_a_restart(tmp_path):
+def test_best_checkpoint_survives_restart(tmp_path):
     ours, state = trained()
     for saves in (((10, 1.0), (20, 2.0)), ((30, 3.0), (40, None)), ((50, 2.5),)):
         saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=2)
@@ -239,7 +239,7 @@ def test_best_checkpoint_stays_after_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", ['{"eval/loss": 3.0, "crc32": 1}', '{"eval/loss"', "[1"])
-def test_damaged_metrics_raise_and_name_the_file(tmp_path, damaged):
+def test_damaged_metrics_raise(tmp_path, damaged):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_best_n=1)
     saved.save(Progress(step=10), state, {"eval/loss": 1.0})
@@ -254,7 +254,7 @@ def test_damaged_metrics_raise_and_name_the_file(tmp_path, damaged):
 
 
 def test_checkpoint_without_metric_is_never_best(tmp_path):
-    """Metrics of another name, of a run that went by another one before; and one that is NaN."""
+    """Neither a checkpoint with another metric nor one with NaN is the best."""
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=1, best_metric="eval/a/loss")
     for step, a in ((10, None), (20, 5.0), (30, float("nan")), (40, 6.0)):
@@ -264,7 +264,7 @@ def test_checkpoint_without_metric_is_never_best(tmp_path):
     assert steps(tmp_path) == [20, 40]
 
 
-def test_keep_last_n_of_zero_keeps_all(tmp_path):
+def test_keep_last_n_zero_keeps_all(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=0)
     for step in range(1, 6):
@@ -273,25 +273,25 @@ def test_keep_last_n_of_zero_keeps_all(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
 
 
-def test_save_cut_short_is_not_seen_and_is_cleared_away(tmp_path):
+def test_incomplete_save_is_ignored_and_removed(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
     saved.close()
-    whole = tmp_path / "checkpoints" / "step_2"
-    torn = tmp_path / "checkpoints" / "step_3.orbax-checkpoint-tmp"
-    shutil.copytree(whole, torn)
-    (torn / "commit_success.txt").unlink()
+    complete = tmp_path / "checkpoints" / "step_2"
+    incomplete = tmp_path / "checkpoints" / "step_3.orbax-checkpoint-tmp"
+    shutil.copytree(complete, incomplete)
+    (incomplete / "commit_success.txt").unlink()
     assert find(tmp_path) == (tmp_path, 2)
     again = checkpoints(tmp_path, ours)
     assert again.latest() == 2
     again.save(Progress(step=3), state)
     again.close()
     assert steps(tmp_path) == [2, 3]
-    assert not torn.exists()
+    assert not incomplete.exists()
 
 
-def test_progress_and_config_are_readable(tmp_path):
+def test_progress_and_config_are_stored_as_json(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2, tokens=77), state)
@@ -301,7 +301,7 @@ def test_progress_and_config_are_readable(tmp_path):
     assert json.loads((step / "config" / "metadata").read_text())["model"]["dim"] == 64
 
 
-def test_stacked_arrays_are_stored_a_layer_to_a_chunk(tmp_path):
+def test_stacked_arrays_are_chunked_by_layer(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -318,7 +318,7 @@ def test_stacked_arrays_are_stored_a_layer_to_a_chunk(tmp_path):
             np.testing.assert_array_equal(array[1].read().result(), leaf[1])
 
 
-def test_load_path_takes_over_and_leaves_out_what_is_asked(tmp_path):
+def test_load_path_restores_except_excluded_parts(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path / "source", ours)
     saved.save(Progress(step=2, samples=16, tokens=512, run_id="theirs"), state)
@@ -340,9 +340,18 @@ def test_load_path_takes_over_and_leaves_out_what_is_asked(tmp_path):
     assert int(loaded.opt_state[1].updates) == 0
     jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(state.params))
     assert steps(tmp_path / "source") == [2]
+    loaded, progress = load("model")
+    assert (progress.step, int(loaded.opt_state[1].updates)) == (2, 2)
+    new, _ = load("model", "optimizer")
+    assert (int(new.step), int(new.opt_state[1].updates)) == (2, 0)
+    initial = jax.device_get(setup(tiny_config()).init().params)
+    for fresh in (loaded, new):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(fresh.params), initial)
+    moments = jax.device_get(state.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded.opt_state), moments)
 
 
-def test_model_that_does_not_fit_is_named(tmp_path):
+def test_mismatched_model_raises(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -354,7 +363,7 @@ def test_model_that_does_not_fit_is_named(tmp_path):
 
 @pytest.fixture
 def collected():
-    """Collect the remains of a failed read here, because they complain when collected."""
+    """Collect the objects of a failed read, which warn when they are collected."""
     yield
     gc.collect()
 
@@ -370,24 +379,25 @@ def flip(path):
 
 
 @pytest.mark.parametrize(
-    ("harm", "what"),
+    ("damage", "message"),
     [(cut, ""), (Path.unlink, ""), (flip, r"not what was saved: \w+[\w.]+")],
 )
 @pytest.mark.usefixtures("collected")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_damaged_checkpoint_is_named_with_the_one_before_it(tmp_path, harm, what):
+def test_damaged_checkpoint_error_names_previous_step(tmp_path, damage, message):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     for step in (1, 2):
         saved.save(Progress(step=step), state)
     saved.close()
     files = (tmp_path / "checkpoints" / "step_2" / "state").rglob("d/*")
-    harm(max(files, key=lambda path: path.stat().st_size))
-    with pytest.raises(UserError, match=rf"step_2 is damaged \(.*{what}.*remove it .* step 1, or"):
+    damage(max(files, key=lambda path: path.stat().st_size))
+    pattern = rf"step_2 is damaged \(.*{message}.*remove it .* step 1, or"
+    with pytest.raises(UserError, match=pattern):
         start(checkpoints(tmp_path, ours), ours)
 
 
-def test_weights_alone_are_checked_and_other_types_are_taken(tmp_path):
+def test_restore_model_checks_weights_and_casts(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(step=2), state)
@@ -410,37 +420,37 @@ def test_weights_alone_are_checked_and_other_types_are_taken(tmp_path):
     load(jax.numpy.bfloat16)
 
 
-def save_and_look(saved, state):
+def save_and_poll(saved, state):
     saved.save(Progress(step=2), state)
     for _ in range(6000):
         saved.check()
         time.sleep(0.01)
 
 
-def test_save_that_fails_is_told_before_the_next(tmp_path):
+def test_failed_save_raises_before_next_save(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
     (tmp_path / "checkpoints").rmdir()
-    (tmp_path / "checkpoints").touch()  # no directory, so that nothing can be made in it
+    (tmp_path / "checkpoints").touch()  # a file, so that no directory can be created in it
     with pytest.raises(StorageError, match=r"could not be written .* \(N\w+( \w+)* directory: /"):
-        save_and_look(saved, state)
+        save_and_poll(saved, state)
 
 
-def test_process_that_fails_on_its_own_waits_for_its_save(tmp_path):
+def test_close_alone_waits_for_own_save(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours)
-    may_finish = held_up(saved)
+    may_finish = delay_saves(saved)
     saved.save(Progress(step=2), state)
     threading.Timer(0.1, may_finish.set).start()
     saved.close(together=False)
     assert steps(tmp_path) == [2]
 
 
-def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
-    asked = []
+def test_saves_do_not_query_preemption_service(tmp_path, monkeypatch):
+    queries = []
 
     def service(step):
-        asked.append(step)
+        queries.append(step)
         return False
 
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", service)
@@ -449,38 +459,38 @@ def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
     for step in (1, 2):
         saved.save(Progress(step=step), state)
     saved.close()
-    assert not asked
+    assert not queries
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a*b", "a\\b", "what?"])
-def test_directory_that_could_not_be_read_again_is_refused(tmp_path, name):
+def test_directory_with_pattern_characters_raises(tmp_path, name):
     config = tiny_config().checkpoint
     with pytest.raises(UserError, match=r"could not be read again: .* give a directory without"):
         Checkpoints(tmp_path / name, config)
     assert not list(tmp_path.iterdir())
-    Checkpoints(tmp_path / name, config, read_only=True).close()  # it may have been moved there
+    Checkpoints(tmp_path / name, config, read_only=True).close()  # existing runs may be there
 
 
-def test_find_says_what_it_looked_for(tmp_path):
+def test_find_without_checkpoint_raises(tmp_path):
     with pytest.raises(UserError, match="no checkpoint at"):
         find(tmp_path)
     with pytest.raises(UserError, match="no checkpoint at"):
         find(tmp_path / "checkpoints" / "step_7")
 
 
-def test_progress_survives_versions():
+def test_progress_ignores_unknown_fields():
     progress = Progress.from_json({"step": 3, "from_the_future": 1})
     assert progress == dataclasses.replace(Progress(step=3), run_id=progress.run_id)
 
 
-def test_no_nan_is_ever_the_best():
+def test_nan_metric_is_never_best():
     progress = Progress()
     assert [progress.note_metric(v) for v in (float("nan"), 3.0, 3.0, float("nan"), 2.0)] == [
         False, True, False, False, True,
     ]  # fmt: skip
 
 
-def test_another_optimizer_is_named_and_can_be_left_out(tmp_path):
+def test_other_optimizer_raises_unless_excluded(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path / "source", ours)
     saved.save(Progress(step=2, samples=16, tokens=512), state)
@@ -502,7 +512,7 @@ def test_another_optimizer_is_named_and_can_be_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("marker", [".metadata", "pp0/.metadata"])
-def test_checkpoints_of_pytorch_are_left_alone(tmp_path, marker):
+def test_pytorch_checkpoints_in_directory_raise(tmp_path, marker):
     path = tmp_path / "checkpoints" / "step_10" / marker
     path.parent.mkdir(parents=True)
     path.touch()

@@ -16,46 +16,46 @@ def due(interval=1000, ramp=(), **window):
     return SavePolicy(tiny_config(checkpoint=checkpoint, train=train))
 
 
-def test_every_interval_and_never_at_the_start():
+def test_interval_is_due_except_at_start():
     assert [step for step in range(3500) if due()(step)] == [1000, 2000, 3000]
 
 
-def test_window_of_kempnerforge():
+def test_window_matches_kempnerforge():
     got = [step for step in range(2100) if due(start=0, stop=512)(step)]
     assert got == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 2000]
 
 
-def test_within_a_window_the_interval_does_not_count():
+def test_window_overrides_interval():
     got = [step for step in range(60) if due(interval=5, start=10, stop=30)(step)]
     assert got == [5, 10, 11, 12, 14, 18, 26, 35, 40, 45, 50, 55]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(7, 7), (0, 0)])
-def test_window_of_one_step(start, stop):
+def test_window_of_one_step_saves_it(start, stop):
     assert list(milestones(DynCkptWindow(start=start, stop=stop))) == [start]
 
 
-def test_milestones_are_those_of_the_window():
+def test_milestones_are_window_steps():
     ours = due(interval=4, start=0, stop=8)
     assert [step for step in range(30) if ours.is_milestone(step)] == [0, 1, 2, 4, 8]
     assert not any(due().is_milestone(step) for step in range(30))
 
 
-def test_before_the_batch_grows_there_is_a_checkpoint():
+def test_checkpoint_is_due_before_batch_grows():
     ramp = [{"grad_accum_steps": 1}, {"start": 7, "grad_accum_steps": 2}]
     assert [step for step in range(30) if due(interval=10, ramp=ramp)(step)] == [7, 10, 20]
 
 
 @pytest.mark.parametrize("last", [0, 4, 9, 26, 100])
 @pytest.mark.parametrize("window", [{}, {"start": 10, "stop": 30}, {"start": 0, "stop": 5}])
-def test_all_steps_of_a_run(window, last):
+def test_steps_and_count_match_policy(window, last):
     ours = due(interval=5, **window)
     expected = [step for step in range(last + 1) if ours(step)]
     assert list(ours.steps(last)) == expected
     assert ours.count(last) == len(expected)
 
 
-def test_orbax_keeps_the_milestones():
+def test_orbax_retains_milestones():
     saved = [SimpleNamespace(step=step) for step in (0, 1, 2, 3, 4, 10, 20, 30)]
     window = DynCkptWindow(start=0, stop=4)
     policy = policies.AnyPreservationPolicy(

@@ -1,4 +1,4 @@
-"""Damage of a checkpoint's JSON is found before training starts."""
+"""Checksums of a checkpoint's JSON files."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ PROGRESS = Progress(step=7, samples=56, tokens=1792, best_metric=2.5, best_step=
                     validation=Validation(["a"], {"a": {"loss": 1.25}}))  # fmt: skip
 
 
-def test_every_bit_flip_raises_or_changes_nothing():
+def test_bit_flip_raises_or_changes_nothing():
     text = json.dumps(seal_progress(PROGRESS, 123)).encode()
     raised = 0
     for location in range(len(text)):
@@ -31,7 +31,7 @@ def test_every_bit_flip_raises_or_changes_nothing():
     assert raised > 7.5 * len(text)
 
 
-def test_seal_ignores_layout_of_the_text():
+def test_seal_ignores_json_formatting():
     values = json.loads(json.dumps(seal_progress(PROGRESS, 123), indent=2, sort_keys=True))
     assert unseal_progress(values, 7) == PROGRESS
     assert crc32({"b": (1, float("inf")), "a": None}) == crc32({"a": None, "b": [1, float("inf")]})
@@ -42,13 +42,13 @@ def test_progress_of_another_step_raises():
         unseal_progress(seal_progress(PROGRESS, 123), 8)
 
 
-def test_progress_of_older_versions_has_no_seal():
+def test_progress_without_seal_is_read():
     assert unseal_progress(PROGRESS.to_json(), 7) == PROGRESS
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run directory with a checkpoint of step 0, and what it was saved with."""
+    """A program, and a run directory with its checkpoint of step 0."""
     ours, run = setup(tiny_config()), tmp_path_factory.mktemp("run")
     checkpoints = open_run(ours, run)
     checkpoints.save(Progress(samples=8, run_id="abc"), ours.state())
@@ -75,7 +75,7 @@ def change(path, old: str, new: str) -> None:
         ("checksums", '"step"', '"stdp"', "not what was saved: step"),
     ],
 )
-def test_damaged_checkpoint_is_not_restored(saved, tmp_path, file, old, new, message):
+def test_damaged_json_raises_on_restore(saved, tmp_path, file, old, new, message):
     ours, run = saved
     shutil.copytree(run, tmp_path / "run")
     change(tmp_path / "run" / "checkpoints" / "step_0" / file / "metadata", old, new)
@@ -91,7 +91,7 @@ def test_damaged_checkpoint_is_not_restored(saved, tmp_path, file, old, new, mes
     damaged.close()
 
 
-def test_renamed_checkpoint_is_not_restored(saved, tmp_path):
+def test_renamed_checkpoint_raises(saved, tmp_path):
     ours, run = saved
     shutil.copytree(run, tmp_path / "run")
     steps = tmp_path / "run" / "checkpoints"
@@ -100,7 +100,7 @@ def test_renamed_checkpoint_is_not_restored(saved, tmp_path):
         open_run(ours, tmp_path / "run").progress(30)
 
 
-def test_damaged_config_of_a_checkpoint_is_not_converted(saved, tmp_path):
+def test_damaged_config_raises_on_conversion(saved, tmp_path):
     run = saved[1]
     shutil.copytree(run, tmp_path / "run")
     open_orbax(tmp_path / "run")
@@ -110,7 +110,7 @@ def test_damaged_config_of_a_checkpoint_is_not_converted(saved, tmp_path):
         open_orbax(tmp_path / "run")
 
 
-def test_amended_progress_is_sealed_with_the_config_saved(saved, tmp_path):
+def test_amend_keeps_checksum_of_stored_config(saved, tmp_path):
     run = saved[1]
     shutil.copytree(run, tmp_path / "run")
     other = setup(tiny_config(train={"max_steps": 99}))

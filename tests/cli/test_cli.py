@@ -1,4 +1,4 @@
-"""Commands end, with their code, whatever their threads do, and at once on Ctrl-C."""
+"""Exit of commands with running threads, closed pipes and Ctrl-C."""
 
 import os
 import signal
@@ -25,13 +25,13 @@ leave(75, patience={patience})
 
 
 @pytest.mark.parametrize(
-    ("seconds", "patience", "said"),
+    ("seconds", "patience", "message"),
     [
-        (600, 0.1, "exiting with 75, although threads go on: reader_0\n"),
+        (600, 0.1, "exiting with 75 while threads are running: reader_0\n"),
         (0.1, 600, ""),
     ],
 )
-def test_thread_that_hangs_is_left_behind(seconds, patience, said):
+def test_hanging_thread_does_not_block_exit(seconds, patience, message):
     program = PROGRAM.format(seconds=seconds, patience=patience)
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -40,7 +40,7 @@ def test_thread_that_hangs_is_left_behind(seconds, patience, said):
         timeout=PATIENCE,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (75, said)
+    assert (done.returncode, done.stderr) == (75, message)
 
 
 PRINTS = """
@@ -73,10 +73,10 @@ raise SystemExit(run_main(work, outlives_reader={outlives}))
         ("2>&$PIPE", False, 5, True),
     ],
 )
-def test_lost_reader_ends_only_commands_whose_text_is_the_result(
+def test_closed_pipe_ends_only_commands_with_text_results(
     tmp_path, redirected, outlives, code, finishes, flush
 ):
-    """Nor does the interpreter end with 120, as it does where it cannot flush at its end."""
+    """The interpreter must not exit with 120, as it does if the final flush fails."""
     read, write = os.pipe()
     os.close(read)
     marker = tmp_path / "finished"
@@ -88,7 +88,7 @@ def test_lost_reader_ends_only_commands_whose_text_is_the_result(
     os.close(write)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    if finishes or flush == "flush()":  # otherwise the end of the process finds out
+    if finishes or flush == "flush()":  # otherwise the failure occurs at exit
         assert marker.exists() == finishes
     if code == 74:
         assert "error: standard output could not be written: No space left" in done.stderr
@@ -104,8 +104,8 @@ def test_lost_reader_ends_only_commands_whose_text_is_the_result(
         "prepare texts --output data",
     ],
 )
-def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(tmp_path, command):
-    """In C extensions of NumPy and JAX the exception that Python makes of it ends in SIGSEGV."""
+def test_ctrl_c_during_import_ends_silently(tmp_path, command):
+    """In C extensions of NumPy and JAX, KeyboardInterrupt would cause SIGSEGV."""
     for name in ("jax", "numpy"):
         (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -140,23 +140,23 @@ def test_ctrl_c_ends_a_command_in_compiled_code():
         assert process.wait() == -signal.SIGINT
 
 
-def test_ctrl_c_is_raised_where_there_is_something_to_tidy_up():
+def test_ctrl_c_is_raised_for_cleanup():
     def interrupted():
         raise_interrupts()
         signal.raise_signal(signal.SIGINT)
         return 0
 
-    ours = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with pytest.raises(ZeroDivisionError):
             run_main(lambda: 1 // 0)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         assert run_main(interrupted) == 130
     finally:
-        signal.signal(signal.SIGINT, ours)
+        signal.signal(signal.SIGINT, previous)
 
 
-def test_under_a_prompt_the_process_is_not_ended(monkeypatch):
+def test_interactive_process_is_not_ended(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
@@ -168,14 +168,14 @@ def test_under_a_prompt_the_process_is_not_ended(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--xla_nope=3", "Unknown flag in XLA_FLAGS: --xla_nope=3"),
         ("--xla_force_host_platform_device_count=x", "Couldn't interpret value x for flag xla_fo"),
     ],
 )
-def test_flags_that_xla_cannot_read_are_a_mistake_and_no_failure(flags, said):
-    """XLA itself ends the process, with code 1, which would be run again."""
+def test_invalid_xla_flags_are_user_errors(flags, message):
+    """XLA would end the process with code 1, which leads to a restart."""
     program = (
         "from jaxforge.cli.running import run_main; exit(run_main(lambda: 0, uses_devices=True))"
     )
@@ -184,5 +184,5 @@ def test_flags_that_xla_cannot_read_are_a_mistake_and_no_failure(flags, said):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: XLA_FLAGS={flags}: {said}")
+    assert done.stderr.startswith(f"error: XLA_FLAGS={flags}: {message}")
     assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Secrets in texts, values and commands: what goes, and what has to stay."""
+"""Redaction of secrets in texts, values and commands."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from jaxforge.cli import redaction
 from jaxforge.cli.redaction import redacted, redacted_command, redacted_message, redacted_value
 from jaxforge.cli.running import run_main
 from jaxforge.commands import report as report
-from jaxforge.config.job import JobConfig, shown, toml
+from jaxforge.config.job import JobConfig, short_toml, toml
 from jaxforge.errors import UserError
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
@@ -63,12 +63,12 @@ URLS = {
 def secrets(n, alphabet):
     draws = random.Random(39)
     for _ in range(n):
-        ends = draws.choices(LETTERS, k=4)  # quotes and the like within
+        ends = draws.choices(LETTERS, k=4)  # quotes inside
         yield "".join([*ends[:2], *draws.choices(alphabet, k=draws.randint(12, 40)), *ends[2:]])
 
 
 def leaks(secret, text, n=5):
-    """Any five characters in a row."""
+    """Return whether text contains any five consecutive characters of a secret."""
     return [secret[i : i + n] for i in range(len(secret) - n + 1) if secret[i : i + n] in text]
 
 
@@ -103,7 +103,7 @@ def test_secrets_in_commands_are_removed():
         assert "s3://b/c" in command
 
 
-def test_quoted_command_line_is_redacted_like_its_words():
+def test_shell_command_line_is_redacted():
     line = shlex.join(["train", "--x={'token': 'a b'}", "--my-password", "x y", "--seed=1"])
     words = ["train", "--x={'token': \"\"}", "--my-password", "removed", "--seed=1"]
     assert shlex.split(redaction.redacted_line(line, {})) == words
@@ -132,7 +132,7 @@ def test_secrets_in_values_are_removed():
         "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----",
     ],
 )  # fmt: skip
-def test_keys_are_known_by_their_looks(known):
+def test_known_token_formats_are_removed(known):
     for text in (
         f'name = "{known}"',
         f"--x={known}",
@@ -155,22 +155,22 @@ def test_keys_are_known_by_their_looks(known):
         ("http://localhost:8080/x", "http://localhost:8080"),
         ("gs://bucket/run@2/x", "gs://bucket/run@2/x"),
         ("http://[::1]:80/x", "http://[::1]:80"),
-        ("s3://AKIA:abc/def", "s3://removed"),  # cut before its @
+        ("s3://AKIA:abc/def", "s3://removed"),  # truncated before the @
     ],
 )  # fmt: skip
-def test_secret_values_are_replaced(text, expected):
+def test_secret_environment_values_are_replaced(text, expected):
     assert redacted(text, {}) == expected
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.name)
-def test_configs_stay_as_they_are(path):
+def test_shipped_configs_are_not_redacted(path):
     text = path.read_text()
     urls = [line for line in text.splitlines() if "https://" in line]
     text = "\n".join(line for line in text.splitlines() if line not in urls)
     assert redacted(text, {}) == text
 
 
-def test_words_that_only_look_secret_stay():
+def test_harmless_words_are_not_redacted():
     text = JobConfig().to_toml() + "\n".join([
         'tokenizer_path = "data/tokenizer"', "max_tokens = 128", "eos_token_id = 3",
         'eos_token = "<eos>"', 'token_dtype = "uint16"', "tokens_seen = 5", 'author = "me"',
@@ -183,7 +183,7 @@ def test_words_that_only_look_secret_stay():
     assert redacted_value(values, {}) == json.loads(json.dumps(values))
 
 
-def test_secrets_of_the_environment_are_removed_in_any_form():
+def test_environment_secrets_are_removed_in_any_encoding():
     environment = {"MY_TOKEN": 's3cr3t"value', "LONG_KEY": 's3cr3t"value-and-more', "HOME": "/home"}
     text = json.dumps({"a": 's3cr3t"value-and-more'}) + ' s3cr3t"value /home'
     assert redacted(text, environment) == '{"a": "removed"} removed /home'
@@ -196,12 +196,12 @@ def test_messages_and_logs_are_redacted(capsys, tmp_path):
     url = "s3://AKIA:wJalrXUtnFEMI/K7MDENG@bucket/x"
 
     def fail():
-        raise UserError(f"data.dataset_path = {shown(url + 'y' * 80)}: {url} does not exist")
+        raise UserError(f"data.dataset_path = {short_toml(url + 'y' * 80)}: {url} does not exist")
 
     assert run_main(fail) == 2
-    said = capsys.readouterr().err
-    assert not leaks("wJalrXUtnFEMI/K7MDENG", said)
-    assert "s3://bucket/x does not exist" in said
+    stderr = capsys.readouterr().err
+    assert not leaks("wJalrXUtnFEMI/K7MDENG", stderr)
+    assert "s3://bucket/x does not exist" in stderr
     record = logging.LogRecord("x", logging.INFO, "", 1, "opening %s", (url,), None)
     assert redacting("%(message)s").format(record) == "opening s3://bucket/x"
     assert redaction.REMOVED == "removed"
@@ -212,12 +212,12 @@ SECRET = "wJalrXUtnFEMI/K7MDENG'bPxRfiCY"
 
 @pytest.fixture
 def config(tmp_path):
-    """A config whose data are named with a password."""
+    """Return a config whose data URL contains a password."""
     path = f"s3://AKIA:{SECRET}@bucket/data"
     return tiny_config(data={"dataset_path": path}, checkpoint={"dir": str(tmp_path / "run")})
 
 
-def test_page_of_a_run_shows_no_secrets(config, tmp_path):
+def test_run_page_contains_no_secrets(config, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(config.to_toml())

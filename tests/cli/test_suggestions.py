@@ -3,13 +3,13 @@
 from jaxforge.cli.suggestions import hint, path_hint
 
 
-def test_name_that_is_near():
+def test_similar_name_is_suggested():
     assert hint("cosin", ["linear", "cosine"]) == '; did you mean "cosine"?'
     assert hint("trian", ["train"], quote="") == "; did you mean train?"
     assert hint("xyzzy", ["linear", "cosine"]) == ""
 
 
-def test_path_whose_end_or_middle_is_near(tmp_path):
+def test_similar_path_is_suggested(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.toml").touch()
     meant = f"; did you mean {tmp_path / 'configs/quickstart.toml'}?"

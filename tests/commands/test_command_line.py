@@ -1,4 +1,4 @@
-"""Options, settings between them, and what a wrong word is answered with."""
+"""Parsing of options and settings, and suggestions for unknown words."""
 
 import os
 import subprocess
@@ -37,13 +37,13 @@ def parser(**options):
         (["--data.datasets", "[{'path': 'a'}]"], ["--data.datasets=[{'path': 'a'}]"]),
     ],
 )
-def test_setting_may_stand_before_or_after_what_is_not_one(line, settings):
+def test_settings_and_options_mix_in_any_order(line, settings):
     for words in ([*line, "runs/a"], ["runs/a", *line]):
         args, result = parser().parse(words)
         assert (args.run, result) == ("runs/a", settings)
 
 
-def test_words_after_two_dashes_are_no_settings():
+def test_words_after_double_dash_are_not_settings():
     args, settings = parser().parse(["--", "--train.lr=1"])
     assert (args.run, settings) == ("--train.lr=1", [])
 
@@ -60,25 +60,25 @@ def test_words_after_two_dashes_are_no_settings():
         ("--format=np", "(choose from 'npy', 'bin'); did you mean npy?"),
     ],
 )  # fmt: skip
-def test_wrong_option_is_answered_with_what_is_near(word, answer):
+def test_unknown_option_gets_suggestion(word, answer):
     with pytest.raises(UserError) as error:
         parser().parse(["runs/a", word])
     assert answer in str(error.value)
 
 
 def test_required_option_accepts_an_alias():
-    ours = CommandParser("prepare")
-    ours.add_argument("--output", required=True)
-    ours.add_argument("--tokenizer")
+    command_parser = CommandParser("prepare")
+    command_parser.add_argument("--output", required=True)
+    command_parser.add_argument("--tokenizer")
     for line, answer in (
         (["--outputs=a", "--tokenizer=bpe"], "unknown option --outputs; did you mean --output[?]$"),
         (["--tokenizer=bpe"], "^the following arguments are required: --output; `.*--help` lists"),
     ):
         with pytest.raises(UserError, match=answer):
-            ours.parse(line)
+            command_parser.parse(line)
 
 
-def test_config_without_its_option():
+def test_config_without_option_gets_suggestion():
     with pytest.raises(UserError, match=r"argument run.toml; did you mean --config run.toml\?$"):
         parse_command_line(["run.toml"])
 
@@ -92,14 +92,14 @@ def test_config_without_its_option():
         ["--eval.sample_prompts=['“Quoted”']"], ["--checkpoint.dir=", "runs/a"],
     ],
 )  # fmt: skip
-def test_values_that_look_like_slips_of_the_keyboard_are_read(line):
-    ours = parser()
-    ours.add_argument("--prompt")
-    ours.parse(line)
+def test_values_that_look_like_typos_are_accepted(line):
+    command_parser = parser()
+    command_parser.add_argument("--prompt")
+    command_parser.parse(line)
 
 
 def test_forwarded_arguments_are_not_checked():
-    _, others = parser(passes_on=True).parse(["a", "--num_fewshot", "--distributed.tp", "2"])
+    _, others = parser(allows_unknown=True).parse(["a", "--num_fewshot", "--distributed.tp", "2"])
     assert others == ["--num_fewshot", "--distributed.tp=2"]
 
 
@@ -118,10 +118,10 @@ def test_help_explains_a_key(capsys):
         ("jaxforge train --optimizer.muon_m", ["--optimizer.muon_momentum "]),
         ("jaxforge train --optimizer.name li", ["lion "]),
         ("jaxforge train --optimizer.name=li", ["--optimizer.name=lion "]),
-        ("jaxforge export --to ", ["dcp", "hf"]),
+        ("jaxforge export --to ", ["dcp", "pt", "hf"]),
     ],
 )
-def test_shell_is_told_what_may_follow(line, answers, tmp_path):
+def test_completion_lists_candidates(line, answers, tmp_path):
     asked = {
         "_ARGCOMPLETE": "1",
         "_ARGCOMPLETE_IFS": "\n",
@@ -134,6 +134,6 @@ def test_shell_is_told_what_may_follow(line, answers, tmp_path):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shell_gets_its_part(shell, capsys):
+def test_completion_prints_shell_code(shell, capsys):
     assert completion.main([shell]) == 0
     assert "jaxforge" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The supervisor, on small scripts that end as they are told to."""
+"""Supervisor of small scripts with given exit codes."""
 
 import json
 import os
@@ -21,7 +21,7 @@ QUICK = ["--backoff=0.02", "--backoff-cap=0.1", "--peer-grace=0.5"]
 
 
 class Child:
-    """A script, run in a scratch directory, where each start leaves a file."""
+    """A script in a temporary directory, where each start creates a file."""
 
     def __init__(self, directory, monkeypatch):
         self.directory = directory
@@ -46,7 +46,7 @@ class Child:
         return int((self.directory / name).read_text())
 
     def supervise(self, *options, body):
-        """A supervisor in a process of its own, to be sent signals."""
+        """Start a supervisor as a process that receives signals."""
         return subprocess.Popen(
             [sys.executable, "-m", "jaxforge.supervise", *QUICK, *options, *self.command(body)],
             cwd=self.directory, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
@@ -59,8 +59,8 @@ def child(tmp_path, monkeypatch):
     return Child(tmp_path, monkeypatch)
 
 
-def gone(pid):
-    """Return whether a process has ended, also as a zombie."""
+def has_ended(pid):
+    """Return whether a process has ended, including zombies."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def gone(pid):
 
 
 @pytest.mark.parametrize("code", [0, 2, 65, 74, 75, 130])
-def test_codes_that_end_it(child, code):
+def test_final_exit_codes_end_supervisor(child, code):
     assert main([*QUICK, *child.command(f"sys.exit({code})")]) == code
     assert child.starts() == 1
 
@@ -76,14 +76,14 @@ def test_codes_that_end_it(child, code):
 @pytest.mark.parametrize(
     "how", ["sys.exit(1)", "sys.exit(70)", "os.abort()", "os.kill(os.getpid(), 9)"]
 )
-def test_failures_are_run_again_until_it_succeeds(child, how):
+def test_failures_restart_until_success(child, how):
     assert main([*QUICK, *child.command(f"{how} if start < 3 else sys.exit(0)")]) == 0
     assert child.starts() == 4
 
 
 @pytest.mark.parametrize("codes", [[], [75]])
-def test_time_limit_of_a_job_is_that_of_all_its_starts(child, codes):
-    """But not of starts that follow the limit, where these are asked for."""
+def test_time_limit_covers_all_starts(child, codes):
+    """Starts after the limit, if requested, get a new limit."""
     body = "print(os.environ.get('JAXFORGE_BEGAN'), file=open('began', 'a'))\nsys.exit(start < 1)\n"
     options = [f"--restart-on={code}" for code in codes]
     assert main([*QUICK, *options, *child.command(body)]) == 0
@@ -92,7 +92,7 @@ def test_time_limit_of_a_job_is_that_of_all_its_starts(child, codes):
     assert (first == "None") is bool(codes)
 
 
-def test_other_codes_on_request(child):
+def test_further_exit_codes_restart_on_request(child):
     body = "sys.exit([75, 74, 0][start])"
     assert main([*QUICK, "--restart-on=75", "--restart-on=74", *child.command(body)]) == 0
     assert child.starts() == 3
@@ -103,11 +103,11 @@ def test_restarts_without_progress_are_bounded(child, caplog):
     assert main([*QUICK, "--max-restarts=2", *child.command("sys.exit(70)")]) == 70
     assert child.starts() == 3
     assert caplog.text.count("the command ended with 70: hung: the watchdog saw no progress") == 3
-    assert "3 starts in a row without progress, --max-restarts 2: exit code 70" in caplog.text
+    assert "3 consecutive starts without progress, --max-restarts 2: exit code 70" in caplog.text
 
 
-def test_newer_checkpoint_starts_the_count_anew(child, monkeypatch):
-    """Starts 0, 1, 2 and 4 leave a checkpoint; start 3 does not, nor do those after 4."""
+def test_newer_checkpoint_resets_restart_count(child, monkeypatch):
+    """Starts 0, 1, 2 and 4 write a checkpoint; other starts do not."""
     run = child.directory / "run"
     monkeypatch.setattr(supervise, "run_directory", lambda command: run)
     body = (
@@ -127,14 +127,14 @@ def test_newer_checkpoint_starts_the_count_anew(child, monkeypatch):
     assert lines[0]["meaning"] == "killed by SIGKILL"
 
 
-def test_log_that_cannot_be_written_stops_nothing(child, monkeypatch, caplog):
+def test_unwritable_log_does_not_stop_supervisor(child, monkeypatch, caplog):
     (child.directory / "supervise.jsonl").mkdir()
     monkeypatch.setattr(supervise, "run_directory", lambda command: child.directory)
     assert main([*QUICK, *child.command("sys.exit(1 if start == 0 else 0)")]) == 0
     assert "supervise.jsonl: Is a directory" in caplog.text
 
 
-def test_waits_double_up_to_a_cap():
+def test_backoff_doubles_up_to_cap():
     policy = Policy(10, backoff=5, backoff_cap=60, grace=1, peer_grace=1)
     assert [policy.delay(n) for n in range(1, 7)] == [5, 10, 20, 40, 60, 60]
 
@@ -142,7 +142,7 @@ def test_waits_double_up_to_a_cap():
 @pytest.mark.parametrize(
     ("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
-def test_signal_is_passed_on_and_the_code_is_the_childs(child, sig, code):
+def test_signal_is_forwarded_and_child_code_returned(child, sig, code):
     body = (
         f"signal.signal({sig.value}, lambda *_: sys.exit({code}))\n"
         "Path('ready').write_text(str(os.getpid()))\ntime.sleep(3600)"
@@ -152,17 +152,17 @@ def test_signal_is_passed_on_and_the_code_is_the_childs(child, sig, code):
     supervisor.send_signal(sig)
     assert supervisor.wait(PATIENCE) == code
     assert child.starts() == 1
-    assert f"{sig.name}: passed on" in supervisor.stderr.read()
+    assert f"{sig.name}: forwarded" in supervisor.stderr.read()
 
 
-def test_child_that_could_not_yet_listen_was_stopped_too(child):
+def test_child_killed_by_early_signal_counts_as_stopped(child):
     supervisor = child.supervise(body="time.sleep(3600)")
     child.pid("started-0-0")
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(PATIENCE) == 75
 
 
-def test_child_that_does_not_listen_is_killed_with_what_it_started(child):
+def test_unresponsive_child_is_killed_with_its_children(child):
     body = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3600)'])\n"
@@ -173,12 +173,12 @@ def test_child_that_does_not_listen_is_killed_with_what_it_started(child):
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(PATIENCE) == 137
     assert child.starts() == 1
-    wait_until(lambda: gone(worker))
+    wait_until(lambda: has_ended(worker))
 
 
-def test_signal_while_it_waits_ends_it(child):
+def test_signal_during_backoff_ends_supervisor(child):
     supervisor = child.supervise("--backoff=3600", "--backoff-cap=3600", body="sys.exit(1)")
-    while "running again in" not in supervisor.stderr.readline():
+    while "restarting in" not in supervisor.stderr.readline():
         assert supervisor.poll() is None
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(PATIENCE) == 75
@@ -193,19 +193,19 @@ def test_children_of_a_failed_process_end_before_restart(child):
     )
     assert main([*QUICK, *child.command(body)]) == 0
     for name in ("worker-0", "worker-1"):
-        wait_until(lambda name=name: gone(child.pid(name)))
+        wait_until(lambda name=name: has_ended(child.pid(name)))
 
 
-def test_nothing_outlives_a_supervisor_that_is_killed(child):
+def test_children_end_when_supervisor_is_killed(child):
     supervisor = child.supervise(body="Path('ready').write_text('1')\ntime.sleep(3600)")
     pid = child.pid("started-0-0")
     child.pid("ready")
     supervisor.kill()
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: has_ended(pid))
 
 
-def test_several_processes_find_one_another_and_fail_together(child):
-    """Process 1 fails at first; process 0, which would never end, is ended, and both run again."""
+def test_processes_connect_and_fail_together(child):
+    """Process 1 fails once; the endless process 0 is stopped, and both restart."""
     body = (
         "names = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_LOCAL_DEVICE_IDS')\n"
         "Path(f'env-{index}-{start}').write_text(' '.join(os.environ[n] for n in names))\n"
@@ -222,7 +222,7 @@ def test_several_processes_find_one_another_and_fail_together(child):
     assert [remaining, rest_of_other] == [["2", "0"], ["2", "1"]]
 
 
-def test_first_failure_speaks_for_all(child):
+def test_first_failure_determines_exit_code(child):
     body = (
         "if index == '1': sys.exit(2)\n"
         "first = Path('started-1-0')\n"
@@ -234,8 +234,8 @@ def test_first_failure_speaks_for_all(child):
     assert child.starts() == 1
 
 
-def test_loss_of_another_process_is_no_cause(child):
-    """Process 0 notices that process 1 dies, and its end is seen first."""
+def test_loss_of_peer_is_not_the_cause(child):
+    """Process 0 detects the death of process 1 and ends first."""
     body = (
         "if index == '0': sys.exit(134)\n"
         "first = Path('started-0-0')\n"
@@ -247,7 +247,7 @@ def test_loss_of_another_process_is_no_cause(child):
     assert child.starts() == 1
 
 
-def test_end_by_the_supervisor_is_no_cause():
+def test_kill_by_supervisor_is_not_the_cause():
     group = supervise.Group([], 0, queue.SimpleQueue(), {})
     group._running, group.codes = {0: None, 1: None}, [None, None]
     group.ended(supervise.Ended(0, Exit.ABORTED.code))
@@ -258,23 +258,23 @@ def test_end_by_the_supervisor_is_no_cause():
     assert group.code == Exit.ABORTED.code
 
 
-def test_processes_that_agreed_to_end_have_time(child):
+def test_agreed_exit_gets_no_peer_deadline(child):
     body = "time.sleep(0.5) if index == '0' else None\nPath(f'end-{index}').touch()\nsys.exit(75)"
     assert main([*QUICK, "--peer-grace=0.1", "--nproc=2", *child.command(body)]) == 75
     assert (child.directory / "end-0").exists()
 
 
-def test_command_that_is_not_there():
+def test_missing_command_is_refused():
     with pytest.raises(UserError, match="cannot run /nowhere/python: No such file"):
         main(["--", "/nowhere/python"])
 
 
-def test_no_command():
-    with pytest.raises(UserError, match="say what to run"):
+def test_empty_command_is_refused():
+    with pytest.raises(UserError, match="a command is required"):
         main(["--max-restarts=3"])
 
 
-def test_run_directory_is_that_of_the_config(tmp_path):
+def test_run_directory_comes_from_config(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text("[checkpoint]\ndir = 'a'\n")
     train = ["python", "-m", "jaxforge.train"]

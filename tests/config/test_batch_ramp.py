@@ -1,4 +1,4 @@
-"""A growing batch against a count of it, update by update."""
+"""Batch ramp against a count of samples per update."""
 
 import itertools
 
@@ -12,23 +12,23 @@ SIZES = [2] * 3 + [4] * 7 + [6] * 20
 DRAWN = [0, *itertools.accumulate(5 * size for size in SIZES)]
 
 
-def test_microbatches_of_every_update():
+def test_ramp_gives_microbatches_per_update():
     assert [RAMP.accum(step) for step in range(30)] == SIZES
 
 
-def test_samples_before_every_update():
+def test_ramp_counts_samples_before_each_update():
     assert [RAMP.samples(step) for step in range(31)] == DRAWN
 
 
 @pytest.mark.parametrize("since", [0, 2, 3, 7, 10, 15])
-def test_updates_are_the_fewest_that_draw_so_many(since):
+def test_updates_are_rounded_up_to_draw_samples(since):
     for samples in range(200):
         n = RAMP.updates(samples, since)
         assert RAMP.samples(since + n) - RAMP.samples(since) >= samples
         assert n == 0 or RAMP.samples(since + n - 1) - RAMP.samples(since) < samples
 
 
-def test_places_count_from_where_the_run_was_seen_both_ways():
+def test_samples_count_from_known_point_in_both_directions():
     location = (5, 1000)
     assert RAMP.samples_at(5, location) == 1000
     assert RAMP.samples_at(12, location) == 1000 + 5 * (5 * 4 + 2 * 6)
@@ -47,16 +47,16 @@ def test_places_count_from_where_the_run_was_seen_both_ways():
         (4, 0, []),
     ],
 )
-def test_stretches_of_one_size(step, n, spans):
+def test_spans_have_one_batch_size(step, n, spans):
     assert list(RAMP.spans(step, n)) == [Span(*span) for span in spans]
 
 
-def test_without_a_ramp_the_batch_is_constant():
+def test_batch_without_ramp_is_constant():
     train = TrainConfig(batch_size=3, grad_accum_steps=2)
     assert train.ramp(dp=4) == BatchRamp((Stage(0, 2),), rows=12)
 
 
-def test_stages_in_microbatches():
+def test_stages_count_microbatches():
     stages = [{"grad_accum_steps": 2}, {"start": 9, "grad_accum_steps": 8}]
     train = TrainConfig(grad_accum_steps=8, batch_ramp=stages)
     assert train.stages() == (Stage(0, 2), Stage(9, 8))

@@ -1,4 +1,4 @@
-"""Each message a user can get for a configuration, with its place."""
+"""Error messages of configs, with their location."""
 
 import pytest
 from pydantic import ValidationError
@@ -10,8 +10,8 @@ from jaxforge.errors import UserError
 
 
 @pytest.fixture
-def complaint(tmp_path, monkeypatch):
-    """The message for TOML text in x.toml under some overrides."""
+def error_text(tmp_path, monkeypatch):
+    """Return the error message for TOML text in x.toml with overrides."""
     monkeypatch.chdir(tmp_path)
 
     def load_text(text: str, *overrides: str) -> str:
@@ -23,7 +23,7 @@ def complaint(tmp_path, monkeypatch):
     return load_text
 
 
-OWN = "; for a name of your own, name the module that registers it: --plugins.modules=MODULE"
+OWN = "; to use a registered name, import its module: --plugins.modules=MODULE"
 NAMES = "cosine, linear, wsd, constant, rex, none"
 
 
@@ -47,7 +47,7 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
             "[model]\nbatchsize = 3",
             "x.toml:2: unknown key model.batchsize; did you mean train.batch_size?",
         ),
-        ("dim = 64", "x.toml:1: unknown key dim; did you mean model.dim?"),
+        ("dim = 64\n[train]", "x.toml:1: unknown key dim; did you mean model.dim?"),
         ("[optimiser]\nlr = 1", "x.toml:1: unknown key optimiser; did you mean optimizer?"),
         ("[train]\nqqq = 1", "x.toml:2: unknown key train.qqq"),
         (
@@ -116,8 +116,8 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[checkpoint]\nexclude_from_loading = ['progres']",
-            'x.toml:2: checkpoint.exclude_from_loading[0] = "progres": expected one of optimizer, '
-            'progress; did you mean "progress"?',
+            'x.toml:2: checkpoint.exclude_from_loading[0] = "progres": expected one of model, '
+            'optimizer, progress; did you mean "progress"?',
         ),
         (
             "[data]\nanneal_weights = {a = -1}",
@@ -132,17 +132,17 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[model]\ndim = 64\nn_heads = 4\nhead_dim = 15",
-            "x.toml:1: [model] head_dim = 15 must be even: rotary positions pair the two halves of "
-            "a head",
+            "x.toml:1: [model] head_dim = 15 must be even: rotary embeddings pair the two "
+            "halves of a head",
         ),
         (
             "[model]\ndim = 12\nn_heads = 4",
-            "x.toml:1: [model] dim / n_heads = 12 / 4 = 3 must be even: rotary positions pair the "
-            "two halves of a head",
+            "x.toml:1: [model] dim / n_heads = 12 / 4 = 3 must be even: rotary embeddings pair "
+            "the two halves of a head",
         ),
         (
             "[data]\ndatasets = [{path = 'a'},\n  {weight = 2}]",
-            "x.toml:2: [data.datasets[1]] a source needs path or hf_name",
+            "x.toml:2: [data.datasets[1]] a source requires path or hf_name",
         ),
         ("[vlm]\narch = 'mot'", "x.toml:1: [vlm] cannot be used: jaxforge trains text models only"),
         ("[video]", "x.toml:1: [video] cannot be used: jaxforge trains text models only"),
@@ -151,9 +151,9 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ("[train", "x.toml: not valid TOML: "),
     ],
 )
-def test_mistakes_in_the_file_are_reported(complaint, text, message):
-    got = complaint(text)
-    assert got.startswith(message) if "not valid" in message else got == message
+def test_file_errors_are_reported_with_line(error_text, text, message):
+    actual = error_text(text)
+    assert actual.startswith(message) if "not valid" in message else actual == message
 
 
 @pytest.mark.parametrize(
@@ -202,15 +202,15 @@ def test_mistakes_in_the_file_are_reported(complaint, text, message):
         (["--vlm.arch=mot"], "--vlm.arch=mot: [vlm] cannot be used: jaxforge trains text models"),
     ],
 )
-def test_mistakes_on_the_command_line_are_reported(complaint, settings, message):
-    got = complaint("", *settings).splitlines()
-    assert len(got) == len(message.splitlines())
-    assert all(any(line.startswith(start) for line in got) for start in message.splitlines())
+def test_command_line_errors_are_reported(error_text, settings, message):
+    actual = error_text("", *settings).splitlines()
+    assert len(actual) == len(message.splitlines())
+    assert all(any(line.startswith(start) for line in actual) for start in message.splitlines())
 
 
-def test_all_problems_come_at_once_in_the_order_of_the_file(complaint):
+def test_problems_are_reported_together_in_file_order(error_text):
     text = "[train]\nseed = 'x'\nlr = 1\n[eval]\nsteps = 0\n[optimizer]\nlr = -1"
-    assert complaint(text, "--metrics.log_interval=0").splitlines() == [
+    assert error_text(text, "--metrics.log_interval=0").splitlines() == [
         'x.toml:2: train.seed = "x": expected an integer',
         "x.toml:3: unknown key train.lr; did you mean optimizer.lr?",
         "x.toml:5: eval.steps = 0: expected an integer greater than 0",
@@ -219,18 +219,18 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(complaint):
     ]
 
 
-def test_broken_rule_blames_the_setting_that_it_names(complaint):
+def test_broken_rule_names_its_setting(error_text):
     text = "[model]\ndim = 64\nn_heads = 4"
     rule = (
         "[model] dim = 64 must be a multiple of n_heads = 5: change dim to 70 or n_heads to 4 or "
         "head_dim to 12"
     )
-    assert complaint(text, "--model.n_heads=5") == f"--model.n_heads=5: {rule}"
+    assert error_text(text, "--model.n_heads=5") == f"--model.n_heads=5: {rule}"
     wrong = "[model]\ndim = 64\nn_heads = 5"
-    assert complaint(wrong, "--model.vocab_size=5") == f"x.toml:1: {rule}"
+    assert error_text(wrong, "--model.vocab_size=5") == f"x.toml:1: {rule}"
 
 
-def test_broken_rule_without_a_line_blames_the_section_s_last_setting():
+def test_broken_rule_without_line_names_last_setting_of_section():
     setting = Setting("--profiling.trace_dir=x", ("profiling", "trace_dir"), "x")
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate({"profiling": {"start_step": 9}})
@@ -238,8 +238,8 @@ def test_broken_rule_without_a_line_blames_the_section_s_last_setting():
     assert text.startswith("--profiling.trace_dir=x: [profiling] end_step = 8 must be greater")
 
 
-def test_long_values_are_cut(complaint):
-    assert len(complaint(f"[train]\nseed = '{'x ' * 999}'")) < 120
+def test_long_values_are_shortened(error_text):
+    assert len(error_text(f"[train]\nseed = '{'x ' * 999}'")) < 120
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_long_values_are_cut(complaint):
         ("latin.toml", "latin.toml: not valid TOML: not UTF-8 at byte 3"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message):
+def test_unreadable_files_are_refused(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b"#: \xe4")
     with pytest.raises(UserError) as caught:

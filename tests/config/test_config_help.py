@@ -1,4 +1,4 @@
-"""The reference of keys that `--help` prints."""
+"""Key reference printed by `--help`."""
 
 import pytest
 from rich.console import Console
@@ -8,7 +8,7 @@ from jaxforge.config.reading.schema import all_keys, expected, node_at, short_ty
 from jaxforge.errors import UserError
 
 
-def test_every_key_is_listed_under_its_table():
+def test_help_lists_keys_under_their_table():
     listed, table, folded = [], "", False
     for line in help_text(200).splitlines():
         if line.startswith("["):
@@ -16,7 +16,7 @@ def test_every_key_is_listed_under_its_table():
             listed += [] if "." in table else [table]
         elif line.startswith("  ") and line[2:3].strip():
             name = line.split()[0]
-            if folded:  # a long name goes on in the next line
+            if folded:  # a long name continues on the next line
                 listed[-1] += name
             else:
                 listed.append(f"{table}.{name}")
@@ -24,18 +24,18 @@ def test_every_key_is_listed_under_its_table():
     assert sorted(listed) == sorted(all_keys())
 
 
-def test_every_key_is_described():
+def test_keys_have_descriptions():
     assert [key for key, node in all_keys().items() if not node.get("description")] == []
 
 
-def test_row_has_default_type_and_meaning():
+def test_help_row_has_default_type_and_description():
     [row] = [line for line in help_text(200).splitlines() if line.startswith("  seq_len ")]
     assert row.split("  ")[1] == "seq_len = 2048"
     assert row.split()[3:] == ["int", "Tokens", "per", "sequence."]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_lines_fit_the_width_and_cut_nothing_off(width):
+def test_help_lines_fit_width_without_truncation(width):
     text = help_text(width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
@@ -47,34 +47,34 @@ def test_nested_tables_have_headings():
     assert "[[data.datasets]]" in text
 
 
-def said(name, width=100):
+def help_of(name, width=100):
     console = Console(width=width, color_system=None)
     with console.capture() as text:
         console.print(topic(name))
     return text.get()
 
 
-def test_section_comes_with_its_tables():
-    text = said("data")
+def test_section_help_includes_its_tables():
+    text = help_of("data")
     assert text.startswith("[data] ")
     assert "[[data.datasets]] " in text
     assert "[eval]" not in text
-    assert said("data.datasets").startswith("[[data.datasets]] ")
+    assert help_of("data.datasets").startswith("[[data.datasets]] ")
 
 
-def test_key_says_what_it_takes_and_where_it_stands():
-    assert said("optimizer.lr") == said("lr") == said("--optimizer.lr")
-    assert said("lr").splitlines()[2:6] == [
+def test_key_help_has_type_default_and_usage():
+    assert help_of("optimizer.lr") == help_of("lr") == help_of("--optimizer.lr")
+    assert help_of("lr").splitlines()[2:6] == [
         "  expected: a number greater than 0",
         "  default: 0.0003",
         "  in the config: [optimizer] lr = 0.0003",
-        "  here: --optimizer.lr=0.0003",
+        "  command line: --optimizer.lr=0.0003",
     ]
-    assert "no effect: XLA fuses the update of all parameters" in said("fused")
+    assert "no effect: XLA fuses the update of all parameters" in help_of("fused")
 
 
-def test_every_key_of_a_name_is_explained():
-    assert [line for line in said("interval").splitlines() if line and line[0] != " "] == [
+def test_help_explains_all_keys_of_a_name():
+    assert [line for line in help_of("interval").splitlines() if line and line[0] != " "] == [
         "eval.interval",
         "checkpoint.interval",
     ]
@@ -89,7 +89,7 @@ def test_unknown_topic_gets_a_suggestion():
         topic("vlm")
 
 
-def test_contents_name_every_section():
+def test_contents_list_all_sections():
     sections = [key for key, node in all_keys().items() if "." not in key]
     assert [line.split()[0] for line in contents().splitlines()[1:-2]] == sections
 
@@ -124,10 +124,10 @@ def test_contents_name_every_section():
         (("checkpoint", "dyn_ckpt_window", "strategy"), "power2", "one of power2"),
     ],
 )
-def test_types_in_words(path, short, long):
+def test_types_are_described(path, short, long):
     assert (short_type(node_at(path)), expected(node_at(path))) == (short, long)
 
 
 @pytest.mark.parametrize("path", [("nope",), ("train", "x"), ("train", 0), ("train", "seed", "x")])
-def test_no_value_can_be_there(path):
+def test_invalid_path_has_no_schema(path):
     assert node_at(path) is None

@@ -1,4 +1,4 @@
-"""Rules between sections and the mesh, one by one, each with a twin that passes."""
+"""Rules between sections and the mesh, each with a violating and a valid config."""
 
 import math
 import random
@@ -39,7 +39,7 @@ def complaints(config, n_devices: int) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_small_run_passes_on_any_power_of_two():
+def test_small_run_accepts_any_power_of_two_devices():
     for n_devices in (1, 2, 4, 8):
         check(small(), n_devices)
 
@@ -56,22 +56,22 @@ CASES = [
         1,
         ["eval.enabled", "eval.dataset_path=a"],
         ["eval.enabled"],
-        "eval.enabled = true needs data: set eval.dataset_path, eval.hf_dataset_name or "
+        "eval.enabled = true requires data: set eval.dataset_path, eval.hf_dataset_name or "
         "[[eval.datasets]], or eval.enabled = false",
     ),
     (
         1,
         ["eval.activations_interval=2", "eval.dataset_path=a"],
         ["eval.activations_interval=2"],
-        "eval.activations_interval = 2 needs data: set eval.dataset_path, eval.hf_dataset_name or "
-        "[[eval.datasets]], or eval.activations_interval = 0",
+        "eval.activations_interval = 2 requires data: set eval.dataset_path, "
+        "eval.hf_dataset_name or [[eval.datasets]], or eval.activations_interval = 0",
     ),
     (
         1,
         [*CAPTURING, "eval.activations_set=code"],
         [*CAPTURING, "eval.activations_set=cod"],
-        'eval.activations_set = "cod" is no evaluation set; did you mean "code"? There are web, '
-        "code",
+        'eval.activations_set = "cod" is not an evaluation set; did you mean "code"? Choose '
+        "from web, code",
     ),
     (
         1,
@@ -83,14 +83,15 @@ CASES = [
         1,
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,2]"],
         [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,3]"],
-        "eval.activations_layers: there is no layer 3: those of model.n_layers = 3 are 0 to 2",
+        "eval.activations_layers: layer 3 does not exist: the layers of model.n_layers = 3 are "
+        "0 to 2",
     ),
     (
         2,
         [*CAPTURING, "distributed.cp=2"],
         [*CAPTURING, "distributed.cp=2", "eval.activations_points=att*"],
-        'eval.activations_points = ["att*"] takes in attention_weights, and with distributed.cp = '
-        "2 no device has all keys of a query: change distributed.cp to 1 or "
+        'eval.activations_points = ["att*"] includes attention_weights, but with '
+        "distributed.cp = 2 no device has all keys of a query: change distributed.cp to 1 or "
         'eval.activations_points to "residual"',
     ),
     (
@@ -98,7 +99,7 @@ CASES = [
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/bits_per_byte"],
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/los"],
         'checkpoint.best_metric = "eval/los" is not a metric of [eval]; did you mean '
-        '"eval/loss"? There are eval/loss, eval/perplexity, eval/bits_per_byte',
+        '"eval/loss"? Choose from eval/loss, eval/perplexity, eval/bits_per_byte',
     ),
     (
         1,
@@ -113,21 +114,21 @@ CASES = [
             "checkpoint.best_metric=eval/b/loss",
         ],
         'checkpoint.best_metric = "eval/b/loss" is not a metric of [eval]; did you mean '
-        '"eval/a/loss"? There are eval/loss, eval/perplexity, eval/bits_per_byte, '
+        '"eval/a/loss"? Choose from eval/loss, eval/perplexity, eval/bits_per_byte, '
         "eval/a/loss, eval/a/perplexity, eval/a/bits_per_byte",
     ),
     (
         1,
         ["data.hf_dataset_name=wiki", "data.tokenizer_path=byte"],
         ["data.hf_dataset_name=wiki"],
-        'data.hf_dataset_name = "wiki" needs data.tokenizer_path',
+        'data.hf_dataset_name = "wiki" requires data.tokenizer_path',
     ),
     (
         1,
         ["data.hf_streaming", "data.hf_dataset_name=wiki", "data.tokenizer_path=byte"],
         ["data.hf_streaming"],
-        "data.hf_streaming = true is for data.hf_dataset_name alone: set it to false, or name "
-        "a dataset and no data.dataset_path",
+        "data.hf_streaming = true requires data.hf_dataset_name without data.dataset_path: set "
+        "only data.hf_dataset_name, or set data.hf_streaming to false",
     ),
     (
         1,
@@ -138,46 +139,47 @@ CASES = [
             "data.order=torch",
             "data.hf_streaming",
         ],
-        'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true never '
-        'sees: set the one to "grain" or the other to false',
+        'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true does '
+        'not load: set data.order to "grain" or data.hf_streaming to false',
     ),
     (
         1,
         [*MIXED, "data.tokenizer_path=byte"],
         [*MIXED, "data.datasets=[{'path':'a'},{'hf_name':'wiki'}]"],
-        'data.datasets[1].hf_name = "wiki" needs data.tokenizer_path',
+        'data.datasets[1].hf_name = "wiki" requires data.tokenizer_path',
     ),
     (
         1,
         [*MIXED],
         [*MIXED, "data.hf_streaming"],
-        "data.hf_streaming = true does not mix: data.datasets are drawn from in random access; "
-        "set it to false, and Hugging Face datasets are tokenized once",
+        "data.hf_streaming = true does not support data.datasets, which require random access: "
+        "set it to false to tokenize Hugging Face datasets once",
     ),
     (
         1,
         [*MIXED, "data.phases=[{'dataset_weights':{'code':1}}]"],
         [*MIXED, "data.phases=[{'dataset_weights':{'cod':1}}]"],
-        'data.phases[0].dataset_weights names "cod", which is no source; did you mean "code"? '
-        "There are web, code",
+        'data.phases[0].dataset_weights names "cod", which is not a source; did you mean '
+        '"code"? Choose from web, code',
     ),
     (
         1,
         [*MIXED, "data.phases=[{'dataset_weights':{'code':1}}]"],
         [*MIXED, "data.phases=[{'dataset_weights':{'poems':1}}]"],
-        'data.phases[0].dataset_weights names "poems", which is no source; there are web, code',
+        'data.phases[0].dataset_weights names "poems", which is not a source; choose from web, '
+        "code",
     ),
     (
         1,
         ["data.phases=[{'lr_scale':0.5}]"],
         ["data.anneal_start_step=3", "data.anneal_weights={'code':1}"],
-        'data.anneal_weights names "code", but data.datasets is empty: list the sources there',
+        'data.anneal_weights names "code", but data.datasets is empty: add the source there',
     ),
     (
         1,
         [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0}"],
         [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0,'code':0}"],
-        "data.anneal_weights leave no source to draw from: give one a weight above 0",
+        "data.anneal_weights are all 0: at least one source must have a weight above 0",
     ),
     (
         2,
@@ -190,7 +192,7 @@ CASES = [
         1,
         [*MIXED, "data.order=torch", "data.torch_ranks=4"],
         [*MIXED, "data.torch_ranks=4"],
-        "data.torch_ranks = 4 is for the order of a mixture: remove it, or set "
+        "data.torch_ranks = 4 applies only to mixtures: remove it, or set "
         'data.datasets and data.order = "torch"',
     ),
     (
@@ -266,8 +268,8 @@ CASES = [
         2,
         [*PIPELINED, "train.grad_accum_steps=3"],
         [*PIPELINED, "train.grad_accum_steps=1"],
-        "train.grad_accum_steps = 1 leaves stages of distributed.pp = 2 idle all the time: "
-        "change train.grad_accum_steps to 2",
+        "train.grad_accum_steps = 1 leaves some of the distributed.pp = 2 stages idle all the "
+        "time: change train.grad_accum_steps to 2",
     ),
     (
         2,
@@ -286,8 +288,8 @@ CASES = [
             *PIPELINED,
             "train.batch_ramp=[{'grad_accum_steps':1},{'start':9,'grad_accum_steps':4}]",
         ],
-        "train.batch_ramp[0] = 1 microbatches leaves stages of distributed.pp = 2 idle all the "
-        "time: give it 2",
+        "train.batch_ramp[0] = 1 microbatches leaves some of the distributed.pp = 2 stages "
+        "idle all the time: set it to 2",
     ),
     (
         2,
@@ -300,34 +302,34 @@ CASES = [
             "train.batch_ramp=[{'grad_accum_steps':3},{'start':9,'grad_accum_steps':4}]",
         ],
         "train.batch_ramp[0] = 3 microbatches must be a multiple of distributed.pp = 2 with "
-        'distributed.pp_schedule = "interleaved_1f1b": give it 4',
+        'distributed.pp_schedule = "interleaved_1f1b": set it to 4',
     ),
     (
         1,
         [*STOPPING, "eval.enabled", "eval.dataset_path=a"],
         STOPPING,
-        'early_stop.metric = "eval/loss" needs eval.enabled = true; or go by "train/loss"',
+        'early_stop.metric = "eval/loss" requires eval.enabled = true; or use "train/loss"',
     ),
     (
         1,
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=train/loss"],
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=eval/perplex"],
         'early_stop.metric = "eval/perplex" is not a metric of [eval]; did you mean '
-        '"eval/perplexity"? There are eval/loss, eval/perplexity, eval/bits_per_byte',
+        '"eval/perplexity"? Choose from eval/loss, eval/perplexity, eval/bits_per_byte',
     ),
     (
         3,
         ["model.dim=72", "model.num_experts=6", "distributed.ep=3"],
         ["model.num_experts=6", "distributed.ep=3"],
         "model.dim = 64 must be a multiple of distributed.ep = 3: change model.dim to 72 or "
-        "distributed.ep to 1",  # 66 / n_heads is no head's size
+        "distributed.ep to 1",  # 66 / n_heads is not a valid head size
     ),
     (
         6,
         ["distributed.tp=2"],
         ["distributed.tp=3", "model.vocab_size=258", "train.seq_len=33", "model.ffn_hidden_dim=96"],
         "model.n_heads = 4 must be a multiple of distributed.tp = 3: change distributed.tp to "
-        "1",  # no other number of heads divides the width
+        "1",  # no other head count divides the width
     ),
     (
         4,
@@ -341,7 +343,7 @@ CASES = [
         ["distributed.tp=2", "train.seq_len=62", "model.max_seq_len=63"],
         ["distributed.tp=2", "train.seq_len=63", "model.max_seq_len=63"],
         "train.seq_len = 63 must be a multiple of distributed.tp = 2: change train.seq_len to "
-        "62 or distributed.tp to 1",  # the position table ends at 63
+        "62 or distributed.tp to 1",  # the maximum length is 63
     ),
     (
         2,
@@ -349,7 +351,7 @@ CASES = [
         ["train.global_batch_size=15", "train.grad_accum_steps=3"],
         "train.global_batch_size = 15 must be a multiple of train.grad_accum_steps * "
         "distributed.dp_replicate * dp_shard = 3 * 1 * 2 = 6: change train.global_batch_size "
-        "to 18",  # as no number of microbatches makes 15 even
+        "to 18",  # no number of microbatches divides 15 evenly
     ),
     (
         1,
@@ -369,7 +371,7 @@ CASES = [
     ),
     (
         2,
-        ["train.global_batch_size=2"],  # the default batch_size = 8 binds nobody
+        ["train.global_batch_size=2"],  # the default batch_size = 8 does not conflict
         ["train.global_batch_size=2", "train.batch_size=8"],
         "train.global_batch_size = 2, but train.batch_size = 8 on 2 data-parallel ranks with "
         "train.grad_accum_steps = 1 makes 16: change train.batch_size to 1 or "
@@ -379,8 +381,9 @@ CASES = [
         1,
         ["optimizer.name=schedule_free_adamw", "scheduler.name=none"],
         ["optimizer.name=schedule_free_adamw"],
-        'optimizer.name = "schedule_free_adamw" needs scheduler.name = "none", not "cosine": '
-        "it warms up by optimizer.schedule_free_warmup_steps and averages instead of decaying",
+        'optimizer.name = "schedule_free_adamw" requires scheduler.name = "none", not '
+        '"cosine": it warms up by optimizer.schedule_free_warmup_steps and averages weights '
+        "instead of decaying the rate",
     ),
     (
         4,
@@ -421,13 +424,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("n_devices", "good", "bad", "message"), CASES)
-def test_broken_rule_says_what_to_change(n_devices, good, bad, message):
+def test_broken_rule_proposes_change(n_devices, good, bad, message):
     check(small(*good), n_devices)
     assert complaints(small(*bad), n_devices) == [message]
 
 
 def proposals(message):
-    """The settings that a message proposes: alternatives, each as overrides."""
+    """Yield the alternatives that a message proposes, as overrides."""
     changes = message.rpartition(": change ")[2] if ": change " in message else ""
     for item in changes.split(" or "):
         if pairs := re.findall(r"([a-z_]+\.[a-z_]+) to (-?\d+)", item):
@@ -462,8 +465,8 @@ def what_is_wrong(config, n_devices):
     return {}
 
 
-def test_no_proposal_breaks_another_rule():
-    """Whatever else is wrong with a configuration."""
+def test_proposals_break_no_other_rule():
+    """Proposals are valid also if other rules are broken."""
     rng, tried = random.Random(0), 0
     for _ in range(160):
         settings = [f"{key}={rng.choice(values)}" for key, values in CHOICES.items()]
@@ -471,12 +474,12 @@ def test_no_proposal_breaks_another_rule():
         try:
             config = small(*settings)
         except UserError:
-            continue  # a section is not valid in itself
+            continue  # an invalid section
         before = what_is_wrong(config, n_devices)
         for what, message in before.items():
             for change in proposals(message):
                 after = what_is_wrong(small(*settings, *change), n_devices)
-                if " devices, not " in what:  # then other rules may say other numbers
+                if " devices, not " in what:  # other rules may then propose other numbers
                     assert not any(" devices, not " in item for item in after), (settings, message)
                 else:
                     assert after.keys() <= before.keys() - {what}, (settings, message)
@@ -484,7 +487,7 @@ def test_no_proposal_breaks_another_rule():
     assert tried > 80
 
 
-def test_no_proposal_goes_untested():
+def test_all_proposals_are_tested():
     assert len(PROPOSED) > 30
     messages = [message for *_, message in CASES if re.search(r": change .* to ", message)]
     assert all(list(proposals(message)) for message in messages)
@@ -494,7 +497,7 @@ def test_no_proposal_goes_untested():
     ("rule", "good", "bad", "keys"),
     [
         (
-            mesh_rules.stages_have_layers_of_one_stack,
+            mesh_rules.pipeline_has_one_layer_stack,
             ["model.num_experts=4", "distributed.pp=2"],
             [
                 "model.num_experts=4",
@@ -528,7 +531,7 @@ def test_no_proposal_goes_untested():
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
-            mesh_rules.experts_in_8_bits_have_no_stages,
+            mesh_rules.fp8_experts_have_no_stages,
             ["model.num_experts=4", "train.mixed_precision=fp8", "distributed.pp=2"],
             [
                 "model.num_experts=4",
@@ -541,7 +544,7 @@ def test_no_proposal_goes_untested():
             ('"experts"', "train.fp8_exclude", "distributed.pp"),
         ),
         (
-            mesh_rules.stages_offload_nothing,
+            mesh_rules.pipeline_offloads_nothing,
             ["distributed.pp=2", "train.activation_checkpointing=full"],
             [
                 "distributed.pp=2",
@@ -558,7 +561,7 @@ def test_no_proposal_goes_untested():
         ),
     ],
 )
-def test_rules_of_parts_of_the_mesh(rule, good, bad, keys):
+def test_partial_mesh_rules_report_their_keys(rule, good, bad, keys):
     assert list(rule(small(*good), mesh_shape(small(*good), 8))) == []
     [problem] = rule(small(*bad), mesh_shape(small(*bad), 8))
     what = getattr(problem, "what", problem)
@@ -567,21 +570,21 @@ def test_rules_of_parts_of_the_mesh(rule, good, bad, keys):
 
 
 @pytest.mark.parametrize("module", [mesh_rules, section_rules])
-def test_check_runs_every_rule_of_a_module(module):
+def test_check_runs_all_rules(module):
     functions = (value for value in vars(module).values() if isfunction(value))
     names = {function.__name__ for function in functions if function.__module__ == module.__name__}
     public = {name for name in names if not name.startswith("_")}
     assert public == {rule.__name__ for rule in rules.RULES if rule.__module__ == module.__name__}
 
 
-def test_mesh_shape_fills_the_open_axis_in_the_order_of_the_axes():
+def test_mesh_shape_resolves_dp_shard():
     config = small("distributed.tp=2", "distributed.dp_replicate=2")
     mesh = mesh_shape(config, 16)
     assert tuple(mesh) == ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
     assert tuple(mesh.values()) == (1, 2, 4, 1, 1, 2)
 
 
-def test_mesh_shape_refuses_what_does_not_fit():
+def test_mesh_shape_refuses_wrong_device_count():
     with pytest.raises(UserError, match=r"distributed.tp = 4 needs a multiple of 4 devices, not 2"):
         mesh_shape(small("distributed.tp=4"), 2)
 
@@ -594,20 +597,20 @@ def test_mesh_shape_refuses_what_does_not_fit():
         (5120, {"dp_shard": 24}, (3, 8)),
         (4096, {"dp_shard": 7}, (7, 1)),
         (4096, {"dp_replicate": 2, "dp_shard": 6}, (6, 2)),
-        (4096, {"dp_shard": 12, "ep": 2048}, (6, 2)),  # ep has taken all but 2
+        (4096, {"dp_shard": 12, "ep": 2048}, (6, 2)),  # ep leaves a factor of 2
     ],
     ids=str,
 )
-def test_dp_shard_that_does_not_divide_replicates(dim, sizes, built):
+def test_indivisible_dp_shard_is_replicated(dim, sizes, built):
     config = small(f"model.dim={dim}", *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
     asked = mesh_shape(config, math.prod(sizes.values()))
-    mesh = axes.with_copies(config, asked)
+    mesh = axes.with_equal_shards(config, asked)
     assert (mesh["dp_replicate"], mesh["dp_shard"]) == built
     assert {**mesh, "dp_replicate": 0, "dp_shard": 0} == {**asked, "dp_replicate": 0, "dp_shard": 0}
     assert axes.data_parallel(mesh) == axes.data_parallel(asked)
 
 
-def test_every_failure_is_in_one_message():
+def test_all_failures_are_in_one_message():
     config = small("train.seq_len=65", "distributed.tp=3")
     lines = complaints(config, 8)
     assert [line.split(" ")[0] for line in lines] == [

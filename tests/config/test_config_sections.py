@@ -32,7 +32,7 @@ EVAL_A, EVAL_B = ({"name": name, "dataset_path": "path"} for name in "ab")
 
 
 def ramp(*stages, key="grad_accum_steps", **train):
-    """Keys of [train] with 4 microbatches and stages of (start, size)."""
+    """Return keys of [train] with 4 microbatches and stages of (start, size)."""
     tables = [{"start": start, key: size} for start, size in stages]
     return {"grad_accum_steps": 4, "batch_ramp": tables, **train}
 
@@ -153,7 +153,7 @@ def ramp(*stages, key="grad_accum_steps", **train):
         (ProfilingConfig, {"start_step": 1, "end_step": 2}, {"start_step": 2, "end_step": 2}),
     ],
 )
-def test_rule_refuses_the_bad_and_passes_its_twin(section, good, bad):
+def test_rule_refuses_bad_and_accepts_good_section(section, good, bad):
     section(**good)
     with pytest.raises(ValidationError):
         section(**bad)
@@ -173,7 +173,7 @@ def test_derived_widths():
     assert ModelConfig(num_experts=2).is_moe
 
 
-def test_kv_heads_follow_heads_however_these_are_set():
+def test_kv_heads_default_to_heads():
     assert ModelConfig(n_heads=4).kv_heads == 4
     assert ModelConfig(n_heads=64).kv_heads == 64
     assert ModelConfig(n_heads=4, n_kv_heads=2).kv_heads == 2
@@ -184,7 +184,7 @@ def test_microbatch_size():
     assert TrainConfig(global_batch_size=60, grad_accum_steps=2).microbatch_size(dp=3) == 30
 
 
-def test_whole_is_immutable():
+def test_config_is_immutable():
     config = JobConfig(data=DataConfig(anneal_weights={"a": 1}))
     with pytest.raises(ValidationError, match="frozen"):
         config.model = ModelConfig()
@@ -194,7 +194,7 @@ def test_whole_is_immutable():
         config.data.anneal_weights["a"] = 2.0
 
 
-def test_whole_is_hashable_and_copies():
+def test_config_is_hashable_and_copies():
     weights = {"a": 1.0}
     phase = TrainingPhase(start_step=1, dataset_weights=weights)
     config = JobConfig(data=DataConfig(phases=(phase,)), model=ModelConfig(rope_scaling={}))
@@ -206,5 +206,5 @@ def test_whole_is_hashable_and_copies():
     assert config != JobConfig()
 
 
-def test_each_default_obeys_its_own_field():
+def test_defaults_satisfy_field_constraints():
     JobConfig.model_validate_json(JobConfig().model_dump_json())

@@ -1,4 +1,4 @@
-"""Lengths in words, and what they come to."""
+"""Parsing and conversion of durations."""
 
 from fractions import Fraction
 
@@ -22,7 +22,7 @@ from jaxforge.config.duration import parse_duration
         ("4_096 tok", 4096, "tokens"),
     ],
 )
-def test_number_and_its_unit(text, amount, unit):
+def test_durations_parse(text, amount, unit):
     duration = parse_duration(text)
     assert (duration.amount, duration.unit, duration.text) == (amount, unit, text)
 
@@ -31,18 +31,18 @@ def test_number_and_its_unit(text, amount, unit):
     "text",
     ["", "500", "10 percent", "10%%", "-1ep", "1e3 tok", "1G tok", "1B", "ep", "% 10", "1b tok"],
 )
-def test_anything_else_is_no_duration(text):
+def test_other_text_is_not_a_duration(text):
     assert parse_duration(text) is None
 
 
-def test_share_is_rounded_down_so_that_parts_fit_into_the_whole():
+def test_share_is_rounded_down():
     assert [parse_duration("33%").share(n) for n in (100, 10, 2)] == [33, 3, 1]
     parts = [parse_duration(text).share(25) for text in ("10%", "80%", "10%")]
     assert parts == [2, 20, 2]
 
 
-def test_share_is_exact():
-    """In floating point, 29 % of 100 is less than 29."""
+def test_share_is_computed_exactly():
+    """29 % of 100 is less than 29 in floating point."""
     assert parse_duration("29%").share(100) == 29
 
 
@@ -52,7 +52,7 @@ def test_epochs_and_tokens_are_rounded_up_to_sequences():
     assert parse_duration("16 tok").sequences(seq_len=8, per_epoch=1) == 2
 
 
-def test_duration_is_no_number():
+def test_duration_supports_no_arithmetic():
     duration = parse_duration("10%")
     for use in (
         lambda: 5 % duration,

@@ -1,4 +1,4 @@
-"""Warnings of a start: ineffective settings are named, and shipped configs have none."""
+"""Warnings about ineffective settings."""
 
 from pathlib import Path
 
@@ -24,17 +24,17 @@ def warnings_of(sections, platform="cpu"):
     return ineffective_settings(JobConfig.model_validate(merged), platform)
 
 
-def test_nothing_is_said_of_what_does_something():
+def test_effective_settings_give_no_warning():
     assert warnings_of({}) == []
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "expected"),
     [
         (
             {"scheduler": {"warmup_steps": 50}},
-            "scheduler.warmup_steps = 50 is not over at train.max_steps = 50, and the learning "
-            "rate never reaches optimizer.lr: change scheduler.warmup_steps to 1",
+            "scheduler.warmup_steps = 50 is not less than train.max_steps = 50, so the "
+            "learning rate never reaches optimizer.lr: change scheduler.warmup_steps to 1",
         ),
         ({"scheduler": {"name": "wsd", "stable_steps": 45}}, "never decays"),
         ({"scheduler": {"name": "wsd"}}, "decays from the end of the warm-up"),
@@ -42,8 +42,8 @@ def test_nothing_is_said_of_what_does_something():
         ({"checkpoint": {"interval": 1000}}, "checkpoint.interval = 1,000 exceeds"),
         (
             {"eval": {"interval": 51}},
-            "eval.interval = 51 exceeds train.max_steps = 50, and nothing is ever evaluated: "
-            "change eval.interval to 5",
+            "eval.interval = 51 exceeds train.max_steps = 50, so evaluation never runs: change "
+            "eval.interval to 5",
         ),
         (
             {"eval": {"start_step": 45, "interval": 40}},
@@ -53,7 +53,7 @@ def test_nothing_is_said_of_what_does_something():
             {"optimizer": {"skip_idle_experts": True}},
             "optimizer.skip_idle_experts = true has no effect: the model has no experts",
         ),
-        ({"data": {"dataset_path": ""}}, "no data: tokens are random, and there is nothing to"),
+        ({"data": {"dataset_path": ""}}, "no data are set, so tokens are random"),
         (
             {"train": {"mixed_precision": "bf16"}},
             'train.mixed_precision = "bf16" is slow on CPUs, which compute in float32: change '
@@ -61,7 +61,7 @@ def test_nothing_is_said_of_what_does_something():
         ),
         (
             {"eval": {"dataset_path": "data/web/../web/train/"}},
-            'eval.dataset_path = "data/web/../web/train/" is what is trained on',
+            'eval.dataset_path = "data/web/../web/train/" is also the training data',
         ),
         (
             {
@@ -72,7 +72,7 @@ def test_nothing_is_said_of_what_does_something():
                                  {"name": "b", "dataset_path": "gs://x/b/"}],
                 },
             },
-            'eval.datasets[1].dataset_path = "gs://x/b/" is what is trained on',
+            'eval.datasets[1].dataset_path = "gs://x/b/" is also the training data',
         ),
         (
             {
@@ -81,12 +81,12 @@ def test_nothing_is_said_of_what_does_something():
                     "dataset_path": "", "hf_dataset_name": "wikitext", "hf_dataset_split": "train",
                 },
             },
-            'eval.hf_dataset_split = "train" is what is trained on',
+            'eval.hf_dataset_split = "train" is also the training data',
         ),
         (
             {"train": {"exit_interval": 60}},
-            "train.exit_interval = 60 exceeds train.max_steps = 50, and is never due: change "
-            "train.exit_interval to 5",
+            "train.exit_interval = 60 exceeds train.max_steps = 50, so it has no effect: "
+            "change train.exit_interval to 5",
         ),
         (
             {"metrics": {"log_straggler": True}},
@@ -100,9 +100,9 @@ def test_nothing_is_said_of_what_does_something():
         ({"checkpoint": {"export_interval": 6}}, "exceeds the 5 checkpoints of the run"),
     ],
 )  # fmt: skip
-def test_ineffective_setting_is_named_with_a_change(sections, said):
+def test_ineffective_setting_is_reported_with_change(sections, expected):
     (warning,) = warnings_of(sections)
-    assert said in warning
+    assert expected in warning
 
 
 def test_disabled_features_give_no_warning():
@@ -112,7 +112,7 @@ def test_disabled_features_give_no_warning():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_nothing_is_said_of_the_configs_that_come_with_jaxforge(path):
+def test_shipped_configs_give_no_warning(path):
     config = load_unresolved(path).resolve(None, lambda *_: 10_000)
     warnings = ineffective_settings(config, "cpu" if path.stem in ON_CPU else "gpu")
     on_random_tokens = path.stem == "debug"

@@ -1,4 +1,4 @@
-"""Layers, command-line forms, coercions, and the way back to TOML."""
+"""Merging of defaults, files and settings, coercions, and output as TOML."""
 
 import codecs
 from pathlib import Path
@@ -9,12 +9,12 @@ from jaxforge.config import EarlyStopConfig, JobConfig, RopeScaling, answers, lo
 from jaxforge.errors import UserError
 
 FULL = Path(__file__).parent / "data" / "kempnerforge_full.toml"
-"""Written by hand: each key of KempnerForge's sections."""
+"""Every key of KempnerForge's sections, written by hand."""
 
 
 @pytest.fixture
 def load(tmp_path):
-    """Loads TOML text under some overrides."""
+    """Load TOML text with overrides."""
 
     def load_text(text: str, *overrides: str) -> JobConfig:
         path = tmp_path / "x.toml"
@@ -24,11 +24,11 @@ def load(tmp_path):
     return load_text
 
 
-def test_no_file_is_all_defaults():
+def test_config_without_file_has_defaults():
     assert load_config(None) == JobConfig()
 
 
-def test_layers_and_the_last_setting_wins(load):
+def test_last_setting_wins(load):
     config = load(
         "[train]\nseed = 1\nbatch_size = 2\nseq_len = 3", "--train.seed=7", "--train.seed=8"
     )
@@ -76,14 +76,14 @@ def test_explicit_keys_are_known(load):
         ("--data.anneal_weights.a=1", {"a": 1.0}),
     ],
 )
-def test_forms_of_settings(setting, value):
+def test_setting_forms_parse(setting, value):
     section, key = setting[2:].partition("=")[0].split(".")[:2]
-    got = getattr(getattr(load_config(None, [setting]), section), key)
-    assert got == value
-    assert isinstance(got, type(value)) or isinstance(value, dict)
+    actual = getattr(getattr(load_config(None, [setting]), section), key)
+    assert actual == value
+    assert isinstance(actual, type(value)) or isinstance(value, dict)
 
 
-def test_nested_keys_add_to_the_table_in_the_file(load):
+def test_nested_settings_extend_table_of_file(load):
     config = load(
         "[model.rope_scaling]\nfactor = 4\nlow_freq_factor = 2", "--model.rope_scaling.factor=8"
     )
@@ -91,7 +91,7 @@ def test_nested_keys_add_to_the_table_in_the_file(load):
     assert config.model.rope_scaling.low_freq_factor == 2.0
 
 
-def test_table_given_whole_sets_only_its_keys(load):
+def test_table_setting_changes_only_its_keys(load):
     config = load(
         "[model]\ndim = 64\nn_heads = 2\nrope_scaling = {factor = 4, low_freq_factor = 2}",
         "--model={'dim': 32, 'rope_scaling': {'factor': 3}}",
@@ -101,15 +101,15 @@ def test_table_given_whole_sets_only_its_keys(load):
     assert (scaling.factor, scaling.low_freq_factor) == (3, 2)
 
 
-def test_empty_table_stands_for_its_defaults():
+def test_empty_table_means_defaults():
     assert load_config(None, ["--model.rope_scaling={}"]).model.rope_scaling == RopeScaling()
 
 
-def test_nested_table_can_be_taken_out(load):
+def test_nested_table_can_be_unset(load):
     assert load("[model.rope_scaling]", "--model.rope_scaling=None").model.rope_scaling is None
 
 
-def test_lists_of_tables_replace_those_of_the_file(load):
+def test_lists_of_tables_replace_lists_of_file(load):
     config = load(
         "[[data.datasets]]\npath = 'a'\n[[data.datasets]]\npath = 'b'",
         "--data.datasets=[{'path': 'c', 'weight': 2}]",
@@ -117,11 +117,11 @@ def test_lists_of_tables_replace_those_of_the_file(load):
     assert [(dataset.path, dataset.weight) for dataset in config.data.datasets] == [("c", 2.0)]
 
 
-def test_one_table_stands_for_a_list_of_it():
+def test_single_table_becomes_list():
     assert load_config(None, ["--data.datasets={'path': 'c'}"]).data.datasets[0].path == "c"
 
 
-def test_kv_heads_follow_the_heads_of_every_layer(load):
+def test_kv_heads_default_to_heads_after_overrides(load):
     assert load("[model]\nn_heads = 4").model.kv_heads == 4
     assert load("[model]\nn_heads = 64").model.kv_heads == 64
     assert load("[model]\nn_heads = 4\nn_kv_heads = 4", "--model.n_heads=8").model.kv_heads == 4
@@ -132,7 +132,7 @@ def test_kv_heads_follow_the_heads_of_every_layer(load):
 def test_every_key_of_kempnerforge_loads():
     config = load_config(FULL)
     explicit = {(name, key) for name, table in config for key in table.model_fields_set}
-    ours = {
+    own_keys = {
         *(("model", key) for key in ("rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps")),
         *(
             ("train", key)
@@ -265,7 +265,13 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
-        *(("metrics", key) for key in ("log_format", "log_progress", "collect")),
+        *(("metrics", key) for key in ("log_format", "log_progress", "collect", "enable_mlflow")),
+        *(
+            ("metrics", f"mlflow_{key}")
+            for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")
+        ),
+        ("model", "attention_backend"),
+        *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns")),
         *(
             ("metrics", key)
             for key in (
@@ -278,7 +284,7 @@ def test_every_key_of_kempnerforge_loads():
         *(("profiling", key) for key in ("hosts", "python_tracer")),
     }
     every = {(name, key) for name, table in config for key in type(table).model_fields}
-    assert every - explicit == ours
+    assert every - explicit == own_keys
     assert config.data.datasets[0].weight == 3.0
     assert config.checkpoint.dyn_ckpt_window.stop == 512
 
@@ -297,18 +303,18 @@ def test_every_key_of_kempnerforge_loads():
         ],
     ],
 )
-def test_toml_loads_back_equal(load, overrides):
+def test_toml_round_trips(load, overrides):
     config = load_config(None, overrides)
     again = load(config.to_toml())
     assert again == config
     assert again.to_toml() == config.to_toml()
 
 
-def test_full_file_comes_back_equal(load):
+def test_full_file_round_trips(load):
     assert load(load_config(FULL).to_toml()) == load_config(FULL)
 
 
-def test_resolved_toml_shows_every_key_and_claims_nothing_for_the_user(load):
+def test_resolved_toml_comments_out_unset_keys(load):
     config = load_config(None, ["--train.global_batch_size=64"])
     text = config.to_toml()
     keys = [key for _, table in config for key in type(table).model_fields]
@@ -318,30 +324,30 @@ def test_resolved_toml_shows_every_key_and_claims_nothing_for_the_user(load):
     assert not load(text).is_set("train.batch_size")
 
 
-def test_answers_only_to_what_the_user_wrote():
+def test_answers_cover_only_keys_set_by_user():
     assert answers(load_config(None)) == []
     lines = answers(load_config(None, ["--optimizer.fused", "--data.pin_memory=false"]))
     assert lines == [
         "optimizer.fused has no effect: XLA fuses the update of all parameters",
-        "data.pin_memory has no effect: batches go straight to the devices, ahead of the step "
+        "data.pin_memory has no effect: batches are transferred to the devices before the step "
         "that needs them",
     ]
 
 
-def test_answers_to_a_value_that_is_an_alias():
+def test_answers_explain_alias_values():
     config = load_config(None, ["--checkpoint.async_mode=async_with_pinned_mem"])
     assert answers(config) == [
         'checkpoint.async_mode = "async_with_pinned_mem" is the same as "async"'
     ]
 
 
-def test_answers_to_every_such_key_of_the_full_file():
-    said = {line.split(" ")[0] for line in answers(load_config(FULL))}
-    assert {"train.compile_model", "distributed.backend", "data.pin_memory"} <= said
-    assert len(said) == 9
+def test_answers_cover_all_torch_only_keys():
+    answered_keys = {line.split(" ")[0] for line in answers(load_config(FULL))}
+    assert {"train.compile_model", "distributed.backend", "data.pin_memory"} <= answered_keys
+    assert len(answered_keys) == 9
 
 
-def test_error_is_a_user_error_without_a_chain():
+def test_errors_are_user_errors_without_cause():
     with pytest.raises(UserError) as caught:
         load_config(None, ["--train.seed=x"])
     assert caught.value.__suppress_context__
@@ -352,7 +358,7 @@ README_DATASETS = (
 )
 
 
-def test_settings_may_be_written_as_the_file_has_them():
+def test_settings_accept_toml_syntax():
     in_toml = load_config(None, [f"--data.datasets={README_DATASETS}"])
     as_python = load_config(None, [
         "--data.datasets=[{'path': 'data/web', 'name': 'web', 'weight': 3}, "
@@ -365,19 +371,19 @@ def test_settings_may_be_written_as_the_file_has_them():
 
 
 @pytest.mark.parametrize("text", ["[a", "{x = 1", "{x = 1}", '[1]\nother = "key"', "[" * 5000])
-def test_text_that_is_no_table_stays_text(text):
+def test_text_with_brackets_stays_text(text):
     assert load_config(None, [f"--metrics.wandb_run_name={text}"]).metrics.wandb_run_name == text
 
 
 @pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
-def test_byte_order_mark_is_no_part_of_the_file(tmp_path, mark):
+def test_byte_order_mark_is_ignored(tmp_path, mark):
     path = tmp_path / "x.toml"
     path.write_bytes(mark + b"[train]\nmax_steps = 7\n")
     assert load_config(path).train.max_steps == 7
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
-def test_utf_16_is_called_by_its_name(tmp_path, encoding):
+def test_utf_16_is_named_in_message(tmp_path, encoding):
     path = tmp_path / "x.toml"
     mark = codecs.BOM_UTF16_LE if encoding == "utf-16-le" else b""
     path.write_bytes(mark + "[train]".encode(encoding))

@@ -1,4 +1,4 @@
-"""Hooks named in a config: made, or refused with what is wrong."""
+"""Hooks in a config, and errors about them."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_hooks_are_named_in_toml(tmp_path):
+def test_hooks_are_constructed_from_toml(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[plugins]\nhooks = ["my_watching.Watch"]')
     (name,) = load_config(path).plugins.hooks
@@ -34,17 +34,17 @@ def test_hooks_are_named_in_toml(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Watch", 'hooks: "Watch" names no module; write my_module.Watch'),
-        ("my_watchin.Watch", 'hooks: there is no module "my_watchin"'),
+        ("Watch", 'hooks: "Watch" has no module; write my_module.Watch'),
+        ("my_watchin.Watch", 'hooks: module "my_watchin" does not exist'),
         ("my_watching.Wach", "hooks: my_watching has no Wach"),
     ],
 )
-def test_hook_that_is_not_there_is_refused(name, message):
+def test_missing_hook_is_refused(name, message):
     with pytest.raises(UserError, match=message):
         load_config(None, [f"--plugins.hooks={name}"])
 
 
 def test_non_hook_is_refused():
     (name,) = load_config(None, ["--plugins.hooks=my_watching.other"]).plugins.hooks
-    with pytest.raises(UserError, match=r"my_watching\.other is no subclass of .*Hook"):
+    with pytest.raises(UserError, match=r"my_watching\.other is not a subclass of .*Hook"):
         named_hook(name)

@@ -1,4 +1,4 @@
-"""Lines of keys, in the corners of TOML's grammar."""
+"""Line numbers of keys in special cases of TOML syntax."""
 
 import tomllib
 
@@ -80,11 +80,11 @@ LINES = {
 }
 
 
-def test_document_is_valid_toml():
+def test_reference_document_is_valid_toml():
     assert tomllib.loads(DOCUMENT)["section"]["after"] == 1
 
 
-def test_every_key_has_its_line():
+def test_keys_have_lines():
     assert key_lines(DOCUMENT) == LINES
 
 
@@ -93,7 +93,7 @@ def test_windows_line_ends_count_once():
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment"])
-def test_nothing_has_no_lines(text):
+def test_empty_document_has_no_lines(text):
     assert key_lines(text) == {}
 
 
@@ -106,11 +106,11 @@ def test_nothing_has_no_lines(text):
         (("elsewhere", "x"), None),
     ],
 )
-def test_inner_keys_have_the_line_of_what_is_around_them(path, line):
+def test_inner_keys_have_line_of_enclosing_table(path, line):
     assert line_of(path, LINES) == line
 
 
-def test_every_path_of_the_parsed_document_is_found():
+def test_all_parsed_paths_have_lines():
     def paths(value, path=()):
         items = value.items() if isinstance(value, dict) else ()
         items = enumerate(value) if isinstance(value, list) else items

@@ -1,4 +1,4 @@
-"""Durations become numbers of updates once, or the message says why not."""
+"""Conversion of durations to updates, and its errors."""
 
 import pytest
 
@@ -28,8 +28,8 @@ def epoch_of(n):
 
 
 @pytest.fixture
-def complaint(tmp_path, monkeypatch):
-    """The message for TOML text in x.toml under some settings."""
+def error_text(tmp_path, monkeypatch):
+    """Return the error message for TOML text in x.toml with settings."""
     monkeypatch.chdir(tmp_path)
 
     def resolve(text, *settings, n_devices=1, epoch=None):
@@ -53,19 +53,19 @@ def complaint(tmp_path, monkeypatch):
         ("1 tok", 1),
     ],
 )
-def test_every_unit_from_the_command_line_and_from_a_file(tmp_path, given, updates):
+def test_units_parse_from_command_line_and_file(tmp_path, given, updates):
     path = tmp_path / "x.toml"
     path.write_text(f"[scheduler]\nwarmup_steps = '{given}'\n[train]\nmax_steps = 1000")
-    for ours in (
+    for pending in (
         unresolved(f"scheduler.warmup_steps={given}", "train.max_steps=1000"),
         unresolved(file=path),
     ):
-        config = ours.resolve(1, epoch_of(104))
+        config = pending.resolve(1, epoch_of(104))
         assert config.scheduler.warmup_steps == updates
         assert type(config.scheduler.warmup_steps) is int
 
 
-def test_all_keys_that_count_updates_take_durations():
+def test_step_keys_accept_durations():
     keys = {key for key, node in all_keys().items() if node.get("duration")}
     assert keys == {
         "train.max_steps", "train.batch_ramp.start", "scheduler.warmup_steps",
@@ -78,7 +78,7 @@ def test_all_keys_that_count_updates_take_durations():
     }  # fmt: skip
 
 
-def test_keys_in_tables_and_lists():
+def test_keys_in_tables_and_lists_accept_durations():
     config = unresolved(
         "train.max_steps=1000",
         "data.phases=[{'start_step': '10%'}, {'start_step': 200}, {'start_step': '0.5M tok'}]",
@@ -94,23 +94,23 @@ def test_keys_in_tables_and_lists():
     assert (config.early_stop.patience_steps, config.early_stop.max_steps) == (19, 900)
 
 
-def test_one_table_that_stands_for_a_list():
+def test_single_table_becomes_list_with_durations():
     config = unresolved("train.max_steps=50", "data.phases={'start_step': '10%'}").resolve(1)
     assert config.data.phases[0].start_step == 5
 
 
-def test_fraction_of_an_epoch_is_trained_in_full():
+def test_fraction_of_epoch_is_rounded_up():
     config = unresolved("train.max_steps=2.5ep", "scheduler.warmup_steps=10%").resolve(
         1, epoch_of(100)
     )
     assert (config.train.max_steps, config.scheduler.warmup_steps) == (25, 2)
 
 
-def test_more_updates_than_the_data_have_are_trained():
+def test_length_may_exceed_one_epoch():
     assert unresolved("train.max_steps=1000").resolve(1, epoch_of(100)).train.max_steps == 1000
 
 
-def test_lengths_follow_the_ramp_from_where_they_begin():
+def test_lengths_follow_ramp_from_their_start():
     config = unresolved(
         *RAMP, "train.max_steps=16K tok", "scheduler.name=wsd", "scheduler.warmup_steps=1K tok",
         "scheduler.stable_steps=2K tok", "scheduler.decay_steps=4K tok",
@@ -121,13 +121,13 @@ def test_lengths_follow_the_ramp_from_where_they_begin():
     assert config.train.max_steps == 30
     scheduler = config.scheduler
     assert scheduler.warmup_steps == 5
-    assert scheduler.stable_steps == 5 + 3  # 1,000 tokens at 200, and the rest at 400
+    assert scheduler.stable_steps == 5 + 3  # 1,000 tokens at 200 per update, the others at 400
     assert scheduler.decay_steps == 7 + 2  # 7 * 400, then 2 * 1,000
     assert config.data.anneal_start_step == 21
-    assert (config.eval.interval, config.eval.sample_interval) == (2, 4)  # of the full batch
+    assert (config.eval.interval, config.eval.sample_interval) == (2, 4)  # with the full batch
 
 
-def test_plateau_is_one_of_wsd_alone():
+def test_plateau_applies_to_wsd_only():
     config = unresolved(
         *RAMP,
         "scheduler.warmup_steps=0",
@@ -137,32 +137,32 @@ def test_plateau_is_one_of_wsd_alone():
     assert config.scheduler.decay_steps == 10
 
 
-def test_ramp_in_shares_of_the_run():
+def test_ramp_accepts_shares_of_run():
     ramp = "train.batch_ramp=[{'grad_accum_steps': 1}, {'start': '10%', 'grad_accum_steps': 5}]"
     config = unresolved("train.grad_accum_steps=5", ramp, "train.max_steps=50").resolve(1)
     assert config.train.batch_ramp[1].start == 5
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])
-def test_batch_is_that_of_the_mesh(n_devices):
+def test_batch_depends_on_mesh(n_devices):
     settings = ["--train.seq_len=100", "--train.batch_size=5", "--train.grad_accum_steps=2"]
     config = load_unresolved(None, [*settings, "--train.max_steps=8K tok"]).resolve(n_devices)
     assert config.train.max_steps == 8 // n_devices
 
 
-def test_without_durations_nothing_is_asked():
+def test_config_without_durations_resolves_without_data():
     config = unresolved().resolve(None, lambda config, rows: pytest.fail("opened the data"))
     assert config == load_config(None, BATCH)
 
 
-def test_data_are_opened_for_epochs_alone():
+def test_data_are_opened_only_for_epochs():
     opened = []
-    ours = unresolved("train.max_steps=1M tok", "eval.interval=5%")
-    ours.resolve(1, lambda config, rows: opened.append(config))
+    pending = unresolved("train.max_steps=1M tok", "eval.interval=5%")
+    pending.resolve(1, lambda config, rows: opened.append(config))
     assert opened == []
 
 
-def test_who_opens_the_data_sees_no_number_in_place_of_a_duration():
+def test_epoch_length_callback_gets_durations_not_numbers():
     seen = []
 
     def epoch_length(config, rows):
@@ -172,7 +172,7 @@ def test_who_opens_the_data_sees_no_number_in_place_of_a_duration():
     settings = ("train.max_steps=2ep", "eval.interval=10%", "data.phases={'start_step': '50%'}",
                 "checkpoint.dyn_ckpt_window.stop=1ep")  # fmt: skip
     unresolved(*RAMP, *settings).resolve(1, epoch_length)
-    [(config, rows)] = seen  # once for all
+    [(config, rows)] = seen  # opened once
     assert rows == 2
     assert config.train.seq_len == 100
     for value in (config.train.max_steps, config.eval.interval, config.data.phases,
@@ -180,7 +180,7 @@ def test_who_opens_the_data_sees_no_number_in_place_of_a_duration():
         assert isinstance(value, Duration)
 
 
-def test_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
+def test_resolved_file_contains_numbers(tmp_path):
     config = unresolved(
         *RAMP, "train.max_steps=3ep", "eval.interval=5%", "optimizer.lr_scale_rule=linear",
         "optimizer.lr_base_batch=5",
@@ -190,11 +190,11 @@ def test_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
     assert JobConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_wrong_mesh_or_batch_is_left_to_the_rules():
+def test_invalid_mesh_is_reported_by_rules():
     settings = ["train.max_steps=50", "eval.interval=10%", "distributed.tp=3"]
     assert unresolved(*settings).resolve(2).eval.interval == 5
     accum = unresolved("train.grad_accum_steps=20", "train.max_steps=20K tok").resolve(1)
-    assert accum.train.max_steps == 10  # 10 sequences do not make 20 microbatches
+    assert accum.train.max_steps == 10  # 10 sequences cannot form 20 microbatches
 
 
 def test_durations_without_data_or_devices_resolve_anywhere():
@@ -212,8 +212,8 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
     [
         (
             "[train]\nmax_steps = '10%'",
-            'x.toml:2: train.max_steps = "10%": this is the whole; expected updates, epochs or '
-            "tokens",
+            'x.toml:2: train.max_steps = "10%": the run cannot be a share of itself; give '
+            "updates, epochs or tokens",
         ),
         (
             KNOWN + "[scheduler]\nwarmup_steps = '10 %%'",
@@ -234,7 +234,7 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
         ),
         (
             KNOWN + "[[data.phases]]\nstart_step = '20%'\n[[data.phases]]\nstart_step = '10%'",
-            "x.toml:5: [data] the start_step of phases must increase, not go [20, 10]",
+            "x.toml:5: [data] start_step of phases must increase: [20, 10]",
         ),
         (
             "[train]\nmax_steps = '1B tok'\nbatch_size = 'many'\n[eval]\ninterval = '1ep'",
@@ -243,8 +243,8 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
         (
             "[train]\nmax_steps = '1M tok'\ngrad_accum_steps = 2\n[[train.batch_ramp]]\n"
             "grad_accum_steps = 1\n[[train.batch_ramp]]\nstart = '10%'\ngrad_accum_steps = 2",
-            'x.toml:7: train.batch_ramp[1].start = "10%": train.max_steps itself depends on the '
-            "ramp: give the one or the other in updates",
+            'x.toml:7: train.batch_ramp[1].start = "10%": train.max_steps depends on '
+            "train.batch_ramp: give one of them in updates",
         ),
         (
             "[train]\nbatch_size = '10%'",
@@ -252,28 +252,28 @@ KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
         ),
     ],
 )
-def test_unresolvable_duration_names_file_and_line(complaint, text, message):
-    assert complaint(text) == message
+def test_unresolvable_duration_names_file_and_line(error_text, text, message):
+    assert error_text(text) == message
 
 
-def test_data_without_epochs(complaint):
+def test_data_without_epochs_are_refused(error_text):
     text = KNOWN + "[scheduler]\nwarmup_steps = '2ep'"
-    assert complaint(text, epoch=epoch_of(None)) == (
+    assert error_text(text, epoch=epoch_of(None)) == (
         'x.toml:6: scheduler.warmup_steps = "2ep": random tokens, streams and mixtures have no '
-        'epochs: give updates, a share as "10%", or tokens as "1B tok"'
+        'epochs: give updates, a share such as "10%", or tokens such as "1B tok"'
     )
 
 
-def test_devices_that_are_not_known(complaint):
+def test_unknown_devices_are_reported(error_text):
     text = "[train]\nmax_steps = '1B tok'"
-    assert complaint(text, n_devices=None) == (
-        'x.toml:2: train.max_steps = "1B tok": the sequences of an update are not known here: set '
+    assert error_text(text, n_devices=None) == (
+        'x.toml:2: train.max_steps = "1B tok": the sequences per update are unknown here: set '
         "train.global_batch_size, or distributed.dp_shard"
     )
 
 
-def test_settings_are_named_like_any_other(complaint):
-    assert complaint(KNOWN, "--eval.interval=1ep") == (
+def test_duration_settings_are_named_in_messages(error_text):
+    assert error_text(KNOWN, "--eval.interval=1ep") == (
         "--eval.interval=1ep: the training data are not read here: give updates, a share or tokens"
     )
 
@@ -281,8 +281,8 @@ def test_settings_are_named_like_any_other(complaint):
 @pytest.mark.parametrize(
     ("rule", "n_devices", "lr", "batch"), [("linear", 1, 2e-3, 40), ("sqrt", 4, 2e-3, 160)]
 )
-def test_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
-    """Four times the base batch, linearly; sixteen times, by the root."""
+def test_learning_rate_scales_with_batch(rule, n_devices, lr, batch):
+    """The batch is 4 times the base batch (linear), or 16 times (sqrt)."""
     settings = [
         "--train.batch_size=10", "--train.grad_accum_steps=4", "--optimizer.lr=5e-4",
         "--optimizer.muon_adam_lr=1e-4", f"--optimizer.lr_scale_rule={rule}",
@@ -295,14 +295,14 @@ def test_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
     assert (optimizer.lr_scale_rule, optimizer.lr_base_batch) == ("none", batch)
 
 
-def test_learning_rate_by_default_fits_too():
+def test_default_learning_rate_scales_with_batch():
     config = unresolved("optimizer.lr_scale_rule=linear", "optimizer.lr_base_batch=5").resolve(1)
     assert config.optimizer.lr == pytest.approx(6e-4)
 
 
-def test_learning_rate_for_an_unknown_batch(complaint):
+def test_learning_rate_for_unknown_batch_is_refused(error_text):
     text = "[optimizer]\nlr_scale_rule = 'linear'\nlr_base_batch = 256"
-    assert complaint(text, n_devices=None) == (
-        'optimizer.lr_scale_rule = "linear": the sequences of an update are not known here: set '
+    assert error_text(text, n_devices=None) == (
+        'optimizer.lr_scale_rule = "linear": the sequences per update are unknown here: set '
         "train.global_batch_size, or distributed.dp_shard"
     )

@@ -1,4 +1,4 @@
-"""Flash attention for GPUs, interpreted: against the reference, over pieces, and what it skips."""
+"""Tests of flash attention for GPUs, interpreted: reference, partial keys, skipped blocks."""
 
 import functools
 
@@ -9,20 +9,20 @@ import pytest
 
 from jaxforge.kernels import flash
 from jaxforge.kernels.attention_backends import reference_attention
-from jaxforge.kernels.flash_blocks import Tokens, block_ranges, block_visibility
+from jaxforge.kernels.flash_blocks import TokenPositions, block_ranges, block_visibility
 from jaxforge.kernels.flash_kernels import Tiles
 from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel import targets
 
 CLOSE = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
-TILES = Tiles(32, 16, 4, 1)  # small, so that short sequences have many
+TILES = Tiles(32, 16, 4, 1)  # small, so that short sequences have many blocks
 CAPPED = Scoring(scale=0.7, softcap=2.0)
 FOUR_SINKS = np.arange(4, dtype=np.float32)
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(flash, "_INTERPRET", True)
+    monkeypatch.setattr(flash, "INTERPRET", True)
     monkeypatch.setattr(flash, "_tiles", lambda kernel, *_: TILES)
 
 
@@ -37,11 +37,11 @@ def random_documents(length, batch=2):
     return np.sort(ids, axis=1).astype(np.int32)
 
 
-def values_and_gradients(attend, q, k, v, sinks=None, **remaining):
+def values_and_gradients(attend, q, k, v, sinks=None, **options):
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
     def loss(q, k, v, sinks):
-        y = attend(q, k, v, sinks=sinks, **remaining)
+        y = attend(q, k, v, sinks=sinks, **options)
         return jnp.sum(y * weights), y
 
     of = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
@@ -49,35 +49,35 @@ def values_and_gradients(attend, q, k, v, sinks=None, **remaining):
 
 
 @pytest.mark.parametrize(
-    ("heads", "h", "length", "packed", "window", "how"),
+    ("heads", "h", "length", "packed", "window", "options"),
     [
         ((4, 4), 16, 96, False, None, {}),
         ((2, 1), 256, 64, True, 20, {}),
         ((4, 1), 16, 50, False, 1, {}),
-        # heads are filled up to 32
+        # heads are padded to 32
         ((4, 2), 24, 110, True, 40, {"scoring": Scoring(softcap=2.0), "sinks": FOUR_SINKS}),
         ((2, 2), 16, 110, True, None, {"chunk": 30}),
         ((2, 2), 16, 7, False, None, {"sinks": -np.ones(2, np.float32)}),  # less than a block
     ],
 )
-def test_flash_attention_is_the_reference(heads, h, length, packed, window, how):
-    given, ids = random_heads(length, heads, h), random_documents(length) if packed else None
+def test_flash_attention_matches_reference(heads, h, length, packed, window, options):
+    qkv, ids = random_heads(length, heads, h), random_documents(length) if packed else None
     ours, reference = (
-        values_and_gradients(attend, *given, segment_ids=ids, window=window, **how)
+        values_and_gradients(attend, *qkv, segment_ids=ids, window=window, **options)
         for attend in (flash.flash_attention, reference_attention)
     )
     jax.tree.map(CLOSE, ours, reference)
 
 
 @pytest.mark.parametrize("programs", [0, 10**6])
-def test_heads_are_summed_in_the_kernel_or_after_it(monkeypatch, programs):
-    monkeypatch.setattr(flash, "_PROGRAMS", programs)
-    given = random_heads(64, (6, 2), 16)
+def test_head_gradients_are_summed_in_or_after_kernel(monkeypatch, programs):
+    monkeypatch.setattr(flash, "PROGRAMS", programs)
+    qkv = random_heads(64, (6, 2), 16)
     loss = lambda *qkv: jnp.sum(flash.flash_attention(*qkv, None))  # noqa: E731
-    is_apart = "2,64,2,3,16]" in str(jax.make_jaxpr(jax.grad(loss))(*given))
-    assert is_apart == (programs > 0)
+    is_summed_after = "2,64,2,3,16]" in str(jax.make_jaxpr(jax.grad(loss))(*qkv))
+    assert is_summed_after == (programs > 0)
     ours, reference = (
-        values_and_gradients(attend, *given, segment_ids=random_documents(64))
+        values_and_gradients(attend, *qkv, segment_ids=random_documents(64))
         for attend in (flash.flash_attention, reference_attention)
     )
     jax.tree.map(CLOSE, ours, reference)
@@ -91,11 +91,8 @@ FORWARD = jax.jit(flash.forward, static_argnames=("scoring", "dtype"))
 BACKWARD = jax.jit(flash.backward, static_argnames=("scoring", "dtype"))
 
 
-def test_pieces_of_the_keys_put_together_are_the_whole():
-    """A ring of devices merges parts in any order, visible or not.
-
-    The window is one that only the device knows.
-    """
+def test_merged_key_parts_match_reference():
+    """Parts are in any order, visible or not, as in a ring; the window is traced."""
     length, size, window, scoring = 96, 48, 60, CAPPED
     q, k, v = random_heads(length, (4, 2), 16)
     order = np.random.default_rng(3).permutation(6).repeat(16) * 16 + np.tile(np.arange(16), 6)
@@ -110,8 +107,8 @@ def test_pieces_of_the_keys_put_together_are_the_whole():
 
     expected = [np.asarray(each)[:, order] for each in whole(q, k, v, d_y)]
     q, k, v, at, ids, d_y = (x[:, order] for x in (q, k, v, at, ids, d_y))
-    queries = Tokens(at, ids)
-    keys = [Tokens(*each) for each in zip(chunks(at, size), chunks(ids, size), strict=True)]
+    queries = TokenPositions(at, ids)
+    keys = [TokenPositions(*each) for each in zip(chunks(at, size), chunks(ids, size), strict=True)]
     kv = list(zip(chunks(k, size), chunks(v, size), keys, strict=True))
 
     result = [map(np.asarray, FORWARD(q, k, v, queries, t, window, scoring)) for k, v, t in kv]
@@ -127,10 +124,13 @@ def test_pieces_of_the_keys_put_together_are_the_whole():
         CLOSE(ours, theirs)
 
 
-def test_queries_that_see_nothing_give_nothing():
+def test_blind_queries_return_zeros():
     q, k, v = random_heads(32, (2, 1), 16)
     at = np.tile(np.arange(32), (2, 1))
-    earlier = Tokens(at), Tokens(at + 20)  # the first 20 queries see no key, the others 12
+    earlier = (
+        TokenPositions(at),
+        TokenPositions(at + 20),
+    )  # the first 20 queries see no key, the others 12
     y, lse = FORWARD(q, k, v, *earlier)
     assert (np.asarray(y)[:, :20] == 0).all()
     assert (np.asarray(lse)[..., :20] == -np.inf).all()
@@ -142,9 +142,9 @@ def test_queries_that_see_nothing_give_nothing():
     assert (np.asarray(gradients[1])[:, :12] != 0).all()
 
 
-def test_results_are_rounded_once():
+def test_flash_results_are_rounded_once():
     q, k, v = (x.astype(jnp.bfloat16) for x in random_heads(32, (2, 1), 16))
-    at = Tokens(np.tile(np.arange(32), (2, 1)))
+    at = TokenPositions(np.tile(np.arange(32), (2, 1)))
     y, lse = FORWARD(q, k, v, at, at)
     assert (y.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
     exact, _ = FORWARD(q, k, v, at, at, dtype=jnp.float32)
@@ -158,7 +158,7 @@ def test_results_are_rounded_once():
 
 def visits(positions, documents=None, window=None, block=4):
     ids = None if documents is None else np.array([documents], np.int32)
-    tokens = Tokens(np.array([positions], np.int32), ids)
+    tokens = TokenPositions(np.array([positions], np.int32), ids)
     return visited(tokens, tokens, block, window)[0].tolist()
 
 
@@ -173,7 +173,7 @@ def visited(queries, keys, block=4, window=None):
 
 @pytest.mark.parametrize(
     ("positions", "documents", "window", "expected"),
-    [  # of each block: first, whole, end of whole, end
+    [  # per block: first, first whole, end of whole, end
         (range(12), None, None, [[0, 1, 1, 1], [0, 0, 1, 2], [0, 0, 2, 3]]),
         (range(12), None, 5, [[0, 1, 1, 1], [0, 2, 2, 2], [1, 3, 3, 3]]),
         (range(12), None, 6, [[0, 1, 1, 1], [0, 2, 2, 2], [0, 3, 3, 3]]),  # 8 sees 3
@@ -184,22 +184,22 @@ def visited(queries, keys, block=4, window=None):
         ([4, 5, 6, 7, 0, 1, 2, 3], None, None, [[0, 1, 2, 2], [1, 2, 2, 2]]),  # any order
     ],
 )
-def test_blocks_that_nobody_sees_are_skipped_and_whole_ones_not_masked(
+def test_block_ranges_skip_invisible_and_unmask_whole_blocks(
     positions, documents, window, expected
 ):
     assert visits(positions, documents, window) == expected
 
 
-def test_no_block_of_the_keys_is_visited_by_queries_that_come_before():
-    early = Tokens(np.arange(8)[None], np.zeros((1, 8), np.int32))
-    late = Tokens(np.arange(8, 16)[None], np.zeros((1, 8), np.int32))
+def test_earlier_queries_visit_no_key_block():
+    early = TokenPositions(np.arange(8)[None], np.zeros((1, 8), np.int32))
+    late = TokenPositions(np.arange(8, 16)[None], np.zeros((1, 8), np.int32))
     assert visited(early, late).tolist() == [[[0] * 4] * 2]
     other = late._replace(documents=late.documents + 1)
     assert visited(other, early).tolist() == [[[0] * 4] * 2]
 
 
 @pytest.mark.skipif(
-    not targets.gpu_compiler_is_here(),
+    not targets.has_gpu_compiler(),
     reason="needs XLA's compiler for GPUs: make test-gpu-compiler",
 )
 @pytest.mark.parametrize("h", [64, 80, 128, 256])
@@ -208,13 +208,13 @@ def test_flash_attention_compiles_for_h100(monkeypatch, h):
     jax.config.update("jax_enable_compilation_cache", False)
     item = jax.sharding.SingleDeviceSharding(targets.gpus("h100")[0])
     shapes = [((1, 1024, n, h), jnp.bfloat16) for n in (8, 2, 2)] + [((1, 1024), jnp.int32)]
-    given = [jax.ShapeDtypeStruct(*shape, sharding=item) for shape in shapes]
+    qkv = [jax.ShapeDtypeStruct(*shape, sharding=item) for shape in shapes]
 
     def loss(q, k, v, ids):
         return jnp.sum(flash.flash_attention(q, k, v, ids, 300).astype(jnp.float32))
 
     try:
-        text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile().as_text()
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*qkv).compile().as_text()
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert all(f'name = "flash_{kernel}"' in text for kernel in ("forward", "dq", "dkv"))

@@ -1,4 +1,4 @@
-"""Products in 8 bits: against NumPy's of the same rounding; which layers have them, and where."""
+"""Tests of 8-bit products against NumPy with the same rounding, and of the layers that use them."""
 
 import functools
 
@@ -20,7 +20,9 @@ from tests.conftest import tiny_config
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 TOKENS, INPUTS, OUTPUTS = 24, 160, 136
-SEEN = fp8.Amaxes(jnp.float32(1.5), jnp.float32(0.07))  # less than there is: what is above is cut
+SEEN = fp8.Amaxes(
+    jnp.float32(1.5), jnp.float32(0.07)
+)  # below the actual amax: larger values saturate
 
 
 def reference(x, dtype, seen=None):
@@ -51,7 +53,7 @@ def expected(scaling, x, w, d_y):
 
 
 def numbers():
-    """x, W, dy: values of bf16; their sizes differ so much between blocks that scales matter."""
+    """Return x, W and dy in bf16; magnitudes differ so much between blocks that scales matter."""
     rng = np.random.default_rng(0)
     result = []
     for rows, columns, size in (
@@ -65,15 +67,15 @@ def numbers():
 
 
 def multiply(scaling, is_on=True, regathers=True, w=None):
-    """Result and gradients; the bias's too."""
+    """Return the result and the gradients of x, W and bias."""
     x, weight, d_y = numbers()
     weight = np.float32(weight) if w is None else w
-    how = fp8.Fp8("one", scaling, ("mlp", "embed"), jnp.dtype(jnp.float32), regathers)
+    settings = fp8.Fp8("one", scaling, ("mlp", "embed"), jnp.dtype(jnp.float32), regathers)
 
     @jax.jit
     def run(x, w, b, switch):
         product = functools.partial(
-            fp8.product, how, amaxes=SEEN if scaling == "delayed" else None,
+            fp8.product, settings, amaxes=SEEN if scaling == "delayed" else None,
             precision=fp8.LayerPrecision(switch if is_on is None else is_on),
         )  # fmt: skip
         y, back = jax.vjp(product, x, w, b)
@@ -84,27 +86,25 @@ def multiply(scaling, is_on=True, regathers=True, w=None):
 
 @pytest.mark.parametrize("scaling", ["tensor", "delayed", "block"])
 @pytest.mark.parametrize("is_on", [True, None], ids=["on", "switched on"])
-def test_products_are_those_of_rounded_numbers(scaling, is_on):
-    wanted = expected(scaling, *(np.float64(each) for each in numbers()))
+def test_fp8_products_match_rounded_operands(scaling, is_on):
+    references = expected(scaling, *(np.float64(each) for each in numbers()))
     y, d_x, d_w, d_b = multiply(scaling, is_on)
     assert (y.dtype, d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    for result, want, bits in zip((y, d_x, d_w), wanted, (8, 8, 16), strict=True):
-        size = np.abs(want)  # rows and columns differ widely
-        near = np.minimum(size.mean(1, keepdims=True), size.mean(0))
-        off = np.abs(np.float64(result) - want)
-        assert (off <= 2.0**-bits * (size + near)).all()
+    for result, reference_value, bits in zip((y, d_x, d_w), references, (8, 8, 16), strict=True):
+        size = np.abs(reference_value)  # magnitudes of rows and columns differ widely
+        typical = np.minimum(size.mean(1, keepdims=True), size.mean(0))
+        error = np.abs(np.float64(result) - reference_value)
+        assert (error <= 2.0**-bits * (size + typical)).all()
     np.testing.assert_allclose(d_b, np.float64(numbers()[2]).sum(0), rtol=1e-5, atol=1e-12)
 
 
-def test_kept_weight_gives_the_same_gradients():
-    for retained, again in zip(
-        multiply("tensor", regathers=False), multiply("tensor"), strict=True
-    ):
-        np.testing.assert_array_equal(retained, again)
+def test_saved_weight_gives_same_gradients_as_regathered():
+    saved, regathered = multiply("tensor", regathers=False), multiply("tensor")
+    jax.tree.map(np.testing.assert_array_equal, saved, regathered)
 
 
 def test_nonfinite_values_survive_rounding():
-    """Overflow is clipped; NaN and infinity are kept."""
+    """Overflow saturates; NaN and infinity stay non-finite."""
     _, w, _ = numbers()
     for bad in (np.nan, np.inf):
         broken = np.float32(w)
@@ -112,7 +112,7 @@ def test_nonfinite_values_survive_rounding():
         assert not np.isfinite(np.float32(multiply("tensor", w=broken)[0])[:, 3]).any()
 
 
-def test_zeros_stay_zeros():
+def test_zero_weights_give_zero_products():
     y, *_ = multiply("tensor", w=np.zeros((OUTPUTS, INPUTS), np.float32))
     np.testing.assert_array_equal(np.float32(y), 0)
 
@@ -123,7 +123,7 @@ def model_of(experts=False, **train):
     return build_model(tiny_config(model=model, train={"mixed_precision": "fp8", **train}))
 
 
-def test_first_and_last_layer_stay_in_bf16_unless_told_otherwise():
+def test_first_and_last_layer_stay_in_bf16_by_default():
     model = model_of()
     assert [kind.in_bf16 for kind in model.plan.layers] == [True, False, False, True]
     assert model.plan.period == (0, 1, 1) or model.plan.period.repeats == 2
@@ -143,12 +143,12 @@ MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
         (True, ("shared_expert",), ATTENTION),
     ],
 )
-def test_layers_are_left_out_by_a_part_of_their_name(experts, exclude, names):
+def test_fp8_exclude_matches_parts_of_names(experts, exclude, names):
     model = model_of(experts, fp8_exclude=exclude)
     assert set(model.module("layers", model.abstract["layers"]).fp8_names) == names
 
 
-def test_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
+def test_describe_products_raises_on_old_gpu():
     recipe = Recipe.of(TrainConfig(mixed_precision="fp8"))
     assert "multiplied in 8 bits" in describe_products(recipe, "gpu", "9.0", "NVIDIA H100")
     assert "emulated" in describe_products(recipe, "tpu", None, "TPU v5 lite")
@@ -160,7 +160,7 @@ def test_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
 
 
 def test_linear_layer_in_8_bits_without_precision_raises():
-    """A block of one's own must say whether its layer stays in bf16, and take the amax."""
+    """A custom block must pass the precision of its layer."""
     model = model_of()
     block = model.module("layers", model.abstract["layers"])
     with pytest.raises(UserError, match=r"attention\.q_proj multiplies .*fp8_exclude"):
@@ -185,7 +185,7 @@ class ExtraNetwork(Transformer):
         self.layers = ExtraBlock(config, declare._replace(layers=config.n_layers))
 
 
-def test_amax_of_linear_layers_of_own_blocks_is_returned():
+def test_custom_block_returns_amax_of_its_layers():
     recipe = Recipe.of(TrainConfig(mixed_precision="fp8", fp8_scaling="delayed"))
     model = type("Extra", (Model,), {"network": ExtraNetwork})(tiny_config().model, recipe=recipe)
     batch, params = {"input_ids": np.zeros((1, 8), int)}, join(model.abstract, model.state.abstract)

@@ -1,4 +1,4 @@
-"""Rows times their group's weights: values, gradients, and that nothing else is multiplied."""
+"""Tests of grouped products: values, gradients, and the number of multiplied rows."""
 
 import functools
 import importlib.util
@@ -14,7 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxforge.errors import UserError
 from jaxforge.kernels import grouped_blocks, grouped_mosaic, megablox
-from jaxforge.kernels.grouped import GROUPED, ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.kernels.grouped import (
+    GROUPED_BACKENDS,
+    ProductRequirements,
+    choose_grouped,
+    grouped_matmul,
+)
 from jaxforge.parallel import targets
 
 INP, OUT = 16, 24
@@ -30,7 +35,7 @@ SIZES = {
 
 
 def one_hot_matmul(x, w, sizes):
-    """Every row with every group, and then the sum over groups of what counts."""
+    """Multiply every row with every group, and mask the products."""
     ends = jnp.cumsum(sizes)
     row = jnp.arange(x.shape[0])[:, None]
     belongs = (row >= ends - sizes) & (row < ends)
@@ -41,7 +46,7 @@ def one_hot_matmul(x, w, sizes):
 
 
 def random(rows, groups=4, dtype=jnp.float32, inp=INP, out=OUT):
-    """Rows, weights and a gradient of the result."""
+    """Return rows, weights and a gradient of the result."""
     rng = np.random.default_rng(0)
     shapes = (rows, inp), (groups, out, inp), (rows, out)
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -65,39 +70,39 @@ def assert_close(ours, theirs, tolerance):
 
 
 @pytest.mark.parametrize(("rows", "sizes"), SIZES.values(), ids=SIZES)
-def test_values_and_gradients(rows, sizes):
+def test_grouped_matmul_matches_reference(rows, sizes):
     x, w, dy = random(rows)
     sizes = np.asarray(sizes, np.int32)
     assert_close(compiled(x, w, dy, sizes), reference(x, w, dy, sizes), 1e-6)
 
 
-def test_bfloat16():
-    """Sums are float32; what is left is rounding the result."""
+def test_bfloat16_products_are_summed_in_float32():
+    """Sums are float32, so that only the result is rounded."""
     x, w, dy = random(100, dtype=jnp.bfloat16)
     sizes = np.array([10, 0, 50, 40], np.int32)
     assert_close(compiled(x, w, dy, sizes), reference(x, w, dy, sizes), 2**-8)
-    # Weights may stay in float32: so does their gradient.
-    got = compiled(x, w.astype(jnp.float32), dy, sizes)
-    assert got[0].dtype == jnp.bfloat16
-    assert_close(got[2:], reference(x, w.astype(jnp.float32), dy, sizes)[2:], 1e-6)
+    # The gradient of float32 weights is float32.
+    ours = compiled(x, w.astype(jnp.float32), dy, sizes)
+    assert ours[0].dtype == jnp.bfloat16
+    assert_close(ours[2:], reference(x, w.astype(jnp.float32), dy, sizes)[2:], 1e-6)
 
 
-def with_rest(x, end, value):
-    """Rows from the end on are that."""
+def with_fill(x, end, value):
+    """Return the rows with a value in all rows from `end` on."""
     return np.where(np.arange(len(x))[:, None] < end, x, np.asarray(value, x.dtype))
 
 
-def test_rows_beyond_may_hold_anything():
+def test_rows_beyond_groups_do_not_contribute():
     x, w, dy = random(100)
     sizes = np.array([10, 0, 50, 20], np.int32)
     expected = compiled(x, w, dy, sizes)
-    got = compiled(with_rest(x, 80, np.nan), w, with_rest(dy, 80, np.inf), sizes)
-    for a, b in zip(got, expected, strict=True):
+    ours = compiled(with_fill(x, 80, np.nan), w, with_fill(dy, 80, np.inf), sizes)
+    for a, b in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_any_sizes_are_covered_once():
-    """Weights of one and rows of one: each row of the result is the width, or zero."""
+def test_every_row_is_multiplied_once():
+    """With weights and rows of ones, each row of the result is the width, or zero."""
     rng = np.random.default_rng(0)
     units = [np.ones(shape, np.float32) for shape in ((97, 8), (5, 8, 8), (97, 8))]
     for _ in range(40):
@@ -109,7 +114,7 @@ def test_any_sizes_are_covered_once():
         np.testing.assert_array_equal(dw[:, 0, 0], sizes)
 
 
-def test_inside_scan_and_checkpoint():
+def test_grouped_matmul_inside_scan_and_checkpoint():
     x, w, dy = random(60, out=INP)
     layers = np.stack([w, w[::-1], 0.5 * w])
     sizes = np.array([20, 5, 0, 30], np.int32)
@@ -129,8 +134,8 @@ def test_inside_scan_and_checkpoint():
 
 
 @pytest.mark.parametrize("weights", [P(), P("data")], ids=["whole", "split"])
-def test_inside_shard_map(weights):
-    """Each of eight devices has rows of its own; what they share gets the sum of gradients."""
+def test_grouped_matmul_inside_shard_map(weights):
+    """Devices have different rows; gradients of shared arrays are summed."""
     mesh = jax.make_mesh((4, 2), ("data", "other"), axis_types=(AxisType.Auto,) * 2)
     rng = np.random.default_rng(0)
     sizes = rng.multinomial(30, np.full(4, 0.25), size=4).astype(np.int32)
@@ -143,28 +148,28 @@ def test_inside_shard_map(weights):
         local, mesh=mesh, in_specs=(P("data"), weights, P("data")), out_specs=P("data")
     )
 
-    def one_by_one(x, w, sizes):
+    def device_by_device(x, w, sizes):
         own = jnp.split(w, 4) if weights else [w] * 4
         parts = zip(jnp.split(x, 4), own, sizes, strict=True)
         return jnp.concatenate([one_hot_matmul(*part) for part in parts])
 
-    got, expected = (
+    ours, expected = (
         jax.jit(functools.partial(value_and_gradients, matmul))(x, w, dy, sizes)
-        for matmul in (spread, one_by_one)
+        for matmul in (spread, device_by_device)
     )
-    assert_close(got, expected, 1e-6)
+    assert_close(ours, expected, 1e-6)
 
 
-def test_no_more_is_multiplied_than_is_active():
-    """All three products; a dense one would be 16 times as much, and the bound is 1.1.
+def test_multiplied_rows_are_at_most_ten_percent_padding():
+    """All three products; a dense product would take 16 times as much, and the bound is 1.1.
 
-    Rows that are multiplied are those of each loop's body, times its turns. The compiler counts
-    the body of a loop once, and so says that the bodies together have as many rows as all of
-    `rungs`. How often each is run is what `_plan` says; that those blocks are the rows, once each,
-    is `test_any_sizes_are_covered_once`.
+    Multiplied rows are the rows of each loop body times its iterations. The compiler counts a loop
+    body once, so that its FLOPs are those of one block of each of `row_block_sizes`. The number of
+    iterations comes from `_block_table`. `test_every_row_is_multiplied_once` checks that blocks
+    cover each row once.
     """
     groups, rows = 16, 4096
-    ladder = grouped_blocks.row_block_sizes(rows, groups)
+    block_sizes = grouped_blocks.row_block_sizes(rows, groups)
     shapes = (rows, 4 * INP), (groups, 4 * OUT, 4 * INP), (rows, 4 * OUT)
     x, w, dy = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
@@ -174,45 +179,47 @@ def test_no_more_is_multiplied_than_is_active():
         (grouped_blocks.gradient_of_weights, (x, dy)),
     ):
         program = jax.jit(product).lower(*arguments, sizes).compile()
-        assert program.as_text().count(" while(") == len(ladder)
+        assert program.as_text().count(" while(") == len(block_sizes)
         counted = program.cost_analysis()["flops"] / (2 * INP * OUT * 16)
-        assert sum(ladder) <= counted <= 1.1 * sum(ladder)  # masks and the plan are in it
-    plan = jax.jit(lambda sizes: grouped_blocks._plan(sizes, rows, ladder)[1])
+        assert (
+            sum(block_sizes) <= counted <= 1.1 * sum(block_sizes)
+        )  # includes masks and the block table
+    plan = jax.jit(lambda sizes: grouped_blocks._block_table(sizes, rows, block_sizes)[1])
     rng = np.random.default_rng(0)
     skewed, usual = (rng.dirichlet([alpha] * groups) for alpha in (1.0, 4.0))
     for shares in (skewed, usual, np.full(groups, 1 / groups)):
         firsts = plan(rng.multinomial(rows, shares).astype(np.int32))
-        assert rows <= np.dot(ladder, np.diff(firsts)) <= 1.1 * rows
+        assert rows <= np.dot(block_sizes, np.diff(firsts)) <= 1.1 * rows
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("rows", "sizes"), [SIZES["uneven"], (300, [10, 0, 250, 20])])
-def test_megablox_in_the_interpreter(monkeypatch, rows, sizes, dtype):
-    monkeypatch.setattr(megablox, "_INTERPRET", True)
+def test_interpreted_megablox_matches_reference(monkeypatch, rows, sizes, dtype):
+    monkeypatch.setattr(megablox, "INTERPRET", True)
     x, w, dy = random(rows, dtype=dtype, inp=64, out=136)
     total, sizes = sum(sizes), np.asarray(sizes, np.int32)
     matmul = functools.partial(grouped_matmul, backend="megablox")
     ours = jax.jit(functools.partial(value_and_gradients, matmul))
     result = [
-        run(with_rest(x, total, remaining), w, with_rest(dy, total, remaining), sizes)
-        for run, remaining in ((ours, np.nan), (reference, 0))
+        run(with_fill(x, total, fill), w, with_fill(dy, total, fill), sizes)
+        for run, fill in ((ours, np.nan), (reference, 0))
     ]
-    got, expected = ((np.asarray(y)[:total], np.asarray(dx)[:total], dw) for y, dx, dw in result)
-    assert_close(got, expected, 1e-6 if dtype == jnp.float32 else 2**-8)
+    ours, expected = ((np.asarray(y)[:total], np.asarray(dx)[:total], dw) for y, dx, dw in result)
+    assert_close(ours, expected, 1e-6 if dtype == jnp.float32 else 2**-8)
 
 
-def test_tiles_of_megablox_waste_little():
+def test_megablox_tiles_pad_at_most_ten_percent():
     for size in (64, 128, 512, 1408, 2048, 4096, 11008, 14336):
         result = megablox.tile(size, 1024)
         assert -(-size // result) * result <= 1.1 * size
         assert result == size or result % 128 == 0
 
 
-def test_rows_laid_apart_for_mosaic():
-    """No block of 64 places has rows of two groups, and each row has one place."""
+def test_mosaic_blocks_hold_one_group_each():
+    """No block of 64 positions has rows of two groups, and each row has one position."""
     sizes = np.array([0, 70, 0, 64, 1, 0])
-    apart = jax.jit(lambda sizes: grouped_mosaic._apart(sizes, 150))
-    first, count, row, is_row = map(np.asarray, apart(sizes))
+    layout = jax.jit(lambda sizes: grouped_mosaic._block_layout(sizes, 150))
+    first, count, row, is_row = map(np.asarray, layout(sizes))
     np.testing.assert_array_equal(count, [0, 2, 0, 1, 1, 0])
     np.testing.assert_array_equal(row[is_row], np.arange(135))
     group = np.repeat(np.arange(6), sizes)
@@ -223,7 +230,7 @@ def test_rows_laid_apart_for_mosaic():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPU")
 def test_megablox_compiles_for_tpu():
-    """Three kernels and no other product; as many FLOPs as are active."""
+    """The program has three kernels, no other product, and only active FLOPs."""
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
     program = compile_for(devices, "megablox", rows=1000, inp=200, out=330)
     assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
@@ -232,7 +239,7 @@ def test_megablox_compiles_for_tpu():
 
 
 def compile_for(devices, backend, rows, inp, out, groups=4):
-    """A product and its gradients on each of some devices."""
+    """Compile a product and its gradients on each device."""
     mesh = jax.sharding.Mesh(np.asarray(devices), "data")
     split = jax.sharding.NamedSharding(mesh, P("data"))
     x, w, dy = (
@@ -243,13 +250,13 @@ def compile_for(devices, backend, rows, inp, out, groups=4):
     local = functools.partial(
         value_and_gradients, functools.partial(grouped_matmul, backend=backend)
     )
-    of_all = jax.shard_map(
+    on_all_devices = jax.shard_map(
         local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
     )
-    return jax.jit(of_all).lower(x, w, dy, sizes).compile()
+    return jax.jit(on_all_devices).lower(x, w, dy, sizes).compile()
 
 
-@pytest.mark.skipif(not targets.gpu_compiler_is_here(), reason="XLA's compiler for GPUs is missing")
+@pytest.mark.skipif(not targets.has_gpu_compiler(), reason="XLA's compiler for GPUs is missing")
 def test_mosaic_compiles_for_h100():
     """Compilation reaches PTX, forward and both gradients, with no product outside of kernels."""
     text = compile_for(targets.gpus("h100"), "mosaic_gpu", rows=1000, inp=192, out=320).as_text()
@@ -276,7 +283,7 @@ GPU = ProductRequirements("gpu", jnp.bfloat16, (512, 1408), "9.0")
         (TPU._replace(dtype=jnp.float16), "blocks"),
     ],
 )
-def test_auto_takes_what_can_serve(at, name):
+def test_auto_chooses_supported_grouped_backend(at, name):
     assert choose_grouped("auto", at) == name
     assert choose_grouped("blocks", at) == "blocks"
 
@@ -292,13 +299,13 @@ def test_auto_takes_what_can_serve(at, name):
         ("mosaic_gpu", GPU._replace(widths=(512, 1000)), "multiples of 64.*1000"),
     ],
 )
-def test_one_that_cannot_serve_says_why(asked, at, message):
+def test_unsupported_grouped_backend_raises(asked, at, message):
     with pytest.raises(UserError, match=message):
         choose_grouped(asked, at)
 
 
-def test_every_backend_that_is_named_is_there():
+def test_config_lists_all_grouped_backends():
     from jaxforge.config.model import ModelConfig
 
     names = ModelConfig.model_fields["moe_backend"].annotation.__args__
-    assert set(names) == {"auto", *GROUPED}
+    assert set(names) == {"auto", *GROUPED_BACKENDS}

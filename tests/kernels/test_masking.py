@@ -1,4 +1,4 @@
-"""Who sees whom in chunks: plainly, packed, from a cache, on devices that run another kind each."""
+"""Tests of masks: windows, chunks, packed documents, caches, and masks that devices select."""
 
 import functools
 from types import SimpleNamespace
@@ -20,10 +20,10 @@ LENGTH = 81
 MASKS = (Mask(chunk=16), FULL, Mask(window=9), Mask(chunk=LENGTH + 1))
 DOCUMENTS = np.sort(np.random.default_rng(3).integers(4, 9, (2, LENGTH)), axis=1).astype(np.int32)
 POSITIONS = np.arange(LENGTH) + np.array([[5], [30]])
-HOW = {"a row": (None, None), "packed": (DOCUMENTS, None), "placed": (None, POSITIONS)}
+LAYOUTS = {"a row": (None, None), "packed": (DOCUMENTS, None), "placed": (None, POSITIONS)}
 
 
-def plainly(mask, segment_ids, positions):
+def pairwise_visibility(mask, segment_ids, positions):
     """Return visibility [b, s, s], computed pair by pair."""
     seen = np.zeros((2, LENGTH, LENGTH), bool)
     for row in range(2):
@@ -46,57 +46,59 @@ def heads():
 
 
 @functools.cache
-def expected(which, how):
-    return naive_attention(*heads(), plainly(MASKS[which], *HOW[how]))
+def expected(which, layout):
+    return naive_attention(*heads(), pairwise_visibility(MASKS[which], *LAYOUTS[layout]))
 
 
 @pytest.fixture(autouse=True)
-def each_device_alone(monkeypatch):
+def opaque_backend(monkeypatch):
     """Use a kernel that is opaque to XLA."""
     kernel = opaque_kernel(BACKENDS["blockwise"].attend, lambda at: None)
     monkeypatch.setitem(BACKENDS, "opaque", kernel)
 
 
 KERNELS = ("reference", "blockwise", "opaque")
-KERNELS_AND_HOW = [(backend, how) for backend in KERNELS for how in HOW]
-KNOWN = [  # every two of backend, how and mask
+KERNELS_AND_LAYOUTS = [(backend, layout) for backend in KERNELS for layout in LAYOUTS]
+KNOWN = [  # every pair of backend, layout and mask
     (*of, which)
-    for i, of in enumerate(KERNELS_AND_HOW)
+    for i, of in enumerate(KERNELS_AND_LAYOUTS)
     for which in range(len(MASKS))
-    if (i // len(HOW) + i + which) % len(HOW) == 0
+    if (i // len(LAYOUTS) + i + which) % len(LAYOUTS) == 0
 ]
 
 
 def on_four_devices(attend, which):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # whose axes are the partitioner's
+    mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # with automatic axes
     with jax.set_mesh(mesh):
         return attend(which, *heads())
 
 
-@pytest.mark.parametrize(("backend", "how", "which"), KNOWN)
-def test_every_mask_that_is_known_is_the_plain_one(backend, how, which):
+@pytest.mark.parametrize(("backend", "layout", "which"), KNOWN)
+def test_static_mask_matches_pairwise_visibility(backend, layout, which):
     @functools.partial(jax.jit, static_argnums=0)
     def attend(which, *qkv):
-        return attend_with_masks(backend, MASKS, which, *qkv, *HOW[how], Scoring(softcap=1e6))
+        return attend_with_masks(
+            backend, MASKS, which, *qkv, *LAYOUTS[layout], Scoring(softcap=1e6)
+        )
 
     ours = on_four_devices(attend, which)
-    np.testing.assert_allclose(ours, expected(which, how), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours, expected(which, layout), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "how"), KERNELS_AND_HOW)
-def test_every_mask_of_the_device_is_the_plain_one(backend, how):
+@pytest.mark.parametrize(("backend", "layout"), KERNELS_AND_LAYOUTS)
+def test_traced_mask_matches_pairwise_visibility(backend, layout):
     @jax.jit
     def attend(which, *qkv):
-        return attend_with_masks(backend, MASKS, which, *qkv, *HOW[how])
+        return attend_with_masks(backend, MASKS, which, *qkv, *LAYOUTS[layout])
 
     for which in range(len(MASKS)):
         ours = on_four_devices(attend, np.int32(which))
-        np.testing.assert_allclose(ours, expected(which, how), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(ours, expected(which, layout), rtol=0, atol=1e-5)
 
 
-def test_only_keys_of_their_chunks_are_computed():
-    """Blocks of 32 queries: in chunks of 32, each meets 32 keys, not all before it."""
+def test_blockwise_skips_keys_of_other_chunks():
+    """A block of 32 queries is multiplied with the 32 keys of its chunk only."""
     q, k, v = (jax.ShapeDtypeStruct((1, 128, 2, 8), jnp.float32),) * 3
 
     def products(segment_ids, chunk):
@@ -106,10 +108,12 @@ def test_only_keys_of_their_chunks_are_computed():
 
     assert products(None, 128)[0] > 0
     assert products(None, 32)[0] == 0
-    assert products(np.zeros((1, 128), np.int32), 32)[0] == 0, "nor of packed documents"
+    assert products(np.zeros((1, 128), np.int32), 32)[0] == 0, (
+        "packed documents skip other chunks, too"
+    )
 
 
-def test_chunks_are_transformers():
+def test_chunks_match_transformers():
     """One document per row, also after left padding."""
     torch = pytest.importorskip("torch")
     masks = pytest.importorskip("transformers.masking_utils")
@@ -150,8 +154,8 @@ def tokens_of(length=24):
     return np.random.default_rng(0).integers(0, 64, (2, length))
 
 
-def test_packed_document_is_what_it_is_alone():
-    """Wherever in the row it lies: its chunks begin with it."""
+def test_packed_document_matches_document_alone():
+    """Chunks are counted from the start of the document, at any position in the row."""
     ours, tokens = toy(), tokens_of()
     segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
     packed = np.asarray(ours.hidden(ours.params, tokens, segment_ids))
@@ -163,7 +167,7 @@ def test_packed_document_is_what_it_is_alone():
         np.testing.assert_allclose(packed[row, location], expected, rtol=0, atol=2e-5)
 
 
-def test_chunks_go_by_positions_where_those_are_given():
+def test_chunks_follow_given_positions():
     ours, tokens = toy(), tokens_of()
     whole = np.asarray(ours.hidden(ours.params, tokens))
     counted = np.broadcast_to(np.arange(24), (2, 24))
@@ -172,7 +176,7 @@ def test_chunks_go_by_positions_where_those_are_given():
         assert np.allclose(result, whole, rtol=0, atol=2e-5) == same
 
 
-def test_rows_of_a_cache_stand_in_chunks_of_their_own():
+def test_cache_rows_have_independent_chunks():
     ours, tokens = toy(), tokens_of()
     expected = np.asarray(ours.logits(ours.params, ours.hidden(ours.params, tokens)))
     cache = ours.model.empty_cache(2, 24)

@@ -1,4 +1,4 @@
-"""Parts of attention, tile by tile, against the whole of it."""
+"""Tests of partial attention, by tiles, against attention over all keys."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.kernels import flash, partial_attention
 from jaxforge.kernels.attention_backends import reference_attention
-from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.flash_blocks import TokenPositions
 from jaxforge.kernels.partial_attention import (
     PARTIAL_KERNELS,
     BackwardInputs,
@@ -21,13 +21,13 @@ from jaxforge.kernels.partial_attention import (
 from jaxforge.kernels.scoring import Scoring
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 24, 4, 2, 8
-HALF = 10  # of the keys, in the first of two parts; the rest is no multiple of a tile
+HALF = 10  # keys of the first part; neither part is a multiple of a tile
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(partial_attention, "_TILE", 4)
-    monkeypatch.setattr(flash, "_INTERPRET", True)
+    monkeypatch.setattr(partial_attention, "TILE", 4)
+    monkeypatch.setattr(flash, "INTERPRET", True)
 
 
 @functools.cache
@@ -52,7 +52,7 @@ CASES = {
 
 
 def whole(options):
-    """Values and gradients of the reference."""
+    """Return values and gradients of the reference."""
     options = {"segment_ids": None, **options}
 
     def values_and_gradients(q, k, v, d_o):
@@ -63,15 +63,15 @@ def whole(options):
 
 
 def queries(q, segment_ids=None):
-    return QueryPart(q, Tokens(_positions(0, LENGTH), segment_ids))
+    return QueryPart(q, TokenPositions(_positions(0, LENGTH), segment_ids))
 
 
 def parts(k, v, segment_ids=None):
-    """The keys in two parts."""
+    """Return the keys in two parts."""
     ids = None if segment_ids is None else (segment_ids[:, :HALF], segment_ids[:, HALF:])
     cuts = slice(0, HALF), slice(HALF, LENGTH)
     at = [
-        Tokens(_positions(cut.start, cut.stop), None if ids is None else ids[i])
+        TokenPositions(_positions(cut.start, cut.stop), None if ids is None else ids[i])
         for i, cut in enumerate(cuts)
     ]
     return [KeyPart(k[:, cut], v[:, cut], where) for cut, where in zip(cuts, at, strict=True)]
@@ -81,7 +81,7 @@ def _positions(start, end):
     return np.tile(np.arange(start, end), (ROWS, 1))
 
 
-def described(options):
+def scoring_and_window(options):
     window = options.get("window")
     window = None if window is None else jnp.int32(window)
     return options.get("scoring", Scoring()), window
@@ -90,17 +90,17 @@ def described(options):
 @pytest.mark.parametrize(
     ("name", "case"), [*(("tiles", case) for case in CASES), ("triton", "packed, window")]
 )
-def test_two_parts_of_the_keys_are_the_whole(name, case):
+def test_merged_parts_match_full_attention(name, case):
     kernel, options = PARTIAL_KERNELS[name], CASES[case]
 
     @jax.jit
     def in_parts(q, k, v, d_o):
-        looking, how = queries(q, options.get("segment_ids")), described(options)
+        query_part, how = queries(q, options.get("segment_ids")), scoring_and_window(options)
         keys = parts(k, v, options.get("segment_ids"))
-        first, second = (kernel.attend(looking, each, *how) for each in keys)
+        first, second = (kernel.attend(query_part, each, *how) for each in keys)
         got = first.merged(second)
-        known = BackwardInputs(d_o, got.lse, jnp.sum(got.o * d_o, axis=-1))
-        return got.o, [gradients_of_part(looking, known, each, *how) for each in keys]
+        backward_inputs = BackwardInputs(d_o, got.lse, jnp.sum(got.o * d_o, axis=-1))
+        return got.o, [gradients_of_part(query_part, backward_inputs, each, *how) for each in keys]
 
     got, (of_first, of_second) = in_parts(*drawn())
     want, d_want = whole(options)
@@ -111,13 +111,16 @@ def test_two_parts_of_the_keys_are_the_whole(name, case):
         np.testing.assert_allclose(joined, item, atol=5e-6)
 
 
-def test_who_sees_nothing_gets_nothing():
+def test_invisible_keys_give_zero_results_and_gradients():
     @jax.jit
     def of_later_keys(q, k, v, d_o):
-        looking, later = queries(q), KeyPart(k, v, Tokens(_positions(LENGTH, 2 * LENGTH)))
-        part = attend_to_part(looking, later, Scoring(), None)
-        known = BackwardInputs(d_o, part.lse, jnp.zeros_like(part.lse))
-        gradients = gradients_of_part(looking, known, later, Scoring(), None)
+        query_part, later = (
+            queries(q),
+            KeyPart(k, v, TokenPositions(_positions(LENGTH, 2 * LENGTH))),
+        )
+        part = attend_to_part(query_part, later, Scoring(), None)
+        backward_inputs = BackwardInputs(d_o, part.lse, jnp.zeros_like(part.lse))
+        gradients = gradients_of_part(query_part, backward_inputs, later, Scoring(), None)
         return part, part.merged(part), gradients
 
     part, again, gradients = jax.device_get(of_later_keys(*drawn()))
@@ -131,7 +134,7 @@ def test_who_sees_nothing_gets_nothing():
 @pytest.mark.parametrize(
     ("documents_of", "window", "tiles"), [(LENGTH, None, 21), (LENGTH, 4, 11), (8, None, 9)]
 )
-def test_tiles_of_which_nothing_is_visible_are_left_out(documents_of, window, tiles, monkeypatch):
+def test_invisible_tiles_are_skipped(documents_of, window, tiles, monkeypatch):
     """There are 6 x 6 tiles of 4 tokens; 21 are on or below the diagonal."""
     counted = []
     scores = partial_attention._scores
@@ -144,7 +147,7 @@ def test_tiles_of_which_nothing_is_visible_are_left_out(documents_of, window, ti
     q, k, v, _ = drawn()
     ids = _positions(0, LENGTH) // documents_of
     window = None if window is None else jnp.int32(window)
-    keys = KeyPart(k, v, Tokens(_positions(0, LENGTH), ids))
+    keys = KeyPart(k, v, TokenPositions(_positions(0, LENGTH), ids))
     attend = jax.jit(lambda *given: attend_to_part(*given, Scoring(), window))
     jax.block_until_ready(attend(queries(q, ids), keys))
     jax.effects_barrier()

@@ -1,4 +1,4 @@
-"""Random heads and documents, and attention computed naively."""
+"""Random heads and documents, and a naive reference of attention."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from jaxforge.kernels.scoring import PLAIN
 
 
 def naive_attention(q, k, v, allowed, scoring=PLAIN):
-    """One query at a time in float64; head i shares the keys of its group."""
+    """Attend query by query in float64; heads of a group share keys."""
     scale, cap = scoring.scale or q.shape[-1] ** -0.5, scoring.softcap
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out = np.zeros_like(q)

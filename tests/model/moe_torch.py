@@ -1,7 +1,7 @@
-"""A small decoder with experts in plain torch, and its training, written from the formulas.
+"""Reference in plain torch of a small decoder with experts, and of its training.
 
-Parameters have KempnerForge's names, and so does what no gradient moves, the `state`: the mean load
-or, chosen with only, the bias of each expert. Nothing is sorted, grouped or fused.
+Parameters and non-trainable `state` have KempnerForge's names. The state is the mean load of each
+expert, or its bias if that is not trained. Nothing is sorted, grouped or fused.
 """
 
 import math
@@ -31,12 +31,12 @@ def norm(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
 
 
 def rotated(c: ModelConfig, x: Tensor) -> Tensor:
-    """Queries or keys [batch, heads, length, channels], turned by their positions."""
+    """Rotate queries or keys [batch, heads, length, channels] by their positions."""
     half = x.shape[-1] // 2
     frequencies = c.rope_theta ** -(torch.arange(half, dtype=x.dtype) / half)
     angles = torch.outer(torch.arange(x.shape[-2], dtype=x.dtype), frequencies)
-    cos, sin, (item, two) = angles.cos(), angles.sin(), x.split(half, -1)
-    return torch.cat([item * cos - two * sin, two * cos + item * sin], -1)
+    cos, sin, (first, second) = angles.cos(), angles.sin(), x.split(half, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def attention(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Routing:
 
 
 def in_best_groups(c: ModelConfig, ranking: Tensor) -> Tensor:
-    """The ranking [T, E]; -inf in all but the best groups, by the sum of their two best."""
+    """Return the ranking [T, E], -inf outside of the groups with the best sums of two scores."""
     grouped = ranking.unflatten(-1, (c.moe_groups, -1))
     worth = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1)
     best = worth.topk(c.moe_top_k_groups).indices
@@ -109,14 +109,14 @@ def route(c: ModelConfig, p: Named, named: Named, name: str, x: Tensor) -> Routi
 
 
 def routed(c: ModelConfig, p: Named, name: str, x: Tensor, r: Routing, training: bool) -> Tensor:
-    """Return the experts' sum; each takes `room` tokens of a slot, first come first served."""
+    """Return the sum over experts; each takes the first `room` tokens of a slot."""
     even = len(x) * c.moe_top_k / c.num_experts
     room = max(1, math.ceil(even * c.moe_capacity_factor)) if c.moe_capacity_factor else len(x)
     out, counts = torch.zeros_like(x), r.counts()
     for slot in range(c.moe_top_k):
         for j in range(c.num_experts):
             rows = (r.chosen[:, slot] == j).nonzero()[:room, 0]
-            if not len(rows):  # its experts have no gradient, and not one of zeros
+            if not len(rows):  # no gradient instead of a gradient of zeros
                 continue
             y = feed_forward(c, p, f"{name}.{j}", x[rows])
             if c.moe_gradient_scale and training:
@@ -149,7 +149,7 @@ def penalties(c: ModelConfig, r: Routing, sequences: int) -> Tensor:
 
 
 def balance(c: ModelConfig, scores: Tensor, chosen: Tensor) -> Tensor:
-    """DeepSeek-V3's, of one sequence."""
+    """Return DeepSeek-V3's balance term of one sequence."""
     length, experts = scores.shape
     counts = torch.bincount(chosen.flatten(), minlength=experts)
     return (experts / (c.moe_top_k * length) * counts * scores.mean(0)).sum()
@@ -158,7 +158,7 @@ def balance(c: ModelConfig, scores: Tensor, chosen: Tensor) -> Tensor:
 def forward(
     c: ModelConfig, p: Named, named: Named, tokens: Tensor, training: bool = True
 ) -> tuple[Tensor, Tensor, dict[int, Routing]]:
-    """Logits of tokens [batch, length], penalties, and each layer's choice of experts."""
+    """Return logits of tokens [batch, length], penalties, and the routing of each layer."""
     x, total, routings = p["token_embedding.embedding.weight"][tokens], torch.zeros(()), {}
     for i in range(c.n_layers):
         name = f"layers.{i}"
@@ -187,7 +187,7 @@ def bias_rate(c: ModelConfig, progress: float) -> float:
 
 
 class Training:
-    """Updates of the model; an update's loss is the mean of its microbatches' losses.
+    """Training with updates whose loss is the mean over microbatches.
 
     Experts without tokens have gradients of zeros, or none where `skips_idle`.
     """
@@ -207,7 +207,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
 
     def update(self, tokens: Tensor, labels: Tensor) -> tuple[float, Named, dict[int, Tensor]]:
-        """Loss, gradients before clipping, and how many tokens each layer's experts had.
+        """Return loss, gradients before clipping, and numbers of tokens of each layer's experts.
 
         Tokens and labels are [microbatches, batch, length]; labels of -100 do not count.
         """
@@ -236,7 +236,9 @@ class Training:
         c = self.config.model
         rate = bias_rate(c, self.step / self.config.train.max_steps)
         if bias_update(c) == "sign":
-            missing = counts.sum() - counts * c.num_experts  # from the mean, without rounding
+            missing = (
+                counts.sum() - counts * c.num_experts
+            )  # difference from the mean, without rounding
             self.state[f"{name}.expert_bias"] += rate * torch.sign(missing)
         if bias_update(c) == "kempnerforge":
             ema = self.state[f"{name}.expert_ema"]

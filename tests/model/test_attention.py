@@ -1,4 +1,4 @@
-"""Who sees whom: causality, documents, the cache; and the softmax itself."""
+"""Tests of attention: visibility, gradients, choice of kernels, and the cache."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ DOC_IDS = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] * 1 + [2] * 20])
 
 @functools.cache
 def toy(**options):
-    """A model with its parameters, initialised widely so that attention is far from uniform."""
+    """Return a model and parameters with a large std, so that attention is far from uniform."""
     config = ModelConfig(
         dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCAB, ffn_hidden_dim=32,
         init_std=0.3, **options,
@@ -43,7 +43,7 @@ def toy(**options):
 
 @functools.cache
 def compiled(name):
-    """A method of the model, by one program for each shape."""
+    """Return a compiled method of the model."""
     return jax.jit(getattr(toy()[0], name))
 
 
@@ -55,12 +55,12 @@ def random_tokens(seed=0, shape=(2, LENGTH)):
     return np.random.default_rng(seed).integers(0, VOCAB, shape)
 
 
-EVERYWHERE = ("reference", "blockwise")
+XLA_BACKENDS = ("reference", "blockwise")
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 
 
 def attended(backend, q, k, v, segment_ids, scoring=PLAIN, **seen):
-    """By one program: a program of each operation would take a megabyte."""
+    """Attend in one program: a program per operation would take a megabyte."""
     attend = functools.partial(BACKENDS[backend].attend, scoring=scoring, **seen)
     return jax.jit(attend)(q, k, v, segment_ids)
 
@@ -69,20 +69,20 @@ SEEN = [
     (6, {}), (2, {}), (1, {}), (2, {"window": 1}), (2, {"window": 40}),
     (2, {"chunk": 1}), (2, {"chunk": 7}), (2, {"chunk": 40}),
 ]  # fmt: skip
-"""Heads of keys, and which of the keys are seen."""
-LENGTHS = (1, LENGTH, 81)  # one block; one; three, the last not full
+"""Number of key heads, and limits of visibility."""
+LENGTHS = (1, LENGTH, 81)  # one block, one block, three blocks, the last one partial
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", XLA_BACKENDS)
 @pytest.mark.parametrize(
     ("length", "kv_heads", "seen", "packed"),
-    [  # every two of length, what is seen and packing
+    [  # every pair of length, visibility and packing
         (length, *seen, (i + j) % 2 == 1)
         for i, length in enumerate(LENGTHS)
         for j, seen in enumerate(SEEN)
     ],
 )
-def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, packed, seen):
+def test_backends_compute_softmax_over_visible_keys(backend, length, kv_heads, packed, seen):
     segment_ids = random_documents(length) if packed else None
     q, k, v = random_heads(length, kv_heads)
     ours = attended(backend, q, k, v, segment_ids, **seen)
@@ -93,7 +93,7 @@ def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, p
 masked = jax.jit(masked_attention, static_argnames="scoring")
 
 
-def test_decoding_sees_the_keys_that_its_mask_names():
+def test_masked_attention_sees_only_masked_in_keys():
     positions = np.array([[4, 5, 6], [17, 18, 19]])
     mask = np.arange(LENGTH) <= positions[..., None]
     q, k, v = random_heads(LENGTH, 2, n_queries=3)
@@ -101,9 +101,9 @@ def test_decoding_sees_the_keys_that_its_mask_names():
     np.testing.assert_allclose(ours, naive_attention(q, k, v, mask), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("backend", XLA_BACKENDS)
 def test_scores_of_bfloat16_heads_are_float32(backend):
-    """Scores reach 30 here, where bfloat16 counts in eighths: e^(1/8) is 13 % of a weight."""
+    """Scores reach 30, where bfloat16 has steps of 1/8: e^(1/8) changes a weight by 13 %."""
     q, k, v = random_heads(LENGTH, 2, scale=4.0, dtype=jnp.bfloat16)
     ours = attended(backend, q, k, v, None)
     naive = naive_attention(q, k, v, allowed_keys(LENGTH))
@@ -117,7 +117,7 @@ def values_and_gradients(
     backend, length, kv_heads, packed, window=None, *, chunk=None, scoring=PLAIN, **heads
 ):
     segment_ids = random_documents(length) if packed else None
-    of_chunks = {} if chunk is None else {"chunk": chunk}  # which cuDNN's does not know
+    of_chunks = {} if chunk is None else {"chunk": chunk}  # cuDNN's kernel has no such argument
     attend = functools.partial(BACKENDS[backend].attend, scoring=scoring, **of_chunks)
     q, k, v = random_heads(length, kv_heads, **heads)
     weights = np.random.default_rng(2).standard_normal(q.shape)
@@ -135,7 +135,7 @@ def values_and_gradients(
     [(LENGTH, 6, True), (LENGTH, 2, False), (LENGTH, 1, True),
      (81, 6, False), (81, 2, True), (81, 1, False)],
 )  # fmt: skip
-def test_gradients_of_blocks_are_the_references(length, kv_heads, packed):
+def test_blockwise_gradients_match_reference(length, kv_heads, packed):
     ours = values_and_gradients("blockwise", length, kv_heads, packed)
     reference = values_and_gradients("reference", length, kv_heads, packed)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
@@ -143,7 +143,7 @@ def test_gradients_of_blocks_are_the_references(length, kv_heads, packed):
 
 @pytest.mark.parametrize("window", [1, 7, 40])
 @PACKED
-def test_gradients_of_windows_are_the_references(packed, window):
+def test_blockwise_window_gradients_match_reference(packed, window):
     ours = values_and_gradients("blockwise", 81, 2, packed, window)
     reference = values_and_gradients("reference", 81, 2, packed, window)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
@@ -151,14 +151,14 @@ def test_gradients_of_windows_are_the_references(packed, window):
 
 @pytest.mark.parametrize(
     ("packed", "chunk", "scoring"),
-    [  # every two of them
+    [  # every pair of values
         ((i + j) % 2 == 1, chunk, scoring)
         for i, chunk in enumerate((1, 7, 40))
         for j, scoring in enumerate((PLAIN, Scoring(softcap=2.0)))
     ],
     ids=str,
 )
-def test_gradients_of_chunks_are_the_references(packed, chunk, scoring):
+def test_blockwise_chunk_gradients_match_reference(packed, chunk, scoring):
     ours, reference = (
         values_and_gradients(backend, 81, 2, packed, chunk=chunk, scoring=scoring)
         for backend in ("blockwise", "reference")
@@ -179,7 +179,7 @@ def test_scores_are_scaled_and_capped(packed, window, scoring):
     q, k, v = random_heads(LENGTH, 2)
     allowed = allowed_keys(LENGTH, segment_ids, window)
     naive = naive_attention(q, k, v, allowed, scoring)
-    for backend in EVERYWHERE:
+    for backend in XLA_BACKENDS:
         ours = attended(backend, q, k, v, segment_ids, scoring, window=window)
         np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
     decoded = masked(q, k, v, allowed[:, None], scoring=scoring)
@@ -187,7 +187,7 @@ def test_scores_are_scaled_and_capped(packed, window, scoring):
 
 
 @pytest.mark.parametrize(("window", "scoring"), [(None, CAPPED), (7, CAPPED), (7, SCALED)], ids=str)
-def test_gradients_of_capped_scores_are_the_references(window, scoring):
+def test_blockwise_capped_gradients_match_reference(window, scoring):
     ours = values_and_gradients("blockwise", 81, 2, True, window, scoring=scoring)
     reference = values_and_gradients("reference", 81, 2, True, window, scoring=scoring)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
@@ -202,21 +202,21 @@ def test_gradients_of_capped_scores_are_the_references(window, scoring):
         (2, True, None, 128, CAPPED),
     ],
 )
-def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, chunk, scoring):
-    """The TPU kernel, interpreted."""
-    monkeypatch.setattr(splash, "_INTERPRET", True)
-    monkeypatch.setattr(splash, "_BLOCK", 128)  # two blocks
-    how = {"h": 128, "scoring": scoring, "chunk": chunk}
-    ours = values_and_gradients("splash", 256, kv_heads, packed, window, **how)
-    reference = values_and_gradients("reference", 256, kv_heads, packed, window, **how)
+def test_splash_matches_reference(monkeypatch, kv_heads, packed, window, chunk, scoring):
+    """The TPU kernel is interpreted."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash, "BLOCK", 128)  # two blocks
+    options = {"h": 128, "scoring": scoring, "chunk": chunk}
+    ours = values_and_gradients("splash", 256, kv_heads, packed, window, **options)
+    reference = values_and_gradients("reference", 256, kv_heads, packed, window, **options)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_splash_computes_no_tile_of_other_documents(monkeypatch, window):
-    """NaN that is only masked comes through: of keys forward and to queries, of queries to keys."""
-    monkeypatch.setattr(splash, "_INTERPRET", True)
-    monkeypatch.setattr(splash, "_BLOCK", 128)
+def test_splash_skips_tiles_of_other_documents(monkeypatch, window):
+    """NaN in tiles that are masked instead of skipped would reach results and gradients."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash, "BLOCK", 128)
     ids = np.repeat([[3, 5, 9]], 256, axis=1)
     broken = (ids == 5)[..., None, None]
     rng = np.random.default_rng(0)
@@ -236,8 +236,8 @@ def test_splash_computes_no_tile_of_other_documents(monkeypatch, window):
     ("window", "chunk"),
     [(None, None), (1, None), (15, None), (18, None), (99, None), (None, 16), (None, 18)],
 )
-def test_tiles_of_splash_see_what_they_should(window, chunk):
-    """Tiles are either computed, or known to be fully visible or invisible."""
+def test_splash_mask_tiles_match_visibility(window, chunk):
+    """Tiles are computed, or known to be wholly visible or invisible."""
     length, edge = 64, 8
     mask = splash._mask(length, window, chunk)
     parts = [slice(at, at + edge) for at in range(0, length, edge)]
@@ -256,7 +256,7 @@ def test_tiles_of_splash_see_what_they_should(window, chunk):
     ("kv_heads", "window", "h"), [(6, None, 64), (2, None, 128), (1, None, 64), (2, 100, 64)]
 )
 @PACKED
-def test_kernels_of_gpus_are_the_reference(kernel, kv_heads, packed, window, h):
+def test_gpu_kernels_match_reference(kernel, kv_heads, packed, window, h):
     heads = {"h": h, "dtype": jnp.bfloat16, "scoring": Scoring(scale=0.2)}
     ours = values_and_gradients(kernel, 256, kv_heads, packed, window, **heads)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **heads)
@@ -269,7 +269,7 @@ AT = KernelRequirements("cpu", jnp.dtype("float32"), 64, 256)
 TPU = AT._replace(platform="tpu")
 GPU = AT._replace(platform="gpu", dtype=jnp.dtype("bfloat16"), capability="9.0")
 NO_FLOAT32 = 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-NO_MASK = "not cudnn: documents are packed, of which it has an S x S mask"
+NO_MASK = "not cudnn: it needs an S x S mask for packed documents"
 SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 10.0, 10.3"
 
 
@@ -280,18 +280,18 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
         ("auto", GPU, "cudnn", ""),
         ("auto", GPU._replace(packed=True), "triton", NO_MASK),
         ("auto", GPU._replace(packed=True, dtype=jnp.dtype("float16")), "triton", NO_MASK),
-        ("auto", GPU._replace(packed=True, capability="8.9"), "cudnn", ""),  # a mask after all
+        ("auto", GPU._replace(packed=True, capability="8.9"), "cudnn", ""),  # no Triton
         ("auto", GPU._replace(softcap=50.0), "triton", "not cudnn: it does not cap scores"),
         ("auto", GPU._replace(chunk=128), "triton", "not cudnn: it has no mask of chunks"),
         ("auto", GPU._replace(sinks=True), "triton", "not cudnn: it has no attention sinks"),
         ("auto", GPU._replace(sinks=True, capability="8.9"), "blockwise",
          f"not triton: {SMALL_TILES}"),
         ("auto", GPU._replace(head_size=256), "cudnn", ""),
-        ("auto", GPU._replace(head_size=256, here=False), "triton", "multiples of 8 up to 128"),
-        ("auto", GPU._replace(head_size=256, capability="8.0"), "triton", "run there, up to 256"),
-        ("auto", GPU._replace(head_size=256, capability="10.0"), "triton", "these are 256"),
+        ("auto", GPU._replace(head_size=256, is_present=False), "triton", "of 8 up to 128"),
+        ("auto", GPU._replace(head_size=256, capability="8.0"), "triton", "(256 on a Hopper GPU"),
+        ("auto", GPU._replace(head_size=256, capability="10.0"), "triton", "this model has 256"),
         ("auto", GPU._replace(head_size=100), "triton", "multiples of 8 up to 256"),
-        ("auto", GPU._replace(head_size=264), "blockwise", "not triton: its heads are up to 256"),
+        ("auto", GPU._replace(head_size=264), "blockwise", "not triton: head widths"),
         ("auto", GPU._replace(capability=None), "cudnn", ""),
         ("auto", GPU._replace(dtype=AT.dtype), "blockwise", f"not cudnn: {NO_FLOAT32}; not triton"),
         ("auto", TPU._replace(softcap=50.0, chunk=128, sinks=True, packed=True), "splash", ""),
@@ -308,7 +308,7 @@ SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 
         ("math", AT, "reference", ""),
     ],
 )  # fmt: skip
-def test_choice_of_a_kernel(asked, at, chosen, why):
+def test_choose_backend_prefers_fastest_supported(asked, at, chosen, why):
     result = choose_backend(ModelConfig(sdpa_backend=asked), at)
     assert result.name == chosen
     assert why in result.why
@@ -318,12 +318,12 @@ def test_choice_of_a_kernel(asked, at, chosen, why):
 @pytest.mark.parametrize(
     ("asked", "at", "message"),
     [
-        ("cudnn", AT, '"cudnn" cannot serve here: it needs an NVIDIA GPU, and this run is on cpu'),
-        ("triton", AT, '"triton" cannot serve here: it needs an NVIDIA GPU, and this run is on'),
+        ("cudnn", AT, '"cudnn" is not supported: it needs an NVIDIA GPU, and this run is on cpu'),
+        ("triton", AT, '"triton" is not supported: it needs an NVIDIA GPU, and this run is on'),
         ("flash", GPU._replace(dtype=AT.dtype), NO_FLOAT32),
-        ("cudnn", GPU._replace(head_size=160, here=False),
-         "up to 128 wide, on Hopper, and run there, up to 256; these are 160"),
-        ("triton", GPU._replace(head_size=264), "up to 256 wide, and these are 264"),
+        ("cudnn", GPU._replace(head_size=160, is_present=False),
+         "up to 128 (256 on a Hopper GPU of this machine), and this model has 160"),
+        ("triton", GPU._replace(head_size=264), "at most 256, and this model has 264"),
         ("triton", GPU._replace(capability="8.6"), f"{SMALL_TILES}, and these GPUs have 8.6"),
         ("cudnn", GPU._replace(softcap=50.0),
          "it does not cap scores, and model.attn_logit_softcap = 50.0"),
@@ -333,7 +333,7 @@ def test_choice_of_a_kernel(asked, at, chosen, why):
         ("cudnn", GPU._replace(sinks=True),
          "it has no attention sinks, and model.attention_sinks = true"),
         ("splash", AT, "it needs a TPU"),
-        ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is no multiple"),
+        ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is not a multiple"),
     ],
 )  # fmt: skip
 def test_unsupported_backend_raises(asked, at, message):
@@ -342,7 +342,7 @@ def test_unsupported_backend_raises(asked, at, message):
 
 
 @pytest.mark.parametrize("changed", [0, 11, LENGTH - 1])
-def test_token_is_seen_by_itself_and_later_ones_only(changed):
+def test_token_is_visible_to_itself_and_later_tokens(changed):
     tokens = random_tokens()
     other = tokens.copy()
     other[:, changed] = (other[:, changed] + 1) % VOCAB
@@ -351,7 +351,7 @@ def test_token_is_seen_by_itself_and_later_ones_only(changed):
     assert (np.abs(before - after).max(-1)[:, changed:] > 1e-6).all()
 
 
-def test_rows_of_a_batch_do_not_see_each_other():
+def test_rows_of_batch_are_independent():
     tokens = random_tokens()
     other = tokens.copy()
     other[0] = random_tokens(seed=1)[0]
@@ -359,7 +359,7 @@ def test_rows_of_a_batch_do_not_see_each_other():
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
-def test_documents_do_not_see_each_other(changed):
+def test_packed_documents_are_independent(changed):
     tokens = random_tokens()
     inside = changed == DOC_IDS
     other = np.where(inside, (tokens + 1) % VOCAB, tokens)
@@ -368,26 +368,26 @@ def test_documents_do_not_see_each_other(changed):
     assert (np.abs(before - after).max(-1)[inside] > 1e-6).all()
 
 
-def test_without_document_ids_they_do():
+def test_rows_without_segment_ids_are_one_document():
     tokens = random_tokens()
     first, later = DOC_IDS == 0, DOC_IDS > 0
     other = np.where(first, (tokens + 1) % VOCAB, tokens)
     assert (np.abs(hidden(tokens) - hidden(other)).max(-1)[later] > 1e-6).all()
 
 
-def test_packed_document_is_what_it_is_alone():
-    """Its positions go on from the document before, but only their differences matter."""
+def test_packed_document_matches_document_alone():
+    """Positions continue from the document before; only their differences matter."""
     tokens = random_tokens()
     packed = hidden(tokens, DOC_IDS)
     for row, document in [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2)]:
         (at,) = np.nonzero(DOC_IDS[row] == document)
-        alone = np.zeros((2, LENGTH), int)  # causal: what comes after does not matter
+        alone = np.zeros((2, LENGTH), int)  # later tokens do not matter
         alone[0, : len(at)] = tokens[row, at]
         np.testing.assert_allclose(packed[row, at], hidden(alone)[0, : len(at)], rtol=0, atol=1e-5)
 
 
 def extended(tokens, chunks):
-    """Logits of `tokens`, fed to the cache in pieces of these sizes."""
+    """Return the logits of `tokens`, fed to the cache in chunks of these sizes."""
     model, params = toy()
     cache, logits, at = model.empty_cache(2, LENGTH), [], 0
     for size in chunks:
@@ -408,7 +408,7 @@ def full_logits(tokens):
     [[LENGTH], [10] + [1] * (LENGTH - 10), [1] * LENGTH, [10, 7, 7]],
     ids=["prefill", "prefill, then one by one", "one by one", "prefill, then several at once"],
 )
-def test_cache_gives_the_logits_of_the_full_forward(chunks):
+def test_cached_logits_match_full_forward(chunks):
     tokens = random_tokens()
     full = full_logits(tokens)
     assert full.std() > 0.1
@@ -416,12 +416,12 @@ def test_cache_gives_the_logits_of_the_full_forward(chunks):
 
 
 @pytest.mark.parametrize("size", [1, 7])
-def test_rows_of_a_cache_may_stand_at_different_positions(size):
+def test_cache_rows_may_have_different_positions(size):
     model, params = toy()
     tokens, lengths = random_tokens(), np.array([4, 10])
     extend = compiled("extend")
     prefill = np.broadcast_to(np.arange(10), (2, 10))
-    # Row 0 holds six tokens too many: they must be overwritten before they are seen.
+    # Row 0 has six padding tokens: they must be overwritten before they are visible.
     padded = np.where(prefill < lengths[:, None], tokens[:, :10], 0)
     _, cache = extend(params, padded, prefill, model.empty_cache(2, LENGTH))
     rows = np.arange(2)[:, None]
@@ -431,7 +431,7 @@ def test_rows_of_a_cache_may_stand_at_different_positions(size):
         np.testing.assert_allclose(logits, full_logits(tokens)[rows, at], rtol=0, atol=1e-5)
 
 
-def test_cache_keeps_the_dtype_of_the_computation_and_logits_are_float32():
+def test_cache_has_compute_dtype_and_logits_are_float32():
     config = toy()[0].config
     model = Model(config, dtype=jnp.bfloat16)
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)

@@ -1,7 +1,7 @@
-"""Attention sinks: each kernel against the formula, with gradients, packed and on several devices.
+"""Tests of attention sinks: kernels against the formula, gradients, packing, several devices.
 
-A sink next to the scores of a query takes sigmoid(sink - lse) of its weight: the output is that
-without sinks, times sigmoid(lse - sink).
+A sink takes the fraction sigmoid(sink - lse) of the weight of a query. So the output is the output
+without sinks times sigmoid(lse - sink).
 """
 
 import functools
@@ -25,12 +25,14 @@ from jaxforge.model.transformer import Model
 from tests.model.attention_reference import allowed_keys, random_documents, random_heads
 
 LENGTH, HEADS = 81, 6
-SINKS = np.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0], np.float32)  # one takes all, one nothing
+SINKS = np.array(
+    [-2.0, 0.0, 1.0, 3.0, 120.0, -120.0], np.float32
+)  # the last two take all and nothing
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 
 
 def formula(q, k, v, sinks, allowed, scoring=PLAIN):
-    """Over all keys at once, every head with keys of its own."""
+    """Attend to all keys at once, with repeated key heads."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bshd,bthd->bhst", q, k) * scoring.scale_of(q.shape[-1])
     scores = scores if scoring.softcap is None else scoring.softcap * jnp.tanh(
@@ -42,12 +44,12 @@ def formula(q, k, v, sinks, allowed, scoring=PLAIN):
     return without * jax.nn.sigmoid(lse - sinks[:, None]).swapaxes(1, 2)[..., None]
 
 
-def with_gradients(attend, q, k, v, sinks, **how):
+def with_gradients(attend, q, k, v, sinks, **options):
     """Return the output and the gradients of all inputs."""
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
-    def loss(*given):
-        y = attend(*given, **how)
+    def loss(*inputs):
+        y = attend(*inputs, **options)
         return jnp.sum(y * weights), y
 
     gradients, y = jax.grad(loss, range(4), has_aux=True)(q, k, v, sinks)
@@ -57,11 +59,11 @@ def with_gradients(attend, q, k, v, sinks, **how):
 expected_of = jax.jit(functools.partial(with_gradients, formula), static_argnames="scoring")
 
 
-def found_by(attend, *given):
-    return jax.jit(functools.partial(with_gradients, attend))(*given)
+def results_of(attend, *inputs):
+    return jax.jit(functools.partial(with_gradients, attend))(*inputs)
 
 
-def assert_alike(ours, expected, atol=2e-5):
+def assert_all_close(ours, expected, atol=2e-5):
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=atol, rtol=1e-5), ours, expected
     )
@@ -80,23 +82,21 @@ def assert_alike(ours, expected, atol=2e-5):
     ids=str,
 )
 @PACKED
-def test_kernels_and_their_gradients_are_those_of_the_formula(
-    backend, kv_heads, seen, scoring, packed
-):
+def test_sink_kernels_and_gradients_match_formula(backend, kv_heads, seen, scoring, packed):
     segment_ids = random_documents(LENGTH) if packed else None
     allowed = allowed_keys(LENGTH, segment_ids, **seen)
 
     def attend(q, k, v, sinks):
         return BACKENDS[backend].attend(q, k, v, segment_ids, **seen, scoring=scoring, sinks=sinks)
 
-    given = (*random_heads(LENGTH, kv_heads), SINKS)
-    expected = expected_of(*given, allowed=allowed, scoring=scoring)
+    inputs = (*random_heads(LENGTH, kv_heads), SINKS)
+    expected = expected_of(*inputs, allowed=allowed, scoring=scoring)
     assert np.abs(np.asarray(expected[1][3])[:4]).min() > 0.01, "sinks have gradients"
-    assert_alike(found_by(attend, *given), expected)
+    assert_all_close(results_of(attend, *inputs), expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
-def test_sink_that_takes_nothing_is_none(backend):
+def test_infinitely_negative_sink_has_no_effect(backend):
     attend, heads = jax.jit(BACKENDS[backend].attend), random_heads(LENGTH, 2)
     nothing = np.full(HEADS, -np.inf, np.float32)
     np.testing.assert_allclose(
@@ -107,22 +107,22 @@ def test_sink_that_takes_nothing_is_none(backend):
 @pytest.mark.parametrize(
     ("kv_heads", "seen", "packed"), [(6, {}, False), (2, {"window": 100}, True)], ids=str
 )
-def test_splash_and_its_gradients_are_those_of_the_formula(monkeypatch, kv_heads, seen, packed):
-    """The TPU kernel, interpreted."""
-    monkeypatch.setattr(splash, "_INTERPRET", True)
-    monkeypatch.setattr(splash, "_BLOCK", 128)
+def test_splash_sinks_and_gradients_match_formula(monkeypatch, kv_heads, seen, packed):
+    """The TPU kernel is interpreted."""
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash, "BLOCK", 128)
     segment_ids = random_documents(256) if packed else None
 
     def attend(q, k, v, sinks):
         return BACKENDS["splash"].attend(q, k, v, segment_ids, **seen, sinks=sinks)
 
-    given = (*random_heads(256, kv_heads, h=128), SINKS)
+    inputs = (*random_heads(256, kv_heads, h=128), SINKS)
     allowed = allowed_keys(256, segment_ids, **seen)
-    expected = expected_of(*given, allowed=allowed)
-    assert_alike(found_by(attend, *given), expected, atol=5e-4)
+    expected = expected_of(*inputs, allowed=allowed)
+    assert_all_close(results_of(attend, *inputs), expected, atol=5e-4)
 
 
-def test_decoding_has_sinks():
+def test_masked_attention_applies_sinks():
     mask = np.arange(LENGTH) <= np.array([[4, 5, 6], [17, 18, 19]])[..., None]
     q, k, v = random_heads(LENGTH, 2, n_queries=3)
     ours = jax.jit(masked_attention)(q, k, v, mask[:, None], sinks=SINKS)
@@ -135,40 +135,40 @@ MASKS = (FULL, Mask(window=9))
 
 @pytest.mark.parametrize(
     ("backend", "is_known", "packed"),
-    [  # every two of them
+    [  # every pair of values
         (backend, is_known, (i + j) % 2 == 1)
         for i, backend in enumerate(("reference", "blockwise", "opaque"))
         for j, is_known in enumerate((True, False))
     ],
 )
-def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, packed):
-    """Heads are split over two devices, rows over two."""
+def test_devices_apply_sinks_of_their_heads(monkeypatch, backend, is_known, packed):
+    """Heads are split over two devices, and rows over two."""
     kernel = opaque_kernel(BACKENDS["blockwise"].attend, lambda at: None)
     monkeypatch.setitem(BACKENDS, "opaque", kernel)
     segment_ids = random_documents(LENGTH) if packed else None
-    given = (*random_heads(LENGTH, 2), SINKS)
+    inputs = (*random_heads(LENGTH, 2), SINKS)
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
-    mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # whose axes are the partitioner's
+    mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # with automatic axes
 
     @functools.partial(jax.jit, static_argnums=0 if is_known else ())
-    def gradients_of(which, *given):
+    def gradients_of(which, *inputs):
         def attend(q, k, v, sinks):
             return attend_with_masks(backend, MASKS, which, q, k, v, segment_ids, sinks=sinks)
 
-        return with_gradients(attend, *given)
+        return with_gradients(attend, *inputs)
 
     for which, mask in enumerate(MASKS):
         allowed = allowed_keys(LENGTH, segment_ids, mask.window)
         with jax.set_mesh(mesh):
-            ours = gradients_of(which if is_known else np.int32(which), *given)
-        assert_alike(ours, expected_of(*given, allowed=allowed))
+            ours = gradients_of(which if is_known else np.int32(which), *inputs)
+        assert_all_close(ours, expected_of(*inputs, allowed=allowed))
 
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64,
          "ffn_hidden_dim": 32}  # fmt: skip
 
 
-def test_model_has_a_sink_of_each_head_and_one_without_has_none():
+def test_model_declares_sink_per_head_if_configured():
     ours = Model(ModelConfig(**SHAPE, attention_sinks=True))
     plain = Model(ModelConfig(**SHAPE))
     added = ours.abstract["layers"]["attention"].pop("sinks")
@@ -178,8 +178,8 @@ def test_model_has_a_sink_of_each_head_and_one_without_has_none():
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
-def test_sinks_of_a_model_are_those_of_its_layers(backend):
-    """Sinks of -inf change nothing; those of each layer and head do."""
+def test_each_layer_applies_its_own_sinks(backend):
+    """Sinks of -inf have no effect; a finite sink of any layer and head has one."""
     config = ModelConfig(**SHAPE, attention_sinks=True)
     model = Model(config)
     model.runtime = model.runtime._replace(attention=backend)

@@ -1,4 +1,4 @@
-"""Attention weights that are captured: those of NumPy, and those that the kernel went by."""
+"""Tests of captured attention weights against NumPy and the output of the kernel."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ DOCUMENTS = np.array([[1] * 5 + [2] * 7, [1] * 12])
 
 
 def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=None, sinks=None):
-    """Query by query, over the keys that it sees."""
+    """Compute weights query by query, over its visible keys."""
     result = np.zeros((B, HEADS, S, S))
     documents = np.ones((B, S), int) if documents is None else documents
     for b, h, i in np.ndindex(B, HEADS, S):
@@ -28,8 +28,8 @@ def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=N
         seen = [j for j in seen if chunk is None or (j - begin) // chunk == (i - begin) // chunk]
         scores = k[b, seen, h // (HEADS // KV)] @ q[b, i, h] * (scale or WIDTH**-0.5)
         scores = scores if cap is None else cap * np.tanh(scores / cap)
-        remaining = 0.0 if sinks is None else np.exp(sinks[h])
-        result[b, h, i, seen] = np.exp(scores) / (np.exp(scores).sum() + remaining)
+        sink_weight = 0.0 if sinks is None else np.exp(sinks[h])
+        result[b, h, i, seen] = np.exp(scores) / (np.exp(scores).sum() + sink_weight)
     return result
 
 
@@ -43,7 +43,7 @@ def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=N
     ],
     ids=["plain", "window", "chunk", "capped"],
 )
-def test_weights_are_those_of_numpy(mask, scoring, documents, has_sinks):
+def test_attention_weights_match_numpy(mask, scoring, documents, has_sinks):
     rng = np.random.default_rng(0)
     q = rng.standard_normal((B, S, HEADS, WIDTH)).astype(np.float32)
     k = rng.standard_normal((B, S, KV, WIDTH)).astype(np.float32)
@@ -54,17 +54,17 @@ def test_weights_are_those_of_numpy(mask, scoring, documents, has_sinks):
         return attention_weights([Mask(window=2), mask], which, q, k, documents, scoring, sinks)
 
     result = np.asarray(weights(np.int32(1), q, k, documents, sinks))
-    right = expected(q, k, window=mask.window, chunk=mask.chunk, documents=documents,
+    reference = expected(q, k, window=mask.window, chunk=mask.chunk, documents=documents,
                      scale=scoring.scale, cap=scoring.softcap, sinks=sinks)  # fmt: skip
-    np.testing.assert_allclose(result, right, atol=2e-6)
+    np.testing.assert_allclose(result, reference, atol=2e-6)
     assert not np.triu(result, 1).any()
     sums = result.sum(-1)
     assert (sums < 0.999).all() if has_sinks else np.allclose(sums, 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("save", ["none", "selective", "full"])
-def test_weights_reproduce_the_attention_output(save):
-    """By the values of the first layer, in NumPy; and nothing else is other than without them."""
+def test_captured_weights_reproduce_attention_output(save):
+    """Weights times values equal the output of the first layer; capturing changes nothing else."""
     config = tiny_config(
         model={"attention_sinks": True, "sliding_window": 5},
         train={"activation_checkpointing": save},
@@ -73,15 +73,15 @@ def test_weights_reproduce_the_attention_output(save):
     params = with_random_biases(drawn(config))
     tokens = np.random.default_rng(1).integers(0, 256, (B, S))
 
-    def look(points):
+    def capture(points):
         def forward(params, tokens):
             hidden, out = model.forward(params, {"input_ids": tokens}, capture=Capture(points))
             return hidden, out.activations
 
         return jax.device_get(jax.jit(forward)(params, tokens))
 
-    hidden, plain = look(STREAM)
-    same, seen = look((*STREAM, ATTENTION_WEIGHTS))
+    hidden, plain = capture(STREAM)
+    same, seen = capture((*STREAM, ATTENTION_WEIGHTS))
     assert set(plain) == set(STREAM)
     np.testing.assert_array_equal(hidden, same)
     for name in STREAM:

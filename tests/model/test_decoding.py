@@ -1,4 +1,4 @@
-"""Decoding many prompts at once: whatever the batch, whatever the mesh."""
+"""Tests of batched decoding, on any batch and mesh."""
 
 import functools
 
@@ -29,14 +29,14 @@ def toy(**shape):
     return Model(config.model), with_random_biases(drawn(config))
 
 
-def generated(prompts, how=GREEDY, n=N_TOKENS, **options):
-    """The continuation of each prompt, as a list a row."""
-    decoder = Decoder(*toy(), n, how, **options)
+def generated(prompts, sampling=GREEDY, n=N_TOKENS, **options):
+    """Return the continuation of each prompt as a list."""
+    decoder = Decoder(*toy(), n, sampling, **options)
     return [list(row) for row in zip(*decoder.stream(prompts), strict=True)]
 
 
-def completed(prompts=PROMPTS, numbers=NUMBERS, how=GREEDY, n=N_TOKENS, **options):
-    return Decoder(*toy(), n, how, **options).complete(prompts, numbers)
+def completed(prompts=PROMPTS, numbers=NUMBERS, sampling=GREEDY, n=N_TOKENS, **options):
+    return Decoder(*toy(), n, sampling, **options).complete(prompts, numbers)
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def greedy():
 
 
 @pytest.mark.parametrize("shape", [{}, {"n_layers": 2, "head_dim": 24, "qkv_bias": True}], ids=str)
-def test_greedy_decoding_takes_the_likeliest_by_the_full_forward(shape):
+def test_greedy_decoding_matches_full_forward(shape):
     model, params = toy(**shape)
     forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
     completions = Decoder(model, params, N_TOKENS, GREEDY).complete(PROMPTS, NUMBERS)
@@ -59,11 +59,11 @@ def test_greedy_decoding_takes_the_likeliest_by_the_full_forward(shape):
 
 
 @pytest.mark.parametrize("row", range(len(PROMPTS)))
-def test_prompt_does_not_feel_its_neighbours(row):
+def test_prompts_of_batch_are_independent(row):
     assert generated([PROMPTS[row]]) == [greedy()[row]]
 
 
-def test_end_of_text_ends_its_row_and_no_other():
+def test_end_of_text_ends_only_its_row():
     eos = greedy()[0][3]
     assert eos not in greedy()[0][:3]
     for row, plain in zip(generated(PROMPTS, eos_ids=(eos,)), greedy(), strict=True):
@@ -78,30 +78,32 @@ def test_decoding_stops_when_every_row_has_ended():
     assert row == [*greedy()[0][:3], None]
 
 
-def test_no_more_tokens_than_asked_for():
+def test_max_tokens_limits_completion():
     assert generated(PROMPTS, n=1) == [row[:1] for row in greedy()]
 
 
-def test_seeds_reproduce_and_differ():
-    how = DRAWN
-    once, again, other = (generated(PROMPTS, how, seed=seed) for seed in (3, 3, 4))
+def test_seed_determines_draws():
+    sampling = DRAWN
+    once, again, other = (generated(PROMPTS, sampling, seed=seed) for seed in (3, 3, 4))
     assert once == again
     assert once != other
     assert once != greedy()
 
 
-def test_rows_and_turns_draw_separately():
-    rows = generated([[5]] * 3, Sampling(temperature=1e6))  # as good as uniform
+def test_rows_and_turns_draw_independently():
+    rows = generated([[5]] * 3, Sampling(temperature=1e6))  # almost uniform
     assert len({tuple(row) for row in rows}) == 3
     assert all(len(set(row)) > N_TOKENS / 2 for row in rows)
 
 
-@pytest.mark.parametrize("how", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_whole_batches_and_turns_give_the_same(how):
-    assert completed(how=how) == [Completion(row, "length") for row in generated(PROMPTS, how)]
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_complete_matches_stream(sampling):
+    assert completed(sampling=sampling) == [
+        Completion(row, "length") for row in generated(PROMPTS, sampling)
+    ]
 
 
-def test_completion_says_why_it_ended():
+def test_completion_has_finish_reason():
     eos = greedy()[0][3]
     results = completed(eos_ids=(eos,))
     assert results[0] == Completion(greedy()[0][:3], "stop")
@@ -119,8 +121,8 @@ def test_decoding_stops_at_any_of_several_eos_ids():
     assert {first[0], first[1]} == {3, 1}
 
 
-def test_draws_of_a_prompt_do_not_depend_on_its_batch():
-    together = completed(how=DRAWN)
+def test_draws_do_not_depend_on_batch():
+    together = completed(sampling=DRAWN)
     assert completed(PROMPTS[::-1], NUMBERS[::-1], DRAWN, rows=5) == together[::-1]
     for number in (0, 3):
         assert completed([PROMPTS[number]], [number], DRAWN) == [together[number]]
@@ -145,17 +147,17 @@ def on_mesh(**axes):
 
 
 @pytest.mark.parametrize(
-    ("axes", "how"),
+    ("axes", "sampling"),
     [(MESHES[0], GREEDY), (MESHES[1], DRAWN), (MESHES[2], DRAWN), (MESHES[3], GREEDY)],
     ids=str,
 )
-def test_mesh_does_not_matter(axes, how):
-    """Three prompts on four groups of devices leave one of them a row without a prompt."""
+def test_completions_do_not_depend_on_mesh(axes, sampling):
+    """With three prompts on four groups of devices, one group has a row without a prompt."""
     mesh, params = on_mesh(**axes)
-    decoder = Decoder(toy()[0], params, N_TOKENS, how, eos_ids=greedy()[0][3:4], mesh=mesh)
-    alone = completed(how=how, eos_ids=decoder.eos_ids)
+    decoder = Decoder(toy()[0], params, N_TOKENS, sampling, eos_ids=greedy()[0][3:4], mesh=mesh)
+    expected = completed(sampling=sampling, eos_ids=decoder.eos_ids)
     with jax.set_mesh(mesh):
-        assert decoder.complete(PROMPTS[:3], NUMBERS[:3]) == alone[:3]
+        assert decoder.complete(PROMPTS[:3], NUMBERS[:3]) == expected[:3]
 
 
 def test_cache_is_split_over_rows_and_heads():
@@ -170,18 +172,18 @@ def test_cache_is_split_over_rows_and_heads():
         assert shards == {(layers, rows // 4, length, heads // 2, head_size)}
 
 
-def test_rows_without_a_prompt_do_not_hold_up_a_batch():
+def test_rows_without_prompt_do_not_delay_batch():
     eos = greedy()[0][3]
     decoder = Decoder(*toy(), N_TOKENS, GREEDY, (eos,), rows=4)
     batch = decoder._advance(decoder._start(PROMPTS[:1], [0]), N_TOKENS)
     assert int(batch.turn) == 4
 
 
-def test_few_programs_are_compiled():
-    """One pair for each padded length, whatever the number and the lengths of prompts."""
+def test_one_program_per_padded_length_is_compiled():
+    """Each padded length compiles one pair of programs, for any number and lengths of prompts."""
     jitted = (decoding._start, decoding._advance)
     before = [function._cache_size() for function in jitted]
-    decoder = Decoder(*toy(), 5, GREEDY, rows=3)  # a limit of its own: nothing compiled yet
+    decoder = Decoder(*toy(), 5, GREEDY, rows=3)  # a new limit, for which nothing is compiled yet
     for length in (1, 7, 15, 16, 17, 20, 31, 32, 2):
         for n in (1, 3):
             decoder.complete([[1] * length] * n, range(n))
@@ -191,30 +193,30 @@ def test_few_programs_are_compiled():
     ]
 
 
-def test_prompts_are_padded_no_further_than_the_model_goes():
+def test_padding_is_limited_to_max_seq_len():
     lengths = [decoding.padded_length(n, 64, None) for n in (1, 16, 17, 33, 64, 70)]
     assert lengths == [16, 16, 32, 64, 64, 70]
 
 
-def test_batch_ends_where_all_have_enough(monkeypatch):
-    monkeypatch.setattr(decoding, "_TURNS", 3)
-    result, looked_at = generated(PROMPTS, n=12), []
+def test_batch_ends_when_all_rows_have_enough(monkeypatch):
+    monkeypatch.setattr(decoding, "TURNS", 3)
+    result, checked_lengths = generated(PROMPTS, n=12), []
 
     def is_enough(tokens):
-        looked_at.append(len(tokens))
-        return len(tokens) >= 6 or tokens[0] == result[0][0]  # one row has before the others
+        checked_lengths.append(len(tokens))
+        return len(tokens) >= 6 or tokens[0] == result[0][0]  # row 0 has enough before the others
 
     output = Decoder(*toy(), 12, GREEDY).complete(PROMPTS, NUMBERS, is_enough)
     assert output == [Completion(row[:7], "length") for row in result]  # turns 1, 4, 7
-    assert max(looked_at) == 7
-    eos = result[0][1]  # what has ended needs no more
+    assert max(checked_lengths) == 7
+    eos = result[0][1]  # an ended row needs no more tokens
     output = Decoder(*toy(), 12, GREEDY, (eos,)).complete(PROMPTS[:1], [0], lambda tokens: False)
     assert output == [Completion(result[0][:1], "stop")]
 
 
 @pytest.mark.slow
-def test_stages_take_turns():
-    """Each keeps its part of the cache; chunks of two stages, and rows over two devices.
+def test_pipeline_stages_decode_like_single_device():
+    """Stages keep their shares of the cache, with two chunks each, and rows over two devices.
 
     No two stages have the same kinds of layers.
     """
@@ -225,13 +227,13 @@ def test_stages_take_turns():
     plain = build_model(tiny_config(model=layers))
     staged = build_model(tiny_config(model=layers, distributed=axes))
     params = drawn(tiny_config(model=layers))
-    alone = Decoder(plain, params, N_TOKENS, DRAWN).complete(PROMPTS, NUMBERS)
+    expected = Decoder(plain, params, N_TOKENS, DRAWN).complete(PROMPTS, NUMBERS)
     mesh = make_mesh(tiny_config(distributed=axes), jax.devices()[:4])
     shardings = param_shardings(staged.abstract, staged.axes, mesh)
     stacked = jax.tree.map(staged.stack.stack, params["layers"])
     placed = jax.device_put({**params, "layers": stacked}, shardings)
     with jax.set_mesh(mesh):
         decoder = Decoder(staged, placed, N_TOKENS, DRAWN, mesh=mesh)
-        assert decoder.complete(PROMPTS, NUMBERS) == alone
+        assert decoder.complete(PROMPTS, NUMBERS) == expected
         cache = decoder._start(PROMPTS, NUMBERS).cache
     assert {shard.data.shape[:2] for shard in cache.k.addressable_shards} == {(4, 2)}

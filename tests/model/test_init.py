@@ -1,4 +1,4 @@
-"""Declared parameters: values, axes, names, stacking."""
+"""Tests of declared parameters: values, axes, names and stacking."""
 
 import functools
 import math
@@ -55,7 +55,7 @@ def flat(tree, **options):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_matrices_begin_normal_and_vectors_at_one_or_zero(variant):
+def test_matrices_are_normal_and_vectors_constant(variant):
     for name, values in flat(params(variant)).items():
         if "norm" in name or name.endswith("bias"):
             expected = np.zeros if name.endswith("bias") else np.ones
@@ -69,7 +69,7 @@ def test_matrices_begin_normal_and_vectors_at_one_or_zero(variant):
         assert np.abs(values).max() > 3 * std, f"{name} is truncated"
 
 
-def test_no_two_matrices_or_layers_begin_alike():
+def test_initial_matrices_are_uncorrelated():
     rows = [
         layer.ravel()[:64]
         for name, values in flat(params()).items()
@@ -81,7 +81,7 @@ def test_no_two_matrices_or_layers_begin_alike():
     assert correlations.max() < 0.7
 
 
-def test_keys_decide():
+def test_init_depends_only_on_key():
     again = model().init(jax.random.key(0))
     jax.tree.map(np.testing.assert_array_equal, params(), again)
     other = flat(model().init(jax.random.key(1)))
@@ -98,8 +98,8 @@ def test_keys_decide():
     ],
     ids=str,
 )
-def test_values_do_not_depend_on_the_mesh(axes):
-    """The helper's parameters are drawn once, on one device."""
+def test_initial_values_do_not_depend_on_mesh(axes):
+    """The parameters of the test helper are drawn once, on one device."""
     train = {"grad_accum_steps": 2, "batch_size": 2}
     many = setup(
         tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})
@@ -122,7 +122,7 @@ def test_parameters_are_stored_in_param_dtype():
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])
-def test_every_parameter_has_an_axis_of_the_rules_for_each_dimension(variant):
+def test_parameters_have_a_logical_axis_per_dimension(variant):
     shapes = flat(model(variant).abstract)
     axes = flat(model(variant).axes, is_leaf=lambda node: isinstance(node, tuple))
     assert axes.keys() == shapes.keys()
@@ -133,14 +133,14 @@ def test_every_parameter_has_an_axis_of_the_rules_for_each_dimension(variant):
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])
-def test_init_makes_what_the_abstract_parameters_say(variant):
+def test_init_matches_abstract_parameters(variant):
     result = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params(variant))
-    said = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model(variant).abstract)
-    assert result == said
+    expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model(variant).abstract)
+    assert result == expected
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])
-def test_layers_are_stacked_and_nothing_else_is(variant):
+def test_only_layers_are_stacked(variant):
     axes = flat(model(variant).axes, is_leaf=lambda node: isinstance(node, tuple))
     for name, shape in flat(model(variant).abstract).items():
         assert (axes[name][0] == "layers") == name.startswith("layers."), name
@@ -162,7 +162,7 @@ def expected_names(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_names_are_kempnerforges_and_cover_each_parameter_once(variant):
+def test_names_match_kempnerforge_and_cover_all_parameters(variant):
     named = to_torch(params(variant), tied=variant == "tied")
     assert named.keys() == expected_names(variant)
     assert all(KEMPNERFORGE.key_for(name) == name for name in named)
@@ -174,7 +174,7 @@ def test_names_are_kempnerforges_and_cover_each_parameter_once(variant):
     jax.tree.map(np.testing.assert_array_equal, back, params(variant))
 
 
-def test_each_layer_has_its_own_number():
+def test_layer_numbers_match_stacked_rows():
     named = to_torch(params())
     stacked = params()["layers"]["attention"]["k_proj"]["weight"]
     for i in range(SHAPE["n_layers"]):
@@ -228,13 +228,13 @@ GEMMA_3_1B = {**GEMMA_2_9B, "dim": 1152, "n_layers": 26, "n_heads": 4, "n_kv_hea
         "Mistral Nemo 12B",
     ],
 )
-def test_published_models_have_their_number_of_parameters(shape, parameters):
+def test_parameter_count_matches_published_models(shape, parameters):
     assert parameter_count(Model(ModelConfig(**shape)).abstract) == parameters
 
 
 @pytest.mark.parametrize("save", ["none", "full"])
-def test_program_does_not_grow_with_depth(save):
-    """Nor its gradient."""
+def test_program_size_does_not_grow_with_depth(save):
+    """The program includes the gradient."""
 
     def size(n_layers):
         deep = Model(ModelConfig(**{**SHAPE, "n_layers": n_layers}), runtime=Runtime(save=save))

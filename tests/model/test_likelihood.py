@@ -1,4 +1,4 @@
-"""Likelihoods of continuations: those of the whole forward pass, on any mesh."""
+"""Tests of likelihoods of continuations against the full forward pass, on any mesh."""
 
 import functools
 
@@ -14,7 +14,7 @@ from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
 from tests.helpers import drawn, with_random_biases
 
-MOST = 40
+MAX_LENGTH = 40
 RNG = np.random.default_rng(0)
 
 
@@ -27,8 +27,8 @@ CONTINUATIONS = [
     Continuation(tokens(3), tokens(2)),
     *(Continuation(SHARED, [letter]) for letter in (3, 7, 3, *range(20, 30))),
     Continuation(SHARED[:-1], [SHARED[-1], 7]),  # the same tokens; two are scored
-    Continuation(tokens(1), tokens(MOST)),  # as long as may be
-    Continuation(tokens(70), tokens(5)),  # the context is cut on the left
+    Continuation(tokens(1), tokens(MAX_LENGTH)),  # maximum length
+    Continuation(tokens(70), tokens(5)),  # the context is cut at its start
     Continuation(tokens(20), tokens(18)),
 ]
 
@@ -49,8 +49,8 @@ def forward():
 
 
 def logits_of(inputs):
-    """By one program, whatever their number; in float64."""
-    padded = np.zeros((1, MOST), np.int32)
+    """Return logits in float64, from one program for any number of inputs."""
+    padded = np.zeros((1, MAX_LENGTH), np.int32)
     padded[0, : len(inputs)] = inputs
     return np.asarray(forward()(padded), np.float64)[0, : len(inputs)]
 
@@ -58,14 +58,14 @@ def logits_of(inputs):
 @functools.cache
 def whole_forward():
     """Return the log-probability of each continuation alone, and whether it is greedy."""
-    said = []
+    results = []
     for context, continuation in CONTINUATIONS:
-        *inputs, _ = read = [*context, *continuation][-MOST - 1 :]
+        *inputs, _ = read = [*context, *continuation][-MAX_LENGTH - 1 :]
         ends = read[-len(continuation) :]
         logits = logits_of(inputs)[-len(ends) :]
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        said.append((log_p[np.arange(len(ends)), ends].sum(), (logits.argmax(-1) == ends).all()))
-    return said
+        results.append((log_p[np.arange(len(ends)), ends].sum(), (logits.argmax(-1) == ends).all()))
+    return results
 
 
 def check(result):
@@ -75,19 +75,19 @@ def check(result):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_likelihoods_equal_the_whole_forward_pass(rows, monkeypatch):
-    monkeypatch.setattr(likelihood, "_LOGITS", 64 * 32)  # a few places at a time
+def test_likelihoods_match_full_forward(rows, monkeypatch):
+    monkeypatch.setattr(likelihood, "LOGITS", 64 * 32)  # a few positions at a time
     config, params = toy(dp_shard=1)
-    check(Scorer(Model(config.model), params, MOST, rows=rows).score(CONTINUATIONS))
+    check(Scorer(Model(config.model), params, MAX_LENGTH, rows=rows).score(CONTINUATIONS))
 
 
 @pytest.mark.parametrize("mesh", [{"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "cp": 2}], ids=str)
-def test_likelihoods_do_not_depend_on_the_mesh(mesh):
+def test_likelihoods_do_not_depend_on_mesh(mesh):
     config, params = toy(**mesh)
     mesh, model = make_mesh(config, jax.devices()), build_model(config)
     with jax.set_mesh(mesh):
         placed = jax.device_put(params, param_shardings(model.abstract, model.axes, mesh))
-        check(Scorer(model, placed, MOST, mesh, rows=3).score(CONTINUATIONS))
+        check(Scorer(model, placed, MAX_LENGTH, mesh, rows=3).score(CONTINUATIONS))
 
 
 def test_greedy_continuation_is_marked_greedy():
@@ -98,22 +98,24 @@ def test_greedy_continuation_is_marked_greedy():
         return int(logits_of([*context, *more])[-1].argmax())
 
     first, wrong = best(), best() ^ 1
-    said = [[first], [wrong], [first, best(first)], [wrong, best(wrong)]]
-    result = Scorer(model, params, MOST).score([Continuation(context, item) for item in said])
+    results = [[first], [wrong], [first, best(first)], [wrong, best(wrong)]]
+    result = Scorer(model, params, MAX_LENGTH).score(
+        [Continuation(context, item) for item in results]
+    )
     assert [item.is_greedy for item in result] == [True, False, True, False]
     assert result[0].log_probability > result[1].log_probability
 
 
-def test_continuations_that_share_all_but_their_end_are_read_once():
-    rows = likelihood._input_rows(CONTINUATIONS, MOST)
+def test_continuations_with_same_prefix_share_row():
+    rows = likelihood._input_rows(CONTINUATIONS, MAX_LENGTH)
     read = [row for row in rows if row.inputs == tuple(SHARED)]
     assert [len(row.last) for row in read if not row.scored] == [8, 4]
     assert [row.last for row in read if row.scored] == [[7]]
 
 
-def test_few_programs_are_compiled():
+def test_one_program_per_padded_length_is_compiled():
     config, params = toy(dp_shard=1)
-    scorer = Scorer(Model(config.model), params, MOST, rows=4)
+    scorer = Scorer(Model(config.model), params, MAX_LENGTH, rows=4)
     before = likelihood._score._cache_size()
     some = [Continuation(tokens(n), tokens(1 + n % 3)) for n in range(1, 30)]
     scorer.score(some)

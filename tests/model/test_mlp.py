@@ -1,4 +1,4 @@
-"""The feed-forward block against torch."""
+"""Tests of the feed-forward block against torch."""
 
 import functools
 
@@ -17,7 +17,7 @@ DIM, HIDDEN = 16, 24
 
 @functools.cache
 def make(activation):
-    """The second of three stacked layers, initialised widely."""
+    """Return the second of three stacked layers, with a large std."""
     config = ModelConfig(
         dim=DIM, n_heads=2, ffn_hidden_dim=HIDDEN, activation=activation, init_std=0.5
     )
@@ -60,7 +60,7 @@ def by_torch(mlp, activation, x):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_block_agrees_with_torch(activation):
+def test_mlp_matches_torch(activation):
     mlp = make(activation)
     x = np.random.default_rng(0).standard_normal((2, 5, DIM)).astype(np.float32)
     ours = jax.jit(lambda x: mlp(x))(x)
@@ -68,8 +68,8 @@ def test_block_agrees_with_torch(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_agree_with_torch(activation):
-    """gelu is the exact one: its approximation by tanh is off by up to 5e-4."""
+def test_activations_match_torch(activation):
+    """`gelu` is exact: its tanh approximation differs by up to 5e-4."""
     torch = pytest.importorskip("torch")
     x = np.linspace(-8, 8, 1001, dtype=np.float32)
     theirs = torch_activation(activation)(torch.from_numpy(x)).numpy()
@@ -78,7 +78,7 @@ def test_activations_agree_with_torch(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_only_silu_and_gpt_oss_have_a_gate(activation):
+def test_only_gated_activations_declare_gate(activation):
     mlp = make(activation)
     assert hasattr(mlp, "gate_proj") == (activation in GATED)
     assert mlp.up_proj.weight.shape == (HIDDEN, DIM)
@@ -86,7 +86,7 @@ def test_only_silu_and_gpt_oss_have_a_gate(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_block_multiplies_in_the_dtype_of_its_input(activation):
+def test_mlp_computes_in_input_dtype(activation):
     x = jax.ShapeDtypeStruct((1, 2, DIM), jnp.bfloat16)
     assert jax.eval_shape(make(activation), x).dtype == jnp.bfloat16
 
@@ -103,8 +103,8 @@ def value_and_slopes(f, *inputs):
 
 @pytest.mark.parametrize("activation", ["swiglu_oai", "silu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bounded_gates_and_their_gradients_are_torchs(activation, dtype):
-    """Also at the limit itself, which bfloat16 meets: torch's clamp has the gradient 1 there."""
+def test_clamped_gates_and_gradients_match_torch(activation, dtype):
+    """At the limit itself, torch's clamp has the gradient 1."""
     torch = pytest.importorskip("torch")
     at = np.array([-9, -7, -6.5, -1, 0, 0.5, 6.5, 7, 9], np.float32)
     x, y = (each.ravel() for each in np.meshgrid(at, at))
@@ -127,17 +127,17 @@ def test_bounded_gates_and_their_gradients_are_torchs(activation, dtype):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"activation": "swiglu_oai", "gated_mlp": False}, "has a gate: leave gated_mlp out"),
-        ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit = 7.0 is for a gate"),
+        ({"activation": "swiglu_oai", "gated_mlp": False}, "is always gated: remove gated_mlp"),
+        ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit = 7.0 requires gated_mlp"),
     ],
 )
-def test_limits_and_gates_that_do_not_fit(keys, message):
+def test_conflicting_gate_settings_raise(keys, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig(**keys)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gelu_and_its_gradient_are_torchs(dtype):
+def test_gelu_and_gradient_match_torch(dtype):
     torch = pytest.importorskip("torch")
     x = np.linspace(-6, 6, 1001, dtype=np.float32)
     theirs = torch.tensor(x).to(getattr(torch, dtype)).requires_grad_()
@@ -152,7 +152,7 @@ def test_gelu_and_its_gradient_are_torchs(dtype):
         np.testing.assert_allclose(a.astype(np.float32), b.detach().float(), **tolerance)
 
 
-def test_backward_has_what_the_matrices_gave_and_no_more():
+def test_recomputed_activation_saves_only_its_inputs():
     config = ModelConfig(dim=DIM, n_heads=2)
     up, gate = np.random.default_rng(0).standard_normal((2, 5, HIDDEN)).astype(np.float32)
     scale = np.arange(5, dtype=np.float32)
@@ -168,12 +168,12 @@ def test_backward_has_what_the_matrices_gave_and_no_more():
         return y, back(y)
 
     inputs = up, gate, scale
-    (y, gradients), (expected, of_plain) = (
+    (y, gradients), (expected, plain_gradients) = (
         jax.jit(functools.partial(with_gradients, f))(*inputs) for f in (ours, plain)
     )
     np.testing.assert_allclose(y, expected, rtol=1e-6)
-    for got, wanted in zip(gradients, of_plain, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    for ours_gradient, plain_gradient in zip(gradients, plain_gradients, strict=True):
+        np.testing.assert_allclose(ours_gradient, plain_gradient, rtol=1e-5, atol=1e-5)
     _, back = jax.eval_shape(functools.partial(jax.vjp, ours), *inputs)
     saved = sum(leaf.size for leaf in jax.tree.leaves(back))
     assert saved == sum(each.size for each in inputs)

@@ -1,4 +1,4 @@
-"""Experts against plain torch: routing, losses, gradients and updates of a tiny model."""
+"""Tests of experts against plain torch: routing, losses, gradients and updates."""
 
 import dataclasses
 import functools
@@ -21,7 +21,10 @@ torch = pytest.importorskip("torch")
 
 from tests.model import moe_torch  # noqa: E402
 
-RTOL, FINAL_RTOL = 1e-5, 1e-6  # of the largest number of an array; of what updates leave
+RTOL, FINAL_RTOL = (
+    1e-5,
+    1e-6,
+)  # relative to the largest value of an array; of parameters after updates
 UPDATES, MAX_STEPS = 3, 20
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 24}
 CASES = {
@@ -66,7 +69,7 @@ CASES = {
 
 
 def config_of(model, **distributed):
-    """Weights are wide, so that all that is chosen and weighted shows in the loss."""
+    """Return a config with a large std, so that routing and weights affect the loss."""
     dp = math.prod(distributed.get(axis, 1) for axis in ("dp_shard", "dp_replicate", "ep"))
     return tiny_config(
         model={
@@ -83,26 +86,29 @@ def config_of(model, **distributed):
     )  # fmt: skip
 
 
-def begin(config):
-    """Our step and a state with random biases, and the reference in the same state."""
+def initial(config):
+    """Return our step, a state with random biases, and the reference in the same state."""
     ours = setup(config, collect=("grads",))
     params = with_random_biases(ours.state().params)
     named = torch_names.to_torch(params, config.model)
-    retained = torch_names.to_torch(jax.device_get(ours.state().model_state), config.model)
+    model_state_named = torch_names.to_torch(jax.device_get(ours.state().model_state), config.model)
     rng = np.random.default_rng(1)
-    for name in named | retained:
-        if name.endswith("expert_bias"):  # sixteenths, which add up without rounding
-            where = named if name in named else retained
-            where[name] = rng.integers(-8, 9, where[name].shape).astype(np.float32) / 16
-    state = with_kept(
-        ours, ours.state(torch_names.from_torch(named, params, config.model)), retained
+    for name in named | model_state_named:
+        if name.endswith("expert_bias"):  # multiples of 1/16, whose sums are exact
+            arrays = named if name in named else model_state_named
+            arrays[name] = rng.integers(-8, 9, arrays[name].shape).astype(np.float32) / 16
+    state = with_model_state(
+        ours, ours.state(torch_names.from_torch(named, params, config.model)), model_state_named
     )
-    double = ({n: torch.tensor(x).double() for n, x in part.items()} for part in (named, retained))
+    double = (
+        {n: torch.tensor(x).double() for n, x in part.items()}
+        for part in (named, model_state_named)
+    )
     return ours, state, moe_torch.Training(config, *double)
 
 
-def with_kept(ours, state, retained):
-    tree = torch_names.from_torch(retained, state.model_state, ours.config.model)
+def with_model_state(ours, state, model_state_named):
+    tree = torch_names.from_torch(model_state_named, state.model_state, ours.config.model)
     like = jax.tree.map(lambda leaf: leaf.sharding, state.model_state)
     return dataclasses.replace(state, model_state=jax.tree.map(placed, tree, like))
 
@@ -124,8 +130,8 @@ def assert_close(named, reference, rtol=RTOL):
 
 
 def follow(config):
-    """The reference, for some updates."""
-    ours, state, reference = begin(config)
+    """Compare several updates with the reference."""
+    ours, state, reference = initial(config)
     for batch in random_batches(config, UPDATES, dp=4 // config.train.batch_size):
         state, metrics = ours.run(state, [batch])
         loss, grads, counts = reference.update(*tensors(batch))
@@ -139,25 +145,25 @@ def follow(config):
     assert_close(by_name(state.model_state, config), reference.state, rtol=FINAL_RTOL)
 
 
-MESHES = {  # of the others: devices share load and capacity, and heads with sinks and experts
+MESHES = {  # cases that run on several devices, which share load and capacity
     "kempnerforge, in groups and warming up": {"dp_shard": 2, "ep": 2},
     "gpt-oss": {"ep": 2, "tp": 2},
 }
 
 
-SLOW = {"gpt-oss", "kempnerforge"}  # the latter's terms are in the other of its kind
+SLOW = {"gpt-oss", "kempnerforge"}  # covered by another case in large part
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES]
 )
-def test_updates_follow_the_formulas(name):
+def test_updates_match_torch_reference(name):
     follow(config_of(CASES[name], **MESHES.get(name, {})))
 
 
-def test_outside_training_outputs_are_not_scaled_by_the_load():
+def test_load_scales_outputs_only_in_training():
     config = config_of(CASES["kempnerforge, in groups and warming up"])
-    ours, state, reference = begin(config)
+    ours, state, reference = initial(config)
     tokens = random_batches(config, 1)[0]["input_ids"][0]
     model = ours.model
     logits = jax.jit(lambda v: model.logits(v, model.hidden(v, tokens)))(state.variables)
@@ -168,9 +174,9 @@ def test_outside_training_outputs_are_not_scaled_by_the_load():
 
 
 @pytest.mark.parametrize("name", ["kempnerforge, in groups and warming up", "deepseek"])
-def test_bad_update_moves_no_bias(name):
+def test_bad_update_leaves_expert_bias(name):
     config = config_of(CASES[name], **MESHES.get(name, {}))
-    ours, state, _ = begin(config)
+    ours, state, _ = initial(config)
     good, bad = random_batches(config, 2)
     state, _ = ours.run(state, [good])
     head = state.params["output_head"]["proj"]
@@ -178,7 +184,7 @@ def test_bad_update_moves_no_bias(name):
     before = by_name(state.params, config) | by_name(state.model_state, config)
     state, metrics = ours.run(state, [bad])
     assert not metrics["applied"].any()
-    assert metrics["side"]["expert_counts"].sum()  # which would move it
+    assert metrics["side"]["expert_counts"].sum()  # which would move the bias
     after = by_name(state.params, config) | by_name(state.model_state, config)
     biases = [name for name in before if "expert_bias" in name or "expert_ema" in name]
     assert biases
@@ -197,8 +203,8 @@ ROUTERS = {
 
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (12, 3)])
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
-def test_same_experts_in_the_same_order(router, groups):
-    """With the same weights; in groups of one, a group is as good as its expert."""
+def test_router_matches_torch_choice_and_weights(router, groups):
+    """Weights and order of experts match as well, also in groups of one expert."""
     c = ModelConfig(
         dim=8, n_heads=1, num_experts=12, moe_top_k=3, init_std=0.5, moe_norm_topk=False,
         moe_groups=groups[0], moe_top_k_groups=groups[1], **router,
@@ -212,7 +218,7 @@ def test_same_experts_in_the_same_order(router, groups):
     for variable in named.values():
         variable[...] = rng.uniform(-1, 1, variable.shape).astype(np.float32)
     if c.bias_update != "none":
-        ours.expert_bias[...] -= 1.0  # scores below 0 are still better than those of other groups
+        ours.expert_bias[...] -= 1.0  # negative scores still outrank -inf of other groups
     double = {name: torch.tensor(np.array(item[...])).double() for name, item in named.items()}
     x = rng.standard_normal((4, 64, 8), np.float32)
 
@@ -222,12 +228,14 @@ def test_same_experts_in_the_same_order(router, groups):
     np.testing.assert_allclose(routing.weights.reshape(-1, 3), theirs.weights, rtol=RTOL)
     np.testing.assert_array_equal(routing.counts, theirs.counts())
     assert routing.counts.sum() == 4 * 64 * 3
-    taken = routing.experts // (12 // groups[0])
-    assert all(len(set(token)) <= groups[1] for token in np.reshape(taken, (-1, 3)).tolist())
+    groups_of_experts = routing.experts // (12 // groups[0])
+    assert all(
+        len(set(token)) <= groups[1] for token in np.reshape(groups_of_experts, (-1, 3)).tolist()
+    )
 
 
 @pytest.mark.parametrize("experts", [3, 4, 7, 60])
-def test_bias_that_chooses_moves_only_where_the_load_is_not_even(experts):
+def test_sign_bias_moves_only_under_uneven_load(experts):
     c = ModelConfig(num_experts=experts, moe_bias_update="sign", moe_bias_update_rate=0.25)
     even, uneven = [7.0] * experts, [7.0] * (experts - 2) + [6.0, 8.0]
     bias = np.float32([[0.5] * experts] * 2)

@@ -1,4 +1,4 @@
-"""muP: nothing changes at the base width, and values keep their size at others (docs/mup.md)."""
+"""Tests of muP: no change at the base width, constant magnitudes at others (docs/mup.md)."""
 
 import functools
 import runpy
@@ -22,7 +22,7 @@ MOE = {
     "num_experts": 4, "moe_expert_dim": 32, "moe_shared_experts": 1, "moe_shared_expert_gate": True,
     "moe_router_bias": True,
 }  # fmt: skip
-FOUR = 4.0  # times as wide
+FOUR = 4.0  # width relative to the base
 WIDER = {"mup_base_width": 16, "mup_base_head_dim": 4}  # tiny_config has a width of 64
 HIDDEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -33,7 +33,7 @@ def is_hidden(path):
 
 @functools.cache
 def program_of(**keys):
-    """A model with its step on a mesh."""
+    """Return a model with its step on a mesh."""
     model = {k: v for k, v in keys.items() if k not in ("name", "axes")}
     name = keys.get("name", "adamw")
     averages = {"scheduler": {"name": "none"}} if name == "schedule_free_adamw" else {}
@@ -49,7 +49,7 @@ def program_of(**keys):
 
 
 def steps(**keys):
-    """Metrics of three steps."""
+    """Return the metrics of three steps."""
     ours = program_of(**keys)
     batches = random_batches(tiny_config(train={"batch_size": 8}), 3)
     if "pp" in dict(keys.get("axes", ())):
@@ -61,7 +61,7 @@ def steps(**keys):
 BASE = {"mup_base_width": 64, "mup_base_head_dim": 16}
 
 
-def test_at_the_base_width_the_step_is_that_of_the_standard():
+def test_step_at_base_width_equals_standard_step():
     """The program and its initial values are equal."""
     plain, same = program_of(), program_of(**BASE)
     assert lowered(same).as_text() == lowered(plain).as_text()
@@ -70,7 +70,7 @@ def test_at_the_base_width_the_step_is_that_of_the_standard():
 
 
 @pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
-def test_at_the_base_width_every_update_is_that_of_the_standard(name):
+def test_updates_at_base_width_equal_standard_updates(name):
     plain, same = (
         str(jax.make_jaxpr(item.optimizer.update)(params, state, params))
         for item in (program_of(name=name), program_of(name=name, **BASE))
@@ -80,7 +80,7 @@ def test_at_the_base_width_every_update_is_that_of_the_standard(name):
     assert same == plain
 
 
-def test_hidden_matrices_alone_begin_smaller():
+def test_only_hidden_matrices_have_smaller_initial_values():
     shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, "qkv_bias": True, **MOE}
     plain, wide = (
         flatten_dict(jax.jit(Model(ModelConfig(**shape, **keys)).init)(jax.random.key(0)))
@@ -92,8 +92,8 @@ def test_hidden_matrices_alone_begin_smaller():
         np.testing.assert_array_equal(wide[path], factor * values, err_msg=str(path))
 
 
-def test_outputs_and_the_scores_have_their_multipliers():
-    """Weights of a standard model with all of it in them compute the same."""
+def test_outputs_and_scores_are_multiplied():
+    """A standard model with multipliers folded into its weights computes the same."""
     shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, **MOE}
     model, standard = Model(ModelConfig(**shape, **WIDER)), Model(ModelConfig(**shape))
     params = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
@@ -112,16 +112,16 @@ def test_outputs_and_the_scores_have_their_multipliers():
     np.testing.assert_allclose(*logits, rtol=2e-5, atol=1e-6)
 
 
-def test_scores_go_by_the_width_of_heads_where_that_grows():
+def test_score_scale_follows_head_width():
     shape = {"dim": 64, "n_heads": 4, "mup_base_width": 16}
-    assert mup.score_scale(ModelConfig(**shape)) is None  # more heads, not wider ones
+    assert mup.score_scale(ModelConfig(**shape)) is None  # more heads of the same width
     assert mup.score_scale(ModelConfig(**shape, mup_base_head_dim=16)) is None
     assert mup.score_scale(ModelConfig(**shape, mup_base_head_dim=4)) == 2 / 16
     fixed = ModelConfig(**shape, mup_base_head_dim=4, attention_scale=0.5)
     assert mup.score_scale(fixed) == 0.5 * 4 / 16
 
 
-def test_losses_do_not_depend_on_the_mesh():
+def test_mup_losses_do_not_depend_on_mesh():
     axes = {"pp": 2, "dp_shard": 2, "tp": 2}
     alone, split = steps(**WIDER), steps(**WIDER, axes=tuple(axes.items()))
     np.testing.assert_allclose(split["loss"], alone["loss"], rtol=1e-5)
@@ -137,8 +137,8 @@ def benchmark():
 
 
 @pytest.mark.slow
-def test_coordinate_check():
-    """Values are as large at any width after some steps; without muP they grow."""
+def test_coordinates_do_not_grow_with_width():
+    """After some steps, values have the same size at any width; without muP they grow."""
     grown = {
         how: {
             name: benchmark()["growth"](values)
@@ -153,8 +153,8 @@ def test_coordinate_check():
     assert min(grown[False][name] for name in ("attention", "mlp", "residual")) > 4
 
 
-def test_base_head_without_a_base_width_is_refused():
-    with pytest.raises(ValidationError, match="set that to the dim of the model that was tuned"):
+def test_base_head_dim_without_base_width_raises():
+    with pytest.raises(ValidationError, match="set that to the dim of the tuned model"):
         ModelConfig(mup_base_head_dim=64)
     with pytest.raises(ValidationError, match="mup_base_width"):
         ModelConfig(mup_base_width=0)

@@ -1,4 +1,4 @@
-"""Norms against torch, and where they round."""
+"""Tests of norms against torch, and of their rounding."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +36,7 @@ def by_torch(norm, kind, x):
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(("eps", "scale"), [(1e-5, 1.0), (1e-6, 1e-3), (1e-2, 0.1), (1e-5, 1e4)])
-def test_norms_agree_with_torch(kind, eps, scale):
+def test_norms_match_torch(kind, eps, scale):
     norm, x = make(kind, eps), random_input(scale)
     np.testing.assert_allclose(norm(jnp.asarray(x)), by_torch(norm, kind, x), rtol=0, atol=3e-6)
 
@@ -51,26 +51,26 @@ def in_float64(norm, kind, x):
 
 @pytest.mark.parametrize("weights", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", NORMS)
-def test_bfloat16_is_rounded_once_after_the_weight(kind, weights):
+def test_bfloat16_norm_is_rounded_once(kind, weights):
     norm, x = make(kind, 1e-5, weights), jnp.asarray(random_input(), jnp.bfloat16)
     ours = norm(x)
     assert ours.dtype == jnp.bfloat16
     exact = in_float64(norm, kind, x)
     half_unit = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8)
-    # What float32 itself may lose is 2^-24 of numbers up to 4, whatever the sum comes to.
+    # float32 itself may lose 2^-24 of terms up to 4, for any size of the sum.
     error = np.abs(np.asarray(ours, np.float64) - exact)
     assert (error <= half_unit + 4 * 2**-20).all()
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_zero_vector_is_no_problem(kind):
+def test_norm_of_zero_vector_is_finite(kind):
     norm = make(kind, 1e-5)
     expected = np.zeros(DIM) if kind == "rmsnorm" else norm.bias[...]
     np.testing.assert_array_equal(norm(jnp.zeros(DIM)), expected)
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_norms_begin_as_the_identity_on_normalised_input(kind):
+def test_initial_norm_weights_are_ones(kind):
     norm = NORMS[kind](DIM, 1e-5, Declare(nnx.Rngs(params=0), jnp.float32))
     np.testing.assert_array_equal(norm.weight[...], np.ones(DIM))
     if kind == "layernorm":

@@ -1,4 +1,4 @@
-"""Options of transformers' families: packed, cached and split over devices."""
+"""Tests of model options: packed documents, caches, and several devices."""
 
 import functools
 
@@ -43,7 +43,7 @@ def random_tokens(length=24):
 
 
 @BOTH
-def test_packed_document_is_what_it_is_alone(name):
+def test_packed_document_matches_document_alone(name):
     _, params, hidden, _ = toy(name)
     tokens = random_tokens()
     segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
@@ -51,7 +51,7 @@ def test_packed_document_is_what_it_is_alone(name):
     for row in range(2):
         for document in range(3):
             location = segment_ids[row] == document
-            alone = np.zeros((2, 24), int)  # what follows is seen by nobody before it
+            alone = np.zeros((2, 24), int)  # earlier tokens do not see later ones
             alone[0, : location.sum()] = tokens[row, location]
             expected = np.asarray(hidden(params, alone))[0, : location.sum()]
             np.testing.assert_allclose(packed[row, location], expected, rtol=0, atol=2e-5)
@@ -59,7 +59,7 @@ def test_packed_document_is_what_it_is_alone(name):
 
 
 @BOTH
-def test_rows_of_a_cache_may_stand_at_different_positions(name):
+def test_cache_rows_may_have_different_positions(name):
     model, params, hidden, extend = toy(name)
     tokens = random_tokens()
     expected = np.asarray(jax.jit(model.logits)(params, hidden(params, tokens)))
@@ -72,7 +72,7 @@ def test_rows_of_a_cache_may_stand_at_different_positions(name):
 
 
 @pytest.mark.parametrize("name", ["every option", pytest.param("learned", marks=pytest.mark.slow)])
-def test_generation_does_not_depend_on_the_mesh(name):
+def test_generation_does_not_depend_on_mesh(name):
     model, params, _, _ = toy(name)
     prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21]]
     alone = Decoder(model, params, 8, GREEDY).complete(prompts, range(2))
@@ -85,8 +85,8 @@ def test_generation_does_not_depend_on_the_mesh(name):
         assert Decoder(split, placed, 8, GREEDY, mesh=mesh).complete(prompts, range(2)) == alone
 
 
-def test_padding_of_a_prompt_does_not_lengthen_its_sequence():
-    """Prompts are padded to 16 tokens; from the ninth on, LongRoPE has other frequencies."""
+def test_prompt_padding_does_not_change_sequence_length():
+    """Prompts are padded to 16 tokens; beyond 8 tokens, LongRoPE has other frequencies."""
     model, params, hidden, extend = toy("longrope")
     tokens, lengths = random_tokens(16), np.array([5, 10])
     at = np.broadcast_to(np.arange(16), (2, 16))
@@ -97,8 +97,8 @@ def test_padding_of_a_prompt_does_not_lengthen_its_sequence():
         np.testing.assert_allclose(last[row], alone[0], rtol=0, atol=2e-5)
 
 
-def test_one_plus_nothing_is_one():
-    """Models begin the same, however norms store their weights."""
+def test_unit_offset_norms_start_with_same_logits():
+    """Initial logits do not depend on how norms store their weights."""
     shape = {"dim": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
     logits = []
     for offset in (False, True):
@@ -113,17 +113,18 @@ def test_one_plus_nothing_is_one():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels, which must be even"),
-        ({"norm_unit_offset": True, "norm_type": "layernorm"}, 'for norm_type = "rmsnorm"'),
+        ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels: rotary embeddings require "
+                                         "an even number"),
+        ({"norm_unit_offset": True, "norm_type": "layernorm"}, 'requires norm_type = "rmsnorm"'),
         ({"qk_norm_scope": "projection"}, "has no effect without qk_norm = true"),
         ({"position_embedding": "learned", "partial_rotary_factor": 0.5},
          'partial_rotary_factor has no effect with position_embedding = "learned"'),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 32}},
-         "rope_scaling.short_factor has 0 numbers, and there are 32 pairs"),
-        ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1.0}, "must be over 1"),
+         "rope_scaling.short_factor has 0 numbers, but there are 32 pairs"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1.0}, "must be greater than 1"),
         ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 64.0}}, "less than beta_fast = 32.0"),
     ],
 )  # fmt: skip
-def test_keys_that_do_not_fit_each_other(keys, message):
+def test_conflicting_model_keys_raise(keys, message):
     with pytest.raises((UserError, ValueError), match=message):
         ModelConfig(dim=256, n_heads=4, **keys)

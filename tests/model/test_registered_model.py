@@ -1,4 +1,4 @@
-"""An architecture of one's own: a subclass with other functions, another network, or both."""
+"""Tests of custom architectures: subclasses with other functions or another network."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ TOKENS = np.arange(8)[None]
 
 
 class DoubledBlock(Block):
-    """The sum of the block and its input, so that each layer doubles what passes it by."""
+    """Block that adds its input once more, so that each layer doubles the residual stream."""
 
     def __call__(self, x_BSD, *args, **kwargs):
         y_BSD, cache = super().__call__(x_BSD, *args, **kwargs)
@@ -27,26 +27,26 @@ class DoubledNetwork(Transformer):
 
 
 @pytest.mark.usefixtures("own_names")
-def test_registered_model_is_what_build_model_builds():
+def test_build_model_builds_registered_model():
     @register_model("doubled")
     class Doubled(Model):
         network = DoubledNetwork
 
         def final_norm(self, params, x_BSD):
-            return x_BSD  # without the final norm, to see what the layers made
+            return x_BSD  # without the final norm, to compare the output of the layers
 
     model = build_model(tiny_config(model={"model_type": "doubled"}))
     assert isinstance(model, Doubled)
     ours = build_model(tiny_config())
     assert model.axes == ours.axes
     params = drawn(tiny_config())
-    silent = jax.tree.map(np.zeros_like, params["layers"])
-    params = {**params, "layers": silent}  # blocks that add nothing
+    zeros = jax.tree.map(np.zeros_like, params["layers"])
+    params = {**params, "layers": zeros}  # blocks that add nothing
     embedded = jax.jit(ours.embed_tokens)(params, TOKENS)
     np.testing.assert_allclose(jax.jit(model.hidden)(params, TOKENS), 4 * embedded, rtol=1e-6)
 
 
-def test_network_of_its_own_declares_its_own_parameters():
+def test_custom_network_declares_its_parameters():
     class Wider(Model):
         @staticmethod
         def network(config, declare):

@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept, and nothing else."""
+"""Tests of rematerialization: results do not change, and saved values do."""
 
 import functools
 import re
@@ -34,7 +34,7 @@ def params():
 
 
 def traced(save, *, offload=False):
-    """Loss and gradients."""
+    """Trace loss and gradients."""
     model = Model(CONFIG, runtime=Runtime(save=save, offload=offload))
 
     def loss(params, tokens):
@@ -60,7 +60,7 @@ def temporary_bytes(save):
 
 
 @pytest.mark.parametrize("save", [save for save in SAVES if save != "none"])
-def test_loss_and_gradients_are_the_same(save):
+def test_remat_does_not_change_loss_and_gradients(save):
     loss, grads = loss_and_gradients(save)
     expected_loss, expected = loss_and_gradients("none")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
@@ -68,18 +68,18 @@ def test_loss_and_gradients_are_the_same(save):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), grads, expected)
 
 
-def test_full_keeps_less_than_selective_and_that_less_than_none():
+def test_full_saves_least_and_none_saves_most():
     assert temporary_bytes("full") < temporary_bytes("selective") < temporary_bytes("none")
 
 
-def test_full_keeps_little_more_than_the_inputs_of_blocks():
-    """none keeps the scores of every block alone: B · H · S² · 4 bytes."""
+def test_full_does_not_save_scores():
+    """`none` saves at least the scores of every block, B · H · S² · 4 bytes."""
     scores = BATCH[0] * CONFIG.n_heads * BATCH[1] ** 2 * 4
     assert temporary_bytes("none") > CONFIG.n_layers * scores
     assert temporary_bytes("none") - temporary_bytes("full") > CONFIG.n_layers * scores
 
 
-def test_policies_by_name_keep_what_they_say():
+def test_named_policies_order_memory_use():
     everything, nothing = (
         temporary_bytes("everything_saveable"),
         temporary_bytes("nothing_saveable"),
@@ -90,12 +90,12 @@ def test_policies_by_name_keep_what_they_say():
 @pytest.mark.parametrize(
     ("save", "offloaded"),
     [
-        ("full", {"8,2,64,32"}),  # what enters a block
+        ("full", {"8,2,64,32"}),  # input of a block
         ("dots_with_no_batch_dims_saveable", {"8,128,32", "8,128,16", "8,128,64"}),
     ],
 )
-def test_saved_activations_go_to_the_host(save, offloaded):
-    """On CPUs that is the same memory, so that nothing moves there."""
+def test_offloaded_activations_move_to_host(save, offloaded):
+    """On CPUs, host and device memory are the same, so nothing is moved."""
     loss, grads = loss_and_gradients(save, offload=True)
     jax.tree.map(np.testing.assert_array_equal, (loss, grads), loss_and_gradients(save))
     jaxpr = str(traced(save, offload=True).jaxpr)

@@ -1,4 +1,4 @@
-"""Rotary positions: the rotation, its layout, and Llama 3's stretching."""
+"""Tests of rotary positions: rotation, layout, and Llama 3's scaling."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ def turned(rope, x, positions, as_matmul=False):
 
 
 def rotated(x, positions, **options):
-    """x [positions, heads, h], each row turned by its position."""
+    """Rotate x [positions, heads, h], each row by its position."""
     return np.asarray(turned(rope(**options), x[None], np.asarray(positions)[None]))[0]
 
 
@@ -38,7 +38,7 @@ def random_heads(n, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_both_ways_of_swapping_halves_agree(dtype):
+def test_rope_as_matmul_matches_concatenation(dtype):
     x = random_heads(6).astype(dtype).reshape(2, 3, 2, HEAD)
     positions = np.array([[0, 1, 50], [7, 8, 9]])
     ours, other = (turned(rope(), x, positions, method) for method in (True, False))
@@ -46,13 +46,13 @@ def test_both_ways_of_swapping_halves_agree(dtype):
     np.testing.assert_allclose(ours, other, rtol=1e-6 if dtype == jnp.float32 else 0)
 
 
-def test_position_zero_turns_nothing():
+def test_position_zero_is_identity():
     x = random_heads(1)
     np.testing.assert_array_equal(rotated(x, [0]), x)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_channels_i_and_i_plus_half_turn_together(theta):
+def test_rotation_pairs_channels_half_a_head_apart(theta):
     """Rotation as complex numbers: z_i · exp(i · position · theta^(-2i / h))."""
     positions, x = np.array([1, 2, 50]), random_heads(3)
     z = x[..., : HEAD // 2] + 1j * x[..., HEAD // 2 :]
@@ -63,7 +63,7 @@ def test_channels_i_and_i_plus_half_turn_together(theta):
 
 
 @pytest.mark.parametrize("scaling", [None, RopeScaling(original_max_seq_len=64)], ids=str)
-def test_scores_depend_on_the_distance_alone(scaling):
+def test_scores_depend_only_on_distance(scaling):
     q, k = random_heads(1), random_heads(1, seed=1)
 
     def scores(at_q, at_k):
@@ -82,7 +82,7 @@ def test_scores_depend_on_the_distance_alone(scaling):
     assert np.abs(near - scores([3], 3 + distances)).max() > 0.5  # the direction matters
 
 
-def test_bfloat16_heads_are_turned_in_float32():
+def test_bfloat16_heads_are_rotated_in_float32():
     positions, x = np.arange(20), random_heads(20).astype(jnp.bfloat16)
     ours = rotated(x, positions)
     assert ours.dtype == jnp.bfloat16
@@ -90,8 +90,8 @@ def test_bfloat16_heads_are_turned_in_float32():
     np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))  # rounded once, at the end
 
 
-def stretched(frequency, scaling):
-    """`apply_scaling` of Meta's Llama 3.1 code."""
+def scaled_frequency(frequency, scaling):
+    """Compute `apply_scaling` of Meta's Llama 3.1 code."""
     wavelength = 2 * math.pi / frequency
     if wavelength < scaling.original_max_seq_len / scaling.high_freq_factor:
         return frequency
@@ -107,13 +107,13 @@ SCALINGS = [RopeScaling(), RopeScaling(factor=32.0, low_freq_factor=2.0, high_fr
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-def test_llama3_keeps_short_waves_and_stretches_long_ones(scaling):
+def test_llama3_scaling_matches_reference(scaling):
     plain = inverse_frequencies(Rope(500000.0, None), 128)
     ours = inverse_frequencies(Rope(500000.0, scaling), 128)
     assert ours.dtype == np.float32
-    expected = [stretched(float(f), scaling) for f in plain]
+    expected = [scaled_frequency(float(f), scaling) for f in plain]
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
-    retained, whole = ours == plain, np.isclose(ours * scaling.factor, plain, rtol=1e-6)
-    assert retained.any()
-    assert whole.any()
-    assert (~retained & ~whole).any()  # the ramp between them
+    unscaled, scaled = ours == plain, np.isclose(ours * scaling.factor, plain, rtol=1e-6)
+    assert unscaled.any()
+    assert scaled.any()
+    assert (~unscaled & ~scaled).any()  # the ramp between them

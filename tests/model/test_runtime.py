@@ -1,4 +1,4 @@
-"""Choices of the runtime for each platform."""
+"""Tests of the runtime for each platform."""
 
 import jax.numpy as jnp
 import pytest
@@ -18,16 +18,16 @@ def runtime(platform, n_layers=4, save="none"):
     ("n_layers", "save", "unroll"),
     [(4, "none", 4), (12, "none", 12), (13, "none", 1), (4, "full", 1), (4, "selective", 1)],
 )
-def test_on_cpu_few_layers_are_unrolled_unless_something_is_recomputed(n_layers, save, unroll):
+def test_cpu_unrolls_few_layers_without_remat(n_layers, save, unroll):
     assert runtime("cpu", n_layers, save).unroll == unroll
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_elsewhere_layers_are_a_loop_and_the_loss_one_tile(platform):
+def test_accelerators_loop_over_layers_without_loss_tiles(platform):
     assert (runtime(platform).unroll, runtime(platform).loss_tile) == (1, None)
 
 
-def test_kernels_are_chosen_for_the_heads_that_there_are():
+def test_attention_kernel_follows_head_width():
     for shape in ({"dim": 640, "n_heads": 4}, {"head_dim": 160}):
         config = JobConfig.model_validate({"model": shape})
         assert runtime_for(config, jnp.bfloat16, "gpu").attention == "triton"
@@ -35,7 +35,7 @@ def test_kernels_are_chosen_for_the_heads_that_there_are():
     assert runtime_for(narrower, jnp.bfloat16, "gpu").attention == "cudnn"
 
 
-def test_kernels_follow_the_platform():
+def test_runtime_follows_platform():
     assert [runtime(platform).attention for platform in ("cpu", "gpu", "tpu")] == [
         "blockwise", "cudnn", "splash",
     ]  # fmt: skip
@@ -47,29 +47,29 @@ def test_kernels_follow_the_platform():
     ]  # fmt: skip
 
 
-def test_cudnn_serves_no_sinks():
+def test_sinks_are_not_run_by_cudnn():
     config = JobConfig.model_validate({"model": {"attention_sinks": True}})
     kernels = [runtime_for(config, jnp.dtype("bfloat16"), on).attention for on in ("gpu", "tpu")]
     assert kernels == ["triton", "splash"]
 
 
-def test_packed_documents_get_a_kernel_without_a_mask_and_the_banner_says_why():
+def test_packed_documents_prefer_triton_with_reason():
     config = JobConfig.model_validate({"data": {"pack_sequences": True}})
     result = runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0")
     assert (result.attention, result.why_attention[:30]) == (
         "triton",
-        "not cudnn: documents are packe",
+        "not cudnn: it needs an S x S m",
     )
     assert runtime("gpu").why_attention == ""
 
 
-def test_wide_heads_are_cudnns_only_where_such_a_gpu_is_here():
+def test_wide_heads_use_triton_without_local_gpu():
     config = JobConfig.model_validate({"model": {"dim": 1024, "n_heads": 4}})
     assert runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0").attention == "triton"
 
 
 @pytest.mark.parametrize(("chunk", "kernel"), [(512, "cudnn"), (511, "triton")])
-def test_cudnn_serves_chunks_that_no_sequence_exceeds(chunk, kernel):
+def test_cudnn_runs_chunks_longer_than_sequences(chunk, kernel):
     pattern = ("full", "chunked")
     config = JobConfig.model_validate({
         "model": {"attention_chunk_size": chunk, "attention_pattern": pattern},

@@ -1,4 +1,4 @@
-"""Drawing tokens."""
+"""Tests of sampling."""
 
 import functools
 
@@ -16,11 +16,11 @@ def keys(n):
 
 
 compiled = jax.jit(sample, static_argnums=1)
-"""By one program: of shapes that others have, single operations are shared and take less."""
+"""Sampling in one program; tests with common shapes run operations, which are compiled once."""
 
 
 def draws(probabilities, how, n=4000):
-    """n draws from one distribution."""
+    """Return n draws from a distribution."""
     logits = np.log(np.broadcast_to(np.array(probabilities, np.float32), (n, len(probabilities))))
     return np.asarray(sample(jnp.asarray(logits), how, keys(n)))
 
@@ -29,14 +29,14 @@ def drawn(probabilities, **how):
     return {int(token) for token in draws(probabilities, Sampling(**how))}
 
 
-def test_temperature_zero_takes_the_likeliest():
+def test_temperature_zero_is_greedy():
     logits = np.random.default_rng(0).standard_normal((16, 10)).astype(np.float32)
     tokens = compiled(logits, Sampling(0.0, top_k=3, top_p=0.1), keys(16))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
-def test_temperature_near_zero_takes_the_likeliest(temperature):
+def test_temperature_near_zero_is_greedy(temperature):
     logits = jnp.array([[1.0, 30.0, 2.0, 29.9], [-50.0, -40.0, -60.0, -45.0]])
     keys = jax.random.split(jax.random.key(0), 2)
     np.testing.assert_array_equal(sample(logits, Sampling(temperature), keys), [1, 1])
@@ -58,7 +58,7 @@ def test_temperature_divides_the_logits(temperature):
     [(0, {0, 1, 2, 3, 4}), (1, {0}), (2, {0, 1, 2}), (3, {0, 1, 2}), (4, {0, 1, 2, 3}),
      (5, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})],
 )  # fmt: skip
-def test_top_k_keeps_tokens_as_likely_as_the_last(k, expected):
+def test_top_k_includes_ties_with_last_token(k, expected):
     assert drawn([0.4, 0.2, 0.2, 0.15, 0.05], top_k=k) == expected
 
 
@@ -75,6 +75,10 @@ def test_top_p_counts_equally_likely_tokens_one_by_one():
     assert len(drawn([0.25, 0.25, 0.25, 0.25], top_p=0.6)) == 3
 
 
+def test_top_p_stops_exactly_at_p():
+    assert len(drawn([0.25, 0.25, 0.25, 0.25], top_p=0.5)) == 2
+
+
 @pytest.mark.parametrize("how", [{"top_k": 1}, {"top_p": 0.3}], ids=str)
 def test_each_row_has_its_own_threshold(how):
     logits = np.log(np.array([[0.9, 0.05, 0.05], [0.2, 0.3, 0.5]] * 100, np.float32))
@@ -82,7 +86,7 @@ def test_each_row_has_its_own_threshold(how):
     np.testing.assert_array_equal(tokens, [0, 2] * 100)
 
 
-def test_top_p_looks_at_the_distribution_after_the_temperature():
+def test_top_p_applies_after_temperature():
     probabilities = [0.5, 0.3, 0.15, 0.05]
     assert drawn(probabilities, top_p=0.55) == {0, 1}
     # The same at temperature 4: .31 .28 .23 .18
@@ -91,13 +95,13 @@ def test_top_p_looks_at_the_distribution_after_the_temperature():
     assert drawn(probabilities, top_p=0.7) == {0, 1}
 
 
-def test_top_p_looks_at_what_top_k_has_left():
+def test_top_p_applies_after_top_k():
     probabilities = [0.4, 0.3, 0.2, 0.1]
     assert drawn(probabilities, top_p=0.5) == {0, 1}
     assert drawn(probabilities, top_p=0.5, top_k=2) == {0}
 
 
-def test_row_draws_by_its_own_key():
+def test_rows_draw_by_their_own_keys():
     logits, five = np.zeros((5, 1000), np.float32), keys(5)
     tokens = np.asarray(compiled(logits, Sampling(), five))
     assert len(set(tokens.tolist())) == 5

@@ -1,4 +1,4 @@
-"""Logits equal those of reference implementations in `transformers`, from random weights."""
+"""Tests of logits against `transformers`, with random weights."""
 
 import jax
 import numpy as np
@@ -11,18 +11,7 @@ from tests.torch_names import from_torch
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-RENAMED = {
-    "model.embed_tokens": "token_embedding.embedding",
-    "model.layers": "layers",
-    "model.norm": "norm",
-    "lm_head": "output_head.proj",
-    "self_attn": "attention",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-}
-
-SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128,
-         "ffn_hidden_dim": 96, "norm_eps": 1e-5, "rope_theta": 10000.0}  # fmt: skip
+from tests.model.transformers_models import RENAMED, SHAPE, hugging_face  # noqa: E402 (needs torch)
 
 OF_FAMILY = {
     "Llama": {},
@@ -66,48 +55,6 @@ CASES = {
 }
 
 
-def hugging_face(family, config):
-    """Their network of this shape, with weights of its own."""
-    torch.manual_seed(0)
-    kind = getattr(transformers, f"{family}Config")
-    network = getattr(transformers, f"{family}ForCausalLM")(hugging_face_config(kind, config))
-    return random_weights(network)
-
-
-def hugging_face_config(kind, config):
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling.model_dump()
-        original = scaling.pop("original_max_seq_len")
-        rope |= {"rope_type": "llama3", "original_max_position_embeddings": original, **scaling}
-    return kind(
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        intermediate_size=config.ffn_dim,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_size,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tie_embeddings,
-        rope_parameters=rope,
-        max_position_embeddings=256,
-        initializer_range=0.1,  # so that attention is not almost uniform
-        attn_implementation="eager",
-    )
-
-
-def random_weights(network):
-    """Norms and biases too: at 1 and 0, as they are made, they could be swapped unnoticed."""
-    with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.5)
-    return network.eval()
-
-
 def our_name(name):
     for theirs, ours in RENAMED.items():
         name = name.replace(theirs, ours)
@@ -128,17 +75,17 @@ def logits_of_both(config, network, n_tokens):
 @pytest.mark.parametrize(
     ("family", "case"), [(family, case) for family, cases in CASES.items() for case in cases]
 )
-def test_logits_are_those_of_the_family(family, case):
+def test_logits_match_transformers(family, case):
     config = ModelConfig(**{**SHAPE, **OF_FAMILY[family], **CASES[family][case]})
-    # Longer than both original lengths of the stretched rotary positions.
+    # Longer than both original lengths of the scaled rotary positions.
     n_tokens = 160 if "rope" in case else 24
     ours, theirs = logits_of_both(config, hugging_face(family, config), n_tokens)
     assert theirs.std() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_norms_of_queries_and_keys_have_an_eps_of_their_own():
-    """1e-5 unless set, whatever the others have (KempnerForge)."""
+def test_qk_norm_eps_is_independent_of_norm_eps():
+    """The default is 1e-5 for any `norm_eps`, as in KempnerForge."""
     config = ModelConfig(**{**SHAPE, "norm_eps": 1e-2}, qk_norm=True)
     network = hugging_face("Qwen3", config)
     for layer in network.model.layers:

@@ -1,4 +1,4 @@
-"""Parameters of every kind with gradients for them, and a loop in numpy to compare with."""
+"""Parameters of every kind, gradients, and a NumPy reference loop."""
 
 import functools
 
@@ -48,24 +48,24 @@ def gradients(n):
 
 
 def rate(n):
-    """A warm-up and a slow decay; 0 in the first update."""
+    """Return the rate of a warm-up and a slow decay; 0 in the first update."""
     return 1e-3 * jnp.minimum(n / 10, 1 - n / 400)
 
 
 def run(tx, n, params=None, lr_scale=1.0):
-    """(parameters, state) after n updates: of all parameters or, by name, of some."""
+    """Return (parameters, state) after n updates of all or of the given parameters."""
     init, step = programs_of(tx)
     params = initial() if params is None else params
     state = init(params)
     for grads in gradients(n):
-        some = {name: grads[name] for name in params}
-        params, state = step(params, state, some, np.float32(lr_scale))
+        selected = {name: grads[name] for name in params}
+        params, state = step(params, state, selected, np.float32(lr_scale))
     return jax.device_get((params, state))
 
 
 @functools.lru_cache(8)
 def programs_of(tx):
-    """To begin, and to update: the same for an optimizer that runs again."""
+    """Return jitted init and update, cached per optimizer."""
 
     @jax.jit
     def step(params, state, grads, lr_scale):
@@ -76,7 +76,7 @@ def programs_of(tx):
 
 
 def matrices(tree):
-    """Every leaf as layers of its own: [(path, layer), array], in the order of jax.tree.leaves."""
+    """Yield ((path, layer), array) of each layer of each leaf, in the order of jax.tree.leaves."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     for path, leaf in zip(paths, leaves, strict=True):
@@ -86,10 +86,10 @@ def matrices(tree):
 
 
 def reference(update, n, dtype=np.float64):
-    """Parameters and states after n updates of every layer on its own, as torch would have them.
+    """Return parameters and states after n updates of each layer separately, as in PyTorch.
 
-    `update(p, g, state, k, decay)` is given float64 and the number k of this update, from 1; it
-    returns the new p and changes the dict `state`, which is stored in `dtype` between updates.
+    `update(p, g, state, k, decay)` receives float64 arrays and the number k of the update, from 1.
+    It returns the new p and changes the dict `state`, which is stored in `dtype` between updates.
     """
     params = {key: p.astype(np.float64) for key, p in matrices(initial())}
     states = {key: {} for key in params}
@@ -104,7 +104,7 @@ def reference(update, n, dtype=np.float64):
 
 
 def adamw_update(p, g, state, k, lr, decay, betas, eps):
-    """The rule of torch.optim.AdamW."""
+    """Apply the rule of torch.optim.AdamW."""
     (b1, b2), zero = betas, np.zeros_like(p)
     state["mu"] = b1 * state.get("mu", zero) + (1 - b1) * g
     state["nu"] = b2 * state.get("nu", zero) + (1 - b2) * g * g
@@ -118,7 +118,7 @@ def assert_params(params, expected, atol):
 
 
 def assert_moments(moments, states, name, rtol, keys=None):
-    """Moments agree to `rtol` of the largest; `keys` lists all that there should be."""
+    """Check that moments agree to `rtol` of the largest; `keys` lists the expected moments."""
     result = dict(matrices(moments))
     assert result.keys() == (set(states) if keys is None else keys)
     for key, moment in result.items():

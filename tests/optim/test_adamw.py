@@ -1,4 +1,4 @@
-"""AdamW against torch's, and its state."""
+"""AdamW compared with PyTorch's, and its state."""
 
 import functools
 
@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jaxforge.optim.adamw import adamw
+from tests.optim.problem import rate
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 DECAY = {"matrix": 0.1, "norm": 0.0}
@@ -17,7 +18,7 @@ N = 200
 
 def initial():
     rng = np.random.default_rng(0)
-    matrix = rng.uniform(-1 / 8, 1 / 8, (64, 64)).astype(np.float32)  # as nn.Linear begins
+    matrix = rng.uniform(-1 / 8, 1 / 8, (64, 64)).astype(np.float32)  # initial values of nn.Linear
     return {"matrix": matrix, "norm": np.ones(64, np.float32)}
 
 
@@ -32,18 +33,13 @@ def gradients():
     ]
 
 
-def rate(n):
-    """A warm-up and a slow decay; 0 in the first update."""
-    return 1e-3 * jnp.minimum(n / 10, 1 - n / 400)
-
-
 @functools.cache
 def make(schedule=rate, betas=BETAS, dtype=jnp.float32):
     return adamw(schedule, betas=betas, eps=EPS, weight_decay=DECAY, state_dtype=dtype)
 
 
 def run(tx, n, params=None, **extra):
-    """(parameters, state) after n updates."""
+    """Return (parameters, state) after n updates."""
     init, step = programs_of(tx)
     params = initial() if params is None else params
     state = init(params)
@@ -54,7 +50,7 @@ def run(tx, n, params=None, **extra):
 
 @functools.lru_cache(8)
 def programs_of(tx):
-    """To begin, and to update: the same for an optimizer that runs again."""
+    """Return jitted init and update, cached per optimizer."""
 
     @jax.jit
     def step(params, state, grads, extra):
@@ -66,7 +62,7 @@ def programs_of(tx):
 
 @functools.cache
 def by_torch(lr, betas):
-    """(parameters, state) after N updates at a constant rate."""
+    """Return (parameters, state) after N updates at a constant rate."""
     torch = pytest.importorskip("torch")
     params = {k: torch.nn.Parameter(torch.from_numpy(v)) for k, v in initial().items()}
     groups = [{"params": [params[k]], "weight_decay": DECAY[k]} for k in params]
@@ -79,7 +75,7 @@ def by_torch(lr, betas):
     return {name: p.detach().numpy() for name, p in params.items()}, state
 
 
-def furthest(a, b):
+def max_difference(a, b):
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.abs(x - y).max()), a, b)))
 
 
@@ -90,29 +86,29 @@ def furthest(a, b):
         (0.9, 0.999),
     ],
 )
-def test_two_hundred_updates_are_torchs_and_closer_than_optaxs(betas):
+def test_adamw_matches_torch_closer_than_optax(betas):
     lr = 1e-3
     theirs, _ = by_torch(lr, betas)
     ours, _ = run(make(lambda n: jnp.float32(lr), betas), N)
     mask = {name: decay > 0 for name, decay in DECAY.items()}
     optaxs, _ = run(optax.adamw(lr, *betas, EPS, weight_decay=0.1, mask=mask), N)
-    assert furthest(theirs, initial()) > 0.02  # they have gone somewhere
-    assert furthest(ours, theirs) <= 5e-7
-    assert furthest(ours, theirs) < furthest(optaxs, theirs)
+    assert max_difference(theirs, initial()) > 0.02  # parameters have changed
+    assert max_difference(ours, theirs) <= 5e-7
+    assert max_difference(ours, theirs) < max_difference(optaxs, theirs)
 
 
-def test_moments_are_torchs():
+def test_moments_match_torch():
     _, theirs = by_torch(1e-3, BETAS)
     _, ours = run(make(), N)
     for name in DECAY:
         m, v = (theirs[name][key].numpy() for key in ("exp_avg", "exp_avg_sq"))
-        # Gradients of both signs cancel in m: its digits are those of their size, sqrt(v).
+        # Gradients of both signs cancel in m: its precision is relative to their size, sqrt(v).
         assert (np.abs(ours.mu[name] - m) <= 1e-6 * np.sqrt(v)).all()
         np.testing.assert_allclose(ours.nu[name], v, rtol=1e-5)
     assert ours.updates == int(theirs["norm"]["step"]) == N
 
 
-def test_only_the_parameters_with_decay_shrink():
+def test_only_parameters_with_decay_shrink():
     zero = jax.tree.map(np.zeros_like, initial())
     tx = make(schedule=lambda n: jnp.float32(0.5))
     updates = jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(zero, initial())
@@ -120,7 +116,7 @@ def test_only_the_parameters_with_decay_shrink():
     np.testing.assert_array_equal(updates["norm"], 0)
 
 
-def test_bfloat16_moments_are_stored_so_and_computed_in_float32():
+def test_bfloat16_moments_are_updated_in_float32():
     params, state = run(make(dtype=jnp.bfloat16), 2)
     assert {leaf.dtype for leaf in jax.tree.leaves((state.mu, state.nu))} == {
         jnp.dtype(jnp.bfloat16)
@@ -153,10 +149,10 @@ def test_lr_scale_multiplies_the_rate(scale):
     expected, expected_state = run(make(lambda n: scale * rate(n)), 20)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-7), scaled, expected)
     jax.tree.map(np.testing.assert_array_equal, state, expected_state)
-    assert furthest(scaled, run(make(), 20, lr_scale=np.float32(1))[0]) > 1e-3
+    assert max_difference(scaled, run(make(), 20, lr_scale=np.float32(1))[0]) > 1e-3
 
 
-def test_rate_of_zero_moves_the_moments_and_the_count_only():
+def test_zero_rate_changes_only_moments_and_count():
     params, state = run(make(), 5, lr_scale=np.float32(0))
     jax.tree.map(np.testing.assert_array_equal, params, initial())
     assert state.updates == 5

@@ -1,4 +1,4 @@
-"""Clipping against torch's."""
+"""Gradient clipping compared with PyTorch."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.conftest import tiny_config
 
 
 def gradients(norm, dtype=np.float32):
-    """A tree of this global norm."""
+    """Return a tree with this global norm."""
     rng = np.random.default_rng(0)
     shapes = {"a": (3, 8, 5), "b": {"c": (7,), "d": ()}}
     tree = jax.tree.map(rng.standard_normal, shapes, is_leaf=lambda node: isinstance(node, tuple))
@@ -39,7 +39,7 @@ def by_torch(grads, max_norm):
     ("norm", "max_norm"),
     [(5.0, 1.0), (1.0001, 1.0), (1.0, 1.0), (0.3, 1.0), (100.0, 0.5), (1e-6, 1e-6), (3e-7, 1e-6)],
 )
-def test_clipping_is_torchs(norm, max_norm):
+def test_clipping_matches_torch(norm, max_norm):
     grads = gradients(norm)
     theirs, their_norm = by_torch(grads, max_norm)
     np.testing.assert_allclose(norm_of(grads), their_norm, rtol=1e-6)
@@ -47,12 +47,12 @@ def test_clipping_is_torchs(norm, max_norm):
         np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
-def test_small_gradients_pass_untouched():
+def test_small_gradients_are_not_clipped():
     grads = gradients(0.5)
     jax.tree.map(np.testing.assert_array_equal, clipped(grads, 1.0), grads)
 
 
-def test_epsilon_counts_among_tiny_norms():
+def test_epsilon_affects_tiny_norms():
     np.testing.assert_allclose(norm_of(clipped(gradients(1e-6), 1e-6)), 0.5e-6, rtol=1e-5)
 
 
@@ -61,7 +61,7 @@ def test_zero_gradients_stay_zero():
     jax.tree.map(np.testing.assert_array_equal, clipped(zero, 1.0), zero)
 
 
-def test_bfloat16_gradients_are_measured_in_float32_and_stay_bfloat16():
+def test_norm_of_bfloat16_gradients_is_computed_in_float32():
     """300² + 1² + 1² ...: in bfloat16 the ones would be lost."""
     grads = {"a": np.array([300.0] + [1.0] * 9000).astype(jnp.bfloat16)}
     assert norm_of(grads).dtype == jnp.float32

@@ -36,7 +36,7 @@ def normal(rng, shape):
 
 
 def heavy_tailed(rng, shape):
-    """Without a variance; some rows see nothing for long."""
+    """Return samples without a variance; most rows are zero."""
     return rng.standard_t(1.1, shape) * (rng.uniform(size=(*shape[:-1], 1)) < 0.3)
 
 
@@ -48,7 +48,7 @@ def packed_and_unpacked(x, kind, u):
 
 
 @pytest.mark.parametrize(("kind", "top"), [(SIGNED, 127), (ROOT, 255)])
-def test_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
+def test_packed_numbers_are_within_quantization_step(kind, top):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4 * BLOCK, 8)) * 10 ** rng.uniform(-12, 3, (4 * BLOCK, 8))
     x[BLOCK : 2 * BLOCK, 3] = 0
@@ -64,7 +64,7 @@ def test_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
     assert np.all(np.sign(result) == np.sign(x)) if kind == ROOT else np.all(result * x >= 0)
 
 
-def test_rounding_is_right_on_average():
+def test_packing_is_unbiased():
     x = np.full((BLOCK, 4096), 0.3, np.float32)
     x[0] = 1
     u = np.random.default_rng(0).uniform(0, 1, x.shape).astype(np.float32)
@@ -74,7 +74,7 @@ def test_rounding_is_right_on_average():
 
 
 def run(name, retained, gradients):
-    """Parameters, and the largest change of one in each update."""
+    """Return parameters, and the largest change of an element in each update."""
     averages = name == "schedule_free_adamw"
     config = tiny_config(
         optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.0},
@@ -100,13 +100,13 @@ def run(name, retained, gradients):
 
 
 def bias(n):
-    """Return biased noise."""
+    """Return noise with a nonzero mean."""
     return jax.tree.map(lambda a, b: 0.01 * (a + 3 * b), drawn(7, normal), drawn(n + 10, normal))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.ours)
-def test_parameters_go_where_float32_takes_them(name):
-    """Each moment is within some per cent of the wide one, so is the way that parameters go."""
+def test_training_with_8bit_moments_stays_close_to_float32(name):
+    """Changes of parameters differ by a few per cent from those with float32 moments."""
     start = drawn(0, normal)
     (wide, _), (ours, _) = (run(name, retained, bias) for retained in ("float32", "8bit"))
     method, off = (
@@ -116,38 +116,38 @@ def test_parameters_go_where_float32_takes_them(name):
     assert 0 < np.linalg.norm(off) < 0.1 * np.linalg.norm(method)
 
 
-def test_no_update_explodes():
-    """Even where v was rounded down to its smallest step it was no less than a quarter of √v."""
+def test_update_size_is_bounded_with_8bit_moments():
+    """Rounding to the smallest quantization step leaves √v at least a quarter of its value."""
     _, sizes = run("adamw", "8bit", lambda n: drawn(n, heavy_tailed))
     assert max(sizes) < 4 * ADAM_AT_MOST * 1e-2
 
 
-def test_parts_and_meshes_change_no_bit(monkeypatch):
+def test_chunks_and_meshes_change_no_bit(monkeypatch):
     params = jax.tree.map(jnp.asarray, drawn(0, normal))
     g = drawn(1, normal)["layers"]["tall"]
 
-    def advanced(mesh_config=None):
+    def run_twice(mesh_config=None):
         retained = moments.EightBit(AXES, 5)
-        location = moments.locations(params, retained)["layers"]["tall"]
+        info = moments.param_infos(params, retained)["layers"]["tall"]
         m, v = (
-            moments.joined(*moments.zeros(params, retained, kind))["layers"]["tall"]
+            moments.join_scales(*moments.init_moments(params, retained, kind))["layers"]["tall"]
             for kind in (SIGNED, ROOT)
         )
-        turn = moments.Turn(retained, jnp.int32(3))
+        moment_update = moments.MomentUpdate(retained, jnp.int32(3))
         rule = lambda _, g, m, v: (g - m, m + g, v + g * g)  # noqa: E731
-        once = jax.jit(functools.partial(turn.advance, rule, location))
+        update = jax.jit(functools.partial(moment_update.apply, rule, info))
         if mesh_config is None:
-            return jax.device_get(once(*once(jnp.asarray(g), m, v)))
+            return jax.device_get(update(*update(jnp.asarray(g), m, v)))
         mesh = make_mesh(mesh_config, jax.devices()[:6])
         like = {"x": jax.ShapeDtypeStruct(g.shape, jnp.float32)}
         at = param_shardings(like, {"x": AXES["layers"]["tall"]}, mesh)["x"]
         with jax.set_mesh(mesh):
-            return jax.device_get(once(*once(*jax.device_put((jnp.asarray(g), m, v), at))))
+            return jax.device_get(update(*update(*jax.device_put((jnp.asarray(g), m, v), at))))
 
-    whole = advanced()
-    monkeypatch.setattr(moments, "AT_ONCE", 2 * BLOCK * 16)
+    whole = run_twice()
+    monkeypatch.setattr(moments, "CHUNK_ELEMENTS", 2 * BLOCK * 16)
     split = {"dp_shard": 2, "tp": 3}
-    for other in (advanced(), advanced(tiny_config(distributed=split))):
+    for other in (run_twice(), run_twice(tiny_config(distributed=split))):
         jax.tree.map(np.testing.assert_array_equal, whole, other)
     _, m, v = whole
     assert m.values.dtype == np.int8

@@ -1,4 +1,4 @@
-"""Common promises of every `optimizer.name`."""
+"""Guarantees of every `optimizer.name`."""
 
 import functools
 
@@ -19,7 +19,7 @@ every_optimizer = pytest.mark.parametrize("name", NAMES)
 
 
 def config_of(name, **optimizer):
-    """A warm-up of four updates, whichever key it is under."""
+    """Return a config with a warm-up of four updates."""
     averages = name == "schedule_free_adamw"
     warmup = {"schedule_free_warmup_steps": 4} if averages else {}
     return tiny_config(
@@ -46,7 +46,7 @@ def test_lr_scale_multiplies_the_rate(name):
 
 
 @every_optimizer
-def test_rate_of_zero_moves_the_moments_and_the_count_only(name):
+def test_zero_rate_changes_only_moments_and_count(name):
     params, (_, state) = problem.run(make(name, lr=LR), 5, lr_scale=0.0)
     jax.tree.map(np.testing.assert_array_equal, params, problem.initial())
     assert state.updates == 5
@@ -55,30 +55,30 @@ def test_rate_of_zero_moves_the_moments_and_the_count_only(name):
 
 
 @every_optimizer
-def test_count_moves_with_updates_only(name):
+def test_count_increases_only_with_updates(name):
     params = problem.initial()
     init, update = problem.programs_of(make(name, lr=LR))
     state = init(params)
     for n, grads in enumerate(problem.gradients(3)):
-        update(params, state, grads, 1.0)  # an update that is thrown away
+        update(params, state, grads, 1.0)  # discarded
         assert updates_made(state) == n
         _, state = update(params, state, grads, 1.0)
     assert updates_made(state) == 3
 
 
 @every_optimizer
-def test_warm_up_is_that_of_the_config(name):
-    """Norm weights have no decay: a first step from zero moments is as long as its rate."""
+def test_warmup_follows_config(name):
+    """Norm weights have no decay: a first step from zero moments is as long as the rate."""
     params, _ = problem.run(make(name, lr=LR), 2)
     step = np.abs(params["norm"] - problem.initial()["norm"]).max()
-    # f(0) = 0 and f(1) = 1/4; schedule-free: 1/4 and 2/4; y takes most of it.
+    # f(0) = 0 and f(1) = 1/4; schedule-free: 1/4 and 2/4, mostly in y.
     low, high = (0.4, 0.8) if name == "schedule_free_adamw" else (0.15, 0.36)
     assert low < step / LR < high
 
 
 @every_optimizer
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_moments_have_the_dtype_of_the_config_from_the_start(name, dtype):
+def test_moments_have_configured_dtype(name, dtype):
     config = config_of(name)
     train = config.train.model_copy(update={"opt_state_dtype": dtype})
     tx = build_optimizer(config.model_copy(update={"train": train}), problem.AXES)
@@ -102,7 +102,7 @@ CONSTANTS = {
 
 @functools.cache
 def three_updates(name, **constant):
-    """Return three updates of a Muon parameter, and of one that decays under AdamW."""
+    """Return a Muon parameter and a decaying AdamW parameter after three updates."""
     axes, params = (
         {k: tree[k] for k in ("square", "longer")} for tree in (problem.AXES, problem.initial())
     )
@@ -110,7 +110,7 @@ def three_updates(name, **constant):
 
 
 @pytest.mark.parametrize(("name", "key"), [(n, key) for n in NAMES for key in CONSTANTS[n]])
-def test_every_constant_of_the_config_counts(name, key):
+def test_every_config_constant_changes_updates(name, key):
     params = three_updates(name, **{key: CONSTANTS[name][key]})
     change = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, three_updates(name))
     assert max(jax.tree.leaves(change)) > 1e-5
@@ -122,14 +122,14 @@ def model_with(name):
 
 
 @every_optimizer
-def test_model_learns_a_batch_by_heart(name):
+def test_model_overfits_a_batch(name):
     ours = model_with(name)
     _, metrics = ours.run(ours.state(), random_batches(ours.config, 1) * 15)
     assert metrics["loss"][-1] < metrics["loss"][0] - 0.5
 
 
 @every_optimizer
-def test_step_that_is_not_finite_changes_nothing_but_the_counts(name):
+def test_nonfinite_step_changes_only_counts(name):
     ours = model_with(name)
     batches = random_batches(ours.config, 3)
     state, _ = ours.run(ours.state(), batches[:2])

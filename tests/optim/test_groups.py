@@ -24,7 +24,7 @@ VARIANTS = [
 
 
 def decay_by_name(model, weight_decay):
-    """KempnerForge's names of the parameters, each with its decay and its shape."""
+    """Return decay arrays of the parameters' shapes by KempnerForge's names."""
     decay = jax.tree.map(
         lambda d, leaf: np.full(leaf.shape, d),
         decay_groups(model.axes, OptimizerConfig(weight_decay=weight_decay)),
@@ -34,8 +34,8 @@ def decay_by_name(model, weight_decay):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_decay_is_kempnerforges(variant):
-    """There: more than one dimension, and no "bias" in the name; a layer's own dimensions."""
+def test_decay_matches_kempnerforge(variant):
+    """KempnerForge decays parameters of several dimensions without "bias" in the name."""
     named = decay_by_name(Model(ModelConfig(**{**TINY["model"], **variant})), 0.3)
     for name, decay in named.items():
         expected = 0.3 if decay.ndim > 1 and "bias" not in name else 0.0
@@ -43,15 +43,15 @@ def test_decay_is_kempnerforges(variant):
     assert any("norm" in name for name in named)
 
 
-def test_patterns_override_what_dimensions_say():
+def test_decay_patterns_override_dimensions():
     model = Model(ModelConfig(**{**TINY["model"], "qkv_bias": True}))
-    asked = OptimizerConfig(
+    requested = OptimizerConfig(
         weight_decay=0.3,
         decay_patterns=(r"norm\.weight$", "q_proj"),
         no_decay_patterns=("embedding|head", "q_proj.bias", "mlp_norm"),
     )
     plain = flatten_dict(decay_groups(model.axes, OptimizerConfig(weight_decay=0.3)), sep=".")
-    decay = flatten_dict(decay_groups(model.axes, asked), sep=".")
+    decay = flatten_dict(decay_groups(model.axes, requested), sep=".")
     assert {name: value for name, value in decay.items() if value != plain[name]} == {
         "layers.attention_norm.weight": 0.3,
         "norm.weight": 0.3,
@@ -60,14 +60,12 @@ def test_patterns_override_what_dimensions_say():
     }
 
 
-def test_pattern_that_means_nothing_is_a_mistake():
+def test_unmatched_or_invalid_decay_pattern_raises():
     axes = Model(ModelConfig(**TINY["model"])).axes
-    asked = OptimizerConfig(no_decay_patterns=("norm", "embeding"))
-    message = (
-        r'optimizer.no_decay_patterns: "embeding" is in the name of no parameter; they are lay'
-    )
+    requested = OptimizerConfig(no_decay_patterns=("norm", "embeding"))
+    message = r'optimizer.no_decay_patterns: "embeding" matches no parameter. Parameters are lay'
     with pytest.raises(UserError, match=message):
-        decay_groups(axes, asked)
+        decay_groups(axes, requested)
     with pytest.raises(ValueError, match=r'decay_patterns: "\*" is not a regular expression: noth'):
         OptimizerConfig(decay_patterns=("*",))
 
@@ -80,7 +78,7 @@ def test_stacked_layers_do_not_count_as_a_dimension():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
-def test_without_gradients_matrices_shrink_and_the_rest_stands_still(name):
+def test_zero_gradients_only_shrink_matrices(name):
     config = tiny_config(
         model={"norm_type": "layernorm", "qk_norm": True, "qkv_bias": True},
         optimizer={"name": name, "lr": 0.1, "weight_decay": 0.5},

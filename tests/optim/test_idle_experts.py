@@ -1,4 +1,4 @@
-"""Experts without tokens in an update are skipped, as PyTorch skips parameters without gradient."""
+"""Skipping of experts without tokens, as PyTorch skips parameters without a gradient."""
 
 import functools
 
@@ -28,8 +28,11 @@ AXES = unflatten_dict({name: axes for name, (_, axes) in SHAPES.items()}, sep=".
 WEIGHT, BIAS = list(SHAPES)[2:]
 UPDATES = 9
 REACHED = np.random.default_rng(5).random((UPDATES, 2, 3)) < 0.5
-REACHED[:, 0, 1], REACHED[:, 1, 2] = False, True  # an idle expert from the beginning, a busy one
-OURS = OPTIMIZERS.names()
+REACHED[:, 0, 1], REACHED[:, 1, 2] = (
+    False,
+    True,
+)  # an expert that is always idle, and one that never is
+BUILTIN = OPTIMIZERS.names()
 
 
 def values(seed):
@@ -39,7 +42,7 @@ def values(seed):
 
 @functools.cache
 def gradients():
-    """Return gradients in which experts without tokens have zeros, as in the step."""
+    """Return gradients with zeros for experts without tokens, as in the step."""
     every = [values(10 + n) for n in range(UPDATES)]
     for grads, reached in zip(every, REACHED, strict=True):
         grads[WEIGHT][~reached], grads[BIAS][~reached] = 0, 0
@@ -59,7 +62,7 @@ def config_of(name, **train):
 
 
 def run(tx, init, grads, reached=None):
-    """The parameters and the state after some updates."""
+    """Return the parameters and the state after updates with `grads`."""
 
     @jax.jit
     def step(params, state, grads, reached):
@@ -69,9 +72,9 @@ def run(tx, init, grads, reached=None):
 
     params = unflatten_dict(init, sep=".")
     state = jax.jit(tx.init)(params)
-    for i, of_update in enumerate(grads):
-        now = None if reached is None else reached[i]
-        params, state = step(params, state, unflatten_dict(of_update, sep="."), now)
+    for i, update_grads in enumerate(grads):
+        reached_now = None if reached is None else reached[i]
+        params, state = step(params, state, unflatten_dict(update_grads, sep="."), reached_now)
     params, fields = jax.device_get((params, state[1]._asdict()))
     return flatten_dict(params, sep="."), fields
 
@@ -85,9 +88,9 @@ def adam_of_optax(own_names):
 
 
 @pytest.mark.usefixtures("adam_of_optax")
-@pytest.mark.parametrize("name", [*OURS, "adam_of_optax"])
-def test_each_expert_is_updated_as_a_parameter_of_its_own(name):
-    """The reference is the same rule, without the option, on one expert and its own updates."""
+@pytest.mark.parametrize("name", [*BUILTIN, "adam_of_optax"])
+def test_experts_are_updated_like_separate_parameters(name):
+    """The reference is the same rule without the option, on a single expert and its updates."""
     config = config_of(name)
     params, fields = run(build_optimizer(config, AXES), values(0), gradients(), REACHED)
     optimizer = config.optimizer.model_copy(update={"skip_idle_experts": None})
@@ -97,10 +100,10 @@ def test_each_expert_is_updated_as_a_parameter_of_its_own(name):
     def alone(layer, expert):
         own = lambda v: {k: v[k][layer, expert] for k in (WEIGHT, BIAS)}  # noqa: E731
         axes = {k: SHAPES[k][1][2:] for k in (WEIGHT, BIAS)}
-        mine = [own(g) for g, reached in zip(gradients(), REACHED, strict=True)
+        expert_grads = [own(g) for g, reached in zip(gradients(), REACHED, strict=True)
                 if reached[layer, expert]]  # fmt: skip
-        asked = plain.model_copy(update={"optimizer": plain.optimizer.for_names(axes)})
-        return run(build_optimizer(asked, tree(axes)), own(values(0)), mine)
+        requested = plain.model_copy(update={"optimizer": plain.optimizer.for_names(axes)})
+        return run(build_optimizer(requested, tree(axes)), own(values(0)), expert_grads)
 
     for layer, expert in np.ndindex(2, 3):
         expected, state = alone(layer, expert)
@@ -124,8 +127,8 @@ def test_each_expert_is_updated_as_a_parameter_of_its_own(name):
     others = {k: v for k, v in values(0).items() if k not in (WEIGHT, BIAS)}
     grads = [{k: g[k] for k in others} for g in gradients()]
     axes = {k: SHAPES[k][1] for k in others}
-    asked = plain.model_copy(update={"optimizer": plain.optimizer.for_names(axes)})
-    expected, _ = run(build_optimizer(asked, tree(axes)), others, grads)
+    requested = plain.model_copy(update={"optimizer": plain.optimizer.for_names(axes)})
+    expected, _ = run(build_optimizer(requested, tree(axes)), others, grads)
     for key, value in expected.items():
         np.testing.assert_allclose(params[key], value, atol=1e-7)
 
@@ -134,20 +137,20 @@ FIRST = REACHED & (REACHED.cumsum(axis=0) == 1)
 
 
 @functools.cache
-def wide():
-    """Parameters after each update, with moments in float32."""
+def float32_params():
+    """Return the parameters after each update with float32 moments."""
     return [run(build_optimizer(config_of("adamw"), AXES), values(0), gradients()[:n], REACHED)[0]
             for n in range(1, 5)]  # fmt: skip
 
 
 @pytest.mark.parametrize("rows_at_once", [None, 32 * 8])
-def test_moments_in_eight_bits_of_idle_experts_keep_their_bits(monkeypatch, rows_at_once):
-    """And the first update of an expert is exact, as it rounds moments for the next one only."""
+def test_idle_experts_keep_bits_of_8bit_moments(monkeypatch, rows_at_once):
+    """An expert's first update is exact, because rounded moments affect only later updates."""
     if rows_at_once:
-        monkeypatch.setattr(moments, "AT_ONCE", rows_at_once)
+        monkeypatch.setattr(moments, "CHUNK_ELEMENTS", rows_at_once)
     tx = build_optimizer(config_of("adamw", opt_state_dtype="8bit"), AXES)
     before = values(0), None
-    for n, expected in enumerate(wide()):
+    for n, expected in enumerate(float32_params()):
         after = run(tx, values(0), gradients()[: n + 1], REACHED)
         np.testing.assert_allclose(
             after[0][WEIGHT][FIRST[n]], expected[WEIGHT][FIRST[n]], atol=1e-6
@@ -162,15 +165,15 @@ def test_moments_in_eight_bits_of_idle_experts_keep_their_bits(monkeypatch, rows
         before = after
 
 
-def test_moments_on_the_host_are_those_on_the_device():
-    here = run(build_optimizer(config_of("adamw"), AXES), values(0), gradients(), REACHED)
+def test_idle_expert_moments_match_on_host_and_device():
+    on_device = run(build_optimizer(config_of("adamw"), AXES), values(0), gradients(), REACHED)
     tx = build_optimizer(config_of("adamw", offload=("optimizer",)), AXES)
-    there = run(tx, values(0), gradients(), REACHED)
+    on_host = run(tx, values(0), gradients(), REACHED)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8)
-    jax.tree.map(close, there, here)
+    jax.tree.map(close, on_host, on_device)
 
 
-def test_gradients_of_zeros_tell_idle_experts_where_nobody_does():
+def test_zero_gradients_identify_idle_experts():
     """Updates recomputed from gradients (`replay --against`) have no counts."""
     tx = build_optimizer(config_of("adamw"), AXES)
     params, fields = run(tx, values(0), gradients())
@@ -178,8 +181,8 @@ def test_gradients_of_zeros_tell_idle_experts_where_nobody_does():
     jax.tree.map(np.testing.assert_array_equal, (params, fields), expected)
 
 
-def test_decay_patterns_that_are_found_nowhere_are_refused():
+def test_unmatched_decay_pattern_raises_with_idle_experts():
     config = config_of("adamw")
     optimizer = config.optimizer.model_copy(update={"decay_patterns": ("nowhere",)})
-    with pytest.raises(UserError, match='"nowhere" is in the name of no parameter'):
+    with pytest.raises(UserError, match='"nowhere" matches no parameter'):
         build_optimizer(config.model_copy(update={"optimizer": optimizer}), AXES)

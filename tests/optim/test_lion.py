@@ -1,4 +1,4 @@
-"""Lion against its formulas."""
+"""Lion compared with its formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def update(p, g, state, k, decay):
     return p * (1 - lr * decay) - lr * np.sign(b1 * m + (1 - b1) * g)
 
 
-def test_hundred_updates_are_those_of_the_formula():
+def test_hundred_updates_match_formula():
     expected, states = problem.reference(update, N)
     params, state = problem.run(make(), N)
     problem.assert_params(params, expected, atol=1e-6)
@@ -30,7 +30,7 @@ def test_hundred_updates_are_those_of_the_formula():
     assert state.updates == N
 
 
-def test_bfloat16_moment_is_stored_so_and_computed_in_float32():
+def test_bfloat16_moment_is_updated_in_float32():
     expected, states = problem.reference(update, 5, problem.BFLOAT16)
     params, state = problem.run(make(dtype=jnp.bfloat16), 5)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.mu)} == {np.dtype(problem.BFLOAT16)}
@@ -39,7 +39,7 @@ def test_bfloat16_moment_is_stored_so_and_computed_in_float32():
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e20])
-def test_every_element_moves_by_the_rate_whatever_its_gradient(size):
+def test_step_size_does_not_depend_on_gradient_size(size):
     params = {"w": np.zeros((2, 2), np.float32)}
     grads = {"w": np.array([[size, -size], [0, size]], np.float32)}
     tx = lion(

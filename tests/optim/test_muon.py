@@ -1,4 +1,4 @@
-"""Muon against its formulas, a matrix at a time; what is Muon's and what AdamW's; meshes."""
+"""Muon compared with its formulas, its selection of parameters, and meshes."""
 
 import functools
 
@@ -35,7 +35,7 @@ def make(schedule=problem.rate, dtype=jnp.float32):
 
 
 def newton_schulz(g, steps=STEPS):
-    """On the left, whatever the shape."""
+    """Orthogonalize with products on the left for every shape."""
     x = g / (np.linalg.norm(g) + 1e-7)
     for _ in range(steps):
         a = x @ x.T
@@ -43,8 +43,8 @@ def newton_schulz(g, steps=STEPS):
     return x
 
 
-def is_muons(shape):
-    """KempnerForge's rule, on the shape that a layer has there."""
+def uses_muon(shape):
+    """Return whether KempnerForge uses Muon, by the shape of a layer's parameter."""
     if len(shape) < 2:
         return False
     m, n = shape[0], int(np.prod(shape[1:]))
@@ -53,7 +53,7 @@ def is_muons(shape):
 
 def update(p, g, state, k, decay):
     lr = float(problem.rate(k - 1))
-    if not is_muons(p.shape):
+    if not uses_muon(p.shape):
         return problem.adamw_update(p, g, state, k, ADAM_RATIO * lr, decay, BETAS, EPS)
     b = MOMENTUM * state.get("momentum", np.zeros_like(p)) + g
     state["momentum"] = b
@@ -62,32 +62,32 @@ def update(p, g, state, k, decay):
     return p * (1 - lr * decay) - lr * u.reshape(p.shape)
 
 
-def test_fifty_updates_are_those_of_the_formulas():
+def test_fifty_updates_match_formulas():
     expected, states = problem.reference(update, N)
     params, state = problem.run(make(), N)
     problem.assert_params(params, expected, atol=2e-6)
-    theirs = {key for key in states if key[0] in FOR_ADAMW}
-    problem.assert_moments(state.momentum, states, "momentum", 1e-6, states.keys() - theirs)
-    problem.assert_moments(state.mu, states, "mu", 1e-6, theirs)
-    problem.assert_moments(state.nu, states, "nu", 1e-5, theirs)
+    adamw_keys = {key for key in states if key[0] in FOR_ADAMW}
+    problem.assert_moments(state.momentum, states, "momentum", 1e-6, states.keys() - adamw_keys)
+    problem.assert_moments(state.mu, states, "mu", 1e-6, adamw_keys)
+    problem.assert_moments(state.nu, states, "nu", 1e-5, adamw_keys)
     assert state.updates == N
 
 
-def test_bfloat16_moments_are_stored_so_and_computed_in_float32():
+def test_bfloat16_moments_are_updated_in_float32():
     expected, states = problem.reference(update, 5, problem.BFLOAT16)
     params, state = problem.run(make(dtype=jnp.bfloat16), 5)
     moments = jax.tree.leaves((state.momentum, state.mu, state.nu))
     assert {leaf.dtype for leaf in moments} == {np.dtype(problem.BFLOAT16)}
     problem.assert_params(params, expected, atol=1e-6)
-    theirs = {key for key in states if key[0] in FOR_ADAMW}
-    problem.assert_moments(state.momentum, states, "momentum", 2**-8, states.keys() - theirs)
+    adamw_keys = {key for key in states if key[0] in FOR_ADAMW}
+    problem.assert_moments(state.momentum, states, "momentum", 2**-8, states.keys() - adamw_keys)
 
 
 orthogonal_of = jax.jit(orthogonal, static_argnums=1)
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16), (40, 4), (1, 7), (7, 1)])
-def test_orthogonal_factor_of_each_matrix_is_its_own(shape):
+def test_matrices_are_orthogonalized_separately(shape):
     rng = np.random.default_rng(0)
     g = rng.standard_normal((3, *shape)) * np.array([1e-6, 1.0, 1e4])[:, None, None]
     ours = np.asarray(orthogonal_of(g.astype(np.float32), STEPS))
@@ -98,7 +98,7 @@ def test_orthogonal_factor_of_each_matrix_is_its_own(shape):
     assert values.max() < 1.25
 
 
-def test_number_of_iterations_counts():
+def test_number_of_newton_schulz_iterations():
     g = np.random.default_rng(0).standard_normal((1, 8, 8), np.float32)
     for steps in (1, 3):
         expected = newton_schulz(g[0].astype(np.float64), steps)
@@ -118,29 +118,29 @@ def test_number_of_iterations_counts():
     ],
     ids=str,
 )
-def test_muon_takes_what_kempnerforges_takes(model):
-    """By shape alone, embedding and output head included."""
+def test_muon_selects_same_parameters_as_kempnerforge(model):
+    """The selection depends only on shapes, and includes embedding and output head."""
     config = tiny_config(model=model, optimizer={"name": "muon"})
     model = Model(config.model)
     _, state = jax.eval_shape(build_optimizer(config, model.axes).init, model.abstract)
-    taken, left, left_too = (
+    by_muon, in_mu, in_nu = (
         set(names(moments)) for moments in (state.momentum, state.mu, state.nu)
     )
-    assert left == left_too
-    assert taken | left == set(names(model.abstract))
-    assert not taken & left
-    flags = [np.full(leaf.shape, name in taken) for name, leaf in names(model.abstract).items()]
+    assert in_mu == in_nu
+    assert by_muon | in_mu == set(names(model.abstract))
+    assert not by_muon & in_mu
+    flags = [np.full(leaf.shape, name in by_muon) for name, leaf in names(model.abstract).items()]
     flags = jax.tree.unflatten(jax.tree.structure(model.abstract), flags)
     for name, flag in to_torch(flags).items():
-        assert (flag == is_muons(flag.shape)).all(), name
+        assert (flag == uses_muon(flag.shape)).all(), name
 
 
 def names(tree):
     return {jax.tree_util.keystr(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def test_adamws_rate_has_its_own_peak_and_the_same_schedule():
-    def moved(**keys):
+def test_muon_adam_lr_changes_only_the_peak():
+    def final_params(**keys):
         config = tiny_config(
             optimizer={"name": "muon", "lr": 1e-2, "weight_decay": 0.0, **keys},
             train={"grad_clip_norm": 1e9},
@@ -149,12 +149,12 @@ def test_adamws_rate_has_its_own_peak_and_the_same_schedule():
         return problem.run(build_optimizer(config, axes), 3, begin)[0]
 
     begin = {name: problem.initial()[name] for name in ("square", "norm")}
-    alike, other = moved(), moved(muon_adam_lr=1e-3)
-    np.testing.assert_array_equal(alike["square"], other["square"])
-    np.testing.assert_allclose(other["norm"] - begin["norm"], (alike["norm"] - begin["norm"]) / 10,
-                               rtol=1e-3)  # fmt: skip
-    # Rates 0, 1/4 and 1/2 of the peak: Adam's steps are at most their sum, and nearly that.
-    assert 0.3e-3 < np.abs(other["norm"] - begin["norm"]).max() < 0.8e-3
+    same_lr, other_lr = final_params(), final_params(muon_adam_lr=1e-3)
+    np.testing.assert_array_equal(same_lr["square"], other_lr["square"])
+    changes = [params["norm"] - begin["norm"] for params in (same_lr, other_lr)]
+    np.testing.assert_allclose(changes[1], changes[0] / 10, rtol=1e-3)
+    # Rates are 0, 1/4 and 1/2 of the peak: Adam's change is at most their sum.
+    assert 0.3e-3 < np.abs(changes[1]).max() < 0.8e-3
 
 
 @functools.cache
@@ -162,7 +162,7 @@ def on_mesh(**distributed):
     dp = distributed.get("dp_shard", 1) * distributed.get("dp_replicate", 1)
     ours = setup(
         tiny_config(
-            model={"vocab_size": 768, "n_layers": 1},  # the embedding is AdamW's
+            model={"vocab_size": 768, "n_layers": 1},  # AdamW updates the embedding
             optimizer={"name": "muon"},
             train={"batch_size": 8 // dp},
             distributed={"dp_shard": 1, **distributed},
@@ -171,21 +171,20 @@ def on_mesh(**distributed):
     return ours, *ours.run(ours.state(), random_batches(ours.config, 6))
 
 
-def test_sharded_matrix_steps_as_on_one_device():
-    """Newton-Schulz of each shard on its own would give other directions altogether."""
+def test_sharded_muon_matches_single_device():
+    """Newton-Schulz iterations on each shard would give entirely different directions."""
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     _, state, metrics = on_mesh()
     ours, sharded, sharded_metrics = on_mesh(**mesh)
     np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-5)
     np.testing.assert_allclose(sharded_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-4)
-    for leave, other in zip(
+    for leaf, other in zip(
         jax.tree.leaves((sharded.params, sharded.opt_state)),
         jax.tree.leaves((state.params, state.opt_state)),
         strict=True,
     ):
-        np.testing.assert_allclose(leave, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
-    wanted = ours.shardings
-    assert jax.tree.map(lambda a: a.sharding, sharded) == wanted
+        np.testing.assert_allclose(leaf, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
+    assert jax.tree.map(lambda a: a.sharding, sharded) == ours.shardings
     _, moments = sharded.opt_state
     embedding = moments.mu["token_embedding"]["embedding"]["weight"]
     q_proj = moments.momentum["layers"]["attention"]["q_proj"]["weight"]

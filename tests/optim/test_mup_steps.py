@@ -1,4 +1,4 @@
-"""muP: how far each rule goes in a parameter of each kind, four times as wide as the base."""
+"""Size of muP updates for each rule and kind of parameter, at four times the base width."""
 
 import functools
 
@@ -43,8 +43,8 @@ def optimizer(name, *, mup, **keys):
 
 
 @functools.cache
-def moved(name, mup, decay=DECAY):
-    """Return the size of one update."""
+def updates(name, mup, decay=DECAY):
+    """Return the changes of the parameters in one update."""
     rng = np.random.default_rng(0)
     make = lambda s: rng.standard_normal(s).astype(np.float32)  # noqa: E731
     params, grads = ({k: make(s) for k, s in SHAPES.items()} for _ in range(2))
@@ -56,45 +56,45 @@ def first_update(tx, grads, params):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "schedule_free_adamw"])
-def test_hidden_matrices_go_a_quarter_of_the_way_and_decay_as_ever(name):
-    plain, wide = moved(name, False), moved(name, True)
-    undecayed = moved(name, False, 0.0), moved(name, True, 0.0)
+def test_mup_scales_steps_of_hidden_matrices_but_not_decay(name):
+    plain, wide = updates(name, False), updates(name, True)
+    undecayed = updates(name, False, 0.0), updates(name, True, 0.0)
     for key in SHAPES:
         factor = 1 / 4 if key in HIDDEN else 1.0
         np.testing.assert_allclose(undecayed[1][key], factor * undecayed[0][key], atol=3e-7)
-        of_decay = [a[key] - b[key] for a, b in zip((plain, wide), undecayed, strict=True)]
-        atol = 3e-7 if name != "schedule_free_adamw" else 1e-5  # it decays after the step
-        np.testing.assert_allclose(of_decay[1], of_decay[0], atol=atol, err_msg=key)
+        decay_changes = [a[key] - b[key] for a, b in zip((plain, wide), undecayed, strict=True)]
+        atol = 3e-7 if name != "schedule_free_adamw" else 1e-5  # the decay follows the step
+        np.testing.assert_allclose(decay_changes[1], decay_changes[0], atol=atol, err_msg=key)
 
 
-def test_muon_goes_as_far_in_hidden_matrices_and_further_in_others():
-    """Muon's parameters are chosen by base shape: the head, 640 by 16 there, is AdamW's."""
-    plain, wide = moved("muon", False, 0.0), moved("muon", True, 0.0)
+def test_mup_factors_of_muon():
+    """Base shapes select Muon's parameters: AdamW updates the head, whose base is 640 x 16."""
+    plain, wide = updates("muon", False, 0.0), updates("muon", True, 0.0)
     factors = {"embedding": 2.0, "positions": 2.0, "router": 2.0}
     for key in SHAPES.keys() - {"head"}:
         expected = factors.get(key, 1.0) * plain[key]
         np.testing.assert_allclose(wide[key], expected, atol=3e-7, err_msg=key)
-    adamw = moved("adamw", False, 0.0)["head"]
+    adamw = updates("adamw", False, 0.0)["head"]
     np.testing.assert_allclose(wide["head"], adamw, atol=1e-7)
     assert np.abs(plain["head"] - adamw).max() > 1e-3
 
 
-def test_eps_falls_as_gradients_do():
-    """A model four times as wide has gradients a quarter as large; eps must not begin to count."""
+def test_mup_scales_eps_with_gradients():
+    """Gradients of a model four times as wide are a quarter as large; eps must shrink with them."""
     params = {k: np.zeros(s, np.float32) for k, s in SHAPES.items()}
-    updates = []
+    results = []
     for mup, gradient in ((False, 1e-6), (True, 1e-6 / 4)):
         tx = optimizer("adamw", mup=mup, eps=1e-6, weight_decay=0.0)
         grads = {k: np.full(s, gradient, np.float32) for k, s in SHAPES.items()}
-        updates.append(first_update(tx, grads, params)["norm"])
-    np.testing.assert_allclose(updates[1], updates[0], rtol=1e-5)
-    np.testing.assert_allclose(updates[0], -RATE / 2, rtol=1e-5)
+        results.append(first_update(tx, grads, params)["norm"])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+    np.testing.assert_allclose(results[0], -RATE / 2, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("own_names")
-def test_rule_of_ones_own_has_the_factors_of_adam():
+def test_custom_rule_has_mup_factors_of_adam():
     register_optimizer("mine")(lambda config, schedule, axes: from_optax(optax.sgd(RATE)))
-    plain, wide = moved("mine", False), moved("mine", True)
+    plain, wide = updates("mine", False), updates("mine", True)
     for key in SHAPES:
         factor = 1 / 4 if key in HIDDEN else 1.0
         np.testing.assert_allclose(wide[key], factor * plain[key], rtol=1e-6)

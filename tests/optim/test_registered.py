@@ -1,4 +1,4 @@
-"""Update rules and schedules that do not come with jaxforge."""
+"""Custom update rules and schedules."""
 
 import jax
 import jax.numpy as jnp
@@ -46,36 +46,36 @@ def config_of(**sections):
 
 
 @pytest.mark.usefixtures("adam_of_optax")
-def test_optax_optimizer_is_what_optax_makes_of_it():
-    """optax's AdamW and ours are the same but for rounding."""
+def test_optax_adamw_matches_builtin_adamw():
+    """AdamW of optax and the built-in one differ only by rounding."""
     theirs, _ = problem.run(build_optimizer(config_of(), problem.AXES), 5)
     ours, _ = problem.run(build_optimizer(tiny_config(), problem.AXES), 5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), theirs, ours)
 
 
 @pytest.mark.usefixtures("adam_of_optax")
-def test_its_state_has_names_and_survives_a_checkpoint():
+def test_optax_state_is_named_and_restored():
     tx = build_optimizer(config_of(), problem.AXES)
     params, opt_state = problem.run(tx, 3)
     assert opt_state[1]._fields == ("updates", "count", "mu", "nu", "count_2")
     assert updates_made(opt_state) == 3
-    remaining = GuardState.fresh(), Counts.of(Progress())
-    state = TrainState(jnp.int32(3), params, opt_state, *remaining)
+    counters = GuardState.fresh(), Counts.of(Progress())
+    state = TrainState(jnp.int32(3), params, opt_state, *counters)
     tree = layout.to_tree(state)
     assert tree["optimizer"].keys() == {"updates", "count", "mu", "nu", "count_2"}
-    fresh = TrainState(jnp.int32(0), params, tx.init(params), *remaining)
-    again = layout.from_tree(tree, fresh)
-    jax.tree.map(np.testing.assert_array_equal, again, state)
+    fresh = TrainState(jnp.int32(0), params, tx.init(params), *counters)
+    restored = layout.from_tree(tree, fresh)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
 @pytest.mark.usefixtures("adam_of_optax")
-def test_lr_scale_multiplies_its_updates():
+def test_lr_scale_multiplies_optax_updates():
     scaled, _ = problem.run(build_optimizer(config_of(), problem.AXES), 2, lr_scale=0)
     jax.tree.map(np.testing.assert_array_equal, scaled, problem.initial())
 
 
 @pytest.mark.usefixtures("adam_of_optax")
-def test_its_moments_lie_where_their_parameters_do():
+def test_optax_moments_are_sharded_like_parameters():
     ours = setup(config_of(train={"batch_size": 4}, distributed={"dp_shard": 2}))
     shardings = ours.shardings
     assert shardings.opt_state[1].mu == shardings.params
@@ -87,13 +87,13 @@ def test_its_moments_lie_where_their_parameters_do():
 
 
 @pytest.mark.usefixtures("adam_of_optax")
-def test_torch_has_nothing_in_its_place():
-    with pytest.raises(UserError, match=r'"adam_of_optax": what PyTorch has .* --weights-only'):
+def test_optax_state_has_no_pytorch_counterpart():
+    with pytest.raises(UserError, match=r'"adam_of_optax": its counterpart in PyTorch'):
         optimizer_layout(config_of())
 
 
-def test_schedule_of_one_s_own_is_the_rate_of_the_run():
-    """torchtitan's warm-up, whose first update has rate 1 / warmup_steps."""
+def test_custom_schedule_sets_learning_rate():
+    """The first update of torchtitan's warm-up has rate 1 / warmup_steps."""
 
     @register_scheduler("from_one")
     def build(config, max_steps, stages):
@@ -103,15 +103,15 @@ def test_schedule_of_one_s_own_is_the_rate_of_the_run():
     np.testing.assert_allclose([rate(jnp.int32(n)) for n in (0, 1, 3, 9)], [0.5, 1.0, 2.0, 2.0])
 
 
-def test_decay_of_one_s_own_has_the_warm_up_of_ours_and_follows_the_batch():
+def test_custom_decay_with_warmup_follows_batch_ramp():
     @register_scheduler("straight")
     def build(config, max_steps, stages):
         return warmup_then(lambda p, floor: 1 - (1 - floor) * p, config, max_steps, stages)
 
     ramp = [{"grad_accum_steps": 1}, {"start": 3, "grad_accum_steps": 4}]
     train = {"grad_accum_steps": 4, "batch_ramp": ramp}
-    mine, ours = (
+    custom, builtin = (
         learning_rate(tiny_config(train=train, scheduler={"name": name, "unit": "samples"}))
         for name in ("straight", "linear")
     )
-    np.testing.assert_array_equal(*([rate(n) for n in range(21)] for rate in (mine, ours)))
+    np.testing.assert_array_equal(*([rate(n) for n in range(21)] for rate in (custom, builtin)))

@@ -1,4 +1,4 @@
-"""Updates below the last digit of a parameter in bfloat16."""
+"""Updates smaller than the last digit of bfloat16 parameters."""
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +13,32 @@ from jaxforge.optim.rounding import kahan, stochastic
 from jaxforge.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
 
-DIGIT = 2.0**-7  # the last one of numbers from 1 to 2
+DIGIT = 2.0**-7  # last digit of numbers from 1 to 2
 
 
 def unit_factors(*shape):
     return {"w": np.ones(shape, jnp.bfloat16)}
 
 
-by_chance = jax.jit(stochastic, static_argnums=2)
+add_stochastically = jax.jit(stochastic, static_argnums=2)
 
 
 def rounded(params, update, step=0):
     updates = jax.tree.map(lambda p: np.full(p.shape, update, np.float32), params)
-    added = by_chance(params, updates, 3, np.int32(step))
+    added = add_stochastically(params, updates, 3, np.int32(step))
     return np.asarray(added["w"], np.float64)
 
 
 @pytest.mark.parametrize("share", [0.3, -0.07])
-def test_chance_rounds_right_on_average_and_to_a_neighbour(share):
-    digit = DIGIT if share > 0 else DIGIT / 2  # below 1 digits are finer
+def test_stochastic_rounding_is_unbiased(share):
+    digit = DIGIT if share > 0 else DIGIT / 2  # digits below 1 are finer
     digits = (rounded(unit_factors(256, 256), share * digit) - 1) / digit
     assert set(np.unique(digits)) == {0.0, np.sign(share)}
     deviation = np.sqrt(abs(share) * (1 - abs(share)) / digits.size)
     assert abs(digits.mean() - share) < 4 * deviation
 
 
-def test_chance_is_another_one_in_each_step_and_the_same_on_each_mesh():
+def test_stochastic_rounding_depends_on_step_not_mesh():
     first = rounded(unit_factors(8, 64), DIGIT / 2)
     np.testing.assert_array_equal(first, rounded(unit_factors(8, 64), DIGIT / 2))
     assert 0.3 < np.mean(first != rounded(unit_factors(8, 64), DIGIT / 2, step=1)) < 0.7
@@ -49,14 +49,14 @@ def test_chance_is_another_one_in_each_step_and_the_same_on_each_mesh():
     )
 
 
-def test_exact_and_nonfinite_values_stay():
+def test_exact_and_nonfinite_values_are_unchanged():
     assert np.all(rounded(unit_factors(8, 64), 3 * DIGIT) == 1 + 3 * DIGIT)
     assert np.all(rounded(unit_factors(8, 64), np.inf) == np.inf)
     assert np.all(np.isnan(rounded(unit_factors(8, 64), np.nan)))
 
 
 @pytest.mark.parametrize("update", [DIGIT / 50, -DIGIT / 50])
-def test_compensation_adds_up_what_bfloat16_loses(update):
+def test_kahan_accumulates_small_updates(update):
     p, c = np.ones(4, jnp.bfloat16), np.zeros(4, jnp.bfloat16)
     assert (p + jnp.bfloat16(update) == p).all()
     add = jax.jit(kahan)
@@ -66,7 +66,7 @@ def test_compensation_adds_up_what_bfloat16_loses(update):
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_wide_parameters_need_none(rounding):
+def test_param_rounding_requires_bfloat16_parameters(rounding):
     with pytest.raises(UserError, match=r"change .*param_rounding to .nearest.") as caught:
         load_config(None, [f"--train.param_rounding={rounding}"])
     assert 'param_dtype to "bfloat16"' in str(caught.value)

@@ -1,4 +1,4 @@
-"""Schedules against those of KempnerForge, and the update that each value belongs to."""
+"""Schedules compared with KempnerForge, and the update of each value."""
 
 import json
 from pathlib import Path
@@ -37,17 +37,17 @@ def schedule_of(max_steps=20, **settings):
 
 
 def factors(n, max_steps=20, **settings):
-    """f(0) ... f(n - 1)."""
+    """Return f(0), ..., f(n - 1)."""
     schedule = schedule_of(max_steps, **settings)
     return np.array([schedule(i) for i in range(n)])
 
 
-def test_every_golden_schedule_has_settings_here():
+def test_golden_schedules_have_settings():
     assert SETTINGS.keys() == BY_STEP.keys()
 
 
 @pytest.mark.parametrize("name", BY_STEP)
-def test_factors_are_kempnerforges(name):
+def test_factors_match_kempnerforge(name):
     golden = BY_STEP[name]
     traced = jax.jit(jax.vmap(schedule_of(**SETTINGS[name])))(jnp.arange(len(golden)))
     np.testing.assert_allclose(traced, golden, rtol=0, atol=1e-6)
@@ -57,7 +57,7 @@ def test_factors_are_kempnerforges(name):
 
 
 @pytest.mark.parametrize("name", [n for n in SETTINGS if n not in ("constant", "none")])
-def test_beyond_the_end_the_rate_stays_at_its_floor(name):
+def test_rate_beyond_end_stays_at_minimum(name):
     schedule = build_schedule(
         SchedulerConfig(warmup_steps=4, min_lr_ratio=0.1, **SETTINGS[name]), 20
     )
@@ -66,7 +66,7 @@ def test_beyond_the_end_the_rate_stays_at_its_floor(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd"])
-def test_no_decay_steps_means_all_that_are_left(name):
+def test_default_decay_steps_fill_the_run(name):
     stable = {"stable_steps": 5} if name == "wsd" else {}
     unset, zero, all_left = (
         factors(24, name=name, decay_steps=n, **stable) for n in (None, 0, 11 if stable else 16)
@@ -77,28 +77,28 @@ def test_no_decay_steps_means_all_that_are_left(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant"])
-def test_run_of_warmup_alone_reaches_its_rate_and_does_not_decay(name):
+def test_warmup_only_run_reaches_peak_without_decay(name):
     np.testing.assert_allclose(factors(5, name=name, max_steps=4), [0, 0.25, 0.5, 0.75, 1])
 
 
-def test_plateau_to_the_end_does_not_decay():
+def test_plateau_until_end_does_not_decay():
     units = factors(24, name="wsd", stable_steps=16)[4:]
     np.testing.assert_array_equal(units, np.ones(20))
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant", "none"])
-def test_without_warmup_the_first_update_has_the_whole_rate(name):
+def test_first_update_without_warmup_has_peak_rate(name):
     assert factors(1, name=name, warmup_steps=0)[0] == 1
 
 
-def test_stable_steps_are_of_wsd_alone():
+def test_stable_steps_apply_only_to_wsd():
     np.testing.assert_array_equal(
         factors(20, name="cosine", stable_steps=5), factors(20, name="cosine")
     )
 
 
 @pytest.mark.parametrize("name", ["cosine", "wsd_linear", "none"])
-def test_update_n_has_the_rate_of_n_minus_one(name):
+def test_update_n_uses_rate_of_step_n_minus_one(name):
     """Adam's steps on a constant gradient have exactly the size of the learning rate."""
     scheduler = {"warmup_steps": 4, "min_lr_ratio": 0.1, **SETTINGS[name]}
     optimizer = {"lr": 0.5, "weight_decay": 0.0, "eps": 1e-30}
@@ -115,7 +115,7 @@ def test_update_n_has_the_rate_of_n_minus_one(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant"])
-def test_warm_up_may_start_above_zero(name):
+def test_warmup_offset_starts_above_zero(name):
     shifted, usual = (factors(20, name=name, warmup_offset=offset) for offset in (1, 0))
     np.testing.assert_allclose(shifted[:4], [0.25, 0.5, 0.75, 1])
     np.testing.assert_array_equal(shifted[4:], usual[4:])
@@ -132,20 +132,20 @@ def test_warm_up_may_start_above_zero(name):
         ({"name": "rex", "warmup_steps": 20}, (20, 20, 21)),
     ],
 )
-def test_boundaries(keys, boundaries):
+def test_boundaries_match_settings(keys, boundaries):
     assert SchedulerConfig(**{"warmup_steps": 4, **keys}).boundaries(20) == boundaries
 
 
 RAMP = (Stage(0, 1), Stage(2, 2), Stage(8, 4))
 
 
-def test_ramp_does_not_bend_a_schedule_of_updates():
+def test_batch_ramp_does_not_change_schedule_in_updates():
     config = SchedulerConfig(warmup_steps=4)
     assert build_schedule(config, 20, RAMP)(3) == build_schedule(config, 20)(3) == 0.75
 
 
 def test_schedule_of_samples_follows_the_ramp():
-    """In microbatches, 6 are read in the warm-up of 4 updates, 56 in the decay of 16."""
+    """The warm-up of 4 updates reads 6 microbatches, the decay of 16 updates 56."""
     config = SchedulerConfig(name="linear", warmup_steps=4, min_lr_ratio=0, unit="samples")
     schedule = build_schedule(config, 20, RAMP)
     got = np.asarray(jax.vmap(schedule)(jnp.arange(22)))
@@ -155,12 +155,12 @@ def test_schedule_of_samples_follows_the_ramp():
     np.testing.assert_allclose([schedule(n) for n in range(22)], want, atol=1e-6)
 
 
-def test_without_a_ramp_samples_are_updates():
+def test_samples_equal_updates_without_batch_ramp():
     samples, updates = (factors(22, unit=unit) for unit in ("samples", "updates"))
     np.testing.assert_array_equal(samples, updates)
 
 
-def test_optimizer_s_rate_follows_the_ramp():
+def test_learning_rate_follows_batch_ramp():
     ramp = [{"grad_accum_steps": 1}, {"start": 3, "grad_accum_steps": 4}]
     train = {"max_steps": 20, "grad_accum_steps": 4, "batch_ramp": ramp}
     scheduler = {"warmup_steps": 4, "unit": "samples"}
@@ -169,7 +169,7 @@ def test_optimizer_s_rate_follows_the_ramp():
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd_cosine", "constant", "rex"])
-def test_run_may_be_longer_than_integers_of_the_device_are(name):
+def test_schedule_works_beyond_32_bit_steps(name):
     schedule = build_schedule(SchedulerConfig(warmup_steps=10, **SETTINGS[name]), 3_000_000_000)
     factors = [float(jax.jit(schedule)(jnp.int32(n))) for n in (0, 5, 10, 2**31 - 1)]
     assert factors[:3] == pytest.approx([0, 0.5, 1])

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW against its formulas, from the first update on."""
+"""Schedule-free AdamW compared with its formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def make(schedule=rate, dtype=jnp.float32):
 
 
 def update(p, g, state, k, decay, warmup_steps=WARMUP):
-    """The order of operations of the class in torch: x is there from the first update on."""
+    """Apply the rule of KempnerForge's class; x exists from the first update on."""
     b1, b2 = BETAS
     lr = LR * (min(1, k / warmup_steps) if warmup_steps else 1)
     v = b2 * state.get("nu", np.zeros_like(p)) + (1 - b2) * g * g
@@ -40,7 +40,7 @@ def update(p, g, state, k, decay, warmup_steps=WARMUP):
     return (1 - b1) * z + b1 * x
 
 
-def test_hundred_updates_are_those_of_the_formula():
+def test_hundred_updates_match_formula():
     expected, states = problem.reference(update, N)
     params, state = problem.run(make(), N)
     problem.assert_params(params, expected, atol=1e-6)
@@ -50,7 +50,7 @@ def test_hundred_updates_are_those_of_the_formula():
     assert state.updates == N
 
 
-def test_bfloat16_moment_is_stored_so_and_the_weights_are_not():
+def test_state_dtype_applies_to_moment_only():
     params, state = problem.run(make(dtype=jnp.bfloat16), 5)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.nu)} == {np.dtype(problem.BFLOAT16)}
     weights = jax.tree.leaves((state.x, state.z, state.weight_sum))
@@ -65,7 +65,7 @@ def test_bfloat16_moment_is_stored_so_and_the_weights_are_not():
     problem.assert_params(params, expected, atol=2e-7)
 
 
-def test_bfloat16_parameters_keep_their_own_dtype_in_the_state():
+def test_weights_in_state_have_dtype_of_parameters():
     half = jax.tree.map(lambda leaf: leaf.astype(problem.BFLOAT16), problem.initial())
     params, state = problem.run(make(), 3, half)
     leaves = jax.tree.leaves((params, state.x, state.z))
@@ -73,31 +73,31 @@ def test_bfloat16_parameters_keep_their_own_dtype_in_the_state():
     assert {leaf.dtype for leaf in jax.tree.leaves(state.nu)} == {np.dtype(np.float32)}
 
 
-def test_updates_at_rate_zero_weigh_nothing_and_divide_by_nothing():
-    """KempnerForge stops here with a ZeroDivisionError."""
+def test_zero_rate_updates_have_no_weight():
+    """KempnerForge raises a ZeroDivisionError here."""
     idle = make(lambda n: jnp.where((n < 3) | (n == 8), 0.0, LR))
     params, state = problem.run(idle, 3)
     for tree in (params, state.x, state.z):
         jax.tree.map(np.testing.assert_array_equal, tree, problem.initial())
     assert state.weight_sum == 0
     params, state = problem.run(idle, 4)
-    jax.tree.map(np.testing.assert_array_equal, state.x, state.z)  # one step: its own mean
+    jax.tree.map(np.testing.assert_array_equal, state.x, state.z)  # the mean of a single step
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-8)  # noqa: E731
     jax.tree.map(close, params, state.z)
     assert np.abs(params["norm"] - problem.initial()["norm"]).max() > LR / 2
-    # Nor does one in the middle: x and z stay where they were, bit for bit.
+    # An update at rate zero in between leaves x and z bit-exact.
     before, after = (problem.run(idle, n)[1] for n in (8, 9))
     jax.tree.map(np.testing.assert_array_equal, (before.x, before.z), (after.x, after.z))
     assert before.weight_sum == after.weight_sum
 
 
-def test_schedule_free_starts_from_its_first_parameters():
-    """Weights are loaded after the state was made."""
+def test_schedule_free_starts_at_first_parameters():
+    """Weights may be loaded after the state was created."""
     tx, params = make(), problem.initial()
 
     @jax.jit
-    def first_updates(begun_with):
-        return tx.update(problem.gradients(1)[0], tx.init(begun_with), params)[0]
+    def first_updates(init_params):
+        return tx.update(problem.gradients(1)[0], tx.init(init_params), params)[0]
 
     updates, expected = map(first_updates, (jax.tree.map(np.zeros_like, params), params))
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
@@ -106,7 +106,7 @@ def test_schedule_free_starts_from_its_first_parameters():
 
 
 @pytest.mark.parametrize(("steps", "factors"), [(0, [1, 1, 1]), (2, [0.5, 1, 1]), (1, [1, 1])])
-def test_warm_up_begins_above_zero_and_is_what_is_logged(steps, factors):
+def test_warmup_starts_above_zero_and_is_logged(steps, factors):
     config = tiny_config(
         optimizer={
             "name": "schedule_free_adamw", "lr": 0.5, "schedule_free_warmup_steps": steps,

@@ -1,4 +1,4 @@
-"""The step lowers for a machine that is not here: nothing runs while it is being built."""
+"""Lowering of the step for target hardware, without running anything."""
 
 import jax
 import pytest
@@ -12,7 +12,7 @@ from tests.conftest import tiny_config
 
 
 @pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
-def test_lowers_on_an_abstract_mesh_of_64_devices(grad_sync):
+def test_step_lowers_on_abstract_mesh_of_64_devices(grad_sync):
     config = tiny_config(
         model={"dim": 128, "n_heads": 8, "n_kv_heads": 4},
         train={"batch_size": 1, "grad_sync": grad_sync, "grad_accum_steps": 2},

@@ -1,4 +1,4 @@
-"""Differences between the processes of a job are found and named; each host's own do not matter."""
+"""Comparison of the processes of a job: reported differences, and settings that may differ."""
 
 import re
 
@@ -18,7 +18,7 @@ max_steps = "2ep"
 
 @pytest.fixture
 def facts(tmp_path):
-    """Facts of a start with settings over `FILE`."""
+    """Return a function from overrides of `FILE` to the facts of a start."""
     path = tmp_path / "run.toml"
     path.write_text(FILE)
     return lambda *settings: job_facts.facts_of_start(load_unresolved(path, settings))
@@ -44,18 +44,18 @@ def facts(tmp_path):
         ('--plugins.modules=["json"]', "code of json .* differs .*: null on"),
     ],
 )
-def test_setting_of_one_process_is_named_with_values_and_hosts(facts, setting, line):
+def test_differing_setting_is_reported_with_values_and_hosts(facts, setting, line):
     result = differences([("a", facts()), ("b", facts(setting))])
     assert re.search(line, result)
     assert result.endswith("start all processes with the same command, config, code and data")
 
 
-def test_versions_code_and_environment_are_compared(facts, monkeypatch):
-    ours = facts()
+def test_differing_versions_code_and_environment_are_reported(facts, monkeypatch):
+    original = facts()
     monkeypatch.setattr("jaxforge.runs.starts.version", lambda name: "0.0.1")
     monkeypatch.setattr("jaxforge.runs.job_facts.source_hash", lambda location: "1234")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
-    lines = differences([("a", ours), ("b", facts())]).splitlines()
+    lines = differences([("a", original), ("b", facts())]).splitlines()
     for name in ("version of jaxlib", "version of numpy", "version of grain", "code of jaxforge",
                  "JAX_ENABLE_X64"):  # fmt: skip
         assert any(line.startswith(name) for line in lines), name
@@ -71,11 +71,11 @@ def test_versions_code_and_environment_are_compared(facts, monkeypatch):
         "--profiling.trace_dir=/fast",
     ],
 )
-def test_own_paths_of_a_host_are_not_compared(facts, setting):
+def test_host_specific_paths_are_not_compared(facts, setting):
     assert facts() == facts(setting)
 
 
-def test_many_processes_are_counted():
+def test_differences_abbreviate_many_processes():
     processes = [(f"host{i}", {"x": int(i == 6), "y": 0}) for i in range(9)]
     assert differences(processes).splitlines()[0] == (
         "x differs between the processes of this job: 0 on processes 0 (host0), 1 (host1), "
@@ -83,13 +83,13 @@ def test_many_processes_are_counted():
     )
 
 
-def test_many_differences_are_counted():
+def test_differences_abbreviate_many_facts():
     processes = [("a", {f"k{i}": 0 for i in range(14)}), ("b", {f"k{i}": 1 for i in range(14)})]
     lines = differences(processes).splitlines()
     assert [line.split()[0] for line in lines[:10]] == [f"k{i}" for i in range(10)]
     assert lines[10] == "and 4 more differ"
 
 
-def test_process_alone_agrees(monkeypatch):
+def test_check_passes_for_single_process(monkeypatch):
     monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", pytest.fail)
     check({"x": 1})

@@ -1,4 +1,4 @@
-"""Every mesh compiles for GPUs that are not here (`make test-gpu-compiler`)."""
+"""Compilation of meshes for GPUs as target hardware (`make test-gpu-compiler`)."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from jaxforge.program import Program
 from jaxforge.training.evaluation import make_eval_step
 
 compiles = pytest.mark.skipif(
-    not targets.gpu_compiler_is_here(),
+    not targets.has_gpu_compiler(),
     reason="needs XLA's compiler for GPUs, 4 GB: make test-gpu-compiler",
 )
 
@@ -97,7 +97,7 @@ def h100s():
 
 @pytest.fixture
 def no_cache():
-    """Programs for devices that are not here can be written to the cache, but not read from it."""
+    """Disable the cache: programs for target hardware can be written to it, but not read."""
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", True)
@@ -106,8 +106,8 @@ def no_cache():
 @compiles
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("name", STEPS)
-def test_step_compiles_and_attends_in_a_kernel(name):
-    """cuDNN's, or where documents are packed the one that needs no mask of all their pairs."""
+def test_step_compiles_with_attention_kernel(name):
+    """The kernel is cuDNN's, or with packed documents the one without an S x S mask."""
     config = config_of(STEPS[name])
     lowered = Program(config, make_mesh(config, h100s())).lower()
     text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
@@ -121,8 +121,8 @@ def test_step_compiles_and_attends_in_a_kernel(name):
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize(("reduce_dtype", "expected"), [("float32", "f32"), ("compute", "bf16")])
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
-def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, expected):
-    """All but the head's, which the loss gives in float32 (docs/kernels.md)."""
+def test_gradients_are_reduced_in_configured_dtype(mode, reduce_dtype, expected):
+    """The gradient of the head is excluded: the loss returns it in float32 (docs/kernels.md)."""
     train = {"grad_sync": mode, "reduce_dtype": reduce_dtype}
     config = config_of(case({"dp_shard": 8}, train, model={"vocab_size": 8192}))
     lowered = Program(config, make_mesh(config, h100s())).lower()
@@ -138,8 +138,8 @@ def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, expected):
 @pytest.mark.parametrize(
     ("mode", "precision"), [("update", "bf16"), ("microbatch", "bf16"), ("microbatch", "fp8")]
 )
-def test_no_weight_travels_in_float32(mode, precision):
-    """Nor the head, nor the first and the last block: fp8 leaves both in bf16, outside the loop."""
+def test_no_weight_is_gathered_in_float32(mode, precision):
+    """The check includes the head, and the first and last block, which fp8 leaves in bf16."""
     train = {"grad_sync": mode, "mixed_precision": precision}
     config = config_of(case({"dp_shard": 8}, train, model={"vocab_size": 8192}))
     lowered = Program(config, make_mesh(config, h100s())).lower()
@@ -155,7 +155,7 @@ def test_no_weight_travels_in_float32(mode, precision):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
 def test_tp_sums_are_reduce_scattered(mode, rows):
-    """A reduce-scatter of [rows, tokens, dim], for all but the loss's own gradient."""
+    """All sums but the loss's own gradient are a reduce-scatter of [rows, tokens, dim]."""
     train = {"grad_sync": mode, "batch_size": rows}
     config = config_of(case({"dp_shard": 4, "tp": 2}, train))
     lowered = Program(config, make_mesh(config, h100s())).lower()
@@ -168,8 +168,8 @@ def test_tp_sums_are_reduce_scattered(mode, rows):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
-def test_offloaded_activations_are_on_the_host():
-    """[layers, sequences, tokens, dim] in bf16, of one device."""
+def test_offloaded_activations_are_on_host():
+    """The offloaded array is [layers, sequences, tokens, dim] in bf16, on one device."""
     config = config_of(case({"dp_shard": 8}, {"offload": ["activations"]}))
     lowered = Program(config, make_mesh(config, h100s())).lower()
     memory = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).memory_analysis()
@@ -184,7 +184,7 @@ FP8_STEPS = {
 
 
 def compiled_in_8_bits(distributed, train, **flags):
-    """The HLO of a step that multiplies in 8 bits, in all of its layers."""
+    """Return the HLO of a step with 8-bit products in all layers."""
     every = {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0}
     config = config_of(case(
         {"dp_shard": 8, **distributed}, {"mixed_precision": "fp8", **every, **train}
@@ -199,7 +199,7 @@ LEAST = 4 + 4 + 4  # forward, dx and dW of a layer; XLA makes one of q, k and v,
 
 
 def kernels_of_linear(text):
-    """Types of the arrays that each kernel with a product of a linear layer takes."""
+    """Return the operand types of each kernel with a product of a linear layer."""
     head = ""
     for line in text.splitlines():
         head = line if line.startswith("%") else head
@@ -210,8 +210,8 @@ def kernels_of_linear(text):
 @compiles
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("name", FP8_STEPS)
-def test_products_of_linear_layers_are_kernels_of_8_bits(name):
-    """Triton's take all arrays in 8 bits; scales are numbers."""
+def test_linear_layers_compile_to_8_bit_kernels(name):
+    """All array operands of Triton's kernels are in 8 bits; scales are scalars."""
     kernels = list(kernels_of_linear(compiled_in_8_bits(*FP8_STEPS[name])))
     assert len(kernels) >= LEAST
     assert set().union(*kernels) == {"f8e4m3fn", "f8e5m2"}
@@ -219,8 +219,8 @@ def test_products_of_linear_layers_are_kernels_of_8_bits(name):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
-def test_without_triton_they_are_cublas_calls_of_8_bits(monkeypatch):
-    """XLA asks for the version of CUDA, which targets do not name otherwise."""
+def test_linear_layers_without_triton_use_8_bit_cublas(monkeypatch):
+    """XLA needs the CUDA version, which targets do not include otherwise."""
     plain = targets._target_config
     runtime = "runtime_version { major: 13 minor: 0 patch: 0 }"
     monkeypatch.setattr(targets, "_target_config", lambda chip: plain(chip) + runtime)
@@ -234,8 +234,8 @@ def test_without_triton_they_are_cublas_calls_of_8_bits(monkeypatch):
 @compiles
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("name", EXPERT_STEPS)
-def test_step_of_experts_compiles_to_hoppers_kernels(name):
-    """Rows of tokens travel, experts do not, and only those kernels multiply with them."""
+def test_experts_compile_to_hopper_kernels(name):
+    """Token rows are exchanged, experts are not, and only these kernels multiply with experts."""
     sections = EXPERT_STEPS[name]
     config = config_of({**sections, "model": EXPERTS})
     lowered = Program(config, make_mesh(config, h100s())).lower()
@@ -249,8 +249,8 @@ def test_step_of_experts_compiles_to_hoppers_kernels(name):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
-def test_matrices_of_experts_travel_in_8_bits():
-    """[experts here, out, in], gathered over `dp_shard`."""
+def test_expert_weights_are_gathered_in_8_bits():
+    """Weights are [local experts, out, in], gathered over `dp_shard`."""
     train = {"mixed_precision": "fp8", "fp8_exclude": [], "grad_sync": "microbatch"}
     config = config_of(case({"ep": 4, "dp_shard": 2}, train, model=EXPERTS))
     lowered = Program(config, make_mesh(config, h100s())).lower()
@@ -262,8 +262,8 @@ def test_matrices_of_experts_travel_in_8_bits():
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
-def test_experts_that_are_gathered_compile():
-    """XLA ended the process without a flag of the table (docs/upstream.md)."""
+def test_gathered_experts_compile():
+    """XLA aborts without a flag of the table (docs/upstream.md)."""
     config = config_of(case({"dp_shard": 8}, {"grad_sync": "microbatch"}, model=EXPERTS))
     lowered = Program(config, make_mesh(config, h100s())).lower()
     options = xla_flags.compiler_options(h100s()[0], {}, has=(xla_flags.EXPERTS,))
@@ -298,7 +298,7 @@ def test_evaluation_and_generation_compile(distributed):
         start.compile()
 
 
-def test_missing_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(targets, "gpu_compiler_is_here", lambda: False)
+def test_missing_gpu_compiler_raises(monkeypatch):
+    monkeypatch.setattr(targets, "has_gpu_compiler", lambda: False)
     with pytest.raises(UserError, match="plan-gpu"):
         targets.gpus("h100")

@@ -1,4 +1,4 @@
-"""The table of chips: what programs may use of them, and what JAX's names of devices mean."""
+"""Table of chips: usable memory, and lookup by JAX's device kind."""
 
 import pytest
 
@@ -15,12 +15,12 @@ from jaxforge.parallel.hardware import CHIPS, known_memory
         ("cpu", None),
     ],
 )
-def test_known_memory_is_that_of_the_exact_device(kind, nbytes, monkeypatch):
+def test_known_memory_needs_exact_device_kind(kind, nbytes, monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert known_memory(kind) == nbytes
 
 
-def test_fraction_of_gpu_memory_follows_the_environment(monkeypatch):
+def test_gpu_memory_fraction_follows_environment(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert CHIPS["h100"].memory == 84_942_979_072 // 2
     assert CHIPS["v5e"].memory == 63 << 28

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: a warm step takes hardly a page from the system."""
+"""Retention of freed memory: few page faults in a warm step."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ import resource, sys
 import jax, jax.numpy as jnp
 from jaxforge.parallel.host_memory import keep_freed_memory
 
-assert keep_freed_memory() == (sys.argv[1] == "kept"), "not what was asked for"
+assert keep_freed_memory() == (sys.argv[1] == "retained")
 
 @jax.jit
 def step(x):
-    for _ in range(4):  # each product is 64 MiB, beyond what malloc can be told to keep
+    for _ in range(4):  # each product is 64 MiB, more than malloc's largest threshold
         x = jnp.tanh(x @ x.T)[:, :16]
     return x
 
@@ -27,7 +27,7 @@ for _ in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(min(faults))  # a system that is short of memory takes pages away in between
+print(min(faults))  # a system that is short of memory may reclaim pages between steps
 """
 
 
@@ -39,7 +39,7 @@ def pages_per_step(kind, **env):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
-def test_freed_memory_stays_unless_the_user_set_malloc_otherwise():
-    given_back = pages_per_step("own", MALLOC_ARENA_MAX="8")
-    assert given_back > 10_000
-    assert pages_per_step("kept") < given_back / 10
+def test_freed_memory_is_retained_without_malloc_settings():
+    without_settings = pages_per_step("own", MALLOC_ARENA_MAX="8")
+    assert without_settings > 10_000
+    assert pages_per_step("retained") < without_settings / 10

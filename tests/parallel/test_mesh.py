@@ -1,4 +1,4 @@
-"""Making the mesh: what goes over slow networks, on devices that are described and not here."""
+"""Arrangement of devices in meshes over several slices and nodes, with descriptions of devices."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ from tests.processes.conftest import ROOT
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Device as JAX describes it."""
+    """Description of a device with the attributes of JAX's devices."""
 
     id: int
     platform: str
@@ -35,7 +35,7 @@ class Device:
 
 
 def slices_of_tpus(n, lengths, kind="TPU v5p"):
-    """n slices, each a torus; four chips a host; in the order of their ids."""
+    """Return the chips of n slices in the order of their ids: tori with four chips per host."""
     coords = [xyz[::-1] for xyz in itertools.product(*(range(length) for length in lengths[::-1]))]
     each = len(coords)
     return [
@@ -46,13 +46,13 @@ def slices_of_tpus(n, lengths, kind="TPU v5p"):
 
 
 def without_slice_index(device):
-    """Return a chip of a single slice as a compiler describes it."""
+    """Return the description of a chip by a compiler, for a single slice."""
     reported = {key: value for key, value in vars(device).items() if key != "slice_index"}
     return types.SimpleNamespace(**reported)
 
 
 def nodes_of_gpus(n, each=8, processes=1):
-    """Nodes as the runtime tells of them: slices. The order of processes is not that of ids."""
+    """Return the GPUs of n nodes, which JAX reports as slices, in another order than their ids."""
     devices = [
         Device(i, "gpu", "NVIDIA H100", i * processes // each, i // each) for i in range(n * each)
     ]
@@ -64,7 +64,7 @@ def mesh_shape(**axes):
 
 
 def spread(arranged, axis):
-    """The slices that each line along an axis goes over."""
+    """Return the slices of each line of devices along an axis."""
     lines = np.moveaxis(arranged, AXES.index(axis), -1).reshape(
         -1, arranged.shape[AXES.index(axis)]
     )
@@ -84,7 +84,7 @@ def spread(arranged, axis):
     ],
     ids=str,
 )
-def test_slices_are_along_the_outer_axes(n, axes, over, caplog):
+def test_slices_are_arranged_along_outer_axes(n, axes, over, caplog):
     shape = mesh_shape(**axes)
     lengths = (4, 2, math.prod(axes.values()) // n // 8)
     devices = slices_of_tpus(n, lengths, "TPU v5 lite")
@@ -99,7 +99,7 @@ def test_slices_are_along_the_outer_axes(n, axes, over, caplog):
     assert all("set dp_replicate = 2" in item for item in warned)
 
 
-def test_several_axes_share_the_slices():
+def test_slices_are_split_over_several_axes():
     arranged = arrange(mesh_shape(pp=2, dp_replicate=4, tp=4), slices_of_tpus(4, (2, 2, 2)))
     assert spread(arranged, "tp") == {(i,) for i in range(4)}
     assert spread(arranged, "pp") == {(0, 2), (1, 3)}
@@ -107,7 +107,7 @@ def test_several_axes_share_the_slices():
 
 
 @pytest.mark.parametrize("described", [lambda device: device, without_slice_index])
-def test_one_slice_is_laid_out_along_its_torus(described):
+def test_single_slice_follows_its_torus(described):
     devices = [described(device) for device in slices_of_tpus(1, (4, 4, 2))]
     arranged = arrange(mesh_shape(dp_shard=8, tp=4), devices)
     assert {d.id for d in arranged.flat} == set(range(32))
@@ -121,30 +121,30 @@ def test_one_slice_is_laid_out_along_its_torus(described):
         (
             2,
             {"tp": 16},
-            r"distributed\.tp = 16 must divide the 8 devices of each of the 2 slices.*: change "
+            r"distributed\.tp = 16 must divide the 8 devices of each of the 2 slices.*\. Change "
             r"distributed\.tp to 8 and distributed\.dp_shard to -1",
         ),
         (
             3,
             {"ep": 3, "tp": 8},
             r"distributed\.ep = 3 \* distributed\.tp = 8 must divide the 8 devices of each of the "
-            r"3 slices.*: lower distributed\.ep or distributed\.tp",
+            r"3 slices.*\. Lower distributed\.ep or distributed\.tp",
         ),
     ],
 )
-def test_per_layer_axes_stay_within_a_slice(n, axes, message):
+def test_inner_axes_over_slices_raise(n, axes, message):
     with pytest.raises(UserError, match=message):
         arrange(mesh_shape(**axes), slices_of_tpus(n, (2, 2, 2)))
 
 
-def test_slices_of_two_sizes_are_refused():
+def test_slices_of_different_sizes_raise():
     devices = slices_of_tpus(2, (2, 2, 1))[:6]
-    with pytest.raises(UserError, match=r"have 4, 2 devices: a mesh needs as many of each"):
+    with pytest.raises(UserError, match=r"differ in size: they have 4, 2 devices"):
         arrange(mesh_shape(dp_shard=6), devices)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_axis_may_be_a_part_of_a_side_of_the_torus(n):
+def test_axis_can_be_part_of_torus_side(n):
     shape = mesh_shape(dp_replicate=n, dp_shard=32, tp=2)
     arranged = arrange(shape, slices_of_tpus(n, (4, 4, 4)))
     pairs = arranged.reshape(-1, 2)
@@ -168,8 +168,8 @@ def test_axis_may_be_a_part_of_a_side_of_the_torus(n):
     ids=str,
 )
 @pytest.mark.parametrize("processes", [1, 8])
-def test_gpus_are_in_the_order_of_their_nodes(n, axes, leave, processes, caplog):
-    """Whatever the order of processes: `tp` stays within a node that it divides."""
+def test_gpus_are_arranged_by_node(n, axes, leave, processes, caplog):
+    """`tp` stays within a node if it divides the node's GPUs, in any order of processes."""
     arranged = arrange(mesh_shape(**axes), nodes_of_gpus(n, processes=processes))
     assert [d.id for d in arranged.flat] == list(range(8 * n))
     warned = [r.getMessage() for r in caplog.records]
@@ -178,9 +178,9 @@ def test_gpus_are_in_the_order_of_their_nodes(n, axes, leave, processes, caplog)
         assert spread(arranged, "tp") == {(i,) for i in range(n)}
 
 
-def test_warning_names_a_size_that_stays_within(caplog):
+def test_warning_suggests_size_within_node(caplog):
     arrange(mesh_shape(tp=24), nodes_of_gpus(3))
-    assert caplog.records[0].getMessage().endswith("; 8 would keep that within a node")
+    assert caplog.records[0].getMessage().endswith("; 8 would stay within a node")
 
 
 PROGRAM = """
@@ -192,9 +192,9 @@ from jaxforge.program import Program
 
 sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "ep": 1, "tp": 4}
 for topology in ("v5e:4x4", "v5p:2x2x4"):
-    one = list(targets.tpus(topology))
-    theirs = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=one)
-    assert (arrange(sizes, one) == theirs.devices).all(), topology
+    devices = list(targets.tpus(topology))
+    expected = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+    assert (arrange(sizes, devices) == expected.devices).all(), topology
 
 model = {"dim": 512, "n_layers": 2, "n_heads": 4, "vocab_size": 4096, "max_seq_len": 512}
 for grad_sync in ("update", "microbatch"):
@@ -210,8 +210,8 @@ for grad_sync in ("update", "microbatch"):
 """
 
 
-@pytest.mark.skipif(not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs")
-def test_real_slices_are_laid_out_and_a_step_compiles_for_two():
+@pytest.mark.skipif(not targets.has_tpu_compiler(), reason="needs XLA's compiler for TPUs")
+def test_step_compiles_for_two_real_slices():
     env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(
@@ -221,15 +221,15 @@ def test_real_slices_are_laid_out_and_a_step_compiles_for_two():
     assert result.stdout == "update compiled True\nmicrobatch compiled True\n"
 
 
-def test_missing_compilers_and_unknown_slices_are_named(monkeypatch):
+def test_missing_tpu_compiler_and_unknown_slice_raise(monkeypatch):
     if importlib.util.find_spec("libtpu") is not None:
         with pytest.raises(UserError, match='no TPU slice "v5e:3x5"'):
             targets.tpus("v5e:3x5")
-    monkeypatch.setattr(targets, "tpu_compiler_is_here", lambda: False)
+    monkeypatch.setattr(targets, "has_tpu_compiler", lambda: False)
     with pytest.raises(UserError, match="plan-tpu"):
         targets.tpus("v5e:4x4")
 
 
-def test_mesh_has_the_axes_of_its_config():
+def test_mesh_has_axes_of_config():
     mesh = make_mesh(tiny_config(distributed={"dp_shard": 4, "tp": 2}))
     assert dict(mesh.shape) == mesh_shape(dp_shard=4, tp=2)

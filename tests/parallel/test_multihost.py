@@ -1,4 +1,4 @@
-"""Environment variables that make a process one of several."""
+"""Connection of the processes of a job: environment variables, timeouts and lost processes."""
 
 import logging
 import socket
@@ -46,12 +46,12 @@ def arguments(address):
         ({"SLURM_STEP_NUM_TASKS": "8", **TORCHRUN}, arguments("node1:29500")),
     ],
 )
-def test_environment_describes_the_job(env, expected, monkeypatch):
+def test_distributed_arguments_follow_environment(env, expected, monkeypatch):
     monkeypatch.setattr(multihost, "_on_tpu_vm", lambda: False)
     assert multihost.distributed_arguments(env) == expected
 
 
-def test_cloud_tpu_asks_its_metadata_server(monkeypatch):
+def test_cloud_tpu_leaves_arguments_to_jax(monkeypatch):
     monkeypatch.setattr(multihost, "_on_tpu_vm", lambda: True)
     assert multihost.distributed_arguments({}) == {}
     assert multihost.distributed_arguments({"JAX_PLATFORMS": "cpu"}) is None
@@ -67,24 +67,24 @@ HALVES = [
 
 @pytest.mark.parametrize("value", [None, ""])
 @pytest.mark.parametrize(("names", "missing"), HALVES)
-def test_half_a_set_of_variables_names_the_other_half(names, missing, value):
-    """An empty one is as good as none: `RANK=$SLURM_PROCID` outside of a job."""
-    there = [name for name in names if name not in missing]
-    env = {name: names[name] if name in there else value for name in names}
+def test_incomplete_variables_raise_with_missing_names(names, missing, value):
+    """An empty variable counts as missing, such as `RANK=$SLURM_PROCID` outside of a job."""
+    present = [name for name in names if name not in missing]
+    env = {name: names[name] if name in present else value for name in names}
     env = {name: value for name, value in env.items() if value is not None}
     absent = ", ".join(name for name in names if name in missing)
-    said = rf"set {absent} too: .* For a single process unset {', '.join(there)}$"
-    with pytest.raises(UserError, match=said):
+    message = rf"set {absent} too: .* For a single process unset {', '.join(present)}$"
+    with pytest.raises(UserError, match=message):
         multihost.distributed_arguments(env)
 
 
 @pytest.mark.parametrize("index", ["4", "-1"])
-def test_process_beyond_the_count_is_an_error(index):
+def test_process_index_beyond_count_raises(index):
     with pytest.raises(UserError, match=f"index {index} must be at least 0 and below the count, 4"):
         multihost.distributed_arguments({**TORCHRUN, "RANK": index})
 
 
-def test_number_of_tasks_that_is_none_is_named():
+def test_non_numeric_task_count_raises():
     with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE=two must be an integer"):
         multihost.distributed_arguments({"OMPI_COMM_WORLD_SIZE": "two"})
 
@@ -100,10 +100,10 @@ BROKEN = (
     [
         (2, "process 0", jax.errors.JaxRuntimeError),
         (3, "another process", jax.errors.JaxRuntimeError),
-        (2, "process 0", ValueError),  # where the collective runs in the call that starts it
+        (2, "process 0", ValueError),  # if the collective runs in the call that starts it
     ],
 )
-def test_connection_that_broke_names_the_lost_process(monkeypatch, count, peer, error):
+def test_broken_connection_reports_lost_process(monkeypatch, count, peer, error):
     registered = []
     monkeypatch.setattr(multihost.atexit, "register", lambda *call: registered.append(call))
     monkeypatch.setattr(jax, "process_count", lambda: count)
@@ -111,19 +111,19 @@ def test_connection_that_broke_names_the_lost_process(monkeypatch, count, peer, 
     reason = r"\(Read error \[127.0.0.1\]:50583: Connection reset by peer\)"
     with (
         pytest.raises(PeerLostError, match=rf"^{peer} of the job is gone, or cut off {reason}\."),
-        multihost.leaving_at_once_on_failure(),
+        multihost.exit_at_once_on_failure(),
     ):
         raise error(BROKEN)
     assert registered == [(multihost.end_now, Exit.ABORTED.code)]
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"),
-        multihost.leaving_at_once_on_failure(),
+        multihost.exit_at_once_on_failure(),
     ):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
     assert registered[1:] == [(multihost.end_now, Exit.ERROR.code)]
 
 
-def test_process_count_that_is_no_number():
+def test_non_numeric_process_count_raises():
     with pytest.raises(UserError, match="'four'"):
         multihost.distributed_arguments({**EXPLICIT, "JAX_NUM_PROCESSES": "four"})
 
@@ -131,12 +131,12 @@ def test_process_count_that_is_no_number():
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(multihost, "JOIN_SEC", 0.05)
-    monkeypatch.setattr(multihost, "_KNOCK_SEC", 0.05)
+    monkeypatch.setattr(multihost, "CONNECT_SEC", 0.05)
 
 
 @pytest.fixture
 def port():
-    """A port of this host where nobody listens."""
+    """Return a port of this host on which no process listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         yield free.getsockname()[1]
@@ -149,32 +149,32 @@ def environment(address, index):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_host_that_does_not_answer_is_named(port, caplog, monkeypatch):
+def test_unreachable_host_raises_after_timeout(port, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     caplog.set_level(logging.INFO, "jaxforge")
     whom = f"process 0 of 3 at 127.0.0.1:{port}"
-    with pytest.raises(UserError, match=rf"waited 0.05 s for {whom}: .*\. Is it running"):
+    with pytest.raises(UserError, match=rf"waited 0.05 s for {whom}: .*\. Check that all"):
         multihost.initialize(env=environment(f"127.0.0.1:{port}", 1))
     assert set(caplog.messages) == {f"waiting for {whom}, up to 0.05 s"}
 
 
-def test_address_without_a_port():
-    with pytest.raises(UserError, match="no host and port: coordinator address 'node1'"):
+def test_address_without_port_raises():
+    with pytest.raises(UserError, match="coordinator address 'node1' must be a host and a port"):
         multihost.initialize(env=environment("node1", 1))
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("index", [0, 1])
-def test_who_is_alone_gives_up_before_jax_aborts(index, monkeypatch, capsys):
-    given_up = threading.Event()
+def test_missing_processes_end_the_wait_before_jax_aborts(index, monkeypatch, capsys):
+    has_ended = threading.Event()
 
-    def waits_for_the_others(**arguments):
+    def wait_for_processes(**arguments):
         assert arguments["initialization_timeout"] > multihost.JOIN_SEC
-        assert given_up.wait(PATIENCE)
+        assert has_ended.wait(PATIENCE)
         raise InterruptedError
 
-    monkeypatch.setattr(multihost, "end_now", lambda code, flush: given_up.set())
-    monkeypatch.setattr(jax.distributed, "initialize", waits_for_the_others)
+    monkeypatch.setattr(multihost, "end_now", lambda code, flush: has_ended.set())
+    monkeypatch.setattr(jax.distributed, "initialize", wait_for_processes)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(InterruptedError):
@@ -183,7 +183,7 @@ def test_who_is_alone_gives_up_before_jax_aborts(index, monkeypatch, capsys):
     assert f"error: waited 0.05 s for {whom} {address}: some did not" in capsys.readouterr().err
 
 
-def test_port_in_use_is_named(monkeypatch):
+def test_port_in_use_raises(monkeypatch):
     def fails(**_):
         raise jax.errors.JaxRuntimeError("UNKNOWN: Failed to start RPC server")
 
@@ -193,20 +193,20 @@ def test_port_in_use_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "reason"),
     [
         (RuntimeError("Unable to: ['cpu']. (set JAX_PLATFORMS='' to)"), "Unable to: ['cpu']. Inst"),
-        (AssertionError(), "there is no such platform here. Install"),
+        (AssertionError(), "the platform does not exist on this machine. Inst"),
     ],
 )
-def test_platform_that_is_not_there_is_named(error, said, monkeypatch):
+def test_missing_platform_raises(error, reason, monkeypatch):
     monkeypatch.setattr(jax, "devices", raises(error))
     with pytest.raises(UserError) as caught:
         multihost.initialize(env={"JAX_PLATFORMS": "cuda"})
-    assert f"JAX_PLATFORMS=cuda: JAX finds no devices: {said}" in str(caught.value)
+    assert f"JAX_PLATFORMS=cuda: JAX finds no devices: {reason}" in str(caught.value)
 
 
-def test_devices_that_are_in_use_may_be_free_at_the_next_start(monkeypatch):
+def test_devices_in_use_keep_the_original_error(monkeypatch):
     monkeypatch.setattr(jax, "devices", raises(RuntimeError("The TPU is already in use")))
     with pytest.raises(RuntimeError, match="already in use"):
         multihost.initialize(env={})

@@ -1,4 +1,4 @@
-"""One rules table: every rule names a mesh axis, every dimension divides or is named."""
+"""Sharding rules: mesh axes of logical axes, divisibility, and constraints."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_every_rule_names_mesh_axes():
         assert set(axes) <= set(AXES)
 
 
-def test_mesh_takes_the_axes_in_order():
+def test_mesh_axes_are_in_order():
     mesh = mesh_of(dp_replicate=2, dp_shard=-1, tp=2)
     assert tuple(mesh.axis_names) == AXES
     assert data_parallel_size(mesh) == 4
@@ -36,42 +36,42 @@ def test_mesh_takes_the_axes_in_order():
         (
             {"dim": 36, "n_heads": 2, "n_kv_heads": 1},
             {"dp_shard": 8},
-            r"k_proj\.weight: dimension 2 \(embed, size 36\) does not divide by dp_shard = 8; "
-            r"change model\.dim or distributed\.dp_shard",
+            r"k_proj\.weight: dimension 2 \(embed, size 36\) does not divide by dp_shard = 8\. "
+            r"Change model\.dim or distributed\.dp_shard",
         ),
         (
             {"dim": 36, "n_heads": 2, "n_kv_heads": 1},
             {"tp": 8},
-            r"k_proj\.weight: dimension 1 \(kv_heads, size 18\).*tp = 8; change model\.n_kv_heads",
+            r"k_proj\.weight: dimension 1 \(kv_heads, size 18\).*tp = 8\. Change model\.n_kv_heads",
         ),
     ],
 )
-def test_dimension_that_does_not_divide_is_named(model, distributed, message):
+def test_indivisible_dimension_raises(model, distributed, message):
     model = build_model(tiny_config(model=model))
     with pytest.raises(UserError, match=message):
         param_shardings(model.abstract, model.axes, mesh_of(**distributed))
 
 
-def test_constrain_is_the_identity_without_a_mesh():
+def test_constrain_without_mesh_is_identity():
     x = jnp.ones((2, 4, 8))
     assert constrain(x, "batch", "seq", None) is x
 
 
-def test_constrain_lays_out_and_leaves_manual_axes_alone():
+def test_constrain_ignores_manual_axes():
     mesh = mesh_of(dp_shard=4, tp=2)
     with jax.set_mesh(mesh):
         y = jax.jit(lambda x: constrain(x, "batch", "seq", None))(jnp.ones((4, 4, 8)))
         assert y.sharding.shard_shape(y.shape) == (1, 2, 8)
 
-        def local(x):
+        def constrain_local(x):
             assert x.shape == (1, 4, 8)
             return constrain(x, "batch", "seq", None)
 
         spec = P(("dp_replicate", "dp_shard"))
-        manual = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec,
+        manual = jax.shard_map(constrain_local, mesh=mesh, in_specs=spec, out_specs=spec,
                                axis_names={"dp_replicate", "dp_shard"})  # fmt: skip
         assert jax.jit(manual)(jnp.ones((4, 4, 8))).shape == (4, 4, 8)
 
 
-def test_layers_are_split_over_stages_alone():
+def test_layers_are_split_over_stages():
     assert partition_spec(("layers", "mlp", "embed")) == P("pp", "tp", ("dp_shard", "cp", "ep"))

@@ -1,4 +1,4 @@
-"""Threads for devices that wait for each other."""
+"""Size of the thread pool for virtual devices."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxforge.parallel.virtual_devices import lend_threads
+from jaxforge.parallel.virtual_devices import enlarge_thread_pool
 
 PROGRAM = """
 from pathlib import Path
@@ -28,15 +28,15 @@ print(len(jax.devices()), sum(name.startswith("tf_XLAEigen") for name in names))
         ("--xla_dump_to=x", {}, {}),
     ],
 )
-def test_virtual_device_gets_four_unless_the_user_says_how_many(flags, own, expected):
+def test_thread_pool_has_four_threads_per_virtual_device(flags, own, expected):
     env = {"XLA_FLAGS": flags, **own}
-    lend_threads(env)
+    enlarge_thread_pool(env)
     assert env == {"XLA_FLAGS": flags, **expected}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_xla_takes_as_many():
-    """Else programs with independent collectives stop for good (docs/upstream.md)."""
+def test_xla_starts_enlarged_thread_pool():
+    """Otherwise programs with independent collectives deadlock (docs/upstream.md)."""
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Compiler flags: the compiler knows them, the user's win, and the docs show the table."""
+"""Compiler flags: acceptance by XLA, precedence of user flags, and the table in the docs."""
 
 import importlib.util
 import logging
@@ -38,15 +38,15 @@ def jaxforge_logs(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("device", [H100, B200], ids=lambda d: d.device_kind)
-def test_xla_knows_the_flags_for_gpus(device):
-    """The options of all backends are known to each build, so a CPU can tell."""
+def test_xla_accepts_gpu_flags(device):
+    """Every build of XLA knows the options of all backends, so that a CPU is enough."""
     options = compiler_options(device, {}, env={}, has=(EXPERTS,))
     assert options["optimization_level"] == 19, "EFFORT_O1"
     jax.jit(lambda: 0).lower().compile(compiler_options=options)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu to compile")
-def test_libtpu_knows_the_flags_for_tpus():
+def test_libtpu_accepts_tpu_flags():
     code = """
 import jax, numpy as np
 from jax.experimental import topologies
@@ -70,25 +70,25 @@ for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
     ]  # fmt: skip
 
 
-def test_each_kind_of_device_has_its_own():
+def test_flags_depend_on_device_kind():
     h100, b200, v5p, v6e = (
         set(compiler_options(device, {}, env={})) for device in (H100, B200, V5P, V6E)
     )
     assert b200 - h100 == {"xla_gpu_enable_command_buffer"}
     assert "xla_enable_async_all_gather" in v5p & v6e
     assert not h100 & v5p
-    for device in (V5E, CPU):  # v5e, whose name starts like v5p's, gathers so by default
+    for device in (V5E, CPU):  # v5e, whose kind starts like v5p's, does so by default
         assert compiler_options(device, {}, env={}) == {}
 
 
-def test_loops_with_spread_experts_are_not_unrolled_on_gpus():
+def test_expert_loops_are_not_unrolled_on_gpus():
     name = "xla_gpu_enable_while_loop_unrolling"
     assert name not in compiler_options(H100, {}, env={})
-    for device, has_it in ((H100, True), (B200, True), (V5P, False)):
-        assert (name in compiler_options(device, {}, env={}, has=(EXPERTS,))) == has_it
+    for device, is_set in ((H100, True), (B200, True), (V5P, False)):
+        assert (name in compiler_options(device, {}, env={}, has=(EXPERTS,))) == is_set
 
 
-def test_user_flags_win():
+def test_user_flags_take_precedence():
     own = {"optimization_level": "2", "xla_gpu_enable_triton_gemm": "False"}
     assert compiler_options(H100, own, env={}) == {
         "optimization_level": 29,
@@ -105,54 +105,56 @@ def test_user_flags_win():
     ("name", "value"),
     [("xla_gpu_nope", "true"), ("xla_gpu_autotune_level", "high"), ("optimization_level", "O1")],
 )
-def test_wrong_flag_of_the_user_is_an_error(name, value):
+def test_rejected_user_flag_raises(name, value):
     config = JobConfig.model_validate({"train": {"xla_flags": {name: value}}})
     with pytest.raises(UserError, match=f"train.xla_flags.{name} = {value}"):
         compilation.accepted_flags(config)
 
 
-def test_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
-    lost = Flag("cpu", "xla_nope", "1", "", "")
-    retained = Flag("cpu", "xla_cpu_enable_fast_math", "false", "", "")
-    monkeypatch.setattr(xla_flags, "FLAGS", (lost, retained))
+def test_rejected_default_flag_is_ignored(monkeypatch, caplog):
+    unknown = Flag("cpu", "xla_nope", "1", "", "")
+    known = Flag("cpu", "xla_cpu_enable_fast_math", "false", "", "")
+    monkeypatch.setattr(xla_flags, "FLAGS", (unknown, known))
     assert compilation.accepted_flags(JobConfig()) == {"xla_cpu_enable_fast_math": False}
-    assert "does not take xla_nope=1; going on without" in caplog.text
+    assert "does not accept xla_nope=1: the flag is ignored" in caplog.text
     assert "XLA flags: xla_cpu_enable_fast_math=False" in caplog.text
 
 
-def test_step_is_compiled_with_them():
+def test_compile_step_passes_flags():
     lowered = jax.jit(lambda: 0).lower()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nope"):
         compilation.compile_step(lowered, {"xla_nope": True})
 
 
-def test_where_compiled_programs_are_kept(monkeypatch, tmp_path):
+def test_cache_directory_precedence(monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    where = compilation.cache_directory
-    assert where(TrainConfig()) == ""  # a CPU
+    directory = compilation.cache_directory
+    assert directory(TrainConfig()) == ""  # a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert where(TrainConfig()) == "/cache/jaxforge/xla"
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/jax")
-    assert where(TrainConfig()) == "/of/jax"
-    assert where(TrainConfig(compilation_cache_dir="/mine")) == "/mine"
-    assert where(TrainConfig(compilation_cache_dir="")) == ""
+    assert directory(TrainConfig()) == "/cache/jaxforge/xla"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/jax")
+    assert directory(TrainConfig()) == "/jax"
+    assert directory(TrainConfig(compilation_cache_dir="/own")) == "/own"
+    assert directory(TrainConfig(compilation_cache_dir="")) == ""
 
 
-def test_directory_that_cannot_be_made_is_an_error(tmp_path):
+def test_uncreatable_cache_directory_raises(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"train\.compilation_cache_dir: no directory .*file/below"):
+    with pytest.raises(
+        UserError, match=r"train\.compilation_cache_dir: cannot create .*file/below"
+    ):
         compilation.use_cache(TrainConfig(compilation_cache_dir=f"{tmp_path}/file/below"))
 
 
-def test_docs_show_the_table():
+def test_docs_show_flag_table():
     lines = DOCS.read_text().splitlines()
     shown = [line for line in lines if line.startswith(("| gpu", "| tpu"))]
     assert shown == [
         f"| {f.platform} | {', '.join(f.devices) or 'all'}"
         f"{', with ' + ' or '.join(f.only_with) if f.only_with else ''} | "
         f"`{f.name}` | `{f.value}` | "
-        f"{f.why} | [source]({f.source}) |"
+        f"{f.reason} | [source]({f.source}) |"
         for f in FLAGS
     ]
 
@@ -166,7 +168,7 @@ def test_docs_show_the_table():
     ],
     ids=str,
 )
-def test_some_flags_are_for_steps_that_exchange(values, has):
+def test_all_to_all_flag_needs_experts_or_context(values, has):
     config = JobConfig.model_validate(values)
     assert traits(config) == has
     device = Device("tpu", "TPU v5p")

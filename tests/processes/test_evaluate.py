@@ -126,7 +126,7 @@ def test_other_sets_and_parts_of_them(run):
     [
         ({"step": 7}, "no checkpoint at .*step_7: .*the newest of .* is step 8"),
         ({"sets": ["a"]}, "--set a: expected NAME=DIR"),
-        ({"sets": ["a/b=x"]}, r"\[eval\.datasets\[0\]\] a set needs a name of letters"),
+        ({"sets": ["a/b=x"]}, r'\[eval\.datasets\[0\]\] name = "a/b" must consist of letters'),
         ({"sets": ["x=/nowhere"]}, "/nowhere"),
         ({"batch_size": 3}, "--batch-size 3 must be a multiple of the 8 .* change it to 8"),
         ({"overrides": ["--eval.datasets=[]"]}, "has no .eval. to evaluate on: give --set"),
@@ -140,7 +140,7 @@ def test_mistakes_are_explained(run, options, message):
 
 
 def test_exit_codes(tmp_path):
-    with pytest.raises(UserError, match="--steps: expected 1 or more"):
+    with pytest.raises(UserError, match="--steps 0: must be at least 1"):
         main([str(tmp_path), "--steps", "0"])
     assert "no checkpoint at" in command(tmp_path, code=2).stderr
 

@@ -59,11 +59,11 @@ def test_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, caps
     assert "log_interval = 8" in (run.directory / "config.toml").read_text()
     assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()
     before = run.lines()
-    assert "reached already" not in output
+    assert "nothing to train" not in output
     run.finish_here("--metrics.log_interval=8")
     output = "".join(capsys.readouterr())
-    assert "step 30 of train.max_steps = 30 is reached already" in output
-    assert "name another checkpoint.dir to start anew" in output
+    assert "the run has reached step 30 of train.max_steps = 30" in output
+    assert "set another checkpoint.dir to start a new run" in output
     assert run.lines() == before
     assert run.steps() == [20, 25, 30]
     path = run.directory / "metrics.jsonl"

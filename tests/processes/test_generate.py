@@ -143,7 +143,7 @@ def test_results_are_written_in_order_as_soon_as_they_are_known(run, tmp_path, m
         return complete(decoder, prompts, numbers)
 
     monkeypatch.setattr(Decoder, "complete", fails)
-    monkeypatch.setattr(completion, "_WINDOW", 1)
+    monkeypatch.setattr(completion, "WINDOW", 1)
     arguments = ["--prompts", tmp_path / "p.txt", "--output", tmp_path / "o.jsonl"]
     with pytest.raises(KeyboardInterrupt):
         generate.main([str(run.directory), *map(str, arguments), "--batch-size=2",
@@ -194,12 +194,12 @@ def test_batches_hold_prompts_of_similar_length():
     ("arguments", "message"),
     [
         (["--prompt", "x" * 60], "exceed model.max_seq_len = 64"),
-        (["--top-p", "0"], "--top-p: expected above 0, at most 1"),
-        (["--max-tokens", "0"], "--max-tokens: expected 1 or more"),
-        (["--batch-size", "0"], "--batch-size: expected 1 or more"),
+        (["--top-p", "0"], "--top-p 0.0: must be greater than 0 and at most 1"),
+        (["--max-tokens", "0"], "--max-tokens 0: must be at least 1"),
+        (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
         (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts exclude each other"),
         (["--output", "README.md"], "--output README.md exists: name a new file"),
-        (["--output", "none/a.jsonl"], "--output none/a.jsonl: there is no directory none"),
+        (["--output", "none/a.jsonl"], "--output none/a.jsonl: directory none does not exist"),
         (["--step", "7"], "no checkpoint at .*step_7: .*the newest of .* is step 120"),
         (["--distributed.tp=3"], "distributed.tp = 3"),
     ],
@@ -250,5 +250,5 @@ def test_run_in_python_is_what_the_commands_say(run, here, tmp_path):
 def test_run_that_is_not_there_is_a_mistake(tmp_path):
     with pytest.raises(UserError, match="none"):
         jaxforge.Run(tmp_path / "none").generate("a")
-    with pytest.raises(UserError, match="top_p: expected above 0, at most 1"):
+    with pytest.raises(UserError, match=r"top_p 2\.0: must be greater than 0 and at most 1"):
         jaxforge.Run(tmp_path).generate("a", top_p=2.0)

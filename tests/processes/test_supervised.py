@@ -57,7 +57,7 @@ from jaxforge.parallel import multihost
 
 def main():
     multihost.initialize(heartbeat_timeout_sec=10)
-    with multihost.leaving_at_once_on_failure():
+    with multihost.exit_at_once_on_failure():
         if jax.process_index() == 1:
             raise {error}("of one process alone")
         time.sleep(36000)

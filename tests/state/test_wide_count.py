@@ -1,4 +1,4 @@
-"""Counts on devices that go beyond 32 bits."""
+"""Device counters beyond 32 bits."""
 
 import jax
 import jax.numpy as jnp

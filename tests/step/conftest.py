@@ -1,8 +1,8 @@
-"""Steps of small models, compiled by the dozen."""
+"""Fixtures for tests that compile many steps of small models."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def compiled_sooner(loops_over_layers):
+def fast_compilation(loops_over_layers):
     pass

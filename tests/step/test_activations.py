@@ -1,4 +1,4 @@
-"""Activations of single sequences, on every mesh those of one device."""
+"""Activations of single sequences on several meshes."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ MODEL = {"n_kv_heads": 4, "num_experts": 2, "moe_router": "sigmoid_topk", "n_lay
 INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
 
 
-def captured(points, layers, rows, distributed):
+def capture(points, layers, rows, distributed):
     accum = distributed.get("pp", 1)
     share = ROWS // (distributed.get("dp_shard", 1) * distributed.get("ep", 1))
     ours = setup(
@@ -34,12 +34,12 @@ def captured(points, layers, rows, distributed):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return captured(POINTS, None, range(ROWS), {})
+def single_device():
+    return capture(POINTS, None, range(ROWS), {})
 
 
-def test_activations_belong_to_the_requested_sequences(alone):
-    batch, result = alone
+def test_activations_belong_to_the_requested_sequences(single_device):
+    batch, result = single_device
     for row, values in enumerate(result):
         np.testing.assert_array_equal(values["tokens"], batch["input_ids"][0, row])
         assert set(values) == {"tokens", *POINTS}
@@ -57,18 +57,18 @@ def test_activations_belong_to_the_requested_sequences(alone):
     ],
     ids=["ep", "pp", "ring"],
 )
-def test_mesh_does_not_matter(alone, distributed, points):
-    _, whole = alone
-    _, result = captured(points, (2, 0), (3, 1), distributed)
+def test_activations_do_not_depend_on_the_mesh(single_device, distributed, points):
+    _, expected = single_device
+    _, result = capture(points, (2, 0), (3, 1), distributed)
     assert len(result) == 2
     for values, row in zip(result, (3, 1), strict=True):
         assert set(values) == {"tokens", *points}
         for name, value in values.items():
-            right = whole[row][name]
-            right = right if name in ("tokens", "logits") else right[[2, 0]]
-            np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-5, err_msg=name)
+            want = expected[row][name]
+            want = want if name in ("tokens", "logits") else want[[2, 0]]
+            np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_no_device_has_the_weights_of_a_shared_sequence():
+def test_attention_weights_raise_with_context_parallelism():
     with pytest.raises(UserError, match=r"with distributed.cp = 2 no device has all keys"):
-        captured([ATTENTION_WEIGHTS], None, [0], {"cp": 2})
+        capture([ATTENTION_WEIGHTS], None, [0], {"cp": 2})

@@ -1,4 +1,4 @@
-"""Auxiliary outputs of layers and losses, and non-trainable state: equal on every mesh."""
+"""Auxiliary outputs of layers and losses, and non-trainable state, on several meshes."""
 
 import functools
 import json
@@ -14,11 +14,11 @@ from jaxforge.commands.train import run as run_all
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
-from tests.step import telling
+from tests.step import aux_model
 
-# A leading layer, a period of two that comes twice, and a remainder.
+# A leading layer, two repetitions of a period of two layers, and a remaining layer.
 PATTERN = ("full", "full", "sliding", "full", "sliding", "full")
-SHAPE = {"model_type": "telling", "dim": 32, "vocab_size": 64, "ffn_hidden_dim": 48}
+SHAPE = {"model_type": "with_aux", "dim": 32, "vocab_size": 64, "ffn_hidden_dim": 48}
 MODEL = {**SHAPE, "n_layers": 6, "sliding_window": 5, "attention_pattern": PATTERN}
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
@@ -27,14 +27,14 @@ FULL = {"activation_checkpointing": "full"}
 
 @pytest.fixture(autouse=True)
 def registered(own_names):
-    telling.register()
+    aux_model.register()
 
 
 def config(groups=1, train=None, **distributed):
     return tiny_config(
         model=MODEL,
         train={
-            "seq_len": 16, "batch_size": 4 // groups, "grad_accum_steps": 4, "loss_fn": "telling",
+            "seq_len": 16, "batch_size": 4 // groups, "grad_accum_steps": 4, "loss_fn": "with_aux",
             **(train or {}),
         },
         distributed={"dp_shard": 1, **distributed},
@@ -42,7 +42,7 @@ def config(groups=1, train=None, **distributed):
 
 
 def run(job):
-    """Metrics of three updates, and the state after them with a layer an entry."""
+    """Return metrics of three updates, and parameters and model state by layer."""
     ours = setup(job)
     batches = random_batches(job, 3)
     for batch in batches:
@@ -57,7 +57,7 @@ def on_one_device():
     return run(config())
 
 
-def test_terms_add_up_to_the_loss_and_layers_come_in_order():
+def test_terms_add_up_to_loss_and_layers_are_ordered():
     metrics, _, state = on_one_device()
     assert metrics["losses"].keys() == {"nats", "lse", "size"}
     np.testing.assert_allclose(sum(metrics["losses"].values()), metrics["loss"], rtol=1e-6)
@@ -77,7 +77,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("groups", "axes", "train"), MESHES)
-def test_all_is_the_same_on_a_mesh(groups, axes, train):
+def test_results_do_not_depend_on_the_mesh(groups, axes, train):
     expected, result = on_one_device(), run(config(groups, train, **axes))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
     for key in ("loss", "grad_norm", "losses", "side"):
@@ -103,7 +103,7 @@ def test_state_is_saved_and_restored_on_another_mesh(tmp_path):
     np.testing.assert_array_equal(restored.model_state["layers"]["drift"], drift)
 
 
-def test_bad_step_leaves_it_alone():
+def test_bad_step_does_not_change_model_state():
     job = config()
     ours = setup(job)
     batches = random_batches(job, 2)
@@ -114,7 +114,7 @@ def test_bad_step_leaves_it_alone():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), before)
 
 
-class Noting(Hook):
+class LossRecorder(Hook):
     """Hook that records the loss terms."""
 
     def __init__(self):
@@ -126,7 +126,7 @@ class Noting(Hook):
 
 @functools.cache
 def logged(*axes):
-    """A run on all eight devices; the lines of its log by what they are of, and its hook."""
+    """Run on eight devices; return training lines, evaluation lines and the hook."""
     with tempfile.TemporaryDirectory() as location:
         root = Path(location)
         tokens = np.random.default_rng(0).integers(0, 64, 4000)
@@ -135,7 +135,7 @@ def logged(*axes):
         job = tiny_config(
             model={**SHAPE, "n_layers": 3},
             train={"seq_len": 16, "batch_size": 8 // sizes["dp_shard"], "grad_accum_steps": 4,
-                   "max_steps": 9, "loss_fn": "telling", "mixed_precision": "fp32"},
+                   "max_steps": 9, "loss_fn": "with_aux", "mixed_precision": "fp32"},
             data={"dataset_path": str(root)},
             eval={"enabled": True, "dataset_path": str(root), "interval": 1, "steps": 2},
             early_stop={"active": True, "metric": "eval/nats", "patience_steps": 2,
@@ -143,7 +143,7 @@ def logged(*axes):
             distributed=sizes,
             checkpoint={"dir": str(root / "run"), "interval": 100},
         )  # fmt: skip
-        hook = Noting()
+        hook = LossRecorder()
         run_all(job, [hook])
         lines = (root / "run" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -151,7 +151,7 @@ def logged(*axes):
     return train, [row for row in rows if "eval/loss" in row], hook
 
 
-def test_run_logs_and_evaluates_all_by_name_and_stops_by_it():
+def test_run_logs_evaluates_and_stops_by_custom_terms():
     train, evaluated, hook = logged(("dp_shard", 8))
     assert len(train) == len(evaluated) == 3, "the first evaluation is the best"
     for row, (loss, terms) in zip(train, hook.losses, strict=True):
@@ -164,7 +164,7 @@ def test_run_logs_and_evaluates_all_by_name_and_stops_by_it():
         assert row["eval/size"] > 0
 
 
-def test_stages_log_and_evaluate_the_same():
+def test_logs_do_not_depend_on_pipeline_stages():
     for ours, theirs in zip(
         logged(("dp_shard", 2), ("pp", 2), ("tp", 2)), logged(("dp_shard", 8)), strict=True
     ):

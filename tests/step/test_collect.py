@@ -1,4 +1,4 @@
-"""Optional outputs of a step."""
+"""Optional metrics of a step."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 
 from jaxforge.errors import UserError
 from jaxforge.parallel.stages import Stack
-from jaxforge.step.collect import COLLECTED, Step, check_collect, collected
+from jaxforge.step.collect import COLLECTED, StepOutputs, check_collect, collect_metrics
 from jaxforge.step.train_step import Controls
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import Hook
@@ -21,21 +21,21 @@ def norm(tree):
 
 @pytest.fixture(scope="module")
 def steps():
-    """(parameters, metrics) after each of three steps; one left out, and a bad one, come last."""
+    """Return (parameters, metrics) after an applied, an excluded and a bad step."""
     ours = setup(tiny_config(scheduler={"warmup_steps": 0}), collect=COLLECTED)
-    state, seen = ours.state(), []
-    seen.append((jax.device_get(state.params), None))
+    state, results = ours.state(), []
+    results.append((jax.device_get(state.params), None))
     for batch in random_batches(ours.config, 3):
-        if len(seen) == 3:
+        if len(results) == 3:
             state.params["norm"]["weight"] = state.params["norm"]["weight"].at[0].set(jnp.nan)
         with jax.set_mesh(ours.mesh):
-            controls = Controls(apply=len(seen) != 2)
+            controls = Controls(apply=len(results) != 2)
             state, metrics = ours.step(state, ours.put(batch), controls)
-        seen.append(jax.device_get((state.params, metrics)))
-    return seen
+        results.append(jax.device_get((state.params, metrics)))
+    return results
 
 
-def test_norms_are_those_of_gradients_updates_and_parameters(steps):
+def test_collected_norms_match_numpy(steps):
     (before, _), (after, metrics), _, _ = steps
     grads = metrics["grads"]
     np.testing.assert_allclose(metrics["grad_norm"], norm(grads), rtol=1e-5)
@@ -51,13 +51,15 @@ def test_norms_are_those_of_gradients_updates_and_parameters(steps):
         np.testing.assert_allclose(by_part["layers"][i], norm(of_layer), rtol=1e-5)
 
 
-def test_zeros_are_counted(steps):
+def test_zero_gradients_are_counted(steps):
     _, (_, metrics), *_ = steps
     zeros = sum(np.sum(g == 0) for g in jax.tree.leaves(metrics["grads"]))
-    assert metrics["num_zeros_in_grad"] == zeros > 0  # embeddings of tokens that did not come
+    assert (
+        metrics["num_zeros_in_grad"] == zeros > 0
+    )  # embeddings of tokens that are not in the batch
 
 
-def test_skipped_step_adds_nothing(steps):
+def test_skipped_step_has_zero_update_norm(steps):
     _, first, left_out, bad = (metrics for _, metrics in steps)
     assert [metrics["applied"] for metrics in (first, left_out, bad)] == [True, False, False]
     assert (left_out["skipped"], left_out["consecutive"], left_out["update_norm"]) == (1, 0, 0)
@@ -65,58 +67,60 @@ def test_skipped_step_adds_nothing(steps):
     assert np.isnan(bad["grad_norm"])
 
 
-def test_rows_without_a_layer_do_not_count():
-    """Three layers on two stages: the second stage has a row of zeros."""
+def test_padding_rows_of_stages_are_ignored():
+    """Three layers on two stages: the second stage has a padding row."""
     stack = Stack(layers=3, stages=2)
     grads = {
         "layers": {"w": jnp.array([[3.0, 4.0], [5.0, 0.0], [6.0, 8.0], [0.0, 0.0]])},
         "norm": {"weight": jnp.array([0.0, 2.0])},
     }
-    got = collected(
+    got = collect_metrics(
         COLLECTED,
-        Step(grads, grads, jnp.array(True), grads, stack, {"layers": range(stack.layers)}),
+        StepOutputs(grads, grads, jnp.array(True), grads, stack, {"layers": range(stack.layers)}),
     )
     np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 5, 10])
     assert got["num_zeros_in_grad"] == 2
 
 
-def test_layers_of_two_stacks_come_in_their_order():
+def test_norms_of_two_stacks_are_in_layer_order():
     grads = {
         "dense_layers": {"w": jnp.array([[3.0, 4.0], [5.0, 12.0]])},
         "moe_layers": {"w": jnp.array([[[6.0], [8.0]]])},
         "norm": {"weight": jnp.ones(1)},
     }
     stacks = {"dense_layers": (0, 2), "moe_layers": (1,)}
-    got = collected(COLLECTED, Step(grads, grads, jnp.array(True), grads, Stack(3), stacks))
+    got = collect_metrics(
+        COLLECTED, StepOutputs(grads, grads, jnp.array(True), grads, Stack(3), stacks)
+    )
     np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 10, 13])
 
 
 def test_unrequested_values_are_absent():
-    assert collected((), None) == {}
+    assert collect_metrics((), None) == {}
     assert check_collect(["update_norm", "grads", "update_norm"]) == ("grads", "update_norm")
 
 
-def test_wrong_name_is_told_the_right_one():
+def test_unknown_collect_name_suggests_correction():
     with pytest.raises(UserError, match=r'collect: "grad": expected one of .*did you mean "grads"'):
         check_collect(["params_norm", "grad"])
 
 
-def test_hooks_collect_together_and_are_told_of_evaluations():
+def test_hooks_share_collected_metrics_and_see_evaluations():
     events = []
 
-    class OneNorm(Hook):
+    class NormHook(Hook):
         collect = ("grads", "params_norm")
 
         def on_eval_begin(self, step):
             events.append(("begin", step))
 
-    class Other(Hook):
+    class EvaluationHook(Hook):
         collect = ("params_norm",)
 
         def on_eval_end(self, metrics, step):
             events.append(("end", step))
 
-    runner = Callbacks([OneNorm(), Other()])
+    runner = Callbacks([NormHook(), EvaluationHook()])
     assert check_collect(runner.collect) == ("grads", "params_norm")
     for hook in runner:
         hook.on_eval_begin(3)

@@ -1,4 +1,4 @@
-"""Devices that share sequences learn what one device learns."""
+"""Context parallelism: losses and gradients match a single device."""
 
 import functools
 import re
@@ -34,7 +34,7 @@ RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 24}
 
-CASES = [  # each way with each model, both reductions and both losses; the reference has no chunks
+CASES = [  # each strategy with each model, both reductions and losses; the reference has no chunks
     (GROUPS, {"dp_shard": 2, "cp": 4, **ULYSSES}, MICROBATCH),
     (GROUPS, {"dp_shard": 2, "cp": 4, **RING}, {**MICROBATCH, **CHUNKED}),
     (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES}, {**MICROBATCH, **CHUNKED}),
@@ -64,11 +64,11 @@ def packed_batches(config, n):
     ]
 
 
-def learned(config):
-    """Losses of two batches, and all gradients of the layers and the rest."""
+def run(config):
+    """Return losses of two batches, and gradients of the layers and all other parameters."""
     losses, grads = losses_and_gradients(setup(config), packed_batches(config, 2))
     stacked = [rows for name, rows in grads.items() if name == "layers"]
-    # Stages hold layers in other places: [batches, stages x rows, ...] either way.
+    # Stages hold layers in separate rows: flatten to [batches, stages x rows, ...].
     flat = jax.tree.map(lambda x: x.reshape(x.shape[0], config.model.n_layers, -1), stacked)
     remaining = {name: leaf for name, leaf in grads.items() if name != "layers"}
     return losses, ravel_pytree((flat, remaining))[0]
@@ -76,12 +76,12 @@ def learned(config):
 
 @functools.cache
 def alone(index):
-    return learned(config(CASES[index][0], {}))
+    return run(config(CASES[index][0], {}))
 
 
 @pytest.mark.parametrize(("model", "mesh", "train"), CASES, ids=str)
-def test_losses_and_gradients_are_those_of_one_device(model, mesh, train):
-    losses, gradients = learned(config(model, mesh, train))
+def test_losses_and_gradients_match_single_device(model, mesh, train):
+    losses, gradients = run(config(model, mesh, train))
     first = next(i for i, case in enumerate(CASES) if case[0] is model)
     want, d_want = alone(first)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
@@ -90,7 +90,7 @@ def test_losses_and_gradients_are_those_of_one_device(model, mesh, train):
 
 @functools.cache
 def evaluated(**mesh):
-    """Sums of evaluation over a microbatch."""
+    """Return sums of an evaluation over a microbatch."""
     ours = setup(config({}, mesh))
     (batch,) = packed_batches(ours.config, 1)
     first = {name: leaf[:1] for name, leaf in batch.items()}
@@ -101,7 +101,7 @@ def evaluated(**mesh):
 
 
 @pytest.mark.parametrize("strategy", [RING, ULYSSES], ids=str)
-def test_evaluation_gives_the_same_sums(strategy):
+def test_evaluation_sums_do_not_depend_on_cp(strategy):
     np.testing.assert_allclose(evaluated(cp=2, **strategy), evaluated(), rtol=1e-5)
 
 
@@ -109,7 +109,7 @@ def test_evaluation_gives_the_same_sums(strategy):
     ("case", "kind"), [(CASES[0], "all-to-all"), (CASES[1], "collective-permute")], ids=str
 )
 def test_devices_exchange_heads_or_keys_and_gather_no_activations(case, kind):
-    """Nor are there any in the gradients that are collected."""
+    """Collected gradients add no gathers either."""
     ours = setup(config(*case), collect=("grads",))
     text = lowered(ours, *packed_batches(ours.config, 1)).compile().as_text()
     assert f" {kind}(" in text

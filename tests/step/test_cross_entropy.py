@@ -1,4 +1,4 @@
-"""The written-out gradient of the loss, and the memory that it takes."""
+"""Custom gradient of the loss, and its memory."""
 
 import functools
 
@@ -26,13 +26,13 @@ def inputs(dtype=jnp.float32):
 
 
 def plain_loss(hidden, head, labels, softcap=None):
-    """Compute the loss of the module's docstring, for autodiff."""
+    """Compute the loss by its formula, for autodiff."""
     logits = hidden @ head.T
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    of_label = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    nats = jnp.where(labels == IGNORE, 0.0, lse - of_label)
+    label_values = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    nats = jnp.where(labels == IGNORE, 0.0, lse - label_values)
     return SCALES.token * jnp.sum(nats) + SCALES.position * jnp.sum(lse**2)
 
 
@@ -44,7 +44,7 @@ def plain_loss(hidden, head, labels, softcap=None):
     ],
     ids=str,
 )  # fmt: skip
-def test_gradients_are_those_of_the_formula(tiles):
+def test_gradients_match_formula(tiles):
     hidden, head, labels = inputs()
 
     def ours(h, w):
@@ -61,8 +61,8 @@ def test_gradients_are_those_of_the_formula(tiles):
 
 
 @pytest.mark.parametrize("tiles", [Tiling(24, 50), Tiling(7, 50), Tiling(24, 16)], ids=str)
-def test_nats_of_each_dataset(tiles):
-    """Three datasets of three, none and one sequences."""
+def test_loss_sums_by_dataset_match_numpy(tiles):
+    """The three datasets have three, none and one sequences."""
     hidden, head, labels = (np.asarray(x) for x in inputs())
     hidden, labels = np.tile(hidden, (2, 1, 1)), np.tile(labels, (2, 1))
     dataset_mask = np.eye(3, dtype=bool)[[0, 0, 2, 0]]
@@ -76,17 +76,17 @@ def test_nats_of_each_dataset(tiles):
     (value, nats), gradient = loss(hidden, dataset_mask)
     logits = (hidden @ head.T).astype(np.float64)
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-    of_label = np.take_along_axis(log_p, np.maximum(labels, 0)[..., None], -1)[..., 0]
-    rows = -np.sum(np.where(labels == IGNORE, 0.0, of_label), axis=-1)
+    label_values = np.take_along_axis(log_p, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    rows = -np.sum(np.where(labels == IGNORE, 0.0, label_values), axis=-1)
     np.testing.assert_allclose(nats, [rows[0] + rows[1] + rows[3], 0, rows[2]], rtol=1e-5)
-    (alone, nothing), same = loss(hidden)
-    assert nothing is None
-    for a, b in ((value, alone), (gradient, same)):
+    (plain_value, plain_nats), plain_gradient = loss(hidden)
+    assert plain_nats is None
+    for a, b in ((value, plain_value), (gradient, plain_gradient)):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("tiles", [Tiling(8, 50), Tiling(24, 16)], ids=str)
-def test_bfloat16_hidden_states_get_bfloat16_gradients_and_the_head_float32(tiles):
+def test_gradients_have_dtypes_of_hidden_states_and_head(tiles):
     hidden, head, labels = inputs(jnp.bfloat16)
     gradient = jax.grad(lambda h, w: weighted_loss(tiles, h, w, labels, SCALES).value, (0, 1))
     d_hidden, d_head = jax.eval_shape(gradient, hidden, head)
@@ -108,13 +108,13 @@ def test_memory_does_not_grow_with_the_vocabulary():
     assert large < 4 * 512 * 4096 * 4  # a few arrays of one chunk
 
 
-def test_by_default_a_chunk_is_128_mib_of_logits():
+def test_default_vocab_chunk_is_128_mib_of_logits():
     config = TrainConfig(loss_fn="chunked_cross_entropy")
     assert tiling(config, 4, 1024, 131_072, None) == Tiling(1024, 8192)
     assert tiling(config, 4, 1024, 5000, None) == Tiling(1024, 5000)
 
 
-def test_plain_loss_takes_tiles_that_the_platform_likes():
+def test_plain_loss_uses_tile_size_of_platform():
     assert tiling(TrainConfig(), 8, 256, 4096, None) == Tiling(256, 4096)
     assert tiling(TrainConfig(), 8, 256, 4096, 1 << 22) == Tiling(128, 4096)
     assert tiling(TrainConfig(ce_chunk_size=16), 8, 256, 4096, None) == Tiling(256, 4096)

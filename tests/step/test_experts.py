@@ -1,4 +1,4 @@
-"""Experts: the same updates on every mesh, wherever experts are, in however many rounds."""
+"""Updates with experts on several meshes, in several rounds of exchange."""
 
 import functools
 import math
@@ -56,7 +56,7 @@ def config(model, train=None, **distributed):
 
 
 def run(job):
-    """Metrics of three updates, and the state after them by KempnerForge's names."""
+    """Return metrics of three updates, and parameters and model state by KempnerForge's names."""
     ours = setup(job)
     batches = random_batches(job, 3)
     batches[1]["labels"][0, :, :8] = -100
@@ -74,9 +74,9 @@ def run(job):
 
 
 @pytest.fixture(autouse=True)
-def little_room(monkeypatch):
-    """Leave little room in a round, so that most tests need several."""
-    monkeypatch.setattr(experts, "_HEADROOM", 0.2)
+def small_capacity(monkeypatch):
+    """Limit the capacity of a round, so that most tests need several rounds."""
+    monkeypatch.setattr(experts, "HEADROOM", 0.2)
 
 
 @functools.cache
@@ -105,9 +105,9 @@ def test_updates_do_not_depend_on_the_mesh(model, train, axes):
     check_same(run(config(model, train, **axes)), on_one_device(model))
 
 
-def test_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
-    """Bit for bit on the mesh that it was saved on."""
-    other, job = (config(*of_mesh[:2], **of_mesh[2]) for of_mesh in MESHES[-2:])
+def test_run_resumes_on_any_mesh(tmp_path):
+    """Bit-exactly on the mesh that it was saved on."""
+    other, job = (config(*case[:2], **case[2]) for case in MESHES[-2:])
     ours, batches = setup(job), random_batches(job, 2)
     state, _ = ours.run(ours.state(), batches[:1])
     section = job.checkpoint.model_copy(update={"async_mode": "disabled"})
@@ -115,23 +115,23 @@ def test_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
     saved.save(progress_of(state), state)
     saved.close()
     expected = jax.device_get(ours.run(state, batches[1:])[0])
-    for where in (job, other):
-        there = setup(where)
-        like = there.abstract_state()
+    for resumed_job in (job, other):
+        resumed = setup(resumed_job)
+        like = resumed.abstract_state()
         restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(like, 1)
-        state = jax.device_get(there.run(restored, batches[1:])[0])
+        state = jax.device_get(resumed.run(restored, batches[1:])[0])
         same = np.testing.assert_array_equal
-        if where is other:
+        if resumed_job is other:
             same = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
         jax.tree.map(same, state, expected)
 
 
 @pytest.mark.parametrize(("model", "train", "axes"), MESHES[:2], ids=str)
-def test_tokens_travel_and_experts_stay_where_they_are(model, train, axes):
+def test_tokens_are_exchanged_and_expert_weights_are_not(model, train, axes):
     """Each device has its own share of 8 experts' matrices, 16 x 32 over tp."""
     text = hlo(setup(config(model, train, **axes)))
-    travelling = [shape for shape, kind, _ in collectives_in_loops(text) if kind == "all-to-all"]
-    assert any(re.match(r"\(?f32\[", shape) for shape in travelling), travelling
+    exchanged = [shape for shape, kind, _ in collectives_in_loops(text) if kind == "all-to-all"]
+    assert any(re.match(r"\(?f32\[", shape) for shape in exchanged), exchanged
     assert re.search(rf"f32\[{8 // axes['ep']},8,32\]", text)
     assert not re.search(r"f32\[8,(8|16),32\]", text)
 
@@ -142,11 +142,11 @@ def test_every_assignment_is_counted():
     np.testing.assert_array_equal(metrics["side"]["expert_counts"].sum(axis=-1), 2 * 8 * 16 * 3)
     assert not metrics["side"]["dropped"].any()
     metrics = on_one_device("kempnerforge")[0]
-    assert np.isnan(metrics["side"]["dropped"][:, ::2]).all()  # dense layers tell nothing
+    assert np.isnan(metrics["side"]["dropped"][:, ::2]).all()  # dense layers have no metrics
     assert (metrics["side"]["dropped"][:, 1::2] > 0.02).all()
 
 
-def test_biases_move_once_an_update_towards_what_is_missing():
+def test_router_biases_follow_load_once_per_update():
     metrics, _, state = on_one_device("deepseek")
     rates = 0.05 * 0.5 * (1 + np.cos(np.pi * np.arange(3) / 8))
     counts = metrics["side"]["expert_counts"]

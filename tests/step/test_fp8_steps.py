@@ -1,4 +1,4 @@
-"""Steps with products in 8 bits: on meshes, and what delayed scales remember."""
+"""Steps with 8-bit products: meshes, and histories of delayed scaling."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests.helpers import placed, random_batches, setup
 
 
 def config(distributed=None, n_layers=2, **train):
-    """The first layer stays in bf16: in a pipeline stages differ in that."""
+    """Return a config whose first layer stays in bf16, so that pipeline stages differ."""
     d = {"dp_shard": 1, **(distributed or {})}
     batch = 4 // (d["dp_shard"] * d.get("dp_replicate", 1))
     return tiny_config(
@@ -42,16 +42,16 @@ MESHES = [
 @pytest.mark.parametrize(("mesh", "grad_sync"), MESHES, ids=str)
 def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync):
     ours = setup(config(mesh, grad_sync=grad_sync))
-    want_state, want = single_device()
+    expected_state, expected = single_device()
     state, metrics = ours.run(ours.state(), random_batches(ours.config, 2))
-    np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=2e-5)
-    np.testing.assert_allclose(metrics["grad_norm"], want["grad_norm"], rtol=5e-3)
-    for leave, wanted in zip(
-        jax.tree.leaves(state.model_state), jax.tree.leaves(want_state.model_state), strict=True
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=5e-3)
+    for history, want in zip(
+        jax.tree.leaves(state.model_state), jax.tree.leaves(expected_state.model_state), strict=True
     ):
-        np.testing.assert_allclose(leave, wanted, rtol=2**-5)  # a few of bf16
-    is_kept = [np.asarray(leaf)[1, :2].all() for leaf in jax.tree.leaves(state.model_state)]
-    assert all(is_kept)
+        np.testing.assert_allclose(history, want, rtol=2**-5)  # a few digits of bf16
+    is_recorded = [np.asarray(leaf)[1, :2].all() for leaf in jax.tree.leaves(state.model_state)]
+    assert all(is_recorded)
 
 
 def with_experts(distributed=None, **train):
@@ -65,8 +65,8 @@ def with_experts(distributed=None, **train):
 
 
 @pytest.mark.slow
-def test_experts_in_8_bits_learn_the_same_on_a_mesh():
-    """But for scales, as each device goes by its own rows."""
+def test_fp8_experts_do_not_depend_on_the_mesh():
+    """Scales may differ, because each device uses those of its own rows."""
     alone = setup(with_experts())
     spread = setup(with_experts({"ep": 2, "dp_shard": 2}, grad_sync="microbatch"))
     wide = setup(with_experts(mixed_precision="bf16"))
@@ -94,8 +94,8 @@ def amax_of_inputs(params, batch):
     return np.abs(normed * np.asarray(params["layers"]["attention_norm"]["weight"])[0]).max()
 
 
-def test_histories_follow_good_steps_and_forget_the_oldest():
-    """Six steps of two microbatches, against plain lists; the fourth has a NaN."""
+def test_amax_histories_hold_latest_good_steps():
+    """Compare six steps of two microbatches with plain lists; the fourth step has a NaN."""
     ours = setup(config(n_layers=1))
     state, inputs, weights = ours.state(), [0.0] * 3, [0.0] * 3
     for number, batch in enumerate(random_batches(ours.config, 6)):

@@ -22,10 +22,10 @@ KINDS = {"n_layers": 3, "sliding_window": 5, "attention_pattern": ("full", "slid
 
 
 def stacks_of_query_products(config, monkeypatch):
-    """Own frames below `train_step` and above the product, for each trace of a query projection.
+    """Return own frames between `train_step` and the product of each traced query projection.
 
     The first product inside of attention is that of the query projection. Functions that multiply
-    (`_product` of linear layers, all of `kernels/fp8.py`) are the product.
+    (`_product` of linear layers, all of `kernels/fp8.py`) count as the product.
     """
     stacks, einsum = [], jnp.einsum
 

@@ -20,7 +20,7 @@ from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
-from jaxforge.tools.plan.hlo import first_group
+from jaxforge.tools.plan.hlo import first_replica_group
 from tests.conftest import tiny_config
 from tests.helpers import (
     LEARNED,
@@ -35,7 +35,7 @@ from tests.helpers import (
 
 COMPUTE = {"reduce_dtype": "compute"}
 BF16 = {"mixed_precision": "bf16", "batch_size": 2}
-H100 = int(0.75 * 84_942_979_072)  # what JAX takes of it
+H100 = int(0.75 * 84_942_979_072)  # the fraction that JAX allocates
 
 
 def mesh_of(config, n_devices):
@@ -53,10 +53,10 @@ def resolved(config, n_devices, capacity):
 def needs(config, n_devices, mode="update"):
     mesh, model = mesh_of(config, n_devices), build_model(config)
     state = Program(config, mesh, model=model).abstract_state()
-    return step_memory(config, model, mesh, mode, device_memory.per_device(state))
+    return step_memory(config, model, mesh, mode, device_memory.bytes_per_device(state))
 
 
-def test_auto_is_update_where_it_fits():
+def test_auto_selects_update_if_it_fits():
     config = tiny_config(distributed={"dp_shard": 4})
     total = needs(config, 4).total
     result = {percent: resolved(config, 4, 100 * total // percent).mode for percent in (84, 86)}
@@ -67,13 +67,13 @@ def test_auto_is_update_where_it_fits():
     assert "would not fit" in resolved(config, 4, total).why
 
 
-@pytest.mark.parametrize("written", ["update", "microbatch"])
-def test_explicit_grad_sync_is_obeyed(written):
-    config = tiny_config(train={"grad_sync": written}, distributed={"dp_shard": 4})
-    assert {resolved(config, 4, capacity) for capacity in (1, 1 << 60)} == {(written, "")}
+@pytest.mark.parametrize("mode", ["update", "microbatch"])
+def test_explicit_grad_sync_is_obeyed(mode):
+    config = tiny_config(train={"grad_sync": mode}, distributed={"dp_shard": 4})
+    assert {resolved(config, 4, capacity) for capacity in (1, 1 << 60)} == {(mode, "")}
 
 
-def test_one_data_parallel_device_reduces_nothing():
+def test_single_data_parallel_device_uses_update():
     config = tiny_config(distributed={"dp_shard": 1, "tp": 2})
     assert resolved(config, 2, 1) == ("update", "")
 
@@ -92,34 +92,34 @@ def test_smallest_device_of_a_job_decides(monkeypatch):
     assert device_memory.smallest_capacity(mesh) == 7 << 30
 
 
-def test_devices_that_nobody_knows_are_a_users_error():
+def test_unknown_device_capacity_raises():
     config = tiny_config(distributed={"dp_shard": 4})
     with pytest.raises(UserError, match=r'grad_sync = "auto" needs .* "update" or "microbatch"'):
         resolved(config, 4, None)
 
 
-def test_run_says_what_was_chosen_and_keeps_the_users_word(tmp_path, capsys, monkeypatch):
+def test_run_logs_grad_sync_and_stores_configured_value(tmp_path, capsys, monkeypatch):
     config = tiny_config(
         train={"max_steps": 1}, distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)}
     )
     monkeypatch.setattr(device_memory, "capacity", lambda: 1 << 20)
-    asked = []
+    modes = []
     make = program.make_gradients
 
-    def seen(model, config, mesh):
-        asked.append(config.train.grad_sync)
+    def recording_make(model, config, mesh):
+        modes.append(config.train.grad_sync)
         return make(model, config, mesh)
 
-    monkeypatch.setattr(program, "make_gradients", seen)
+    monkeypatch.setattr(program, "make_gradients", recording_make)
     train.run(config)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "gradients reduced per microbatch" in said
-    assert "whole weights and gradients would not fit" in said
-    assert asked == ["microbatch"]
+    output = " ".join(capsys.readouterr().out.split())
+    assert "gradients reduced per microbatch" in output
+    assert "whole weights and gradients would not fit" in output
+    assert modes == ["microbatch"]
     assert load_config(tmp_path / "config.toml").train.grad_sync == "auto"
 
 
-# --- Shapes of large runs on their machines
+# --- Large runs on their target hardware
 
 KEMPNERFORGE = {  # 32 x H100; layers, width, heads; then train and distributed
     "7b": (
@@ -144,12 +144,12 @@ def kempnerforge(name) -> tuple[JobConfig, str]:
 
 
 @pytest.mark.parametrize("name", KEMPNERFORGE)
-def test_large_models_of_kempnerforge_reduce_per_microbatch(name):
+def test_large_kempnerforge_models_reduce_per_microbatch(name):
     config, mode = kempnerforge(name)
     assert resolved(config, 32, H100).mode == mode
 
 
-def test_quickstart_reduces_per_update_on_any_devices():
+def test_quickstart_reduces_per_update():
     config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
     for n_devices in (2, 8):
         assert resolved(config, n_devices, 1 << 30).mode == "update"
@@ -177,8 +177,8 @@ CASES = {
     [(name, "update" if i % 2 else "microbatch") for i, name in enumerate(CASES)]
     + [("accumulated", "update"), pytest.param("1f1b", "microbatch", marks=pytest.mark.slow)],
 )
-def test_estimate_is_near_what_the_compiler_says(name, mode):
-    """Weights and activations are of similar size; float32, as CPUs compute."""
+def test_memory_estimate_is_close_to_compiler(name, mode):
+    """Weights and activations have similar sizes; float32, because CPUs compute in float32."""
     of_train, distributed = CASES[name]
     config = tiny_config(
         model={"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 4096,
@@ -193,11 +193,11 @@ def test_estimate_is_near_what_the_compiler_says(name, mode):
     assert 0.7 < needs(config, 4, mode).total / peak < 1.25
 
 
-# --- In which dtype
+# --- Dtype of reductions
 
 
 def grads(config):
-    """Gradients of one batch, on the host."""
+    """Return gradients of a batch on the host."""
     return losses_and_gradients(setup(config), random_batches(config, 1))[1]
 
 
@@ -219,53 +219,53 @@ COMPARED = {"biases, learned positions, tied": VARIANTS[1:], "experts": VARIANTS
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_both_ways_give_the_same_gradients(name):
-    """Up to bfloat16's rounding, 2^-8, which both do in other places."""
+def test_grad_sync_modes_give_equal_gradients(name):
+    """Gradients differ by the rounding of bfloat16, 2^-8: both modes round different sums."""
     of_train = {**BF16, "grad_accum_steps": 2}
 
-    def by(**keys):
+    def gradients_with(**keys):
         sections = {"model": MODELS[name], "train": {**of_train, **keys}}
         return grads(tiny_config(**sections, distributed=MESHES[name]))
 
     def is_near(ours, theirs):
-        floor = 1e-6  # what the bias of keys has, which moves no attention
+        floor = 1e-6  # the gradient of the bias of keys, which does not affect attention
         return np.linalg.norm(ours - theirs) < 0.015 * np.linalg.norm(theirs) + floor
 
-    update = by(grad_sync="update")
+    update = gradients_with(grad_sync="update")
     for keys in COMPARED[name]:
-        near = jax.tree.map(is_near, by(**keys), update)
+        near = jax.tree.map(is_near, gradients_with(**keys), update)
         assert all(jax.tree.leaves(near)), (keys, near)
 
 
-def added_up(config, directory):
-    """dtypes of matrices that devices add up, as XLA's partitioner has it before CPUs' own passes.
+def reduced_dtypes(config, directory):
+    """Return the dtypes of matrices that devices reduce, after XLA's partitioner.
 
-    Those add up bfloat16 in float32.
+    Later passes for CPUs convert bfloat16 reductions to float32.
     """
     options = {"xla_dump_to": str(directory), "xla_dump_hlo_pass_re": "spmd.*"}
     lowered(new_setup(config)).compile({**options, "xla_dump_hlo_as_text": True})
     (path,) = directory.glob("*train_step*after_spmd-partitioning*.txt")
     reductions = re.findall(r"= (.+?) (?:all-reduce|reduce-scatter)\((.+)", path.read_text())
     among_devices = [
-        result for result, remaining in reductions if len(first_group(remaining, 4)) > 1
+        result for result, remaining in reductions if len(first_replica_group(remaining, 4)) > 1
     ]
     shapes = [
         shape
         for among_device in among_devices
         for shape in re.findall(r"(\w+)\[([\d,]+)\]", among_device)
     ]
-    # Matrices of a layer, embedding and head: other sums are of tokens or of single numbers.
+    # Matrices of a layer, embedding and head; other sums are over tokens or of scalars.
     return {dtype for dtype, shape in shapes if set(shape.split(",")) & SIZES and "," in shape}
 
 
-SIZES = {"64", "16"}  # width of the model, and what each device keeps of it
+SIZES = {"64", "16"}  # width of the model, and a device's share of it
 
 
 @pytest.fixture
 def no_cache():
-    """Compile anew: XLA dumps nothing of a program that comes from the cache."""
+    """Disable the compilation cache: XLA dumps nothing for a cached program."""
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
+    compilation_cache.reset_cache()  # JAX checks only once whether a cache exists
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
@@ -273,29 +273,31 @@ def no_cache():
 
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
-def test_devices_add_up_their_gradients_in_float32(tmp_path, mode):
-    """One layer has experts, the other has none."""
+def test_gradients_are_reduced_in_float32(tmp_path, mode):
+    """One layer has experts, the other layer is dense."""
 
     def dtypes_of(name, model, **keys):
         of_train = {**BF16, "grad_sync": mode, **keys}
         config = tiny_config(model=model, train=of_train, distributed={"dp_shard": 4})
         (tmp_path / name).mkdir()
-        return added_up(config, tmp_path / name)
+        return reduced_dtypes(config, tmp_path / name)
 
     experts = {"num_experts": 4, "moe_frequency": 2}
     assert dtypes_of("default", experts) == {"f32"}
-    assert "bf16" in dtypes_of("compute", {}, **COMPUTE)  # those of a layer without tell
+    assert "bf16" in dtypes_of("compute", {}, **COMPUTE)  # a dense layer suffices
 
 
 @pytest.mark.usefixtures("no_cache")
-def test_without_mixed_precision_there_is_one_dtype(tmp_path):
-    """`reduce_dtype = "compute"` is float32 then."""
+def test_compute_reduction_is_float32_without_mixed_precision(tmp_path):
+    """`reduce_dtype = "compute"` means float32 without mixed precision."""
     of_train = {"batch_size": 2, "grad_sync": "microbatch", **COMPUTE}
-    assert added_up(tiny_config(train=of_train, distributed={"dp_shard": 4}), tmp_path) == {"f32"}
+    assert reduced_dtypes(tiny_config(train=of_train, distributed={"dp_shard": 4}), tmp_path) == {
+        "f32"
+    }
 
 
 def test_microbatches_add_up_to_shards_in_float32():
-    """No weight's gradient is whole, in a layer or over layers."""
+    """Gradients of weights are never gathered, neither in a layer nor over layers."""
     of_train = {**BF16, "grad_accum_steps": 4, "activation_checkpointing": "full"}
     config = tiny_config(
         model={"dim": 96, "n_layers": 16, "ffn_hidden_dim": 160},
@@ -307,8 +309,8 @@ def test_microbatches_add_up_to_shards_in_float32():
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 8}, {"pp": 2, "dp_shard": 4}], ids=str)
-def test_nothing_is_left_to_the_partitioner_but_tp(axes):
-    """In a partly manual program each result carries a constraint to "{?}" (docs/upstream.md)."""
+def test_update_program_has_no_open_dimensions(axes):
+    """A partly manual program constrains each result to "{?}" (docs/upstream.md)."""
     train = {"batch_size": 1, "grad_accum_steps": 2, "grad_sync": "update"}
     ours = setup(tiny_config(train=train, distributed=axes))
     text = lowered(ours).as_text()
@@ -316,20 +318,20 @@ def test_nothing_is_left_to_the_partitioner_but_tp(axes):
     assert "{?}" not in text
 
 
-def test_no_device_gathers_the_tokens_of_other_groups():
-    """But their ids; those of its own, over `tp`: [1, 40, width], or in one dimension."""
+def test_tokens_are_not_gathered_over_groups():
+    """Only token ids are, and over `tp` the group's own tokens [1, 40, width]."""
     config = tiny_config(
         train={"batch_size": 1, "seq_len": 40, "grad_accum_steps": 2, "grad_sync": "microbatch"},
         distributed={"dp_shard": 4, "tp": 2},
     )  # fmt: skip
-    moved = collectives_in_loops(hlo(setup(config)))
-    gathered = [shape for shape, kind, _ in moved if kind == "all-gather"]
+    collectives = collectives_in_loops(hlo(setup(config)))
+    gathered = [shape for shape, kind, _ in collectives if kind == "all-gather"]
     assert any("1,40,64]" in shape for shape in gathered)
     assert not [shape for shape in gathered if re.search(r"f32\[(160|4,40),\d+\]", shape)]
 
 
-def test_policies_save_products_with_weights_that_are_gathered():
-    """Products reduced in another dtype are saved too, which recomputes less."""
+def test_remat_policies_save_products_with_gathered_weights():
+    """Products reduced in another dtype are saved, too, so that less is recomputed."""
 
     def temporaries(save):
         config = tiny_config(

@@ -1,4 +1,4 @@
-"""Steps that skip experts without tokens: the same on every mesh, and none that is skipped."""
+"""Steps that skip experts without tokens: meshes, checkpoints and bad steps."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ def config(train=None, **distributed):
 
 @functools.cache
 def run(job):
-    """Each state, and the tokens that each expert got in each update, [layers, experts]."""
+    """Return program, final state, all states, and token counts [updates, layers, experts]."""
     ours = setup(job)
     batches = random_batches(job, STEPS, dp=4 // job.train.batch_size)
     state, states, counts = ours.state(), [], []
@@ -57,7 +57,7 @@ def up_proj(layers):
     return np.asarray(layers["mlp"]["experts"]["up_proj"]["weight"])
 
 
-def test_experts_without_tokens_stand_still():
+def test_idle_experts_do_not_change():
     _, _, states, counts = run(config())
     idle = counts == 0
     assert idle[1:].any()
@@ -88,21 +88,21 @@ def test_skipped_experts_do_not_depend_on_the_mesh(train, axes):
 
 
 def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
-    """Stages hold three layers in four rows, and a checkpoint in three."""
+    """Stages hold three layers in four rows, a checkpoint in three."""
     train, axes = STAGES
     ours, state, states, _ = run(config(train, **axes))
     section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
     saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
     saved.save(progress_of(state), state)
-    there = run(config())[0]
-    with jax.set_mesh(there.mesh):
-        result, _ = start_from(Saved(saved, STEPS), there)
+    resumed = run(config())[0]
+    with jax.set_mesh(resumed.mesh):
+        result, _ = start_from(Saved(saved, STEPS), resumed)
     saved.close()
     counts = result.opt_state[1].expert_updates["layers"]["mlp"]["experts"]["up_proj"]["weight"]
     np.testing.assert_array_equal(counts, states[-1][1]["expert_updates"])
 
 
-def test_step_that_is_not_applied_moves_no_count():
+def test_rejected_step_does_not_change_expert_counts():
     ours, _, _, _ = run(config())
     batches = random_batches(ours.config, 2)
     state, _ = ours.run(ours.state(), batches[:1])
@@ -114,7 +114,7 @@ def test_step_that_is_not_applied_moves_no_count():
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.opt_state))
 
 
-def test_without_the_option_state_is_as_before():
+def test_state_has_no_expert_counts_without_option():
     plain = tiny_config(model=MODEL)
     names = setup(plain).state().opt_state[1]._fields
     assert names == ("updates", "mu", "nu", "mu_scales", "nu_scales")

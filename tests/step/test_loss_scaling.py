@@ -1,4 +1,4 @@
-"""fp16: the loss is scaled, an overflow skips a step and halves the scale, and nothing else."""
+"""Loss scaling with fp16: overflows skip a step and halve the scale."""
 
 import jax
 import jax.numpy as jnp
@@ -13,44 +13,44 @@ from tests.helpers import progress_of, random_batches, setup, underway
 
 
 def judge(norms, losses=None, **config):
-    """Applied or not, the scale after each step, and the state after all."""
+    """Return whether each step is applied, the scales, whether the run halts, and the state."""
     guard = Guard(TrainConfig(mixed_precision="fp16", **config))
     judged = jax.jit(guard.judge)
-    state, applied, scales, halted = GuardState.fresh(scales_loss=True), [], [], False
+    state, applied, scales, is_halted = GuardState.fresh(scales_loss=True), [], [], False
     for loss, norm in zip(losses or [1.0] * len(norms), norms, strict=True):
         good, state = judged(state, jnp.float32(loss), jnp.float32(norm))
         applied.append(bool(good))
         scales.append(float(state.loss_scale))
-        halted = halted or bool(guard.halted(state))
-    return applied, scales, halted, state
+        is_halted = is_halted or bool(guard.is_halted(state))
+    return applied, scales, is_halted, state
 
 
 INF = np.inf
 
 
-def test_overflow_halves_the_scale_and_is_no_bad_step():
-    applied, scales, halted, state = judge([1.0, INF, np.nan, 1.0], nan_consecutive_max=1)
+def test_overflow_halves_loss_scale_without_bad_step():
+    applied, scales, is_halted, state = judge([1.0, INF, np.nan, 1.0], nan_consecutive_max=1)
     assert applied == [True, False, False, True]
     assert scales == [65536.0, 32768.0, 16384.0, 16384.0]
-    assert not halted
+    assert not is_halted
     assert (int(state.total), int(state.nonfinite), int(state.consecutive)) == (2, 0, 0)
     assert int(state.good) == 2
 
 
-def test_at_the_smallest_scale_it_is():
+def test_overflow_at_minimum_scale_is_bad_step():
     config = {"initial_loss_scale": 4.0, "min_loss_scale": 2.0, "nan_consecutive_max": 2}
-    _, scales, halted, state = judge([INF, INF], **config)
-    assert (scales, halted, int(state.nonfinite)) == ([2.0, 2.0], False, 1)
+    _, scales, is_halted, state = judge([INF, INF], **config)
+    assert (scales, is_halted, int(state.nonfinite)) == ([2.0, 2.0], False, 1)
     assert judge([INF, INF, INF], **config)[2]
 
 
-def test_loss_that_is_not_finite_is_a_bad_step_whatever_the_scale():
+def test_nonfinite_loss_is_bad_step_at_any_scale():
     _, scales, _, state = judge([1.0, INF], [1.0, np.nan])
     assert scales == [65536.0] * 2
     assert (int(state.nonfinite), int(state.consecutive)) == (1, 1)
 
 
-def test_scale_grows_after_a_window_without_overflow():
+def test_loss_scale_grows_after_window_without_overflow():
     norms = [1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0]
     _, scales, *_ = judge(norms, initial_loss_scale=8.0, loss_scale_window=3)
     assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
@@ -78,8 +78,8 @@ def save(ours, path, state):
     checkpoints.close()
 
 
-def test_run_skips_recovers_and_resumes_bit_for_bit(tmp_path):
-    """From a scale at which gradients overflow: it comes down, and a restart is exact."""
+def test_fp16_run_resumes_bit_exactly(tmp_path):
+    """The initial scale makes gradients overflow; the scale decreases, and a restart is exact."""
     ours = fp16(initial_loss_scale=2.0**26)
     batches = random_batches(ours.config, 12)
     before = jax.device_get(ours.state().params)
@@ -87,15 +87,15 @@ def test_run_skips_recovers_and_resumes_bit_for_bit(tmp_path):
     assert (first["applied"][0], first["loss_scale"][0]) == (False, 2.0**25)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
     state, metrics = ours.run(state, batches[1:8])
-    assert metrics["applied"][-1] or metrics["applied"][-2]  # it grows again, and overflows
+    assert metrics["applied"][-1] or metrics["applied"][-2]  # the scale grows again and overflows
     assert metrics["consecutive"].max() == 0
     np.testing.assert_allclose(metrics["loss"][0], plain_loss(batches[1]), rtol=1e-3)
     save(ours, tmp_path, state)
     again = restored(ours, tmp_path, 8)
-    _, went_on = ours.run(state, batches[8:])
+    _, uninterrupted = ours.run(state, batches[8:])
     _, resumed = ours.run(again, batches[8:])
     for name in ("loss", "grad_norm", "loss_scale", "skipped"):
-        np.testing.assert_array_equal(went_on[name], resumed[name])
+        np.testing.assert_array_equal(uninterrupted[name], resumed[name])
 
 
 def plain_loss(batch):
@@ -104,7 +104,7 @@ def plain_loss(batch):
     return plain.run(plain.state(), [batch])[1]["loss"][0]
 
 
-def test_checkpoint_without_a_scale_starts_with_the_initial_one(tmp_path):
+def test_checkpoint_without_loss_scale_starts_at_initial_scale(tmp_path):
     """A bf16 checkpoint has no scale, and a bf16 run ignores a stored one."""
     bf16 = setup(tiny_config(train={"mixed_precision": "bf16", "grad_accum_steps": 2}))
     ours = fp16()

@@ -17,7 +17,7 @@ from tests.helpers import (
 
 STEPS = 10
 MESHES = [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
-# What is done for two axes together is a part of what is done for three.
+# Combinations of two axes are covered by the mesh with three.
 CASES = [(mesh, grad_sync) for grad_sync in ("update", "microbatch") for mesh in MESHES]
 
 
@@ -54,7 +54,7 @@ def test_losses_do_not_depend_on_the_mesh(mesh, grad_sync):
 
 
 @pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
-def test_opaque_kernel_is_run_by_each_device_alone(grad_sync, monkeypatch):
+def test_opaque_kernel_runs_on_each_device_separately(grad_sync, monkeypatch):
     use_unsplittable_kernel(monkeypatch)
     mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     ours = new_setup(config(grad_sync=grad_sync, z=1e-4, **mesh))
@@ -76,7 +76,7 @@ def test_losses_do_not_depend_on_the_accumulation_split(mesh, accum):
 
 
 def test_bfloat16_compute_runs_on_every_kind_of_axis():
-    """With gradients reduced per microbatch: see the gradients in test_grad_sync.py."""
+    """test_grad_sync.py compares the gradients of a reduction per microbatch."""
     base = config(dp_replicate=2, dp_shard=2, tp=2)
     train = base.train.model_copy(update={"mixed_precision": "bf16"})
     ours = setup(base.model_copy(update={"train": train}))
@@ -86,7 +86,7 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
 
 
 def test_biases_are_split_with_their_heads():
-    """All biases, reduced per microbatch: see EVERY_OPTION in test_context.py."""
+    """EVERY_OPTION in test_context.py covers all biases, reduced per microbatch."""
     model = {"qkv_bias": True, "head_dim": 24}  # dim / n_heads would be 16
     axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     train = {"batch_size": 2, "grad_sync": "update"}
@@ -98,9 +98,9 @@ def test_biases_are_split_with_their_heads():
     state, b = split.run(split.state(params), batches)
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
     for name, width in [("q_proj", 96), ("k_proj", 48), ("v_proj", 48)]:
-        item, many = (run["grads"]["layers"]["attention"][name]["bias"][0] for run in (a, b))
-        assert item.shape == (2, width)
-        assert (item != 0).all()
-        np.testing.assert_allclose(item, many, rtol=1e-4, atol=1e-4 * np.abs(item).max())
+        expected, result = (m["grads"]["layers"]["attention"][name]["bias"][0] for m in (a, b))
+        assert expected.shape == (2, width)
+        assert (expected != 0).all()
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         bias = state.params["layers"]["attention"][name]["bias"]
         assert bias.sharding.shard_shape(bias.shape) == (2, width // 2)

@@ -1,4 +1,4 @@
-"""Moments in the memory of the host: the same numbers, in another place."""
+"""Moments in host memory: numbers do not change."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config import check
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -24,7 +24,7 @@ def config_of(optimizer="adamw", *, offload=("optimizer",)):
 
 
 def on_host(tree):
-    """Names of the arrays that are."""
+    """Return the names of arrays in host memory."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator=".")
@@ -38,37 +38,37 @@ def assert_same(a, b):
 
 
 def assert_near(a, b):
-    """But for the last digit, as XLA fuses other operations."""
+    """Check equality up to the last digits: XLA fuses other operations."""
     near = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8)
     jax.tree.map(near, *map(jax.device_get, (a, b)))
 
 
 @pytest.fixture(scope="module")
 def three_updates():
-    """With AdamW, without and with moments on the host; the second step is a bad one."""
+    """Return AdamW runs without and with offloaded moments; the second step is bad."""
     batches = random_batches(config_of(), 3)
     result = []
     for offload in ((), ("optimizer",)):
         ours = setup(config_of(offload=offload))
         state, _ = ours.run(ours.state(), batches[:1])
         head = state.params["output_head"]["proj"]["weight"]
-        sound = np.asarray(head)
+        valid = np.asarray(head)
         state.params["output_head"]["proj"]["weight"] = head.at[0, 0].set(np.nan)
         state, _ = ours.run(state, batches[1:2])
         assert int(state.guard.total) == 1
-        state.params["output_head"]["proj"]["weight"] = jax.device_put(sound, head.sharding)
+        state.params["output_head"]["proj"]["weight"] = jax.device_put(valid, head.sharding)
         result.append((ours, *ours.run(state, batches[2:])))
     return result
 
 
-def test_losses_and_state_are_the_same(three_updates):
+def test_offload_does_not_change_losses_or_state(three_updates):
     (_, plain, plain_metrics), (_, offloaded, metrics) = three_updates
     assert_near(offloaded.params, plain.params)
     assert_near(offloaded.opt_state, plain.opt_state)
     assert_same(metrics["loss"], plain_metrics["loss"])
 
 
-def test_moments_of_matrices_are_on_the_host_and_stay_there(three_updates):
+def test_moments_of_matrices_stay_on_host(three_updates):
     ours, state, _ = three_updates[1]
     names = on_host(state.opt_state)
     assert names == on_host(ours.abstract_state().opt_state)
@@ -76,24 +76,24 @@ def test_moments_of_matrices_are_on_the_host_and_stay_there(three_updates):
     assert not any("norm" in name for name in names)
     assert not on_host(state.params)
     plain = three_updates[0][1]
-    assert per_device(state.opt_state) < per_device(plain.opt_state) / 50
+    assert bytes_per_device(state.opt_state) < bytes_per_device(plain.opt_state) / 50
 
 
-def test_restart_finds_them_there(three_updates, tmp_path):
+def test_restart_restores_moments_on_host(three_updates, tmp_path):
     ours, state, _ = three_updates[1]
     resolved = ours.config.model_dump(mode="json")
     saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes, resolved)
     saved.save(progress_of(state), state)
     saved.wait()
     with jax.set_mesh(ours.mesh):
-        again, _ = starting_state(ours, saved)
+        restored, _ = starting_state(ours, saved)
     saved.close()
-    assert on_host(again.opt_state) == on_host(state.opt_state)
-    assert_same(again.opt_state, state.opt_state)
+    assert on_host(restored.opt_state) == on_host(state.opt_state)
+    assert_same(restored.opt_state, state.opt_state)
 
 
-@pytest.mark.slow  # where moments lie is the same code for every optimizer
-def test_muon_works_with_them_too():
+@pytest.mark.slow  # the code is the same for every optimizer
+def test_offload_works_with_muon():
     batches = random_batches(config_of("muon"), 2)
     states = []
     for offload in ((), ("optimizer",)):
@@ -105,7 +105,7 @@ def test_muon_works_with_them_too():
 
 def test_unsupported_offload_is_refused(own_names):
     OPTIMIZERS.register("mine")(lambda *_: None)
-    with pytest.raises(UserError, match="moments stay on the device"):
+    with pytest.raises(UserError, match="optimizers stay on the device"):
         check(tiny_config(train={"offload": ["optimizer"]}, optimizer={"name": "mine"}), 1)
-    with pytest.raises(ValueError, match="moments in a floating-point type"):
+    with pytest.raises(ValueError, match="moments of a floating-point dtype"):
         tiny_config(train={"offload": ["optimizer"], "opt_state_dtype": "8bit"})

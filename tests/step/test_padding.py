@@ -1,4 +1,4 @@
-"""Padding of conversations: updates are those of the same conversations without any padding."""
+"""Padding of conversations: updates equal those without padding."""
 
 import functools
 import math
@@ -53,7 +53,7 @@ CASES = [
 
 
 def conversations(rng):
-    """Entries of conversations that fill one row without padding."""
+    """Return entries of conversations that fill a row without padding."""
     cuts = sorted(rng.choice(np.arange(2, LENGTH), 2, replace=False))
     rows = np.split(rng.integers(0, 64, LENGTH + 1), cuts)
     for entries in rows:
@@ -63,7 +63,7 @@ def conversations(rng):
 
 
 def run(model, train, axes, length):
-    """Metrics of three updates, and the state after them on the host."""
+    """Return metrics of three updates, and the final state on the host."""
     groups = math.prod(axes.get(name, 1) for name in ("dp_shard", "ep"))
     sizes = {"seq_len": length, "batch_size": 8 // groups, "grad_accum_steps": 2, "max_steps": 8}
     job = tiny_config(
@@ -84,7 +84,7 @@ def without_padding(model, z_loss_weight):
 
 
 @pytest.mark.parametrize(("model", "train", "axes"), CASES, ids=str)
-def test_padded_conversations_are_trained_as_without_padding(model, train, axes):
+def test_padding_does_not_change_updates(model, train, axes):
     result, weights = run(model, train, axes, PADDED)
     expected, expected_weights = without_padding(model, train.get("z_loss_weight", 0.0))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -102,14 +102,14 @@ def test_padded_conversations_are_trained_as_without_padding(model, train, axes)
 
 
 @pytest.mark.parametrize("model", ["softmax", "sigmoid with sign bias"])
-def test_experts_count_the_inputs_of_conversations(model):
-    edge = without_padding(model, 0.0)[0]["side"]
+def test_expert_counts_exclude_padding(model):
+    aux = without_padding(model, 0.0)[0]["side"]
     assignments = 16 * LENGTH * MODELS[model].get("moe_top_k", 2)
-    np.testing.assert_array_equal(np.sum(edge["expert_counts"], axis=-1), assignments)
+    np.testing.assert_array_equal(np.sum(aux["expert_counts"], axis=-1), assignments)
 
 
-def test_prompts_are_read_as_without_padding():
-    """By experts of little capacity: rows and columns that fill up a batch displace no token."""
+def test_padding_does_not_change_prompt_logits():
+    """Experts have little capacity, and padding rows and columns displace no token."""
     job = tiny_config(model={**MODELS["softmax"], "moe_capacity_factor": 0.6})
     ours, rng = setup(job), np.random.default_rng(0)
     params, prompts = ours.state().params, rng.integers(0, 64, (3, 5))

@@ -1,4 +1,4 @@
-"""Promises of one update: weights of tokens, the guard, one program, no hidden traffic."""
+"""Guarantees of an update: token weights, guard, compilation and communication."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from tests.helpers import collectives_in_loops, hlo, new_setup, random_batches, 
 
 
 def plain_loss(ours, params, batch):
-    """Mean over valid tokens of -log p, written without any of the step's code."""
+    """Return the mean of -log p over valid tokens, without code of the step."""
     logits = ours.model.logits(params, ours.model.hidden(params, batch["input_ids"]))
     log_p = jax.nn.log_softmax(logits)
     labels = batch["labels"]
@@ -24,20 +24,19 @@ def plain_loss(ours, params, batch):
 
 
 def ragged_batches(config, n=1):
-    """Microbatches whose numbers of valid tokens differ widely."""
+    """Return microbatches whose numbers of valid tokens differ widely."""
     batches = random_batches(config, n)
     for batch in batches:
         batch["labels"][0, :, 4:] = -100
     return batches
 
 
-def test_every_valid_token_weighs_the_same():
+def test_valid_tokens_have_equal_weight():
     ours = setup(tiny_config(train={"grad_accum_steps": 2, "batch_size": 4}))
     (batch,) = ragged_batches(ours.config)
     state = ours.state()
     whole = {k: jnp.asarray(v.reshape(8, -1)) for k, v in batch.items()}
-    of_params = jax.jit(jax.value_and_grad(lambda p: plain_loss(ours, p, whole)))
-    loss, grads = of_params(state.params)
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: plain_loss(ours, p, whole)))(state.params)
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)))
     _, metrics = ours.run(state, [batch])
     np.testing.assert_allclose(metrics["loss"][0], loss, rtol=1e-6)
@@ -56,8 +55,8 @@ def test_microbatch_norm_is_the_mean_of_means():
     assert abs(means[0] - means[1]) > 1e-3
 
 
-def test_batch_without_labels_is_attempted_and_changes_nothing():
-    """No decay, no moments, no update, no place among the losses that spikes are judged by."""
+def test_batch_without_labels_changes_no_parameters():
+    """Weight decay, moments, the count of updates and the losses of the guard do not change."""
     ours = setup(tiny_config(optimizer={"weight_decay": 0.1}, train={"z_loss_weight": 1e-3}))
     batches = random_batches(ours.config, 3)
     batches[1]["labels"][:] = -100
@@ -81,14 +80,14 @@ def test_batch_without_labels_is_attempted_and_changes_nothing():
     assert metrics["skipped"][0] == 1
 
 
-def test_token_scales_of_an_empty_microbatch():
+def test_token_weights_of_empty_microbatch_are_zero():
     weights = jnp.array([0.0, 3.0])
     np.testing.assert_allclose(token_weights(weights, "tokens"), [0, 1 / 3])
     np.testing.assert_allclose(token_weights(weights, "microbatch"), [0, 1 / 6])
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
-def test_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
+def test_nonfinite_step_changes_only_counts(mesh):
     ours = setup(tiny_config(distributed={"dp_shard": 1, **mesh}))
     batches = random_batches(ours.config, 3, dp=1)
     state, _ = ours.run(ours.state(), batches[:2])
@@ -102,12 +101,12 @@ def test_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
     assert np.isnan(metrics["loss"][0])
     after = jax.device_get((state.params, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)
-    assert int(after[1][1].updates) == count  # so the schedule stands still as well
+    assert int(after[1][1].updates) == count  # so the schedule does not advance either
     assert (int(state.step), int(state.guard.total), int(state.guard.consecutive)) == (3, 1, 1)
 
 
 def test_infinite_gradient_of_a_finite_loss_is_caught():
-    """KempnerForge tests the loss alone; its clipping then spreads NaN over every weight."""
+    """KempnerForge checks only the loss; its clipping then spreads NaN to every weight."""
     ours = setup(tiny_config())
     (batch,) = random_batches(ours.config, 1)
     state = ours.state()
@@ -121,7 +120,7 @@ def test_infinite_gradient_of_a_finite_loss_is_caught():
     assert metrics["skipped"][0] == 1
 
 
-def test_after_too_many_bad_steps_the_state_stands_still():
+def test_state_is_constant_after_too_many_bad_steps():
     ours = setup(tiny_config(train={"nan_consecutive_max": 3}))
     state = ours.state()
     state.params["norm"]["weight"] = jnp.full_like(state.params["norm"]["weight"], jnp.nan)
@@ -150,31 +149,31 @@ def test_step_compiles_once_and_donates_its_state():
     assert old.is_deleted()
 
 
-def test_no_collective_in_a_loop_when_reducing_per_update():
-    """Over microbatches or layers."""
+def test_update_reduction_has_no_collective_in_loops():
+    """Neither the loop over microbatches nor the loop over layers has collectives."""
     base = {"grad_accum_steps": 4, "batch_size": 2}
     text = hlo(setup(tiny_config(train=base, distributed={"dp_replicate": 2, "dp_shard": 2})))
     assert collectives_in_loops(text) == []
     assert re.search(r"reduce-scatter|all-reduce", text)
 
 
-def test_reducing_per_microbatch_does_so_in_the_loop():
-    """The counterpart: the reader of HLO above does find collectives where there are some."""
+def test_microbatch_reduction_is_inside_loops():
+    """The counterpart of the test above: its HLO parser finds existing collectives."""
     train = {"grad_accum_steps": 4, "batch_size": 2, "grad_sync": "microbatch"}
     result = collectives_in_loops(hlo(setup(tiny_config(train=train, distributed={"dp_shard": 4}))))
     kinds = {kind for _, kind, _ in result}
     assert "all-gather" in kinds
-    assert kinds & {"all-reduce", "reduce-scatter", "all-to-all"}  # which, depends on the release
+    assert kinds & {"all-reduce", "reduce-scatter", "all-to-all"}  # depends on the version of JAX
 
 
 @pytest.fixture(scope="module")
 def with_tp():
-    """tp 2 x dp_shard 2 on devices 0-3: {0, 1} and {2, 3} are tp groups, {0, 2} and {1, 3} data."""
+    """Return HLO for dp_shard 2 x tp 2, with tp groups {0, 1} and {2, 3}."""
     train = {"grad_accum_steps": 4, "batch_size": 2, "seq_len": 24}  # 48 tokens: no weight has 48
     return hlo(setup(tiny_config(train=train, distributed={"dp_shard": 2, "tp": 2})))
 
 
-def test_with_tp_only_neighbours_in_tp_talk_in_the_loops(with_tp):
+def test_loops_communicate_only_over_tp(with_tp):
     result = collectives_in_loops(with_tp)
     assert result
     assert {groups for _, _, groups in result} == {"{{0,1},{2,3}}"}
@@ -184,13 +183,13 @@ def test_with_tp_only_neighbours_in_tp_talk_in_the_loops(with_tp):
     assert not [shape for shape in shapes if not tokens.search(shape)]
 
 
-def test_reductions_keep_the_shards_of_tp(with_tp):
-    """No weight and no gradient is ever whole over tp: ffn 256 appears only as its half, 128."""
+def test_reductions_keep_tp_shards(with_tp):
+    """Weights and gradients are never gathered over tp: ffn 256 appears only as its half, 128."""
     assert "f32[2,128,64]" in with_tp
     assert not re.search(r"f32\[2,(256,64|64,256)\]", with_tp)
 
 
-def test_gradients_are_kept_for_those_who_ask():
+def test_gradients_can_be_collected():
     ours = setup(tiny_config(), collect=("grads",))
     _, metrics = jax.device_get(
         ours.step(ours.state(), ours.put(random_batches(ours.config, 1)[0]), Controls())
@@ -200,8 +199,8 @@ def test_gradients_are_kept_for_those_who_ask():
 
 
 @pytest.mark.parametrize("chunk", [{"ce_chunk_size": 100}, {"ce_vocab_chunk": 23}])
-def test_chunked_loss_is_the_same_loss(chunk):
-    """Chunks have a remainder; others are in test_cross_entropy.py."""
+def test_chunked_loss_matches_plain_loss(chunk):
+    """The last chunk is partial; test_cross_entropy.py covers whole chunks."""
     train = {"loss_fn": "chunked_cross_entropy", "z_loss_weight": 1e-3, **chunk}
     plain = setup(tiny_config(train={"z_loss_weight": 1e-3}))
     chunked = setup(tiny_config(train=train))
@@ -214,7 +213,7 @@ def test_chunked_loss_is_the_same_loss(chunk):
 
 @pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
 def test_chunks_are_counted_per_device(grad_sync):
-    """16 tokens at a time on each of 4 devices with 2 sequences: slices of 8 positions."""
+    """Chunks are 16 tokens on each of 4 devices with 2 sequences: slices of 8 positions."""
     train = {
         "loss_fn": "chunked_cross_entropy", "ce_chunk_size": 16, "grad_sync": grad_sync,
         "batch_size": 2,

@@ -1,4 +1,4 @@
-"""Meshes whose dp_shard does not divide the width: split over a factor, replicated otherwise."""
+"""Meshes whose dp_shard does not divide the width: sharding over a factor of it."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ def config(train=UPDATE, model=None, optimizer=None, **axes):
 
 
 def run(job):
-    """Three updates: metrics with gradients, and the state after them."""
+    """Return program, state and metrics with gradients of three updates."""
     ours = setup(job, collect=("grads",))
     return ours, *ours.run(ours.state(), random_batches(job, 3))
 
@@ -42,7 +42,7 @@ def on_one_device(kind):
 
 
 KINDS = {"dense": {}, "muon": {"optimizer": MUON}, "experts": {"model": EXPERTS}}
-CASES = [  # axes asked for, and what dp_replicate and dp_shard become
+CASES = [  # requested axes, and the resulting dp_replicate and dp_shard
     ("dense", MICROBATCH, {"dp_shard": 6}, (3, 2)),
     ("dense", MICROBATCH, {"dp_shard": 3, "tp": 2}, (3, 1)),
     ("dense", UPDATE, {"dp_replicate": 2, "dp_shard": 3}, (6, 1)),
@@ -53,22 +53,20 @@ CASES = [  # axes asked for, and what dp_replicate and dp_shard become
 
 
 @pytest.mark.parametrize(("kind", "train", "axes", "built"), CASES, ids=str)
-def test_updates_are_those_of_one_device(kind, train, axes, built):
+def test_updates_match_single_device(kind, train, axes, built):
     ours, state, result = run(config(train, **KINDS[kind], **axes))
     _, expected_state, expected = on_one_device(kind)
     assert (ours.mesh.shape["dp_replicate"], ours.mesh.shape["dp_shard"]) == built
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(result[key], expected[key], rtol=1e-5)
-    for leave, other in zip(
+    for leaf, other in zip(
         jax.tree.leaves(result["grads"]), jax.tree.leaves(expected["grads"]), strict=True
     ):
-        np.testing.assert_allclose(
-            leave[0], other[0], rtol=1e-5, atol=1e-5 * np.abs(other[0]).max()
-        )
-    for leave, other in zip(
+        np.testing.assert_allclose(leaf[0], other[0], rtol=1e-5, atol=1e-5 * np.abs(other[0]).max())
+    for leaf, other in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(expected_state.params), strict=True
     ):
-        np.testing.assert_allclose(leave, other, atol=2e-4)
+        np.testing.assert_allclose(leaf, other, atol=2e-4)
     weight = state.params["layers"]["attention"]["q_proj"]["weight"]
     width = weight.shape[-1] // (built[1] * axes.get("ep", 1))
     assert weight.sharding.shard_shape(weight.shape)[-1] == width
@@ -89,7 +87,7 @@ def job(path, name, **keys):
     )
 
 
-def test_run_resumes_evaluates_and_is_opened_on_other_devices(tmp_path, capsys):
+def test_run_resumes_and_evaluates_on_other_devices(tmp_path, capsys):
     assert train.run(job(tmp_path, "whole")) is Exit.COMPLETED
     reported = [line for line in capsys.readouterr().err.splitlines() if "does not divide" in line]
     assert reported == [
@@ -106,7 +104,7 @@ def test_run_resumes_evaluates_and_is_opened_on_other_devices(tmp_path, capsys):
             return jax.device_get(params)
 
     jax.tree.map(np.testing.assert_array_equal, params("parts"), params("whole"))
-    item, seven = (
+    single, seven = (
         summary(evaluate(tmp_path / "whole", devices=jax.devices()[:n])[1]) for n in (1, 7)
     )
-    assert seven == pytest.approx(item, rel=1e-5)
+    assert seven == pytest.approx(single, rel=1e-5)

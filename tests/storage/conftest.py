@@ -1,4 +1,4 @@
-"""A bucket of each kind, on a server of its own."""
+"""Bucket fixtures on local servers."""
 
 import atexit
 import contextlib
@@ -9,9 +9,9 @@ import emulators
 import pytest
 
 
-@functools.cache  # a client keeps the address; the fixture ends where files change places
-def running(kind):
-    """The emulator of this process."""
+@functools.cache  # clients cache the address, so servers live as long as the process
+def emulator_of(kind):
+    """Return the emulator of this process."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context({"s3": emulators.s3, "gs": emulators.gcs}[kind]())
@@ -19,16 +19,16 @@ def running(kind):
 
 @pytest.fixture(scope="session", params=["s3", "gs"])
 def server(request):
-    """The emulator; this process and those that it starts talk to it."""
+    """Return the emulator, which this process and its children use."""
     before = dict(os.environ)
-    os.environ.update(running(request.param).env)
-    yield running(request.param)
+    os.environ.update(emulator_of(request.param).env)
+    yield emulator_of(request.param)
     os.environ.clear()
     os.environ.update(before)
 
 
 @pytest.fixture
 def bucket(server, request):
-    """A directory of the bucket for each test."""
+    """Return a directory of the bucket for each test."""
     yield server.url(request.node.name.replace("[", "-").replace("]", ""))
     server.throttle(0)

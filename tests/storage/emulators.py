@@ -1,4 +1,4 @@
-"""Local servers that speak S3 and GCS, and that throttle when told to.
+"""Local S3 and GCS servers with throttling.
 
 S3 is moto's. The emulator of GCS does not know the range of a listing, nor does it tell the
 generation of what is downloaded; both are added here.

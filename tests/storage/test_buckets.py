@@ -1,4 +1,4 @@
-"""Paths in a bucket: what Orbax and we ask of them."""
+"""Path operations in buckets that Orbax and jaxforge use."""
 
 import gc
 import zlib
@@ -18,7 +18,7 @@ def root(bucket):
     return urls.path(bucket)
 
 
-def test_directory_is_there_as_long_as_something_is_in_it(root):
+def test_bucket_directory_exists_while_not_empty(root):
     assert not root.exists()
     (root / "a" / "b.txt").write_text("ü")
     (root / "a" / "step_1" / "x").write_bytes(b"1234")
@@ -35,9 +35,9 @@ def test_directory_is_there_as_long_as_something_is_in_it(root):
     assert not root.exists()
 
 
-def test_missing_object_is_a_missing_file(root):
+def test_missing_object_raises_file_not_found(root):
     for look in (root.read_bytes, root.unlink, root.rmtree, lambda: list(root.iterdir())):
-        with pytest.raises(FileNotFoundError, match="a_missing_file"):
+        with pytest.raises(FileNotFoundError, match="raises_file_not_found"):
             look()
 
 
@@ -50,8 +50,8 @@ def test_failed_write_leaves_no_object(root, mode, half):
 
 
 @pytest.mark.parametrize(("mode", "old"), [("w", "old"), ("wb", b"old")])
-def test_abandoned_write_never_appears(server, root, mode, old):
-    """Nor by the garbage collector, over what was written since and while others hold locks."""
+def test_abandoned_upload_writes_nothing(server, root, mode, old):
+    """The garbage collector must not overwrite newer objects."""
     server.forbid_after(0)
     refused = (root / "a").open(mode)
     refused.write(old)
@@ -71,27 +71,27 @@ def test_object_cannot_be_appended_to(root):
         (root / "a").open("ab")
 
 
-def test_checkpoint_that_is_removed_in_part_is_none(server, root):
+def test_partially_removed_checkpoint_is_not_committed(server, root):
     for name in ("a", "b", COMMITTED):
         (root / name).write_text(name)
     assert is_durable(root)
-    server.forbid_after(3)  # a listing or two, and the first deletion
+    server.forbid_after(3)  # one or two listings and the first deletion
     with pytest.raises((StorageError, UserError)):
         root.rmtree()
     server.throttle(0)
     assert not is_durable(root)
 
 
-def test_refusal_is_one_message(server, root):
+def test_refusal_gives_one_message(server, root):
     server.forbid_after(0)
     with pytest.raises(StorageError, match=rf"^{root}/a: .*") as error:
         (root / "a").write_text("text")
     assert len(str(error.value)) < 300
 
 
-def test_bucket_that_is_not_there_or_not_ours_is_the_users_mistake(server, root):
+def test_inaccessible_bucket_is_user_error(server, root):
     server.forbid_after(0)
-    if server.scheme == "gs":  # the emulator refuses listings without the words that belong to it
+    if server.scheme == "gs":  # the emulator requires these parameters for listings
         with pytest.raises(UserError, match=rf"^{root}/a: PERMISSION_DENIED"):
             (root / "a").read_text()
         return
@@ -102,7 +102,7 @@ def test_bucket_that_is_not_there_or_not_ours_is_the_users_mistake(server, root)
         urls.path("s3://mistyped/run").is_dir()
 
 
-def test_tokens_are_read_where_they_are(server, root):
+def test_remote_tokens_are_read_in_place(server, root):
     tokens = np.arange(1000, dtype="<u2")
     buckets.write(root / "t.bin", b"head" + tokens.tobytes())
     remote = RemoteTokens(root / "t.bin", tokens.dtype, 4)
@@ -138,31 +138,31 @@ def test_remote_tokens_are_compared_with_their_hashes(server, root):
         np.asarray(remote[65_000:65_010])
 
 
-def test_mirror_copies_what_changed_and_brings_it_back(server, root):
+def test_mirror_publishes_and_fetches_changed_files(server, root):
     first = mirror.Mirror(root, 0, ["metrics.jsonl", "logs"])
-    here = mirror.directory(root, 0)
-    (here / "logs").mkdir()
-    (here / "metrics.jsonl").write_text("1\n")
-    (here / "logs" / "a.log").write_text("a\n")
-    (here / "page.partial").write_text("half")
-    (here / ".step_2.partial").mkdir()
-    (here / ".step_2.partial" / "residual.npy").write_text("half")
+    local = mirror.directory(root, 0)
+    (local / "logs").mkdir()
+    (local / "metrics.jsonl").write_text("1\n")
+    (local / "logs" / "a.log").write_text("a\n")
+    (local / "page.partial").write_text("half")
+    (local / ".step_2.partial").mkdir()
+    (local / ".step_2.partial" / "residual.npy").write_text("half")
     assert first.publish()
     asked = server.requests
     assert first.publish()
     assert server.requests == asked, "nothing has changed"
     server.forbid_after(0)
-    (here / "metrics.jsonl").write_text("1\n2\n")
-    with pytest.raises(StorageError, match=rf"newest files of the run are in {here}, not in"):
+    (local / "metrics.jsonl").write_text("1\n2\n")
+    with pytest.raises(StorageError, match=rf"newest files of the run are in {local}, not in"):
         first.close()
     server.throttle(0)
     first.close()
     assert (root / "metrics.jsonl").read_text() == "1\n2\n"
     assert not (root / "page.partial").exists()
     assert not (root / ".step_2.partial").exists()
-    here.mkdir()
-    (here / "torn").write_text("of another time")
+    local.mkdir()
+    (local / "torn").write_text("of another time")
     second = mirror.Mirror(root, 0, ["metrics.jsonl", "logs", "none"])
-    assert {path.name for path in here.rglob("*")} == {"metrics.jsonl", "logs", "a.log"}
-    assert (here / "logs" / "a.log").read_text() == "a\n"
+    assert {path.name for path in local.rglob("*")} == {"metrics.jsonl", "logs", "a.log"}
+    assert (local / "logs" / "a.log").read_text() == "a\n"
     second.close()

@@ -1,4 +1,4 @@
-"""Conversations are read from a bucket as they are from a disk."""
+"""Conversations in buckets."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.storage import urls
 
 
-def test_windows_of_a_bucket_are_those_of_a_disk(bucket, tmp_path):
+def test_bucket_windows_equal_disk_windows(bucket, tmp_path):
     rng = np.random.default_rng(0)
     with ShardWriter(
         tmp_path / "train", vocab_size=99, dtype="uint32", shard_tokens=80, conversations=True
@@ -18,13 +18,13 @@ def test_windows_of_a_bucket_are_those_of_a_disk(bucket, tmp_path):
             entries[0] |= FIRST | UNLEARNED
             writer.add(entries, documents=1)
         writer.finish(eos_id=0, tokenizer="x", tokenizer_sha256="y")
-    there = urls.path(f"{bucket}/train")
+    remote = urls.path(f"{bucket}/train")
     for path in (tmp_path / "train").iterdir():
-        (there / path.name).write_bytes(path.read_bytes())
-    assert holds_conversations(there, "data.dataset_path")
-    here, copied = (
+        (remote / path.name).write_bytes(path.read_bytes())
+    assert holds_conversations(remote, "data.dataset_path")
+    original, copied = (
         ConversationShards(location, "*.npy", 32, "truncate", vocab_size=99)
-        for location in (tmp_path / "train", there)
+        for location in (tmp_path / "train", remote)
     )
-    indices = range(len(here))
-    np.testing.assert_array_equal(here.batch(indices), copied.batch(indices))
+    indices = range(len(original))
+    np.testing.assert_array_equal(original.batch(indices), copied.batch(indices))

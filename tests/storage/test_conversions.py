@@ -1,13 +1,13 @@
-"""Conversions whose destination is in a bucket: as on a disk, broken off and gone on with."""
+"""Conversions to buckets, and their resumption."""
 
 import contextlib
 import json
 from unittest import mock
 
 import pytest
-from test_runs import CONFIG
+from run_config import CONFIG
 
-from jaxforge.checkpoint.paths import is_whole
+from jaxforge.checkpoint.paths import is_durable
 from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED, buckets, urls
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """A run of this machine, and what it is as a DCP and for Hugging Face."""
+    """Return a directory with a local run and its DCP and Hugging Face exports."""
     directory = tmp_path_factory.mktemp("made")
     (directory / "run.toml").write_text(CONFIG.replace("max_steps = 12", "max_steps = 4"))
     assert train.main([f"--config={directory}/run.toml", f"--checkpoint.dir={directory}/run"]) == 0
@@ -34,7 +34,7 @@ def exported(tmp_path_factory):
 def _scratch(tmp_path, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
-    monkeypatch.setattr("tempfile.tempdir", None)  # so that it looks again
+    monkeypatch.setattr("tempfile.tempdir", None)  # so that the cache is not used
 
 
 def gathered(tmp_path):
@@ -49,7 +49,7 @@ def fetch(location, directory):
     return directory
 
 
-def test_import_is_a_run_in_the_bucket(server, bucket, exported, tmp_path):
+def test_import_creates_run_in_bucket(server, bucket, exported, tmp_path):
     run = urls.path(f"{bucket}/run")
     command = ["import", f"{exported}/dcp", str(run), f"--config={exported}/run.toml"]
     processes = 2 if server.scheme == "s3" else 1
@@ -62,32 +62,32 @@ def test_import_is_a_run_in_the_bucket(server, bucket, exported, tmp_path):
     more = [f"--config={exported}/run.toml", f"--checkpoint.dir={run}", "--train.max_steps=5"]
     assert train.main(more) == 0
     assert (run / "checkpoints/step_5" / COMMITTED).exists()
-    with pytest.raises(UserError, match=f"{run}/checkpoints/step_4 is there already"):
+    with pytest.raises(UserError, match=f"{run}/checkpoints/step_4.* already"):
         torch_compat.main(command)
     assert gathered(tmp_path) == []
 
 
 @pytest.mark.parametrize("to", ["dcp", "hf"])
-def test_export_is_what_it_is_on_this_machine(bucket, exported, tmp_path, to, capsys):
-    there = urls.path(f"{bucket}/out")
-    command = ["export", f"{exported}/run", str(there), f"--to={to}"]
+def test_export_from_bucket_equals_local_export(bucket, exported, tmp_path, to, capsys):
+    remote = urls.path(f"{bucket}/out")
+    command = ["export", f"{exported}/run", str(remote), f"--to={to}"]
     assert torch_compat.main(command) == 0
-    said = capsys.readouterr().err
-    assert "disk must hold it once" in said
-    assert ("no `latest`" in said) == (to == "dcp")
-    back = fetch(there, tmp_path / "back")
+    stderr = capsys.readouterr().err
+    assert "disk must hold it once" in stderr
+    assert ("no `latest`" in stderr) == (to == "dcp")
+    back = fetch(remote, tmp_path / "back")
     names = {path.relative_to(back).as_posix() for path in back.rglob("*") if path.is_file()}
-    here = exported / to
-    ours = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
-    assert names == {name for name in ours if not name.startswith("latest")}
+    local = exported / to
+    local_names = {p.relative_to(local).as_posix() for p in local.rglob("*") if p.is_file()}
+    assert names == {name for name in local_names if not name.startswith("latest")}
     config = [f"--config={exported}/run.toml"]
-    assert torch_compat.main(["verify", str(here), str(back), *config]) == 0
+    assert torch_compat.main(["verify", str(local), str(back), *config]) == 0
     assert gathered(tmp_path) == []
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already"):
         torch_compat.main(command)
 
 
-def test_import_keeps_the_documents_of_the_model(bucket, exported):
+def test_import_copies_model_documents(bucket, exported):
     run = urls.path(f"{bucket}/run")
     assert torch_compat.main(["import", f"{exported}/hf", str(run)]) == 0
     retained = run / "huggingface" / "config.json"
@@ -95,8 +95,8 @@ def test_import_keeps_the_documents_of_the_model(bucket, exported):
     assert hf_state.read_imported_documents(run).config["model_type"]
 
 
-def test_copy_that_is_broken_off_is_gone_on_with(bucket, exported, tmp_path, monkeypatch):
-    """At one of its files, and when the checkpoint is there and its `config.toml` is not."""
+def test_interrupted_copy_resumes(bucket, exported, tmp_path, monkeypatch):
+    """The interruption is at a file, or between the checkpoint and its `config.toml`."""
     run = urls.path(f"{bucket}/run")
     step = run / "checkpoints/step_4"
     (step / "of" / "another").write_text("conversion")
@@ -107,9 +107,9 @@ def test_copy_that_is_broken_off_is_gone_on_with(bucket, exported, tmp_path, mon
     for name in ("manifest.ocdbt", "config.toml"):
         with refused(name), pytest.raises(StorageError, match=name):
             torch_compat.main(command)
-        assert is_whole(step) == (name == "config.toml")
+        assert is_durable(step) == (name == "config.toml")
         assert gathered(tmp_path)
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already"):
         torch_compat.main([*command, "--optimizer.lr=1"])
     assert torch_compat.main(command) == 0
     assert converted.call_count == 1
@@ -119,7 +119,7 @@ def test_copy_that_is_broken_off_is_gone_on_with(bucket, exported, tmp_path, mon
     assert gathered(tmp_path) == []
 
 
-def test_another_source_is_converted_anew(bucket, exported, tmp_path):
+def test_changed_source_is_converted_again(bucket, exported, tmp_path):
     out = urls.path(f"{bucket}/out")
     command = ["export", f"{exported}/run", str(out), "--to=hf"]
     with refused("config.json"), pytest.raises(StorageError):
@@ -133,13 +133,13 @@ def test_another_source_is_converted_anew(bucket, exported, tmp_path):
 
 def test_staged_conversion_refuses_several_machines(bucket, exported):
     command = ["export", f"{exported}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
-    with pytest.raises(UserError, match="gathers on one machine first"):
+    with pytest.raises(UserError, match="bucket runs on one machine"):
         torch_compat.main(command)
 
 
 @contextlib.contextmanager
 def refused(name):
-    """The bucket takes no object of that name."""
+    """Make the bucket refuse objects of a name."""
     write = buckets.write
 
     def refusing(location, data):

@@ -1,4 +1,4 @@
-"""One job at a time in a run directory, also where that is in a bucket."""
+"""Run locks in buckets."""
 
 import time
 
@@ -9,13 +9,15 @@ from jaxforge.storage import run_lock, urls
 from jaxforge.storage.run_lock import RunLock
 
 
-def test_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeypatch):
+def test_bucket_lock_is_held_by_heartbeat(bucket, monkeypatch):
     run = urls.path(f"{bucket}/run")
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.2)
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 5.0)
     with RunLock(run) as first:
         first.acquire()
-        monkeypatch.setattr(run_lock, "_machine", lambda: "elsewhere")  # the kernel knows nothing
+        monkeypatch.setattr(
+            run_lock, "_pid_namespace", lambda: "elsewhere"
+        )  # the kernel cannot decide
         with pytest.raises(UserError, match="is in use by process"):
             RunLock(run).acquire()
         time.sleep(0.5)
@@ -23,7 +25,7 @@ def test_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeypat
     assert not (run / run_lock.NAME).exists()
 
 
-def test_bucket_lock_without_heartbeat_is_taken_over(bucket, monkeypatch):
+def test_stale_bucket_lock_is_taken_over(bucket, monkeypatch):
     run = urls.path(f"{bucket}/run")
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 0.5)
     (run / run_lock.NAME).write_text("{}")

@@ -1,4 +1,4 @@
-"""Runs in a bucket, as users start them; the server throttles and processes are killed."""
+"""Runs in buckets, with throttling and killed processes."""
 
 import json
 import signal
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_config import CONFIG
 
 from jaxforge.checkpoint.paths import find
 from jaxforge.commands import evaluate, generate, train
@@ -19,29 +20,6 @@ from jaxforge.runs.reading import MetricsFile
 from jaxforge.storage import COMMITTED, urls
 from torch_compat import __main__ as torch_compat
 
-CONFIG = """
-[model]
-dim = 32
-n_layers = 1
-n_heads = 2
-vocab_size = 300
-max_seq_len = 64
-[train]
-batch_size = 1
-seq_len = 16
-max_steps = 12
-mixed_precision = "fp32"
-[scheduler]
-name = "constant"
-warmup_steps = 2
-[checkpoint]
-interval = 4
-[metrics]
-log_interval = 1
-[data]
-dataset_type = "synthetic"
-"""
-
 
 def losses(run) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -51,7 +29,7 @@ def losses(run) -> dict[int, float]:
 
 
 def put_shards(directory, rows: int = 40) -> None:
-    """Two shards, one that tells its length itself and one whose manifest does."""
+    """Write two shards, one with its length in the header and one in the manifest."""
     tokens = np.random.default_rng(0).integers(0, 256, (2, rows * 17), np.uint16)
     with (directory / "a.npy").open("wb") as file:
         np.save(file, tokens[0])
@@ -73,29 +51,29 @@ DATA = ["--data.tokenizer_path=byte", "--data.file_pattern=*.[nb]*"]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return the losses of `CONFIG` on this machine with local data."""
-    here = tmp_path_factory.mktemp("here")
-    (here / "run.toml").write_text(CONFIG)
-    (here / "data").mkdir()
-    put_shards(here / "data")
-    locations = [f"--checkpoint.dir={here}/run", f"--data.dataset_path={here}/data"]
-    assert train.main([f"--config={here}/run.toml", *DATA, *locations]) == 0
-    return losses(here / "run")
+    """Return the losses of `CONFIG` with local files."""
+    directory = tmp_path_factory.mktemp("directory")
+    (directory / "run.toml").write_text(CONFIG)
+    (directory / "data").mkdir()
+    put_shards(directory / "data")
+    locations = [f"--checkpoint.dir={directory}/run", f"--data.dataset_path={directory}/data"]
+    assert train.main([f"--config={directory}/run.toml", *DATA, *locations]) == 0
+    return losses(directory / "run")
 
 
-# One kind of bucket each: what of it a run needs is tested for both kinds in the other files.
+# One kind of bucket per test: the other files test both kinds.
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
-def test_killed_and_throttled_run_is_the_run_undisturbed(
+def test_killed_and_throttled_run_matches_undisturbed_run(
     undisturbed, server, bucket, toml, tmp_path
 ):
-    """Data, checkpoints, metrics and all in the bucket."""
+    """Data, checkpoints and metrics are in the bucket."""
     put_shards(urls.path(f"{bucket}/data"))
     settings = [f"--config={toml}", *DATA]
-    there = [f"--checkpoint.dir={bucket}/run", f"--data.dataset_path={bucket}/data"]
+    remote = [f"--checkpoint.dir={bucket}/run", f"--data.dataset_path={bucket}/data"]
     server.throttle(every=12)
     run = urls.path(f"{bucket}/run")
-    command = [sys.executable, "-m", "jaxforge.train", *settings, *there, "--train.max_steps=200"]
+    command = [sys.executable, "-m", "jaxforge.train", *settings, *remote, "--train.max_steps=200"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         while not (run / "checkpoints" / "step_4" / COMMITTED).exists():
@@ -109,7 +87,7 @@ def test_killed_and_throttled_run_is_the_run_undisturbed(
     half.write_text("what a kill leaves of a save")
     assert find(run)[1] == killed_at
     steps = killed_at + 4
-    assert train.main([*settings, *there, f"--train.max_steps={steps}"]) == 0
+    assert train.main([*settings, *remote, f"--train.max_steps={steps}"]) == 0
     server.throttle(0)
     assert server.refused > 5
     assert sorted(losses(run)) == list(range(1, steps + 1))
@@ -135,15 +113,15 @@ def check_what_reads(bucket, tmp_path, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
-def test_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path):
-    """The run retains two checkpoints, is exported, and another run starts from it."""
+def test_run_resumes_after_copy_to_bucket(bucket, toml, tmp_path):
+    """The run keeps two checkpoints, is exported, and initializes another run."""
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/run"]) == 0
     for path in filter(Path.is_file, (tmp_path / "run").rglob("*")):
         if path.stat().st_size:
             location = urls.path(f"{bucket}/run") / path.relative_to(tmp_path / "run").as_posix()
             location.write_bytes(path.read_bytes())
-    there = [f"--config={toml}", f"--checkpoint.dir={bucket}/run", "--checkpoint.keep_last_n=2"]
-    assert train.main([*there, "--train.max_steps=17"]) == 0
+    remote = [f"--config={toml}", f"--checkpoint.dir={bucket}/run", "--checkpoint.keep_last_n=2"]
+    assert train.main([*remote, "--train.max_steps=17"]) == 0
     assert sorted(losses(urls.path(f"{bucket}/run"))) == list(range(1, 18))
     paths = {path.name for path in urls.path(f"{bucket}/run/checkpoints").iterdir()}
     assert paths == {"step_16", "step_17"}
@@ -156,7 +134,7 @@ def test_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path):
     assert sorted(losses(tmp_path / "on")) == [18, 19]
 
 
-def test_metrics_in_a_bucket_are_read_line_by_line_as_they_come(bucket):
+def test_bucket_metrics_are_read_incrementally(bucket):
     run = urls.path(f"{bucket}/run")
     logged = [json.dumps({"step": n, "time": 5.0, "train/loss": n / 4}) + "\n" for n in (1, 2, 3)]
     metrics = MetricsFile(run)
@@ -167,7 +145,7 @@ def test_metrics_in_a_bucket_are_read_line_by_line_as_they_come(bucket):
         assert series.value.tolist() == [0.25, 0.5, 0.75][:count]
 
 
-def test_shard_that_is_cut_short_is_named(bucket, toml, tmp_path):
+def test_truncated_shard_is_named(bucket, toml, tmp_path):
     data = urls.path(f"{bucket}/data")
     put_shards(data)
     whole = (data / "b.bin").read_bytes()

@@ -1,4 +1,4 @@
-"""Files that are written where a stranger may have put links."""
+"""Writing in directories with planted links."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 
 @pytest.fixture
 def victim(tmp_path):
-    """A file outside of the run, as it must stay."""
+    """Return a file outside of the run that must not change."""
     path = tmp_path / "victim"
     path.write_text("mine\n")
     yield path
@@ -35,7 +35,7 @@ def run(tmp_path):
     return path
 
 
-def test_file_is_replaced_as_a_whole(run, victim):
+def test_file_is_replaced_atomically(run, victim):
     (run / "a.txt").symlink_to(victim)
     safe_files.replace_text(run / "a.txt", "new é")
     assert not (run / "a.txt").is_symlink()
@@ -54,7 +54,7 @@ def test_links_and_pipes_are_not_appended_to(run, victim):
     (run / "dangling").symlink_to(run / "nothing")
     os.mkfifo(run / "pipe")
     for name in ("link", "dangling", "pipe"):
-        with pytest.raises(OSError, match="a link or no regular file"):
+        with pytest.raises(OSError, match="a link or not a regular file"):
             safe_files.open_to_append(run / name)
     assert not (run / "nothing").exists()
     for text in (b"1", b"2"):
@@ -63,7 +63,7 @@ def test_links_and_pipes_are_not_appended_to(run, victim):
     assert (run / "log").read_bytes() == b"12"
 
 
-def test_writers_of_a_run_leave_planted_links_alone(run, victim, tmp_path):
+def test_run_writers_do_not_follow_links(run, victim, tmp_path):
     config = tiny_config(checkpoint={"dir": str(run)})
     for name in ("report.html", "report.html.partial", "starts.jsonl.partial", "config.partial",
                  "schedule_summary.partial", "schedule_summary.txt", "config.toml",
@@ -89,7 +89,7 @@ def test_writers_of_a_run_leave_planted_links_alone(run, victim, tmp_path):
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert report.main([str(run)]) == 0
-    with pytest.raises(UserError, match="no lock is taken through one"):
+    with pytest.raises(UserError, match="a link, which cannot be locked"):
         RunLock(run).take()
     for name in ("report.html", "starts.jsonl", "schedule_summary.txt", "config.toml"):
         assert (run / name).is_file()
@@ -113,30 +113,30 @@ def test_training_refuses_links_among_its_files(name, run, victim, tmp_path):
     assert list((tmp_path / "outside").iterdir()) == []
 
 
-def test_mirror_refuses_a_directory_that_others_have_made(tmp_path, monkeypatch):
+def test_mirror_refuses_directory_of_other_user(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror.tempfile, "gettempdir", lambda: str(tmp_path))
-    here = mirror.directory(urls.path("s3://bucket/run"), 0)
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    here.symlink_to(theirs)
+    local = mirror.directory(urls.path("s3://bucket/run"), 0)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    local.symlink_to(foreign)
     with pytest.raises(
-        UserError, match="belongs to this user alone; remove it, or set another TMP"
+        UserError, match="a private directory of this user; remove it, or set another TMP"
     ):
-        mirror.claim(here)
-    here.unlink()
-    here.mkdir()
-    here.chmod(0o777)
-    with pytest.raises(UserError, match="belongs to this user alone"):
-        mirror.claim(here)
-    here.chmod(0o755)  # of an older version: others could not write there
-    mirror.claim(here)
-    assert here.stat().st_mode & 0o777 == 0o700
-    (here / "left").symlink_to(theirs)
-    (theirs / "kept").touch()
-    mirror.clear(here)
-    assert list(here.iterdir()) == []
-    assert (theirs / "kept").exists()
-    shutil.rmtree(here)
-    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if somebody else had made it
-    with pytest.raises(UserError, match="belongs to this user alone"):
-        mirror.claim(here)
+        mirror.claim(local)
+    local.unlink()
+    local.mkdir()
+    local.chmod(0o777)
+    with pytest.raises(UserError, match="a private directory of this user"):
+        mirror.claim(local)
+    local.chmod(0o755)  # an older version; not writable by others
+    mirror.claim(local)
+    assert local.stat().st_mode & 0o777 == 0o700
+    (local / "left").symlink_to(foreign)
+    (foreign / "kept").touch()
+    mirror.clear(local)
+    assert list(local.iterdir()) == []
+    assert (foreign / "kept").exists()
+    shutil.rmtree(local)
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if created by another user
+    with pytest.raises(UserError, match="a private directory of this user"):
+        mirror.claim(local)

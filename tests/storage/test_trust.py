@@ -1,4 +1,4 @@
-"""Commands that import the plugins of a run, and their search path."""
+"""Import of the plugins of runs, and its search path."""
 
 import shutil
 import subprocess
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_device", "own_names")
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
-    """Modules, paths and grants of a test are gone after it."""
+    """Restore modules, paths and grants after each test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(trust, "_granted", set())
     before = set(sys.modules)
@@ -46,7 +46,7 @@ def fresh_process(monkeypatch):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two steps with an evaluation set and a tokenizer."""
+    """Return a run of two steps with an evaluation set and a tokenizer."""
     run = tmp_path_factory.mktemp("trust") / "run"
     settings = ["--train.max_steps=2", "--data.tokenizer_path=byte", "--metrics.log_interval=1"]
     assert train.main(["--config=configs/debug.toml", f"--checkpoint.dir={run}", *settings]) == 0
@@ -55,7 +55,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def stranger(finished, tmp_path, monkeypatch):
-    """Return the run as another person would pass it on, with its plugin next to the config."""
+    """Return the run as received from another user, with its plugin next to the config."""
     run = tmp_path / "stranger"
     shutil.copytree(finished, run)
     config = (run / "config.toml").read_text()
@@ -78,7 +78,7 @@ def name_unregistered(run, section, key, name):
     path.write_text("\n".join(lines))
 
 
-def test_looking_at_a_run_imports_no_plugins(stranger, tmp_path, capsys):
+def test_inspecting_run_imports_no_plugins(stranger, tmp_path, capsys):
     for section, key in (("optimizer", "name"), ("train", "loss_fn"), ("model", "model_type")):
         name_unregistered(stranger, section, key, "theirs")
     config, run = str(stranger / "config.toml"), str(stranger)
@@ -94,9 +94,9 @@ def test_looking_at_a_run_imports_no_plugins(stranger, tmp_path, capsys):
     assert not (stranger / "executed").exists()
 
 
-def test_using_a_run_imports_plugins_only_if_told(stranger, capsys):
+def test_using_run_imports_plugins_only_if_granted(stranger, capsys):
     run, settings = str(stranger), ["--max-tokens=2", "--prompt=a"]
-    assert generate.main([run, *settings]) == 0  # the plugin is not needed
+    assert generate.main([run, *settings]) == 0  # without the plugin
     assert not (stranger / "executed").exists()
     name_unregistered(stranger, "model", "model_type", "theirs")
     for command in (evaluate.main, generate.main):
@@ -115,7 +115,7 @@ def test_using_a_run_imports_plugins_only_if_told(stranger, capsys):
         Run(run, trust_plugins=True).generate("a")
 
 
-def test_training_records_trust_in_this_run_at_this_place(tmp_path):
+def test_training_records_trust_for_run_path(tmp_path):
     code, run = tmp_path / "code", tmp_path / "run"
     code.mkdir()
     (code / "own_losses.py").write_text(REGISTERS)
@@ -124,7 +124,7 @@ def test_training_records_trust_in_this_run_at_this_place(tmp_path):
     assert train.main(["--config=configs/debug.toml", f"--checkpoint.dir={run}", *own]) == 0
     del sys.modules["own_losses"], LOSSES._builders["plain_sum"]
     sys.path.remove(str(code))
-    run_directory.read_config(run)  # found where it was when the run was trained
+    run_directory.read_config(run)  # from the path at training time
     assert "own_losses" in sys.modules
     del sys.modules["own_losses"], LOSSES._builders["plain_sum"]
     moved = tmp_path / "moved"
@@ -141,7 +141,7 @@ def is_trusted(run):
     return trust.of_run(run)(NAMES)
 
 
-def test_trust_is_read_from_a_directory_of_this_user_alone(tmp_path, monkeypatch):
+def test_trust_requires_private_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "own_losses", sys)
     monkeypatch.setattr(sys, "__file__", str(tmp_path / "own_losses.py"), raising=False)
@@ -160,11 +160,11 @@ def test_trust_is_read_from_a_directory_of_this_user_alone(tmp_path, monkeypatch
     retained.rename(tmp_path / "elsewhere")
     retained.symlink_to(tmp_path / "elsewhere")
     assert not is_trusted(tmp_path / "run")
-    with pytest.raises(OSError, match="belongs to this user alone"):
+    with pytest.raises(OSError, match="a private directory of this user"):
         trust.note(tmp_path / "run", NAMES)
 
 
-def test_settings_that_write_or_load_code_are_left_out(stranger, tmp_path):
+def test_settings_with_side_effects_are_removed(stranger, tmp_path):
     changed = {
         ("train", "compilation_cache_dir"): str(tmp_path / "cache"),
         ("train", "executable"): str(tmp_path / "step.zip"),
@@ -185,14 +185,14 @@ def test_settings_that_write_or_load_code_are_left_out(stranger, tmp_path):
     assert str(tmp_path / "tb") not in config.to_toml()
     assert str(tmp_path / "traces") not in config.to_toml()
     shutil.copy(path, stranger / "configs" / "from_step_0.toml")
-    assert run_directory.config_of_step(stranger, 1) == config  # as replay and capsules read it
+    assert run_directory.config_of_step(stranger, 1) == config  # as in replay and capsules
     mine = ["--train.compilation_cache_dir=/mine"]
     assert run_directory.read_config(stranger, mine).train.compilation_cache_dir == "/mine"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", ["jaxforge.report .", "torch_compat inspect .", "jaxforge"])
-def test_commands_import_nothing_from_the_working_directory(command, stranger):
+def test_commands_do_not_import_from_working_directory(command, stranger):
     for name in ("signal", "typing", "argparse", "numpy", "pydantic", "tensorboardX"):
         (stranger / f"{name}.py").write_text(PLANTED)
     done = subprocess.run(
@@ -204,9 +204,9 @@ def test_commands_import_nothing_from_the_working_directory(command, stranger):
 
 
 @pytest.mark.processes
-def test_train_finds_modules_of_the_working_directory(tmp_path):
+def test_train_imports_from_working_directory(tmp_path):
     (tmp_path / "own_losses.py").write_text(REGISTERS)
-    (tmp_path / "numpy.py").write_text(PLANTED)  # libraries come first
+    (tmp_path / "numpy.py").write_text(PLANTED)  # libraries have priority
     (tmp_path / "c.toml").write_text('[plugins]\nmodules = ["own_losses"]\n[train]\nmax_steps = 0')
     done = subprocess.run(
         [sys.executable, "-m", "jaxforge.train", "--config=c.toml"],

@@ -1,4 +1,4 @@
-"""No URL is ever taken for a file of this machine, wherever one is given."""
+"""URLs are never interpreted as local files."""
 
 from pathlib import Path
 
@@ -30,9 +30,9 @@ TABLES = {
         ("gs:/bucket/run", "a URL has two slashes; write gs://bucket/run"),
         (Path("s3://bucket/run"), "a URL has two slashes; write s3://bucket/run"),
         ("gs:///run", "two slashes"),
-        ("gs://bucket", "names no directory of a bucket"),
-        ("s3://bucket/", "names no directory of a bucket"),
-        ("az://bucket/run", "az:// is not supported; name a bucket as gs:// or s3://"),
+        ("gs://bucket", "has no directory in the bucket"),
+        ("s3://bucket/", "has no directory in the bucket"),
+        ("az://bucket/run", "az:// is not supported; use a gs:// or s3:// URL"),
         ("https://host/run", "https:// is not supported"),
         ("GS://bucket/run", "GS:// is not supported"),
     ],
@@ -43,19 +43,19 @@ def test_unsupported_urls_are_refused(text, what):
 
 
 @pytest.mark.parametrize("text", ["run", "/a/b", "a:b", "c:", "12:/a", "runs/s3:/x", "./gs:/x"])
-def test_paths_of_this_machine_stay_what_they_are(text):
+def test_local_paths_are_unchanged(text):
     assert urls.path(text) == Path(text)
     assert not urls.in_bucket(text)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_url_cut_short_is_refused_by_key(key):
+def test_collapsed_url_is_refused_with_key(key):
     with pytest.raises(UserError, match=rf"^{key} = .*gs:/bucket/r"):
         check(load_config(None, [f"--{key}=gs:/bucket/r", "--eval.enabled=false"]), 1)
 
 
 @pytest.mark.parametrize("key", TABLES)
-def test_also_in_tables(key):
+def test_urls_in_tables_are_refused(key):
     with pytest.raises(UserError) as error:
         check(load_config(None, [TABLES[key]]), 1)
     assert f"{key} = gs:/b/r: a URL has two slashes" in str(error.value)
@@ -64,12 +64,12 @@ def test_also_in_tables(key):
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("--checkpoint.non_persistent_dir=gs://b/r", "is not local: name a quick disk"),
-        ("--metrics.tensorboard_dir=s3://b/r", "is not local: name a directory within the run"),
-        ("--profiling.trace_dir=s3://b/r", "is not local: name a directory within the run"),
+        ("--checkpoint.non_persistent_dir=gs://b/r", "is not local: name a fast disk"),
+        ("--metrics.tensorboard_dir=s3://b/r", "is not local: name a directory in the run"),
+        ("--profiling.trace_dir=s3://b/r", "is not local: name a directory in the run"),
         ("--data.dataset_path=hf://b/r", "hf:// is not supported"),
         ("--checkpoint.export_last=true", "torch_compat export"),
-        ("--data.hf_streaming=true", "keeps its place in files"),
+        ("--data.hf_streaming=true", "stores its position in local files"),
     ],
 )
 def test_local_only_settings_refuse_buckets(override, what):
@@ -101,7 +101,7 @@ def test_local_only_settings_refuse_buckets(override, what):
         (torch_compat.main, ["verify", "gs:/b/r", "s3:/b/r"]),
     ],
 )
-def test_every_command_refuses_with_exit_code_2(main, arguments, tmp_path, monkeypatch, capsys):
+def test_commands_refuse_urls_with_exit_code_2(main, arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     assert run_main(lambda: main(arguments)) == 2

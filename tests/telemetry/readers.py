@@ -1,4 +1,4 @@
-"""Reads back what the sinks wrote, without the libraries that wrote it."""
+"""Readers of the files of sinks, without the libraries that wrote them."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ _BLOCK, _WHOLE, _LAST = 32768, 1, 4  # of LevelDB's log format
 
 
 def events(directory: Path) -> list[Event]:
-    """TensorBoard's events of all files, oldest file first: TFRecords."""
+    """Return the events of all TensorBoard files (TFRecords), oldest file first."""
     result = []
     for path in sorted(directory.glob("events.out.tfevents.*")):
         data = path.read_bytes()
@@ -23,7 +23,7 @@ def events(directory: Path) -> list[Event]:
 
 
 def wandb_records(run: Path) -> list[Record]:
-    """W&B's records of an offline run."""
+    """Return the W&B records of an offline run."""
     (path,) = run.glob("*.wandb")
     data, at, part, result = path.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
@@ -40,7 +40,7 @@ def wandb_records(run: Path) -> list[Record]:
 
 
 def wandb_history(records: list[Record]) -> dict[int, dict[str, float]]:
-    """Step -> metrics."""
+    """Return metrics by step."""
     return {
         record.history.step.num: {
             "/".join(item.nested_key) or item.key: json.loads(item.value_json)

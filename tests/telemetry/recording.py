@@ -7,7 +7,7 @@ from jaxforge.state.train_state import Counts
 
 
 class RecordingSink:
-    """A sink that keeps what it gets."""
+    """A sink that records metrics."""
 
     def __init__(self, fails=()):
         self.lines, self.fails, self.closed = {}, set(fails), False

@@ -1,4 +1,4 @@
-"""`metrics.collect` on its way to the sinks."""
+"""Metrics of `metrics.collect` in the sinks."""
 
 import numpy as np
 import pytest

@@ -18,7 +18,7 @@ from tests.helpers import devices_here
 
 @pytest.fixture
 def reported(monkeypatch):
-    """Exceptions that are reported as uncaught."""
+    """List of uncaught exceptions."""
     seen = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, location: seen.append(str(error)))
     setup_logging(Console())
@@ -30,24 +30,24 @@ def report(text):
     sys.excepthook(type(error), error, None)
 
 
-def test_threads_with_nobody_left_to_report_to_are_silent(reported):
-    """TensorStore's, once a save has failed; whatever else fails is reported."""
+def test_threads_with_closed_loop_are_silent(reported):
+    """Threads of TensorStore fail so after a failed save; other failures are reported."""
     for text in ("Event loop is closed", "something else"):
         thread = threading.Thread(target=report, args=(text,))
         thread.start()
         thread.join()
-    report("Event loop is closed")  # in the main thread it is somebody's mistake
+    report("Event loop is closed")  # a bug in the main thread
     assert reported == ["something else", "Event loop is closed"]
 
 
-def test_setting_up_twice_changes_nothing(reported):
+def test_setup_twice_equals_setup_once(reported):
     hook = sys.excepthook
     setup_logging(Console())
     assert sys.excepthook is hook
 
 
-def test_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
-    """Readers disappear as in `train ... 2>&1 | head`, or the log's disk is full."""
+def test_run_continues_without_reader_of_output(tmp_path, monkeypatch):
+    """The reader may end as in `train ... 2>&1 | head`, or the disk of the log may be full."""
     read, write = os.pipe()
     os.close(read)
     config = tiny_config(train={"max_steps": 3, "batch_size": 1}, checkpoint={"dir": str(tmp_path)},
@@ -60,5 +60,5 @@ def test_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
     assert reason is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
     log = (tmp_path / "logs" / "process_0.log").read_text()
-    assert log.count("standard output takes no more text (Broken pipe). The process goes on") == 1
+    assert log.count("standard output cannot be written (Broken pipe). The process continues") == 1
     assert "Training complete: 3 steps" in log

@@ -1,4 +1,4 @@
-"""FLOPs against KempnerForge's and Megatron's own figures, and against the model itself."""
+"""FLOPs compared with figures of KempnerForge and Megatron, and with the compiled model."""
 
 import jax
 import numpy as np
@@ -21,43 +21,43 @@ DEBUG = {"dim": 256, "n_layers": 4, "n_heads": 4, "vocab_size": 32000}
     ("model", "seq_len", "expected"),
     [(SEVEN_B, 4096, "5.1470e+10"), (THIRTEEN_B, 4096, "9.5166e+10"), (DEBUG, 512, "7.5891e+07")],
 )
-def test_kempnerforge_counts_the_same(model, seq_len, expected):
+def test_flops_match_kempnerforge(model, seq_len, expected):
     assert f"{flops.flops_per_token(ModelConfig(**model), seq_len):.4e}" == expected
 
 
-def test_llama_3_8b_at_8k_in_both_conventions():
-    model = ModelConfig(**SEVEN_B)  # 57.9 is torchtitan's figure, 51.5 Megatron-Bridge's
+def test_flops_of_llama_3_8b_in_both_conventions():
+    model = ModelConfig(**SEVEN_B)  # torchtitan has 57.9, Megatron-Bridge 51.5
     assert round(flops.flops_per_token(model, 8192) / 1e9, 1) == 57.9
     assert round(flops.causal_flops_per_token(model, 8192) / 1e9, 1) == 51.5
 
 
-def test_windows_count_what_they_see():
+def test_windows_count_visible_tokens():
     full = ModelConfig(**DEBUG)
     local = ModelConfig(**DEBUG, sliding_window=100, attention_pattern=["full", "sliding"])
-    a_key = 12 * full.n_heads * full.head_size  # of a query: two products, three times
+    a_key = 12 * full.n_heads * full.head_size  # two products per query, three times
     saved = flops.flops_per_token(full, 512) - flops.flops_per_token(local, 512)
     assert saved == 2 * a_key * (512 - 100)
-    seen = [sum(min(q + 0.5, window) for q in range(512)) / 512 for window in (512, 100)]
+    pairs = [sum(min(q + 0.5, window) for q in range(512)) / 512 for window in (512, 100)]
     saved = flops.causal_flops_per_token(full, 512) - flops.causal_flops_per_token(local, 512)
-    assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
+    assert saved == pytest.approx(2 * a_key * (pairs[0] - pairs[1]), rel=1e-4)
 
 
-def test_chunks_count_what_they_see():
+def test_chunks_count_visible_tokens():
     full = ModelConfig(**DEBUG)
     local = ModelConfig(**DEBUG, attention_chunk_size=100, attention_pattern=["full", "chunked"])
     a_key = 12 * full.n_heads * full.head_size
     saved = flops.flops_per_token(full, 512) - flops.flops_per_token(local, 512)
     assert saved == 2 * a_key * (512 - 100)
-    seen = [sum(q % chunk + 0.5 for q in range(512)) / 512 for chunk in (512, 100)]
+    pairs = [sum(q % chunk + 0.5 for q in range(512)) / 512 for chunk in (512, 100)]
     saved = flops.causal_flops_per_token(full, 512) - flops.causal_flops_per_token(local, 512)
-    assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
+    assert saved == pytest.approx(2 * a_key * (pairs[0] - pairs[1]), rel=1e-4)
 
 
 @pytest.mark.parametrize(
     "mlp", [{}, {"activation": "relu"}, {"activation": "relu", "gated_mlp": True}], ids=str
 )
 @pytest.mark.parametrize("heads", [{}, {"head_dim": 24}], ids=str)
-def test_model_multiplies_as_much(mlp, heads):
+def test_flops_match_products_of_model(mlp, heads):
     config = ModelConfig(
         dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, ffn_hidden_dim=80,
         max_seq_len=32, sdpa_backend="math", **heads, **mlp,
@@ -70,14 +70,14 @@ def test_model_multiplies_as_much(mlp, heads):
     tokens = jax.ShapeDtypeStruct((1, seq_len), np.int32)
     forward = matmul_flops(jax.make_jaxpr(logits)(model.abstract, tokens).jaxpr) / seq_len
     width = config.n_heads * config.head_size
-    looking_ahead = 6 * config.n_layers * width * seq_len  # this kernel masks what it computed
+    looking_ahead = 6 * config.n_layers * width * seq_len  # this kernel computes masked pairs too
     assert 3 * forward == flops.causal_flops_per_token(config, seq_len) + looking_ahead
     if config.is_gated:
         assert 3 * forward == flops.flops_per_token(config, seq_len)
 
 
 def matmul_flops(jaxpr) -> int:
-    """2 m n k of every product in a program, as often as it runs."""
+    """Return 2 m n k of every product in a program, times the number of its executions."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -103,5 +103,5 @@ def as_jaxpr(param):
         ("TPU7x", 1153.5), ("cpu", None), ("NVIDIA GeForce GTX 1080", None),
     ],
 )  # fmt: skip
-def test_longest_name_in_the_kind_decides(kind, peak):
+def test_longest_matching_device_name_gives_peak(kind, peak):
     assert hardware.peak_tflops(kind) == peak

@@ -1,4 +1,4 @@
-"""Lines against others' lines, written out by hand, and against expressions that parse those."""
+"""Lines compared with lines of other loops and with the expressions of their parsers."""
 
 import io
 import json
@@ -93,12 +93,12 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_bytes_are_theirs(name):
+def test_lines_equal_original_bytes(name):
     logged = [STEP | ON_GPU] if name == "mindspeed" else [STEP | ON_GPU, EVALUATION]
     assert printed(name, 10, *logged) == EXPECTED[name]
 
 
-def test_megatrons_line_has_zeros_and_the_norm_of_parameters_where_they_are_collected():
+def test_megatron_line_has_collected_zeros_and_parameter_norm():
     extras = {"train/num_zeros_in_grad": 12.0, "train/params_norm": 98.7654}
     assert (
         " grad norm: 1.235 | num zeros: 12.0 | params norm: 98.765 |"
@@ -106,20 +106,20 @@ def test_megatrons_line_has_zeros_and_the_norm_of_parameters_where_they_are_coll
     ) in printed("megatron", 10, STEP | extras)
 
 
-def test_mindspeeds_consumed_tokens_are_without_padding():
+def test_mindspeed_tokens_exclude_padding():
     padded = {**STEP, "train/padding_tokens": 304.0}
     assert " | consumed tokens:    4194000 |" in printed("mindspeed", 10, padded)
 
 
 @pytest.mark.parametrize("name", ["megatron", "mindspeed"])
-def test_terms_of_the_loss_follow_it_by_name(name):
+def test_loss_terms_follow_the_loss(name):
     terms = {"terms/mtp loss": 1.5, "terms/aux loss": 0.25}
     assert (
         " lm loss: 5.123457E+00 | mtp loss: 1.500000E+00 | aux loss: 2.500000E-01 |"
     ) in printed(name, 10, STEP | terms)
 
 
-def test_segments_without_a_value_are_left_out():
+def test_segments_without_value_are_omitted():
     assert printed("torchtitan", 3, STEP, EVALUATION) == (
         "step:  3  loss:  5.02131  grad_norm:  1.2346  tps: 43,691  tflops: 2,271.91\n"
         "validate step:  3  loss:  4.5000\n"
@@ -152,13 +152,13 @@ def test_expressions_of_existing_parsers_match(name, expression, expected):
     assert re.search(expression, printed(name, 10, STEP, EVALUATION))[1] == expected
 
 
-def test_json_is_what_metrics_jsonl_has():
+def test_json_format_equals_metrics_file():
     line = json.loads(printed("json", 10, STEP | {"train/loss": math.nan}))
     assert line.pop("time") > 0
     assert line == {"step": 10, **STEP, "train/loss": None}
 
 
-def test_every_set_is_named_in_megatrons_evaluation():
+def test_megatron_evaluation_names_every_set():
     text = printed(
         "megatron", 7, {"eval/loss": 2.0, "eval/a/b/loss": 3.0, "eval/a/b/perplexity": 9}
     )
@@ -174,8 +174,8 @@ def test_other_metrics_have_no_line(name):
 
 
 @pytest.mark.parametrize("name", ["megatron", "mindspeed"])
-def test_samples_and_batch_follow_a_batch_that_grew(name):
-    """Two of eight steps at 256 were skipped, then came two at 512."""
+def test_samples_and_batch_size_follow_growing_batch(name):
+    """Eight steps of 256, two of them skipped, are followed by two of 512."""
     tokens, samples = (6 * 256 + 2 * 512) * 2048.0, 8 * 256.0 + 2 * 512
     line = printed(name, 10, STEP | {
         "train/tokens_per_sec": 512 * 2048 / 1.5, "train/tokens": tokens, "train/samples": samples,
@@ -184,7 +184,7 @@ def test_samples_and_batch_follow_a_batch_that_grew(name):
     assert "global batch size:   512 |" in line
 
 
-def test_terminal_gets_plain_lines_too_where_a_format_is_asked_for(tmp_path):
+def test_explicit_format_gives_plain_lines_on_terminal(tmp_path):
     assert set(LINE_FORMATS) == set(
         MetricsConfig.model_json_schema()["properties"]["log_format"]["enum"]
     )
@@ -197,7 +197,7 @@ def test_terminal_gets_plain_lines_too_where_a_format_is_asked_for(tmp_path):
     assert text.getvalue() == "step     10  lr 3.00e-04  loss 5.0213  |g| 1.235\n"
 
 
-def test_interval_means_leave_out_skipped_steps_and_a_nan_poisons_nothing():
+def test_interval_means_exclude_skipped_and_nan_steps():
     start = Sums(skipped=3)
     first = start.plus([2.0, 9.0, math.nan, 4.0], [3, 4, 5, 5])
     assert first.since(start) == {

@@ -1,4 +1,4 @@
-"""The line of a terminal: what fits, what it counts down, what goes on above it."""
+"""Live line of a terminal: width, time left, and output above the line."""
 
 import io
 import logging
@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from jaxforge.telemetry.console import setup_logging
-from jaxforge.telemetry.live_line import LiveLine, Moment, clock
+from jaxforge.telemetry.live_line import Activity, LiveLine, clock
 from jaxforge.telemetry.metric_writers import open_writers
 from jaxforge.training.health.watchdog import Limits, Watchdog
-from jaxforge.training.launch import _live_line
+from jaxforge.training.launch import open_live_line
 from tests.conftest import tiny_config
 from tests.machine import wait_until
 
@@ -24,22 +24,22 @@ STEP = {
 
 
 class Terminal(io.StringIO):
-    """Terminal that records the written text and the final lines of the screen."""
+    """A terminal that records the text and the final lines of the screen."""
 
     def on_screen(self):
         plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())
         return [line.rpartition("\r")[2].rstrip() for line in plain.split("\n")]
 
 
-def line_at(moment, width=80, steps=((1000, 9.0), (1200, 0.5)), ascii_only=False, **more):
-    line = LiveLine(Console(file=io.StringIO()), lambda: moment)
+def line_at(activity, width=80, steps=((1000, 9.0), (1200, 0.5)), ascii_only=False, **more):
+    line = LiveLine(Console(file=io.StringIO()), lambda: activity)
     line.begin(990, 100_000)
     for step, seconds in steps:
         line.write(step, STEP | {"train/step_time_sec": seconds} | more)
-    return line.text(moment, width, ascii_only=ascii_only)
+    return line.text(activity, width, ascii_only=ascii_only)
 
 
-STEPPING = Moment(1200, "", 0.0)
+STEPPING = Activity(1200, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_narrow_line_drops_the_least_important_parts(width, expected):
     assert line_at(STEPPING, width) == expected
 
 
-def test_nothing_less_important_takes_the_room():
+def test_less_important_part_does_not_replace_dropped_part():
     line = line_at(STEPPING, 57, **{"train/skipped_steps": 3.0})
     assert line == "step 1200/100000  1%  loss 3.2145  350K tok/s"
     assert "3 skipped" in line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
 
 
-def test_wide_terminal_has_more_beside_a_bar():
+def test_wide_terminal_shows_extras_and_bar():
     more = {"train/mfu": 0.413, "train/lr": 3e-4, "train/grad_norm": 1.2346,
             "gpu/peak_gb": 61.2, "gpu/total_gb": 80.0}  # fmt: skip
     begun = "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  "
@@ -72,69 +72,75 @@ def test_wide_terminal_has_more_beside_a_bar():
     assert line_at(STEPPING, 140, **more) == everything + "─" * 30
 
 
-def test_every_width_is_kept_to():
-    for moment in (STEPPING, Moment(1200, "evaluating", 75.2), Moment(None, "loading data", 3)):
+def test_line_never_exceeds_width():
+    for activity in (
+        STEPPING,
+        Activity(1200, "evaluating", 75.2),
+        Activity(None, "loading data", 3),
+    ):
         for width in range(1, 130):
-            assert len(line_at(moment, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
+            assert len(line_at(activity, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
 
 
-def test_pause_is_named_beside_the_step_and_time_left_waits():
-    assert line_at(Moment(1200, "evaluating", 75.2), 60) == (
+def test_pause_is_named_and_time_left_is_hidden():
+    assert line_at(Activity(1200, "evaluating", 75.2), 60) == (
         "step 1200/100000  ⠋ evaluating 1:16  1%  loss 3.2145"
     )
-    assert " left" not in line_at(Moment(1200, "evaluating", 75.2), 120)
+    assert " left" not in line_at(Activity(1200, "evaluating", 75.2), 120)
     line = LiveLine(Console(file=io.StringIO()), lambda: STEPPING)
-    assert line.text(Moment(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
-    assert line.text(Moment(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
+    assert line.text(Activity(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
+    assert line.text(Activity(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
 
 
-def test_bad_steps_are_counted():
+def test_skipped_steps_are_counted():
     skipped = line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
     assert skipped.endswith("13:43:20 left  3 skipped")
 
 
-def left(moment, steps=((100, 1.0), (200, 2.0)), begin=0):
-    line = LiveLine(Console(file=io.StringIO()), lambda: moment)
+def left(activity, steps=((100, 1.0), (200, 2.0)), begin=0):
+    line = LiveLine(Console(file=io.StringIO()), lambda: activity)
     line.begin(begin, 1000)
     for step, seconds in steps:
         line.write(step, STEP | {"train/step_time_sec": seconds})
-    return line.seconds_left(moment)
+    return line.seconds_left(activity)
 
 
-def test_time_left_is_by_the_recent_rate_and_runs_down_within_a_step():
-    assert left(Moment(200, "", 0.0)) == 800 * 2  # the first interval had more to do
+def test_time_left_uses_recent_rate():
+    assert (
+        left(Activity(200, "", 0.0)) == 800 * 2
+    )  # the first interval is slower and does not count
     three = ((1, 60.0), (100, 1.0), (200, 2.0))
-    assert left(Moment(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
-    assert left(Moment(300, "", 1.5)) == 700 * 2 - 1.5
-    assert left(Moment(300, "", 3600.0)) == 699 * 2  # a step that hangs takes nothing from others
-    assert left(Moment(1000, "", 0.0)) == 0
-    assert left(Moment(1, "", 0.0), steps=()) is None
+    assert left(Activity(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
+    assert left(Activity(300, "", 1.5)) == 700 * 2 - 1.5
+    assert left(Activity(300, "", 3600.0)) == 699 * 2  # a hanging step counts as one step
+    assert left(Activity(1000, "", 0.0)) == 0
+    assert left(Activity(1, "", 0.0), steps=()) is None
 
 
-def test_run_that_resumes_counts_its_own_steps():
-    assert left(Moment(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
+def test_resumed_run_counts_steps_since_start():
+    assert left(Activity(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0:00"), (6.1, "0:07"), (754, "12:34"), (3723, "1:02:03"), (2 * 86400 + 184, "2d 00:03")],
 )
-def test_clock(seconds, text):
+def test_clock_formats_duration(seconds, text):
     assert clock(seconds) == text
 
 
 @pytest.fixture
 def screen():
     terminal = Terminal()
-    named = {"TERM": "xterm"}  # whatever the tests run in: a dumb one has no line
+    named = {"TERM": "xterm"}  # a dumb terminal would have no line
     return terminal, Console(file=terminal, force_terminal=True, width=80, _environ=named)
 
 
-def test_live_line_moves_during_a_long_step(screen):
+def test_live_line_moves_during_long_step(screen):
     terminal, console = screen
     began = time.monotonic()
     setup_logging(console)
-    with LiveLine(console, lambda: Moment(1, "", time.monotonic() - began)) as line:
+    with LiveLine(console, lambda: Activity(1, "", time.monotonic() - began)) as line:
         line.begin(0, 10)
         line.write(1, STEP | {"train/step_time_sec": 1000.0})
         wait_until(lambda: len(set(re.findall(r"(\S+) left", terminal.getvalue()))) >= 2)
@@ -146,13 +152,13 @@ def test_live_line_moves_during_a_long_step(screen):
     assert [line for line in shown if line][-3].endswith("said meanwhile")
     assert [line for line in shown if line][-2] == "[step 1] eval_loss=4.5000"
     assert [line for line in shown if line][-1].startswith("step 1/10  10%  loss 3.2145")
-    assert "\x1b[2K" not in terminal.getvalue().rpartition("step 1/10")[2]  # it stays
+    assert "\x1b[2K" not in terminal.getvalue().rpartition("step 1/10")[2]  # not erased
     wait_until(
         lambda: "_RefreshThread" not in {type(item).__name__ for item in threading.enumerate()}
     )
 
 
-def test_start_that_fails_leaves_no_line(screen):
+def test_failed_start_leaves_no_line(screen):
     terminal, console = screen
     with pytest.raises(OSError, match="data"), LiveLine(console, lambda: STEPPING):
         raise OSError("data")
@@ -160,7 +166,7 @@ def test_start_that_fails_leaves_no_line(screen):
     assert terminal.getvalue().rstrip().endswith("\x1b[2K")  # erased
 
 
-def test_terminal_keeps_its_cursor(screen):
+def test_terminal_shows_cursor(screen):
     terminal, console = screen
     with LiveLine(console, lambda: STEPPING):
         assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
@@ -169,27 +175,27 @@ def test_terminal_keeps_its_cursor(screen):
 def test_sections_are_shown_by_name():
     watchdog = Watchdog(Limits(0, 0, 0))
 
-    def doing():
-        return watchdog.moment().doing
+    def name():
+        return watchdog.activity().name
 
-    assert doing() == "starting"
+    assert name() == "starting"
     with watchdog.section("data"):
-        assert doing() == "loading data"
+        assert name() == "loading data"
     with watchdog.naming("compiling"):
-        assert doing() == "compiling"
-        assert watchdog.moment().seconds < 1000
-    assert doing() == "starting"
+        assert name() == "compiling"
+        assert watchdog.activity().seconds < 1000
+    assert name() == "starting"
     watchdog.tick(7)
-    assert watchdog.moment()[:2] == (7, "")
+    assert watchdog.activity()[:2] == (7, "")
     with watchdog.section("evaluation"):
         watchdog.tick()
-        assert doing() == "evaluating"
+        assert name() == "evaluating"
         with pytest.raises(ValueError, match="stop"), watchdog.naming("sampling"):
             raise ValueError("stop")
-        assert doing() == "evaluating"
+        assert name() == "evaluating"
     with watchdog.section("checkpoint"):
-        assert doing() == "saving"
-    assert doing() == ""
+        assert name() == "saving"
+    assert name() == ""
 
 
 @pytest.mark.parametrize(
@@ -201,13 +207,13 @@ def test_sections_are_shown_by_name():
         (False, False, "kempnerforge", False),
     ],
 )
-def test_only_a_terminal_has_it(terminal, dumb, log_format, is_live, tmp_path):
+def test_live_line_requires_terminal(terminal, dumb, log_format, is_live, tmp_path):
     environment = {"TERM": "dumb"} if dumb else {"TERM": "xterm"}
     console = Console(file=io.StringIO(), force_terminal=terminal, _environ=environment)
     config = tiny_config(metrics={"log_format": log_format}, checkpoint={"dir": str(tmp_path)})
-    live = _live_line(console, config, Watchdog(Limits(0, 0, 0)))
+    live = open_live_line(console, config, Watchdog(Limits(0, 0, 0)))
     assert isinstance(live, LiveLine) is is_live
     if is_live:
         *_, writer = open_writers(console, config, "id", 3, live=live)
         writer.write(4, STEP)
-        assert live.text(Moment(4, "", 0.0), 40).startswith("step 4/20  20%  loss 3.2145")
+        assert live.text(Activity(4, "", 0.0), 40).startswith("step 4/20  20%  loss 3.2145")

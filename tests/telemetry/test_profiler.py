@@ -1,4 +1,4 @@
-"""Steps in a trace."""
+"""Steps in traces of the profiler."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ from tests.telemetry.traces import steps_in
 
 
 def run(directory, steps, **options):
-    """Runs tiny steps; returns the steps in each trace that was written."""
+    """Run tiny steps and return the steps in each trace."""
     options = {"enable": True, "start_step": 3, "end_step": 5, **options}
     profiler = Profiler(ProfilingConfig(**options), directory)
     step_function = jax.jit(lambda x: x + 1)
@@ -40,21 +40,21 @@ def run(directory, steps, **options):
         (range(1, 4), [[3]]),  # ended within it
     ],
 )
-def test_window_is_of_the_whole_run(tmp_path, steps, traced):
+def test_window_counts_steps_of_whole_run(tmp_path, steps, traced):
     assert run(tmp_path, steps, trace_dir="traces") == traced
 
 
-def test_processes_that_are_not_named_write_nothing(tmp_path):
+def test_unnamed_processes_write_no_trace(tmp_path):
     assert run(tmp_path, range(1, 8), trace_dir="traces", hosts=[]) == []
 
 
-def test_process_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"profiling.hosts = \[0, 3\]: there is no process 3"):
+def test_unknown_process_raises(tmp_path):
+    with pytest.raises(UserError, match=r"profiling.hosts = \[0, 3\]: process 3 does not exist"):
         Profiler(ProfilingConfig(enable=True, hosts=(0, 3)), tmp_path)
 
 
-def test_trace_that_cannot_start_stops_nothing(tmp_path):
-    jax.profiler.start_trace(tmp_path / "theirs")  # there can be one only
+def test_failed_trace_does_not_stop_run(tmp_path):
+    jax.profiler.start_trace(tmp_path / "theirs")  # only one trace can run
     try:
         assert run(tmp_path, range(1, 8), trace_dir="traces") == []
     finally:

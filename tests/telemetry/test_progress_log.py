@@ -1,7 +1,6 @@
-"""progress.txt, byte by byte, with a clock that the test turns; and what is read out of it."""
+"""Contents of progress.txt with a fake clock, and reading of the file."""
 
 import datetime
-import logging
 import types
 
 import pytest
@@ -37,17 +36,11 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def warnings(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    return caplog
-
-
-@pytest.fixture
 def path(tmp_path):
     return tmp_path / "progress.txt"
 
 
-def test_lines_are_megatrons(path, clock):
+def test_lines_match_megatron(path, clock):
     progress = ProgressLog(path, 8, flops=0.0)
     clock.seconds = 100.0
     progress.append_checkpoint("Saved checkpoint", 200, flops=4e16, tokens=12_345_678_901)
@@ -67,12 +60,12 @@ def test_lines_are_megatrons(path, clock):
 
 
 def throughputs(path):
-    """Job and cumulative, of the last line."""
+    """Return job and cumulative throughput of the last line."""
     fields = path.read_text().splitlines()[-1].split("\t")
     return [float(field.split(": ")[1].split()[0]) for field in fields[5:7]]
 
 
-def test_job_counts_what_it_did_itself_and_the_first_job_counts_all_since(path, clock):
+def test_job_and_cumulative_throughput_have_own_starts(path, clock):
     first = ProgressLog(path, 8, flops=0.0)
     clock.seconds = 100.0
     first.append_checkpoint("Saved checkpoint", 10, 4e16, 0)
@@ -83,19 +76,19 @@ def test_job_counts_what_it_did_itself_and_the_first_job_counts_all_since(path, 
     assert throughputs(path) == [50.0, 30.0]  # 2e17 / 500 s / 8, and 2.4e17 / 1000 s / 8
 
 
-def test_another_number_of_devices_begins_anew_and_exactly(path, clock):
+def test_other_device_count_restarts_cumulative_throughput(path, clock):
     ProgressLog(path, 8, flops=0.0).append_checkpoint("Saved checkpoint", 10, 1.23456e20, 0)
     clock.seconds = 3600.0
     half = ProgressLog(path, 4, flops=1.23456e20)
     clock.seconds = 3700.0
     half.append_checkpoint("Saved checkpoint", 20, 1.23456e20 + 2e16, 0)
-    assert throughputs(path) == [50.0, 50.0]  # by the file's 1.23e20 it would be 1190
+    assert throughputs(path) == [50.0, 50.0]  # the rounded 1.23e20 of the file would give 1190
     clock.seconds = 4000.0
     ProgressLog(path, 8, flops=1.23456e20 + 2e16)
     assert start_time_and_flops(path, 8) == (NOON + datetime.timedelta(seconds=4000), 1.23e20)
 
 
-def test_no_token_is_lost_in_a_float(path, clock, tmp_path):
+def test_tokens_are_exact(path, clock, tmp_path):
     tokens = 15_000_000_000_001
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     per_token = causal_flops_per_token(config.model, config.train.seq_len)
@@ -128,13 +121,13 @@ EIGHT_AGAIN = line(4, 0, 3, 8, "Starting job")
     ("text", "devices", "day", "flops"),
     [
         (LINES, 8, 2, 1e15),
-        (LINES + DURABLE + EIGHT_AGAIN, 8, 2, 1e15),  # the earliest of them
-        (LINES + FOUR_AGAIN, 4, 3, 1e15),  # an asynchronous save that never ended
+        (LINES + DURABLE + EIGHT_AGAIN, 8, 2, 1e15),  # the first of them
+        (LINES + FOUR_AGAIN, 4, 3, 1e15),  # the asynchronous save never finished
         (LINES + DURABLE + FOUR_AGAIN, 4, 3, 2e15),
         (LINES + DURABLE + FOUR_AGAIN + EIGHT_AGAIN, 8, 4, 2e15),
     ],
 )
-def test_earliest_job_on_as_many_devices(path, text, devices, day, flops):
+def test_first_job_has_same_device_count(path, text, devices, day, flops):
     path.write_text(text)
     assert start_time_and_flops(path, devices) == (datetime.datetime(2026, 8, day), flops)
 
@@ -147,39 +140,39 @@ def test_earliest_job_on_as_many_devices(path, text, devices, day, flops):
         "2026-08-02 00:00:00\tJob ID: 1\t# GPUs: 8\tSaved checkpoint\tIteration: 7\tJob thr",
     ],
 )  # fmt: skip
-def test_lines_that_are_none_are_passed_over_with_a_warning(path, warnings, bad):
+def test_invalid_lines_are_ignored_with_warning(path, messages, bad):
     path.write_text(FOUR_AGAIN + bad + "\n" + EIGHT_AGAIN)
     assert start_time_and_flops(path, 8) == (datetime.datetime(2026, 8, 4), 0.0)
-    assert warnings.messages == [f"{path}:2 is not a line of a progress log: passed over"]
+    assert messages.messages == [f"{path}:2 is not a line of a progress log: ignored"]
 
 
-def test_file_without_such_a_job_is_said(path):
+def test_file_without_matching_job_raises(path):
     path.write_text(LINES)
     with pytest.raises(ValueError, match='has no "Starting job" on 16 devices'):
         start_time_and_flops(path, 16)
 
 
-def test_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
+def test_unwritable_line_does_not_stop_run(tmp_path, messages, clock):
     progress = ProgressLog(tmp_path, 8, flops=0.0)  # a directory
     clock.seconds = 1.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
-    assert "takes no lines: Is a directory; the run continues" in warnings.text
+    assert ": Is a directory. The run continues" in messages.text
     with pytest.raises(StorageError, match="lacks the last 2 lines: Is a directory"):
         progress.close()
     tmp_path.rmdir()
-    progress.append("Saved checkpoint")  # the disk is back
+    progress.append("Saved checkpoint")  # the disk works again
     progress.close()
     assert len(tmp_path.read_text().splitlines()) == 3
 
 
-def test_clock_that_is_set_back_stops_nothing(path, clock):
+def test_clock_set_back_does_not_fail(path, clock):
     progress = ProgressLog(path, 8, flops=0.0)
     clock.seconds = -100.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
     assert throughputs(path) == [0.0, 0.0]
 
 
-def test_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, clock):
+def test_asynchronous_checkpoint_has_line_when_durable(path, tmp_path, clock):
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     progress = Progress(tokens=1000)
     hook = ProgressTxt(config, progress)
@@ -187,7 +180,7 @@ def test_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, c
     for step in (1, 2, 3):
         progress.tokens += 10**6
         hook.on_checkpoint_save(step, tmp_path / f"step_{step}")
-        if step != 2:  # whose save fails
+        if step != 2:  # the save of step 2 fails
             (tmp_path / f"step_{step}").mkdir()
     hook.on_eval_end({}, 3)
     hook.on_train_end(3, 0, None)
@@ -206,7 +199,7 @@ def test_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, c
     assert flops / 0.001 / 8e12 > 0.1
 
 
-def test_synchronous_checkpoint_is_saved_at_once(path, tmp_path):
+def test_synchronous_checkpoint_has_one_line(path, tmp_path):
     config = tiny_config(checkpoint={"dir": str(tmp_path), "async_mode": "disabled"})
     hook = ProgressTxt(config, Progress())
     hook.on_checkpoint_save(1, tmp_path / "step_1")

@@ -1,4 +1,4 @@
-"""A run with every sink, stopped and resumed, as a user starts it."""
+"""A run with every sink, stopped and resumed by the command."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ ALL = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """12 steps, the checkpoint of the last one lost, then on to 16 from step 10."""
+    """A run of 12 steps that loses its last checkpoint and resumes from step 10 to 16."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         run = Run(tmp_path_factory.mktemp("sinks"), "run")
@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     return run
 
 
-def test_every_sink_has_the_steps_of_its_interval(run):
+def test_sinks_have_steps_of_their_interval(run):
     assert list(run.losses()) == [1, 5, 10, 15, 16]
     assert [step for step, _ in points(run)] == [1, 4, 8, 12, 12, 16]
     assert [
@@ -44,36 +44,36 @@ def test_every_sink_has_the_steps_of_its_interval(run):
     ] == [[1, 3, 6, 9, 12], [12, 15, 16]]
 
 
-def test_every_sink_is_told_how_long_saves_took(run):
+def test_sinks_receive_durations_of_saves(run):
     assert [x["step"] for x in run.lines() if "checkpoint/blocking_sec" in x] == [5, 10, 15, 16]
     *_, last = durable = [x for x in run.lines() if "checkpoint/save_sec" in x and x["step"] > 10]
-    assert len(durable) == 2  # of steps 15 and 16
+    assert len(durable) == 2  # steps 15 and 16
     assert last["step"] == 16
     assert 0 < last["checkpoint/save_sec"] < 60
     row = wandb_history(starts(run)[1])[16]
     assert row["checkpoint/save_sec"] == last["checkpoint/save_sec"]
 
 
-def test_every_sink_has_the_same_values(run):
+def test_sinks_have_equal_values(run):
     (line,) = [x for x in run.lines() if x["step"] == 16 and "train/loss" in x]
-    _, of_tensorboard = points(run)[-1]
+    _, tensorboard_steps = points(run)[-1]
     row = wandb_history(starts(run)[1])[16]
     for name in ("train/loss", "train/grad_norm", "train/lr", "smoothed/loss", "train/tokens"):
-        assert of_tensorboard[name] == pytest.approx(line[name])
+        assert tensorboard_steps[name] == pytest.approx(line[name])
         assert row[name] == line[name]
-    assert of_tensorboard.keys() == line.keys() - {"step", "time"}
+    assert tensorboard_steps.keys() == line.keys() - {"step", "time"}
 
 
-def test_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
+def test_resume_continues_wandb_and_rewinds_tensorboard(run):
     ids = [r.run.run_id for records in starts(run) for r in records if r.HasField("run")]
-    assert ids == ["ours", "ours"]  # the second time from the checkpoint
+    assert ids == ["ours", "ours"]  # repeated from the checkpoint
     codes = [r.exit.exit_code for records in starts(run) for r in records if r.HasField("exit")]
     assert codes == [0, 0]
     rewinds = [e for e in events(run.directory / "tb_logs") if e.HasField("session_log")]
     assert [e.step for e in rewinds] == [1, 11]
 
 
-def test_trace_has_the_steps_of_the_window(run):
+def test_trace_contains_steps_of_window(run):
     traces = (run.directory / "profiler_traces").glob("plugins/profile/*/*.xplane.pb")
     assert sorted(map(steps_in, traces)) == [[11, 12], [11, 12, 13, 14]]
 
@@ -93,7 +93,7 @@ def test_documentation_lists_every_metric(run):
 
 
 def points(run):
-    """Steps in TensorBoard, with their values."""
+    """Return steps and values in TensorBoard."""
     result = [
         (e.step, {value.tag: value.simple_value for value in e.summary.value})
         for e in events(run.directory / "tb_logs")

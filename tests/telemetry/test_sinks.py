@@ -1,4 +1,4 @@
-"""TensorBoard and W&B, read back from their files; a resumed run goes on in both."""
+"""Sinks of metrics, read back from their files."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ def config_in(directory, **metrics):
 
 
 class Disk(io.FileIO):
-    """A file on a disk with so much room, that takes what fits, as the system's own do."""
+    """A file on a disk with limited room: a write stores what fits, as the system does."""
 
     room = 10**9
 
@@ -41,20 +41,14 @@ class Disk(io.FileIO):
 
 
 @pytest.fixture
-def messages(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    return caplog
-
-
-@pytest.fixture
 def disk(monkeypatch):
-    """The room of the disk that every file of lines is on."""
+    """A fake disk for the files of lines, whose room the test sets."""
     monkeypatch.setattr(Disk, "room", 10**9)
     monkeypatch.setattr(safe_files, "open_to_append", lambda path: Disk(path, "ab"))
     return Disk
 
 
-def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, disk):
+def test_full_disk_delays_lines(tmp_path, disk):
     path = tmp_path / "metrics.jsonl"
     writer = MetricWriter("metrics.jsonl", JsonlSink(path, 0), 1, catches_up=True)
 
@@ -64,7 +58,7 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, disk):
     disk.room = 100
     for step in range(1, 7):
         writer.write(step, {"train/loss": 1.0})
-    assert steps() == [1]  # and no half of the next
+    assert steps() == [1]  # no partial line follows
     writer.rewind(4)
     disk.room = 10**9
     writer.write(5, {"train/loss": 2.0})
@@ -77,8 +71,8 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, disk):
     assert steps() == [1, 2, 3, 4, 5, 6]
 
 
-def test_lines_that_a_full_disk_never_takes_are_counted_at_the_end(tmp_path, disk, messages):
-    """Metrics of steps 2 to 6, and three samples of step 6."""
+def test_lost_lines_are_counted_at_the_end(tmp_path, disk, messages):
+    """Metrics of steps 2 to 6 and three samples of step 6 are lost."""
     sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
     writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
     disk.room = 100
@@ -103,8 +97,8 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("start", [0, 3])
-def test_damaged_lines_are_put_aside_and_cost_no_other_line(tmp_path, messages, start):
-    """A resume from step 6 finds a run that reached step 8 when a line was torn."""
+def test_damaged_lines_are_moved_without_losing_others(tmp_path, messages, start):
+    """The run resumes from step 6, and had reached step 8 when a line was torn."""
     path = tmp_path / "metrics.jsonl"
     lines = [line(step) for step in range(1, 9)]
     path.write_bytes(b"".join([*lines[:start], *DAMAGED, *lines[start:], line(9)[:-5]]))
@@ -125,13 +119,13 @@ def test_damaged_lines_are_put_aside_and_cost_no_other_line(tmp_path, messages, 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (line(1) + line(2)[:-1], line(1) + line(2)),  # the end of the last line alone is missing
+        (line(1) + line(2)[:-1], line(1) + line(2)),  # only the end of the last line is missing
         (line(1) + line(3)[:-1], line(1)),
         (line(1) + line(3) + line(2), line(1) + line(2)),
         (b"", b""),
     ],
 )
-def test_sound_lines_up_to_the_step_are_kept(tmp_path, before, after):
+def test_valid_lines_up_to_step_remain(tmp_path, before, after):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(before)
     JsonlSink(path, 2)
@@ -139,15 +133,13 @@ def test_sound_lines_up_to_the_step_are_kept(tmp_path, before, after):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_metrics_that_cannot_be_read_are_an_error_before_the_first_step(tmp_path):
+def test_unreadable_metrics_raise_before_first_step(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(
-        StorageError, match=r"metrics.jsonl of the run cannot be opened: .*Is a dir"
-    ):
+    with pytest.raises(StorageError, match=r"metrics.jsonl cannot be opened: .*Is a dir"):
         open_writers(Console(file=io.StringIO()), config_in(tmp_path), "id", 3)
 
 
-def test_log_on_a_full_disk_says_so_once(tmp_path, capfd):
+def test_log_on_full_disk_warns_once(tmp_path, capfd):
     log = logging.getLogger("jaxforge")
     setup_logging(Console(file=io.StringIO()))
     add_log_file(tmp_path)
@@ -156,19 +148,19 @@ def test_log_on_a_full_disk_says_so_once(tmp_path, capfd):
     with contextlib.suppress(OSError), Path("/dev/full").open("w") as handler.stream:
         log.info("one")
         log.info("two")
-    said = capfd.readouterr().err
-    assert said.count("process_0.log takes no messages") == 1
-    assert "Traceback" not in said
-    assert "two" in said
+    stderr = capfd.readouterr().err
+    assert stderr.count("cannot write log messages to ") == 1
+    assert "Traceback" not in stderr
+    assert "two" in stderr
     handler.stream = whole
     log.info("three")
     assert "three" in (tmp_path / "logs" / "process_0.log").read_text()
 
 
-def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):
+def test_tensorboard_drops_repeated_steps_on_resume(tmp_path):
     first = TensorBoardSink(tmp_path, 0)
     first.write(10, {"train/loss": 3.0, "train/lr": 0.5})
-    first.write(15, {"train/loss": 2.5})  # read while the file is open: a kill loses nothing
+    first.write(15, {"train/loss": 2.5})  # read while the file is open, as after a kill
     written = events(tmp_path)
     first.close(0)
     assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in written[2:]] == [
@@ -179,12 +171,12 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):
     second.write(15, {"train/loss": 2.4})
     second.close(0)
     version, start, again = events(tmp_path / "resumed")
-    assert version.file_version == "brain.Event:2"  # from which on TensorBoard honours the next
+    assert version.file_version == "brain.Event:2"  # required by TensorBoard for the next record
     assert (start.step, start.session_log.status) == (11, start.session_log.START)
     assert again.step == 15
 
 
-def test_tensorboard_has_the_config_and_hyperparameters(tmp_path):
+def test_tensorboard_has_config_and_hyperparameters(tmp_path):
     config = config_in(tmp_path, enable_tensorboard=True)
     for code in (75, 0):
         TensorBoardSink(tmp_path / str(code), 10, config).close(code)
@@ -194,21 +186,21 @@ def test_tensorboard_has_the_config_and_hyperparameters(tmp_path):
     lines = text.tensor.string_val[0].decode().splitlines()
     assert "    [optimizer]" in lines
     assert "    lr = 0.003" in lines
-    of_runs = {v.tag: HParamsPluginData.FromString(v.metadata.plugin_data.content)
+    plugin_data = {v.tag: HParamsPluginData.FromString(v.metadata.plugin_data.content)
                for v in values if v.metadata.plugin_data.plugin_name == "hparams"}  # fmt: skip
-    experiment = of_runs["_hparams_/experiment"].experiment
+    experiment = plugin_data["_hparams_/experiment"].experiment
     assert {metric_info.name.tag for metric_info in experiment.metric_infos} == {
         "train/loss",
         "eval/loss",
     }
-    started = of_runs["_hparams_/session_start_info"].session_start_info.hparams
+    started = plugin_data["_hparams_/session_start_info"].session_start_info.hparams
     assert started["optimizer.lr"].number_value == 0.003
     assert started["optimizer.name"].string_value == "adamw"
     assert started["model.dim"].number_value == 64
     assert "train.global_batch_size" not in started  # not set
-    assert "_hparams_/session_end_info" in of_runs
+    assert "_hparams_/session_end_info" in plugin_data
     stopped = [v.tag for event in events(tmp_path / "75") for v in event.summary.value]
-    assert "_hparams_/session_end_info" not in stopped  # it goes on
+    assert "_hparams_/session_end_info" not in stopped  # the session continues
 
 
 @pytest.fixture
@@ -217,22 +209,22 @@ def wandb_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
     monkeypatch.setenv("WANDB_SILENT", "true")
     yield monkeypatch
-    wandb.teardown()  # what it read of the environment goes with its process
+    wandb.teardown()  # resets what W&B read from the environment
 
 
-def test_wandb_offline_goes_on_in_the_same_run_and_keeps_how_it_ended(tmp_path, wandb_environment):
+def test_wandb_resumes_same_run_with_exit_state(tmp_path, wandb_environment):
     wandb_environment.setenv("WANDB_MODE", "offline")
     config = config_in(tmp_path, enable_wandb=True, wandb_project="ours", wandb_run_name="long")
     for start, exit_code in (
         (0, 75),
         (10, 0),
-    ):  # each with files of its own: W&B names them by the second
+    ):  # separate directories: W&B names files by the second
         sink = WandbSink(tmp_path / str(start), config, "abc123")
         sink.write(start + 5, {"train/loss": 3.0 - start / 10})
         sink.write(start + 5, {"eval/loss": 4.0})
         sink.write_samples(start + 5, [Sample("Once", " upon")])
         sink.close(exit_code)
-    wandb.teardown()  # `finish` returns before the file is written; the end of a process waits
+    wandb.teardown()  # `finish` returns before the file is complete
     runs = sorted(tmp_path.glob("*/wandb/offline-run-*"))
     records = [wandb_records(run) for run in runs]
     about = [record.run for both in records for record in both if record.HasField("run")]
@@ -255,21 +247,21 @@ def ends(records):
     return [record.exit.exit_code for record in records if record.HasField("exit")]
 
 
-def test_wandb_that_is_not_set_up_stops_before_anything_runs(tmp_path, wandb_environment):
+def test_wandb_without_setup_raises_before_run(tmp_path, wandb_environment):
     wandb_environment.setenv("WANDB_MODE", "online")
     with pytest.raises(UserError, match=r"metrics.enable_wandb = true: .*WANDB_MODE=offline"):
         WandbSink(tmp_path, config_in(tmp_path), "abc")
 
 
 @pytest.mark.parametrize(("key", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_library_that_is_missing_is_named_with_its_extra(monkeypatch, key, library):
+def test_missing_library_names_its_extra(monkeypatch, key, library):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else 1)
     check_libraries(MetricsConfig())
     with pytest.raises(UserError, match=rf"needs {library}: pip install 'jaxforge\[{key}\]'"):
         check_libraries(MetricsConfig.model_validate({f"enable_{key}": True}))
 
 
-def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monkeypatch):
+def test_sink_interval_defaults_to_log_interval(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", lambda *arguments: None)
     for given, expected in (({}, 6), ({"tensorboard_interval": 4, "wandb_interval": 4}, 4)):
         config = config_in(
@@ -282,14 +274,14 @@ def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monk
         assert due == [6, 6, expected, expected]
 
 
-def test_directory_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
+def test_unwritable_directory_raises_user_error(tmp_path):
     (tmp_path / "file").touch()
     config = config_in(tmp_path, enable_tensorboard=True, tensorboard_dir="file/inside")
     with pytest.raises(UserError, match=r"metrics.tensorboard_dir: .*file/inside: Not a directory"):
         open_writers(Console(file=io.StringIO()), config, "id", 0)
 
 
-def test_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
+def test_unreachable_service_is_disabled(tmp_path, monkeypatch):
     def no_network(*arguments):
         raise TimeoutError("no answer")
 

@@ -1,4 +1,4 @@
-"""Times and places of logged metrics, with a clock that the test turns."""
+"""Metrics of the tracker and of writers, with a fake clock."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def messages(caplog, monkeypatch):
     logger = logging.getLogger("jaxforge")
-    monkeypatch.setattr(logger, "propagate", False)  # as a run has it
+    monkeypatch.setattr(logger, "propagate", False)  # as in a run
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
@@ -54,7 +54,7 @@ def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
     tracker.close()
 
 
-def test_each_sink_has_its_own_interval_and_means_over_it(clock):
+def test_sink_receives_means_over_its_interval(clock):
     often, seldom = RecordingSink(), RecordingSink()
     tracker = Tracker(
         [MetricWriter("a", often, 2), MetricWriter("b", seldom, 5)],
@@ -62,7 +62,7 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
         Progress(),
         last_step=11,
     )
-    # The clock is read when a step's metrics have arrived: here, when the next has been launched.
+    # The clock is read when the metrics of a step arrive: here, after the launch of the next.
     run(tracker, clock, range(1, 12), seconds=lambda step: float(step))
     assert list(often.lines) == [1, 2, 4, 6, 8, 10, 11]
     assert list(seldom.lines) == [1, 5, 10, 11]
@@ -73,8 +73,8 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
     assert seldom.closed
 
 
-def test_megatrons_line_counts_no_iteration_that_is_to_be_left_out(clock):
-    """Steps 2 and 3 were not applied; 3 was named. A step without labels has no NaN."""
+def test_megatron_line_excludes_iterations_to_skip(clock):
+    """Steps 2 and 3 are not applied; 3 is in the list. A step without labels is not NaN."""
     sink = RecordingSink()
     writers = [MetricWriter("a", sink, 4)]
     tracker = Tracker(writers, StepCost(100, 1), Progress(), 10**9, left_out=[3, 9])
@@ -90,7 +90,7 @@ def test_megatrons_line_counts_no_iteration_that_is_to_be_left_out(clock):
     assert "number of skipped iterations:   1 |" in text
 
 
-def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
+def test_data_wait_counts_and_pauses_do_not(clock):
     sink = RecordingSink()
     tracker = Tracker([MetricWriter("a", sink, 4)], StepCost(100), Progress(4, 4), 10**9)
     tracker.start_clock()
@@ -101,11 +101,11 @@ def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
         if step == 6:
             with tracker.paused():
                 clock.now += 100.0
-    assert sink.lines[8]["train/data_wait_sec"] == pytest.approx(0.2)  # not step 9's
+    assert sink.lines[8]["train/data_wait_sec"] == pytest.approx(0.2)  # without step 9
     assert sink.lines[8]["train/step_time_sec"] < 7
 
 
-def test_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
+def test_smoothed_loss_covers_every_step(clock):
     rng = np.random.default_rng(0)
     losses = list(rng.normal(size=40) + 5)
     losses[6] = math.nan  # a skipped step
@@ -121,7 +121,7 @@ def test_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
         assert sink.lines[40]["smoothed/step_time"] == pytest.approx(2.0, rel=0.05)
 
 
-def test_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps():
+def test_smoothed_speed_uses_interval_mean():
     smoothed = measures.Smoothed()
     smoothed.update([1.0], 1, {"train/tokens_per_sec": 10.0, "train/step_time_sec": 3.0})
     got = smoothed.update([1.0] * 3, 3, {"train/tokens_per_sec": 20.0, "train/step_time_sec": 1.0})
@@ -132,7 +132,7 @@ def test_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps():
     assert "smoothed/mfu" not in got
 
 
-def test_each_dataset_has_its_loss_where_it_has_tokens():
+def test_dataset_loss_requires_tokens():
     sink = RecordingSink()
     names = ["web", "a/b", "none"]
     tracker = Tracker(
@@ -148,7 +148,7 @@ def test_each_dataset_has_its_loss_where_it_has_tokens():
     }  # fmt: skip
 
 
-def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
+def test_sink_receives_mean_loss_of_its_interval(clock):
     often, seldom = RecordingSink(), RecordingSink()
     tracker = Tracker(
         [MetricWriter("a", often, 2), MetricWriter("b", seldom, 4)],
@@ -161,8 +161,8 @@ def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
     assert [line["interval/loss"] for line in seldom.lines.values()] == [1.0, 3.0, 6.5]
 
 
-def test_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
-    """MindSpeed takes all steps since the first, but only the losses since the resume."""
+def test_resumed_run_averages_steps_since_resume(clock):
+    """MindSpeed divides losses since the resume by all steps since the first."""
     sink = RecordingSink()
     tracker = Tracker(
         [MetricWriter("a", sink, 2)], StepCost(100), Progress(10, 10, skipped=3), 10**9
@@ -179,7 +179,7 @@ def test_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
     assert line["train/loss"] == 7.0
 
 
-def test_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
+def test_host_time_is_data_wait_and_launch(clock):
     tracker = Tracker([], StepCost(100), Progress(), 10)
     before = tracker.host_times()
     for step in (1, 2):
@@ -194,7 +194,7 @@ def test_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
     assert [a - b for a, b in zip(after, before, strict=True)] == pytest.approx([9.5, 1.0, 0.5])
 
 
-def test_tokens_are_the_devices_count(clock):
+def test_tokens_come_from_device_counts(clock):
     sink = RecordingSink()
     tracker = Tracker([MetricWriter("a", sink, 1)], StepCost(100), Progress(10, 10), 10**9)
     tracker.end_step(11, scalars(11, tokens=1000))
@@ -204,28 +204,28 @@ def test_tokens_are_the_devices_count(clock):
     assert [sink.lines[step]["train/samples"] for step in (11, 12)] == [11, 12]
 
 
-def test_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
+def test_failing_sink_does_not_stop_run_or_others(clock, messages):
     broken, whole = RecordingSink(fails={1, 2, 4, 5, 6, 7}), RecordingSink()
     writers = [MetricWriter("broken", broken, 1), MetricWriter("whole", whole, 1)]
     run(Tracker(writers, StepCost(100), Progress(), 8), clock, range(1, 9))
     assert list(whole.lines) == list(range(1, 9))
-    assert list(broken.lines) == [3]  # tried again after a failure, given up after three in a row
+    assert list(broken.lines) == [3]  # retried after failures, disabled after three in a row
     assert broken.closed
     reasons = [record.getMessage() for record in messages.records]
     assert len(reasons) == 3
-    assert reasons[0].startswith("broken takes no metrics: OSError: [Errno 28] No space left")
-    assert reasons[2].startswith("broken is switched off until the next start: it failed 3 times")
+    assert reasons[0].startswith("broken failed: OSError: [Errno 28] No space left")
+    assert reasons[2].startswith("broken is disabled until the next start: it failed 3 times")
 
 
-def test_bad_steps_are_told_once_whoever_counted_them_first(clock, messages):
-    """Neither those from before a resume, nor only those that a save has not counted already."""
+def test_bad_steps_are_warned_of_once(clock, messages):
+    """Steps before a resume are not counted; steps counted by a save are."""
     progress = Progress(10, 10, nonfinite=3, spikes=1)
     tracker = Tracker([MetricWriter("a", RecordingSink(), 1)], StepCost(100), progress, 10**9)
     tracker.end_step(11, scalars(11) | {"nonfinite": 3, "spikes": 1})
     tracker.flush()
     assert not messages.records
     tracker.end_step(12, scalars(12) | {"nonfinite": 4, "spikes": 1})
-    progress.nonfinite = 4  # as `Progress.follow` has it
+    progress.nonfinite = 4  # as `Progress.sync_from_device` does
     tracker.flush()
     (record,) = messages.records
     assert "step 12: 1 step(s) whose loss or gradient norm was not finite, 0 spike(s)" in (
@@ -233,7 +233,7 @@ def test_bad_steps_are_told_once_whoever_counted_them_first(clock, messages):
     )
 
 
-def test_sink_that_cannot_be_closed_stops_nothing(messages):
+def test_sink_failing_to_close_does_not_fail_run(messages):
     class Stuck(RecordingSink):
         def close(self, exit_code):
             raise RuntimeError("no network")
@@ -246,8 +246,8 @@ def test_sink_that_cannot_be_closed_stops_nothing(messages):
     assert "x could not be closed: RuntimeError: no network" in messages.text
 
 
-def test_process_without_sinks_reads_at_the_same_steps():
-    """Otherwise it would notice later than process 0 that the run has given up."""
+def test_process_without_sinks_reads_same_steps():
+    """Otherwise it would notice a halt later than process 0."""
     progress = Progress()
     tracker = Tracker([MetricWriter("a", None, 3)], StepCost(100), progress, 10**9)
     seen = []
@@ -257,7 +257,7 @@ def test_process_without_sinks_reads_at_the_same_steps():
     assert seen == [0, 1, 1, 3, 3, 3, 6]
 
 
-def test_speed_in_both_conventions_and_no_mfu_without_a_peak():
+def test_mfu_requires_peak():
     steps = StepCost(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2, peak_tflops=8.0)
     speed = steps.speed(0.5, 1)
     assert speed == {
@@ -271,8 +271,8 @@ def test_speed_in_both_conventions_and_no_mfu_without_a_peak():
     assert unknown.keys() == speed.keys() - {"train/mfu", "train/mfu_causal"}
 
 
-def test_memory_is_that_of_the_fullest_device_and_hidden_where_unknown():
-    assert measures.memory(jax.devices()) == {}  # CPUs do not tell
+def test_memory_is_largest_over_devices_or_missing():
+    assert measures.memory(jax.devices()) == {}  # CPUs have no statistics
 
     def device(used, peak, **more):
         stats = {"bytes_in_use": used * 2**30, "peak_bytes_in_use": peak * 2**30,
@@ -285,7 +285,7 @@ def test_memory_is_that_of_the_fullest_device_and_hidden_where_unknown():
     assert measures.memory([device(1, 2, pool_bytes=60 * 2**30)])["gpu/reserved_gb"] == 60
 
 
-def test_line_is_kempnerforges():
+def test_line_matches_kempnerforge():
     metrics = {
         "train/step_time_sec": 3.134, "gpu/peak_gb": 80.71, "gpu/total_gb": 140.4,
         "train/mfu": 0.5449, "train/tokens_per_sec": 10471.4, "train/grad_norm": 1.2345,

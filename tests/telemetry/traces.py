@@ -1,4 +1,4 @@
-"""Steps in a trace."""
+"""Reader of traces of the profiler."""
 
 from pathlib import Path
 

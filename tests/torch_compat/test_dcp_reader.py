@@ -1,4 +1,4 @@
-"""DCP checkpoints that PyTorch wrote: every layout read bit for bit, every damage named."""
+"""Reader of DCP checkpoints: layouts that PyTorch writes, and damage."""
 
 import pickle
 import resource
@@ -31,13 +31,13 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 metadata = pytest.importorskip("torch.distributed.checkpoint.metadata")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about saving in one process
 WRITER = Path(__file__).with_name("write_layouts.py")
 
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory):
-    """Return files of four processes: a directory per layout, and `<layout>.npz`."""
+    """Files of four processes: a directory per layout, and `<layout>.npz`."""
     out = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
         [sys.executable, WRITER, out], capture_output=True, text=True, timeout=PATIENCE
@@ -56,13 +56,13 @@ def saved(path, **tensors):
 
 
 def edited(path, change):
-    """The checkpoint with other metadata."""
+    """Change the metadata of a checkpoint."""
     result = pickle.loads((path / METADATA).read_bytes())
     change(result)
     (path / METADATA).write_bytes(pickle.dumps(result))
 
 
-def test_two_ranks_of_kempnerforge_equal_the_tensors_that_it_gathered(golden):
+def test_kempnerforge_shards_equal_gathered_tensors(golden):
     expected = np.load(golden("dcp_fsdp2_bf16") / "expected_full.npz")
     result = opened(golden("dcp_fsdp2_bf16") / "step_3").tensors
     assert result.keys() == set(expected)
@@ -73,7 +73,7 @@ def test_two_ranks_of_kempnerforge_equal_the_tensors_that_it_gathered(golden):
 
 
 @pytest.mark.parametrize("layout", ["nested", "flat", "strided", "replicated"])
-def test_every_layout_of_four_ranks_equals_the_full_tensors(layouts, layout):
+def test_sharded_layouts_equal_full_tensors(layouts, layout):
     expected = np.load(layouts / f"{layout}.npz")
     result = opened(layouts / layout).tensors
     assert result.keys() == set(expected)
@@ -81,7 +81,7 @@ def test_every_layout_of_four_ranks_equals_the_full_tensors(layouts, layout):
         assert_reads(tensor, expected[name].astype(tensor.dtype), parts=12)
 
 
-def test_chunks_lie_as_the_layouts_are_meant_to_have_them(layouts):
+def test_layouts_have_intended_chunks(layouts):
     def chunks(layout, name):
         result = pickle.loads((layouts / layout / METADATA).read_bytes())
         return [(c.offsets[0], c.sizes[0]) for c in result.state_dict_metadata[name].chunks]
@@ -92,7 +92,7 @@ def test_chunks_lie_as_the_layouts_are_meant_to_have_them(layouts):
     assert chunks("replicated", "everywhere") == [(0, 3)]
 
 
-def test_slice_across_the_borders_of_chunks_is_one_array(layouts):
+def test_slice_across_chunks_is_joined(layouts):
     expected = np.load(layouts / "nested.npz")["model.up.weight"]
     tensor = opened(layouts / "nested").tensors["model.up.weight"]
     for rows in (slice(12, 14), slice(13, 26), slice(5, 45), slice(26, 26), slice(38, 50)):
@@ -100,7 +100,7 @@ def test_slice_across_the_borders_of_chunks_is_one_array(layouts):
         assert_same(tensor.read(index), expected[index])
 
 
-def test_objects_of_nested_and_flat_optimizers_and_of_every_rank_are_there(layouts):
+def test_objects_of_optimizers_and_ranks_are_read(layouts):
     nested, flat = opened(layouts / "nested").objects, opened(layouts / "flat").objects
     assert nested("optimizer.param_groups.0.betas") == (0.9, 0.999)
     assert flat("optimizer.param_groups.up.bias.betas") == (0.9, 0.999)
@@ -109,7 +109,7 @@ def test_objects_of_nested_and_flat_optimizers_and_of_every_rank_are_there(layou
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_is_read(tmp_path, name):
+def test_dtypes_are_read(tmp_path, name):
     arrays = {
         "matrix": random_array(name, (5, 7)), "one": random_array(name, ()),
         "none": random_array(name, (0, 3)), "cube": random_array(name, (2, 3, 4)),
@@ -120,7 +120,7 @@ def test_every_dtype_is_read(tmp_path, name):
         assert_reads(result[key], array)
 
 
-def test_tensors_that_are_not_row_major_are_read_as_torch_sees_them(tmp_path):
+def test_strided_tensors_equal_torch(tmp_path):
     base = torch.arange(60.0).reshape(5, 12)
     tensors = {
         "transposed": base.t(),
@@ -136,7 +136,7 @@ def test_tensors_that_are_not_row_major_are_read_as_torch_sees_them(tmp_path):
         assert_reads(result[key], of_torch(tensor))
 
 
-def test_nested_containers_and_plain_objects_come_back(tmp_path):
+def test_nested_objects_round_trip(tmp_path):
     plain = {
         "none": None, "yes": True, "int": 2**70, "float": 1.5, "text": "é", "bytes": b"\0\xff",
         "tuple": (1, (2.5, "x"), []), "list": [1, [2]], "shape": torch.Size([2, 3]),
@@ -157,7 +157,7 @@ def test_nested_containers_and_plain_objects_come_back(tmp_path):
     assert text == "beside a tensor"
 
 
-def test_module_state_dict_inside_an_object_is_read(tmp_path):
+def test_module_state_dict_in_object_is_read(tmp_path):
     """The state dict is an OrderedDict with an attribute."""
     torch.save({"ema": torch.nn.Linear(3, 2).state_dict()}, tmp_path / "train_state.pt")
     file = Directory(tmp_path).open("train_state.pt")
@@ -165,7 +165,7 @@ def test_module_state_dict_inside_an_object_is_read(tmp_path):
     assert ema["weight"].shape == (2, 3)
 
 
-def test_checkpoint_behind_a_url_is_read(layouts):
+def test_checkpoint_at_url_is_read(layouts):
     memory = fsspec.filesystem("memory")
     memory.put(str(layouts / "nested"), "/ckpt/nested", recursive=True)
     try:
@@ -181,7 +181,7 @@ def test_checkpoint_behind_a_url_is_read(layouts):
         memory.rm("/ckpt", recursive=True)
 
 
-def test_more_files_than_a_process_may_open_are_read(tmp_path):
+def test_files_beyond_descriptor_limit_are_read(tmp_path):
     tensors = {str(i): torch.full((3,), float(i)) for i in range(80)}
     writer = dcp.FileSystemWriter(tmp_path / "d", single_file_per_rank=False)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
@@ -203,7 +203,7 @@ def stages(path, *parts):
     return path
 
 
-def test_pipeline_stages_are_read_as_one(tmp_path):
+def test_pipeline_stages_are_merged(tmp_path):
     tied = torch.randn(4, 3)
     stages(
         tmp_path,
@@ -218,7 +218,7 @@ def test_pipeline_stages_are_read_as_one(tmp_path):
     assert result.objects("lr") == 0.1
 
 
-def test_weight_that_two_stages_hold_otherwise_is_refused(tmp_path):
+def test_differing_tied_weights_raise(tmp_path):
     tied = torch.zeros(4, 3)
     other = tied.clone()
     other[2, 1] = 1e-30
@@ -227,34 +227,34 @@ def test_weight_that_two_stages_hold_otherwise_is_refused(tmp_path):
         opened(tmp_path)
 
 
-def test_weight_of_two_stages_may_be_nan_in_both(tmp_path):
+def test_equal_nan_tied_weights_are_merged(tmp_path):
     stages(tmp_path, {"tok": torch.full((2,), torch.nan)}, {"tok": torch.full((2,), torch.nan)})
     assert np.isnan(opened(tmp_path).tensors["tok"].all()).all()
 
 
 @pytest.mark.parametrize(("lost", "named"), [(0, "pp0"), (1, "pp1")])
-def test_missing_stage_is_named(tmp_path, lost, named):
+def test_missing_stage_raises(tmp_path, lost, named):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)}, {"c": torch.ones(1)})
     shutil.rmtree(tmp_path / f"pp{lost}")
-    with pytest.raises(UserError, match=rf"stages are missing or torn: {named}$"):
+    with pytest.raises(UserError, match=rf"stages are missing or incomplete: {named}$"):
         opened(tmp_path)
 
 
-def test_stage_whose_save_did_not_end_is_named(tmp_path):
+def test_incomplete_stage_raises(tmp_path):
     stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
     (tmp_path / "pp1" / METADATA).unlink()
-    with pytest.raises(UserError, match=r"missing or torn: pp1$"):
+    with pytest.raises(UserError, match=r"missing or incomplete: pp1$"):
         opened(tmp_path)
 
 
-def test_directory_that_is_no_stage_costs_nothing(tmp_path):
+def test_directories_that_are_no_stages_are_ignored(tmp_path):
     save({"a": torch.ones(1)}, tmp_path / "pp0")
     for name in ("pp999999999999", "pp²", "pp-1", "pp01", "pptx"):
         (tmp_path / name).mkdir()
     assert opened(tmp_path).tensors.keys() == {"a"}
 
 
-def test_save_that_did_not_end_is_no_checkpoint(tmp_path):
+def test_incomplete_save_is_no_checkpoint(tmp_path):
     save({"a": torch.ones(1)}, tmp_path / "d")
     (tmp_path / "d" / METADATA).rename(tmp_path / "d" / ".metadata.tmp")
     assert not is_dcp(Directory(tmp_path / "d"))
@@ -264,7 +264,7 @@ def test_save_that_did_not_end_is_no_checkpoint(tmp_path):
 
 @pytest.fixture
 def broken(layouts, tmp_path):
-    """A copy to break."""
+    """A copy to damage."""
     return Path(shutil.copytree(layouts / "nested", tmp_path / "broken"))
 
 
@@ -326,7 +326,7 @@ def another_item(result):
 
 
 def same_bytes(result):
-    """Return the same bytes with the same shape and dtype, which would be read silently."""
+    """Let two chunks of one shape and dtype share bytes, which no other check would notice."""
     locations = result.storage_data
     at, there = (metadata.MetadataIndex(KEY, torch.Size([row, 0])) for row in (13, 26))
     locations[at] = locations[there]
@@ -372,16 +372,16 @@ def of_an_extension(result):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_metadata_that_do_not_fit_are_refused_by_name(broken, change, says):
+def test_inconsistent_metadata_raise_with_key(broken, change, says):
     edited(broken, change)
     with pytest.raises(UserError, match=says) as caught:
         read_everything(broken)
-    if change is not unknown_dtype:  # its name is all that a pickle shows of it
+    if change is not unknown_dtype:  # the error names only the dtype
         assert KEY in str(caught.value)
     assert str(broken) in str(caught.value)
 
 
-def test_hole_is_seen_among_empty_chunks(broken):
+def test_hole_among_empty_chunks_raises(broken):
     def lose(result):
         del result.state_dict_metadata["model.down.weight"].chunks[2]
 
@@ -390,14 +390,14 @@ def test_hole_is_seen_among_empty_chunks(broken):
         opened(broken)
 
 
-def test_truncated_data_file_is_named(broken):
+def test_truncated_data_file_raises(broken):
     data = broken / "__3_0.distcp"
     data.write_bytes(data.read_bytes()[:20_000])
     with pytest.raises(UserError, match=r"broken: \S+ in __3_0.distcp: .* truncated"):
         read_everything(broken)
 
 
-def test_data_files_that_were_exchanged_are_named(broken):
+def test_exchanged_data_files_raise(broken):
     a, b = broken / "__2_0.distcp", broken / "__3_0.distcp"
     a.rename(broken / "other")
     b.rename(a)
@@ -406,14 +406,14 @@ def test_data_files_that_were_exchanged_are_named(broken):
         read_everything(broken)
 
 
-def test_missing_data_file_is_named(broken):
+def test_missing_data_file_raises(broken):
     (broken / "__2_0.distcp").unlink()
     with pytest.raises(UserError, match=r"broken: __2_0.distcp cannot be read"):
         read_everything(broken)
 
 
-def test_only_what_is_asked_for_is_read(broken):
-    """The other ranks' files are not even there."""
+def test_read_opens_only_needed_files(broken):
+    """The files of the other ranks are deleted."""
     for rank in (0, 2, 3):
         (broken / f"__{rank}_0.distcp").unlink()
     part = opened(broken).tensors[KEY].read((slice(15, 20), slice(0, 6)))

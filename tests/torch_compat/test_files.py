@@ -1,4 +1,4 @@
-"""Bytes on their way from file to file."""
+"""Copies of file ranges by the kernel, and their fallbacks."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def expected(source, begin=5_000, length=200_000):
     return b"before." + source(begin, length).tobytes()
 
 
-def test_unchanged_data_are_copied_by_the_kernel(source, tmp_path, monkeypatch):
+def test_mapped_data_are_copied_by_kernel(source, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda d, data, at: os.write(d, data) if at == 0 else 1 / 0)
     assert copied(source, tmp_path / "target") == expected(source)
 
@@ -42,18 +42,18 @@ def test_computed_data_are_written(source, tmp_path, monkeypatch):
     assert (tmp_path / "target").read_bytes() == (source(0, SIZE) + np.uint8(1)).tobytes()
 
 
-def test_disk_has_each_part_to_write_while_the_rest_is_made(source, tmp_path, monkeypatch):
+def test_writing_starts_sync_of_each_part(source, tmp_path, monkeypatch):
     begun, end = [], []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, at, nbytes, how: begun.append((at, nbytes)))
     monkeypatch.setattr(os, "fsync", lambda _: end.extend(begun))
     copied(source, tmp_path / "target")
-    assert begun == end == [(7, 200_000)]  # of a few bytes it is not worth the call
-    monkeypatch.delattr(os, "posix_fadvise")  # macOS has none
+    assert begun == end == [(7, 200_000)]  # not for a few bytes
+    monkeypatch.delattr(os, "posix_fadvise")  # absent on macOS
     assert copied(source, tmp_path / "target") == expected(source)
 
 
-@pytest.mark.parametrize("number", sorted(files._CANNOT_COPY))
-def test_systems_that_cannot_copy(source, tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("number", sorted(files.CANNOT_COPY))
+def test_kernel_copy_falls_back_to_write(source, tmp_path, monkeypatch, number):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
@@ -61,13 +61,13 @@ def test_systems_that_cannot_copy(source, tmp_path, monkeypatch, number):
     assert copied(source, tmp_path / "target") == expected(source)
 
 
-def test_copy_in_several_goes(source, tmp_path, monkeypatch):
+def test_partial_kernel_copies_are_continued(source, tmp_path, monkeypatch):
     real = os.copy_file_range
     monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, *at: real(a, b, min(n, 70_000), *at))
     assert copied(source, tmp_path / "target") == expected(source)
 
 
-def test_full_disk_and_a_source_that_became_shorter_are_told_apart(source, tmp_path, monkeypatch):
+def test_full_disk_and_truncated_source_raise_distinct_errors(source, tmp_path, monkeypatch):
     chunk = source(5_000, 200_000)
     os.truncate(tmp_path / "source", 100_000)
     with (

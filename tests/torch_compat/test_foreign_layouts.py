@@ -1,4 +1,4 @@
-"""Layouts of state dicts that trainers other than those of the dialects save as a DCP."""
+"""Layouts of state dicts that other trainers save as DCP checkpoints."""
 
 import functools
 
@@ -23,7 +23,7 @@ OURS = {"vocab_size": 96, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 
         "ffn_hidden_dim": 48, "max_seq_len": 64, "norm_eps": 1e-6}  # fmt: skip
 
 
-def alike(model):
+def in_one_group(model):
     return list(model.parameters())
 
 
@@ -33,8 +33,8 @@ def by_decay(model, *, vectors_first=False):
 
 
 @functools.cache
-def trained(groups=alike, *, tied=False, frozen=()):
-    """A model and its optimizer after two updates."""
+def trained(groups=in_one_group, *, tied=False, frozen=()):
+    """Return a model and its optimizer after two updates."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, max_position_embeddings=64, tie_word_embeddings=tied)
     model = transformers.LlamaForCausalLM(config)
@@ -57,7 +57,7 @@ def read(path, state, *, tied=False, **options):
 
 
 def assert_state_of(checkpoint, model, optimizer=None):
-    """Every weight and moment is the one that torch has under the parameter's name."""
+    """Assert that weights and moments equal those of torch for each parameter."""
     key_for = NAME_MAPS["hf-llama"].key_for
     parameters = dict(model.named_parameters())
     assert {key_for(name) for name in checkpoint.params} == parameters.keys()
@@ -72,7 +72,7 @@ def assert_state_of(checkpoint, model, optimizer=None):
 
 
 def below_module(optimizer_state):
-    """Lightning's module has the network as its attribute `model`."""
+    """Return state with the prefix of Lightning, whose module holds the network as `model`."""
     return {**optimizer_state,
             "state": {f"model.{k}": v for k, v in optimizer_state["state"].items()}}  # fmt: skip
 
@@ -93,7 +93,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_trainers_are_read(tmp_path, layout):
+def test_trainer_layouts_are_read(tmp_path, layout):
     model, optimizer = trained()
     result = read(tmp_path / "dcp", LAYOUTS[layout](*get_state_dict(model, optimizer)))
     assert_state_of(result, model, optimizer)
@@ -101,7 +101,7 @@ def test_layouts_of_trainers_are_read(tmp_path, layout):
 
 @pytest.mark.parametrize("where", ["model", None], ids=["below a prefix", "at the root"])
 @pytest.mark.parametrize("options", [{}, {"weights_only": True}, {"dialect": "hf-llama"}], ids=str)
-def test_tensors_beside_the_model_are_left_out_with_a_note(tmp_path, where, options):
+def test_tensors_outside_model_are_noted(tmp_path, where, options):
     model, optimizer = trained()
     weights, state = get_state_dict(model, optimizer)
     beside = {"iter_num": torch.tensor(2), "best_val_loss": torch.tensor(2.5),
@@ -113,7 +113,7 @@ def test_tensors_beside_the_model_are_left_out_with_a_note(tmp_path, where, opti
     assert all(key in note for key in beside)
 
 
-def test_dialect_that_does_not_fit_names_the_keys_of_the_file(tmp_path):
+def test_wrong_dialect_lists_keys(tmp_path):
     model, _ = trained()
     weights = {f"encoder.{key}": tensor for key, tensor in model.state_dict().items()}
     with pytest.raises(UserError, match=r"(?s)missing: .*left over: model\.encoder\."):
@@ -122,10 +122,10 @@ def test_dialect_that_does_not_fit_names_the_keys_of_the_file(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(
-    "groups", [alike, by_decay, functools.partial(by_decay, vectors_first=True)],
+    "groups", [in_one_group, by_decay, functools.partial(by_decay, vectors_first=True)],
     ids=["one group", "matrices, vectors", "vectors, matrices"],
 )  # fmt: skip
-def test_numbers_of_an_optimizer_are_the_parameters_of_its_groups(tmp_path, groups, tied):
+def test_numbered_state_follows_parameter_groups(tmp_path, groups, tied):
     model, optimizer = trained(groups, tied=tied)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     result = read(tmp_path / "dcp", state, tied=tied)
@@ -148,11 +148,11 @@ def unordered(state):
         (first_layer_apart, (), dict, "shapes do not tell which group"),
         (lambda m: [p for p in m.parameters() if p.requires_grad], ("model.norm.weight",), dict,
          "its groups have 20 parameters, the model 21"),
-        (alike, (), unordered, "the file does not keep their order"),
+        (in_one_group, (), unordered, "the file does not keep their order"),
     ],
     ids=["groups of layers", "frozen", "unordered"],
 )  # fmt: skip
-def test_numbers_that_may_be_other_parameters_are_refused(tmp_path, groups, frozen, change, why):
+def test_ambiguous_numbered_state_is_refused(tmp_path, groups, frozen, change, why):
     model, optimizer = trained(groups, frozen=frozen)
     state = {"model": model.state_dict(), "optimizer": change(optimizer.state_dict())}
     with pytest.raises(UserError, match=f"keyed by numbers .* {why}.*--weights-only"):
@@ -169,8 +169,8 @@ def test_numbers_that_may_be_other_parameters_are_refused(tmp_path, groups, froz
     ],
     ids=str,
 )  # fmt: skip
-def test_import_goes_on_in_pytorchs_order_unless_told_otherwise(tmp_path, said, order):
-    """KempnerForge's sampler is PyTorch's, and its files have no key for it."""
+def test_dcp_import_uses_torch_order_by_default(tmp_path, said, order):
+    """KempnerForge uses PyTorch's sampler and has no key for the order."""
     model, _ = trained()
     dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     file = tmp_path / "config.toml"

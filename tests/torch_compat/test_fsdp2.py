@@ -1,4 +1,4 @@
-"""Runs that change hands between real FSDP2 jobs and jaxforge, both ways, in the middle."""
+"""Runs that move between real FSDP2 jobs and jaxforge in the middle of training."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ log_interval = 1
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Tokens that a model can learn something from; an epoch is 41 steps."""
+    """Learnable tokens; an epoch is 41 steps."""
     directory = tmp_path_factory.mktemp("tokens")
     rng = np.random.default_rng(0)
     steps = rng.integers(0, 4, 500 * (SEQ + 1)).cumsum() % MODEL["vocab_size"]
@@ -106,24 +106,23 @@ def compat(*arguments):
 
 @pytest.fixture(scope="module")
 def jax_run(config, tmp_path_factory):
-    """A run of 20 steps, which has a checkpoint of step 10; and its last ten steps."""
+    """A run of 20 steps with a checkpoint of step 10, and its last ten steps."""
     directory = tmp_path_factory.mktemp("jax")
     return directory, jaxforge(config, directory, 20, interval=10)[10:]
 
 
 @pytest.fixture(scope="module")
 def torch_run(data, tmp_path_factory):
-    """60 steps of a job that changes no hands; what it has saved on its way, nested and flat."""
+    """60 steps of an uninterrupted job, and its nested and flat checkpoints."""
     directory = tmp_path_factory.mktemp("torch")
     nested, flat = directory / "nested", directory / "flat"
     saves = [(nested / "step_20", False), (flat / "step_10", True)]
     return torch_job(directory, data, 2, 60, saves=saves), nested, flat
 
 
-def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
-    """The other layout is below."""
+def test_fsdp2_resumes_jaxforge_export(jax_run, data, tmp_path):
     run, expected = jax_run
-    # The position in batches of all ranks: KempnerForge's is per rank.
+    # `--ranks`: KempnerForge's position is in batches per rank.
     compat("export", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp", "--layout=flat",
            "--ranks=2")  # fmt: skip
     source = tmp_path / "dcp" / "latest"
@@ -133,7 +132,7 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
+def test_round_trip_through_jaxforge_matches_torch_run(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
     compat("import", nested, tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 40)
@@ -144,14 +143,14 @@ def test_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torc
     np.testing.assert_allclose(steps[:, 1:], expected[20:, 1:], rtol=TOLERANCE)
 
 
-def test_load_path_takes_a_torch_run_over_on_a_mesh(config, torch_run, tmp_path):
+def test_load_path_resumes_torch_run_on_mesh(config, torch_run, tmp_path):
     expected, _, flat = torch_run
-    taken = jaxforge(config, tmp_path / "run", 20, load=flat / "step_10")
-    np.testing.assert_array_equal(taken[:, 0], expected[10:20, 0])
-    np.testing.assert_allclose(taken[:, 1:], expected[10:20, 1:], rtol=TOLERANCE)
+    resumed = jaxforge(config, tmp_path / "run", 20, load=flat / "step_10")
+    np.testing.assert_array_equal(resumed[:, 0], expected[10:20, 0])
+    np.testing.assert_allclose(resumed[:, 1:], expected[10:20, 1:], rtol=TOLERANCE)
 
 
-# What else experts may be is in tests/torch_compat/test_expert_checkpoints.py.
+# Other kinds of experts are tested in test_expert_checkpoints.py.
 MIXTURE = {
     **MODEL, "num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32, "moe_router": "sigmoid_topk",
     "moe_packed_experts": True, "moe_frequency": 2, "moe_shared_experts": 1, "n_layers": 3,
@@ -160,7 +159,7 @@ QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entro
 
 
 @pytest.mark.slow
-def test_mixture_of_experts_changes_hands_too(data, tmp_path):
+def test_expert_run_round_trip_matches_torch_run(data, tmp_path):
     config = config_of({**MIXTURE, **QUIET}, data, tmp_path / "run.toml")
     job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)
     expected = job(2, 30, saves=[(tmp_path / "torch" / "step_10", False)])

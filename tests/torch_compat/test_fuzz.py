@@ -1,4 +1,4 @@
-"""Some seconds of `benchmarks/fuzz.py`: damaged checkpoints are read as they were, or refused."""
+"""A few seconds of `benchmarks/fuzz.py`: damaged checkpoints are read unchanged or refused."""
 
 import collections
 import os
@@ -10,12 +10,14 @@ import pytest
 from tests.torch_compat import reading
 from tests.torch_compat.mutations import mutate
 from tests.torch_compat.subjects import SUBJECTS, write_subjects
-from tests.torch_compat.test_hostile_files import limits  # noqa: F401 (a fixture)
 
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
-MUTANTS = 6  # of each
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of torch, about saving in one process
+    pytest.mark.usefixtures("limits"),
+]
+MUTANTS = 6  # per subject
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def subjects(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_reading_any_mutant_ends_well(subjects, tmp_path, name):
+def test_mutant_is_read_or_refused(subjects, tmp_path, name):
     original = reading.outcome(subjects[name])["checkpoint"]
     assert original
     kinds = collections.Counter()
@@ -36,12 +38,12 @@ def test_reading_any_mutant_ends_well(subjects, tmp_path, name):
         assert not kind.isupper(), (number, what, kind, message)
         kinds[kind] += 1
         shutil.rmtree(mutant)
-    # Which file is hit depends on the names of files, which tensorstore makes up for the last.
+    # The mutated file depends on file names, which tensorstore generates for jaxforge checkpoints.
     assert kinds["refused"] or name == "jaxforge"
 
 
-def test_pipe_among_the_arrays_of_a_run_is_refused(subjects, tmp_path):
-    """Tensorstore would wait for somebody to write to it; found by the fuzzer."""
+def test_pipe_among_arrays_is_refused(subjects, tmp_path):
+    """Tensorstore would block on it; found by the fuzzer."""
     run = shutil.copytree(subjects["jaxforge"], tmp_path / "run")
     data = next(p for p in run.glob("checkpoints/*/state/ocdbt*/d/*") if p.is_file())
     data.unlink()
@@ -51,16 +53,15 @@ def test_pipe_among_the_arrays_of_a_run_is_refused(subjects, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "metadata"])
-def test_array_metadata_are_bounded(subjects, tmp_path, name):
-    """Tensorstore would abort for want of memory; found by the fuzzer."""
+def test_oversized_array_metadata_are_refused(subjects, tmp_path, name):
+    """Tensorstore would abort because it cannot allocate the memory; found by the fuzzer."""
     run = shutil.copytree(subjects["jaxforge"], tmp_path / "run")
     os.truncate(next(run.glob(f"checkpoints/*/*/{name}")), 1 << 39)
     answer = reading.outcome(run)
     assert (answer["kind"], "more than such a file can" in answer["message"]) == ("refused", True)
 
 
-def test_unexpected_outcome_is_a_fault():
-    """The judge itself."""
+def test_judge_classifies_outcomes():
     answer = {
         "kind": "read",
         "message": "",

@@ -1,4 +1,4 @@
-"""Tensors that are not read yet: every view against NumPy's own, at random indices."""
+"""Views of lazy tensors, compared with NumPy at random indices."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_view_reads_what_numpy_has(view):
+def test_view_equals_numpy(view):
     lazy, expected = VIEWS[view]
     assert (lazy.shape, lazy.dtype, lazy.nbytes) == (
         expected.shape,
@@ -67,34 +67,34 @@ def test_view_reads_what_numpy_has(view):
 
 
 def recorded(array):
-    """A tensor, and the indices that were read of it."""
-    asked = []
+    """Return a lazy tensor and a list that records the indices of its reads."""
+    indices = []
 
     def read(index):
-        asked.append(index)
+        indices.append(index)
         return array[index]
 
-    return LazyTensor(array.shape, array.dtype, read), asked
+    return LazyTensor(array.shape, array.dtype, read), indices
 
 
-def test_view_reads_no_more_than_it_needs():
-    tensor, asked = recorded(MATRIX)
+def test_view_reads_only_needed_region():
+    tensor, indices = recorded(MATRIX)
     part = tensor.rows(np.arange(9)[::-1]).transposed().part(1)
-    assert not asked
+    assert not indices
     assert_same(part.read((slice(2, 5),)), MATRIX[::-1].T[1, 2:5])
-    assert asked == [(slice(4, 7), slice(1, 2))]
+    assert indices == [(slice(4, 7), slice(1, 2))]
 
 
-def test_stack_reads_the_layers_that_are_asked_for():
+def test_stack_reads_only_requested_layers():
     layers = [recorded(layer) for layer in ARRAY]
     index = (slice(2, 4), slice(1, 3), slice(0, 5))
     stack([tensor for tensor, _ in layers]).read(index)
-    assert [len(asked) for _, asked in layers] == [0, 0, 1, 1, 0, 0, 0]
+    assert [len(indices) for _, indices in layers] == [0, 0, 1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (7, 3), (3, 0), (1, 4, 5), (6, 2, 2)])
 @pytest.mark.parametrize("limit", [1, 12, 40, 10**6])
-def test_blocks_cover_every_element_once_within_the_limit(shape, limit):
+def test_blocks_cover_tensor_within_limit(shape, limit):
     seen = np.zeros(shape, int)
     for index in blocks(shape, 4, limit):
         seen[index] += 1
@@ -104,7 +104,7 @@ def test_blocks_cover_every_element_once_within_the_limit(shape, limit):
     assert len(list(blocks(shape, 4, 10**6))) == 1
 
 
-def test_intersections_are_what_two_masks_have_in_common():
+def test_intersection_equals_common_mask():
     rng = np.random.default_rng(0)
     for _ in range(300):
         a, b = random_index(rng, (5, 6)), random_index(rng, (5, 6))
@@ -124,7 +124,7 @@ def test_intersections_are_what_two_masks_have_in_common():
 MATRIX_5_6 = np.arange(30).reshape(5, 6)
 
 
-def test_tensors_are_equal_by_bits():
+def test_equal_compares_bits():
     nan = np.array([1.0, np.nan], np.float32)
     assert equal(from_array(nan), from_array(nan.copy()))
     assert not equal(from_array(nan), from_array(nan.astype(np.float64)))
@@ -135,7 +135,7 @@ def test_tensors_are_equal_by_bits():
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_cast_rounds_as_torch_does(name):
+def test_cast_rounds_like_torch(name):
     torch = pytest.importorskip("torch")
     values = random_array("float32", (4000,))
     expected = torch.from_numpy(values).to(getattr(torch, name)).float().numpy()

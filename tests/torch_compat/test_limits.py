@@ -1,6 +1,6 @@
-"""Costs of small files: nothing crashes, hangs, fills the memory or writes to the terminal.
+"""Limits on the cost of untrusted files: no crash, hang, memory exhaustion or terminal escape.
 
-On a reader without these limits most of this ends the process, or the test run by `limits`.
+Without the limits, most tests would end the process or exceed the limits of the fixture `limits`.
 """
 
 import itertools
@@ -16,20 +16,17 @@ import pytest
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
-from tests.torch_compat.mutations import TEXTS
-from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
+from tests.torch_compat.hostile import (
     FILE,
     MODULE,
     archive_of,
-    broken,
-    limits,
     metadata,
-    original,
     patched,
     read_all,
     read_archive,
     tensor,
 )
+from tests.torch_compat.mutations import TEXTS
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, hf_state
 from torch_compat.checkpoint.inspection import inspect
@@ -42,9 +39,11 @@ from torch_compat.formats.lazy import DTYPES, from_array, zeros
 from torch_compat.formats.pickles import Call, Global, New, Pairs
 from torch_compat.names.translation import Translation, translate
 
+pytestmark = pytest.mark.usefixtures("limits")
+
 MANY = 1_000_000
 NESTED = b")" + b"\x85" * 300_000  # a tuple in a tuple in a tuple
-SHARED = b")" + b"2\x86" * 60  # small, and 2**60 large to whoever computes its hash
+SHARED = b")" + b"2\x86" * 60  # a small tuple whose hash takes 2**60 steps
 ORDERED = b"ccollections\nOrderedDict\n"
 
 
@@ -63,13 +62,13 @@ ORDERED = b"ccollections\nOrderedDict\n"
         b"\x80\x02" + ORDERED + b")R%sNs.",
     ],
 )
-def test_no_tuple_crashes_or_hangs_as_a_key_or_member(around, tuples):
-    """Python hashes tuples without a limit, and does not remember what it got."""
+def test_nested_tuple_keys_are_refused(around, tuples):
+    """Python hashes tuples recursively, without a limit and without a cache."""
     with pytest.raises(UserError, match=r"here: not a readable pickle .*as a key"):
         read_archive(archive_of(around % tuples))
 
 
-def test_keys_that_checkpoints_have_are_read():
+def test_usual_keys_are_read():
     value = {"a": 1, 2: 3, (4, ("b", None)): {5, True, "c"}, b"d": frozenset({1.5}), None: 2j}
     for protocol in range(6):
         data = pickle.dumps(value, protocol)
@@ -82,7 +81,7 @@ def test_keys_that_checkpoints_have_are_read():
                             "here") == value  # fmt: skip
 
 
-def test_keys_that_anyone_can_make_collide_are_few():
+def test_colliding_keys_are_limited():
     far = [b"\x8a\x09" + (i * (2**61 - 1)).to_bytes(9, "little", signed=True) for i in range(2, 9)]
     tuples = [b"K\0M" + struct.pack("<H", i) + b"\x86" for i in range(2000)]
     complexes = [
@@ -117,7 +116,7 @@ LONG = b"X" + struct.pack("<I", MANY) + b"a" * MANY
     ],
     ids=["paths", "copies", "texts", "members", "sets", "dicts", "memo", "number"],
 )
-def test_pickle_makes_no_more_than_its_bytes_allow(broken, data):  # noqa: F811
+def test_pickle_memory_is_limited_by_bytes_read(broken, data):
     (broken / METADATA).write_bytes(b"\x80\x02" + data + b".")
     with pytest.raises(
         UserError, match=r"not a readable pickle|names (_codecs\.encode|__builtin__\.set)"
@@ -134,19 +133,19 @@ REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n("
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (STORAGE % b"X\2\0\0\x0012", "no tensor's storage"),
+        (STORAGE % b"X\2\0\0\x0012", "no tensor storage"),
         (REBUILD + STORAGE % b"K\1" + b"K\0X\2\0\0\x0011K\1\x85tR", "a size that is no tuple"),
         (REBUILD + STORAGE % b"K\1" + b"K\0K\1\x85X\2\0\0\x0011tR", "a size that is no tuple"),
     ],
 )
-def test_sizes_are_no_text(data, message):
-    """Else each name of a long text would become a list of its characters."""
+def test_text_as_size_is_refused(data, message):
+    """Otherwise a long text would become a tuple of its characters."""
     with pytest.raises(UserError, match=rf"not a readable pickle .*{message}"):
         read_archive(archive_of(b"\x80\x02" + data + b"."))
 
 
-def test_nothing_that_a_pickle_names_can_be_changed_by_it():
-    """Python's reader would set the attributes of a function, for the whole process."""
+def test_pickle_cannot_set_attributes_of_globals():
+    """Python's reader would set attributes of a function for the whole process."""
     for name in (b"torch._utils\n_rebuild_tensor_v2", b"torch\nSize", b"collections\nOrderedDict"):
         for state in (b"N}X\x01\0\0\0aNs\x86", b"}X\x01\0\0\0aNs"):
             with pytest.raises(UserError, match=r"not a readable pickle \(.*\)"):
@@ -154,15 +153,15 @@ def test_nothing_that_a_pickle_names_can_be_changed_by_it():
 
 
 @pytest.mark.parametrize("name", [METADATA, FILE, "train_state.pt"])
-def test_pipe_is_no_file(broken, name):  # noqa: F811
+def test_pipe_is_refused(broken, name):
     (broken / name).unlink()
     os.mkfifo(broken / name)
     with pytest.raises(UserError, match="no regular file"):
         read_all(broken)
 
 
-def test_staircases_of_chunks_are_looked_at_in_linear_time():
-    """Rows in one half and columns in the other: along either dimension, half of them overlap."""
+def test_chunk_cover_check_is_linear():
+    """Rows in one half, columns in the other: half of the chunks overlap along each dimension."""
     n = 20_000
     rows = [(slice(i, i + 1), slice(0, n)) for i in range(n)]
     columns = [(slice(n, 2 * n), slice(i, i + 1)) for i in range(n)]
@@ -175,7 +174,7 @@ def test_staircases_of_chunks_are_looked_at_in_linear_time():
         _check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], *columns])
 
 
-def test_first_element_that_is_not_there_once_is_found():
+def test_chunk_cover_check_matches_counting():
     rng = np.random.default_rng(0)
     outcomes = set()
     for _ in range(300):
@@ -201,7 +200,7 @@ def test_first_element_that_is_not_there_once_is_found():
     assert outcomes == {True, False}
 
 
-def test_same_chunks_cannot_be_named_again_and_again(broken):  # noqa: F811
+def test_repeated_chunk_list_is_refused(broken):
     empty = New(Global(MODULE, "ChunkStorageMetadata"), {"offsets": (0,), "sizes": (0,)})
     about = New(Global(MODULE, "TensorStorageMetadata"), {
         "properties": New(Global(MODULE, "TensorProperties"), (Global("torch", "float32"),)),
@@ -219,8 +218,8 @@ def test_same_chunks_cannot_be_named_again_and_again(broken):  # noqa: F811
         read_all(broken)
 
 
-def test_vast_file_takes_no_memory(broken):  # noqa: F811
-    """A sparse one costs its maker nothing; it is refused for the bytes after its end."""
+def test_sparse_file_takes_no_memory(broken):
+    """A sparse file is refused because of the bytes after the end of its pickle."""
     data = pickles.dump(metadata(), 4)
     (broken / METADATA).write_bytes(data)
     os.truncate(broken / METADATA, 1 << 30)
@@ -233,8 +232,8 @@ def test_vast_file_takes_no_memory(broken):  # noqa: F811
         tracemalloc.stop()
 
 
-def test_pickle_output_is_bounded_by_its_input(broken):  # noqa: F811
-    """Not against the size of the file, which may be holes for the most part."""
+def test_pickle_memory_is_independent_of_file_size(broken):
+    """A sparse file may be much larger than its data."""
     (broken / METADATA).write_bytes(b"\x80\x04" + b"]" * (1 << 20))
     os.truncate(broken / METADATA, 1 << 29)
     with pytest.raises(UserError, match=r"its first \d+ bytes would become far more"):
@@ -242,13 +241,13 @@ def test_pickle_output_is_bounded_by_its_input(broken):  # noqa: F811
 
 
 @pytest.mark.parametrize("size", [(2**33,), (2**20, 2**13)])
-def test_few_bytes_are_no_tensor_of_gigabytes(size):
+def test_expanded_tensor_size_is_limited(size):
     with pytest.raises(UserError, match="repeats the same 96 bytes"):
         read_archive(archive_of(pickles.dump(tensor(size=size, stride=(0,) * len(size)))))
 
 
 @pytest.mark.parametrize("key", [t for t in TEXTS if t not in ("x", "%s%n", "", "../x", "[/red]")])
-def test_names_that_no_tensor_has_are_refused(broken, tmp_path, key):  # noqa: F811
+def test_invalid_tensor_name_is_refused(broken, tmp_path, key):
     if not key.isprintable() or len(key) > 1024:
         (broken / METADATA).write_bytes(pickles.dump(metadata(key=key, fqn=key), 4))
         with pytest.raises(UserError) as caught:
@@ -260,7 +259,7 @@ def test_names_that_no_tensor_has_are_refused(broken, tmp_path, key):  # noqa: F
             inspect(checkpoints.find(tmp_path / "hf"))
 
 
-def test_markup_in_names_is_shown_as_it_is(tmp_path, capsys):
+def test_markup_in_tensor_name_is_printed_verbatim(tmp_path, capsys):
     write_hf(tmp_path, {"[/red]x[bold]": from_array(np.zeros(4, np.float32))})
     assert main(["inspect", str(tmp_path)]) == 0
     assert "[/red]x[bold]" in capsys.readouterr().out
@@ -327,7 +326,7 @@ def write_hf(path, tensors, **config):
     ],
     ids=lambda config: str(config)[-60:],
 )  # fmt: skip
-def test_config_of_no_model_is_refused(tmp_path, config):
+def test_impossible_config_is_refused(tmp_path, config):
     write_hf(tmp_path, {"model.norm.weight": from_array(np.zeros(64, np.float32))}, **config)
     with pytest.raises(UserError, match=r"config\.json") as caught:
         checkpoints.find(tmp_path).config(None)
@@ -342,7 +341,7 @@ def test_config_of_no_model_is_refused(tmp_path, config):
      b'{"weight_map": []}', b'{"weight_map": {"a": 7}}', b'{"a": [1]}', b'{"a": {"dtype": []}}'],
     ids=lambda text: text[:30].decode(),
 )  # fmt: skip
-def test_json_is_refused_before_it_grows(tmp_path, name, text):
+def test_oversized_json_is_refused(tmp_path, name, text):
     write_hf(tmp_path, {"model.norm.weight": from_array(np.zeros(64, np.float32))})
     head = struct.pack("<Q", len(text)) if name.endswith(".safetensors") else b""
     (tmp_path / name).write_bytes(head + text)
@@ -350,8 +349,8 @@ def test_json_is_refused_before_it_grows(tmp_path, name, text):
         inspect(checkpoints.find(tmp_path))
 
 
-def test_links_of_a_cache_lead_to_its_own_files_alone(tmp_path):
-    """`snapshots/x` with `blobs -> elsewhere` would copy what is elsewhere."""
+def test_cache_links_outside_cache_are_refused(tmp_path):
+    """`snapshots/x` with `blobs -> elsewhere` would give access to other files."""
     secret, cache = tmp_path / "secret", tmp_path / "models--a--b"
     write_hf(secret, {"model.norm.weight": from_array(np.zeros(64, np.float32))})
     snapshot = cache / "snapshots" / "x"
@@ -371,7 +370,7 @@ def test_links_of_a_cache_lead_to_its_own_files_alone(tmp_path):
     ["--ranks=0", "--ranks=-1", "--stages=0", "--processes=0", "--max-memory=0", "--process=1/0",
      f"--max-memory={'9' * 400}GB", "--max-shard-size=0.1"],
 )  # fmt: skip
-def test_counts_and_sizes_that_are_none_are_refused(argument):
+def test_invalid_option_values_are_refused(argument):
     with pytest.raises(UserError, match=argument.partition("=")[0]):
         main(["export", "run", "there", "--to=dcp", argument])
 
@@ -380,18 +379,18 @@ LOCAL = [(4, "version"), (6, "flags"), (8, "method"), (26, "length of the name")
 
 
 @pytest.mark.parametrize(("at", "what"), LOCAL)
-def test_header_of_a_record_says_what_the_index_says(at, what):
+def test_local_header_must_match_index(at, what):
     data = archive_of(pickles.dump(tensor()))
     start = data.rindex(b"PK\3\4")
     with pytest.raises(UserError, match="here: record data/0: its header is damaged"):
         read_archive(patched(data, start + at, "<B", data[start + at] ^ 1))
 
 
-def test_bit_that_turned_in_a_small_record_is_noticed():
+def test_bit_flip_in_small_record_raises():
     data = archive_of(pickles.dump(tensor()))
     pickled, numbers = data.index(b"torch"), data.rindex(bytes(96))
     for at in (pickled, numbers, numbers + 95):
-        with pytest.raises(UserError, match="its checksum is another one"):
+        with pytest.raises(UserError, match="its checksum differs"):
             read_archive(patched(data, at, "<B", data[at] ^ 4)).all()
 
 
@@ -424,7 +423,7 @@ def test_archive_without_checksums_is_read():
     ],
     ids=str,
 )
-def test_place_that_no_run_can_be_at_is_refused(broken, state):  # noqa: F811
+def test_impossible_train_state_is_refused(broken, state):
     torch = pytest.importorskip("torch")
     torch.save({"step": 3, "tokens_seen": 96} | state, broken / "train_state.pt")
     with pytest.raises(UserError, match=r"train_state\.pt: not a training state"):
@@ -437,7 +436,7 @@ def test_place_that_no_run_can_be_at_is_refused(broken, state):  # noqa: F811
      {"lr": float("nan")}, {"weight_decay": float("inf")}, {"momentum": 1.5}, {"lr": 10**400}],
     ids=str,
 )  # fmt: skip
-def test_settings_that_no_optimizer_has_are_refused(tmp_path, group):
+def test_impossible_optimizer_settings_are_refused(tmp_path, group):
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     state = {"optimizer": {"param_groups": [{"lr": 0.1, **group}]}}
     dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
@@ -445,7 +444,7 @@ def test_settings_that_no_optimizer_has_are_refused(tmp_path, group):
         inspect(checkpoints.find(tmp_path / "d"))
 
 
-def test_scalar_of_gigabytes_is_none(broken):  # noqa: F811
+def test_oversized_scalar_is_refused(broken):
     about = metadata(key="train_state.step", fqn="train_state.step", size=(2**40,),
                      sizes=(2**40,), offsets=(0,), offset=(0,))  # fmt: skip
     (broken / METADATA).write_bytes(pickles.dump(about, 4))
@@ -454,42 +453,42 @@ def test_scalar_of_gigabytes_is_none(broken):  # noqa: F811
         inspect(checkpoints.find(broken))
 
 
-def test_unused_names_of_calls_are_not_called():
+def test_call_of_dtype_is_refused():
     with pytest.raises(UserError, match="not a readable pickle"):
         read_archive(archive_of(pickles.dump(Call(Global("torch", "float32"), ()))))
 
 
-def test_json_is_not_deep():
-    """Python's own reader takes a thousand levels, what looks at the values less."""
+def test_deep_json_is_refused():
+    """Python's JSON reader accepts a thousand levels, but later recursion does not."""
     assert load_object(b'{"a":' + b"[" * 60 + b"]" * 60 + b"}", "here")
     with pytest.raises(UserError, match="more than 64 deep"):
         load_object(b'{"a":' + b"[" * 70 + b"]" * 70 + b"}", "here")
 
 
-def test_names_that_no_file_can_have_are_refused(tmp_path):
+def test_impossible_file_name_is_refused(tmp_path):
     for name in ("\ud800", "a" * 5000):
         with pytest.raises(UserError, match="cannot be read"):
             Directory(tmp_path).open(name)
 
 
-def test_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
+def test_single_file_takes_precedence_over_index(tmp_path):
     """transformers takes `model.safetensors` if both exist."""
-    item = {"a": from_array(np.ones(4, np.float32)), "b": from_array(np.ones(2, np.float32))}
-    two = {"a": from_array(np.zeros(4, np.float32)), "b": from_array(np.zeros(2, np.float32))}
-    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", two)
-    index = {"weight_map": dict.fromkeys(two, "model-00001-of-00001.safetensors")}
+    filled = {"a": from_array(np.ones(4, np.float32)), "b": from_array(np.ones(2, np.float32))}
+    empty = {"a": from_array(np.zeros(4, np.float32)), "b": from_array(np.zeros(2, np.float32))}
+    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", empty)
+    index = {"weight_map": dict.fromkeys(empty, "model-00001-of-00001.safetensors")}
     (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
     assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 0
-    write_safetensors(tmp_path / "model.safetensors", item)
+    write_safetensors(tmp_path / "model.safetensors", filled)
     assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 1
-    for other in ({"a": item["a"]}, item | {"b": from_array(np.ones((2, 1), np.float32))}):
+    for other in ({"a": filled["a"]}, filled | {"b": from_array(np.ones((2, 1), np.float32))}):
         write_safetensors(tmp_path / "model.safetensors", other)
         with pytest.raises(UserError, match="hold different tensors, of which transformers"):
             safetensors.open_directory(Directory(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bool", "float8_e4m3fn"])
-def test_weights_that_are_no_floats_are_refused(dtype):
+def test_non_float_weights_are_refused(dtype):
     declared = abstract_target(make_config({"model": {"dim": 16, "n_layers": 1, "n_heads": 2}}))
     into = Translation(NAME_MAPS["hf-llama"], declared.config.model, False, "here")
     weights = {name: zeros(shape, np.dtype(np.float32)) for name, shape in declared.params.items()}
@@ -501,7 +500,7 @@ def test_weights_that_are_no_floats_are_refused(dtype):
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65520.0, "float16"), (3.4e38, "bfloat16")])
-def test_cast_makes_no_infinities(largest, dtype):
+def test_cast_to_infinity_raises(largest, dtype):
     values = np.array([1.0, -largest, np.inf, np.nan], np.float32)
     with pytest.raises(UserError, match=f"w: values up to .* are infinite as {dtype}"):
         from_array(values, "w").cast(DTYPES[dtype]).all()

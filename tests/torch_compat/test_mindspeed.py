@@ -1,4 +1,4 @@
-"""Runs of MindSpeed-LLM's FSDP2 trainer: an engine around a model of Hugging Face's."""
+"""Checkpoints of MindSpeed-LLM's FSDP2 trainer: an engine around a Hugging Face model."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def extra_state(step, tokens, logged):
 
 
 def written(run, directory, step, **location):
-    """A checkpoint of it as `get_model_state_dict` and its manager write one."""
+    """Write a checkpoint like `get_model_state_dict` and MindSpeed's manager."""
     main(["export", str(run), str(run / "hf"), "--to=dcp", "--dialect=hf-llama"])
     tensors = open_dcp(Directory(run / "hf" / "step_2")).tensors
     model, state = {}, {}
@@ -57,7 +57,7 @@ def written(run, directory, step, **location):
     return path
 
 
-def test_run_is_imported_from_its_parent(tmp_path):
+def test_import_finds_newest_global_step(tmp_path):
     config = trained(tmp_path / "run")
     path = written(tmp_path / "run", tmp_path / "theirs", 2, tokens=512, logged=2)
     (path.parent / "global_step_1").mkdir()
@@ -70,8 +70,8 @@ def test_run_is_imported_from_its_parent(tmp_path):
     assert (location.step, location.samples, location.tokens) == (2, 16, 512)
 
 
-def test_tokens_count_only_where_they_are_the_step_s(tmp_path):
-    """MindSpeed sums tokens at each log line, which may not be the checkpoint's step."""
+def test_tokens_of_another_step_are_ignored(tmp_path):
+    """MindSpeed adds up tokens at log lines, which may be at other steps than the checkpoint."""
     for step, logged, tokens in ((10, 10, 2560), (25, 20, None)):
         path = tmp_path / str(step)
         state = {"norm.weight": torch.ones(4)}
@@ -83,7 +83,7 @@ def test_tokens_count_only_where_they_are_the_step_s(tmp_path):
         assert (result.step, result.updates, result.tokens) == (step, step, tokens)
 
 
-def test_newest_step_counts_as_a_number(tmp_path):
+def test_newest_step_is_chosen_numerically(tmp_path):
     for step in (9, 10, 100):
         dcp.save(
             {"x": torch.ones(1)}, checkpoint_id=str(tmp_path / f"global_step_{step}"), no_dist=True

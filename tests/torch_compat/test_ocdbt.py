@@ -1,4 +1,4 @@
-"""Arrays of Orbax checkpoints: mapped where they can be, read by tensorstore where not."""
+"""Reader and writer of OCDBT databases, compared with tensorstore."""
 
 import shutil
 
@@ -29,7 +29,7 @@ INDICES = [
 
 
 def saved(directory, arrays, chunks=(), **options):
-    """Save arrays with Orbax; `chunks` are the dimensions that are cut."""
+    """Save arrays with Orbax; `chunks` are the dimensions that are split."""
     save_args = {
         name: ocp.SaveArgs(shard_axes=chunks if array.ndim > 2 else ())
         for name, array in arrays.items()
@@ -41,7 +41,7 @@ def saved(directory, arrays, chunks=(), **options):
 
 
 def written(directory, array, **metadata):
-    """One array as tensorstore writes it, called "a"."""
+    """Write an array "a" with tensorstore."""
     metadata = {"shape": array.shape, "chunks": [2, 4], "compressor": None, **metadata}
     dtype = metadata.pop("dtype", array.dtype.newbyteorder("<").str)
     spec = {**ocdbt.spec(directory, "a"), "metadata": {**metadata, "dtype": dtype}}
@@ -51,8 +51,8 @@ def written(directory, array, **metadata):
 
 @pytest.fixture
 def mapped_only(monkeypatch):
-    """A refusal to read by tensorstore."""
-    monkeypatch.setattr(ocdbt, "_by_tensorstore", lambda store, name: pytest.fail(name))
+    """Let every read by tensorstore fail the test."""
+    monkeypatch.setattr(ocdbt, "_open_with_tensorstore", lambda store, name: pytest.fail(name))
 
 
 def test_saved_arrays_are_memory_mapped(tmp_path, mapped_only):
@@ -69,7 +69,7 @@ def test_saved_arrays_are_memory_mapped(tmp_path, mapped_only):
 
 
 @pytest.mark.parametrize("chunk", [(1, 5, 7), (1, 2, 7), (2, 3, 4), (3, 5, 7)])
-def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
+def test_chunk_shape_does_not_change_array(tmp_path, mapped_only, chunk):
     array = ARRAYS["stacked"]
     result = ocdbt.open_arrays(written(tmp_path, array, chunks=chunk))["a"]
     for index in [full_index(array.shape), *INDICES]:
@@ -83,22 +83,24 @@ def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
         ({"order": "F"}, random_array("float32", (5, 6))),
         ({"dtype": ">f4"}, random_array("float32", (5, 6))),
         ({"dimension_separator": "/"}, random_array("float32", (5, 6))),
-        ({}, np.zeros((5, 6), np.float32)),  # tensorstore leaves such chunks out
+        ({}, np.zeros((5, 6), np.float32)),  # tensorstore omits such chunks
         ({}, np.pad(random_array("float32", (2, 4)), ((0, 3), (0, 2)))),
     ],
 )
 def test_other_layouts_are_read_by_tensorstore(tmp_path, monkeypatch, unlike, array):
-    asked = []
-    general = ocdbt._by_tensorstore
-    monkeypatch.setattr(
-        ocdbt, "_by_tensorstore", lambda store, name: asked.append(name) or general(store, name)
-    )
+    opened, open_array = [], ocdbt._open_with_tensorstore
+
+    def record(store, name):
+        opened.append(name)
+        return open_array(store, name)
+
+    monkeypatch.setattr(ocdbt, "_open_with_tensorstore", record)
     result = ocdbt.open_arrays(written(tmp_path, array, fill_value=0, **unlike))["a"]
-    assert asked == ["a"]
+    assert opened == ["a"]
     assert np.array_equal(result.all(), array)
 
 
-def test_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
+def test_index_of_several_nodes_is_read_by_tensorstore(tmp_path):
     spec = ocdbt.spec(tmp_path, "a")
     small = {**spec, "kvstore": {**spec["kvstore"], "config": {"max_decoded_node_bytes": 300}}}
     array = random_array("float32", (20, 20))
@@ -108,7 +110,7 @@ def test_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
     assert_same(ocdbt.open_arrays(tmp_path)["a"].all(), array)
 
 
-def test_chunk_that_is_not_there_is_named(tmp_path):
+def test_missing_chunk_raises(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (64, 64))})
     data, offset, length = ocdbt._locations(store)["x"]["0.0"]
     (store / data).write_bytes((store / data).read_bytes()[: offset + length - 1])
@@ -119,7 +121,7 @@ def test_chunk_that_is_not_there_is_named(tmp_path):
         ocdbt.open_arrays(store)["x"].all()
 
 
-def test_path_is_not_a_url(tmp_path):
+def test_special_characters_in_path_are_literal(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (8, 8))})
     for name in ("[1]", "a%20b", "c#d", "e?f", "50%"):
         shutil.copytree(store, tmp_path / name)
@@ -127,7 +129,7 @@ def test_path_is_not_a_url(tmp_path):
 
 
 @pytest.mark.parametrize("most", [16, 40, 1 << 20])
-def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
+def test_written_database_is_read_by_tensorstore(tmp_path, mapped_only, most):
     """Files have several chunks; the last one of an array may be partial."""
     locations = {}
     for number, (name, array) in enumerate(ARRAYS.items()):
@@ -149,7 +151,7 @@ def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
         assert_same(general.read().result(), array)
 
 
-def test_index_of_many_keys_and_files(tmp_path):
+def test_index_of_many_keys_is_readable(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "large").write_bytes(bytes(range(200)) * 10)
     for number in range(300):
@@ -163,5 +165,5 @@ def test_index_of_many_keys_and_files(tmp_path):
     assert store[""] == b"inline"
 
 
-def test_checksum_is_castagnolis():
+def test_crc32c_matches_reference():
     assert ocdbt_writer.crc32c(b"123456789") == 0xE3069283

@@ -1,4 +1,4 @@
-"""Names of directories that mean something else to a URL or to a pattern; results opened again."""
+"""Conversions with special characters in paths, and verification of their results."""
 
 import shutil
 
@@ -24,8 +24,8 @@ def hf(run, tmp_path_factory):
     return directory
 
 
-def test_no_name_of_a_directory_means_another_one(run, hf, tmp_path):
-    """Each is a directory of its own, that of the run and those above it."""
+def test_special_directory_names_are_literal(run, hf, tmp_path):
+    """This holds for the directory of the run and for its parents."""
     parent = tmp_path / "a%20b #1 50%"
     result = parent / "run 100%25;{x}:~'\""
     assert main(["import", str(hf), str(result)]) == 0
@@ -41,14 +41,14 @@ def test_no_name_of_a_directory_means_another_one(run, hf, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a\\b", "a*", "what?"])
-def test_runs_that_orbax_could_not_read_are_refused(hf, tmp_path, name):
+def test_import_to_unreadable_path_is_refused(hf, tmp_path, name):
     with pytest.raises(UserError, match=r"could not be read again.* give a directory without"):
         main(["import", str(hf), str(tmp_path / name / "run")])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fault", ["a value", "a leaf", "all data"])
-def test_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypatch, fault):
+def test_import_that_cannot_be_read_back_fails(hf, tmp_path, monkeypatch, fault):
     commit = orbax_commit.commit
 
     def spoil(*arguments):
@@ -63,7 +63,7 @@ def test_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypatch,
             shutil.rmtree(state)
 
     monkeypatch.setattr(orbax_commit, "commit", spoil)
-    with pytest.raises(StorageError, match="what was written could not be read again"):
+    with pytest.raises(StorageError, match="the new checkpoint could not be read"):
         main(["import", str(hf), str(tmp_path / "run")])
     assert not list((tmp_path / "run" / "checkpoints").glob("*step*"))
     assert not (tmp_path / "run" / "config.toml").exists()
@@ -72,7 +72,7 @@ def test_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("form", ["hf", "dcp"])
-def test_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypatch, form):
+def test_export_that_cannot_be_read_back_fails(run, tmp_path, monkeypatch, form):
     with monkeypatch.context() as patched:
         if form == "hf":
             opened = safetensors.open_directory
@@ -85,7 +85,7 @@ def test_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypatch
                 dcp_writer, "write_metadata",
                 lambda entries, *remaining: write(dict(list(entries.items())[1:]), *remaining),
             )  # fmt: skip
-        with pytest.raises(StorageError, match="does not read as it was written"):
+        with pytest.raises(StorageError, match="differs from what was written"):
             main(["export", str(run), str(tmp_path / form), f"--to={form}"])
     assert not (tmp_path / form / "config.json").exists()
     assert not (tmp_path / form / "latest").exists()

@@ -1,4 +1,4 @@
-"""Pickles: what is written is what Python reads, and what is read names nothing but data."""
+"""Reader and writer of pickles, compared with Python's."""
 
 import argparse
 import collections
@@ -26,14 +26,14 @@ OURS = {("ours", "Record"): Record, ("ours", "pair"): lambda a, b: (a, b), ("our
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:20])
-def test_python_reads_plain_values_as_they_were(value, protocol):
+def test_python_reads_dumped_values(value, protocol):
     result = pickle.loads(pickles.dump(value, protocol))
     assert result == value
     assert repr(result) == repr(value)  # 1, 1.0 and True are equal
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_we_read_what_we_write_and_what_python_writes(protocol):
+def test_load_reads_own_and_python_pickles(protocol):
     names = {
         ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
         ("__builtin__", "bytes"): lambda: b"",
@@ -44,14 +44,14 @@ def test_we_read_what_we_write_and_what_python_writes(protocol):
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_zero_and_nan_keep_their_sign_and_bits(protocol):
+def test_negative_zero_and_nan_round_trip(protocol):
     minus = pickle.loads(pickles.dump([-0.0, math.nan], protocol))
     assert math.copysign(1, minus[0]) == -1
     assert math.isnan(minus[1])
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_python_makes_the_instances_that_are_described(protocol):
+def test_python_builds_described_instances(protocol):
     ordered = Global("collections", "OrderedDict")
     described = [
         ordered,
@@ -70,7 +70,7 @@ def test_python_makes_the_instances_that_are_described(protocol):
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_persistent_ids_reach_the_reader(protocol):
+def test_persistent_ids_are_dumped(protocol):
     class Reader(pickle.Unpickler):
         def persistent_load(self, pid):
             return ("loaded", pid)
@@ -80,20 +80,20 @@ def test_persistent_ids_reach_the_reader(protocol):
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_names_are_written_once(protocol):
+def test_repeated_names_are_memoized(protocol):
     names = [Global("package.module", f"Class{i % 3}") for i in range(999)]
     keys = [f"a.long.parameter.name.{i % 3}" for i in range(999)]
     data = pickles.dump([*map(list, ((n,) for n in names)), *keys], protocol)
     assert data.count(b"Class0") == data.count(b"name.0") == 1
 
 
-def test_unpicklable_value_is_our_mistake():
+def test_unpicklable_value_raises_type_error():
     with pytest.raises(TypeError, match="cannot pickle a set"):
         pickles.dump({"a": {1}})
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_names_of_the_table_are_the_only_ones(protocol):
+def test_names_outside_table_are_refused(protocol):
     good = Call(Global("ours", "pair"), (1, [2]))
     assert pickles.load(pickles.dump(good, protocol), OURS, "here") == (1, [2])
     for module, name in (("ours", "other"), ("other", "pair"), ("builtins", "eval")):
@@ -104,19 +104,19 @@ def test_names_of_the_table_are_the_only_ones(protocol):
             pickles.load(data, OURS, "here")
 
 
-def test_attributes_of_a_name_are_not_reached():
-    """Protocol 4 lets a name have dots."""
+def test_dotted_name_is_refused():
+    """Protocol 4 allows dots in names."""
     data = pickles.dump(Global("ours", "Record.__init__.__globals__"), 4)
     with pytest.raises(UnsafePickleError, match=r"Record\.__init__\.__globals__"):
         pickles.load(data, OURS, "here")
 
 
-def test_persistent_ids_are_refused_where_none_belong():
+def test_unexpected_persistent_id_is_refused():
     with pytest.raises(UnsafePickleError, match="here: the pickle refers to objects outside it"):
         pickles.load(pickles.dump(Persistent(("a",))), OURS, "here")
 
 
-def test_instance_keeps_what_its_pickle_sets():
+def test_record_holds_pickled_state():
     data = pickles.dump(New(Global("ours", "Record"), {"a": 1, "b": [2]}))
     record = pickles.load(data, OURS, "here")
     assert (record.a, record.b) == (1, [2])
@@ -133,7 +133,7 @@ def test_instance_keeps_what_its_pickle_sets():
         b"\x80\x04",
         b"\x80\x63N.",
         pickle.dumps([1, 2, "text"])[:-4],
-        b"\x80\x02K\x01K\x02R.",  # a number that is called
+        b"\x80\x02K\x01K\x02R.",  # a call of a number
         b"\x80\x02]K\x01b.",  # the state of a list
         b"\x80\x02h\x07.",  # a missing entry of the memo
         b"\x80\x02}]K\x01s.",  # a list as a key
@@ -143,14 +143,14 @@ def test_instance_keeps_what_its_pickle_sets():
     ],
     ids=repr,
 )
-def test_non_pickle_is_a_user_error(data):
+def test_non_pickle_raises_user_error(data):
     with pytest.raises(UserError, match=r"^here: not a readable pickle"):
         pickles.load(data, OURS, "here")
 
 
 @pytest.mark.parametrize("index", [2**23, 2**28, 2**32 - 1])
-def test_few_bytes_cannot_ask_for_gigabytes(index):
-    """An entry far more far out would be allocated with all before it."""
+def test_memo_size_is_limited(index):
+    """All entries before a high index would be allocated."""
     binary = b"\x80\x02Nr" + struct.pack("<I", index) + b"."
     text = b"\x80\x02Np" + str(index).encode() + b"\n."
     for data in (binary, text):

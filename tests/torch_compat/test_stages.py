@@ -1,4 +1,4 @@
-"""Exports of one checkpoint per pipeline stage: what each holds, and that nothing is lost."""
+"""Exports with one checkpoint per pipeline stage."""
 
 import functools
 import json
@@ -22,7 +22,7 @@ from tests.torch_compat.tensors import of_torch, opened
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import orbax_store, stages
 from torch_compat.checkpoint.name_maps import NAME_MAPS
-from torch_compat.checkpoint.optimizer_state import KINDS
+from torch_compat.checkpoint.optimizer_state import LAYOUTS
 from torch_compat.formats.dcp_reader import METADATA
 
 LAYERS = {2: [(0, 1, 2), (3, 4)], 3: [(0, 1), (2, 3), (4,)]}
@@ -35,7 +35,7 @@ FIRST, LAST = ["token_embedding.embedding.weight"], ["norm.weight", "output_head
 
 @pytest.fixture(scope="module")
 def run_of(tmp_path_factory):
-    """Optimizer -> a run with it."""
+    """Return a function from optimizer to a run."""
     return functools.cache(lambda name: write_run(tmp_path_factory.mktemp(name), name))
 
 
@@ -56,9 +56,7 @@ def names_of(stage, n):
         ("schedule_free_adamw", "flat", 3),
     ],
 )  # fmt: skip
-def test_every_optimizer_comes_back_from_any_number_of_stages(
-    run_of, tmp_path, optimizer, layout, n
-):
+def test_stages_round_trip_for_every_optimizer(run_of, tmp_path, optimizer, layout, n):
     run, config = run_of(optimizer), f"--config={run_of(optimizer) / 'config.toml'}"
     export(run, tmp_path / "dcp", n, f"--layout={layout}")
     assert main(["verify", str(run), str(tmp_path / "dcp"), config]) == 0
@@ -69,7 +67,7 @@ def test_every_optimizer_comes_back_from_any_number_of_stages(
 
 @pytest.mark.parametrize("n", LAYERS)
 @pytest.mark.parametrize("layout", ["nested", "flat"])
-def test_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tmp_path, n, layout):
+def test_stage_holds_only_its_parameters(run_of, tmp_path, n, layout):
     step = export(run_of("adamw"), tmp_path, n, f"--layout={layout}")
     directories = [f"pp{i}" for i in range(n)]
     assert sorted(p.name for p in step.iterdir()) == [
@@ -94,14 +92,14 @@ def test_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tmp_
         ]  # fmt: skip
 
 
-def test_every_tensor_is_in_one_stage(run_of):
+def test_every_tensor_is_in_exactly_one_stage(run_of):
     checkpoint = orbax_store.open_orbax(run_of("muon"))[0]
     parts = stages.split(checkpoint, MODEL["n_layers"], 3).values()
     result = [name for part in parts for name, _ in part.tensors()]
     assert sorted(result) == sorted(name for name, _ in checkpoint.tensors())
 
 
-def test_weights_alone_come_in_stages_without_a_place(run_of, tmp_path):
+def test_weights_only_stages_have_no_train_state(run_of, tmp_path):
     step = export(run_of("adamw"), tmp_path, 2, "--weights-only", "--dtype=bfloat16")
     assert sorted(p.name for p in step.iterdir()) == ["pp0", "pp1"]
     for i in (0, 1):
@@ -111,7 +109,7 @@ def test_weights_alone_come_in_stages_without_a_place(run_of, tmp_path):
         assert not result.objects
 
 
-def test_inspect_finds_the_same_as_without_stages(run_of, tmp_path, capsys):
+def test_inspect_ignores_stages(run_of, tmp_path, capsys):
     reports = []
     for n in (1, 3):
         export(run_of("adamw"), tmp_path / str(n), n, "--max-memory=50kB")
@@ -145,7 +143,7 @@ def stage_of_torch(torch, stage, n):
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, of loading in one process
 @pytest.mark.parametrize("layout", ["nested", "flat"])
-def test_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
+def test_torch_pipeline_rank_loads_its_stage(run_of, tmp_path, layout):
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     by = pytest.importorskip("torch.distributed.checkpoint.state_dict")
@@ -166,7 +164,7 @@ def test_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
         for name, parameter in model.named_parameters():
             moments = optimizer.state[parameter]
             np.testing.assert_array_equal(of_torch(parameter), checkpoint[f"params.{name}"])
-            for ours, theirs in KINDS["adamw"].fields.items():
+            for ours, theirs in LAYOUTS["adamw"].fields.items():
                 np.testing.assert_array_equal(
                     of_torch(moments[theirs]), checkpoint[f"optimizer.{ours}.{name}"]
                 )
@@ -177,11 +175,11 @@ def test_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw"])
-def test_torch_loads_all_tensors_of_a_stage_into_plain_ones(run_of, tmp_path, optimizer):
+def test_torch_loads_all_tensors_of_stage(run_of, tmp_path, optimizer):
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     step, checkpoint = export(run_of(optimizer), tmp_path, 2), values(run_of(optimizer))
-    ours = {theirs: f"optimizer.{ours}" for ours, theirs in KINDS[optimizer].fields.items()}
+    ours = {theirs: f"optimizer.{ours}" for ours, theirs in LAYOUTS[optimizer].fields.items()}
     loaded = 0
     for stage in (0, 1):
         described = dcp.FileSystemReader(step / f"pp{stage}").read_metadata().state_dict_metadata
@@ -211,7 +209,7 @@ def test_torch_loads_all_tensors_of_a_stage_into_plain_ones(run_of, tmp_path, op
         (["--stages=2", "--to=hf"], r"hf-llama has no .*: leave --stages out, or export --to dcp"),
     ],
 )  # fmt: skip
-def test_stages_that_kempnerforge_refuses_are_refused(run_of, tmp_path, options, message, capsys):
+def test_unsupported_stage_options_are_refused(run_of, tmp_path, options, message, capsys):
     arguments = ["export", str(run_of("adamw")), str(tmp_path / "dcp"), "--to=dcp", *options]
     assert run_main(lambda: main(arguments)) == 2
     shown = capsys.readouterr().err
@@ -227,7 +225,7 @@ def test_stages_that_kempnerforge_refuses_are_refused(run_of, tmp_path, options,
         ("num_experts", 4, "model.num_experts > 0 with distributed.pp > 1"),
     ],
 )
-def test_models_that_kempnerforge_does_not_cut_are_refused(key, value, message):
+def test_unsupported_models_with_stages_are_refused(key, value, message):
     model = ModelConfig.model_validate({**MODEL, key: value})
     with pytest.raises(UserError, match=f"{message}: leave --stages out"):
         stages.check(2, NAME_MAPS["kempnerforge"], model)
@@ -251,7 +249,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.processes
-def test_killed_between_two_stages_it_leaves_nothing_and_goes_on(run_of, tmp_path):
+def test_export_killed_between_stages_resumes(run_of, tmp_path):
     arguments = ["export", str(run_of("adamw")), str(tmp_path), "--to=dcp", "--stages=3"]
     done = subprocess.run(
         [sys.executable, "-c", _KILLED, *arguments],
@@ -266,21 +264,21 @@ def test_killed_between_two_stages_it_leaves_nothing_and_goes_on(run_of, tmp_pat
     before = [p.stat().st_mtime_ns for p in files]
     assert main(arguments) == 0
     paths = sorted((tmp_path / "step_3").rglob("*.distcp"))
-    assert [p.stat().st_mtime_ns for p in paths] == before  # none was written twice
+    assert [p.stat().st_mtime_ns for p in paths] == before  # not written again
     assert main(["verify", str(run_of("adamw")), str(tmp_path)]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_3"]
 
 
-def test_several_processes_share_the_stages(run_of, tmp_path):
-    """Nothing connects them but files, so threads are as good."""
+def test_processes_share_stages(run_of, tmp_path):
+    """Threads suffice, because processes communicate only through files."""
     arguments = ["export", str(run_of("adamw")), str(tmp_path), "--to=dcp", "--stages=3"]
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(main, ([*arguments, f"--process={i}/2"] for i in (1, 0)))) == [0, 0]
     assert main(["verify", str(run_of("adamw")), str(tmp_path)]) == 0
 
 
-def test_stages_that_were_replaced_are_not_mixed_with_the_new_ones(run_of, tmp_path, monkeypatch):
-    """An import that was stopped goes on only with the source that it began with."""
+def test_import_of_replaced_stages_starts_anew(run_of, tmp_path, monkeypatch):
+    """A stopped import resumes only with the same source."""
     config = f"--config={run_of('adamw') / 'config.toml'}"
     arguments = ["import", str(tmp_path / "dcp"), str(tmp_path / "run"), config]
     step = export(write_run(tmp_path / "other", seed=1), tmp_path / "dcp", 3)

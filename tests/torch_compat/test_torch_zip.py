@@ -1,4 +1,4 @@
-"""Archives of torch.save: what is written torch reads, what torch writes is read, in place."""
+"""Reader and writer of `torch.save` archives, compared with torch."""
 
 import collections
 import io
@@ -23,18 +23,18 @@ SHAPES = [(), (0,), (1,), (5,), (3, 7), (2, 0, 4), (2, 3, 4, 5)]
 
 
 def written(value):
-    return b"".join(bytes(chunk) for chunk in torch_zip.archive(value))
+    return b"".join(bytes(chunk) for chunk in torch_zip.archive_blocks(value))
 
 
 class InMemory:
-    """A file in memory that says which bytes of it were read."""
+    """File in memory that records the ranges of its reads."""
 
     def __init__(self, data):
-        self.data, self.size, self.asked = data, len(data), []
+        self.data, self.size, self.reads = data, len(data), []
 
     def __call__(self, start, length):
         assert 0 <= start <= start + length <= self.size
-        self.asked.append((start, length))
+        self.reads.append((start, length))
         return np.frombuffer(self.data, np.uint8)[start : start + length]
 
 
@@ -49,7 +49,7 @@ def torch_saved(value):
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_torch_reads_every_dtype_and_shape_that_we_write(name):
+def test_torch_reads_written_arrays(name):
     arrays = {str(shape): random_array(name, shape) for shape in SHAPES}
     result = torch.load(io.BytesIO(written(arrays)), weights_only=True)
     assert result.keys() == arrays.keys()
@@ -62,7 +62,7 @@ def test_torch_reads_every_dtype_and_shape_that_we_write(name):
         assert_reads(ours[key], array)
 
 
-def test_torch_reads_nested_values():
+def test_torch_reads_written_containers():
     value = {
         "a": [1, 2.5, None, True, "é", (b"\xff", ())],
         "b": {"tensors": [np.arange(3), (np.float32(2) * np.ones((2, 2), np.float32),)]},
@@ -76,14 +76,14 @@ def test_torch_reads_nested_values():
     assert_same(of_torch(second), np.full((2, 2), 2, np.float32))
 
 
-def test_array_that_is_not_row_major_keeps_its_values():
+def test_strided_arrays_are_written():
     base = random_array("bfloat16", (6, 4))
     for array in (base.T, base[::2, 1:3], np.broadcast_to(base[0], (3, 4))):
         result = torch.load(io.BytesIO(written(array)), weights_only=True)
         assert_same(of_torch(result), np.ascontiguousarray(array))
 
 
-def test_data_are_aligned_and_every_checksum_holds():
+def test_records_are_aligned_and_checksummed():
     arrays = {"x" * n: random_array("uint8", (n,)) for n in (1, 3, 64, 65, 200)}
     data = written(arrays)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -98,8 +98,8 @@ def test_data_are_aligned_and_every_checksum_holds():
             assert following.header_offset == start + entry.file_size, i
 
 
-def test_chunks_stay_within_what_an_archive_can_hold(tmp_path):
-    """However much memory is allowed: the sizes of a zip file have 32 bits."""
+def test_chunk_size_fits_archive(tmp_path):
+    """Sizes of a zip file have 32 bits, whatever the memory limit."""
     entries = {"w": Entry(("w",), zeros((50, 2**27), np.dtype(np.int16)))}
     dcp_writer.write_metadata(entries, {}, tmp_path, block=2**40)
     chunks = pickle.loads((tmp_path / METADATA).read_bytes()).state_dict_metadata["w"].chunks
@@ -125,12 +125,12 @@ def test_chunks_stay_within_what_an_archive_can_hold(tmp_path):
     ids=["transposed", "offset", "stepped", "expanded", "number", "empty", "parameter",
          "parameter of a view", "float8", "uint16", "bool"],
 )  # fmt: skip
-def test_views_that_torch_saves_are_read_as_it_sees_them(make):
+def test_views_saved_by_torch_are_read(make):
     tensor = make(torch.arange(60.0).reshape(5, 12))
     assert_reads(read(torch_saved(tensor)), of_torch(tensor))
 
 
-def test_torch_objects_round_trip_with_structure():
+def test_torch_objects_keep_structure():
     base = torch.arange(6.0)
     value = {
         "ordered": collections.OrderedDict(a=1, b=[2, {"c": (3, None)}]),
@@ -151,20 +151,20 @@ def test_torch_objects_round_trip_with_structure():
     assert (result["set"], result["empty"], result["i"]) == ({1, 2}, b"", 2j)
 
 
-def test_object_is_read_without_its_data_and_a_slice_without_the_rest():
+def test_slice_reads_only_its_bytes():
     array = random_array("float32", (1000, 100))
     data = torch_saved({"x": torch.from_numpy(array)})
     file = InMemory(data)
     tensor = Archive(file, 0, len(data), "here").object()["x"]
     assert isinstance(tensor, LazyTensor)
-    assert sum(length for _, length in file.asked) < 5_000
-    file.asked.clear()
+    assert sum(length for _, length in file.reads) < 5_000
+    file.reads.clear()
     part = tensor.read((slice(500, 502), slice(10, 20)))
     assert_same(part, array[500:502, 10:20])
-    assert file.asked == [(file.asked[0][0], 4 * 110)]
+    assert file.reads == [(file.reads[0][0], 4 * 110)]
 
 
-def test_archive_among_others_is_read_at_any_offset():
+def test_concatenated_archives_are_read():
     arrays = [random_array("float32", (4, 5), seed) for seed in range(3)]
     data, locations = b"", []
     for i, array in enumerate(arrays):
@@ -178,7 +178,7 @@ def test_archive_among_others_is_read_at_any_offset():
 
 
 def with_record(data, name, content):
-    """The archive with another record, or without it."""
+    """Return the archive with a record replaced, or removed for None."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
         for entry in old.infolist():
@@ -189,25 +189,25 @@ def with_record(data, name, content):
     return out.getvalue()
 
 
-def test_numbers_of_a_big_endian_machine_are_refused():
+def test_big_endian_archive_is_refused():
     data = torch_saved(torch.arange(3))
     with pytest.raises(UserError, match="here: its numbers are big-endian"):
         read(with_record(data, "byteorder", b"big"))
 
 
-def test_archive_of_before_there_was_a_byteorder_is_read():
+def test_archive_without_byteorder_is_read():
     data = with_record(torch_saved(torch.arange(3)), "byteorder", None)
     assert_reads(read(data), np.arange(3))
 
 
-def test_missing_record_is_named():
+def test_missing_record_raises():
     data = torch_saved(torch.arange(3))
     for name in ("data.pkl", "data/0"):
         with pytest.raises(UserError, match=f"here: the archive has no record {name}"):
             read(with_record(data, name, None))
 
 
-def test_format_of_before_zip_is_refused_in_words():
+def test_legacy_torch_format_is_refused():
     file = io.BytesIO()
     torch.save({"a": 1}, file, _use_new_zipfile_serialization=False)
     with pytest.raises(UserError, match=r"here: no torch\.save archive there"):

@@ -1,8 +1,8 @@
-"""torchtitan resumes what `export` writes, and `import` takes what torchtitan saves.
+"""Exports for torchtitan, and imports of its checkpoints.
 
-`make test-torchtitan` installs three of its versions, without their dependencies on GPUs, where
-these tests find them; its own checkpoint manager, optimizer and schedule containers then save and
-load. Elsewhere a re-implementation of what 0.2 does stands in: the same calls of torch.
+`make test-torchtitan` installs three versions without their GPU dependencies. The tests then use
+torchtitan's own checkpoint manager, optimizer and schedule containers. Without it, a test makes the
+same torch calls as version 0.2.
 """
 
 import json
@@ -32,7 +32,7 @@ LR = 3e-3  # tiny_config's
 
 
 def shapes(dialect, layers=2, dim=64, kv=32, hidden=256, vocab=256):
-    """Its Llama's parameters, as its models have them."""
+    """Return the parameter shapes of torchtitan's Llama."""
     qkv, head = {
         "torchtitan": ("attention.qkv_linear", "lm_head"),
         "torchtitan-2025": ("attention", "output"),
@@ -52,7 +52,7 @@ def shapes(dialect, layers=2, dim=64, kv=32, hidden=256, vocab=256):
 
 
 def titan(version, what, folder, tmp_path, *, excluded=("dataloader",)):
-    """A job of torchtitan's: what it reports, and its parameters and moments."""
+    """Run a torchtitan job; return its report, and its parameters and moments."""
     packages = ROOT / "build" / "torchtitan" / version
     if not packages.is_dir():
         pytest.skip("`make test-torchtitan` installs it")
@@ -75,7 +75,7 @@ def export(run, to, dialect):
 
 
 def stored(checkpoint):
-    """Parameters and moments of an export, by the names that the job gives them."""
+    """Return parameters and moments of an export by the names of the job."""
     tensors = open_dcp(Directory(checkpoint)).tensors
     named = {}
     for key, tensor in tensors.items():
@@ -87,7 +87,7 @@ def stored(checkpoint):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("version", ["0.2.2", "0.3.0"])
-def test_torchtitan_resumes_an_export(tmp_path, version):
+def test_torchtitan_resumes_export(tmp_path, version):
     trained(tmp_path / "run")
     checkpoint = export(tmp_path / "run", tmp_path / "dcp", VERSIONS[version])
     report, state = titan(version, "load", tmp_path / "dcp", tmp_path)
@@ -102,7 +102,7 @@ def test_torchtitan_resumes_an_export(tmp_path, version):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("version", VERSIONS)
-def test_checkpoint_of_torchtitan_is_imported_and_comes_back(tmp_path, version):
+def test_torchtitan_checkpoint_round_trips(tmp_path, version):
     config = trained(tmp_path / "run")
     _, saved = titan(version, "save", tmp_path / "titan", tmp_path)
     arguments = [str(tmp_path / "titan"), str(tmp_path / "imported"), f"--config={config}"]
@@ -116,8 +116,8 @@ def test_checkpoint_of_torchtitan_is_imported_and_comes_back(tmp_path, version):
 
 
 @pytest.mark.parametrize("dialect", ["torchtitan-2025", "torchtitan"])
-def test_torch_loads_an_export_as_torchtitan_asks_for_it(tmp_path, dialect, capsys):
-    """A model, an optimizer of one group, a `LambdaLR` and plain numbers: no key may be missing."""
+def test_torch_loads_torchtitan_export(tmp_path, dialect, capsys):
+    """No key of the model, an optimizer of one group, a `LambdaLR` or the counters is missing."""
     trained(tmp_path / "run")
     checkpoint = export(tmp_path / "run", tmp_path / "dcp", dialect)
     assert "--checkpoint.exclude_from_loading dataloader" in capsys.readouterr().err
@@ -154,8 +154,8 @@ def test_torch_loads_an_export_as_torchtitan_asks_for_it(tmp_path, dialect, caps
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_complex_rotary_table_is_passed_over(tmp_path, prefix, capsys):
-    """torchtitan before September 2025 saved one, which is computed."""
+def test_complex_rotary_table_is_ignored(tmp_path, prefix, capsys):
+    """torchtitan saved the table, which is computed from the config, until September 2025."""
     from torch.distributed.checkpoint import save
 
     config = trained(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Position of a PyTorch run from train_state.pt or from its own keys."""
+"""Position of a PyTorch run in train_state.pt or in keys of the checkpoint."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def counts(progress):
     return dataclasses.replace(progress, run_id="")
 
 
-def test_tokens_seen_say_how_many_sequences_were_read_whatever_the_ranks():
+def test_tokens_determine_samples_for_any_ranks():
     config = tiny_config(data={"order": "torch"})
     for batches, ranks in ((10, 1), (10, 4), (None, None)):
         location = TorchTrainState(
@@ -37,13 +37,13 @@ def test_tokens_seen_say_how_many_sequences_were_read_whatever_the_ranks():
         assert notes == []
 
 
-def test_skipped_steps_drew_data_that_were_not_learned_from():
+def test_skipped_steps_count_as_samples():
     location = TorchTrainState(step=10, tokens=7 * PER_STEP, updates=7, batches=10, ranks=1)
     progress, _ = to_progress(location, 7, tiny_config(data={"order": "torch"}))
     assert counts(progress) == Progress(step=10, samples=80, tokens=7 * 256, skipped=3, run_id="")
 
 
-def test_without_tokens_the_batches_count_and_it_is_said():
+def test_batches_determine_samples_without_tokens():
     config = tiny_config(data={"order": "torch"}, train={"batch_size": 2})
     progress, notes = to_progress(
         TorchTrainState(step=10, updates=10, batches=20, ranks=4), 10, config
@@ -52,7 +52,7 @@ def test_without_tokens_the_batches_count_and_it_is_said():
     assert any("20 batches of 8" in note for note in notes)
 
 
-def test_another_order_and_another_count_are_said():
+def test_different_order_and_count_are_noted():
     location = TorchTrainState(step=10, tokens=10 * PER_STEP, updates=10)
     _, notes = to_progress(location, 11, tiny_config())
     assert any('data.order = "torch"' in note for note in notes)
@@ -66,7 +66,7 @@ def data_of(tmp_path, sequences):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_position_comes_back_through_train_state(tmp_path, ranks):
+def test_position_round_trips_through_train_state(tmp_path, ranks):
     config = data_of(tmp_path, 50)  # epochs of 6 steps
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"batch_size": 8 // ranks})}
@@ -86,7 +86,7 @@ def test_position_within_a_batch_is_refused():
         to_torch(Progress(step=1, samples=8, tokens=256), 1, tiny_config(), 3)
 
 
-def test_torch_reads_train_state_and_its_random_states(tmp_path):
+def test_torch_loads_train_state_and_random_states(tmp_path):
     torch = pytest.importorskip("torch")
     state = to_torch(Progress(step=2, samples=16, tokens=512), 2, tiny_config(), 1)
     path = tmp_path / "train_state.pt"
@@ -107,7 +107,7 @@ def test_torch_reads_train_state_and_its_random_states(tmp_path):
     assert schedule.last_epoch == 2
 
 
-def test_keys_within_the_checkpoint_are_found(tmp_path):
+def test_torchtitan_keys_are_read(tmp_path):
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
 

@@ -1,4 +1,4 @@
-"""A trainer that records what it looks at."""
+"""A callback that records the steps at which it acts."""
 
 from jaxforge.training.hooks import Hook
 

@@ -11,6 +11,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.profiler import Profiler
@@ -30,7 +31,7 @@ from tests.conftest import tiny_config
 
 
 class OnDevice:
-    """A scalar whose copying to the host is written down."""
+    """A scalar that records when it is copied to the host."""
 
     def __init__(self, events, name, value):
         self.events, self.name, self.value = events, name, value
@@ -114,7 +115,7 @@ class Sink:
 
 
 class Signals:
-    """Stops where it is asked for the `at`-th time: after that step, without evaluations."""
+    """Signals that stop a run at the `at`-th request: after step `at` without evaluations."""
 
     name = "SIGTERM"
     interrupting = contextlib.nullcontext
@@ -131,7 +132,7 @@ class Signals:
 
 
 class Sampler(samples.Sampler):
-    """Writes after every second step."""
+    """A sampler that is due after every second step."""
 
     def __init__(self, events):
         self.events = events
@@ -145,7 +146,7 @@ class Sampler(samples.Sampler):
 
 
 class Capture(activations.ActivationCapture):
-    """Captures activations, when samples are written."""
+    """A capture that is due when samples are."""
 
     __init__, is_due = Sampler.__init__, Sampler.is_due
 
@@ -155,7 +156,7 @@ class Capture(activations.ActivationCapture):
 
 
 class TwoBatches:
-    """Two batches, and a question between them."""
+    """An evaluation of two batches that may stop between them."""
 
     def __init__(self, events):
         self.events = events
@@ -190,9 +191,9 @@ def run(
     steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
     callbacks=(), sections=None, **train,
 ):  # fmt: skip
-    """Events of a run of `steps` steps; those in `bad` are not finite.
+    """Return events, exit reason and trainer of a run of `steps` steps.
 
-    Callbacks are made of the list of events.
+    Steps in `bad` are not finite. Each of `callbacks` is called with the list of events.
     """
     sections = sections or {}
     events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
@@ -201,7 +202,7 @@ def run(
     def train_step(state, batch, controls):
         step = next(launches)
         events.append(f"launch {step}{'' if controls.apply else ' left out'}")
-        if counts["consecutive"] < 3:  # else the state stands still
+        if counts["consecutive"] < 3:  # else the state no longer changes
             take_place(step)
         return device_state(), metrics_of(step)
 
@@ -242,7 +243,7 @@ def run(
     trainer = Trainer(
         config=config, state=device_state(), progress=progress,
         updates=Updates(
-            lambda batch: lambda: train_step,
+            lambda batch: lambda: CompiledSteps({1: train_step}),
             data(config, lambda: itertools.repeat(batch(), steps)),
         ),
         saver=saver(config, events), bad_steps=BadSteps(config.train.nan_consecutive_max),

@@ -1,4 +1,4 @@
-"""Directories of activations: whole or absent, sequence by sequence; no JAX here."""
+"""Directories of activations: complete or absent, written sequence by sequence."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ def sequences(n, of=1.0):
         yield {"residual": np.full((2, 3), of * i, np.float32), "tokens": np.arange(3, dtype="i4")}
 
 
-def test_numpy_reads_what_was_written(tmp_path):
+def test_numpy_reads_written_activations(tmp_path):
     assert activation_files.write(tmp_path / "a", sequences(1200), {"step": 5}) == 1200
     result = activation_files.read(tmp_path / "a")
     assert result["residual"].shape == (1200, 2, 3)
@@ -24,12 +24,12 @@ def test_numpy_reads_what_was_written(tmp_path):
     assert json.loads((tmp_path / "a" / "activations.json").read_text()) == {"step": 5}
 
 
-def test_one_that_is_there_is_replaced_and_torn_ones_are_no_trouble(tmp_path):
+def test_write_replaces_existing_and_partial_directories(tmp_path):
     for torn in (".step_5.partial", ".step_5.old.partial"):
         location = tmp_path / "activations" / torn
         location.mkdir(parents=True)
         (location / "residual.npy").write_text("half")
-    directory = activation_files.of_step(tmp_path, 5)
+    directory = activation_files.step_directory(tmp_path, 5)
     activation_files.write(directory, sequences(4), {})
     activation_files.write(
         directory, ({"mlp": sequence["residual"]} for sequence in sequences(2, 3.0)), {}
@@ -42,8 +42,8 @@ def test_one_that_is_there_is_replaced_and_torn_ones_are_no_trouble(tmp_path):
     assert activation_files.steps(tmp_path / "none") == []
 
 
-def test_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
-    directory = activation_files.of_step(tmp_path, 5)
+def test_full_disk_leaves_previous_directory_unchanged(tmp_path, monkeypatch):
+    directory = activation_files.step_directory(tmp_path, 5)
     activation_files.write(directory, sequences(1), {})
     drawn = []
 
@@ -52,10 +52,10 @@ def test_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch)
         if len(drawn) > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(activation_files._Growing, "add", add)
+    monkeypatch.setattr(activation_files.AppendableArray, "add", add)
     remaining = sequences(4)
     with pytest.raises(OSError, match="No space"):
         activation_files.write(directory, remaining, {})
-    assert len(list(remaining)) == 2  # whoever else computes them goes on
+    assert len(list(remaining)) == 2  # other processes still compute the sequences
     assert [path.name for path in (tmp_path / "activations").iterdir()] == ["step_5"]
     assert len(activation_files.read(directory)["residual"]) == 1

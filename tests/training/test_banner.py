@@ -1,4 +1,4 @@
-"""Description of a run before it begins."""
+"""Banner of a run."""
 
 import io
 
@@ -12,36 +12,38 @@ from tests.conftest import tiny_config
 from tests.helpers import setup
 
 
-def said(progress, **sections):
+def banner_rows(progress, **sections):
     s = setup(tiny_config(distributed={"dp_shard": 2}, **sections))
     return rows(s, s.abstract_state(), progress)
 
 
-def test_totals_of_the_run():
+def test_banner_shows_totals():
     train = {"max_steps": 1000, "seed": 7, "data_seed": 8}
-    reported = said(Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"})
+    reported = banner_rows(
+        Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"}
+    )
     assert reported["length"] == "1,000 steps, 512K tokens, 4 epochs"
     assert reported["data"] == "texts: 128K tokens"
     assert reported["seed"] == "7, of the data 8"
     assert f"jax {jax.__version__}, Python 3." in reported["versions"]
     assert reported["memory"].startswith("about ")
     assert reported["memory"].endswith(
-        " per device, for a step's arrays; libraries, compiler, data and saves take more"
+        " per device, for the arrays of a step; libraries, compiler, data and saves need more"
     )
     assert "on the host" not in reported
 
 
-def test_run_without_data_has_no_epochs_and_a_resumed_one_says_where_it_is():
-    reported = said(Progress(step=5))
+def test_banner_without_data_shows_resumed_step():
+    reported = banner_rows(Progress(step=5))
     assert reported["length"] == "20 steps, 10.2K tokens; from step 5 on"
     assert reported["data"] == "synthetic random tokens (no data)"
     assert reported["seed"] == "42"
 
 
-def test_banner_fits_a_narrow_terminal():
+def test_banner_fits_narrow_terminal():
     text = io.StringIO()
     console = Console(file=text, width=80, force_terminal=True, color_system=None)
-    banner(console, said(Progress()))
+    banner(console, banner_rows(Progress()))
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("model")

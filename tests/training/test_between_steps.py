@@ -1,4 +1,4 @@
-"""Work of the loop between two steps, and the mistakes of other loops there."""
+"""Actions of the loop between two steps, with known mistakes of other loops."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ def saves(events):
             "hook" not in event]  # fmt: skip
 
 
-def test_order_of_what_is_due():
+def test_due_actions_follow_order():
     events, *_ = run(
         steps=3, log=2, evaluate=2, save=2, callbacks=[Looking, Sampler, Capture],
     )  # fmt: skip
@@ -31,8 +31,8 @@ def test_order_of_what_is_due():
     ]  # fmt: skip
 
 
-def test_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
-    """A resumed run would write its samples again, and capture its activations."""
+def test_samples_wait_for_stopped_evaluation():
+    """Otherwise a resumed run would repeat samples and captures."""
     events, reason, _ = run(steps=9, evaluate=2, stop_at=2, callbacks=[Sampler, Capture])
     assert reason is Exit.SIGNAL
     assert "evaluate from 0" in events
@@ -40,14 +40,14 @@ def test_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
 
 
 @pytest.mark.parametrize(("reason", "saved"), [(Exit.UNHEALTHY, []), (Exit.STRAGGLER, [2])])
-def test_state_that_is_not_to_be_trusted_is_not_saved(reason, saved):
+def test_untrusted_state_is_not_saved(reason, saved):
     events, ended, _ = run(steps=9, save=2, callbacks=[lambda e: Looking(e, reason)])
     assert ended is reason
     assert saves(events) == saved
 
 
-def test_bad_step_is_evaluated_and_saved_where_that_is_due():
-    """Its parameters are those of the last good step. KempnerForge leaves all of it out."""
+def test_bad_step_is_evaluated_and_saved_if_due():
+    """The parameters are those of the last good step. KempnerForge skips these actions."""
     events, _, trainer = run(steps=3, evaluate=2, save=2, bad={2})
     assert {"hook 2", "eval hook 2", "save 2", "save hook 2"} <= set(events)
     assert trainer.progress.skipped == 1
@@ -55,8 +55,8 @@ def test_bad_step_is_evaluated_and_saved_where_that_is_due():
 
 @pytest.mark.parametrize("log", [1, 2, 4, 10, 100])
 @pytest.mark.parametrize("due", [{}, {"evaluate": 1}, {"save": 4}, {"hooks": True}], ids=str)
-def test_nothing_follows_the_step_that_ends_a_run(log, due):
-    """Step 5 is the third bad one in a row; later steps are launched, and do not take place."""
+def test_no_action_follows_halting_step(log, due):
+    """Step 5 is the third bad step in a row; later steps are launched, but change nothing."""
     due = {"hooks": False, **due}
     events, reason, trainer = run(steps=20, log=log, bad={3, 4, 5}, callbacks=[Sampler], **due)
     effects = [e for e in events if not e.startswith(("read", "launch", "sink", "evaluate from"))]
@@ -69,22 +69,22 @@ def test_nothing_follows_the_step_that_ends_a_run(log, due):
         assert [e for e in effects if e.startswith("hook")] == [f"hook {n}" for n in range(1, 6)]
 
 
-def test_callbacks_that_wait_ignore_steps_that_did_not_take_place():
-    """Step 5 ends the run; step 6, whose interval it is, is launched before that is known."""
+def test_waiting_callbacks_ignore_steps_after_halt():
+    """Step 5 halts the run; step 6, where the callback is due, is launched before that is known."""
     events, *_ = run(steps=20, log=100, hooks=False, bad={3, 4, 5}, callbacks=[Looking])
     assert "launch 6" in events
     assert [event for event in events if "look" in event] == ["look 2", "look 4"]
 
 
-def test_run_that_has_ended_is_noticed_however_seldom_it_logs(monkeypatch):
-    monkeypatch.setattr(tracker, "_MOST", 8)
+def test_halt_is_noticed_without_frequent_logging(monkeypatch):
+    monkeypatch.setattr(tracker, "MOST", 8)
     events, reason, _ = run(steps=100, log=10**6, hooks=False, bad={3, 4, 5})
     assert reason is Exit.NON_FINITE
     assert "launch 10" not in events
     assert "log 5 train" in events
 
 
-def test_initial_weights_are_saved_where_the_window_says_so():
+def test_initial_weights_are_saved_within_window():
     window = {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 1}}}
     events, *_ = run(steps=3, sections=window)
     assert saves(events) == [0, 1, 3]
@@ -92,36 +92,36 @@ def test_initial_weights_are_saved_where_the_window_says_so():
     assert 0 not in saves(run(steps=3)[0])
 
 
-def test_evaluations_begin_where_they_are_told_to():
+def test_evaluations_start_at_start_step():
     events, *_ = run(steps=8, evaluate=2, sections={"eval": {"start_step": 4}})
     assert [event for event in events if "eval begins" in event] == [
         "eval begins 4", "eval begins 6", "eval begins 8",
     ]  # fmt: skip
 
 
-def test_named_steps_draw_their_batch_and_are_left_out():
-    """Counted from 1, as in Megatron."""
+def test_skipped_iterations_consume_their_batch():
+    """Iterations count from 1, as in Megatron."""
     events, _, trainer = run(steps=3, iterations_to_skip=(1, 3))
     launched = [event for event in events if event.startswith("launch")]
     assert launched == ["launch 1 left out", "launch 2", "launch 3 left out"]
     assert trainer.progress.samples == 3 * 8
 
 
-def test_early_end_leaves_a_checkpoint():
+def test_early_stop_saves_checkpoint():
     events, reason, _ = run(steps=9, log=1, sections={"early_stop": {"active": True,
                                                                      "max_steps": 4}})  # fmt: skip
     assert (reason, saves(events)) == (Exit.EARLY_STOPPED, [4])
 
 
-def test_every_process_takes_part_in_saving_a_new_best(monkeypatch):
-    """The textbook's other processes do not know the best, and would wait for one that saves."""
+def test_every_process_saves_a_new_best(monkeypatch):
+    """If only process 0 knew the best metric, the others would wait forever in the save."""
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     events, _, trainer = run(steps=7, evaluate=2, sections={"checkpoint": {"keep_best_n": 1}})
-    assert saves(events) == [2, 7]  # steps 4 and 6 are as good, not better
+    assert saves(events) == [2, 7]  # steps 4 and 6 are equally good
     assert (trainer.progress.best_metric, trainer.progress.best_step) == (1.0, 2)
 
 
-def test_saves_are_waited_for_when_a_run_fails():
+def test_failed_run_waits_for_saves():
     class Fails(Hook):
         def on_step_end(self, context):
             raise ZeroDivisionError

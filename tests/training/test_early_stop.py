@@ -1,4 +1,4 @@
-"""When a run ends early, what it says, and that a restart does not forget."""
+"""Early stopping: conditions, reasons, and state across restarts."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def test_patience_runs_from_the_best_value():
     assert ends_at(stop(patience_steps=30), [5, 4, 4.5, 4.2, 3.9, 4.05, 4]) is None
 
 
-def test_small_gains_are_none():
+def test_gain_below_min_delta_is_no_improvement():
     falling = [5, 4.9, 4.8, 4.7, 4.6]
     assert ends_at(stop(patience_steps=20), falling) is None
     assert ends_at(stop(patience_steps=20, min_delta=0.5), falling) == 30
@@ -40,31 +40,31 @@ def test_small_gains_are_none():
 @pytest.mark.parametrize(
     "metric", ["eval/loss", "train/loss", "eval/perplexity", "eval/bits_per_byte"]
 )
-def test_lower_is_better(metric):
+def test_loss_improves_when_lower(metric):
     ours = stop(patience_steps=10, metric=metric)
     assert ends_at(ours, [5, 4, 3], metric) is None
     assert ends_at(ours, [3.5], metric, every=40) == 40
 
 
-def test_higher_is_better_for_any_other():
+def test_other_metric_improves_when_higher():
     ours = stop(patience_steps=10, metric="model/accuracy")
     assert ends_at(ours, [0.1, 0.2, 0.3], "model/accuracy") is None
-    assert "0.3, that of step 30" in ours.reason(40, {"model/accuracy": 0.2})
+    assert "0.3 (step 30)" in ours.reason(40, {"model/accuracy": 0.2})
 
 
-def test_patience_is_asked_only_where_there_is_a_value():
+def test_patience_ignores_steps_without_the_metric():
     ours = stop(patience_steps=10)
     assert ours.reason(10, {"eval/loss": 4.0}) is None
     assert ours.reason(500, {"train/loss": 9.0}) is None
     assert ours.reason(510, {"eval/loss": 4.0}) is not None
 
 
-def test_nan_is_never_the_best():
+def test_nan_is_never_the_best_value():
     assert ends_at(stop(patience_steps=20), [math.nan, 4, math.nan, math.nan, 3]) == 40
     assert ends_at(stop(patience_steps=20), [math.nan, 4, math.nan, 3, math.nan, 2]) is None
 
 
-def test_limits():
+def test_limits_give_their_reason():
     assert stop(max_steps=100).reason(99, {}) is None
     assert stop(max_steps=100).reason(100, {}) == "early_stop.max_steps = 100 is reached"
     assert stop(max_loss=8).reason(5, {"train/loss": 8.0}) is None
@@ -79,7 +79,7 @@ def test_limits():
     )
 
 
-def test_warm_up_is_not_a_rate_that_fell():
+def test_warmup_does_not_count_as_low_learning_rate():
     ours = stop(min_lr=1e-4)
     rates = [0, 5e-5, 1e-4, 3e-4, 1e-4, 9e-5]
     reasons = [ours.reason(step, {"train/lr": rate}) for step, rate in enumerate(rates)]
@@ -87,7 +87,7 @@ def test_warm_up_is_not_a_rate_that_fell():
     assert reasons[-1] == "train/lr = 9e-05 is below early_stop.min_lr = 0.0001"
 
 
-def test_reasons_come_in_the_order_of_the_keys():
+def test_reasons_follow_order_of_keys():
     ours = stop(patience_steps=10, max_steps=50, max_loss=1, max_grad_norm=1, metric="train/loss")
     bad = {"train/loss": 5.0, "train/grad_norm": 5.0}
     assert "max_loss" in ours.reason(10, bad)
@@ -96,7 +96,7 @@ def test_reasons_come_in_the_order_of_the_keys():
     assert "max_steps" in ours.reason(60, {"train/grad_norm": 5.0})
 
 
-def test_restart_goes_on_with_its_patience_and_its_rate():
+def test_restart_restores_patience_and_learning_rate():
     ours = stop(patience_steps=30, min_lr=1e-4)
     ours.reason(10, {"eval/loss": 4.0, "train/lr": 3e-4})
     retained = json.loads(json.dumps(ours.memory))
@@ -105,6 +105,6 @@ def test_restart_goes_on_with_its_patience_and_its_rate():
     assert again.reason(39, {"eval/loss": 5.0}) is None
     assert again.reason(40, {"eval/loss": 5.0}) is not None
     assert again.reason(41, {"train/lr": 5e-5}) is not None
-    older = {"best": None, "best_step": 0, "lr_was_above": False}  # what versions before wrote
+    older = {"best": None, "best_step": 0, "lr_was_above": False}  # written by earlier versions
     again.memory = older
     assert again.reason(50, {"eval/loss": 5.0, "train/lr": 5e-5}) is None

@@ -1,4 +1,4 @@
-"""Evaluation: every token counts alike, whatever the batch, the mesh and the number of sets."""
+"""Evaluation weights every token equally, for any batch size, mesh and number of sets."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ WINDOWS = {"a": 11, "b": 6}
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Two sets of random documents of bytes, of 11 and 6 windows."""
+    """Two sets of random documents of bytes, with 11 and 6 windows."""
     root, rng = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
     for name, n in WINDOWS.items():
         tokens = rng.integers(0, 256, n * (SEQ + 1) + 5)
@@ -36,12 +36,12 @@ def shards(tmp_path_factory):
 
 def config(shards, *names, batch=4, pack=False, train=None, **sections):
     sets = [{"name": name, "dataset_path": str(shards / name)} for name in names]
-    given = {"datasets": sets} if len(sets) > 1 else {"dataset_path": sets[0]["dataset_path"]}
+    job = {"datasets": sets} if len(sets) > 1 else {"dataset_path": sets[0]["dataset_path"]}
     return tiny_config(
         model={"vocab_size": VOCAB, "init_std": 0.3},
         train={"batch_size": batch, **(train or {})},
         data={"pack_sequences": pack, "eos_token_id": EOS},
-        eval={"enabled": True, **given},
+        eval={"enabled": True, **job},
         **sections,
     )
 
@@ -53,18 +53,18 @@ def params():
     )
 
 
-def evaluated(given, tokenizer=None, steps=None, devices=1):
-    mesh = make_mesh(given, jax.devices()[:devices])
-    model = build_model(given)
+def evaluated(job, tokenizer=None, steps=None, devices=1):
+    mesh = make_mesh(job, jax.devices()[:devices])
+    model = build_model(job)
     with jax.set_mesh(mesh):
         placed = jax.device_put(params(), param_shardings(model.abstract, model.axes, mesh))
-        evaluator = Evaluator(given, mesh, model, sources.open_eval_data(given), tokenizer)
+        evaluator = Evaluator(job, mesh, model, sources.open_eval_data(job), tokenizer)
         return evaluator(placed, steps)
 
 
 @functools.cache
-def by_hand(path, pack):
-    """Sums over a set in float64, from the logits of each window by itself."""
+def reference_sums(path, pack):
+    """Return the sums over a set in float64, from the logits of single windows."""
     model = build_model(tiny_config(model={"vocab_size": VOCAB, "init_std": 0.3}))
     windows = np.load(path / "a.npy").astype(np.int64)
     windows = windows[: len(windows) // (SEQ + 1) * (SEQ + 1)].reshape(-1, SEQ + 1)
@@ -79,9 +79,9 @@ def by_hand(path, pack):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_sums_are_those_by_hand_with_a_ragged_last_batch(shards, pack):
+def test_sums_match_reference_with_partial_last_batch(shards, pack):
     sums = evaluated(config(shards, "a", pack=pack), ByteTokenizer())[""]
-    nats, tokens, n_bytes = by_hand(shards / "a", pack)
+    nats, tokens, n_bytes = reference_sums(shards / "a", pack)
     assert (sums.tokens, sums.n_bytes) == (tokens, n_bytes)
     assert sums.nats == pytest.approx(nats, rel=1e-6)
     assert sums.metrics() == pytest.approx(
@@ -103,59 +103,61 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("axes", "devices", "batch"), MESHES, ids=str)
-def test_mesh_and_the_batch_do_not_matter(shards, axes, devices, batch):
-    given = config(shards, "a", "b", batch=batch, pack=True, distributed=axes)
-    sums = evaluated(given, ByteTokenizer(), devices=devices)
+def test_sums_do_not_depend_on_mesh_and_batch_size(shards, axes, devices, batch):
+    job = config(shards, "a", "b", batch=batch, pack=True, distributed=axes)
+    sums = evaluated(job, ByteTokenizer(), devices=devices)
     for name in WINDOWS:
-        nats, tokens, n_bytes = by_hand(shards / name, True)
+        nats, tokens, n_bytes = reference_sums(shards / name, True)
         assert (sums[name].tokens, sums[name].n_bytes) == (tokens, n_bytes)
         assert sums[name].nats == pytest.approx(nats, rel=1e-5)
 
 
-def test_sets_are_summed_token_by_token(shards):
+def test_every_token_of_all_sets_has_equal_weight(shards):
     sums = evaluated(config(shards, "a", "b"), ByteTokenizer())
     metrics = summary(sums)
     assert set(metrics) == set(config(shards, "a", "b").eval.metric_names())
-    nats, tokens, n_bytes = np.sum([by_hand(shards / name, False) for name in WINDOWS], axis=0)
+    nats, tokens, n_bytes = np.sum(
+        [reference_sums(shards / name, False) for name in WINDOWS], axis=0
+    )
     assert metrics["eval/loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert metrics["eval/bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
     assert metrics["eval/b/loss"] == pytest.approx(sums["b"].nats / sums["b"].tokens)
     assert metrics["eval/a/loss"] != metrics["eval/b/loss"]
 
 
-def test_steps_limit_each_set_and_batches_repeat(shards):
-    given = config(shards, "a", "b")
-    once, again = (evaluated(given, steps=1) for _ in range(2))
+def test_steps_limit_each_set_to_the_same_batches(shards):
+    job = config(shards, "a", "b")
+    once, again = (evaluated(job, steps=1) for _ in range(2))
     assert once == again
     assert [sums.tokens for sums in once.values()] == [4 * SEQ, 4 * SEQ]
-    assert evaluated(given, steps=99)["a"].tokens == 11 * SEQ
+    assert evaluated(job, steps=99)["a"].tokens == 11 * SEQ
 
 
-def test_chunked_loss_is_the_same(shards):
+def test_chunked_loss_gives_same_sums(shards):
     plain = evaluated(config(shards, "a"))
     train = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 20}
     chunked = evaluated(config(shards, "a", train=train))
     assert chunked[""].nats == pytest.approx(plain[""].nats, rel=1e-6)
 
 
-def test_rows_that_fill_up_the_last_batch_reach_no_expert(shards):
-    """The mean of a term over the tokens of 11 windows is the same by batches of 4 and of 1."""
+def test_padding_rows_reach_no_expert(shards):
+    """The mean of a term over 11 windows is the same with batches of 4 and of 1."""
 
     def router_z(batch):
-        given = config(shards, "a", batch=batch)
+        job = config(shards, "a", batch=batch)
         moe = {"num_experts": 4, "moe_router_z_loss_weight": 0.1}
-        given = given.model_copy(update={"model": given.model.model_copy(update=moe)})
-        mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
-        sets = sources.open_eval_data(given)
+        job = job.model_copy(update={"model": job.model.model_copy(update=moe)})
+        mesh, model = make_mesh(job, jax.devices()[:1]), build_model(job)
+        sets = sources.open_eval_data(job)
         with jax.set_mesh(mesh):
             weights = jax.jit(model.init)(jax.random.key(0))
-            sums = Evaluator(given, mesh, model, sets, None)(weights)
+            sums = Evaluator(job, mesh, model, sets, None)(weights)
         return summary(sums)["eval/router_z_loss"]
 
     assert router_z(4) == pytest.approx(router_z(1), rel=1e-5)
 
 
-def test_without_bytes_there_are_no_bits_per_byte(shards):
+def test_bits_per_byte_are_missing_without_bytes(shards):
     assert set(summary(evaluated(config(shards, "a")))) == {"eval/loss", "eval/perplexity"}
     known, unknown = SetSums(2.0, 1, 1), SetSums(3.0, 4, None)
     metrics = summary({"a": known, "b": unknown})
@@ -164,7 +166,7 @@ def test_without_bytes_there_are_no_bits_per_byte(shards):
     assert metrics["eval/loss"] == 1.0
 
 
-def test_another_tokenizers_tokens_have_no_known_bytes(shards, tmp_path, caplog):
+def test_bits_per_byte_are_missing_for_another_tokenizer(shards, tmp_path, caplog):
     (tmp_path / "a.npy").write_bytes((shards / "a" / "a.npy").read_bytes())
     n = 11 * (SEQ + 1) + 5
     for digest, known in ((ByteTokenizer.fingerprint, True), ("0" * 64, False)):
@@ -174,27 +176,27 @@ def test_another_tokenizers_tokens_have_no_known_bytes(shards, tmp_path, caplog)
         assert (sums.n_bytes is not None) == known
 
 
-def test_perplexity_is_bounded_and_nothing_is_nan():
+def test_perplexity_is_bounded_and_empty_set_is_nan():
     assert SetSums(100.0, 1, None).metrics()["perplexity"] == math.exp(20)
     assert all(math.isnan(value) for value in SetSums(0.0, 0, 0).metrics().values())
     assert math.isnan(SetSums(1.0, 1, 0).metrics()["bits_per_byte"])
 
 
-def test_metric_that_needs_bytes_is_refused_without_them(shards):
-    given = config(shards, "a")
-    mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
-    sets = sources.open_eval_data(given)
-    Evaluator(given, mesh, model, sets, ByteTokenizer()).check_reports("eval/bits_per_byte")
-    Evaluator(given, mesh, model, sets, None).check_reports("eval/loss")
-    with pytest.raises(UserError, match=r"bytes of these tokens.*eval/loss, eval/perplexity"):
-        Evaluator(given, mesh, model, sets, None).check_reports("eval/bits_per_byte")
+def test_metric_that_needs_bytes_raises_without_bytes(shards):
+    job = config(shards, "a")
+    mesh, model = make_mesh(job, jax.devices()[:1]), build_model(job)
+    sets = sources.open_eval_data(job)
+    Evaluator(job, mesh, model, sets, ByteTokenizer()).check_reports("eval/bits_per_byte")
+    Evaluator(job, mesh, model, sets, None).check_reports("eval/loss")
+    with pytest.raises(UserError, match=r"bytes of tokens are unknown.*eval/loss, eval/perplexity"):
+        Evaluator(job, mesh, model, sets, None).check_reports("eval/bits_per_byte")
 
 
-def test_one_program_for_all_sets_and_evaluations(shards):
-    given = config(shards, "a", "b", pack=True)
-    mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
+def test_evaluations_share_one_compiled_program(shards):
+    job = config(shards, "a", "b", pack=True)
+    mesh, model = make_mesh(job, jax.devices()[:1]), build_model(job)
     with jax.set_mesh(mesh):
-        evaluator = Evaluator(given, mesh, model, sources.open_eval_data(given), ByteTokenizer())
+        evaluator = Evaluator(job, mesh, model, sources.open_eval_data(job), ByteTokenizer())
         placed = jax.device_put(params(), param_shardings(model.abstract, model.axes, mesh))
         evaluator(placed)
         evaluator(placed, 1)

@@ -13,12 +13,12 @@ from tests.torch_compat.runs import trained
 from torch_compat.checkpoint import checkpoints
 
 
-def test_every_nth_checkpoint_is_exported_and_the_last_one(tmp_path):
+def test_every_nth_and_last_checkpoint_are_exported(tmp_path):
     trained(tmp_path, steps=2)
     exporter = Exporter(CheckpointConfig(export_interval=2, export_last=True))
     result = tmp_path / "checkpoints" / "step_2"
     absent = tmp_path / "checkpoints" / "step_1"
-    exporter.on_checkpoint_save(1, absent)  # the first of two: not due
+    exporter.on_checkpoint_save(1, absent)  # not due: the first of two
     exporter.on_checkpoint_save(2, result)
     exporter.on_train_end(2, 0, None)
     assert [p.name for p in (tmp_path / "exports").iterdir()] == ["step_2"]
@@ -27,7 +27,7 @@ def test_every_nth_checkpoint_is_exported_and_the_last_one(tmp_path):
     assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_failed_export_is_the_last_word_and_never_silent(tmp_path):
+def test_failed_export_raises_at_the_end(tmp_path):
     trained(tmp_path, steps=2)
     result = tmp_path / "checkpoints" / "step_2"
     exporter = Exporter(CheckpointConfig(export_interval=1))
@@ -35,11 +35,11 @@ def test_failed_export_is_the_last_word_and_never_silent(tmp_path):
         if file.is_file():
             file.write_bytes(b"")
     exporter.on_checkpoint_save(2, result)
-    with pytest.raises(StorageError, match=r"not every export was made:\n.*step_2: .*damaged"):
+    with pytest.raises(StorageError, match=r"some exports failed:\n.*step_2: .*damaged"):
         exporter.on_train_end(2, 0, None)
 
 
-def test_checkpoint_that_never_came_is_said(tmp_path):
+def test_missing_checkpoint_fails_its_export(tmp_path):
     exporter = Exporter(CheckpointConfig(export_last=True))
     exporter.on_checkpoint_save(2, tmp_path / "checkpoints" / "step_2")
     with pytest.raises(StorageError, match="was not written"):
@@ -47,7 +47,7 @@ def test_checkpoint_that_never_came_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [[], [1, 20]])
-def test_run_with_nothing_left_to_do_exports_its_newest(tmp_path, monkeypatch, steps):
+def test_complete_run_exports_newest_checkpoint(tmp_path, monkeypatch, steps):
     commands = []
     done = types.SimpleNamespace(returncode=0)
     monkeypatch.setattr(

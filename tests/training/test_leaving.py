@@ -1,4 +1,4 @@
-"""Why a run leaves: in which order that is asked, what is said, and who decides for all."""
+"""Exit reasons of a run: order, messages, and agreement of processes."""
 
 import _thread
 import concurrent.futures
@@ -21,11 +21,11 @@ from jaxforge.training import launch, preemption
 from jaxforge.training.preemption import Exit, Exits, Signals
 from tests.conftest import tiny_config
 from tests.helpers import devices_here
-from tests.machine import PATIENCE
+from tests.machine import PATIENCE, wait_until
 
 
 class Received:
-    """Signals of a process, without any process."""
+    """Fake signals of a process."""
 
     name = "SIGTERM"
 
@@ -41,7 +41,7 @@ class Received:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when the test says so; it is noon all the same."""
+    """A clock that the test advances; the time of day is fixed."""
     now = types.SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(preemption, "time", types.SimpleNamespace(
         monotonic=lambda: now.seconds, strftime=lambda form: f"noon by {form}",
@@ -50,28 +50,27 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def said(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    caplog.set_level(logging.INFO, "jaxforge")
-    return caplog
+def logged(messages):
+    messages.set_level(logging.INFO, "jaxforge")
+    return messages
 
 
 DUE = TrainConfig(exit_interval=4, exit_duration_in_mins=2)
 
 
-def test_signal_comes_first_then_the_duration_then_the_interval(clock):
-    asked, signals = Exits(DUE, received := Received(Exit.SIGNAL)), received
+def test_signal_precedes_duration_and_interval(clock):
+    exits, signals = Exits(DUE, received := Received(Exit.SIGNAL)), received
     clock.seconds = 121.0
-    assert asked.requested(8) is Exit.SIGNAL
+    assert exits.requested(8) is Exit.SIGNAL
     signals.stop = None
-    assert asked.requested(8) is Exit.DURATION
+    assert exits.requested(8) is Exit.DURATION
     clock.seconds = 119.0
-    assert asked.requested(8) is Exit.INTERVAL
-    assert asked.requested(9) is None
+    assert exits.requested(8) is Exit.INTERVAL
+    assert exits.requested(9) is None
     assert Exits(TrainConfig(), Received()).requested(8) is None
 
 
-def test_duration_counts_from_the_start_of_the_command(clock):
+def test_duration_counts_from_start_of_command(clock):
     clock.seconds = 1000.0
     began_before = Exits(DUE, Received(), since=1000.0 - 121.0)
     assert began_before.requested(5) is Exit.DURATION
@@ -79,37 +78,37 @@ def test_duration_counts_from_the_start_of_the_command(clock):
 
 
 @pytest.mark.parametrize(("processes", "reason", "sent"), [(1, Exit.DURATION, 0), (2, None, 1)])
-def test_duration_ends_an_evaluation(clock, monkeypatch, processes, reason, sent):
-    """Several processes are told, and stop where the preemption service says."""
+def test_duration_stops_evaluation(clock, monkeypatch, processes, reason, sent):
+    """Several processes stop at the step that the preemption service determines."""
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    asked = Exits(DUE, signals := Received())
-    assert asked.requested_in_evaluation() is None
+    exits = Exits(DUE, signals := Received())
+    assert exits.requested_in_evaluation() is None
     clock.seconds = 121.0
-    assert asked.requested_in_evaluation() is reason
+    assert exits.requested_in_evaluation() is reason
     assert signals.sent == sent
     signals.stop = Exit.SIGNAL
-    assert asked.requested_in_evaluation() is Exit.SIGNAL
+    assert exits.requested_in_evaluation() is Exit.SIGNAL
 
 
-def test_command_began_when_its_process_did(monkeypatch):
+def test_command_starts_with_its_process(monkeypatch):
     monkeypatch.delenv("JAXFORGE_BEGAN", raising=False)
     assert process.began() == pytest.approx(time.monotonic(), abs=PATIENCE)
     began = float(process.began_env()["JAXFORGE_BEGAN"])
     age = time.time() - psutil.Process().create_time()
     assert time.monotonic() - began == pytest.approx(age, abs=2.0)
-    monkeypatch.setenv("JAXFORGE_BEGAN", "12.5")  # of its supervisor
+    monkeypatch.setenv("JAXFORGE_BEGAN", "12.5")  # set by the supervisor
     assert (process.began(), process.began_env()["JAXFORGE_BEGAN"]) == (12.5, "12.5")
 
 
-def test_messages_are_megatrons(clock, said):
-    asked = Exits(DUE, received := Received(Exit.SIGNAL))
-    asked.requested(4)
+def test_exit_messages_match_megatron(clock, logged):
+    exits = Exits(DUE, received := Received(Exit.SIGNAL))
+    exits.requested(4)
     received.stop = None
-    asked.requested(4)
+    exits.requested(4)
     clock.seconds = 150.0
-    asked.requested(5)
+    exits.requested(5)
     when = "datetime: noon by %Y-%m-%d %H:%M:%S "
-    assert said.messages == [
+    assert logged.messages == [
         f"[exiting program after receiving SIGTERM.] {when}",
         f"[exiting program at iteration 4] {when}",
         f"[exiting program after 2.5 minutes] {when}",
@@ -117,33 +116,40 @@ def test_messages_are_megatrons(clock, said):
 
 
 @pytest.mark.parametrize(("process", "sent"), [(0, 1), (1, 0)])
-def test_one_clock_decides_for_all_processes(clock, monkeypatch, process, sent):
-    """And it does not decide alone: all of them stop where the preemption service says."""
+def test_clock_of_process_zero_decides_for_all(clock, monkeypatch, process, sent):
+    """All processes stop at the step that the preemption service determines."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    asked = Exits(TrainConfig(exit_duration_in_mins=2), signals := Received())
+    exits = Exits(TrainConfig(exit_duration_in_mins=2), signals := Received())
     clock.seconds = 1000.0
-    assert asked.requested(7) is None
+    assert exits.requested(7) is None
     assert signals.sent == sent
 
 
 @pytest.mark.parametrize(
     ("received", "time_is_up", "reason", "name"),
     [
-        ([0, 0], [0, 0], Exit.SIGNAL, "SIGTERM"),  # which JAX handles, and we do not see
+        (
+            [0, 0],
+            [0, 0],
+            Exit.SIGNAL,
+            "SIGTERM",
+        ),  # JAX handles SIGTERM, so no process has received it
         ([0, 0], [1, 0], Exit.DURATION, None),
         ([0, signal.SIGUSR1], [1, 0], Exit.SIGNAL, "SIGUSR1"),
         ([signal.SIGUSR1, signal.SIGINT], [0, 0], Exit.INTERRUPT, "SIGINT"),
     ],
 )
 @pytest.mark.parametrize("process", [0, 1])
-def test_all_processes_agree_why_they_stop(
-    clock, said, monkeypatch, process, received, time_is_up, reason, name
+def test_processes_agree_on_exit_reason(
+    clock, logged, monkeypatch, process, received, time_is_up, reason, name
 ):
-    """Also where they are asked again, as after an evaluation: the service says yes only once."""
+    """Repeated requests give the same reason, although the service reports the point only once."""
     service = types.SimpleNamespace(
-        reached_preemption_sync_point=lambda asked: asked == 3,
-        process_allgather=lambda mine: np.stack([mine, others]),  # in some order
+        reached_preemption_sync_point=lambda exits: exits == 3,
+        process_allgather=lambda mine: np.stack(
+            [mine, others]
+        ),  # order of processes does not matter
     )
     others = np.array([received[1 - process], time_is_up[1 - process], 0])
     monkeypatch.setattr(preemption, "multihost_utils", service)
@@ -151,24 +157,24 @@ def test_all_processes_agree_why_they_stop(
     monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(preemption.os, "kill", lambda *_: None)
     with Signals(timeout_seconds=60) as signals:
-        asked = Exits(TrainConfig(exit_duration_in_mins=2), signals)
-        assert asked.requested(1) is None
+        exits = Exits(TrainConfig(exit_duration_in_mins=2), signals)
+        assert exits.requested(1) is None
         if received[process]:
             signals._receive(received[process], None)
         clock.seconds = 150.0 if any(time_is_up) else 0.0
-        assert asked.requested(2) is None
+        assert exits.requested(2) is None
         assert signals.requested() is reason  # between two batches of an evaluation
-        assert asked.requested(2) is reason
-    assert (f"receiving {name}." if name else "after 2.5 minutes") in said.messages[-1]
+        assert exits.requested(2) is reason
+    assert (f"receiving {name}." if name else "after 2.5 minutes") in logged.messages[-1]
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_failed_save_of_any_process_comes_before_all_other_reasons(monkeypatch, process):
-    """SIGTERM goes once to JAX's service, which makes every process ask at the same step."""
+def test_failed_save_precedes_other_exit_reasons(monkeypatch, process):
+    """SIGTERM is sent once to JAX's service, which stops every process at the same step."""
     sent = []
     mine, others = [np.array([signal.SIGINT, 0, i == 1]) for i in (process, 1 - process)]
     service = types.SimpleNamespace(
-        reached_preemption_sync_point=lambda asked: bool(sent),
+        reached_preemption_sync_point=lambda exits: bool(sent),
         process_allgather=lambda status: np.stack([status, others]),
     )
     monkeypatch.setattr(preemption, "multihost_utils", service)
@@ -186,7 +192,7 @@ def test_failed_save_of_any_process_comes_before_all_other_reasons(monkeypatch, 
     assert Exits(TrainConfig(), signals).requested(3) is Exit.STORAGE
 
 
-def test_process_on_its_own_does_not_stop_for_a_failed_save_but_fails():
+def test_failed_save_raises_in_single_process():
     assert not Signals(timeout_seconds=60).stop_for_failed_save()
 
 
@@ -194,24 +200,24 @@ def test_process_on_its_own_does_not_stop_for_a_failed_save_but_fails():
     ("sig", "reason"),
     [(signal.SIGTERM, Exit.SIGNAL), (signal.SIGUSR1, Exit.SIGNAL), (signal.SIGINT, Exit.INTERRUPT)],
 )
-def test_signal_that_came_is_the_reason(sig, reason):
+def test_received_signal_is_the_exit_reason(sig, reason):
     with Signals(timeout_seconds=60) as signals:
         assert signals.requested() is None
         signal.raise_signal(sig)
         assert (signals.requested(), signals.name) == (reason, sig.name)
 
 
-def test_work_that_no_signal_cuts_short_is_waited_for():
+def test_wait_returns_result_without_signal():
     with Signals(timeout_seconds=60) as signals:
         assert signals.wait_for(lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
             signals.wait_for(lambda: 1 // 0)
-        assert not signals.left_work
+        assert not signals.has_background_thread
 
 
 @pytest.mark.parametrize("end", [Exit.SIGNAL, Exit.INTERVAL, Exit.NON_FINITE, ZeroDivisionError])
-def test_every_end_closes_the_run_with_the_reason(monkeypatch, end):
-    """`Trainer.close` is what tells the hooks. Megatron-Bridge leaves without a word."""
+def test_every_exit_closes_run_with_reason(monkeypatch, end):
+    """`Trainer.close` notifies the hooks. Megatron-Bridge exits without notification."""
     closed = []
 
     def run_loop(signals, since):
@@ -236,19 +242,19 @@ def test_every_end_closes_the_run_with_the_reason(monkeypatch, end):
 
 
 @pytest.mark.parametrize("interactive", [False, True])
-def test_checkpoint_that_takes_too_long_ends_the_process_or_what_runs_in_a_notebook(
-    monkeypatch, interactive
-):
+def test_slow_checkpoint_ends_process_or_interrupts_notebook(monkeypatch, interactive):
     events = []
     monkeypatch.setattr(os, "_exit", events.append)
     monkeypatch.setattr(_thread, "interrupt_main", lambda: events.append("interrupted"))
     if interactive:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    preemption._give_up(0)
+    with Signals(timeout_seconds=0):
+        signal.raise_signal(signal.SIGUSR1)
+        wait_until(lambda: events)
     assert events[0] == ("interrupted" if interactive else 1)
 
 
-def test_second_ctrl_c_in_a_notebook_is_an_exception(monkeypatch):
+def test_second_ctrl_c_raises_in_notebook(monkeypatch):
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
     with Signals(timeout_seconds=60) as signals:
         signal.raise_signal(signal.SIGINT)
@@ -257,9 +263,9 @@ def test_second_ctrl_c_in_a_notebook_is_an_exception(monkeypatch):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_run_in_a_thread_needs_no_signals(tmp_path):
-    of_train = {"max_steps": 2, "batch_size": 1}
-    config = tiny_config(train=of_train, checkpoint={"dir": str(tmp_path)})
+def test_run_in_thread_works_without_signals(tmp_path):
+    section = {"max_steps": 2, "batch_size": 1}
+    config = tiny_config(train=section, checkpoint={"dir": str(tmp_path)})
     with devices_here(1), concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(train.run, config).result() is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_2").is_dir()

@@ -1,4 +1,4 @@
-"""The order of things in the loop, seen through fakes that write down what happens to them."""
+"""The order of events in the loop, recorded by fakes."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ import pytest
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.tracker import Tracker
@@ -23,7 +24,7 @@ from tests.helpers import random_batches, setup
 from tests.training.observers import Recorder, Signals, Sink, data, instruments, run, saver
 
 
-def test_metrics_are_read_a_step_late_and_only_where_due():
+def test_metrics_are_read_one_step_late_if_due():
     events, _, _ = run(steps=7, log=3, hooks=False)
     assert events[:11] == [
         "launch 1", "launch 2", "read 1", "log 1 train", "launch 3", "launch 4", "read 2",
@@ -34,13 +35,13 @@ def test_metrics_are_read_a_step_late_and_only_where_due():
     ]  # fmt: skip
 
 
-def test_silent_steps_copy_nothing_from_the_device():
+def test_silent_steps_read_nothing_from_device():
     events, _, _ = run(steps=50, log=1000, hooks=True)
     until_the_end = events[: events.index("launch 50")]
     assert [e for e in until_the_end if e.startswith("read")] == ["read 1"]
 
 
-def test_order_within_a_step():
+def test_step_has_fixed_order_of_events():
     events, reason, _ = run(steps=4, log=2, evaluate=2, save=2)
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [e for e in second if not e.startswith("read")] == [
@@ -50,7 +51,7 @@ def test_order_within_a_step():
     assert reason is Exit.COMPLETED
     assert events[0] == "begin"
     third = events[events.index("launch 3") : events.index("launch 4")]
-    assert third[-2:] == ["hook 3", "log 3 checkpoint"]  # what was saved after step 2 is durable
+    assert third[-2:] == ["hook 3", "log 3 checkpoint"]  # the save after step 2 is durable
     assert events[-5:] == [
         "wait", "log 4 checkpoint", "close", "end 4 1024 Exit.COMPLETED", "sink closed, code 0",
     ]  # fmt: skip
@@ -80,13 +81,13 @@ def test_bad_steps_count_as_attempted_but_not_as_tokens():
     assert trainer.progress.samples == 6 * 8
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_unsaved():
+def test_too_many_bad_steps_end_run_unsaved():
     events, reason, _ = run(steps=20, log=1, save=6, bad={4, 5, 6})
     assert reason is Exit.NON_FINITE
     assert not [e for e in events if e.startswith("save")]
 
 
-def test_hooks_are_told_of_the_end_when_a_step_fails():
+def test_failed_step_calls_on_train_end():
     class Fails(Hook):
         def on_step_end(self, context):
             raise ZeroDivisionError
@@ -102,14 +103,14 @@ def test_hooks_are_told_of_the_end_when_a_step_fails():
     assert events == ["begin", "end 1 256 None"]
 
 
-def test_sinks_are_told_the_exit_code():
+def test_sinks_receive_exit_code():
     assert run(steps=10, stop_at=3)[0][-1] == "sink closed, code 75"
     assert run(steps=20, log=1, bad={4, 5, 6})[0][-1] == "sink closed, code 65"
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), UserError(), StorageError()])
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
+def test_sinks_receive_exit_code_of_failure(error, at_the_end):
     class Fails(Hook):
         def on_train_end(self, step, tokens_seen, reason):
             if at_the_end:
@@ -126,7 +127,7 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
             raise error
     except type(error):
         trainer.close(reason)
-    else:  # what could not be written at the end is an orderly end of its own: others wait for it
+    else:  # a failed write at the end is an orderly end, since other processes wait for this one
         lost = isinstance(error, StorageError)
         with contextlib.nullcontext() if lost else pytest.raises(type(error)):
             assert trainer.close(reason) is Exit.STORAGE
@@ -134,7 +135,7 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
     assert events == [f"sink closed, code {code}"]
 
 
-def test_every_callback_learns_of_the_end_though_one_lost_files():
+def test_failing_callback_does_not_stop_others_at_end():
     class Loses(Hook):
         def on_train_end(self, step, tokens_seen, reason):
             raise StorageError("a line is lost")
@@ -145,7 +146,7 @@ def test_every_callback_learns_of_the_end_though_one_lost_files():
     assert events == ["end 1 256 Exit.COMPLETED"]
 
 
-def test_lost_metrics_end_a_finished_run_with_the_code_of_storage(caplog):
+def test_lost_metrics_end_run_with_storage_code(caplog):
     class Lossy(Sink):
         def close(self, exit_code):
             super().close(exit_code)
@@ -178,7 +179,7 @@ def test_hook_reads_scalars_state_and_gradients():
     trainer = Trainer(
         config=ours.config, state=ours.state(), progress=Progress(),
         updates=Updates(
-            lambda batch: lambda: ours.step,
+            lambda batch: lambda: CompiledSteps({ours.config.train.grad_accum_steps: ours.step}),
             data(ours.config, lambda: map(ours.put, random_batches(ours.config, 2))),
         ),
         saver=saver(ours.config, []), bad_steps=BadSteps(3), callbacks=callbacks,
@@ -192,7 +193,7 @@ def test_hook_reads_scalars_state_and_gradients():
 
 
 @pytest.mark.skipif(jax.default_backend() == "cpu", reason="the guard sees no transfers on CPU")
-def test_transfer_guard_agrees():
+def test_transfer_guard_sees_no_transfers():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
     tracker = Tracker([MetricWriter("it", None, 1000)], StepCost(256, 8), Progress(1, 1), 10**9)

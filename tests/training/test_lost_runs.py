@@ -1,7 +1,6 @@
-"""A start says what it would lose, and what changed, instead of training on."""
+"""Starts that would lose data or change a run: refusals and warnings."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def config(run, max_steps=2, **sections):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two steps; tests work on copies."""
+    """A run of two steps; tests use copies."""
     run = tmp_path_factory.mktemp("finished") / "run"
     assert train.run(config(run)) is Exit.COMPLETED
     return run
@@ -40,14 +39,14 @@ def run(finished, tmp_path):
 
 
 def dry(run, *settings, **sections):
-    """Return the dry run's messages about the run directory."""
+    """Do a dry run on the run directory and return its exit code."""
     path = run.with_name("dry.toml")
     path.write_text(config(run, **sections).to_toml())
     return dry_run.run(load_unresolved(path, settings), "")
 
 
 @pytest.mark.parametrize("start", [lambda run: train.run(config(run, 4)), lambda run: dry(run)])
-def test_run_whose_checkpoints_are_gone_is_not_begun_anew(run, start):
+def test_run_with_lost_checkpoints_does_not_restart(run, start):
     shutil.rmtree(run / "checkpoints")
     metrics = (run / "metrics.jsonl").read_bytes()
     with pytest.raises(
@@ -58,7 +57,7 @@ def test_run_whose_checkpoints_are_gone_is_not_begun_anew(run, start):
     assert not list(run.glob("*before*"))
 
 
-def test_damaged_metrics_are_put_aside_too(tmp_path):
+def test_damaged_metrics_are_renamed(tmp_path):
     text = '{"step": 1}\n' + "[" * 100_000 + '\n{"step": "x"}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
     run_directory.check_not_lost(tmp_path)
@@ -66,7 +65,7 @@ def test_damaged_metrics_are_put_aside_too(tmp_path):
     assert (tmp_path / "metrics.before_1.jsonl").read_text() == text
 
 
-def test_metrics_before_the_first_checkpoint_are_put_aside(run, capsys):
+def test_metrics_before_first_checkpoint_are_renamed(run, capsys):
     shutil.rmtree(run / "checkpoints")
     (run / "starts.jsonl").unlink()
     lines = [json.dumps({"step": step, "train/loss": 9.0}) for step in (1, 2, 3)]
@@ -82,20 +81,20 @@ def test_metrics_before_the_first_checkpoint_are_put_aside(run, capsys):
     assert "metrics.jsonl is now metrics.before_2.jsonl" in capsys.readouterr().err
 
 
-def test_edited_config_of_a_run_is_compared_with_the_last_start(run, capsys):
+def test_edited_config_is_compared_with_last_start(run, capsys):
     path = run / "config.toml"
     text = path.read_text()
     assert "lr = 0.003" in text
     path.write_text(text.replace("lr = 0.003", "lr = 0.002"))
     settings = ["--train.max_steps=3", f"--checkpoint.dir={run}"]
     assert train.run(load_config(path, settings)) is Exit.COMPLETED
-    said = capsys.readouterr().err
-    assert "changed since this run last started: optimizer.lr 0.003 -> 0.002" in said
-    assert "changed since this run last started: train.max_steps 2 -> 3" in said
+    log = capsys.readouterr().err
+    assert "changed since this run last started: optimizer.lr 0.003 -> 0.002" in log
+    assert "changed since this run last started: train.max_steps 2 -> 3" in log
 
 
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
-def test_config_of_a_moved_run_is_not_begun_anew_at_its_old_path(run, option):
+def test_config_of_moved_run_raises_at_old_path(run, option):
     command = ["--config", str(run / "config.toml"), "--train.max_steps=3", *option]
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text(text.replace("finished", "gone"))
@@ -104,17 +103,17 @@ def test_config_of_a_moved_run_is_not_begun_anew_at_its_old_path(run, option):
     assert train.main([*command, f"--checkpoint.dir={run}"]) == 0
 
 
-def test_dry_run_refuses_what_a_start_refuses(run, capsys):
+def test_dry_run_reports_failures_of_a_start(run, capsys):
     assert dry(run) == 0
     out = capsys.readouterr().out
-    assert "run: goes on from step 2\n" in out, out
+    assert "run: resumes from step 2\n" in out, out
     with pytest.raises(UserError, match=r"step_2 does not fit \[model\]: "):
         dry(run, "--model.dim=32")
     with pytest.raises(UserError, match=r"another optimizer than optimizer\.name"):
         dry(run, "--optimizer.name=lion")
 
 
-def test_dry_run_compares_the_data(tmp_path):
+def test_dry_run_compares_data(tmp_path):
     data, run = tmp_path / "data", tmp_path / "run"
     data.mkdir()
     np.save(data / "a.npy", np.arange(999, dtype=np.uint16) % 256)
@@ -134,33 +133,31 @@ def trained_on_data(tmp_path_factory):
     return run
 
 
-def test_new_models_may_train_on_random_tokens(tmp_path):
+def test_new_model_may_train_on_random_tokens(tmp_path):
     assert train.run(config(tmp_path, 1, data={"dataset_type": "auto"})) is Exit.COMPLETED
     assert train.run(config(tmp_path, 2, data={"dataset_type": "auto"})) is Exit.COMPLETED
 
 
 @pytest.mark.parametrize("start", [lambda config: train.run(config), lambda config: dry(
     Path(config.checkpoint.dir), data={"dataset_type": "auto"})])  # fmt: skip
-def test_resume_on_random_tokens_for_want_of_data_is_refused(trained_on_data, tmp_path, start):
+def test_resume_without_data_on_random_tokens_raises(trained_on_data, tmp_path, start):
     run = shutil.copytree(trained_on_data, tmp_path / "run")
     with pytest.raises(UserError, match=r'random tokens would spoil .*dataset_type = "synthetic"'):
         start(config(run, 2, data={"dataset_type": "auto"}))
 
 
-def test_loaded_weights_train_on_random_tokens_only_where_the_config_says_so(
-    trained_on_data, tmp_path
-):
+def test_loaded_weights_train_on_random_tokens_only_if_configured(trained_on_data, tmp_path):
     def run(dataset_type):
-        wanted = config(tmp_path / "new", 2, data={"dataset_type": dataset_type})
-        load = wanted.checkpoint.model_copy(update={"load_path": str(trained_on_data)})
-        return train.run(wanted.model_copy(update={"checkpoint": load}))
+        job = config(tmp_path / "new", 2, data={"dataset_type": dataset_type})
+        load = job.checkpoint.model_copy(update={"load_path": str(trained_on_data)})
+        return train.run(job.model_copy(update={"checkpoint": load}))
 
     with pytest.raises(UserError, match="random tokens would spoil"):
         run("auto")
     assert run("synthetic") is Exit.COMPLETED
 
 
-def test_source_wins_over_random_tokens(tmp_path):
+def test_dataset_takes_precedence_over_random_tokens(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(999, dtype=np.uint16) % 256)
     result = open_training_data(
         tiny_config(data={"dataset_type": "synthetic", "dataset_path": str(tmp_path)})
@@ -176,7 +173,7 @@ def test_source_wins_over_random_tokens(tmp_path):
         ({"name": "muon", "muon_adam_lr": 3e3}, r"muon_adam_lr = 3000 .*; did you mean 0\.003\?"),
     ],
 )
-def test_absurd_learning_rate_is_refused(keys, message):
+def test_absurd_learning_rate_raises(keys, message):
     with pytest.raises(ValueError, match=message):
         tiny_config(optimizer=keys)
 
@@ -192,22 +189,25 @@ def test_home_directory_is_expanded_in_every_path(monkeypatch):
         section, _, name = key.partition(".")
         assert getattr(getattr(result, section), name) == "/home/me/a", key
     assert result.data.datasets[0].path == result.eval.datasets[0].dataset_path == "/home/me/a"
-    with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory that ~"):
+    with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory of ~"):
         load_config(None, ["--checkpoint.dir=~nobody0/x"])
 
 
-def test_eos_that_ends_nothing_is_refused_or_warned_of(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+def test_eos_without_effect_raises_or_warns(tmp_path, messages):
     np.save(tmp_path / "a.npy", np.arange(999, dtype=np.uint16) % 100)
 
     def data(eos, **keys):
         return {"dataset_path": str(tmp_path), "pack_sequences": True, "eos_token_id": eos, **keys}
 
-    with pytest.raises(UserError, match=r"eos_token_id = 500 is outside model\.vocab_size = 256"):
+    with pytest.raises(
+        UserError,
+        match=r"eos_token_id = 500 must be less than "
+        r"model\.vocab_size = 256",
+    ):
         rules.check(tiny_config(data=data(500)), 1)
     with pytest.raises(UserError, match=r"token 256, which ends documents, is outside"):
         open_training_data(tiny_config(data=data(None, tokenizer_path="byte")))
     open_training_data(tiny_config(data=data(7)))
-    assert not caplog.messages
+    assert not messages.messages
     open_training_data(tiny_config(data=data(200)))
-    assert "token 200, which ends documents, is not among the first 999 tokens" in caplog.text
+    assert "token 200, which ends documents, is not among the first 999 tokens" in messages.text

@@ -16,7 +16,7 @@ from tests.helpers import random_batches, setup
 SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
 SOURCES = [{"path": name} for name in ("a", "b", "c", "none")]
 ROWS, MICROBATCHES = 4, 4
-CONTROLS = Controls(next_lr_scale=1.0)  # as those of a run
+CONTROLS = Controls(next_lr_scale=1.0)  # as in a run
 
 
 def config(train=None, **axes):
@@ -30,7 +30,7 @@ def config(train=None, **axes):
 
 
 def batches(n=2):
-    """Datasets a and b everywhere, c in one sequence without a label, and nothing of the last."""
+    """Return batches of datasets a and b; c has one sequence without labels, the last has none."""
     result = random_batches(config(), n)
     for batch in result:
         numbers = np.random.default_rng(0).integers(0, 2, (MICROBATCHES, ROWS))
@@ -42,7 +42,7 @@ def batches(n=2):
 
 
 @functools.cache
-def by_hand():
+def reference_sums():
     """Return the sums of the first batch, computed from the logits."""
     ours, batch = setup(config()), batches()[0]
     labels = batch["labels"].reshape(-1, 16)
@@ -52,8 +52,8 @@ def by_hand():
         return jax.nn.log_softmax(ours.model.logits(params, ours.model.hidden(params, tokens)))
 
     result = np.asarray(log_p(ours.state().params, batch["input_ids"].reshape(-1, 16)))
-    of_label = np.take_along_axis(result, np.maximum(labels, 0)[..., None], -1)[..., 0]
-    nats = -np.sum(np.where(labels >= 0, of_label, 0.0), -1)
+    label_logits = np.take_along_axis(result, np.maximum(labels, 0)[..., None], -1)[..., 0]
+    nats = -np.sum(np.where(labels >= 0, label_logits, 0.0), -1)
     numbers = batch["dataset_idx"].reshape(-1)
     tokens = np.sum(labels >= 0, -1)
     return [
@@ -64,7 +64,7 @@ def by_hand():
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A setup and its step, compiled ahead as in a run: it cannot be traced again."""
+    """A setup and its compiled step, which cannot be traced again."""
     base = config()
     optimizer = base.optimizer.model_copy(update={"name": "lion", "lr": 0.01, "weight_decay": 0.0})
     scheduler = base.scheduler.model_copy(update={"name": "constant", "warmup_steps": 0})
@@ -87,23 +87,23 @@ TOKEN_CHUNKS = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 24}
     ],
     ids=str,
 )
-def test_sums_of_each_dataset_do_not_depend_on_the_mesh(train, axes):
+def test_dataset_sums_do_not_depend_on_mesh(train, axes):
     ours = setup(config(train, **axes))
     assert_sums_are_those_of_the_logits(ours, ours.step)
 
 
-def test_sums_of_each_dataset_are_those_of_the_logits(compiled):
+def test_dataset_sums_match_logits(compiled):
     assert_sums_are_those_of_the_logits(*compiled)
 
 
 def assert_sums_are_those_of_the_logits(ours, step):
-    nats, tokens = by_hand()
+    nats, tokens = reference_sums()
     assert tokens.tolist()[2:] == [0, 0]
     assert min(tokens[:2]) > 0
     with jax.set_mesh(ours.mesh):
         _, metrics = step(ours.state(), ours.put(batches()[0]), CONTROLS)
     for name in ("dataset_nll", "dataset_tokens", "valid_tokens"):
-        assert metrics[name].sharding.is_fully_replicated  # or no host could read it
+        assert metrics[name].sharding.is_fully_replicated  # else no host could read the value
     np.testing.assert_allclose(metrics["dataset_nll"], nats, rtol=1e-5)
     np.testing.assert_array_equal(metrics["dataset_tokens"], tokens)
     assert metrics["valid_tokens"] == tokens.sum()
@@ -111,16 +111,16 @@ def assert_sums_are_those_of_the_logits(ours, step):
 
 
 @pytest.mark.parametrize("lag", [False, True])
-def test_phase_scales_the_rate_of_one_executable_from_its_first_update_on(compiled, lag):
-    """Updates of plain Lion are as long as the rate; the rate of the next update is logged."""
+def test_phase_scales_learning_rate_without_recompilation(compiled, lag):
+    """Updates of plain Lion have the size of the learning rate; the next rate is logged."""
     ours, step = compiled
     phases = [{"start_step": 3, "lr_scale": 0.25}, {"start_step": 5, "lr_scale": 0.5}]
-    of_run = TrainingData(iter, Phases.of(DataConfig(phases=phases, phase_lr_lag=lag)))
+    data_source = TrainingData(iter, Phases.of(DataConfig(phases=phases, phase_lr_lag=lag)))
     state, moved, logged = ours.state(), [], []
     with jax.set_mesh(ours.mesh):
         for n, batch in enumerate(batches(7)):
             before = np.asarray(state.params["norm"]["weight"])
-            state, metrics = step(state, ours.put(batch), of_run.controls(n, ()))
+            state, metrics = step(state, ours.put(batch), data_source.controls(n, ()))
             logged.append(metrics["lr"])
             moved.append(np.abs(np.asarray(state.params["norm"]["weight"]) - before).max())
     scales = [1, 1, 1, 0.25, 0.25, 0.5, 0.5]

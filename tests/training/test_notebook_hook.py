@@ -1,4 +1,4 @@
-"""A run in a notebook: what it shows, and that Stop stops the run alone."""
+"""Runs in a notebook: the plot, and the Stop button."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.processes.conftest import ROOT, environment
 
 
 class Shown(list):
-    """IPython's display, and the handle that it returns."""
+    """A fake of IPython's display and of its handle."""
 
     def __call__(self, data, raw, display_id):
         assert raw
@@ -54,7 +54,7 @@ def step(hook, now, number, loss, seconds=0.5):
     hook.on_step_end(types.SimpleNamespace(step=number, loss=loss))
 
 
-def test_plot_is_redrawn_once_a_second(shown, now):
+def test_plot_is_redrawn_once_per_second(shown, now):
     hook = LivePlot()
     hook.on_train_begin(tiny_config(train={"max_steps": 1000}))
     for number in range(1, 12):
@@ -71,7 +71,7 @@ def test_plot_is_redrawn_once_a_second(shown, now):
     assert shown[-1]["text/plain"].startswith("failed, step 11")
 
 
-def test_without_a_notebook_the_end_is_a_line(monkeypatch, now, capsys):
+def test_hook_prints_line_without_notebook(monkeypatch, now, capsys):
     monkeypatch.setattr(notebook.importlib.util, "find_spec", lambda name: None)
     hook = LivePlot()
     hook.on_train_begin(tiny_config())
@@ -80,7 +80,7 @@ def test_without_a_notebook_the_end_is_a_line(monkeypatch, now, capsys):
     assert capsys.readouterr().out == "completed, step 20 of 20 (100%), loss 4.0000\n"
 
 
-def test_long_run_is_thinned(shown, now):
+def test_long_curve_is_thinned(shown, now):
     hook = LivePlot()
     hook.on_train_begin(tiny_config(train={"max_steps": 5000}))
     for number in range(1, 2001):
@@ -93,7 +93,7 @@ def points_of(svg, tag):
     return [item.attrib for item in ElementTree.fromstring(svg).iter(tag)]
 
 
-def test_curve_is_of_all_steps_and_knows_no_nan():
+def test_curve_covers_all_steps_without_nan():
     assert curve_svg([(1, 3.0)], [], 100) == ""
     svg = curve_svg([(0, 5.0), (50, math.nan), (100, 1.0)], [(100, 3.0)], 100)
     trained, evaluated = points_of(svg, "polyline")
@@ -121,7 +121,7 @@ print(jf.train(config, callbacks=[LivePlot()]))
 
 
 @pytest.mark.processes
-def test_stop_ends_the_run_and_not_the_kernel(tmp_path):
+def test_stop_ends_run_and_keeps_kernel(tmp_path):
     settings = [f"--{section}.{key}={value}"
                 for section, keys in tiny_config().model_dump(exclude_defaults=True).items()
                 for key, value in keys.items()]  # fmt: skip
@@ -131,8 +131,10 @@ def test_stop_ends_the_run_and_not_the_kernel(tmp_path):
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith(("Exit", "True", "False"))]
-    assert said == ["Exit.INTERRUPT", "True", "Exit.COMPLETED"]
+    output = [
+        line for line in done.stdout.splitlines() if line.startswith(("Exit", "True", "False"))
+    ]
+    assert output == ["Exit.INTERRUPT", "True", "Exit.COMPLETED"]
     assert "interrupt, step 3 of 5 (60%)" in done.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines if "train/loss" in line]

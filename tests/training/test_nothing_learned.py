@@ -1,4 +1,4 @@
-"""Runs that learn nothing, or lose their directory: never a success."""
+"""Runs that learn nothing or lose their directory must fail."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ EOS, ROWS, LENGTH = 7, 8, 32
 
 
 def config(tmp_path, unlabelled, steps=3, **sections):
-    """A run whose first batches hold nothing but ends of documents: no label counts."""
+    """Return the config of a run whose first batches contain only EOS: no label is valid."""
     tokens = np.random.default_rng(0).integers(8, 200, steps * ROWS * (LENGTH + 1), np.uint16)
     tokens[: unlabelled * ROWS * (LENGTH + 1)] = EOS
     (tmp_path / "data").mkdir()
@@ -40,30 +40,30 @@ def lines(tmp_path):
     ]
 
 
-def test_run_without_any_label_is_a_mistake_of_the_user(tmp_path, capsys):
+def test_run_without_labels_raises_user_error(tmp_path, capsys):
     with pytest.raises(UserError, match=r"nothing was learned: none of 3 update\(s\) was applied"):
         train.run(config(tmp_path, unlabelled=3))
     for line in lines(tmp_path):
         assert (line["train/loss"], line["smoothed/loss"]) == (None, None)
         assert (line["train/valid_tokens"], line["interval/nan_steps"]) == (0, 0)
-    said = capsys.readouterr().err
-    assert "Training complete" not in said
-    assert said.count("without any label") == 1
+    log = capsys.readouterr().err
+    assert "Training complete" not in log
+    assert log.count("without valid labels") == 1
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_step_without_labels_has_no_loss_and_a_warning(tmp_path, capsys, interval):
+def test_step_without_labels_warns_and_has_no_loss(tmp_path, capsys, interval):
     job = config(tmp_path, unlabelled=1, metrics={"log_interval": interval})
     assert train.run(job) is Exit.COMPLETED
     first, *_, last = lines(tmp_path)
     assert (first["train/loss"], first["smoothed/loss"]) == (None, None)
     assert last["smoothed/loss"] > 4
     assert (last["interval/nan_steps"], last["train/skipped_steps"]) == (0, 1)
-    assert capsys.readouterr().err.count("up to step 1: 1 step(s) without any label") == 1
+    assert capsys.readouterr().err.count("up to step 1: 1 step(s) without valid labels") == 1
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))])
-def test_run_whose_directory_goes_away_fails(tmp_path, change):
+def test_run_fails_when_its_directory_disappears(tmp_path, change):
     class Removes(Hook):
         def on_step_end(self, context):
             if context.step == 2:

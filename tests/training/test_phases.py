@@ -1,4 +1,4 @@
-"""Phases as a function of the step, and mixtures as facts of a run."""
+"""Phases as a function of the step, and mixtures as the history of a run."""
 
 import json
 
@@ -22,16 +22,16 @@ def phases(**data):
 
 
 def by_fours(step, samples):
-    """Batches of four sequences, from `samples` at `step` on."""
+    """Return positions for batches of four sequences, from `samples` at `step` on."""
     return lambda later: samples + 4 * (later - step)
 
 
-def test_phase_acts_from_the_update_launched_at_its_first_step():
+def test_phase_starts_with_update_at_its_first_step():
     assert [phases().lr_scale(step) for step in range(9, 15)] == [1, 0.5, 0.5, 0.25, 1, 1]
     assert [phases().index(step) for step in (0, 9, 10, 12, 13, 99)] == [0, 0, 1, 2, 3, 3]
 
 
-def test_kempnerforges_scale_acts_one_update_late_and_its_weights_do_not():
+def test_learning_rate_lag_delays_scale_but_not_weights():
     lagged = phases(phase_lr_lag=True)
     assert [lagged.lr_scale(step) for step in range(9, 15)] == [1, 1, 0.5, 0.5, 0.25, 1]
     for step in range(15):
@@ -40,19 +40,19 @@ def test_kempnerforges_scale_acts_one_update_late_and_its_weights_do_not():
     assert [from_the_start.lr_scale(step) for step in range(3)] == [1, 0.5, 0.5]
 
 
-def test_learning_rate_scales_without_datasets():
+def test_learning_rate_scale_works_without_datasets():
     alone = phases(datasets=[], phases=[{"start_step": 2, "lr_scale": 0.1}])
     assert [alone.lr_scale(step) for step in range(4)] == [1, 1, 0.1, 0.1]
     assert alone.recorded([], 5, 20) == []
     assert alone.segments([], 0, 0, by_fours(0, 0)) == []
 
 
-def test_no_phases():
+def test_run_without_phases_has_scale_one():
     assert phases(phases=[]).lr_scale(7) == 1
     assert phases(phases=[]).segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
 
 
-def test_datasets_left_out_have_their_original_weight():
+def test_omitted_datasets_keep_their_weight():
     assert phases().mixtures == (WEB, EVEN, WEB, CODE)
     assert phases(mix_temperature=2.0).mixtures[0]["web"] == pytest.approx(3**0.5 / (1 + 3**0.5))
 
@@ -62,12 +62,12 @@ def test_annealing_is_a_phase():
     assert (annealed.starts, annealed.lr_scales, annealed.mixtures) == ((7,), (1, 1), (WEB, EVEN))
 
 
-def test_segments_of_a_run_that_begins():
+def test_new_run_has_segment_per_phase():
     expected = [(0, WEB), (40, EVEN), (48, WEB), (52, CODE)]
     assert phases().segments([], 0, 0, by_fours(0, 0)) == expected
 
 
-def test_segments_do_not_depend_on_where_a_run_was_resumed():
+def test_segments_do_not_depend_on_resume_step():
     whole = phases().segments([], 0, 0, by_fours(0, 0))
     history = []
     for step in range(16):
@@ -75,36 +75,36 @@ def test_segments_do_not_depend_on_where_a_run_was_resumed():
         assert phases().segments(history, step, 4 * step, by_fours(step, 4 * step)) == whole
 
 
-def test_phase_that_changes_no_weights_makes_no_segment():
-    """A segment would begin a new block at the start, but not at a resume."""
+def test_phase_with_same_weights_adds_no_segment():
+    """A segment would start a new block at the start, but not at a resume."""
     same = phases(phases=[{"start_step": 2, "lr_scale": 0.5}, {"start_step": 3}])
     assert same.segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
     assert same.recorded([(0, WEB)], 5, 20) == [(0, WEB)]
 
 
-def test_several_phases_may_be_crossed_at_once():
+def test_several_phases_can_start_at_once():
     assert phases().recorded([(0, WEB)], 20, 80) == [(0, WEB), (80, CODE)]
 
 
-def test_batches_that_grow_move_the_phases_to_come():
+def test_growing_batches_move_later_phases():
     grown = phases().segments([(0, WEB)], 5, 20, lambda step: 20 + 100 * (step - 5))
     assert grown == [(0, WEB), (520, EVEN), (720, WEB), (820, CODE)]
 
 
-def test_rollback_is_a_change_of_mixture_like_any_other():
-    """Back at step 8, with the data moved on from 44 to 60: the first mixture again."""
+def test_rollback_adds_segment():
+    """The run is back at step 8 with data position 60: the first mixture is current again."""
     history = phases().recorded([(0, WEB)], 11, 44)
     assert history == [(0, WEB), (44, EVEN)]
     back = phases().segments(history, 8, 60, by_fours(8, 60))
     assert back == [(0, WEB), (44, EVEN), (60, WEB), (68, EVEN), (76, WEB), (80, CODE)]
 
 
-def test_mixture_that_drew_nothing_is_forgotten():
+def test_mixture_without_draws_is_dropped():
     assert phases().recorded([(0, WEB), (40, CODE)], 10, 40) == [(0, WEB), (40, EVEN)]
-    assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == [(0, WEB)]  # counts corrected
+    assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == [(0, WEB)]  # no longer drawn
 
 
-def test_changed_config_is_a_change_of_mixture():
+def test_changed_config_adds_segment():
     third = [*SOURCES, {"name": "math", "path": "m", "weight": 4}]
     now = phases(datasets=third, phases=[])
     assert now.recorded([(0, WEB)], 5, 20) == [

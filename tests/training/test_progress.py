@@ -1,4 +1,4 @@
-"""The counters of a run: one truth, derived where it can be, and kept through JSON."""
+"""Counters of a run: derived values and JSON round trips."""
 
 import json
 
@@ -9,21 +9,21 @@ def through_json(progress):
     return Progress.from_json(json.loads(json.dumps(progress.to_json())))
 
 
-def test_epochs_are_passes_that_are_complete():
+def test_epoch_counts_complete_passes():
     epochs = [Progress(samples=n, sequences_per_epoch=10).epoch for n in (0, 9, 10, 19, 20)]
     assert epochs == [0, 0, 1, 1, 2]
     assert Progress(samples=99).epoch is None
 
 
-def test_updates_are_the_steps_that_were_applied():
+def test_updates_count_applied_steps():
     progress = Progress(skipped=1)
     for _ in range(3):
         progress.advance(samples=8, tokens=256)
     assert (progress.step, progress.updates, progress.samples, progress.tokens) == (3, 2, 24, 768)
 
 
-def test_set_is_completed_when_it_is_whole():
-    """linnaeus counts a partly evaluated set as completed and pending."""
+def test_evaluation_set_is_complete_after_its_last_batch():
+    """linnaeus counts a partly evaluated set as both completed and pending."""
     progress = Progress()
     validation = progress.begin_validation(["a", "b"])
     validation.sums["a"] = {"batches": 3}
@@ -41,7 +41,7 @@ def test_pending_sets_are_scheduled_once():
     assert progress.stage == "validation"
 
 
-def test_all_of_it_survives_json_and_says_what_follows_from_it():
+def test_json_round_trip_preserves_progress_and_adds_derived_values():
     progress = Progress(
         step=7, samples=60, tokens=1900, valid_tokens=1800, skipped=2, consecutive_bad=1,
         sequences_per_epoch=25, validation=Validation(["b"], {"a": {"nats": 1.5, "batches": 3}}),
@@ -53,8 +53,8 @@ def test_all_of_it_survives_json_and_says_what_follows_from_it():
     assert (reported["updates"], reported["epoch"], reported["stage"]) == (5, 2, "validation")
 
 
-def test_written_progress_does_not_change_with_the_run():
-    """linnaeus hands out the list itself."""
+def test_written_progress_is_a_copy():
+    """linnaeus returns the mutable list itself."""
     progress = Progress(validation=Validation(["a", "b"]))
     written = progress.to_json()
     progress.validation.pending.pop(0)

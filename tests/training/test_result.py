@@ -17,7 +17,7 @@ def result(**metrics):
     )
 
 
-def test_good_step():
+def test_good_step_is_applied():
     good = result()
     assert good.loss_dict == {"lm loss": 2.5}
     assert (good.skipped_iter, good.grad_norm, good.lr) == (0, 0.5, 1e-3)
@@ -26,7 +26,7 @@ def test_good_step():
 
 
 @pytest.mark.parametrize(("in_a_row", "should_exit", "code"), [(1, False, 0), (3, True, 65)])
-def test_bad_step(in_a_row, should_exit, code):
+def test_bad_step_is_skipped_and_may_exit(in_a_row, should_exit, code):
     bad = result(loss=np.nan, applied=False, consecutive=in_a_row)
     assert bad.skipped_iter == 1
     assert (bad.should_checkpoint, bad.should_exit, bad.exit_code) == (False, should_exit, code)
@@ -39,7 +39,7 @@ def test_collected_values_are_in_the_result():
     assert (asked.params_norm, asked.update_norm) == (3.0, 0.1)
 
 
-def test_losses_of_parts_are_reduced_beside_the_whole():
+def test_loss_terms_are_reduced_next_to_total():
     parts = {"wiki": np.array([6.0, 2.0]), "code": np.array([[4.0, 1.0], [8.0, 2.0]])}
     assert result(losses=parts).loss_dict == {"lm loss": 2.5, "wiki": 3.0, "code": 4.0}
 
@@ -54,11 +54,11 @@ def test_losses_of_parts_are_reduced_beside_the_whole():
         ([[5.0], [1.0]], 3.0),
     ],
 )
-def test_sums_with_divisors_and_means(value, reduced):
+def test_reduce_loss_handles_sums_and_means(value, reduced):
     np.testing.assert_equal(reduce_loss("x", value), reduced)
 
 
 @pytest.mark.parametrize("value", [[1.0, 2.0, 3.0], [[1.0, 2.0, 3.0]], np.zeros((2, 2, 2))])
-def test_any_other_shape_is_refused(value):
-    with pytest.raises(ValueError, match=r"loss 'x' has shape \(.*\): expected \[sum, divisor\]"):
+def test_reduce_loss_rejects_other_shapes(value):
+    with pytest.raises(ValueError, match=r"loss 'x' has shape \(.*\)\. Return \[sum, divisor\]"):
         reduce_loss("x", value)

@@ -1,4 +1,4 @@
-"""Runs whose data poison the loss: what rolling back makes of them."""
+"""Rollback of runs whose data give a NaN loss."""
 
 import json
 
@@ -20,19 +20,19 @@ ROWS, LENGTH = 8, 32
 
 @pytest.fixture(scope="module")
 def poisonous():
-    """A step whose loss is NaN for batches that hold the poison."""
+    """Patch the step: its loss is NaN for batches that contain the token POISON."""
     make = program_module.make_gradients
 
     def make_poisonous(*args):
         gradients = make(*args)
 
-        def of(params, state, batch, scale):
+        def poisonous_gradients(params, state, batch, scale):
             grads, loss = gradients(params, state, batch, scale)
             poisoned = jnp.any(batch["input_ids"] == POISON)
             terms = {"poisoned": jnp.where(poisoned, jnp.nan, loss.value)}
             return grads, loss._replace(aux=loss.aux._replace(loss_terms=terms))
 
-        return of
+        return poisonous_gradients
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program_module, "make_gradients", make_poisonous)
@@ -40,7 +40,7 @@ def poisonous():
 
 
 def config(tmp_path, poisoned, interval=10, **sections):
-    """A run of 40 steps; the batches `poisoned` hold the poison."""
+    """Return the config of a run of 40 steps; batches in `poisoned` contain POISON."""
     data = tmp_path / "data"
     if not data.exists():
         data.mkdir()
@@ -78,20 +78,20 @@ def progress(tmp_path, step):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, poisonous):
-    """The directory of a run that was not stopped."""
+    """The directory of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("whole")
     assert train.run(config(directory, range(22, 32))) is Exit.COMPLETED
     return directory
 
 
-def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(whole):
+def test_run_continues_past_ten_nans_in_a_row(whole):
     assert saved(whole) == list(range(0, 41, 10))
     logged = losses(whole)
     assert list(logged) == list(range(1, 41))
     assert all(loss is not None for loss in logged.values())
     assert logged[40] < 0.5 < logged[1]
-    # 22 good steps, 10 bad ones: back to step 20, whose 12 batches since are not read again. The
-    # checkpoint of step 30, in the middle of the bad steps, is not a good one.
+    # 22 good steps, then 10 bad ones: rollback to step 20. The 12 batches since then are skipped.
+    # The checkpoint of step 30, in the middle of the bad steps, is not good.
     last = progress(whole, 40)
     (rollback,) = last["rollbacks"]
     assert (rollback["from"], rollback["to"], rollback["samples"]) == (32, 20, 12 * ROWS)
@@ -100,55 +100,55 @@ def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(whole):
     assert [line for line in lines(whole) if line.get("train/rollbacks") == 1]
 
 
-def test_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(whole, tmp_path):
+def test_resume_after_rollback_equals_uninterrupted_run(whole, tmp_path):
     stop = {"exit_interval": 33}
     assert train.run(config(tmp_path, range(22, 32), train=stop)) is Exit.INTERVAL
     assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED
     assert losses(tmp_path) == losses(whole)
 
 
-def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poisonous, capsys):
+def test_repeated_trouble_rolls_back_further_up_to_limit(tmp_path, poisonous, capsys):
     limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
     assert train.run(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE
-    said = capsys.readouterr().err
-    assert "went back from step 14 to step 10" in said
-    assert "went back from step 12 to step 5" in said
-    assert "went back from step 7 to step 0" in said
-    assert "train.max_rollbacks = 3 rollbacks did not help" in said
+    log = capsys.readouterr().err
+    assert "rolled back from step 14 to step 10" in log
+    assert "rolled back from step 12 to step 5" in log
+    assert "rolled back from step 7 to step 0" in log
+    assert "no further rollback: train.max_rollbacks = 3 is reached" in log
     assert saved(tmp_path) == [0]
     assert list(losses(tmp_path).values()) == [None, None]
 
 
-def test_stop_ends_the_run_before_the_update(tmp_path, poisonous, capsys):
+def test_stop_ends_run_before_bad_update(tmp_path, poisonous, capsys):
     stop = {"on_nonfinite": "stop", "rerun_bad_steps": True}
     assert train.run(config(tmp_path, [3], train=stop)) is Exit.NON_FINITE
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert losses(tmp_path)[4] is None
     assert saved(tmp_path) == []
-    said = capsys.readouterr().err
-    assert "step 4, run again from the same state, gave the same answer" in said
-    assert "sequence 24 (" in said
+    log = capsys.readouterr().err
+    assert "step 4, rerun from the same state, gave the same result" in log
+    assert "sequence 24 (" in log
 
 
 @pytest.mark.parametrize("interval", [1, 10])
-def test_nothing_is_logged_or_done_after_the_last_bad_step(tmp_path, poisonous, interval):
-    """Steps 3 to 5 are bad; all numbers logged of step 5 are those of step 5."""
-    seen, tokens = [], []
+def test_no_action_follows_last_bad_step(tmp_path, poisonous, interval):
+    """Steps 3 to 5 are bad; all metrics logged under step 5 belong to step 5."""
+    recorded, tokens = [], []
 
     class Seen(Hook):
         def on_step_end(self, context):
-            seen.append(context.step)
+            recorded.append(context.step)
             tokens.append(context.tokens_seen)
 
         def on_train_end(self, step, tokens_seen, reason):
-            seen.append((step, tokens_seen))
+            recorded.append((step, tokens_seen))
 
     job = config(
         tmp_path, range(2, 5), train={"on_nonfinite": "skip", "nan_consecutive_max": 3},
         metrics={"log_interval": interval},
     )  # fmt: skip
     assert train.run(job, [Seen()]) is Exit.NON_FINITE
-    assert seen == [1, 2, 3, 4, 5, (5, 2 * ROWS * LENGTH)]
+    assert recorded == [1, 2, 3, 4, 5, (5, 2 * ROWS * LENGTH)]
     assert tokens == [n * ROWS * LENGTH for n in (1, 2, 2, 2, 2)]
     logged = lines(tmp_path)
     assert max(line["step"] for line in logged) == 5
@@ -158,7 +158,7 @@ def test_nothing_is_logged_or_done_after_the_last_bad_step(tmp_path, poisonous, 
     assert (total, logged[-1]["train/skipped_steps"]) == (3, 3)
 
 
-def test_steps_before_a_rollback_that_never_took_place_have_no_hook(tmp_path, poisonous):
+def test_steps_after_halt_call_no_hook(tmp_path, poisonous):
     steps = []
 
     class Seen(Hook):

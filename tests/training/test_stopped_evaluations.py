@@ -1,4 +1,4 @@
-"""Evaluations that are stopped anywhere and gone on with: each batch once, the same numbers."""
+"""Evaluations that stop at any batch and resume: each batch once, equal metrics."""
 
 import json
 from collections import Counter
@@ -19,11 +19,11 @@ STATE = TrainState(None, "params", None, None, None)
 
 @pytest.fixture
 def validations(monkeypatch):
-    """Return an evaluator whose model sums the batches, and the batches that it saw."""
-    seen = Counter()
+    """Return an evaluation whose model sums the batches, and the list of batches that it saw."""
+    drawn_batches = Counter()
 
     def step(params, batch, _):
-        seen[batch] += 1
+        drawn_batches[batch] += 1
         name, i = batch
         nats, tokens = np.float32(0.1 * i + ord(name)), np.float32(i + 3)
         return BatchSums(nats, tokens, np.int32(i), {"term": np.float32(0.3 * i)})
@@ -37,11 +37,11 @@ def validations(monkeypatch):
     evaluator._datasets = {name: [(name, i) for i in range(n)] for name, n in SETS.items()}
     evaluator._has_bytes = dict.fromkeys(SETS, True)
     evaluator._step = step
-    return ResumableEvaluation(evaluator, STEPS), seen
+    return ResumableEvaluation(evaluator, STEPS), drawn_batches
 
 
 def after(n):
-    """Asks to stop at the n-th question and from then on."""
+    """Return a function that requests a stop from its n-th call on."""
     asked = iter(range(n))
     return lambda: next(asked, None) is None
 
@@ -51,13 +51,13 @@ def through_json(progress):
 
 
 @pytest.mark.parametrize("batches_between_stops", [1, 2, 3, 5, 7])
-def test_stops_leave_out_and_repeat_nothing(validations, batches_between_stops):
-    ours, seen = validations
+def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batches_between_stops):
+    ours, drawn_batches = validations
     whole = ours.run(STATE, Progress(), lambda: False)
-    once = dict(seen)
+    once = dict(drawn_batches)
     assert set(once.values()) == {1}
     assert len(once) == 3 + 2 + 3
-    seen.clear()
+    drawn_batches.clear()
     progress, stops = Progress(step=4), 0
     while (metrics := ours.run(STATE, progress, after(batches_between_stops))) is None:
         stops += 1
@@ -65,11 +65,11 @@ def test_stops_leave_out_and_repeat_nothing(validations, batches_between_stops):
         progress = through_json(progress)
     assert stops == (8 - 1) // batches_between_stops
     assert metrics == whole
-    assert dict(seen) == once
+    assert dict(drawn_batches) == once
     assert progress.validation is None
 
 
-def test_where_a_stopped_one_stands(validations):
+def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
     ours, _ = validations
     progress = Progress()
     assert ours.run(STATE, progress, after(4)) is None

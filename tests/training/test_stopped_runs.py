@@ -1,4 +1,4 @@
-"""Runs that are stopped in the middle of an evaluation, while they wait, or by the clock."""
+"""Runs that stop within an evaluation, during compilation, or by a time limit."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ROWS, LENGTH = 8, 32
 
 
 class Log(Hook):
-    """Log of events that sends a signal at `at`."""
+    """A log of events that sends a signal at event `at`."""
 
     def __init__(self, at=None):
         self.events, self._at = [], at
@@ -82,7 +82,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", [4, 8])
-def test_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, step):
+def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     first = Log(at=f"begin {step}")
     assert train.run(config(tmp_path, "run"), [first]) is Exit.SIGNAL
     assert first.events[-3:] == [f"begin {step}", f"save {step}", f"Exit.SIGNAL {step}"]
@@ -100,7 +100,7 @@ def test_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, step)
     assert third.events == ["Exit.COMPLETED 8"]  # nothing is evaluated or saved again
 
 
-def test_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
+def test_signal_interrupts_compilation(tmp_path, monkeypatch):
     left, done = [], threading.Event()
 
     def compiles_for_minutes(*_):
@@ -114,10 +114,10 @@ def test_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
     assert not done.is_set()
     done.set()
     assert log.events == ["save 0", "Exit.SIGNAL 0"]
-    assert left == [Exit.SIGNAL.code]  # past the compiler, which is still at work
+    assert left == [Exit.SIGNAL.code]  # the compiler is still running
 
 
-def test_stopping_after_so_many_minutes_or_at_a_step(tmp_path, whole):
+def test_run_stops_at_duration_or_step(tmp_path, whole):
     by_step, by_clock = Log(), Log()
     assert train.run(config(tmp_path, "run", exit_interval=3), [by_step]) is Exit.INTERVAL
     assert by_step.events == ["save 3", "Exit.INTERVAL 3"]
@@ -134,7 +134,7 @@ class Dies(Hook):
             raise ZeroDivisionError
 
 
-def test_checkpoints_that_need_not_last_serve_as_long_as_they_do(tmp_path, whole):
+def test_local_checkpoint_is_used_while_it_exists(tmp_path, whole):
     local = {"non_persistent_interval": 3, "non_persistent_dir": str(tmp_path / "local")}
     with pytest.raises(ZeroDivisionError):
         train.run(config(tmp_path, "run", checkpoint=local), [Dies()])
@@ -143,6 +143,6 @@ def test_checkpoints_that_need_not_last_serve_as_long_as_they_do(tmp_path, whole
     log = Log()
     stop = config(tmp_path, "run", checkpoint=local, exit_interval=6)
     assert train.run(stop, [log]) is Exit.INTERVAL
-    assert log.events == ["begin 4", "end 4", "save 6", "Exit.INTERVAL 6"]  # this one lasts
+    assert log.events == ["begin 4", "end 4", "save 6", "Exit.INTERVAL 6"]  # a permanent checkpoint
     assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
     assert lines(tmp_path, "run") == whole

@@ -24,7 +24,7 @@ FULL = tiny_config(
 )  # fmt: skip
 
 
-def test_run_with_all_there_is():
+def test_summary_of_run_with_every_setting():
     assert schedule_summary(FULL, dp=2, sequences_per_epoch=10_000) == (
         """\
 length
@@ -76,7 +76,7 @@ def section(text, name):
     return text.split(f"{name}\n", 1)[1].split("\n\n")[0].splitlines()
 
 
-def test_run_with_nothing_special():
+def test_summary_of_run_with_defaults():
     text = schedule_summary(tiny_config(), dp=1)
     assert section(text, "length")[-1] == "  no epochs: the length of the data is not known"
     assert section(text, "phases") == section(text, "evaluation") == ["  none"]
@@ -106,22 +106,22 @@ def test_run_with_nothing_special():
         ),
     ],
 )  # fmt: skip
-def test_turns_of_the_learning_rate(scheduler, optimizer, turns):
+def test_summary_lists_turns_of_learning_rate(scheduler, optimizer, turns):
     config = tiny_config(scheduler=scheduler, optimizer=optimizer)
     lines = section(schedule_summary(config, dp=1), "learning rate")[1:]
     words = {int(line.split()[1]): line.split("  ")[-1].strip() for line in lines}
     assert words == turns
 
 
-def test_annealing_is_a_phase():
+def test_summary_lists_annealing_as_phase():
     config = tiny_config(data={"anneal_start_step": 5, "anneal_weights": {"a": 1}})
     assert section(schedule_summary(config, dp=1), "phases") == [
         "  step 5            weights {a = 1.0}"
     ]
 
 
-def test_run_without_end():
-    """Its steps are counted, and not listed: there would be 600 million of them."""
+def test_summary_counts_steps_without_listing_them():
+    """The steps are counted and not listed: there would be 600 million of them."""
     config = tiny_config(
         train={"max_steps": 3_000_000_000},
         checkpoint={"interval": 5},
@@ -133,14 +133,14 @@ def test_run_without_end():
     assert "decay ends, end of the run" in text
 
 
-def test_summary_is_written_into_the_run_and_replaced(tmp_path):
+def test_summary_file_is_replaced_on_restart(tmp_path):
     write_summary(tmp_path, "first")
     write_summary(tmp_path, "second")
     assert [path.name for path in tmp_path.iterdir()] == ["schedule_summary.txt"]
     assert (tmp_path / "schedule_summary.txt").read_text() == "second"
 
 
-def test_where_it_cannot_be_written(tmp_path):
+def test_unwritable_directory_raises(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         write_summary(tmp_path / "missing", "text")
 

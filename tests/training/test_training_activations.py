@@ -1,4 +1,4 @@
-"""Activations captured while a run trains: of what, when, and that nothing else feels it."""
+"""Activations captured during training: contents, intervals, and no effect on the run."""
 
 import json
 
@@ -24,7 +24,7 @@ LENGTH = 32
 POINTS = ("attention_weights", "residual", "logits")
 
 
-def config(path, name, interval=2, **of_train):
+def config(path, name, interval=2, **section):
     data = path / "data"
     if not data.exists():
         data.mkdir()
@@ -32,7 +32,7 @@ def config(path, name, interval=2, **of_train):
         np.save(data / "a.npy", text.astype(np.uint16))
     sets = [{"name": name, "dataset_path": str(data)} for name in ("other", "web")]
     return tiny_config(
-        train={"max_steps": 6, "batch_size": 8, **of_train},
+        train={"max_steps": 6, "batch_size": 8, **section},
         data={"dataset_path": str(data)},
         eval={
             "datasets": sets, "activations_interval": interval, "activations_sequences": 10,
@@ -50,7 +50,7 @@ def logged(path, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One that captures, one that does not; one that had nowhere to write, and was stopped."""
+    """A run that captures, a run that does not, and a stopped run with an unwritable directory."""
     path = tmp_path_factory.mktemp("captured")
     assert train.run(config(path, "whole")) is Exit.COMPLETED
     assert train.run(config(path, "silent", interval=0)) is Exit.COMPLETED
@@ -60,13 +60,13 @@ def runs(tmp_path_factory):
     assert train.run(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
     location.unlink()
     (location / ".step_4.partial").mkdir(parents=True)
-    once = [{"mlp": np.zeros(3)}]  # of a step that is run again
-    activation_files.write(activation_files.of_step(path / "stopped", 4), once, {})
+    once = [{"mlp": np.zeros(3)}]  # left by a step that is repeated
+    activation_files.write(activation_files.step_directory(path / "stopped", 4), once, {})
     assert train.run(config(path, "stopped")) is Exit.COMPLETED
     return path
 
 
-def test_each_interval_has_its_files(runs):
+def test_capture_is_written_at_each_interval(runs):
     run = jaxforge.Run(runs / "whole")
     assert run.captured_steps == [2, 4, 6]
     result = run.activations(4)
@@ -104,12 +104,12 @@ def test_captured_activations_equal_the_checkpoint(runs, tmp_path):
     )
 
 
-def test_losses_do_not_feel_it(runs):
+def test_capture_does_not_change_losses(runs):
     assert logged(runs, "whole") == logged(runs, "silent")
     assert not (runs / "silent" / "activations").exists()
 
 
-def test_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
+def test_resumed_run_captures_same_activations(runs):
     def files(name):
         directory = runs / name / "activations"
         paths = (path for path in directory.rglob("*") if path.is_file())
@@ -121,18 +121,18 @@ def test_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
     assert logged(runs, "stopped") == logged(runs, "whole")
 
 
-def test_unwritable_activations_warn_and_stop_nothing(runs):
+def test_unwritable_activations_warn_and_run_continues(runs):
     log = (runs / "stopped" / "logs" / "process_0.log").read_text()
-    assert log.count("are not kept: ") == 1
-    assert "activations of step 2 are not kept: [Errno 20] Not a directory" in log
+    assert log.count("are not saved: ") == 1
+    assert "activations of step 2 are not saved: [Errno 20] Not a directory" in log
 
 
-def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):
-    """Also where nothing can be written: the watchdog of other processes waits for theirs."""
-    given = config(tmp_path, "run")
-    capture = ActivationCapture(given, make_mesh(given), build_model(given), range(40))
+def test_each_captured_sequence_ticks_the_watchdog(tmp_path, monkeypatch):
+    """Ticks continue if nothing can be written, for the watchdogs of other processes."""
+    job = config(tmp_path, "run")
+    capture = ActivationCapture(job, make_mesh(job), build_model(job), range(40))
     monkeypatch.setattr(
-        capturing, "of_sequences", lambda *given: ({"x": np.zeros(2)} for _ in given[-1])
+        capturing, "sequence_activations", lambda *job: ({"x": np.zeros(2)} for _ in job[-1])
     )
     signs = []
     capture({}, 2, lambda: signs.append("written"))
@@ -143,7 +143,7 @@ def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):
     assert signs == ["written"] * 10 + ["lost"] * 10
 
 
-def test_run_says_when_it_will(runs):
+def test_summary_lists_captures(runs):
     text = (runs / "whole" / "schedule_summary.txt").read_text()
     each = 10 * LENGTH * (64 + 4 * LENGTH + 256) * 4
     assert sum(x.nbytes for name, x in jaxforge.Run(runs / "whole").activations(2).items()
@@ -153,7 +153,7 @@ def test_run_says_when_it_will(runs):
     assert "activations\n  none\n" in schedule_summary(config(runs, "x", interval=0), 1)
 
 
-def test_share_of_the_run_is_an_interval_of_captures():
+def test_capture_interval_may_be_share_of_run():
     config = load_config(None, ["--train.max_steps=200", "--eval.activations_interval=25%"])
     assert [step for step in range(201) if step and config.eval.is_capture_due(step)] == [
         50, 100, 150, 200,
@@ -163,13 +163,16 @@ def test_share_of_the_run_is_an_interval_of_captures():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["activations_points=residul"], 'no point "residul"; did you mean "residual"? There are'),
-        (["activations_points=x"], 'activations_points: there is no point "x"; there are att'),
-        (["activations_points=[]", "activations_interval=2"], "leaves nothing to capture: give"),
+        (
+            ["activations_points=residul"],
+            'unknown point "residul"; did you mean "residual"? Choose',
+        ),
+        (["activations_points=x"], 'activations_points: unknown point "x"; choose from att'),
+        (["activations_points=[]", "activations_interval=2"], "is empty: give"),
         (["activations_layers=[-1]"], "activations_layers"),
     ],
 )
-def test_points_that_there_are_not_are_refused(settings, message):
+def test_unknown_capture_points_raise(settings, message):
     with pytest.raises(UserError) as caught:
         load_config(None, [f"--eval.{setting}" for setting in settings])
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Samples during training: readers, times, and no influence on the run."""
+"""Samples during training: sinks, intervals, and no effect on the run."""
 
 import json
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_device")
 LATE = Sample("Once", " upon")
 
 
-def config(path, name, steps=6, sample=2, **of_train):
+def config(path, name, steps=6, sample=2, **section):
     data = path / "data"
     if not data.exists():
         data.mkdir()
@@ -31,7 +31,7 @@ def config(path, name, steps=6, sample=2, **of_train):
         np.save(data / "a.npy", text.astype(np.uint16))
     return tiny_config(
         model={"vocab_size": 264},
-        train={"max_steps": steps, "batch_size": 8, **of_train},
+        train={"max_steps": steps, "batch_size": 8, **section},
         data={"dataset_path": str(data), "tokenizer_path": "byte", "num_workers": 1},
         eval={"sample_interval": sample, "sample_prompts": ["", "the quick"], "sample_tokens": 5},
         checkpoint={"dir": str(path / name), "interval": 100},
@@ -50,7 +50,7 @@ def samples(path, name):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One that samples, one that does not, and one that samples and was stopped."""
+    """A run that samples, a run that does not, and a stopped run that samples."""
     path = tmp_path_factory.mktemp("samples")
     assert train.run(config(path, "whole")) is Exit.COMPLETED
     assert train.run(config(path, "silent", sample=0)) is Exit.COMPLETED
@@ -63,28 +63,28 @@ def runs(tmp_path_factory):
     return path
 
 
-def test_each_prompt_is_continued_after_every_interval(runs):
+def test_every_prompt_is_sampled_at_interval(runs):
     of = [(step, prompt) for step, prompt, _ in samples(runs, "whole")]
     assert of == [(step, prompt) for step in (2, 4, 6) for prompt in ("", "the quick")]
     assert len({text for *_, text in samples(runs, "whole")}) == 6
 
 
-def test_losses_do_not_feel_it(runs):
+def test_sampling_does_not_change_losses(runs):
     assert logged(runs, "whole") == logged(runs, "silent")
     assert not (runs / "silent" / "samples.jsonl").exists()
 
 
-def test_run_that_goes_on_writes_what_the_undisturbed_one_wrote(runs):
+def test_resumed_run_writes_same_samples(runs):
     assert samples(runs, "stopped") == samples(runs, "whole")
 
 
-def test_run_says_when_it_will(runs):
+def test_summary_lists_samples(runs):
     text = (runs / "whole" / "schedule_summary.txt").read_text()
     assert "samples\n  every 2 updates, 2 of at most 5 tokens each\n" in text
     assert "samples\n  none\n" in schedule_summary(config(runs, "x", sample=0), 1)
 
 
-def test_share_of_the_run_is_an_interval():
+def test_sample_interval_may_be_share_of_run():
     config = load_config(None, ["--train.max_steps=200", "--eval.sample_interval=10%"])
     due = [step for step in range(1, 201) if config.eval.is_sample_due(step)]
     assert due == list(range(20, 201, 20))
@@ -93,25 +93,25 @@ def test_share_of_the_run_is_an_interval():
 @pytest.mark.parametrize(
     ("tokenizer", "changed", "message"),
     [
-        (None, {}, r"eval.sample_interval = 2 needs a tokenizer: set data.tokenizer_path, or"),
+        (None, {}, r"eval.sample_interval = 2 needs a tokenizer. Set data.tokenizer_path, or"),
         (ByteTokenizer(), {"sample_tokens": 60},
          r"eval.sample_prompts\[1\]: a prompt of 9 tokens and eval.sample_tokens = 60 exceed "
          r"model.max_seq_len = 64"),
     ],
 )  # fmt: skip
-def test_unsampleable_config_is_reported_before_the_run(tokenizer, changed, message, tmp_path):
-    given = config(tmp_path, "run")
-    given = given.model_copy(update={"eval": given.eval.model_copy(update=changed)})
+def test_unsampleable_config_raises_before_run(tokenizer, changed, message, tmp_path):
+    job = config(tmp_path, "run")
+    job = job.model_copy(update={"eval": job.eval.model_copy(update=changed)})
     with pytest.raises(UserError, match=message):
-        Sampler(given, None, None, tokenizer)
+        Sampler(job, None, None, tokenizer)
 
 
-def test_no_prompts_are_refused():
-    with pytest.raises(UserError, match=r"sample_prompts = \[\] leaves nothing to continue"):
+def test_empty_prompts_raise():
+    with pytest.raises(UserError, match=r"sample_prompts = \[\] is empty"):
         load_config(None, ["--eval.sample_interval=5", "--eval.sample_prompts=[]"])
 
 
-def test_going_back_takes_later_samples_along(tmp_path):
+def test_rewind_removes_later_samples(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
     for step in (5, 10):
         sink.write_samples(step, [LATE])
@@ -123,7 +123,7 @@ def test_going_back_takes_later_samples_along(tmp_path):
     assert list(json.loads(lines[0])) == ["step", "prompt", "text", "time"]
 
 
-def test_lines_of_the_console():
+def test_console_shows_samples():
     assert format_sample(5, LATE) == '[step 5] sample: "Once" ... " upon"'
     cut = format_sample(5, Sample("", "two\nlines" + 200 * "x"))
     assert cut.startswith('[step 5] sample: "two\\nlinesx')
@@ -134,7 +134,7 @@ def test_lines_of_the_console():
     assert set(lines.values()) == {format_sample(5, LATE)}
 
 
-def test_tensorboard_shows_them_as_they_are(tmp_path):
+def test_tensorboard_shows_samples_verbatim(tmp_path):
     sink = TensorBoardSink(tmp_path, 0)
     sink.write_samples(5, [LATE, Sample("", "# no\ntitle")])
     sink.close(0)

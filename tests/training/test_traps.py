@@ -1,6 +1,5 @@
-"""Traps that other loops fell into: what a run does after a bad step, a resume, an evaluation."""
+"""Known mistakes of other loops after a bad step, a resume or an evaluation."""
 
-import functools
 import types
 
 import jax
@@ -16,7 +15,7 @@ from jaxforge.optim.optimizer import learning_rate
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import CompiledSteps
-from jaxforge.training import build, training_data
+from jaxforge.training import training_data
 from jaxforge.training.evaluation import make_eval_step
 from jaxforge.training.phases import Phases
 from tests.conftest import tiny_config
@@ -24,11 +23,11 @@ from tests.helpers import progress_of, random_batches, setup
 
 POISON = 63  # a token whose embedding is NaN
 MODEL = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 64, "ffn_hidden_dim": 48}
-BAD, STOP = 1, 3  # places of the bad batch and of the checkpoint
+BAD, STOP = 1, 3  # index of the bad batch, and step of the checkpoint
 
 
 def copied(state):
-    """The bits of a state, not its memory, which the next step takes."""
+    """Return a copy of a state, whose memory the next step reuses."""
     return jax.tree.map(np.array, jax.device_get(state))
 
 
@@ -38,7 +37,7 @@ def assert_same(a, b):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Five steps, the second of them bad; saved after the third while the fourth goes on."""
+    """Five steps, the second of them bad; saved after the third while the fourth runs."""
     ours = setup(tiny_config(model=MODEL, train={"seq_len": 16, "batch_size": 4}))
     batches = random_batches(ours.config, 5)
     for i, batch in enumerate(batches):
@@ -64,35 +63,35 @@ def checkpoints(directory, ours):
 
 @pytest.fixture
 def restored(run):
-    """State and progress, as a run has them that is started again."""
+    """State and progress of a restarted run."""
     ours, result = run.ours, checkpoints(run.directory, run.ours)
     with jax.set_mesh(ours.mesh):
         yield starting_state(ours, result)
     result.close()
 
 
-def test_batch_of_a_bad_step_is_consumed_and_its_tokens_are_not_learned(run, restored):
+def test_bad_step_consumes_batch_without_learning_tokens(run, restored):
     _, progress = restored
     labels = [batch["labels"] for i, batch in enumerate(run.batches[:STOP]) if i != BAD]
     assert (progress.step, progress.samples) == (STOP, STOP * 4)
-    assert progress.tokens == sum(of_step.size for of_step in labels)
-    assert progress.valid_tokens == sum(np.sum(of_step != -100) for of_step in labels)
+    assert progress.tokens == sum(step_labels.size for step_labels in labels)
+    assert progress.valid_tokens == sum(np.sum(step_labels != -100) for step_labels in labels)
     assert int(run.middle.guard.total) == 1
     assert int(run.middle.opt_state[1].updates) == STOP - 1
 
 
-def test_save_holds_what_was_saved_whatever_the_next_steps_do_to_its_memory(run, restored):
+def test_save_is_independent_of_later_steps(run, restored):
     assert_same(copied(restored[0]), run.middle)
 
 
-def test_run_resumed_after_a_bad_step_is_the_run_undisturbed(run, restored):
-    """Guard, counts and schedule included; no update is made twice, and no batch read twice."""
+def test_resume_after_bad_step_equals_uninterrupted_run(run, restored):
+    """Guard, counters and schedule are equal too; no update or batch is repeated."""
     state, _ = run.ours.run(restored[0], run.batches[STOP:])
     assert_same(copied(state), run.end)
 
 
-def test_evaluation_leaves_nothing_behind(run, restored):
-    """torch's `eval()` lasts until somebody calls `train()`."""
+def test_evaluation_does_not_change_training(run, restored):
+    """In PyTorch, `eval()` holds until `train()` is called."""
     ours, (state, _) = run.ours, restored
     evaluate = make_eval_step(ours.model, ours.config.train, ours.mesh)
     evaluate(state.params, ours.put(run.batches[0]), np.ones(MODEL["vocab_size"], np.int32))
@@ -101,10 +100,8 @@ def test_evaluation_leaves_nothing_behind(run, restored):
     assert_same(copied(state), run.end)
 
 
-def test_run_goes_on_from_its_newest_checkpoint_not_from_its_best(
-    run, restored, tmp_path, monkeypatch
-):
-    """Nor from `load_path`, which is for a run that has none yet."""
+def test_resume_uses_newest_and_not_best_checkpoint(run, restored, tmp_path, monkeypatch):
+    """`load_path` is ignored too, since the run has checkpoints."""
     keys = {"keep_last_n": 1, "keep_best_n": 1, "load_path": "nowhere"}
     ours = setup(tiny_config(model=MODEL, checkpoint=keys))
     saved = checkpoints(tmp_path, ours)
@@ -125,8 +122,8 @@ RAMP = {
 }  # fmt: skip
 
 
-def test_ramp_goes_on_where_it_stands(monkeypatch):
-    """Here after two steps, the run having begun with another batch: position 100, not 8."""
+def test_batch_ramp_resumes_at_its_position(monkeypatch):
+    """The run began with another batch size: after two steps, the position is 100 and not 8."""
     monkeypatch.setattr(
         training_data.loader,
         "training_batches",
@@ -138,22 +135,18 @@ def test_ramp_goes_on_where_it_stands(monkeypatch):
     assert list(spans) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
 
 
-def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
+def test_every_batch_size_is_compiled_before_first_step(monkeypatch):
     shapes = []
     monkeypatch.setattr(Program, "lower", lambda _, batch: shapes.append(batch["labels"].shape))
-    monkeypatch.setattr(build.compilation, "compile_step", lambda lowered, flags: lowered)
-    batch = {"labels": jnp.zeros((2, 4, 16), jnp.int32)}
-    ready = functools.partial(build._ready, {}, None, None)
-    build._lower(Program(tiny_config()), {1, 2, 4}, ready, batch)()
+    Program(tiny_config()).lower_sizes({1, 2, 4}, {"labels": jnp.zeros((2, 4, 16), jnp.int32)})
     assert sorted(shapes) == [(1, 4, 16), (2, 4, 16), (4, 4, 16)]
     steps = CompiledSteps({n: lambda *_, n=n: n for n in (1, 2, 4)})
-    batches = [{"labels": np.zeros((n, 4, 16))} for n in (2, 4, 1)]
-    assert [steps(None, batch, None) for batch in batches] == [2, 4, 1]
+    assert [steps[n](None, None, None) for n in (2, 4, 1)] == [2, 4, 1]
     assert steps.largest() == 4
 
 
-def test_floor_of_the_learning_rate_is_scaled_with_its_peak():
-    """The textbook's rule scales the peak alone."""
+def test_learning_rate_floor_scales_with_peak():
+    """Some implementations scale the peak only."""
     settings = ["lr=1e-3", "lr_scale_rule=linear", "lr_base_batch=256"]
     config = load_unresolved(
         None,

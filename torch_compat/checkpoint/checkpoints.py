@@ -1,4 +1,4 @@
-"""Any checkpoint, opened: jaxforge's, a PyTorch DCP, or Hugging Face's."""
+"""References to checkpoints of any format: jaxforge, PyTorch DCP, `torch.save`, Hugging Face."""
 
 import dataclasses
 import os
@@ -28,52 +28,63 @@ from torch_compat.checkpoint import (
 )
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
-from torch_compat.formats import safetensors
-from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, parts
+from torch_compat.formats import torch_file
+from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp, stage_directories
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
-Format = Literal["jaxforge", "dcp", "hf"]
-"""Formats that are read; a checkpoint of Megatron-Core is a DCP."""
-Target = Literal["jaxforge", "dcp", "hf", "megatron"]
+Format = Literal["jaxforge", "dcp", "pt", "hf"]
+"""Formats that are read. dcp: also a checkpoint of Megatron-Core; pt: a file of `torch.save`."""
+Target = Literal["jaxforge", "dcp", "pt", "hf", "megatron"]
 """Formats that are written."""
 
-_STEP = re.compile(r"(?:global_)?step[_-](\d+)|iter_(\d{7,})")  # MindSpeed's are global
-_ROOMS = ("checkpoints", "checkpoint")  # directories of steps
+_STEP = re.compile(r"(?:global_)?step[_-](\d+)|iter_(\d{7,})")  # MindSpeed writes global_step
+_STEP_PARENTS = ("checkpoints", "checkpoint")  # names of directories of steps
+_GENERIC_STEMS = ("checkpoint", "ckpt", "model", "pytorch_model", "last", "best")  # of files
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRef:
-    """A checkpoint that is there.
+    """Reference to an existing checkpoint.
 
     Attributes:
-        format: what it is.
-        directory: where; that of the step, of jaxforge's too.
+        format: format of the checkpoint.
+        directory: directory of the checkpoint; for jaxforge, that of the step.
+        file: name of the file in the directory; "" if the directory is the checkpoint.
     """
 
     format: Format
     directory: Directory
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.directory}/{self.file}" if self.file else str(self.directory)
+
+    @property
+    def is_torch(self) -> bool:
+        """True for a checkpoint of a PyTorch loop, which has the keys of state dicts."""
+        return self.format in ("dcp", "pt")
 
     def config(
         self, path: Path | None, overrides: Sequence[str] = (), *, is_compared: bool = False
     ) -> JobConfig | None:
-        """The config that it is of; None where neither it nor the user says.
+        """Return the config of the checkpoint; None if neither user nor checkpoint has one.
 
         Args:
-            path: the config file that the user names.
-            overrides: settings over it.
-            is_compared: the checkpoint is looked at and not converted: its plugins are imported
-                only if the user asks for it, even those of a run of the user's own.
+            path: config file given by the user.
+            overrides: settings that override the config.
+            is_compared: whether the checkpoint is only compared. Its plugins are then imported only
+                on request, even for the user's own runs.
 
         Raises:
-            UserError: the config is wrong, or is needed and cannot be read.
+            UserError: the config is invalid, or is needed and cannot be read.
         """
         directory = self.run if self.format == "jaxforge" else self.directory.path
-        trusts = trust.if_told(directory) if is_compared else trust.of_run(directory)
+        trusts = trust.if_granted(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
-            is_theirs = self.format == "dcp" and not megatron_files.is_known(self.directory)
-            if is_theirs and (usual := _usual_settings(config)):
+            is_megatron = megatron_files.is_known(self.directory)
+            if self.is_torch and not is_megatron and (usual := _usual_settings(config)):
                 return load_config(path, [*overrides, *usual], trusts)
             return config
         if self.format == "jaxforge":
@@ -82,7 +93,7 @@ class CheckpointRef:
             return make_config(values, overrides, source, trusts) if overrides else config
         if self.format == "hf":
             table, _ = hf_state.read_config(self.directory)
-            train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
+            train = {"seq_len": min(2048, table["max_seq_len"])}  # within the model's limit
             source = f"{self.directory}/{hf_config.CONFIG}"
             return make_config({"model": table, "train": train}, overrides, source)
         if job := megatron_files.read_job(self.directory):
@@ -90,15 +101,15 @@ class CheckpointRef:
         return None
 
     def required_config(self, path: Path | None, overrides: Sequence[str]) -> JobConfig:
-        """Return the config that it is of.
+        """Return the config of the checkpoint.
 
         Raises:
-            UserError: neither the checkpoint nor the user says, or the config is wrong.
+            UserError: neither the checkpoint nor the user has a config, or it is invalid.
         """
         config = self.config(path, overrides)
         if config is None:
             raise UserError(
-                f"{self.directory}: a DCP checkpoint does not say which model it is of: "
+                f"{self}: a checkpoint of PyTorch does not record its model: "
                 "give the run's config, --config FILE"
             )
         return config
@@ -107,7 +118,7 @@ class CheckpointRef:
         """Read the checkpoint as a state with jaxforge's names.
 
         Raises:
-            UserError: it is not of that config, or damaged.
+            UserError: the checkpoint does not match the config, or is damaged.
         """
         if self.format == "jaxforge":
             checkpoint = orbax_store.open_orbax(self._path)[0]
@@ -116,14 +127,14 @@ class CheckpointRef:
                 if options.weights_only
                 else checkpoint
             )
-        mup.check_import(config.model, str(self.directory))
+        mup.check_import(config.model, str(self))
         if self.format == "hf":
             return hf_state.read(self.directory, abstract_target(config), options)
         return self._read_dcp(config, options)
 
     def _read_dcp(self, config: JobConfig, options: ReadOptions) -> CheckpointState:
-        dcp, target = open_dcp(self.directory), abstract_target(config)
-        job = megatron_files.read_job(self.directory, dcp)
+        dcp, target = self.dcp(), abstract_target(config)
+        job = None if self.file else megatron_files.read_job(self.directory, dcp)
         if job is None or not megatron_state.is_megatron(dcp):
             return dcp_state.read(dcp, target, options)
         notes = megatron_state.check_job(job, config)
@@ -134,86 +145,98 @@ class CheckpointRef:
         return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
 
     def raw(self) -> Mapping[str, LazyTensor]:
-        """Its tensors by its own keys."""
-        if self.format == "dcp":
-            return open_dcp(self.directory).tensors
+        """Return the tensors by the checkpoint's own keys."""
+        if self.is_torch:
+            return self.dcp().tensors
         if self.format == "hf":
-            return safetensors.open_directory(self.directory)
+            return hf_state.tensors(self.directory)
         return dict(orbax_store.open_orbax(self._path)[0].tensors())
 
     def stamps(self) -> dict[str, dict[str, str]]:
-        """Return directory -> file -> what changes with the file, of all files that are read."""
+        """Return directory -> file -> fingerprint, for all files that are read."""
         try:
             return self._stamps()
         except FileNotFoundError:
-            return {}  # it is just being removed
+            return {}  # the checkpoint is being removed
 
     def _stamps(self) -> dict[str, dict[str, str]]:
         if self.format == "jaxforge" and urls.in_bucket(self.directory.path):
-            from jaxforge.storage import buckets  # here, as its clients take a second to import
+            from jaxforge.storage import buckets  # imports clients: one second
 
             return {self.directory.path: buckets.stamps(self.directory.path)}
         if self.format == "hf":
             stamps = self.directory.stamps().items()
             return {str(self.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+        if self.format == "pt":
+            return {str(self): {self.file: self.directory.stamps()[self.file]}}
         if self.format == "dcp":
-            beside = self.directory / posixpath.dirname(train_state.EXTRA_STATE)
-            every = [self.directory, *parts(self.directory), beside]
+            extra = self.directory / posixpath.dirname(train_state.EXTRA_STATE)
+            directories = [self.directory, *stage_directories(self.directory), extra]
         else:
             roots = [self._path / "state", self._path / "config", self.run / hf_state.TOKENIZER]
-            every = [Directory(d) for root in roots for d, _, _ in os.walk(root)]
-        return {str(directory): directory.stamps() for directory in every}
+            directories = [Directory(d) for root in roots for d, _, _ in os.walk(root)]
+        return {str(directory): directory.stamps() for directory in directories}
 
     @property
     def run(self) -> Path:
-        """The run directory of jaxforge's own checkpoint."""
+        """Run directory of a jaxforge checkpoint."""
         return find_step(self._path)[0]
 
     @property
     def title(self) -> str:
-        """The last part of the path that is no step and no directory of steps."""
-        names = reversed(self.directory.path.split("/"))
-        return next((n for n in names if n and n not in _ROOMS and not _STEP.fullmatch(n)), "model")
+        """Last part of the path that is no step and no directory of steps."""
+        names = [*reversed(self.directory.path.split("/"))]
+        if self.file and (stem := self.file.rpartition(".")[0]) not in _GENERIC_STEMS:
+            names.insert(0, stem)
+        return next(
+            (n for n in names if n and n not in _STEP_PARENTS and not _STEP.fullmatch(n)), "model"
+        )
 
     @property
     def _path(self) -> Path:
-        """Path of a checkpoint of jaxforge."""
+        """Path of a jaxforge checkpoint."""
         return urls.path(self.directory.path)
 
     def dcp(self) -> Dcp:
-        """The DCP checkpoint that it is."""
-        assert self.format == "dcp"
+        """Open a checkpoint of a PyTorch loop."""
+        assert self.is_torch
+        if self.file:
+            return torch_file.open_file(self.directory, self.file)
         return open_dcp(self.directory)
 
 
 def find(path: str | os.PathLike) -> CheckpointRef:
-    """Return the checkpoint at a path or URL; of a directory of several, the latest.
+    """Return the checkpoint at a path or URL; the latest in a directory of several.
 
-    It is that one for good: neither a newer step nor another `latest` changes what is found.
+    Links are resolved, so that a newer step or another `latest` does not change the reference.
 
     Raises:
-        UserError: nothing that is a checkpoint.
+        UserError: there is no checkpoint.
     """
-    given = os.fspath(path)
-    if has_run(given):
-        run, step = find_step(urls.path(given))
+    location = os.fspath(path)
+    if has_run(location):
+        run, step = find_step(urls.path(location))
         return CheckpointRef("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
-    directory = Directory(given)
-    for position in (directory, *_latest(directory)):
-        if is_dcp(position):
-            return CheckpointRef("dcp", position.resolved())
-        if hf_state.is_hf(position):
-            return CheckpointRef("hf", position.resolved())
-        megatron_files.check_format(position)
+    if file := torch_file.find_file(location):
+        return CheckpointRef("pt", *file)
+    directory = Directory(location)
+    for candidate in (directory, *_latest(directory)):
+        if is_dcp(candidate):
+            return CheckpointRef("dcp", candidate.resolved())
+        if hf_state.is_hf(candidate):
+            return CheckpointRef("hf", candidate.resolved())
+        megatron_files.check_format(candidate)
+    files = torch_file.names_in(directory)
+    hint = f". Name the file: {directory}/{files[0]}" if files else path_hint(location)
     raise UserError(
-        f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
-        "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
-        f"{path_hint(given)}"
+        f"{location}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
+        "(.metadata), nor a file of torch.save (.pt), nor one of Hugging Face (config.json and "
+        f".safetensors){hint}"
     )
 
 
 def _usual_settings(config: JobConfig) -> list[str]:
-    """Return KempnerForge's defaults for absent keys, where they differ from jaxforge's."""
+    """Return KempnerForge's defaults for absent keys whose defaults differ in jaxforge."""
     usual = []
     if not config.is_set(key := "scheduler.warmup_steps"):
         usual.append(f"--{key}={SchedulerConfig.model_fields['warmup_steps'].default}")
@@ -232,14 +255,14 @@ def _usual_settings(config: JobConfig) -> list[str]:
 def _latest(directory: Directory) -> list[Directory]:
     """Return the target of `latest` and the steps, newest first, here or in `checkpoints/`."""
     candidates = []
-    for position in (directory, *(directory / room for room in _ROOMS)):
-        names = position.names()
+    for parent in (directory, *(directory / name for name in _STEP_PARENTS)):
+        names = parent.names()
         if "latest" in names:
-            candidates.append(position / "latest")
-        elif tracked := megatron_files.latest(position):
+            candidates.append(parent / "latest")
+        elif tracked := megatron_files.latest(parent):
             candidates.append(tracked)
-            continue  # a newer directory is of a save that did not end
+            continue  # a newer directory belongs to a save that did not end
         matches = [(match, name) for name in names if (match := _STEP.fullmatch(name))]
         steps = [(int(match[1] or match[2]), name) for match, name in matches]
-        candidates += [position / name for _, name in sorted(steps, reverse=True)]
+        candidates += [parent / name for _, name in sorted(steps, reverse=True)]
     return candidates

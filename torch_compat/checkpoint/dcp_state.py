@@ -1,4 +1,4 @@
-"""A PyTorch training state in a DCP checkpoint: which key is what, both ways."""
+"""Conversion between the keys of a DCP checkpoint and `CheckpointState`."""
 
 import dataclasses
 import re
@@ -18,7 +18,13 @@ from torch_compat.checkpoint import (
     untrained,
 )
 from torch_compat.checkpoint.model_keys import DcpKeys, find_model, unknown
-from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, optimizer_layout
+from torch_compat.checkpoint.optimizer_state import (
+    MAIN_KEYS,
+    STEP,
+    WEIGHT_SUM,
+    GroupKey,
+    optimizer_layout,
+)
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.dcp_writer import Entry
@@ -29,8 +35,8 @@ from torch_compat.names.translation import Translation, summarize_names, transla
 _OPTIMIZER = re.compile(
     r"(?:.*\.)?optim(?:izers?)?(?:_state_dict|_\d+|\.[A-Z]\w*)?\.(state|param_groups)\.(.+)"
 )
-"""DcpKeys of optimizer state; Lightning numbers its optimizers, Composer has the name of the class."""
-_BESIDE = re.compile(
+"""Keys of optimizer state. Lightning numbers its optimizers; Composer writes their class names."""
+_NOT_MODEL = re.compile(
     r"(train_state|lr_scheduler|lr_schedulers|scheduler|dataloader|rng|rng_state)(\..*|$)"
     r"|.*\._extra_state"
 )
@@ -41,12 +47,13 @@ class ReadOptions:
     """ReadOptions of the user for reading a DCP checkpoint.
 
     Attributes:
-        dialect: name of the dialect; None finds it.
-        weights_only: leave the optimizer and the place in the run.
-        keep_place: but keep the place.
-        keep_step: but keep the step and the count of tokens, without the position in the data.
-        fill_optimizer: zeros for absent optimizer state.
-        resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
+        dialect: name of the dialect. None: detect it.
+        weights_only: ignore the optimizer state and the position in the run.
+        keep_place: with `weights_only`, read the position in the run.
+        keep_step: with `weights_only`, read the step and the number of tokens, but not the position
+            in the data.
+        fill_optimizer: replace absent optimizer state by zeros.
+        resize_vocab: truncate a padded vocabulary, or extend it by rows of zeros.
     """
 
     dialect: str | None = None
@@ -58,10 +65,10 @@ class ReadOptions:
 
 
 def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
-    """Assign the keys of a DCP to model, optimizer and other state.
+    """Assign the keys of a DCP checkpoint to model, optimizer and other state.
 
     Raises:
-        UserError: two keys are one parameter's.
+        UserError: two keys belong to one parameter.
     """
     if megatron_state.is_megatron(dcp):
         return megatron_state.sort_keys(dcp)
@@ -79,12 +86,12 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
                 groups.setdefault(owner, {})[field] = dcp.objects(key)
             elif field in MAIN_KEYS:
                 groups.setdefault(owner, {})[field] = _number(dcp.tensors[key], key)
-        elif _BESIDE.fullmatch(key) or key not in dcp.tensors:
+        elif _NOT_MODEL.fullmatch(key) or key not in dcp.tensors:
             others.append(key)
         else:
             stripped = strip_wrappers(key)
             if stripped in model:
-                raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
+                raise UserError(f"{dcp.where}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
     result = find_model(model, dialect)
     state = {result.owner(owner): fields for owner, fields in state.items()}
@@ -95,25 +102,25 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
 
 
 def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointState:
-    """A PyTorch run's state as jaxforge's.
+    """Read the state of a PyTorch run.
 
     Args:
         dcp: the checkpoint.
-        target: what the config declares.
-        options: what the user allows.
+        target: state that the config declares.
+        options: options of the user.
 
     Raises:
         UserError: the checkpoint is of another model, or parts of it are missing.
     """
     keys = sort_keys(dcp, options.dialect)
     if keys.dialect is None:
-        raise UserError(unknown(keys.params, str(dcp.directory)))
+        raise UserError(unknown(keys.params, dcp.where))
     notes: list[str] = []
     if keys.left_out:
         notes.append(f"left out: {summarize_names(keys.left_out)}, which are no part of the model")
-    by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
+    by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
     if not options.weights_only:
-        megatron_state.check_mapped(keys, str(dcp.directory))
+        megatron_state.check_mapped(keys, dcp.where)
     alone = options.weights_only or not keys.state
     theirs = keys.params if alone else {**keys.params, **keys.masters}
     params, state, more = untrained.translate_model(theirs, target, by, goes_on=not alone)
@@ -137,7 +144,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
         keys = keys._replace(state=numbered_state.state_by_name(keys.state, of_model, dcp))
     states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
     notes += more
-    counts = _counts(keys, target, str(dcp.directory))
+    counts = _counts(keys, target, dcp.where)
     settled = expert_counts.resolve_skip_idle_experts(
         states, counts, target, by, where.skips_idle_experts
     )
@@ -150,7 +157,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
     common = expert_counts.drop_expert_counts(counts, target, by.dialect)
-    scalars, updates = _scalars(common, target, where, str(dcp.directory))
+    scalars, updates = _scalars(common, target, where, dcp.where)
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
     progress, more = train_state.to_progress(where, updates, target.config)
@@ -172,16 +179,16 @@ def entries(
     weights_only: bool,
     owner: str = "",
 ) -> dict[str, Entry]:
-    """The keys and values of a checkpoint that PyTorch loads.
+    """Return the entries of a checkpoint that PyTorch loads, by key.
 
     Args:
         checkpoint: the state.
-        target: what its config declares.
-        dialect: whose names to use.
-        flat: flattened optimizer state, as `flatten_optimizer_state_dict` and torchtitan have it.
-        prefix: what stands before the model's keys, such as "model."; "" puts them at the root.
-        weights_only: no optimizer.
-        owner: what stands before a parameter's name in the optimizer.
+        target: state that the config declares.
+        dialect: dialect of the names.
+        flat: flatten the optimizer state like `flatten_optimizer_state_dict` and torchtitan.
+        prefix: prefix of the model's keys, such as "model."; "" puts them at the root.
+        weights_only: omit the optimizer.
+        owner: prefix of parameter names in the optimizer's keys.
 
     Raises:
         UserError: a parameter has no counterpart in the dialect.
@@ -216,7 +223,8 @@ def entries(
         if WEIGHT_SUM in checkpoint.scalars
         else {}
     )
-    for key in params:
+    settings = group_settings(checkpoint, target, dialect)
+    for key in settings:
         own: dict[str, Any] = {
             theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
         }
@@ -227,15 +235,8 @@ def entries(
         for field, value in own.items():
             add(("optimizer", f"state.{owner}{key}.{field}") if flat else
                 ("optimizer", "state", f"{owner}{key}", field), value)  # fmt: skip
-    decays = dict.fromkeys(params, False)
-    for name, tensor in checkpoint.params.items():
-        is_matrix = len(tensor.shape) > 1
-        key = dialect.key_for(name)
-        decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
-            target.stacking.array_of(name), is_matrix=is_matrix
-        )
-    decays = {f"{owner}{key}": does for key, does in decays.items()}
-    for g, group in enumerate(optimizer_state.groups(target.config, updates, decays)):
+    settings = {f"{owner}{key}": of_key for key, of_key in settings.items()}
+    for g, group in enumerate(optimizer_state.groups(target.config, updates, settings)):
         members = group["params"]
         if not flat:
             for name, value in group.items():
@@ -248,8 +249,34 @@ def entries(
     return written
 
 
+def group_settings(
+    checkpoint: CheckpointState, target: AbstractTarget, dialect: NameMap
+) -> dict[str, GroupKey]:
+    """Return the settings by which the trained parameters are grouped, by their keys.
+
+    Raises:
+        UserError: parameters that the dialect stores in one tensor have different factors.
+    """
+    optimizer, settings = target.config.optimizer, dict[str, GroupKey]()
+    for name, tensor in checkpoint.params.items():
+        array = target.stacking.array_of(name)
+        if optimizer.freezes(array):
+            continue
+        key, is_matrix = dialect.key_for(name), len(tensor.shape) > 1
+        decays = dialect.has_one_group or optimizer.decays(array, is_matrix=is_matrix)
+        of_name = GroupKey(decays, optimizer.lr_factor(array))
+        before = settings.get(key, of_name)
+        if before.lr_factor != of_name.lr_factor:
+            raise UserError(
+                f"{key} of {dialect.name} holds several parameters, which optimizer.lr_patterns "
+                "gives different learning rates: export with --weights-only"
+            )
+        settings[key] = of_name._replace(decays=decays or before.decays)
+    return settings
+
+
 def torchtitan_position(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
-    """Return the run's position that torchtitan stores inside the checkpoint."""
+    """Return the entries of the position in the run, which torchtitan stores in the checkpoint."""
     assert checkpoint.progress is not None
     values = train_state.to_torchtitan(
         checkpoint.progress, int(checkpoint.scalars["updates"]), target.config
@@ -261,8 +288,8 @@ def torchtitan_position(checkpoint: CheckpointState, target: AbstractTarget) -> 
 def torchtitan_notes(target: AbstractTarget) -> list[str]:
     """Return notes for users who resume an export in torchtitan."""
     notes = [
-        "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
-        "data has no counterpart here, and its data start from their beginning"
+        "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its position in "
+        "the data has no counterpart here, so its data start from the beginning"
     ]
     names = {
         target.stacking.array_of(name): len(shape) > 1 for name, shape in target.params.items()
@@ -271,8 +298,8 @@ def torchtitan_notes(target: AbstractTarget) -> list[str]:
     spared = [name for name, is_matrix in names.items() if not decays(name, is_matrix=is_matrix)]
     if spared:
         notes.append(
-            f"torchtitan's one parameter group decays {summarize_names(spared)} too, unless its config has "
-            "other groups; here they did not decay"
+            f"torchtitan's one parameter group decays {summarize_names(spared)} too, unless its "
+            "config has other groups; here they did not decay"
         )
     return notes
 
@@ -284,9 +311,9 @@ def _moments(
     fill: bool,
     never_updated: set[str],
 ) -> tuple[dict[str, dict[str, LazyTensor]], int]:
-    """Our fields, and how many tensors of them had to be made up.
+    """Return our moments, and the number of missing tensors that were replaced by zeros.
 
-    Moments of parameters that were never updated are zero, and nothing made up.
+    Parameters in `never_updated` have zero moments, which do not count as missing.
     """
     name, kind = target.config.optimizer.name, optimizer_layout(target.config)
     fields = {ours: kind.fields[ours] for ours in target.moments if ours in kind.fields}
@@ -306,30 +333,33 @@ def _moments(
             if isinstance(value := state.get(theirs), LazyTensor)
         }
         shapes = target.moments[ours]
-        there = by.dialect.to_jaxforge(tensors, shapes, by.model).keys()
-        absent = [name for name in shapes if name not in there and name not in never_updated]
+        present_names = by.dialect.to_jaxforge(tensors, shapes, by.model).keys()
+        absent = [
+            name for name in shapes if name not in present_names and name not in never_updated
+        ]
         if absent and not fill:
             raise UserError(
-                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({summarize_names(absent)}), as "
-                "of frozen ones, or of those that Muon leaves to AdamW; --fill-optimizer starts "
-                "them from zero"
+                f"{by.where}: {theirs} of {len(absent)} parameters is missing "
+                f"({summarize_names(absent)}), "
+                "for example of frozen ones, or of those that Muon leaves to AdamW; "
+                "--fill-optimizer starts them from zero"
             )
         missing += len(absent)
         result = translate(
             tensors,
-            {name: shape for name, shape in shapes.items() if name in there},
+            {name: shape for name, shape in shapes.items() if name in present_names},
             by._replace(where=f"{by.where}: {theirs}"),
         )
         dtype = next((tensor.dtype for tensor in result.values()), np.dtype(np.float32))
         moments[ours] = {
-            name: result[name] if name in there else zeros(shape, dtype)
+            name: result[name] if name in present_names else zeros(shape, dtype)
             for name, shape in shapes.items()
         }
     return moments, missing
 
 
 def _counts(keys: DcpKeys, target: AbstractTarget, where: str) -> dict[str, float]:
-    """Return each parameter's update counter: `step`, or a sum of weights."""
+    """Return the update counter of each parameter: `step`, or a sum of weights."""
     field = WEIGHT_SUM if WEIGHT_SUM in target.scalars else STEP
     return {
         key: _number(value, f"{where}: {field} of {key}")
@@ -344,12 +374,12 @@ def _scalars(
     where: train_state.TorchTrainState,
     name: str,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """The optimizer's numbers: how many updates it made, and what else it counts."""
+    """Return the optimizer's scalar fields and its number of updates."""
     scalars: dict[str, np.ndarray] = {}
     if WEIGHT_SUM in target.scalars:
         sums = set(counts.values())
         if len(sums) != 1:
-            raise UserError(f"{name}: {len(sums)} different sums of weights, where one should be")
+            raise UserError(f"{name}: {len(sums)} different sums of weights instead of one")
         weight_sum = sums.pop()
         scalars[WEIGHT_SUM] = np.asarray(weight_sum, np.float32)
         updates: int | None = optimizer_state.schedule_free_updates(weight_sum, target.config)
@@ -358,9 +388,9 @@ def _scalars(
     if updates is None:
         updates = where.updates if where.updates is not None else where.step
     if updates is None:
-        raise UserError(f"{name}: nothing in it says how many updates were made")
+        raise UserError(f"{name}: the number of updates is not recorded")
     if not 0 <= updates < 2**31:
-        raise UserError(f"{name}: it says that {updates} updates were made")
+        raise UserError(f"{name}: it records {updates} updates, which is impossible")
     scalars["updates"] = np.asarray(updates, np.int32)
     return scalars, updates
 
@@ -372,7 +402,7 @@ def _counts_of_experts(
     by: Translation,
     absent: set[str],
 ) -> dict[str, dict[str, LazyTensor]]:
-    """The fields that hold what `_scalars` has, for each expert."""
+    """Return the fields of the counters in `_scalars` for each expert."""
     field = WEIGHT_SUM if WEIGHT_SUM in scalars else "updates"
     own = expert_counts.per_expert_counts(counts, float(scalars[field]), target, by.dialect, absent)
     steps = own
@@ -386,7 +416,7 @@ def _counts_of_experts(
     return expert_counts.fields({field: own, "updates": result})
 
 
-def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)
+def _number(value: Any, what: str) -> float:  # noqa: ANN401 (untrusted)
     try:
         return to_number(value)
     except UserError:

@@ -1,10 +1,10 @@
-"""Updates that each expert has had, as PyTorch counts them.
+"""Number of updates of each expert, as PyTorch counts them.
 
-A PyTorch optimizer skips parameters without gradient. KempnerForge runs experts that are modules of
-their own one after another in float32, and leaves out those without tokens, which then have no
-gradient. So each of their parameters has its own `step`, and an expert that no token ever reached
-has no optimizer state at all. In bfloat16 and float16, and with packed experts, one grouped product
-holds all experts, and every expert has a gradient, zero without tokens.
+A PyTorch optimizer skips parameters without gradient. In float32, KempnerForge runs experts that
+are separate modules one after another and omits experts without tokens, which then have no
+gradient. Each parameter of an expert therefore has its own `step`, and an expert that no token ever
+reached has no optimizer state. In bfloat16 and float16, and with packed experts, all experts are
+one grouped product, so that every expert has a gradient, which is zero without tokens.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ from torch_compat.names.table import NameMap
 from torch_compat.names.translation import Translation, summarize_names
 
 States = Mapping[str, Mapping[str, Any]]
-"""Parameter of theirs -> field of its optimizer state -> value."""
+"""Their parameter name -> field of its optimizer state -> value."""
 Counts = Mapping[str, float]
-"""Parameter of theirs -> number of updates, or another number that grows with them."""
+"""Their parameter name -> number of updates, or another number that grows with updates."""
 
 NOTE = (
     "experts without tokens in an update are skipped, as PyTorch skips them: "
@@ -33,13 +33,13 @@ NOTE = (
 
 
 def expert_keys(target: AbstractTarget, dialect: NameMap) -> dict[str, str]:
-    """Return our name of each parameter of an expert -> their key."""
+    """Return our name -> their key for all parameters of experts."""
     names = (name for name in target.params if target.stacking.expert_of(name))
     return {name: dialect.key_for(name) for name in names}
 
 
 def group_by_expert(names: Iterable[str], target: AbstractTarget) -> list[list[str]]:
-    """Return our names of experts' parameters, those of each expert together."""
+    """Group our names of experts' parameters by expert."""
     experts: dict[str | None, list[str]] = {}
     for name in names:
         experts.setdefault(target.stacking.expert_of(name), []).append(name)
@@ -47,22 +47,22 @@ def group_by_expert(names: Iterable[str], target: AbstractTarget) -> list[list[s
 
 
 def resolve_skip_idle_experts(
-    states: States, counts: Counts, target: AbstractTarget, by: Translation, said: bool | None
+    states: States, counts: Counts, target: AbstractTarget, by: Translation, recorded: bool | None
 ) -> AbstractTarget:
-    """Return the target with `optimizer.skip_idle_experts` decided.
+    """Return the target with `optimizer.skip_idle_experts` resolved.
 
-    A config that says nothing skips idle experts where the checkpoint says or shows that its run
-    did, or where KempnerForge would: unpacked experts in float32.
+    If the config does not set it, idle experts are skipped if the checkpoint records or shows that
+    its run skipped them, or if KempnerForge would skip them: unpacked experts in float32.
 
     Args:
         states: optimizer state by their keys.
-        counts: what counts updates in it: `step`, or a sum of weights.
-        target: what the config declares.
-        by: whose keys they are, and the checkpoint for the message.
-        said: what an export of ours says of its run; None where the checkpoint says nothing.
+        counts: update counters in `states`: `step`, or a sum of weights.
+        target: state that the config declares.
+        by: translation of the keys.
+        recorded: setting that an export of jaxforge records; None if the checkpoint does not.
 
     Raises:
-        UserError: the config skips no expert, and the checkpoint's run did.
+        UserError: the config skips no expert, but the run of the checkpoint did.
     """
     config, dialect = target.config, by.dialect
     if not config.model.is_moe or config.optimizer.skip_idle_experts:
@@ -71,13 +71,14 @@ def resolve_skip_idle_experts(
     common = {count for key, count in counts.items() if key not in keys}
     own = sorted(key for key in keys & counts.keys() if counts[key] not in common)
     if config.optimizer.skip_idle_experts is None:
-        if said is None:  # not an export of ours: as KempnerForge would
-            said = dialect.name == "kempnerforge" and config.train.mixed_precision == "fp32"
-        skips = own or unreached(states, target, dialect) or said
-        return target.skipping_idle_experts() if skips else target
+        if recorded is None:  # no export of jaxforge: the behaviour of KempnerForge
+            recorded = dialect.name == "kempnerforge" and config.train.mixed_precision == "fp32"
+        skips = own or unreached(states, target, dialect) or recorded
+        return target.with_idle_experts_skipped() if skips else target
     if own and common:
         raise UserError(
-            f"{by.where}: {summarize_names(own)} have had fewer updates than other parameters, as the run "
+            f"{by.where}: {summarize_names(own)} have had fewer updates than other parameters, as "
+            "the run "
             "skipped experts without tokens, and optimizer.skip_idle_experts is false; leave it "
             "out, or set it to true"
         )
@@ -85,9 +86,9 @@ def resolve_skip_idle_experts(
 
 
 def unreached(states: States, target: AbstractTarget, dialect: NameMap) -> set[str]:
-    """Return our names of the parameters of experts that no token ever reached.
+    """Return our names of parameters of experts that no token ever reached.
 
-    None of them has optimizer state. In a tensor of several experts, each of them has.
+    These have no optimizer state. Experts that share a tensor always have optimizer state.
     """
     keys = expert_keys(target, dialect)
     sharing = Counter(keys.values())
@@ -102,7 +103,7 @@ def unreached(states: States, target: AbstractTarget, dialect: NameMap) -> set[s
 
 
 def drop_expert_counts(counts: Counts, target: AbstractTarget, dialect: NameMap) -> Counts:
-    """Return the counts of parameters that all updates change."""
+    """Return the counts of parameters outside experts if experts have counts of their own."""
     if not target.config.skips_idle_experts:
         return counts
     keys = set(expert_keys(target, dialect).values())
@@ -112,13 +113,13 @@ def drop_expert_counts(counts: Counts, target: AbstractTarget, dialect: NameMap)
 def per_expert_counts(
     counts: Counts, default: float, target: AbstractTarget, dialect: NameMap, absent: set[str]
 ) -> dict[str, float]:
-    """Return the count of each parameter of an expert, by our names.
+    """Return the count of each parameter of an expert by our names.
 
     Args:
-        counts: by their keys.
-        default: count of experts without one, as of optimizers that do not count.
-        target: what the config declares.
-        dialect: whose keys they are.
+        counts: counts by their keys.
+        default: count of experts without one, for optimizers that do not count.
+        target: state that the config declares.
+        dialect: dialect of the keys.
         absent: our names of parameters that were never updated.
     """
     keys = expert_keys(target, dialect)
@@ -126,16 +127,16 @@ def per_expert_counts(
 
 
 def check(steps: Mapping[str, int], updates: int, target: AbstractTarget, where: str) -> None:
-    """Refuse counts that no run can have.
+    """Check that counts are possible.
 
     Args:
-        steps: updates of each parameter of an expert, by our names.
-        updates: those of other parameters.
-        target: what the config declares.
-        where: the checkpoint, for the message.
+        steps: number of updates of each parameter of an expert by our names.
+        updates: number of updates of other parameters.
+        target: state that the config declares.
+        where: path of the checkpoint, for messages.
 
     Raises:
-        UserError: an expert has several counts, or had more updates than there were.
+        UserError: an expert has several counts, or more updates than the run.
     """
     for names in group_by_expert(steps, target):
         own = {steps[name] for name in names}
@@ -143,8 +144,8 @@ def check(steps: Mapping[str, int], updates: int, target: AbstractTarget, where:
             what = ", ".join(f"{name}: {steps[name]}" for name in names)
             raise UserError(
                 f"{where}: the optimizer has different numbers of updates for one expert, or more "
-                f"than the run made ({updates}): {what}. It was damaged or changed; import with "
-                "--weights-only"
+                f"than the run made ({updates}): {what}. The checkpoint is damaged or was changed; "
+                "import with --weights-only"
             )
 
 
@@ -152,7 +153,7 @@ def fields(counts: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Laz
     """Return the fields of our optimizer state that hold counts of experts.
 
     Args:
-        counts: "updates" and the like -> our name -> count.
+        counts: "updates" or "weight_sum" -> our name -> count.
     """
     return {
         EXPERT_FIELD + field: {
@@ -166,15 +167,15 @@ def fields(counts: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Laz
 def counts_by_torch_key(
     checkpoint: CheckpointState, field: str, dialect: NameMap
 ) -> dict[str, float]:
-    """Return a number per parameter for the keys of an export; of experts their own.
+    """Return the counter of each parameter by the keys of an export; experts have their own.
 
     Args:
         checkpoint: the state.
         field: "updates" or "weight_sum".
-        dialect: whose keys to use.
+        dialect: dialect of the keys.
 
     Raises:
-        UserError: one tensor of the dialect holds experts whose numbers differ.
+        UserError: a tensor of the dialect holds experts whose counters differ.
     """
     own = (checkpoint.moments or {}).get(EXPERT_FIELD + field, {})
     shared = checkpoint.scalars[field]

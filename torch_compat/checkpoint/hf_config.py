@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` and our `[model]`, both ways."""
+"""Conversion between Hugging Face's `config.json` and our `[model]`."""
 
 import math
 import reprlib
@@ -25,7 +25,7 @@ _NO_PART_OF_THE_MODEL = frozenset({
     "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
     "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
-"""Keys of any family that do not say what the model computes; there is no dropout here."""
+"""Keys of any family that do not affect the model's function. jaxforge has no dropout."""
 _OF_GENERATION = frozenset({
     "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
     "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
@@ -35,19 +35,20 @@ _OF_GENERATION = frozenset({
     "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "stop_strings",
     "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
 })  # fmt: skip
-"""Settings of generation, which older files have in `config.json`."""
+"""Generation settings, which older versions store in `config.json`."""
 _OF_TRAINING = frozenset({
     "finetuning_task", "neftune_noise_alpha", "pad_to_multiple_of", "tf_legacy_loss",
     "tie_encoder_decoder", "use_bfloat16",
 })  # fmt: skip
 """Keys that trainers leave behind."""
 _OF_TOOLS = ("_", "unsloth_")
-"""What keys of tools begin with that say nothing of the model."""
+"""Prefixes of keys that tools add and that do not affect the model."""
 _OF_THE_EXPORT = frozenset({
     "_attn_implementation", "_name_or_path", "architectures", "auto_map", "dtype",
     "quantization_config", "torch_dtype",
 })  # fmt: skip
-"""Keys that an export does not take from an import: files of code, for instance, stay there."""
+"""Keys of an imported config that an export does not take over, such as references to code files.
+"""
 _NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
                  "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
@@ -56,15 +57,15 @@ DEQUANTIZED = (
     "take a copy in bfloat16, such as transformers saves of a model that it opened by "
     "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))"
 )
-"""What to do about files in MXFP4."""
+"""Advice for files in MXFP4."""
 _NO_SUCH = "such values"
 
 
 def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The `[model]` table of a `config.json`.
+    """Return the `[model]` table of a `config.json`.
 
     Raises:
-        UserError: the model is of another kind than ours, or keys are missing, or unknown.
+        UserError: the model is not supported, or keys are missing or unknown.
     """
     family = _family(config, where)
     table = family.read(_complete(config, family, where), where)
@@ -73,26 +74,28 @@ def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def further_layers(config: Mapping[str, Any], where: str) -> range:
-    """Numbers of layers that files have after the last one, and the model has not."""
+    """Return the indices of layers in the files beyond those of the model."""
     family = _family(config, where)
     complete = _complete(config, family, where)
     first = complete["num_hidden_layers"]
-    return range(first, first + (complete[family.further] if family.further else 0))
+    return range(
+        first, first + (complete[family.further_layers_key] if family.further_layers_key else 0)
+    )
 
 
 def select_family(
     model: ModelConfig, dialect: str | None = None, imported: Mapping[str, Any] | None = None
 ) -> str:
-    """Return the family that an export becomes, a key of `FAMILIES`.
+    """Return the family of an export, a key of `FAMILIES`.
 
     Args:
-        model: what is exported.
-        dialect: the name of one that has what the model has; None takes the family of `imported`,
-            or else the first.
-        imported: the `config.json` that the run was imported with.
+        model: exported model.
+        dialect: name of the requested dialect. None: take the family of `imported` if it supports
+            the model, else the first one that does.
+        imported: `config.json` with which the run was imported.
 
     Raises:
-        UserError: none has what the model has, or the one that is asked for has not.
+        UserError: no family supports the model, or the requested one does not.
     """
     lacks = {
         name: _lacks(family, model)
@@ -101,11 +104,12 @@ def select_family(
     }
     able = [name for name, missing in lacks.items() if not missing]
     if not able:
-        nearest = sorted(lacks, key=lambda name: _far(lacks[name]))[:_MOST_SHOWN]
+        # Families whose config cannot be written at all come last.
+        nearest = sorted(
+            lacks, key=lambda name: (lacks[name][0].startswith(_NO_SUCH), len(lacks[name]))
+        )[:_MOST_SHOWN]
         listed = "; ".join(f"{_dialect(name)} has no {', '.join(lacks[name])}" for name in nearest)
-        raise UserError(
-            f"no family of Hugging Face has all that this model has: {listed}. Export to dcp"
-        )
+        raise UserError(f"no family of Hugging Face supports this model: {listed}. Export to dcp")
     if dialect is None:
         before = (imported or {}).get("model_type")
         return before if before in able else able[0]
@@ -127,15 +131,15 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the `config.json` of an export.
 
-    A run that was imported gets its keys back, but for those in `_OF_THE_EXPORT`. Keys of the
-    model are written anew if training has changed what they say.
+    The export of an imported run keeps the imported keys except those in `_OF_THE_EXPORT`. Keys of
+    the model are replaced if their meaning has changed since the import.
 
     Args:
-        config: the run's config.
+        config: config of the run.
         family: a key of `FAMILIES`.
         dtype: torch's name of the exported dtype.
         eos_ids: ids of the tokens that end a text.
-        imported: the `config.json` that the run was imported with, if its tokens are the run's.
+        imported: `config.json` with which the run was imported, if the run has the same tokens.
     """
     before = {key: value for key, value in (imported or {}).items() if key not in _OF_THE_EXPORT}
     keys = _model_keys(config.model, FAMILIES[family], before)
@@ -144,7 +148,7 @@ def config_json(
         "eos_token_id": eos_token_id(eos_ids),
         "pad_token_id": None,  # some families have a default beyond small vocabularies
         "use_cache": True,
-        **{key: value for key, value in before.items() if _says_nothing(key)},
+        **{key: value for key, value in before.items() if _is_irrelevant(key)},
         **keys,
         "architectures": [FAMILIES[family].dialect.about],
         "model_type": family,
@@ -154,18 +158,18 @@ def config_json(
 
 
 def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
-    """Return ids of tokens that end a text as `eos_token_id` has them."""
+    """Return ids of tokens that end a text in the form of `eos_token_id`."""
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
-def _says_nothing(key: str) -> bool:
+def _is_irrelevant(key: str) -> bool:
     """Return whether a key is irrelevant to the model in every family."""
     is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
     return is_known or key.startswith(_OF_TOOLS)
 
 
 def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a model; those from before if they say the same and are of the same family."""
+    """Return the keys of a model; imported keys if they describe the same model and family."""
     keys = family.keys(model)
     if before.get("model_type") != family.model_type:
         return keys
@@ -175,7 +179,7 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
     )
     if not all(same(read[key], wanted[key]) for key in wanted):
         return keys
-    further = {key: 0 for key in before if family.llama_name(key) == family.further}
+    further = {key: 0 for key in before if family.llama_name(key) == family.further_layers_key}
     return {**before, **further}
 
 
@@ -196,20 +200,18 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
     return [f"{key} = {wanted[key]!r}" for key in wanted if not same(wanted[key], settings[key])]
 
 
-def _far(lacks: Sequence[str]) -> tuple[bool, int]:
-    """Return the distance of a family; configs that cannot be written are the farthest."""
-    return lacks[0].startswith(_NO_SUCH), len(lacks)
-
-
 def same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
-    """Return whether two values are equal, numbers to float32 precision."""
+    """Return whether two values are equal; numbers to float32 precision."""
     if isinstance(first, float) and isinstance(other, float):
         return math.isclose(first, other, rel_tol=1e-7)
     return first == other
 
 
 def network_settings(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that determine a network; equal for two configs with equal networks."""
+    """Return the settings that determine the function of a network.
+
+    They are equal for two configs of equal networks.
+    """
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
     keys |= {
@@ -219,8 +221,8 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
-        "sliding_window and attention_pattern": _reaches(model.windows, model),
-        "attention_chunk_size and attention_pattern": _reaches(model.chunks, model),
+        "sliding_window and attention_pattern": _effective_spans(model.windows, model),
+        "attention_chunk_size and attention_pattern": _effective_spans(model.chunks, model),
         "rotary positions": tuple(
             rope and (rope[0], model.rotary_size, scaling_keys(rope[1])) for rope in model.ropes
         ),
@@ -229,7 +231,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:
-    """Return the settings that determine experts' results, without losses and loads."""
+    """Return the settings that determine the outputs of experts, not their losses and loads."""
     if not model.is_moe:
         return {}
     same = ("moe_top_k", "moe_router", "moe_norm_topk", "moe_routed_scaling", "moe_router_bias",
@@ -246,9 +248,9 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _reaches(of_layers: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
-    """Windows or chunks of all layers; one of everything is none."""
-    return tuple(None if n is None or n >= model.max_seq_len else n for n in of_layers)
+def _effective_spans(spans: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
+    """Return windows or chunks of all layers; None if they cover the whole sequence."""
+    return tuple(None if n is None or n >= model.max_seq_len else n for n in spans)
 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
@@ -256,8 +258,9 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
     if not isinstance(family, str) or family not in FAMILIES:
         if isinstance(family, str) and family in UNSUPPORTED_FAMILIES:
             raise UserError(
-                f"{where}: model_type {family!r} takes {UNSUPPORTED_FAMILIES[family]}: not built yet; "
-                f"there are {', '.join(FAMILIES)}"
+                f"{where}: model_type {family!r} takes {UNSUPPORTED_FAMILIES[family]}: not built "
+                "yet; "
+                f"supported are {', '.join(FAMILIES)}"
             )
         raise UserError(
             f"{where}: model_type {reprlib.repr(family)} is not one of {', '.join(FAMILIES)}"
@@ -266,10 +269,10 @@ def _family(config: Mapping[str, Any], where: str) -> Family:
 
 
 def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """A config by Llama's keys, with what transformers takes for absent ones.
+    """Return a config with Llama's keys and transformers' defaults for absent keys.
 
     Raises:
-        UserError: keys are missing, unknown, or have values of no model.
+        UserError: keys are missing, unknown, or have impossible values.
     """
     if quantized := config.get("quantization_config"):
         is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
@@ -287,7 +290,7 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
         is_wrong = key in _NEVER_NULL if value is None else is_fine and not is_fine(value)
         if is_wrong:
             name = family.name_in_family(key)
-            raise UserError(f"{where}: {name} = {reprlib.repr(value)} is of no model")
+            raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
     problems = list(_unknown(usual, family))
     if problems:
         raise UserError(
@@ -298,11 +301,11 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
 
 
 def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """A config by Llama's names.
+    """Return a config with Llama's keys.
 
     Raises:
-        UserError: two keys that mean the same differ, or a key has a name that transformers does
-            not read in this family.
+        UserError: two keys of the same meaning differ, or transformers does not read the name of a
+            key in this family.
     """
     usual: dict[str, Any] = {}
     for key, value in config.items():
@@ -327,22 +330,22 @@ def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> di
 
 
 def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Keys that a family does not know, and values that are not built.
+    """Yield the keys that a family does not know, and values that are not supported.
 
-    An unknown key with null, false, or an empty list or table asks for nothing.
+    An unknown key with null, false, or an empty list or table has no effect.
     """
     known = family.defaults.keys() | {*family.unused}
     for key, value in config.items():
         if key in family.only:
             wrong = value not in (None, family.only[key])
         else:
-            wrong = not (key in known or value in (None, False, [], {}) or _says_nothing(key))
+            wrong = not (key in known or value in (None, False, [], {}) or _is_irrelevant(key))
         if wrong:
             name = family.name_in_family(key) if is_name(key) else reprlib.repr(key)
             yield f"{name} = {reprlib.repr(value)}"
 
 
-def _whole(most: int, least: int = 1) -> Callable[[Any], bool]:
+def _is_int_up_to(most: int, least: int = 1) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and least <= value <= most
 
 
@@ -364,11 +367,11 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
          "original_max_position_embeddings"),
-        _whole(limits.WIDTH),
+        _is_int_up_to(limits.WIDTH),
     ),
-    **dict.fromkeys(_COUNTS, _whole(limits.LAYERS)),
-    "sliding_window": _whole(limits.WIDTH, 0),
-    **dict.fromkeys(_FROM, _whole(limits.LAYERS, 0)),
+    **dict.fromkeys(_COUNTS, _is_int_up_to(limits.LAYERS)),
+    "sliding_window": _is_int_up_to(limits.WIDTH, 0),
+    **dict.fromkeys(_FROM, _is_int_up_to(limits.LAYERS, 0)),
     **dict.fromkeys(
         (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
         is_size,
@@ -383,6 +386,7 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
     "layer_types": _list_of(is_name),
     "no_rope_layers": _list_of(lambda value: value in (0, 1)),
-    "mlp_only_layers": _list_of(_whole(limits.LAYERS, 0)),
+    "mlp_only_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
 }  # fmt: skip
-"""Key -> whether a value of it can be a model's: the product of a few would take all memory."""
+"""Key -> predicate of possible values. Without limits, the product of a few values would exhaust
+the memory."""

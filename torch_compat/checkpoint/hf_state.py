@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: weights alone, with the config that says what they are."""
+"""Reader and writer of Hugging Face checkpoints: weights, config and tokenizer."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.checkpoint.validation import INVISIBLE_KEYS, has_effect
 from torch_compat.families import FAMILIES
-from torch_compat.formats import safetensors
+from torch_compat.formats import safetensors, torch_file
 from torch_compat.formats.files import Directory, sync
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.staging import Unit
@@ -46,77 +46,90 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def is_hf(directory: Directory) -> bool:
-    """Return whether a directory holds a `config.json` and weights."""
+    """Return whether a directory holds `config.json` and weights."""
     names = directory.names()
     weights = any(name.endswith(safetensors.SUFFIX) for name in names)
-    return CONFIG in names and (weights or safetensors.INDEX in names)
+    indexed = {safetensors.INDEX, torch_file.WEIGHTS, torch_file.WEIGHTS_INDEX} & set(names)
+    return CONFIG in names and bool(weights or indexed)
+
+
+def tensors(directory: Directory) -> Mapping[str, LazyTensor]:
+    """Return the tensors of a checkpoint by its keys: safetensors, or else `pytorch_model.bin`.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    names = directory.names()
+    if safetensors.INDEX in names or any(name.endswith(safetensors.SUFFIX) for name in names):
+        return safetensors.open_directory(directory)
+    return torch_file.open_weights(directory)
 
 
 def is_read(name: str) -> bool:
     """Return whether an import reads a file of this name."""
-    documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX)
-    return name.endswith(safetensors.SUFFIX) or name in documents
+    documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX, torch_file.WEIGHTS_INDEX)
+    return name.endswith((safetensors.SUFFIX, ".bin")) or name in documents
 
 
 def read_config(directory: Directory) -> tuple[dict[str, Any], str]:
-    """The `[model]` table of a checkpoint, and its family.
+    """Return the `[model]` table of a checkpoint, and its family.
 
     Raises:
-        UserError: the config cannot be read, or is of a model that jaxforge does not have.
+        UserError: the config cannot be read, or jaxforge does not support the model.
     """
     config = _config(directory)
     return model_table(config, f"{directory}/{CONFIG}"), config["model_type"]
 
 
 def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> CheckpointState:
-    """The weights.
+    """Read the weights.
 
     Raises:
-        UserError: they are not those of the model.
+        UserError: the weights are of another model.
     """
     config, model = _config(directory), target.config.model
     differences = tuple(_differences(config, model, f"{directory}/{CONFIG}"))
     dialect = (
         name_map(options.dialect) if options.dialect else FAMILIES[config["model_type"]].dialect
     )
-    contents = safetensors.open_directory(directory)
+    contents = tensors(directory)
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
-    tensors = _by_name(contents, dialect, str(directory))
-    tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
+    by_name = _rename_to_dialect(contents, dialect, str(directory))
+    by_name, left_out = _drop_layers(by_name, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
-    params, target_files, more = untrained.translate_model(tensors, target, into, goes_on=False)
+    params, model_state, more = untrained.translate_model(by_name, target, into, goes_on=False)
     return CheckpointState(
         params,
         dialect=dialect.name,
         notes=(*differences, *left_out, *more),
-        model_state=target_files,
+        model_state=model_state,
     )
 
 
 def copy_tokenizer(directory: Directory, target: Path) -> None:
-    """The tokenizer of a checkpoint, as runs keep theirs; nothing if it has no `tokenizer.json`.
+    """Copy the tokenizer of a checkpoint; do nothing if it has no `tokenizer.json`.
 
     Args:
         directory: the checkpoint.
-        target: the directory to make; one that is there stays as it is.
+        target: directory to create. An existing one is left unchanged.
     """
     if target.exists() or not directory.has(_TOKENIZER[0]):
         return
     partial = target.with_name(f".{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    for name in (*_TOKENIZER, CONFIG, _GENERATION):  # the last two may be all that names EOS
+    for name in (*_TOKENIZER, CONFIG, _GENERATION):  # EOS may be defined only in the last two
         if directory.has(name):
             (partial / name).write_bytes(directory.read(name))
     partial.rename(target)
 
 
 class ImportedDocuments(NamedTuple):
-    """The JSON files of a Hugging Face model that a run was imported from.
+    """JSON files of the Hugging Face model from which a run was imported.
 
     Attributes:
         config: `config.json`.
-        generation: `generation_config.json`; None without one.
+        generation: `generation_config.json`; None if absent.
     """
 
     config: dict[str, Any]
@@ -124,7 +137,7 @@ class ImportedDocuments(NamedTuple):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids at which transformers ends a text."""
+        """Ids of tokens at which transformers ends a text."""
         ids = (self.generation or self.config).get("eos_token_id")
         return tuple(n for n in (ids if isinstance(ids, list) else [ids]) if type(n) is int)
 
@@ -136,15 +149,15 @@ def copy_documents(directory: Directory, target: Path) -> None:
         directory: the checkpoint.
         target: the run directory.
     """
-    target_files = target / IMPORTED
-    target_files.mkdir(exist_ok=True)
+    copies = target / IMPORTED
+    copies.mkdir(exist_ok=True)
     for name in (CONFIG, _GENERATION):
         if directory.has(name):
-            (target_files / name).write_bytes(directory.read(name))
+            (copies / name).write_bytes(directory.read(name))
 
 
-def imported(run: Path) -> ImportedDocuments | None:
-    """Return what `copy_documents` kept in a run directory; None for a run that is no import.
+def read_imported_documents(run: Path) -> ImportedDocuments | None:
+    """Read the copies of `copy_documents` in a run directory; None for a run that is no import.
 
     Raises:
         UserError: a file is not a JSON object.
@@ -158,7 +171,7 @@ def imported(run: Path) -> ImportedDocuments | None:
     return ImportedDocuments(load_object(config.read_bytes(), str(config)), contents)
 
 
-def documents(directory: Directory) -> ImportedDocuments:
+def read_documents(directory: Directory) -> ImportedDocuments:
     """Return the JSON files of a checkpoint.
 
     Raises:
@@ -174,8 +187,8 @@ def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
     """Yield notes for the user of an export.
 
     Args:
-        dialect: the name of its family's dialect.
-        tokenizer: the run's tokenizer.
+        dialect: dialect of the exported family.
+        tokenizer: tokenizer of the run.
     """
     if (
         dialect != FAMILIES["qwen2"].dialect.name
@@ -185,8 +198,8 @@ def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
         return
     if not _settings(tokenizer).get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
         yield (
-            "transformers' AutoTokenizer splits the text of every qwen2 model as Qwen2's own "
-            "tokenizer does: open this one by PreTrainedTokenizerFast.from_pretrained"
+            "transformers' AutoTokenizer splits the text of every qwen2 model with the rules of "
+            "Qwen2: open this tokenizer with PreTrainedTokenizerFast.from_pretrained"
         )
 
 
@@ -201,23 +214,23 @@ def units(
     tokenizer: Path | None,
     before: ImportedDocuments | None = None,
 ) -> list[Unit]:
-    """Return the units of work that make a directory for `AutoModelForCausalLM.from_pretrained`.
+    """Return units that write a directory for `AutoModelForCausalLM.from_pretrained`.
 
     Args:
         checkpoint: the weights.
-        config: the run's config.
-        directory: where the files go.
-        family: a key of `FAMILIES`, which has all that the model has.
-        largest: bytes of a file at most, if one tensor does not have more.
+        config: config of the run.
+        directory: directory of the files.
+        family: a key of `FAMILIES` that supports the model.
+        largest: bytes of tensors per file; a single tensor may exceed it.
         block: bytes that may be in memory at a time.
-        tokenizer: the run's tokenizer.
-        before: what the run was imported with.
+        tokenizer: tokenizer of the run.
+        before: JSON files of the model from which the run was imported.
     """
-    of_family = FAMILIES[family].dialect
-    tensors = of_family.to_dialect(checkpoint.variables, config.model)
-    weights = of_family.to_dialect(checkpoint.params, config.model)
+    dialect = FAMILIES[family].dialect
+    tensors = dialect.to_dialect(checkpoint.variables, config.model)
+    weights = dialect.to_dialect(checkpoint.params, config.model)
     result, index = safetensors.units(tensors, directory, largest, block)
-    documents = _documents(config, family, _one_dtype(weights), tokenizer, before)
+    documents = _documents(config, family, _common_dtype(weights), tokenizer, before)
     if index is not None:
         documents[safetensors.INDEX] = index
     return [
@@ -233,7 +246,10 @@ def _documents(
     tokenizer: Path | None,
     before: ImportedDocuments | None,
 ) -> dict[str, Any]:
-    """`config.json` and `generation_config.json`: of an import with the run's tokens, its own."""
+    """Return `config.json` and `generation_config.json`.
+
+    Imported files are used if their EOS tokens are those of the run's tokenizer.
+    """
     eos_ids = _eos_ids(tokenizer)
     if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
         return {
@@ -249,15 +265,15 @@ def _config(directory: Directory) -> dict[str, Any]:
     return load_object(directory.read(CONFIG), f"{directory}/{CONFIG}")
 
 
-def _by_name(
+def _rename_to_dialect(
     contents: Mapping[str, LazyTensor], dialect: NameMap, where: str
 ) -> dict[str, LazyTensor]:
-    """Tensors by the dialect's names: without wrappers, with the base class's prefix.
+    """Return tensors by the dialect's names: without wrappers, with the prefix of the base class.
 
     `LlamaModel` and other base classes save their tensors without "model.".
 
     Raises:
-        UserError: two keys are one parameter's.
+        UserError: two keys belong to one parameter.
     """
     base = dialect.key_for(EMBEDDING).partition(".")[0]
     tensors: dict[str, LazyTensor] = {}
@@ -271,20 +287,20 @@ def _by_name(
     return tensors
 
 
-def _of_model(
+def _drop_layers(
     tensors: dict[str, LazyTensor], further: range
 ) -> tuple[dict[str, LazyTensor], list[str]]:
-    """The tensors without those of further layers, and what to say of them."""
+    """Return the tensors without those of `further` layers, and a note about these."""
     spare = {
         key for key in tensors
         if further and (match := _LAYER.match(key)) and int(match[1]) in further
     }  # fmt: skip
     if not spare:
         return tensors, []
-    target_files = {key: tensor for key, tensor in tensors.items() if key not in spare}
-    return target_files, [
+    needed = {key: tensor for key, tensor in tensors.items() if key not in spare}
+    return needed, [
         f"left out: {len(spare)} tensors of layers from {further.start} on, which predict further "
-        "tokens and are no part of the model here"
+        "tokens and are not part of the model here"
     ]
 
 
@@ -336,16 +352,16 @@ def _is_huggingface(tokenizer: Path) -> bool:
 def _eos_ids(tokenizer: Path | None) -> tuple[int, ...]:
     if tokenizer is None:
         return ()
-    from jaxforge.data.corpus.tokenizer import load_tokenizer  # here, for most runs name none
+    from jaxforge.data.corpus.tokenizer import load_tokenizer  # slow import; most runs name none
 
     return load_tokenizer(tokenizer).eos_ids
 
 
-def _one_dtype(tensors: Mapping[str, LazyTensor]) -> str:
-    """One that holds all of them: transformers reads everything in the dtype that is named."""
+def _common_dtype(tensors: Mapping[str, LazyTensor]) -> str:
+    """Return a dtype that holds all tensors: transformers casts all to the dtype of the config."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1:
         return dtypes.pop().name
-    from jax.numpy import promote_types  # NumPy has no answer for float16 and bfloat16
+    from jax.numpy import promote_types  # NumPy cannot promote float16 and bfloat16
 
     return functools.reduce(promote_types, dtypes).name

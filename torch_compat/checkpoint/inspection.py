@@ -6,22 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.storage import urls
-from torch_compat.checkpoint import dcp_state, orbax_store, train_state
+from torch_compat.checkpoint import dcp_state, hf_state, orbax_store, train_state
 from torch_compat.checkpoint.checkpoints import CheckpointRef
 from torch_compat.checkpoint.hf_state import read_config
 from torch_compat.checkpoint.optimizer_state import LAYOUTS, common_settings
 from torch_compat.families import FAMILIES
-from torch_compat.formats import safetensors
 from torch_compat.formats.lazy import LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
 
 
 def inspect(reference: CheckpointRef) -> dict[str, Any]:
-    """Plain values: format, dialect, parameters, optimizer, step, and every tensor."""
-    details, raw = {"dcp": _dcp, "hf": _hf, "jaxforge": _jaxforge}[reference.format](reference)
+    """Return a report as plain values: format, dialect, parameters, optimizer, step, tensors."""
+    details, raw = _READERS[reference.format](reference)
     return {
-        "path": str(reference.directory),
+        "path": str(reference),
         "format": reference.format,
         **details,
         "bytes": sum(tensor.nbytes for tensor in raw.values()),
@@ -33,9 +32,9 @@ def inspect(reference: CheckpointRef) -> dict[str, Any]:
 
 
 def as_json(report: Mapping[str, Any]) -> str:
-    """Return a report as JSON, with a line for each of its entries and for each tensor.
+    """Return a report as JSON, with one line per entry and per tensor.
 
-    `json.dumps(indent=2)` writes a line per number, ten times as slowly.
+    `json.dumps(indent=2)` would write a line per number and take ten times as long.
     """
     tensors = _lines(report["tensors"], "    ")
     others = {key: value for key, value in report.items() if key != "tensors"}
@@ -48,7 +47,7 @@ def _lines(values: Mapping[str, Any], indent: str) -> str:
 
 
 def as_text(report: Mapping[str, Any]) -> str:
-    """Return a report as text: a line for each entry, and a table of the tensors."""
+    """Return a report as text: one line per entry, and a table of the tensors."""
     lines = [f"{key}: {value}" for key, value in report.items() if key != "tensors"]
     rows = [("tensor", "dtype", "shape", "chunks")]
     rows += [
@@ -82,7 +81,7 @@ def _dcp(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
 
 def _hf(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
     table, family = read_config(reference.directory)
-    tensors = safetensors.open_directory(reference.directory)
+    tensors = hf_state.tensors(reference.directory)
     name = FAMILIES[family].dialect.name
     return {"dialect": name, "parameters": _count(tensors.values()), "model": table}, tensors
 
@@ -97,6 +96,9 @@ def _jaxforge(reference: CheckpointRef) -> tuple[dict[str, Any], Tensors]:
         "optimizer fields": sorted([*(checkpoint.moments or {}), *checkpoint.scalars]),
         "place": checkpoint.progress.to_json() if checkpoint.progress else {},
     }, dict(checkpoint.tensors())
+
+
+_READERS = {"dcp": _dcp, "pt": _dcp, "hf": _hf, "jaxforge": _jaxforge}
 
 
 def _count(tensors: Any) -> int:  # noqa: ANN401 (any iterable of tensors)

@@ -120,7 +120,8 @@ def decay_notes(target: AbstractTarget) -> list[str]:
     if not differ:
         return []
     return [
-        f"Megatron-Core decays whatever is no vector; here {summarize_names(differ)} differ from that"
+        "Megatron-Core decays all parameters but vectors, which differs from this run for "
+        f"{summarize_names(differ)}"
     ]
 
 

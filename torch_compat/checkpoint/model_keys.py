@@ -13,23 +13,23 @@ PREFIXES = (
     "state_dict.model.", "state.model.model.", "state.model.", "model_state_dict.", "app.model.",
     "model.model.", "state_dict.", "model.", "module.",
 )  # fmt: skip
-"""What stands before a model's keys: AppState and Lightning, Composer, tutorials, KempnerForge,
-MindSpeed's engine. torchtitan has nothing."""
+"""Prefixes of a model's keys in AppState and Lightning, Composer, tutorials, KempnerForge and
+MindSpeed's engine. torchtitan has none."""
 
 
 class DcpKeys(NamedTuple):
-    """The keys of a checkpoint, sorted.
+    """Keys of a checkpoint by purpose.
 
     Attributes:
-        dialect: whose names they are.
-        params: parameter -> tensor, wrappers and prefixes taken off.
-        state: parameter -> field -> tensor or number.
-        groups: the main settings of each parameter group.
-        others: keys of anything else.
-        left_out: those of tensors outside the model among them.
-        masters: parameter -> the float32 copy that the optimizer updates, where the model's own are
-            rounded.
-        flat: keys of optimizer state in flat buffers, which no parameter can be found in.
+        dialect: dialect of the parameter names; None if unknown.
+        params: parameter name without wrappers and prefixes -> tensor.
+        state: parameter name -> field -> tensor or number.
+        groups: main settings of each parameter group.
+        others: all other keys.
+        left_out: keys in `others` of tensors outside the model.
+        masters: parameter name -> the float32 copy that the optimizer updates, if the model's own
+            parameters are rounded.
+        flat: keys of optimizer state in flat buffers, in which parameters cannot be located.
     """
 
     dialect: NameMap | None
@@ -43,13 +43,13 @@ class DcpKeys(NamedTuple):
 
 
 class ModelKeys(NamedTuple):
-    """The model of a state dict.
+    """Model of a state dict.
 
     Attributes:
-        dialect: whose names it has; None if no dialect knows them.
-        params: its keys without the prefix -> tensor.
-        prefix: what stood before its keys.
-        left_out: keys that are outside the model.
+        dialect: dialect of the names; None if no dialect knows them.
+        params: key without prefix -> tensor.
+        prefix: prefix of the keys.
+        left_out: keys outside the model.
     """
 
     dialect: NameMap | None
@@ -58,7 +58,7 @@ class ModelKeys(NamedTuple):
     left_out: tuple[str, ...] = ()
 
     def owner(self, key: str) -> str:
-        """Return the parameter of an optimizer's key, which may have parts of the prefix."""
+        """Return the parameter of an optimizer's key, which may have a part of the prefix."""
         tails = (part for part in _tails(self.prefix) if key.startswith(part))
         return next(
             (name for part in tails if (name := key.removeprefix(part)) in self.params), key
@@ -68,12 +68,12 @@ class ModelKeys(NamedTuple):
 def find_model(tensors: Mapping[str, LazyTensor], name: str | None = None) -> ModelKeys:
     """Find the model among tensors.
 
-    If no prefix is before all keys, those with the prefix of a model are the model, or else those
-    with a dot in them: trainers keep counters and random states at the root.
+    Candidates in this order: all keys share a prefix; the keys with a known prefix; the keys with a
+    dot, because trainers store counters and random states at the root.
 
     Args:
         tensors: key without wrappers -> tensor.
-        name: the dialect; None finds it.
+        name: name of the dialect. None: detect it.
     """
     candidates = [name_map(name)] if name else list(NAME_MAPS.values())
     for prefix in ("", *PREFIXES):
@@ -92,7 +92,7 @@ def find_model(tensors: Mapping[str, LazyTensor], name: str | None = None) -> Mo
 
 
 def _below(tensors: Mapping[str, LazyTensor], prefix: str, candidates: list[NameMap]) -> ModelKeys:
-    """The model below a prefix, with a dialect if one of the candidates knows all of its keys."""
+    """Return the model below a prefix; its dialect is the candidate that knows all keys."""
     params = {
         key.removeprefix(prefix): tensor
         for key, tensor in tensors.items()
@@ -103,7 +103,7 @@ def _below(tensors: Mapping[str, LazyTensor], prefix: str, candidates: list[Name
 
 
 def _tails(prefix: str) -> Iterator[str]:
-    """Parts of a prefix that an optimizer's keys may have: none, all, the last ones."""
+    """Yield the suffixes of a prefix, which an optimizer's keys may have; the empty one first."""
     yield ""
     while prefix:
         yield prefix
@@ -111,7 +111,7 @@ def _tails(prefix: str) -> Iterator[str]:
 
 
 def unknown(tensors: Mapping[str, LazyTensor], where: str) -> str:
-    """Return the message for names that no dialect knows."""
+    """Return the error message for names that no dialect knows."""
     if not tensors:
         return f"{where}: it holds no model: no tensor outside optimizer state"
 
@@ -119,8 +119,8 @@ def unknown(tensors: Mapping[str, LazyTensor], where: str) -> str:
         return any(dialect.knows(key.removeprefix(prefix)) for prefix in ("", *PREFIXES))
 
     nearest = max(NAME_MAPS.values(), key=lambda item: sum(is_known(item, key) for key in tensors))
-    strange = [key for key in tensors if not is_known(nearest, key)]
+    unknown_keys = [key for key in tensors if not is_known(nearest, key)]
     return (
         f"{where}: these names are none of {', '.join(NAME_MAPS)}; nearest is {nearest.name}, "
-        f"which does not know {summarize_names(strange or tensors)}"
+        f"which does not know {summarize_names(unknown_keys or tensors)}"
     )

@@ -1,8 +1,8 @@
 """Conversion of muP models (`jaxforge.model.mup`) to the standard parametrisation.
 
-What a trained model computes, a standard one computes with other weights: output matrices times
-their multiplier, queries times the extra factor of their scores. Its training is
-another one there: moments, and rates by parameter, have no counterpart.
+A standard model computes the same function if the multipliers are folded into its weights: those of
+output matrices, and the extra factor of attention scores into the queries. Training does not carry
+over: moments and learning rates per parameter have no counterpart.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ def is_standard(model: ModelConfig) -> bool:
 
 
 def to_standard(model: ModelConfig) -> ModelConfig:
-    """The standard model that computes the same from `folded` weights.
+    """Return the config of the standard model for weights of `fold_multipliers`.
 
-    A tied head is the embedding, too, and normalised queries have lost their scale: there, keys of
-    the model say it, which not every family has.
+    Multipliers of a tied head (which is also the embedding) and of normalised queries (which have
+    lost their scale) become keys of the model, which not every family has.
     """
     tied = {"logits_scaling": model.logits_scaling * mup.width_ratio(model)}
     scores = {"attention_scale": mup.score_scale(model)}
@@ -46,38 +46,40 @@ def to_standard(model: ModelConfig) -> ModelConfig:
 
 
 def fold_multipliers(params: Tensors, model: ModelConfig) -> Tensors:
-    """Weights with the multipliers in them: exact where these are powers of two.
+    """Return weights multiplied by the muP multipliers; exact for powers of two.
 
     Args:
-        params: by our names, in the dtype that they were trained in.
-        model: that they are of.
+        params: parameters by our names, in the dtype in which they were trained.
+        model: config of the model.
     """
     factors = _factors(model)
     return {
-        name: _times(tensor, next((f for of, f in factors.items() if re.fullmatch(of, name)), 1.0))
+        name: _scale(
+            tensor, next((f for names, f in factors.items() if re.fullmatch(names, name)), 1.0)
+        )
         for name, tensor in params.items()
     }
 
 
 def check_export(model: ModelConfig, *, weights_only: bool) -> None:
-    """Refuses what cannot be exported.
+    """Check that a muP model is exported without its optimizer.
 
     Raises:
-        UserError: an optimizer goes with the weights.
+        UserError: the export includes the optimizer.
     """
     if not (weights_only or is_standard(model)):
         raise UserError(
-            f"model.mup_base_width = {model.mup_base_width}: a torch job would go on with another "
-            "learning rate for each matrix and other multipliers. Export with --weights-only, or "
-            "to hf: multipliers are folded into the weights"
+            f"model.mup_base_width = {model.mup_base_width}: a torch job would continue with other "
+            "learning rates and multipliers. Export with --weights-only, or to hf: multipliers are "
+            "then folded into the weights"
         )
 
 
 def check_import(model: ModelConfig, where: str) -> None:
-    """Refuses weights of the standard parametrisation for a model of another one.
+    """Check that a model can take weights of the standard parametrisation.
 
     Raises:
-        UserError: muP's multipliers would change what they compute.
+        UserError: muP multipliers would change the function that the weights compute.
     """
     if not is_standard(model):
         raise UserError(
@@ -88,10 +90,11 @@ def check_import(model: ModelConfig, where: str) -> None:
 
 
 def _factors(model: ModelConfig) -> Mapping[str, float]:
-    """By regular expressions of names."""
+    """Return regular expression of names -> factor of the weights."""
     output = mup.output_multiplier(model)
     share = (model.mup_base_head_dim or model.head_size) / model.head_size
-    # Relative to the usual 1/√head, scores have √base/head; relative to a set scale, its share.
+    # Scores of muP are scaled by √base/head instead of 1/√head: a factor of √(base/head). A model
+    # with a scale of its own multiplies that scale by base/head.
     queries = math.sqrt(share) if model.attention_scale is None else share
     factors = {_ROUTERS: output, _HEAD: output, _QUERIES: queries}
     if model.qk_norm:
@@ -99,7 +102,7 @@ def _factors(model: ModelConfig) -> Mapping[str, float]:
     return {names: factor for names, factor in factors.items() if factor != 1.0}
 
 
-def _times(tensor: LazyTensor, factor: float) -> LazyTensor:
+def _scale(tensor: LazyTensor, factor: float) -> LazyTensor:
     if factor == 1.0:
         return tensor
 

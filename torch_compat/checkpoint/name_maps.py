@@ -1,7 +1,8 @@
-"""One table per dialect: how a code base names the parameters that `jaxforge.model` declares."""
+"""Registry of dialects: tables of the names that other code bases give to our parameters."""
 
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.registry import OF_YOURS
+from jaxforge.registry import REGISTRATION_HINT
 from torch_compat.families import FAMILIES, Family
 from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
 from torch_compat.names.megatron import MEGATRON
@@ -19,25 +20,25 @@ NAME_MAPS: dict[str, NameMap] = {
         *(family.dialect for family in FAMILIES.values()),
     )
 }
-"""Every dialect by the name that the command line has for it."""
+"""Command-line name -> dialect."""
 
 
 def name_map(name: str) -> NameMap:
-    """The dialect of a name.
+    """Return the dialect of a name.
 
     Raises:
-        UserError: there is none.
+        UserError: no dialect has this name.
     """
     if name not in NAME_MAPS:
-        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}{OF_YOURS}")
+        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}{REGISTRATION_HINT}")
     return NAME_MAPS[name]
 
 
 def register_name_map(dialect: NameMap) -> None:
-    """Adds a dialect of one's own, such as that of a registered model.
+    """Register a dialect, such as that of a registered model.
 
     Raises:
-        UserError: its name is taken.
+        UserError: the name is taken.
     """
     if dialect.name in NAME_MAPS:
         raise UserError(f"dialect {dialect.name!r} is registered already: choose another name")
@@ -45,12 +46,18 @@ def register_name_map(dialect: NameMap) -> None:
 
 
 def register_family(family: Family) -> None:
-    """Adds a family of Hugging Face of one's own, and its dialect.
+    """Register a Hugging Face family and its dialect.
 
     Raises:
-        UserError: its `model_type`, or the name of its dialect, is taken.
+        UserError: the `model_type` or the name of the dialect is taken.
     """
     if family.model_type in FAMILIES:
         raise UserError(f"family {family.model_type!r} is registered already: choose another name")
     register_name_map(family.dialect)
     FAMILIES[family.model_type] = family
+
+
+def usual_dialect(model: ModelConfig) -> str:
+    """Return the dialect in which checkpoints for PyTorch are written by default."""
+    is_packed = model.is_moe and model.moe_packed_experts
+    return (KEMPNERFORGE_PACKED if is_packed else KEMPNERFORGE).name

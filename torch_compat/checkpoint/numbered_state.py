@@ -1,7 +1,7 @@
-"""Optimizer state by the number of a parameter, as `optimizer.state_dict()` of torch has it.
+"""Optimizer state keyed by parameter number, as in `optimizer.state_dict()` of torch.
 
-A number counts the parameters of all groups in their order. A group has its parameters in the order
-of the model, which is that of its state dict: both walk the modules in the same way.
+Numbers count the parameters of all groups in order. The parameters of a group are in the order of
+the model's state dict, because both traverse the modules in the same order.
 """
 
 import re
@@ -23,18 +23,18 @@ def is_numbered(state: State) -> bool:
 
 
 def state_by_name(state: State, params: Mapping[str, LazyTensor], dcp: Dcp) -> dict[str, Any]:
-    """Return the state by the names of its parameters.
+    """Return the state keyed by parameter name.
 
     Args:
         state: number -> field -> tensor or number, in the order of the checkpoint.
-        params: the trained parameters by their keys, in the order of the checkpoint.
-        dcp: the checkpoint, which says how large the groups are.
+        params: trained parameters by name, in the order of the checkpoint.
+        dcp: the checkpoint, which holds the sizes of the groups.
 
     Raises:
-        UserError: it cannot be told which number is which parameter.
+        UserError: the assignment of numbers to parameters is ambiguous.
     """
     numbers = [int(owner) for owner in state]
-    if numbers != sorted(numbers):  # then names are in no order either
+    if numbers != sorted(numbers):  # names have no order then either
         raise UserError(_refusal(dcp, "the file does not keep their order"))
     sizes = [len(members) for members in _groups(dcp)]
     if sum(sizes) != len(params):
@@ -52,7 +52,7 @@ def state_by_name(state: State, params: Mapping[str, LazyTensor], dcp: Dcp) -> d
 
 
 def _groups(dcp: Dcp) -> list[list[Any]]:
-    """The members of each group, in order."""
+    """Return the members of each group in order."""
     groups = {int(match[1]): key for key in dcp.objects if (match := _MEMBERS.fullmatch(key))}
     members = [dcp.objects(groups[number]) for number in sorted(groups)]
     if not members or not all(isinstance(member, list) for member in members):
@@ -61,7 +61,7 @@ def _groups(dcp: Dcp) -> list[list[Any]]:
 
 
 def _orders(params: Mapping[str, LazyTensor], groups: int) -> Iterator[list[list[str]]]:
-    """Yield possible orders of numbered parameters: all alike, or matrices apart from vectors."""
+    """Yield possible orders of parameters: one group, or one of matrices and one of vectors."""
     if groups == 1:
         yield [list(params)]
     elif groups == 2:
@@ -82,7 +82,7 @@ def _has_shapes(state: State, params: Mapping[str, LazyTensor], order: list[str]
 
 def _refusal(dcp: Dcp, why: str) -> str:
     return (
-        f"{dcp.directory}: its optimizer state is keyed by numbers instead of names, and {why}. "
+        f"{dcp.where}: its optimizer state is keyed by numbers instead of names, and {why}. "
         "Save it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or import "
         "with --weights-only"
     )

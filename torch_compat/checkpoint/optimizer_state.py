@@ -1,6 +1,6 @@
-"""Optimizer state as torch has it and as our optax chain has it.
+"""Correspondence of optimizer state in torch and in our optax chain.
 
-optimizer.state.{parameter}.{field}         nested and flattened dicts have the same flat keys
+optimizer.state.{parameter}.{field}         equal flat keys for nested and flattened dicts
 optimizer.param_groups.{g}.{key}            nested: one entry per group
 optimizer.param_groups.{parameter}.{key}    flattened: every key for every parameter
 """
@@ -18,7 +18,7 @@ from torch_compat.formats.lazy import to_count
 from torch_compat.formats.limits import shown
 
 MAIN_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
-"""Settings whose values say how the run was trained."""
+"""Settings of parameter groups that are read from a checkpoint."""
 
 STEP, WEIGHT_SUM = "step", "weight_sum"
 
@@ -27,11 +27,11 @@ class OptimizerLayout(NamedTuple):
     """Layout of one optimizer's state in torch.
 
     Attributes:
-        fields: our field -> torch's.
-        keys: keys of a parameter group next to lr, initial_lr, weight_decay and params.
+        fields: our field -> torch's field.
+        keys: keys of a parameter group other than lr, initial_lr, weight_decay and params.
         counts: whether each parameter has a `step`.
-        sometimes: our fields that KempnerForge does not save.
-        scalars: our fields that are single numbers.
+        optional: our fields that KempnerForge does not save.
+        scalars: our scalar fields.
         covers_all_params: whether each parameter has all of `fields`.
     """
 
@@ -44,15 +44,15 @@ class OptimizerLayout(NamedTuple):
 
     @property
     def required(self) -> set[str]:
-        """Our fields that every checkpoint of it has."""
+        """Our fields that every checkpoint holds."""
         return set(self.fields) - set(self.optional)
 
 
 LAYOUTS: Mapping[str, OptimizerLayout] = {
     "adamw": OptimizerLayout(
         {"mu": "exp_avg", "nu": "exp_avg_sq"},
-        # Every key that AdamW of torch 2.0 to 2.13 has: a loader needs those of its own version
-        # and passes over the others.
+        # All keys of AdamW in torch 2.0 to 2.13: a loader needs those of its own version and
+        # ignores the others.
         ("betas", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
          "decoupled_weight_decay"),
         counts=True,
@@ -68,29 +68,29 @@ LAYOUTS: Mapping[str, OptimizerLayout] = {
         {"nu": "v", "x": "x", "z": "z"}, ("betas", "eps"), scalars=("updates", WEIGHT_SUM)
     ),
 }  # fmt: skip
-"""`optimizer.name` -> how torch stores it."""
+"""`optimizer.name` -> layout in torch."""
 
 
 def optimizer_layout(config: JobConfig) -> OptimizerLayout:
     """Return the torch layout of the run's optimizer.
 
     Raises:
-        UserError: it is one of the user's own.
+        UserError: the optimizer is registered by the user.
     """
     name = config.optimizer.name
     if name not in LAYOUTS:
         raise UserError(
-            f'optimizer.name = "{name}": what PyTorch has in its place is not known; convert with '
+            f'optimizer.name = "{name}": its counterpart in PyTorch is not known; convert with '
             "--weights-only"
         )
     return LAYOUTS[name]
 
 
 def count_updates(steps: Mapping[str, float], where: str) -> int | None:
-    """The one number of updates that all parameters report; None if none does.
+    """Return the number of updates that all parameters report; None if no parameter has one.
 
     Raises:
-        UserError: they differ.
+        UserError: the numbers differ.
     """
     values = {float(step) for step in steps.values()}
     if not values:
@@ -100,7 +100,7 @@ def count_updates(steps: Mapping[str, float], where: str) -> int | None:
         raise UserError(
             f"{where}: parameters report different numbers of updates ("
             + ", ".join(f"{name}: {value:g}" for value, name in sorted(first.items()))
-            + "); a parameter was frozen or added in the middle, which no single count can say"
+            + "); a parameter was frozen or added during training, but jaxforge has a single count"
         )
     return parse_updates(values.pop(), where)
 
@@ -109,34 +109,36 @@ def parse_updates(step: float, where: str) -> int:
     """Return a parameter's `step` as an integer.
 
     Raises:
-        UserError: no optimizer can have made this many updates.
+        UserError: the value is no possible number of updates.
     """
     try:
         updates = to_count(step)
     except ValueError as error:
         raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
     if updates >= 2**31:
-        raise UserError(f"{where}: it says that {updates} updates were made")
+        raise UserError(f"{where}: it records {updates} updates, which is impossible")
     return updates
 
 
 def schedule_free_updates(weight_sum: float, config: JobConfig) -> int:
-    """The updates behind a sum of weights, each lr · (1 - b1): the count that torch's drops.
+    """Recover the number of updates, which torch drops, from the sum of weights.
+
+    Each update adds lr · (1 - b1) to the sum.
 
     Raises:
-        UserError: there was a warm-up, over which the weights grew.
+        UserError: during a warm-up, weights are smaller, so the number is not determined.
     """
     o = config.optimizer
     if o.schedule_free_warmup_steps:
         raise UserError(
             "schedule-free AdamW does not store its number of updates, and after a warm-up it "
-            "cannot be told from the sum of weights; import with --weights-only"
+            "does not follow from the sum of weights; import with --weights-only"
         )
     return round(weight_sum / (o.lr * (1 - o.betas[0])))
 
 
 def common_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings that the groups agree on; for weight decay, the largest."""
+    """Return the settings that are equal in all groups; for weight decay, the largest value."""
     settings: dict[str, Any] = {}
     for key in MAIN_KEYS:
         values = [group[key] for group in groups if _is_setting(group.get(key))]
@@ -150,67 +152,86 @@ def common_settings(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
-    """Return the optimizer settings in which checkpoint and config disagree."""
+    """Return messages about optimizer settings that differ between checkpoint and config."""
     o = config.optimizer
     ours = {"initial_lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     names = {"initial_lr": "lr"}
     return [
         f"optimizer.{names.get(key, key)} was {settings[key]} in PyTorch and is {value} in the "
-        "config: the config counts"
+        "config: the config is used"
         for key, value in ours.items()
         if key in settings and not _same(settings[key], value)
     ]
 
 
 def group_lr(config: JobConfig, updates: int) -> float:
-    """Return `lr` of a parameter group after this many updates: that of the next one.
+    """Return `lr` of a parameter group after a number of updates: the rate of the next update.
 
-    Schedule-free AdamW warms up by itself and leaves it alone.
+    Schedule-free AdamW applies its warm-up internally and keeps `lr` constant.
     """
     if config.optimizer.name == "schedule_free_adamw":
         return config.optimizer.lr
     return learning_rate_after(config, updates)
 
 
-def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """Parameter groups: those that decay, then those that do not.
+class GroupKey(NamedTuple):
+    """Settings by which parameters are grouped.
+
+    Attributes:
+        decays: whether weight decay applies.
+        lr_factor: factor on the learning rate.
+    """
+
+    decays: bool
+    lr_factor: float = 1.0
+
+
+def groups(
+    config: JobConfig, updates: int, settings: Mapping[str, GroupKey]
+) -> list[dict[str, Any]]:
+    """Return the parameter groups: with weight decay, without, then those of `lr_patterns`.
 
     Args:
-        config: the run's config.
-        updates: updates made.
-        decays: parameter -> whether it decays.
+        config: config of the run.
+        updates: number of updates.
+        settings: parameter -> its settings.
     """
     o = config.optimizer
     lr = group_lr(config, updates)
-    every: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "betas": tuple(o.betas), "eps": o.eps, "amsgrad": False, "maximize": False,
         "foreach": None, "capturable": False, "differentiable": False, "fused": o.fused,
         "decoupled_weight_decay": True, "momentum": o.muon_momentum, "ns_steps": o.muon_ns_steps,
     }  # fmt: skip
-    values = {key: every[key] for key in optimizer_layout(config).keys}
+    values = {key: defaults[key] for key in optimizer_layout(config).keys}
     return [
         {
-            "lr": lr,
+            "lr": lr * key.lr_factor,
             **values,
-            "weight_decay": o.weight_decay if decaying else 0.0,
-            "initial_lr": o.lr,
-            "params": [name for name, decay in decays.items() if decay == decaying],
+            "weight_decay": o.weight_decay if key.decays else 0.0,
+            "initial_lr": o.lr * key.lr_factor,
+            "params": [name for name, of_name in settings.items() if of_name == key],
         }
-        for decaying in (True, False)
+        for key in group_keys(settings)
     ]
 
 
-def _is_setting(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
-    """Return whether a value is a number or a few numbers, which are quick to compare."""
+def group_keys(settings: Mapping[str, GroupKey]) -> list[GroupKey]:
+    """Return the settings of each parameter group, in the order of `groups`."""
+    return list(dict.fromkeys([GroupKey(True), GroupKey(False), *settings.values()]))
+
+
+def _is_setting(value: Any) -> bool:  # noqa: ANN401 (untrusted)
+    """Return whether a value is a number or at most three numbers."""
     numbers = value if isinstance(value, tuple | list) else (value,)
     return len(numbers) <= 3 and all(isinstance(n, int | float | np.number) for n in numbers)
 
 
-def _check_range(key: str, value: Any) -> None:  # noqa: ANN401 (as `_is_setting` has it)
-    """Looks whether an optimizer can have a setting.
+def _check_range(key: str, value: Any) -> None:  # noqa: ANN401 (checked by `_is_setting`)
+    """Check that a setting is possible.
 
     Raises:
-        UserError: it cannot: the checkpoint is damaged, or of something else.
+        UserError: the value is impossible: the checkpoint is damaged, or of another kind.
     """
     most = 1.0 if key in ("betas", "momentum", "eps") else 1e9
     numbers = value if isinstance(value, tuple | list) else (value,)

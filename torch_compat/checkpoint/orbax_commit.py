@@ -1,4 +1,4 @@
-"""The end of an import: Orbax makes a checkpoint of the arrays that lie staged."""
+"""Last phase of an import: Orbax commits the staged arrays as a checkpoint."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ from torch_compat.formats.lazy import LazyTensor
 
 
 def scalars(checkpoint: CheckpointState) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint that are neither parameters nor moments, by name."""
+    """Return the arrays of a checkpoint that are neither parameters nor moments, by name."""
     assert checkpoint.progress is not None
     assert checkpoint.guard.keys() <= set(GuardState._fields)
     guard = GuardState.fresh(checkpoint.progress.skipped).arrays() | dict(checkpoint.guard)
@@ -36,7 +36,7 @@ def scalars(checkpoint: CheckpointState) -> dict[str, np.ndarray]:
 
 
 def names(state: Path) -> set[str]:
-    """Return the names of all arrays of a checkpoint, as Orbax finds them."""
+    """Return the names of all arrays that Orbax lists in a checkpoint."""
     return set(flatten_dict(ocp.PyTreeCheckpointHandler().metadata(state).tree, sep="."))
 
 
@@ -51,12 +51,12 @@ def commit(
     """Commit the checkpoint.
 
     Args:
-        progress: where the run stands.
-        config: the config that goes next to the arrays.
-        run: the run directory.
-        store: the database in which the arrays are staged.
-        arrays: all of them, by name.
-        checksums: of all of them, by name.
+        progress: progress of the run.
+        config: config that is stored next to the arrays.
+        run: run directory.
+        store: database of the staged arrays.
+        arrays: all arrays by name.
+        checksums: checksums of all arrays by name.
     """
     tree = {name: _Staged(store, a.shape, a.dtype) for name, a in arrays.items()}
     nested = {"optimizer": {}, **unflatten_dict(tree, sep=".")}
@@ -81,7 +81,7 @@ def commit(
 
 
 class _Staged:
-    """An array whose data were written beforehand."""
+    """Stand-in for an array whose data are already in the database."""
 
     def __init__(self, store: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.store, self.shape, self.dtype = store, shape, dtype
@@ -90,7 +90,10 @@ class _Staged:
 
 
 class _StagedHandler(ocp.type_handlers.NumpyHandler):
-    """Brings staged data in as if it had written them; links, so that a crash loses nothing."""
+    """Orbax type handler that hard-links the staged files instead of writing arrays.
+
+    The staged files stay complete, so that an import can be repeated after a crash.
+    """
 
     async def serialize(
         self,

@@ -1,8 +1,11 @@
-"""jaxforge's own checkpoints, read and written in pieces.
+"""Reader and writer of jaxforge's own checkpoints, one block at a time.
 
-Orbax reads and writes whole leaves, and a leaf holds all layers, and all their experts. The arrays
-are therefore reached in the format that Orbax keeps them in (`ocdbt`); what is around them
-(structure, metadata, commit) is Orbax's own work (`orbax_commit`).
+Orbax reads and writes whole leaves, and a leaf holds all layers and all experts. Arrays are
+therefore read and written directly in Orbax's storage format (`ocdbt`). Orbax itself writes the
+structure and metadata and commits the checkpoint (`orbax_commit`).
+
+    .<step>.partial/ocdbt.process_0/   staged arrays, linked into the checkpoint on commit
+    .<step>.partial/<_RUN_FILES>/      files of the run directory, moved there after the commit
 """
 
 import functools
@@ -43,23 +46,23 @@ from torch_compat.formats.lazy import (
 from torch_compat.formats.staging import Staging, Unit, batches, naming_failure
 from torch_compat.formats.workers import Share
 
-_BESIDE = "beside"
-_CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
-_CHUNKS = 6  # as large as can be, in a file: they are made durable together
-_FORM = 3  # of what is staged: an import that another form was begun in begins anew
-_STORE = "ocdbt.process_0"  # Orbax makes one database of all that are named so
+_RUN_FILES = "beside"
+_CHUNK = 32 << 20  # largest chunk in bytes; a restore reads one at a time
+_CHUNKS = 6  # chunks of largest size in a file, which are synced together
+_FORM = 3  # version of the staging format: an import in another one starts anew
+_STORE = "ocdbt.process_0"  # Orbax merges all databases whose names begin with ocdbt.process_
 
 
 def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, JobConfig]:
-    """The newest checkpoint of a run, or the one that is named, and the config stored in it.
+    """Open a checkpoint, or the newest one of a run; also return the stored config.
 
     Args:
-        path: the run or the checkpoint.
-        trusts: whether the plugins that the config names are imported.
+        path: path of the run or of the checkpoint.
+        trusts: decides whether plugins of the config are imported.
 
     Raises:
-        UserError: there is none, it is damaged, or its config is not valid here: a plugin of it is
-            not to be found, say.
+        UserError: the checkpoint is missing or damaged, or its config is invalid, for example
+            because a plugin is not installed.
     """
     run, step = find(path)
     directory = run / "checkpoints" / f"step_{step}"
@@ -88,7 +91,7 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
     scalars, guard = {}, {}
     for name, leaf in leaves.items():
         section, _, tail = name.partition(".")
-        if is_precision_specific(name):  # what no other framework knows, and a run may begin anew
+        if is_precision_specific(name):  # only in jaxforge, and runs can start without
             continue
         if section == "params":
             params |= stacking.split(tail, leaf)
@@ -108,12 +111,12 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
 
 
 def _check_files(directory: Path) -> None:
-    """Before anybody waits for a pipe, or fills the memory with what describes the arrays.
+    """Check types and sizes of files, so that no pipe blocks and no metadata fill the memory.
 
     Raises:
-        UserError: one of the files cannot be what it should.
+        UserError: a file is of another type, or too large.
     """
-    if urls.in_bucket(directory):  # which holds only objects
+    if urls.in_bucket(directory):  # buckets hold only objects
         return
     for path in filter(lambda path: not path.is_dir(), directory.rglob("*")):
         if not path.is_file():
@@ -133,14 +136,14 @@ def stage(
     share: Share,
     block: int,
 ) -> "StagedImport":
-    """Begins a checkpoint of a run.
+    """Begin the import of a checkpoint into a run.
 
     Args:
-        checkpoint: what to write; every parameter and moment that is wanted.
-        target: what the config declares.
-        run: the run directory.
-        plan: names the conversion, to go on with one that was stopped.
-        share: which of several processes this one is.
+        checkpoint: state to write.
+        target: state that the config declares.
+        run: run directory.
+        plan: identification of the conversion, for resuming one that was stopped.
+        share: share of this process.
         block: bytes that may be in memory at a time.
     """
     assert checkpoint.progress is not None
@@ -148,16 +151,16 @@ def stage(
     destination = run.absolute() / "checkpoints" / f"step_{checkpoint.progress.step}"
     if share.process == 0 and finish_import(run, destination):
         raise UserError(
-            f"{destination} is there: an import that was stopped at its very end is whole now"
+            f"{destination} exists: an import that was stopped at its very end is complete now"
         )
-    # Refuses what cannot be written, before anything is made.
+    # Raises if the state cannot be written, before anything is created.
     tensors = _tensors(checkpoint, target.stacking)
     staging = Staging(destination, {**plan, "store": _FORM}, share)
     return StagedImport(checkpoint, target, run, tensors, staging, block)
 
 
 class StagedImport:
-    """A checkpoint in the making: `units` to write, then `commit`."""
+    """Checkpoint being imported: first write `units`, then call `commit`."""
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class StagedImport:
         self.units = list(self._units())
 
     def commit(self) -> None:
-        """Lets Orbax make a checkpoint of what was staged."""
+        """Commit the staged arrays as a checkpoint, and verify it."""
         from torch_compat.checkpoint import orbax_commit
 
         progress = self._checkpoint.progress
@@ -188,7 +191,13 @@ class StagedImport:
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
             ocdbt_writer.write_index(self._store, self._values(arrays, scalars))
-            checksums = self._checksums(scalars)
+            # A checksum of an array is the sum of the checksums of its blocks, which may be in
+            # several files.
+            files = self.staging.results(self.units).values()
+            checksums = {
+                **{n: sum(file.get(n, 0) for file in files) % 2**32 for n in self._tensors},
+                **{name: block_checksum(value.all(), 0) for name, value in scalars.items()},
+            }
             orbax_commit.commit(progress, config, self._run, self._store, arrays, checksums)
         self._check_written(arrays)
         finish_import(self._run, destination)
@@ -197,13 +206,13 @@ class StagedImport:
     @property
     def run_files(self) -> Path:
         """Directory of files that the run directory receives once the checkpoint exists."""
-        return self.staging.path / _BESIDE
+        return self.staging.path / _RUN_FILES
 
     def _check_written(self, arrays: dict[str, LazyTensor]) -> None:
-        """Opens what was made, and reads a value of each array.
+        """Open the new checkpoint and compare the last value of each array.
 
         Raises:
-            StorageError: it cannot be read; it is gone then.
+            StorageError: the checkpoint cannot be read; it is removed.
         """
         from torch_compat.checkpoint.orbax_commit import names
 
@@ -220,55 +229,51 @@ class StagedImport:
         except (OSError, ValueError) as error:
             shutil.rmtree(directory)
             self.staging.discard()
-            raise StorageError(f"what was written could not be read again: {error}") from error
+            raise StorageError(f"the new checkpoint could not be read: {error}") from error
 
     def _units(self) -> Iterator[Unit]:
-        """Files of several chunks; notes where each lies."""
+        """Yield the units, one per file of several chunks, and record the locations of chunks."""
         chunks = itertools.chain.from_iterable(
             _chunks(name, leaf, self._block) for name, leaf in self._tensors.items()
         )
         files = batches(chunks, lambda chunk: chunk.nbytes, _CHUNKS * self._block)
-        for number, of_file in enumerate(files):
+        for number, file_chunks in enumerate(files):
             name, at = f"{ocdbt.DATA}/{number}", 0
-            for chunk in of_file:
+            for chunk in file_chunks:
                 self._locations[chunk.key] = name, at, chunk.nbytes
                 at += chunk.nbytes
-            write = functools.partial(_write_file, self._store / name, of_file)
-            yield Unit(f"data-{number}", sum(_bytes(c.leaf, c.part) for c in of_file), write)
-
-    def _checksums(self, scalars: dict[str, LazyTensor]) -> dict[str, int]:
-        """Checksums of all arrays, by name: those of the blocks in each file, added up."""
-        files = self.staging.results(self.units).values()
-        sums = {name: sum(file.get(name, 0) for file in files) % 2**32 for name in self._tensors}
-        return sums | {name: block_checksum(value.all(), 0) for name, value in scalars.items()}
+            write = functools.partial(_write_file, self._store / name, file_chunks)
+            nbytes = sum(_bytes(chunk.leaf, chunk.region) for chunk in file_chunks)
+            yield Unit(f"data-{number}", nbytes, write)
 
     def _values(
         self, arrays: dict[str, LazyTensor], scalars: dict[str, LazyTensor]
     ) -> dict[str, ocdbt.Location]:
-        """All that the database holds, by key."""
+        """Return the contents of the database by key."""
         values = dict(self._locations)
         for name, leaf in arrays.items():
             chunk = index_shape(_blocks(leaf, self._block)[0])
-            about = ocdbt_writer.description(leaf.shape, chunk, leaf.dtype)
-            values[f"{name}{ocdbt.ZARRAY}"] = about
+            metadata = ocdbt_writer.description(leaf.shape, chunk, leaf.dtype)
+            values[f"{name}{ocdbt.ZARRAY}"] = metadata
         for name, value in scalars.items():
             values[f"{name}/{ocdbt.chunk_key((0,) * len(value.shape))}"] = value.all().tobytes()
         return values
 
 
 def finish_import(run: Path, checkpoint: Path) -> bool:
-    """Moves what waits for a checkpoint to be there into its run; by names alone, on no new space.
+    """Move the staged files of the run directory there if the checkpoint exists.
 
-    An import that was killed in between is whole when it is tried again.
+    Only renames are needed, so a full disk cannot stop it. An import that was killed right after
+    the commit is completed when it is repeated.
 
     Returns:
-        Whether there was anything.
+        Whether an import was completed.
     """
     partial = partial_of(checkpoint)
-    if not checkpoint.exists() or not (partial / _BESIDE).is_dir():
+    if not checkpoint.exists() or not (partial / _RUN_FILES).is_dir():
         return False
     with naming_failure(run / "config.toml"):
-        for path in (partial / _BESIDE).iterdir():
+        for path in (partial / _RUN_FILES).iterdir():
             if path.is_file() or not (run / path.name).exists():
                 path.replace(run / path.name)
     shutil.rmtree(partial, ignore_errors=True)
@@ -287,25 +292,25 @@ def _tensors(checkpoint: CheckpointState, stacking: Stacking) -> dict[str, LazyT
 
 
 class _Chunk(NamedTuple):
-    """A chunk of an array.
+    """Chunk of an array.
 
     Attributes:
-        name: that of the array.
-        key: its key in the database.
+        name: name of the array.
+        key: key in the database.
         leaf: the array.
-        part: what of it there is.
-        nbytes: of a whole chunk, which the last one may not fill.
+        region: index of the chunk in the array.
+        nbytes: size of a full chunk, which the last chunk may not fill.
     """
 
     name: str
     key: str
     leaf: LazyTensor
-    part: Index
+    region: Index
     nbytes: int
 
 
 def _chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
-    """A block is a chunk; nothing, if there is no value."""
+    """Yield the chunks of an array, one per block; none for an empty array."""
     indices = _blocks(leaf, limit)
     shape, nbytes = index_shape(indices[0]), _bytes(leaf, indices[0])
     for index in indices if nbytes else ():
@@ -314,24 +319,24 @@ def _chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
 
 
 def _write_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
-    """Write chunks into a file; return the sums of their checksums, by the names of the arrays."""
+    """Write chunks into a file; return the sum of checksums by array name."""
     sums: dict[str, int] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path) as put:
         at = 0
         for chunk in chunks:
-            values = np.asarray(chunk.leaf.read(chunk.part), order="C")
+            values = np.asarray(chunk.leaf.read(chunk.region), order="C")
             put(values.reshape(-1).view(np.uint8), at)
             put(bytes(chunk.nbytes - values.nbytes), at + values.nbytes)
             at += chunk.nbytes
-            # The disk is busy with the chunk meanwhile.
-            checksum = block_checksum(values, first_position(chunk.part, chunk.leaf.shape))
+            # The disk writes the chunk while its checksum is computed.
+            checksum = block_checksum(values, first_position(chunk.region, chunk.leaf.shape))
             sums[chunk.name] = (sums.get(chunk.name, 0) + checksum) % 2**32
     return sums
 
 
 def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:
-    """One layer or less at a time: some of its experts, or some rows of one."""
+    """Split an array into blocks of at most one layer: some experts, or some rows of one."""
     if len(leaf.shape) < 2:
         return [full_index(leaf.shape)]
     if len(leaf.shape) < 3:
@@ -341,7 +346,7 @@ def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:
 
 
 def _last(leaf: LazyTensor) -> bytes:
-    """Its last value, bit for bit; nothing if it has none."""
+    """Return the bytes of the last value; empty for an empty array."""
     index = tuple(slice(max(0, size - 1), size) for size in leaf.shape)
     return leaf.read(index).tobytes()
 

@@ -10,9 +10,9 @@ from rich.console import Console
 
 @contextlib.contextmanager
 def bar(total: int, console: Console, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` bytes are done, and how fast; yields what to call with more.
+    """Show a progress bar; yield a function that advances it by a number of bytes.
 
-    Nothing is drawn where nobody looks: in files and pipes.
+    Nothing is shown if standard error is no terminal, or if `quiet`.
     """
     if quiet or not sys.stderr.isatty():
         yield lambda nbytes: None

@@ -1,6 +1,6 @@
-"""PyTorch's and Hugging Face's checkpoints, read right into a sharded training state.
+"""Restoring PyTorch and Hugging Face checkpoints directly into a sharded training state.
 
-Each device's share is read from the files by the process that holds it; nothing is ever whole.
+Each process reads only the shards of its own devices from the files.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A checkpoint of another code base, opened for a run.
+    """Checkpoint of another code base, opened for a run.
 
     Attributes:
-        name: what it is, for the log.
-        checkpoint: what it holds.
-        stacking: how the run stacks layers and experts.
+        name: description for the log.
+        checkpoint: contents.
+        stacking: stacking of layers and experts in the run.
     """
 
     name: str
@@ -56,10 +56,10 @@ class ForeignCheckpoint:
         return self.checkpoint.progress or Progress()
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
-        """State and progress.
+        """Restore state and progress.
 
         Args:
-            like: shapes, dtypes and shardings wanted (`state.train_state.abstract_state`).
+            like: requested shapes, dtypes and shardings (`state.train_state.abstract_state`).
         """
         progress, moments = self.checkpoint.progress, self.checkpoint.moments
         assert progress is not None
@@ -85,8 +85,8 @@ class ForeignCheckpoint:
         """Restore the model's part of the state (`layout.model_tree`)."""
         parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
         joined = {name: self.stacking.join(part) for name, part in parts.items()}
-        there = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}
-        wanted = layout.drop_unsaved(like, there)
+        saved = {name: unflatten_dict(part, sep=".") for name, part in joined.items()}
+        wanted = layout.drop_unsaved(like, saved)
         return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
 
     def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
@@ -98,19 +98,19 @@ class ForeignCheckpoint:
 
 
 def open_foreign(path: str, config: JobConfig) -> ForeignCheckpoint:
-    """Opens a DCP or Hugging Face checkpoint for a run.
+    """Open a DCP or Hugging Face checkpoint for a run.
 
     Raises:
-        UserError: there is none, it is damaged, or it is of another model than `[model]`.
+        UserError: the checkpoint is missing, damaged, or of another model than `[model]`.
     """
     reference = checkpoints.find(path)
     excluded = "optimizer" in config.checkpoint.exclude_from_loading
     checkpoint = reference.read(config, ReadOptions(weights_only=excluded, keep_place=excluded))
-    check_moment_dtype(checkpoint, config, str(reference.directory))
+    check_moment_dtype(checkpoint, config, str(reference))
     for note in checkpoint.notes:
-        log.warning("%s: %s", reference.directory, note)
+        log.warning("%s: %s", reference, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
-    name = f"{step}{reference.directory} ({checkpoint.dialect})"
+    name = f"{step}{reference} ({checkpoint.dialect})"
     return ForeignCheckpoint(name, checkpoint, Stacking(config.model))
 
 
@@ -118,9 +118,9 @@ def copy_documents(path: str, run: Path) -> None:
     """Copy the JSON files of the Hugging Face model that a run starts from, for exports of the run.
 
     Args:
-        path: the checkpoint. A run that was imported, or that started from Hugging Face, hands its
-            own copies on; other checkpoints have none.
-        run: the run directory.
+        path: the checkpoint. A run that started from Hugging Face passes its own copies on; other
+            checkpoints have none.
+        run: run directory.
 
     Raises:
         UserError: the files cannot be written.
@@ -129,7 +129,7 @@ def copy_documents(path: str, run: Path) -> None:
     source = reference.directory
     if reference.format == "jaxforge":
         source = Directory(paths.find(urls.path(path))[0] / hf_state.IMPORTED)
-    if source.has(CONFIG) and reference.format != "dcp":
+    if source.has(CONFIG) and not reference.is_torch:
         try:
             hf_state.copy_documents(source, run)
         except OSError as error:
@@ -137,24 +137,24 @@ def copy_documents(path: str, run: Path) -> None:
 
 
 def counts_experts(path: str, config: JobConfig) -> bool:
-    """Return whether a run that goes on from a checkpoint skips experts without tokens.
+    """Return whether a run that resumes from a checkpoint skips experts without tokens.
 
     Raises:
-        UserError: as of `open_foreign`.
+        UserError: see `open_foreign`.
     """
     reference = checkpoints.find(path)
-    return reference.format == "dcp" and reference.read(config, ReadOptions()).counts_experts
+    return reference.is_torch and reference.read(config, ReadOptions()).counts_experts
 
 
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
     cast = tensor.cast(np.dtype(like.dtype))
 
-    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+    def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         bounds = zip(index, cast.shape, strict=True)
         return cast.read(tuple(slice(*s.indices(n)[:2]) for s, n in bounds))
 
-    return jax.make_array_from_callback(cast.shape, like.sharding, share)
+    return jax.make_array_from_callback(cast.shape, like.sharding, read_shard)
 
 
 def _scalar(value: float | np.ndarray, like: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""Names and shapes of all parameters that a config of our own model declares, told without JAX.
+"""Names and shapes of all parameters that a config declares, without JAX.
 
-`jaxforge.model` declares them too, but to ask it takes JAX and Flax, whose imports last longer than
-converting a small checkpoint does. A test holds the two together. A registered model is asked
-(`training_state.model_shapes`).
+`jaxforge.model` declares them too, but importing JAX and Flax takes longer than the conversion of a
+small checkpoint. A test checks that both agree. Shapes of a registered model come from the model
+itself (`training_state.model_shapes`).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def parameters(model: ModelConfig) -> dict[str, Shape]:
-    """Our names -> shapes, an entry per layer and expert, sorted as a checkpoint has them."""
+    """Return our name -> shape, one entry per layer and expert, in the order of a checkpoint."""
     norm = dict(_norm("norm", model.dim, model.norm_type))
     table = (model.vocab_size, model.dim)
     head = {} if model.tie_embeddings else {HEAD: table}
@@ -51,7 +51,7 @@ def _in_layers(
 
 
 def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
-    """One layer; of experts, one."""
+    """Yield the parameters of a layer, with those of one expert."""
     norm_names = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
     for edge in norm_names[model.norm_placement]:
         yield from _norm(f"attention_{edge}", model.dim, model.norm_type)
@@ -63,14 +63,14 @@ def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shap
     if model.attention_sinks:
         yield "attention.sinks", (model.n_heads,)
     if model.qk_norm:
-        whole = model.qk_norm_scope == "projection"
-        yield from _norm("attention.q_norm", queries if whole else model.head_size)
-        yield from _norm("attention.k_norm", keys if whole else model.head_size)
+        is_joint = model.qk_norm_scope == "projection"
+        yield from _norm("attention.q_norm", queries if is_joint else model.head_size)
+        yield from _norm("attention.k_norm", keys if is_joint else model.head_size)
     yield from _experts(model) if has_experts else _feed_forward("mlp", model.ffn_dim, model)
 
 
 def _experts(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """The feed-forward of a layer with experts."""
+    """Yield the feed-forward parameters of a layer with experts."""
     yield from _linear("mlp.router.gate", model.num_experts, model.dim, bias=model.moe_router_bias)
     if model.bias_update == "kempnerforge":
         yield "mlp.router.expert_bias", (model.num_experts,)
@@ -87,10 +87,10 @@ def _feed_forward(name: str, width: int, model: ModelConfig) -> Iterator[tuple[s
     yield from _linear(f"{name}.down_proj", model.dim, width, bias=model.mlp_bias)
 
 
-def _linear(name: str, out: int, inp: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (out, inp)
+def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (outputs, inputs)
     if bias:
-        yield f"{name}.bias", (out,)
+        yield f"{name}.bias", (outputs,)
 
 
 def _norm(name: str, size: int, kind: str = "rmsnorm") -> Iterator[tuple[str, Shape]]:

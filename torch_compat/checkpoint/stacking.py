@@ -1,9 +1,10 @@
-"""The arrays of a model, which hold layers and experts together, and the entries of each.
+"""Correspondence of a model's stacked arrays and their entries per layer and expert.
 
+    array                                   shape         entries
     layers.attention.q_proj.weight          [L, ...]      layers.{i}.attention.q_proj.weight
     moe_layers.mlp.experts.up_proj.weight   [n, E, ...]   layers.{i}.mlp.experts.{j}.up_proj.weight
 
-An entry has its layer's number in the model, whatever stack (`ModelConfig.stacks`) holds the layer.
+i is the index of the layer in the model, whichever stack (`ModelConfig.stacks`) holds the layer.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, stack
 
 Index = tuple[int, ...]
-"""Where an entry is in its array: row, and expert; nothing in one of no layer."""
+"""Position of an entry in its array: (), (row,) or (row, expert)."""
 
 EXPERTS = "mlp.experts."
 _LAYER = re.compile(rf"{LAYERS}\.(\d+)\.(.+)")
@@ -23,7 +24,7 @@ _EXPERT = re.compile(rf"{re.escape(EXPERTS)}(\d+)\.(.+)")
 
 
 def layer_of(entry: str) -> int | None:
-    """The layer of an entry; None for one of no layer."""
+    """Return the layer of an entry; None for entries outside layers."""
     match = _LAYER.fullmatch(entry)
     return int(match[1]) if match else None
 
@@ -41,10 +42,10 @@ class Stacking:
         }
 
     def entries(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Index]]:
-        """The entries of an array, and where in it they are.
+        """Yield the entries of an array and their positions.
 
         Raises:
-            UserError: it has not as many layers or experts as the model.
+            UserError: the array has another number of layers or experts than the model.
         """
         stacked, _, tail = name.partition(".")
         layers = self._stacks.get(stacked)
@@ -55,7 +56,7 @@ class Stacking:
         experts, inner = self._experts, tail.removeprefix(EXPERTS)
         sizes = (len(layers), experts) if has_experts else (len(layers),)
         if shape[: len(sizes)] != sizes:
-            raise UserError(f"{name} is {list(shape)}, and {list(sizes)} of them are in the model")
+            raise UserError(f"{name} is {list(shape)}, but the model has {list(sizes)} entries")
         for row, layer in enumerate(layers):
             if not has_experts:
                 yield f"{LAYERS}.{layer}.{tail}", (row,)
@@ -64,7 +65,7 @@ class Stacking:
                 yield f"{LAYERS}.{layer}.{EXPERTS}{expert}.{inner}", (row, expert)
 
     def array_of(self, entry: str) -> str:
-        """The array that an entry is of."""
+        """Return the array of an entry."""
         return self._index_of(entry)[0]
 
     def expert_of(self, entry: str) -> str | None:
@@ -75,10 +76,10 @@ class Stacking:
         return f"{entry.partition(EXPERTS)[0]}{EXPERTS}{index[1]}"
 
     def split(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
-        """The entries of an array.
+        """Split an array into entries.
 
         Raises:
-            UserError: it has not as many layers or experts as the model.
+            UserError: the array has another number of layers or experts than the model.
         """
         return {
             entry: functools.reduce(LazyTensor.part, index, tensor)
@@ -86,10 +87,10 @@ class Stacking:
         }
 
     def join(self, entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-        """The arrays of entries, which must be all.
+        """Join all entries into arrays.
 
         Raises:
-            UserError: the entries of one differ in dtype.
+            UserError: the entries of an array differ in dtype.
         """
         arrays: dict[str, dict[Index, LazyTensor]] = {}
         for entry, tensor in entries.items():
@@ -98,10 +99,10 @@ class Stacking:
         for name, parts in arrays.items():
             if len({tensor.dtype for tensor in parts.values()}) > 1:
                 raise UserError(
-                    f"{name} has not one dtype in all layers; import it with --dtype float32 or "
-                    "another"
+                    f"{name} has several dtypes in different layers; import it with --dtype "
+                    "float32 or another dtype"
                 )
-        return {name: _joined(parts) for name, parts in arrays.items()}
+        return {name: _stack_entries(parts) for name, parts in arrays.items()}
 
     def _index_of(self, entry: str) -> tuple[str, Index]:
         match = _LAYER.fullmatch(entry)
@@ -115,11 +116,11 @@ class Stacking:
         return f"{name}.{tail}", (row,)
 
 
-def _joined(parts: Mapping[Index, LazyTensor]) -> LazyTensor:
-    """One tensor, with a leading axis for each number of a place."""
+def _stack_entries(parts: Mapping[Index, LazyTensor]) -> LazyTensor:
+    """Stack entries along one leading axis per number of their positions."""
     if () in parts:
         return parts[()]
     rows: dict[int, dict[Index, LazyTensor]] = {}
     for (row, *tail), tensor in parts.items():
         rows.setdefault(row, {})[tuple(tail)] = tensor
-    return stack([_joined(rows[row]) for row in range(len(rows))])
+    return stack([_stack_entries(rows[row]) for row in range(len(rows))])

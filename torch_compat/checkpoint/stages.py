@@ -1,4 +1,4 @@
-"""Checkpoints of one directory per pipeline stage, as KempnerForge has them: which holds what."""
+"""Split of a checkpoint into one directory per pipeline stage, as KempnerForge writes them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from torch_compat.names.table import EMBEDDING, NameMap
 
 
 def check(stages: int, dialect: NameMap, model: ModelConfig) -> None:
-    """Check that a model can be written as this many stages.
+    """Check that a model can be split into a number of stages.
 
     Args:
-        stages: how many.
-        dialect: whose names the checkpoint has.
+        stages: number of stages.
+        dialect: dialect of the checkpoint.
         model: the model.
 
     Raises:
-        UserError: the dialect has no stages, or none of such a model.
+        UserError: the dialect has no stages, or does not support them for this model.
     """
     if stages == 1:
         return
@@ -31,24 +31,24 @@ def check(stages: int, dialect: NameMap, model: ModelConfig) -> None:
         )
     if not 1 <= stages <= model.n_layers:
         raise UserError(
-            f"--stages {stages}: each stage has a layer at least, and there are model.n_layers = "
+            f"--stages {stages}: each stage needs at least one layer, and model.n_layers = "
             f"{model.n_layers}: give a number from 1 to {model.n_layers}"
         )
     if model.tie_embeddings or model.is_moe:
         what = "tie_embeddings = true" if model.tie_embeddings else "num_experts > 0"
         raise UserError(
             f"--stages {stages}: KempnerForge refuses model.{what} with distributed.pp > 1: leave "
-            "--stages out, and go on with distributed.pp = 1 there"
+            "--stages out, and resume with distributed.pp = 1 there"
         )
 
 
 def split(checkpoint: CheckpointState, layers: int, stages: int) -> dict[str, CheckpointState]:
-    """Split a checkpoint by the directories of its stages; "" holds all of it without stages.
+    """Return the parts of a checkpoint by stage directory; "" is the whole state for one stage.
 
     Args:
         checkpoint: the whole state.
-        layers: how many the model has.
-        stages: how many.
+        layers: number of layers of the model.
+        stages: number of stages.
     """
     if stages == 1:
         return {"": checkpoint}
@@ -72,11 +72,11 @@ def split(checkpoint: CheckpointState, layers: int, stages: int) -> dict[str, Ch
 
 
 def _stage_of(name: str, rows: Sequence[Sequence[int]]) -> int:
-    """The stage of an array of the model.
+    """Return the stage of an array of the model.
 
     Args:
-        name: our name of it.
-        rows: the layers of each stage.
+        name: our name of the array.
+        rows: layers of each stage.
     """
     if name == EMBEDDING:
         return 0

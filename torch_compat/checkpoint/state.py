@@ -1,8 +1,8 @@
 """Contents of a run's checkpoint in any format: readers produce it, writers consume it.
 
-Parameters, moments and what no gradient moves go by jaxforge's names, one entry per layer and
-expert (`stacking`), so that a layer is the most that is ever looked at:
-`layers.3.attention.q_proj.weight`.
+Parameters, moments and non-trainable state have jaxforge's names, with one entry per layer and
+expert (`stacking`), such as `layers.3.attention.q_proj.weight`. No operation needs more than the
+entries of one layer at a time.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.formats.lazy import LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
-"""Our names -> tensors."""
+"""Our name -> tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointState:
-    """A checkpoint that has been opened.
+    """Opened checkpoint.
 
     Attributes:
-        params: the parameters.
-        moments: field of the optimizer's state ("mu", "nu", ...) -> a tensor per parameter; None
-            where the checkpoint has no optimizer.
-        scalars: the optimizer's other fields ("updates", ...).
-        progress: where the run stands; None where the checkpoint does not say.
+        params: parameters.
+        moments: field of the optimizer state ("mu", "nu", ...) -> a tensor per parameter; None if
+            the checkpoint has no optimizer.
+        scalars: scalar fields of the optimizer state ("updates", ...).
+        progress: progress of the run; None if the checkpoint does not record it.
         guard: counts of bad steps, and normal losses.
-        settings: what the checkpoint says of its optimizer and schedule ("lr", "betas", ...).
-        dialect: whose names it had.
-        notes: what the user should know.
-        model_state: what no gradient moves; empty where the checkpoint has none.
+        settings: recorded settings of optimizer and schedule ("lr", "betas", ...).
+        dialect: dialect of the names in the checkpoint.
+        notes: notes for the user.
+        model_state: non-trainable state; empty if the checkpoint has none.
     """
 
     params: Tensors
@@ -54,16 +54,16 @@ class CheckpointState:
 
     @property
     def counts_experts(self) -> bool:
-        """Return whether the optimizer has counted the updates of each expert."""
+        """True if the optimizer has counted the updates of each expert."""
         return EXPERT_FIELD + "updates" in (self.moments or {})
 
     @property
     def variables(self) -> Tensors:
-        """The model's part: parameters, and what no gradient moves among them."""
+        """Parameters and non-trainable state of the model."""
         return {**self.params, **self.model_state}
 
     def tensors(self) -> Iterator[tuple[str, LazyTensor]]:
-        """Every tensor, by section and name: `params.norm.weight`, `optimizer.mu.norm.weight`."""
+        """Yield all tensors: `params.norm.weight`, `optimizer.mu.norm.weight`."""
         yield from self.model_tensors()
         for field, of_field in (self.moments or {}).items():
             yield from ((f"optimizer.{field}.{name}", t) for name, t in of_field.items())
@@ -76,12 +76,12 @@ class CheckpointState:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractTarget:
-    """The state that a config declares.
+    """State that a config declares.
 
     Attributes:
         config: the config.
-        params: our name -> shape.
-        model_state: the same of what no gradient moves.
+        params: our name -> shape of parameters.
+        model_state: our name -> shape of non-trainable state.
     """
 
     config: JobConfig
@@ -90,47 +90,53 @@ class AbstractTarget:
 
     @functools.cached_property
     def stacking(self) -> Stacking:
-        """Return how layers and experts are stacked."""
+        """Stacking of layers and experts."""
         return Stacking(self.config.model)
+
+    @functools.cached_property
+    def trained(self) -> Mapping[str, Shape]:
+        """Our name -> shape of the parameters that are not frozen."""
+        freezes, array_of = self.config.optimizer.freezes, self.stacking.array_of
+        return {name: shape for name, shape in self.params.items() if not freezes(array_of(name))}
 
     @property
     def moments(self) -> Mapping[str, Mapping[str, Shape]]:
-        """Field of the optimizer's state -> our name -> shape."""
+        """Field of the optimizer state -> our name -> shape."""
         kind = LAYOUTS.get(self.config.optimizer.name)
         if kind is not None and kind.covers_all_params:
-            return {**dict.fromkeys(kind.fields, self.params), **self._counts_of_experts(kind)}
+            return {**dict.fromkeys(kind.fields, self.trained), **self._expert_counts(kind)}
         return self._fields[0]
 
-    def _counts_of_experts(self, kind: OptimizerLayout) -> Mapping[str, Mapping[str, Shape]]:
+    def _expert_counts(self, kind: OptimizerLayout) -> Mapping[str, Mapping[str, Shape]]:
         if not self.config.skips_idle_experts:
             return {}
-        experts = {name: Shape() for name in self.params if self.stacking.expert_of(name)}
+        experts = {name: Shape() for name in self.trained if self.stacking.expert_of(name)}
         return {EXPERT_FIELD + field: experts for field in kind.scalars}
 
-    def skipping_idle_experts(self) -> "AbstractTarget":
-        """Return the state of a run that counts the updates of each expert."""
-        return dataclasses.replace(self, config=self.config.skipping_idle_experts())
+    def with_idle_experts_skipped(self) -> "AbstractTarget":
+        """Return the target of a run that counts the updates of each expert."""
+        return dataclasses.replace(self, config=self.config.with_idle_experts_skipped())
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        """The optimizer's other fields."""
+        """Scalar fields of the optimizer state."""
         kind = LAYOUTS.get(self.config.optimizer.name)
         return self._fields[1] if kind is None else kind.scalars
 
     @functools.cached_property
     def _fields(self) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:
-        from torch_compat.checkpoint.training_state import (
-            fields,  # here, as it imports JAX: two seconds
-        )
+        from torch_compat.checkpoint.training_state import fields  # imports JAX: two seconds
 
         return fields(self.config)
 
 
 def abstract_target(config: JobConfig) -> AbstractTarget:
-    """Return what a checkpoint must contain to continue as `config` says; nothing is allocated.
+    """Return the state that a checkpoint must contain to continue with a config.
+
+    Nothing is allocated.
 
     Raises:
-        UserError: a pattern is in no name.
+        UserError: a pattern of the optimizer section matches no name.
     """
     params, model_state = _shapes(config)
     target = AbstractTarget(config, params, model_state)
@@ -139,11 +145,9 @@ def abstract_target(config: JobConfig) -> AbstractTarget:
 
 
 def _shapes(config: JobConfig) -> tuple[Mapping[str, Shape], Mapping[str, Shape]]:
-    """Parameters, and what no gradient moves; of a registered model as it declares them."""
+    """Return the shapes of parameters and of non-trainable state."""
     if config.model.model_type in MODELS.ours:
         return parameters(config.model), untrained(config.model)
-    from torch_compat.checkpoint.training_state import (
-        model_shapes,  # here, as it imports JAX: two seconds
-    )
+    from torch_compat.checkpoint.training_state import model_shapes  # imports JAX: two seconds
 
     return model_shapes(config)

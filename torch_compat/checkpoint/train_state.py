@@ -1,11 +1,11 @@
-"""Position of a PyTorch run, read and written: its step, tokens and position in the data.
+"""Position of a PyTorch run: step, tokens and position in the data.
 
-KempnerForge and Megatron-Bridge keep these in `train_state.pt` next to the DCP files, MindSpeed in
-`extra_state/`, Megatron-LM in `common.pt`, torchtitan within them.
+KempnerForge and Megatron-Bridge store it in `train_state.pt` next to the DCP files, MindSpeed in
+`extra_state/`, Megatron-LM in `common.pt`, and torchtitan in the DCP files.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,18 +31,23 @@ _LAST_LOGGED = ("last_avg_loss", "last_mfu", "last_tokens_per_second", "last_res
 _SAMPLES = "consumed_train_samples"
 
 
+_STEP_KEYS = ("step", "global_step", "iter_num", "iteration", "train_state.step")
+"""Keys of the step in files of scripts; the first existing key is used."""
+
+
 class TorchTrainState(NamedTuple):
     """Position of a PyTorch run; None for values that it does not record.
 
     Attributes:
         step: steps attempted.
         tokens: tokens seen.
-        updates: updates made, as the LR scheduler counts them.
-        epoch: passes over the data that are complete.
+        updates: updates according to the LR scheduler.
+        epoch: complete passes over the data.
         batches: batches that each rank has drawn in this epoch.
-        ranks: data-parallel ranks.
-        skips_idle_experts: whether an export of ours is of a run that skips experts without tokens.
-        samples: sequences read, where the run counts them, as Megatron does.
+        ranks: number of data-parallel ranks.
+        skips_idle_experts: for an export of jaxforge, whether the run skips experts without tokens.
+        samples: sequences read, which only Megatron and exports of jaxforge record.
+        has_own_order: whether the framework reads data in an order that jaxforge lacks.
     """
 
     step: int | None = None
@@ -53,20 +58,23 @@ class TorchTrainState(NamedTuple):
     ranks: int | None = None
     skips_idle_experts: bool | None = None
     samples: int | None = None
+    has_own_order: bool = False
 
 
 def read_train_state(dcp: Dcp) -> TorchTrainState:
-    """Looks in the file that KempnerForge or MindSpeed has, else among the checkpoint's objects.
+    """Read the file of KempnerForge or MindSpeed, or else keys of the checkpoint.
 
     Raises:
-        UserError: what is there is damaged.
+        UserError: the file or a value is damaged.
     """
-    for name, reader in ((TRAIN_STATE, _of_train_state), (EXTRA_STATE, _of_extra_state)):
+    if dcp.file:
+        return _read_torch_file(dcp)
+    for name, reader in ((TRAIN_STATE, _parse_train_state), (EXTRA_STATE, _parse_extra_state)):
         if dcp.directory.has(name):
             file, where = dcp.directory.open(name), f"{dcp.directory}/{name}"
             return reader(Archive(file, 0, file.size, where).object(), where)
     if dcp.directory.has(megatron_files.COMMON) or megatron_files.ITERATION_KEY in dcp.objects:
-        return _of_megatron(dcp)
+        return _read_megatron(dcp)
     return TorchTrainState(
         step=_number(dcp, "train_state.step"),
         tokens=_number(dcp, "train_state.ntokens_seen"),
@@ -77,45 +85,43 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
 def to_progress(
     torch_state: TorchTrainState, updates: int, config: JobConfig
 ) -> tuple[Progress, list[str]]:
-    """Jaxforge's counters, and what the user should know of how they came about.
+    """Convert a position to jaxforge's counters; also return notes for the user.
 
     Args:
-        torch_state: where the run stands.
-        updates: updates made, as the optimizer counts them.
-        config: the run's config; its data are opened when the run is beyond their first epoch.
+        torch_state: position of the PyTorch run.
+        updates: updates according to the optimizer.
+        config: config of the run. If the run is beyond the first epoch, its data are opened.
     """
     notes = []
     step = updates if torch_state.step is None else torch_state.step
+    if step < updates:  # every update was a step
+        notes.append(
+            f"the checkpoint's step {step} is below the {updates} updates of its optimizer, as a "
+            f"step within an epoch is: training continues from step {updates}"
+        )
+        step = updates
     n_updates = updates if torch_state.updates is None else torch_state.updates
     if n_updates != updates:
         notes.append(
             f"the optimizer counts {updates} updates and the LR scheduler {n_updates}; "
-            "jaxforge has one "
-            f"count, so the schedule goes on from {updates}"
+            f"jaxforge has one count, so the schedule continues from {updates}"
         )
-    if torch_state.samples is not None:
-        notes.append(
-            f"Megatron has read {torch_state.samples} sequences in an order of its own: as many of "
-            "this run's order are taken as read"
-        )
-        tokens = torch_state.samples * config.train.seq_len
-        skipped = max(0, step - updates)
-        return Progress(
-            step=step, samples=torch_state.samples, tokens=tokens, skipped=skipped
-        ), notes
     is_constant = len(config.train.stages()) == 1
-    samples = (
-        _samples_by_tokens(torch_state, step, n_updates, config.train.seq_len)
-        if is_constant
-        else None
-    )
+    samples = torch_state.samples
+    if samples is None and is_constant:
+        samples = _samples_by_tokens(torch_state, step, n_updates, config.train.seq_len)
     if samples is None:
         samples, how = _samples_by_batches(torch_state, step, config)
-        notes.append(f"the tokens seen do not say how many sequences were read; {how}")
-    if config.data.order != "torch" and config.data.shuffle:
+        notes.append(f"the tokens seen do not determine the number of sequences read; {how}")
+    if torch_state.has_own_order:
         notes.append(
-            'data.order = "grain" shuffles otherwise than PyTorch did: set data.order = "torch" to '
-            "go on with the very next batch"
+            f"Megatron has read {samples} sequences in its own order, which has no counterpart "
+            f"here: the first {samples} sequences of this run's order are skipped"
+        )
+    elif config.data.order != "torch" and config.data.shuffle:
+        notes.append(
+            'data.order = "grain" shuffles in another order than PyTorch: set '
+            'data.order = "torch" to continue with the next batch'
         )
     tokens = samples * config.train.seq_len if torch_state.tokens is None else torch_state.tokens
     return Progress(
@@ -126,9 +132,10 @@ def to_progress(
 def _samples_by_tokens(
     torch_state: TorchTrainState, step: int, updates: int, seq_len: int
 ) -> int | None:
-    """Sequences read: those of the tokens seen, which applied updates count, and of skipped steps.
+    """Return the number of sequences read, or None if the tokens do not determine it.
 
-    Whatever the ranks and their batch size, and however many epochs it took.
+    Only applied updates count tokens; skipped steps read as many sequences each. The result does
+    not depend on ranks, batch size or epochs.
     """
     if not torch_state.tokens or not updates or torch_state.tokens % (seq_len * updates):
         return None
@@ -138,29 +145,36 @@ def _samples_by_tokens(
 def _samples_by_batches(
     torch_state: TorchTrainState, step: int, config: JobConfig
 ) -> tuple[int, str]:
-    """Sequences read, by the sampler's position or else by the steps; and by which of them."""
+    """Return the number of sequences read by sampler position or by steps, and a note on that."""
     ranks = (
         torch_state.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
     )
     rows = config.train.microbatch_size(ranks)
     if torch_state.batches is None:
         samples = config.train.ramp(ranks).samples(step)
-        return samples, f"{samples} sequences of {step} steps are taken as read"
+        return samples, f"assuming {samples} sequences, as {step} steps read"
     before = torch_state.epoch * _epoch_length(config, rows, ranks) if torch_state.epoch else 0
     return (
         before + torch_state.batches * rows,
-        f"{torch_state.batches} batches of {rows} are taken as read",
+        f"assuming {torch_state.batches} batches of {rows}",
     )
 
 
-def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) -> dict[str, Any]:
+def to_torch(
+    progress: Progress,
+    updates: int,
+    config: JobConfig,
+    ranks: int,
+    lr_factors: Sequence[float] = (1.0, 1.0),
+) -> dict[str, Any]:
     """Return the content of KempnerForge's `train_state.pt`.
 
     Args:
-        progress: where the run stands.
-        updates: updates made.
-        config: the run's config.
-        ranks: data-parallel ranks that will go on with it.
+        progress: progress of the run.
+        updates: number of updates.
+        config: config of the run.
+        ranks: data-parallel ranks that will resume from it.
+        lr_factors: factor on the learning rate of each parameter group.
 
     Raises:
         UserError: the position falls within a batch of that many ranks.
@@ -175,14 +189,14 @@ def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) ->
             f"{rows}, those of {ranks} ranks (--ranks)"
         )
     seed = data_seed(config)
-    # KempnerForge passes over what it does not know, and does not write it again.
+    # KempnerForge ignores unknown keys and does not write them again.
     is_moe = config.model.is_moe
     return {
         **({SKIPS_IDLE_EXPERTS: config.skips_idle_experts} if is_moe else {}),
         "step": progress.step,
         "tokens_seen": progress.tokens,
         "rng": _random_states(config.train.seed),
-        "scheduler": lambda_lr(config, updates, groups=2),
+        "scheduler": lambda_lr(config, updates, lr_factors),
         "dataloader": {
             "epoch": epoch,
             "batches_yielded": samples // rows,
@@ -191,36 +205,46 @@ def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) ->
     }
 
 
-def lambda_lr(config: JobConfig, updates: int, groups: int) -> dict[str, Any]:
-    """The state of a `LambdaLR`: every key that it has in torch 2.0 to 2.13.
+def lambda_lr(config: JobConfig, updates: int, lr_factors: Sequence[float]) -> dict[str, Any]:
+    """Return the state of a `LambdaLR`, with all keys of torch 2.0 to 2.13.
 
     Args:
-        config: the run's config.
-        updates: updates made.
-        groups: parameter groups of its optimizer.
+        config: config of the run.
+        updates: number of updates.
+        lr_factors: factor on the learning rate of each parameter group.
     """
+    lr = group_lr(config, updates)
     return {
-        "base_lrs": [config.optimizer.lr] * groups,
+        "base_lrs": [config.optimizer.lr * factor for factor in lr_factors],
         "last_epoch": updates,
         "verbose": False,
         "_step_count": updates + 1,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
-        "_last_lr": [group_lr(config, updates)] * groups,
-        "lr_lambdas": [None] * groups,
+        "_last_lr": [lr * factor for factor in lr_factors],
+        "lr_lambdas": [None] * len(lr_factors),
     }
 
 
-def extra_state(progress: Progress, updates: int, config: JobConfig) -> dict[str, Any]:
-    """Return the content of MindSpeed's `extra_state`: each of its ranks reads a copy.
+def extra_state(
+    progress: Progress, updates: int, config: JobConfig, lr_factors: Sequence[float]
+) -> dict[str, Any]:
+    """Return the content of MindSpeed's `extra_state`; each rank reads a copy.
 
-    Its first mean of the loss after a resume is over the steps since `_global_step_last_logged`.
+    MindSpeed's first mean of the loss after a resume is over the steps since
+    `_global_step_last_logged`.
+
+    Args:
+        progress: progress of the run.
+        updates: number of updates.
+        config: config of the run.
+        lr_factors: factor on the learning rate of each parameter group.
     """
     return {
         "global_step": progress.step,
         "_global_step_last_logged": progress.step,
         "_last_logged_step": progress.step,
-        "lr_scheduler": lambda_lr(config, updates, groups=2),
+        "lr_scheduler": lambda_lr(config, updates, lr_factors),
         "train_metric": {
             "consume_tokens": progress.tokens, "last_iteration": progress.step, "last_epoch": 0,
             **dict.fromkeys(_LAST_LOGGED, 0.0),
@@ -232,12 +256,12 @@ def extra_state(progress: Progress, updates: int, config: JobConfig) -> dict[str
 def to_torchtitan(
     progress: Progress, updates: int, config: JobConfig
 ) -> dict[tuple[str, str], Any]:
-    """Return the position of a run inside torchtitan's checkpoints: path -> value.
+    """Return the position of a run in torchtitan's checkpoints: path -> value.
 
-    Its schedulers say `last_epoch` alone since 2026, all that `LambdaLR` has before. The place in
-    its data has no counterpart here.
+    Schedulers store only `last_epoch` since 2026, and the state of `LambdaLR` before. The position
+    in torchtitan's data has no counterpart here.
     """
-    schedule = lambda_lr(config, updates, groups=1)
+    schedule = lambda_lr(config, updates, [1.0])
     return {
         ("train_state", "step"): progress.step,
         ("train_state", "ntokens_seen"): progress.tokens,
@@ -245,29 +269,31 @@ def to_torchtitan(
     }
 
 
-def _of_megatron(dcp: Dcp) -> TorchTrainState:
+def _read_megatron(dcp: Dcp) -> TorchTrainState:
     """Read Megatron-LM's iteration, and the sequences among its arguments."""
-    where = f"{dcp.directory}"
     try:
         step = megatron_files.read_iteration(dcp)
         job = megatron_files.read_job(dcp.directory, dcp)
         samples = job and job.train.get("consumed_train_samples")
-        return TorchTrainState(step=_optional(step), samples=_optional(samples))
+        return TorchTrainState(
+            step=_optional(step), samples=_optional(samples), has_own_order=samples is not None
+        )
     except ValueError as error:
-        raise UserError(f"{where}: its iteration or samples are no count ({error})") from error
+        raise UserError(f"{dcp.where}: its iteration or samples are no count ({error})") from error
 
 
-def _of_bridge(state: Mapping[str, Any], where: str) -> TorchTrainState:
+def _parse_bridge_state(state: Mapping[str, Any], where: str) -> TorchTrainState:
     try:
-        return TorchTrainState(step=to_count(state["step"]), samples=to_count(state[_SAMPLES]))
+        step, samples = to_count(state["step"]), to_count(state[_SAMPLES])
     except (KeyError, ValueError) as error:
         why = shown(repr(error))
         raise UserError(f"{where}: not a training state of Megatron-Bridge ({why})") from error
+    return TorchTrainState(step=step, samples=samples, has_own_order=True)
 
 
-def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
+def _parse_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (untrusted)
     if isinstance(state, dict) and _SAMPLES in state:
-        return _of_bridge(state, where)
+        return _parse_bridge_state(state, where)
     try:
         data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
         torch_state = TorchTrainState(
@@ -289,10 +315,28 @@ def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 
     return torch_state
 
 
-def _of_extra_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
+def _read_torch_file(dcp: Dcp) -> TorchTrainState:
+    """Read the counters that scripts store next to `model` and `optimizer`."""
+
+    def first(keys: Sequence[str]) -> int | None:
+        return next((n for key in keys if (n := _number(dcp, key)) is not None), None)
+
+    epoch = first(("epoch",))
+    updates = first(("scheduler.last_epoch", "lr_scheduler.last_epoch"))
+    if updates is not None and epoch is not None and abs(updates - epoch) <= 1:
+        updates = None  # the scheduler counts epochs
+    return TorchTrainState(
+        step=first(_STEP_KEYS),
+        tokens=first(("tokens_seen", "tokens")),
+        updates=updates,
+        samples=first(("samples_seen",)),
+    )
+
+
+def _parse_extra_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (untrusted)
     try:
         step, metric = to_count(state["global_step"]), state.get("train_metric") or {}
-        is_current = metric.get("last_iteration") == step  # its tokens count with each log line
+        is_current = metric.get("last_iteration") == step  # tokens are updated with each log line
         return TorchTrainState(
             step=step,
             tokens=_optional(metric.get("consume_tokens")) if is_current else None,
@@ -311,9 +355,7 @@ def _number(dcp: Dcp, key: str) -> int | None:
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(
-            f"{dcp.directory}: {key} is no number of steps or tokens ({error})"
-        ) from error
+        raise UserError(f"{dcp.where}: {key} is no number of steps or tokens ({error})") from error
 
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401
@@ -321,24 +363,24 @@ def _optional(value: Any) -> int | None:  # noqa: ANN401
 
 
 def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:
-    """Sequences of one epoch, less the last ones that make no batch."""
+    """Return the number of sequences in the full batches of an epoch."""
     from jaxforge.data import dataset, sources  # here, as it imports JAX and Grain
 
     try:
         data = sources.open_training_data(config)
     except UserError as error:
         raise UserError(
-            f"the run is beyond its first epoch, whose length is that of the data: {error}"
+            f"the run is beyond its first epoch, so the size of the data is needed: {error}"
         ) from error
     if isinstance(data, dataset.Streaming):
         raise UserError("the run is beyond its first epoch of a stream, whose length is not known")
-    if isinstance(data, dataset.Mixture):  # a sampler of each rank's own
+    if isinstance(data, dataset.Mixture):  # each rank has a sampler of its own
         return sum(n // ranks for n in data.sizes.values()) // (rows // ranks) * rows
     return len(data) // rows * rows
 
 
 def _random_states(seed: int) -> Mapping[str, Any]:
-    """Fresh generators: nothing of a text model's training draws from them."""
+    """Return states of fresh generators; training a text model does not use them."""
     twister: Any = np.random.RandomState(seed % 2**32).get_state()
     keys = np.asarray(twister[1], np.uint32)
     return {
@@ -349,7 +391,7 @@ def _random_states(seed: int) -> Mapping[str, Any]:
 
 
 def _numpy_array(array: np.ndarray) -> New:
-    """The pickle of an array, by the names that every NumPy knows."""
+    """Return the pickle of an array with names that all NumPy versions can load."""
     code = array.dtype.newbyteorder("<").str.lstrip("<")
     dtype = New(
         Call(Global("numpy", "dtype"), (code, False, True)),
@@ -362,7 +404,7 @@ def _numpy_array(array: np.ndarray) -> New:
 
 
 def _torch_generator(seed: int, keys: np.ndarray) -> np.ndarray:
-    """The state of `torch.Generator().manual_seed(seed)`, as `get_state` gives it."""
+    """Return the result of `torch.Generator().manual_seed(seed).get_state()`."""
     layout = np.dtype([
         ("seed", "<u8"), ("left", "<i4"), ("seeded", "<i4"), ("next", "<u8"), ("state", "<u8", 624),
         ("normal", "<f8", 3), ("normal_is_valid", "<i4"), ("pad", "<i4"), ("float_normal", "<f8"),

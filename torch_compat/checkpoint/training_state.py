@@ -1,4 +1,4 @@
-"""The training state that a config declares, as JAX knows it: for what needs more than shapes."""
+"""Abstract training state of a config, built with JAX."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,14 +16,14 @@ from torch_compat.checkpoint.stacking import Stacking
 def program_of(config: JobConfig) -> Program:
     """Return the program of a config, for the shapes and dtypes of its state.
 
-    Compensations of rounding are left out: no other framework has them, and runs begin with zeros.
+    Rounding compensations are omitted: no other framework has them, and runs begin with zeros.
     """
     train = config.train.model_copy(update={"param_rounding": "nearest"})
     return Program.without_devices(config.model_copy(update={"train": train}))
 
 
 def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Our name -> shape of parameters, and of what no gradient moves."""
+    """Return our name -> shape of parameters and of non-trainable state."""
     model = Program.without_devices(config).model
     abstract = (model.abstract, model.state.abstract)
     params, model_state = (dict(shapes(tree, config.model)) for tree in abstract)
@@ -31,9 +31,9 @@ def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]
 
 
 def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:
-    """The optimizer's moments, as field -> our name -> shape, and the names of its other fields.
+    """Return the moments, as field -> our name -> shape, and the names of the scalar fields.
 
-    Without what only jaxforge has: scales of moments in eight bits, and compensations.
+    Fields that only jaxforge has are omitted: scales of 8-bit moments, and rounding compensations.
     """
     tree = layout.drop_precision_specific(layout.to_tree(program_of(config).shapes)["optimizer"])
     tree = {name: part for name, part in tree.items() if not name.endswith("_scales")}
@@ -46,7 +46,7 @@ def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, .
 
 
 def shapes(tree: dict[str, Any], model: ModelConfig) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of each array, an entry per layer and expert."""
+    """Yield the name and shape of each entry; layers and experts have entries of their own."""
     stacking = Stacking(model)
     for name, leaf in flatten_dict(tree, sep=".").items():
         for entry, index in stacking.entries(name, tuple(leaf.shape)):

@@ -1,4 +1,4 @@
-"""Conversion of non-trainable state: it goes with the parameters and has no moments."""
+"""Conversion of non-trainable state, which belongs to the model and has no moments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,26 +11,26 @@ from torch_compat.formats.lazy import LazyTensor
 from torch_compat.names.table import NameMap
 from torch_compat.names.translation import Translation, summarize_names, translate
 
-_DTYPE = np.dtype(np.float32)  # as `model.linear.Declare.untrained` has it
+_DTYPE = np.dtype(np.float32)  # dtype of `model.linear.Declare.untrained`
 
 
 def translate_model(
     theirs: Mapping[str, LazyTensor], target: AbstractTarget, by: Translation, *, goes_on: bool
 ) -> tuple[Tensors, Tensors, list[str]]:
-    """Parameters and untrained state by our names, and what the user should know.
+    """Translate parameters and non-trainable state to our names; also return notes for the user.
 
-    Both are keys of one state dict: whether PyTorch has a buffer or a frozen parameter, its name
-    does not tell.
+    Both are keys of one state dict: a name does not tell whether PyTorch has a parameter or a
+    buffer.
 
     Args:
-        theirs: key -> tensor, prefixes taken off.
-        target: what the config declares.
-        by: what to go by.
-        goes_on: whether the run continues at its step, with its optimizer.
+        theirs: key without prefixes -> tensor.
+        target: state that the config declares.
+        by: the translation.
+        goes_on: whether the run resumes at its step, with its optimizer.
 
     Raises:
-        UserError: tensors are missing, left over, or of another shape; or there is no untrained
-            state, and the run would go on without its own.
+        UserError: tensors are missing, left over, or of another shape; or a run that resumes has no
+            non-trainable state.
     """
     theirs, more = _needed(theirs, target, by)
     names = {name for name in target.model_state if by.dialect.find_key(name) in theirs}
@@ -39,16 +39,14 @@ def translate_model(
     notes = more + ([] if names else missing(target, by.where, goes_on=goes_on))
     state = {name: translated.pop(name) for name in (target.model_state if names else ())}
     if wide := [name for name, tensor in state.items() if tensor.dtype == np.float64]:
-        notes.append(
-            f"{summarize_names(wide)}: float64, and what no gradient moves is float32 here"
-        )
+        notes.append(f"{summarize_names(wide)}: float64, but non-trainable state is float32 here")
     return translated, {name: tensor.cast(_DTYPE) for name, tensor in state.items()}, notes
 
 
 def _needed(
     theirs: Mapping[str, LazyTensor], target: AbstractTarget, by: Translation
 ) -> tuple[Mapping[str, LazyTensor], list[str]]:
-    """Return the parameters without state that this model lacks, and notes about it."""
+    """Return the tensors without state that this model lacks, and notes about it."""
     declared = {by.dialect.find_key(name) for name in target.model_state}
     spare = {
         key: why
@@ -64,31 +62,31 @@ def _needed(
 def drop_untrained_moments(
     states: Mapping[str, Mapping[str, Any]], target: AbstractTarget, dialect: NameMap
 ) -> tuple[dict[str, Mapping[str, Any]], list[str]]:
-    """Optimizer state of what a gradient moves here, and what to say of any other.
+    """Drop optimizer state of parameters that are not trained here; also return notes.
 
     Args:
-        states: parameter of theirs -> field -> value.
-        target: what the config declares.
-        dialect: whose names they have.
+        states: their parameter name -> field -> value.
+        target: state that the config declares.
+        dialect: dialect of the names.
     """
     untrained = {dialect.find_key(name) for name in target.model_state}
     spare = [key for key in states if key in untrained]
     if not spare:
         return dict(states), []
-    names = {key: state for key, state in states.items() if key not in untrained}
-    return names, [f"left out: the moments of {summarize_names(spare)}: no gradient moves it here"]
+    needed = {key: state for key, state in states.items() if key not in untrained}
+    return needed, [f"left out: the moments of {summarize_names(spare)}, which is not trained here"]
 
 
 def check_present(checkpoint: CheckpointState, target: AbstractTarget, where: str) -> list[str]:
-    """Check that a run of jaxforge has all non-trainable state or none; return notes.
+    """Check that a checkpoint of jaxforge has the non-trainable state it needs; return notes.
 
     Args:
-        checkpoint: what the run has stored.
-        target: what the config declares.
-        where: the checkpoint, for messages.
+        checkpoint: the checkpoint.
+        target: state that the config declares.
+        where: path of the checkpoint, for messages.
 
     Raises:
-        UserError: it has none, and an optimizer.
+        UserError: the checkpoint has an optimizer but no non-trainable state.
     """
     if checkpoint.model_state:
         return []
@@ -98,18 +96,18 @@ def check_present(checkpoint: CheckpointState, target: AbstractTarget, where: st
 def missing(target: AbstractTarget, where: str, *, goes_on: bool) -> list[str]:
     """Return notes about absent non-trainable state; empty if the model declares none.
 
-    Weights alone begin a run, and a run begins with initial values. A run that goes on would go on
-    as another one: its biases of a router, say, would be zero under weights that learned with them.
+    A new run may start with weights and initial values of this state. A run that resumes may not:
+    router biases, for example, would be zero although the weights were trained with others.
 
     Raises:
-        UserError: the run continues.
+        UserError: the run resumes (`goes_on`).
     """
     if not target.model_state:
         return []
-    what = f"what no gradient moves is not in it ({summarize_names(target.model_state)})"
+    what = f"non-trainable state is missing ({summarize_names(target.model_state)})"
     if goes_on:
         raise UserError(
-            f"{where}: {what}, and the run cannot continue without; --weights-only starts one at "
-            "step 0, with its initial values"
+            f"{where}: {what}, and the run cannot resume without it; --weights-only starts a run "
+            "at step 0, with initial values"
         )
     return [f"{what}: a run that starts from it has the initial values"]

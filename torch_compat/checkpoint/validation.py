@@ -1,4 +1,4 @@
-"""Checks that a checkpoint matches a model config, and that it reads as it was written."""
+"""Checks that a checkpoint matches a model config, and that it was written correctly."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,22 +18,22 @@ _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_
               "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
               "bias_update", "swiglu_limit", "mup_base_width", "mup_base_head_dim")  # fmt: skip
 INVISIBLE_KEYS = (*_STRUCTURE, *_CONSTANTS)
-"""Keys of `[model]` that do not show in the shapes of the weights."""
+"""Keys of `[model]` that do not affect the shapes of the weights."""
 
 
 def check_fits(
     checkpoint: CheckpointState, target: AbstractTarget, trained: ModelConfig, where: str
 ) -> None:
-    """Check that the state of a run is that of a config, which the user may have changed.
+    """Check that the state of a run matches a config that the user may have changed.
 
     Args:
         checkpoint: the state.
-        target: what the config declares.
-        trained: the model in the run's own config.
-        where: the checkpoint, for the message.
+        target: state that the config declares.
+        trained: model section of the run's own config.
+        where: path of the checkpoint, for messages.
 
     Raises:
-        UserError: the config is of another model or optimizer; the differences are listed.
+        UserError: the config is of another model or optimizer; the message lists the differences.
     """
     wanted = {**target.params, **(target.model_state if checkpoint.model_state else {})}
     problems = list(
@@ -47,19 +47,19 @@ def check_fits(
     if problems:
         listed = "\n  ".join(shorten_problems(problems))
         raise UserError(
-            f"{where} is not of this config; the one that is stored in it is:\n  {listed}"
+            f"{where} does not match this config; the config that is stored in it does:\n  {listed}"
         )
 
 
 def invisible_differences(
     trained: ModelConfig, model: ModelConfig, keys: tuple[str, ...] = _CONSTANTS
 ) -> Iterator[str]:
-    """Yield the differences of two models that do not show in the shapes of their weights.
+    """Yield the differences of two models that do not affect the shapes of their weights.
 
     Args:
-        trained: the model that the weights were trained in.
-        model: the model that is to have them.
-        keys: of `[model]`; by default constants that a user may change.
+        trained: model in which the weights were trained.
+        model: model that will use the weights.
+        keys: keys of `[model]` to compare; by default constants that a user may change.
     """
     for key in keys:
         was, now = getattr(trained, key), getattr(model, key)
@@ -68,7 +68,7 @@ def invisible_differences(
 
 
 def has_effect(key: str, model: ModelConfig) -> bool:
-    """Return whether a key of `INVISIBLE_KEYS` has an effect in a model."""
+    """Return whether a key of `INVISIBLE_KEYS` affects a model."""
     if key == "qk_norm_eps":
         return model.qk_norm
     return model.is_moe or not key.startswith("moe_")
@@ -77,16 +77,16 @@ def has_effect(key: str, model: ModelConfig) -> bool:
 def check_written(
     opened: Mapping[str, LazyTensor], written: Mapping[str, LazyTensor], where: str
 ) -> None:
-    """Check that an opened checkpoint has every name that was written, with its shape and dtype.
+    """Check that a checkpoint has the names, shapes and dtypes that were written.
 
     Args:
-        opened: tensors of the checkpoint.
-        written: tensors that it should have.
-        where: the checkpoint, for the message.
+        opened: tensors read from the checkpoint.
+        written: tensors that were written.
+        where: path of the checkpoint, for messages.
 
     Raises:
-        StorageError: it has not.
+        StorageError: a tensor differs or is missing.
     """
-    forms = [{n: (t.shape, t.dtype) for n, t in each.items()} for each in (opened, written)]
-    if wrong := sorted(name for name, _ in forms[0].items() ^ forms[1].items()):
-        raise StorageError(f"{where}: {wrong[0]} does not read as it was written")
+    specs = [{n: (t.shape, t.dtype) for n, t in each.items()} for each in (opened, written)]
+    if wrong := sorted(name for name, _ in specs[0].items() ^ specs[1].items()):
+        raise StorageError(f"{where}: {wrong[0]} differs from what was written")

@@ -1,4 +1,4 @@
-"""Writer of checkpoints of PyTorch's DCP, with the position of the run."""
+"""Writer of checkpoints in PyTorch's DCP format."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint import dcp_state, stages, train_state
-from torch_compat.checkpoint.name_maps import name_map
+from torch_compat.checkpoint.name_maps import name_map, usual_dialect
 from torch_compat.checkpoint.validation import check_written
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.writer import Writer
@@ -25,55 +25,56 @@ from torch_compat.names.megatron import MEGATRON
 
 
 class DcpWriter(Writer):
-    """A `step_<n>` of PyTorch's DCP, with the place of the run."""
+    """Writer of a DCP directory `step_<n>` with tensors and the training state."""
 
     prefix = "model."
-    """What stands before the keys of the model."""
+    """Prefix of the model's keys."""
     owner = ""
-    """What stands before the name of a parameter in the keys of its optimizer state."""
+    """Prefix of parameter names in the optimizer's keys."""
 
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
-        self._dialect = self._names()
+        self._dialect = self._choose_dialect()
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None
-        self._has_place = self._has_moments and not self._is_titan
+        self._has_train_state = self._has_moments and not self._is_titan
         many = f", {request.stages} stages" if request.stages > 1 else ""
         self.label = f"{self._dialect}{many}"
         self.subdirectory = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
 
-    def _names(self) -> str:
-        """Return the dialect whose names are written."""
-        model = self.source.target.config.model
-        is_packed = model.is_moe and model.moe_packed_experts
-        usual = "kempnerforge-packed" if is_packed else "kempnerforge"
+    def _choose_dialect(self) -> str:
+        """Return the name of the result's dialect.
+
+        Raises:
+            UserError: the dialect has its own format.
+        """
         if self.request.dialect == MEGATRON.name:
             raise UserError(
-                "--dialect megatron: Megatron-Core has a format of its own. Use --to megatron"
+                "--dialect megatron: Megatron-Core has its own format. Use --to megatron"
             )
-        return self.request.dialect or usual
+        return self.request.dialect or usual_dialect(self.source.target.config.model)
 
     def notes(self) -> list[str]:
         """Return notes for the user.
 
         Raises:
-            UserError: the position in the data falls within a batch of this many ranks.
+            UserError: the data position is not at a batch boundary of the requested ranks.
         """
-        if self._has_place:
+        if self._has_train_state:
             self._train_state()
         if self._is_titan and self._has_moments:
             return dcp_state.torchtitan_notes(self.source.target)
-        is_theirs = self._dialect.startswith("kempnerforge")
+        is_kempnerforge = self._dialect.startswith("kempnerforge")
         return (
             list(kempnerforge.incompatibilities(self.source.target.config.model))
-            if is_theirs
+            if is_kempnerforge
             else []
         )
 
     @functools.cached_property
     def _units(self) -> dict[str, list[Unit]]:
-        """The work for each pipeline stage."""
+        """Units of each pipeline stage."""
         return {
             stage: dcp_writer.units(entries, self.staging.path / stage, self.block, prefix=stage)
             for stage, entries in self._stages.items()
@@ -81,14 +82,14 @@ class DcpWriter(Writer):
 
     @property
     def units(self) -> Sequence[Unit]:
-        """Files of tensors."""
+        """Files of tensors of all stages."""
         return list(itertools.chain.from_iterable(self._units.values()))
 
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Write the metadata, and where the run stands."""
+        """Write the metadata and the training state."""
         directory = self.staging.path
-        if self._has_place:
-            self._write_place(directory)
+        if self._has_train_state:
+            self._write_train_state(directory)
         for stage, entries in self._stages.items():
             locations = {unit.name: results[unit.name] for unit in self._units[stage]}
             dcp_writer.write_metadata(entries, locations, directory / stage, self.block)
@@ -96,8 +97,8 @@ class DcpWriter(Writer):
         written = {key: e.value for key, e in every if isinstance(e.value, LazyTensor)}
         check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
 
-    def _write_place(self, directory: Path) -> None:
-        """Write where the run stands."""
+    def _write_train_state(self, directory: Path) -> None:
+        """Write the training state and a summary of it."""
         with (directory / train_state.TRAIN_STATE).open("wb") as file:
             file.writelines(torch_zip.archive_blocks(self._train_state()))
         progress = self.source.progress
@@ -105,13 +106,13 @@ class DcpWriter(Writer):
         (directory / "metadata.json").write_text(json.dumps(about, indent=2))
 
     def commit(self) -> None:
-        """Give the checkpoint its name, and point `latest` to it."""
+        """Rename the checkpoint to its final name and point `latest` to it."""
         super().commit()
         _point_latest(self.staging.destination)
 
     @functools.cached_property
     def _stages(self) -> dict[str, dict[str, Entry]]:
-        """The entries of each pipeline stage, by the name of its directory."""
+        """Entries of each pipeline stage by the name of its directory."""
         target, layout = self.source.target, self.request.layout
         entries = functools.partial(
             dcp_state.entries, target=target, dialect=name_map(self._dialect),
@@ -129,15 +130,16 @@ class DcpWriter(Writer):
     def _train_state(self) -> dict[str, Any]:
         updates = int(self.source.checkpoint.scalars["updates"])
         return train_state.to_torch(
-            self.source.progress, updates, self.source.target.config, self.request.ranks
-        )
+            self.source.progress, updates, self.source.target.config, self.request.ranks,
+            self._lr_factors(name_map(self._dialect)),
+        )  # fmt: skip
 
 
 def _point_latest(checkpoint: Path) -> None:
-    """Make `latest` as KempnerForge has it: a relative link, replaced in one step.
+    """Atomically replace `latest`, which in KempnerForge is a relative link.
 
     Raises:
-        StorageError: the file system has no links, or is full; the checkpoint is whole.
+        StorageError: the file system is full or has no links; the checkpoint is complete.
     """
     temporary = checkpoint.parent / "latest.tmp"
     try:
@@ -146,6 +148,6 @@ def _point_latest(checkpoint: Path) -> None:
         temporary.replace(checkpoint.parent / "latest")
     except OSError as error:
         raise StorageError(
-            f"{checkpoint} is whole, but {temporary.with_name('latest')} could not be made to "
-            f"point to it ({error.strerror}): name the checkpoint itself to who loads it"
+            f"{checkpoint} is complete, but {temporary.with_name('latest')} could not be linked to "
+            f"it ({error.strerror}). Load the checkpoint by its own path"
         ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxforge.errors import UserError
 from torch_compat.checkpoint import hf_config, train_state
+from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.to_dcp import DcpWriter
 from torch_compat.convert.writer import Writer
@@ -30,7 +31,7 @@ class MindSpeedWriter(DcpWriter):
         self.label = f"{NAME}, {self._dialect}, {request.ranks} ranks"
         self.subdirectory = f"checkpoints/global_step_{source.progress.step}"
 
-    def _names(self) -> str:
+    def _choose_dialect(self) -> str:
         """Return the dialect of the model's family.
 
         Raises:
@@ -50,11 +51,14 @@ class MindSpeedWriter(DcpWriter):
             return ["it holds weights alone: training starts at step 0 there"]
         return ["MindSpeed-LLM finds its place in the data by the step, and its order is its own"]
 
-    def _write_place(self, directory: Path) -> None:
+    def _write_train_state(self, directory: Path) -> None:
         """Write the state of each rank."""
         source = self.source
         updates = int(source.checkpoint.scalars["updates"])
-        state = train_state.extra_state(source.progress, updates, source.target.config)
+        state = train_state.extra_state(
+            source.progress, updates, source.target.config,
+            self._lr_factors(name_map(self._dialect)),
+        )  # fmt: skip
         for rank in range(self.request.ranks):
             path = directory / train_state.EXTRA_STATE.replace("_rank_0", f"_rank_{rank}")
             path.parent.mkdir(exist_ok=True)

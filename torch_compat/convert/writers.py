@@ -1,4 +1,4 @@
-"""Writers of conversions, one for each format, and of dialects whose directories differ."""
+"""Registry of writers by format, and by dialect where a dialect has its own directories."""
 
 from collections.abc import Mapping
 
@@ -8,20 +8,25 @@ from torch_compat.convert.to_dcp import DcpWriter
 from torch_compat.convert.to_hf import HfWriter
 from torch_compat.convert.to_jaxforge import RunWriter
 from torch_compat.convert.to_megatron import MegatronWriter
+from torch_compat.convert.to_torch_file import TorchFileWriter
 from torch_compat.convert.writer import Writer
 
 WRITERS: Mapping[str, type[Writer]] = {
-    "jaxforge": RunWriter, "dcp": DcpWriter, "hf": HfWriter, "megatron": MegatronWriter
-}  # fmt: skip
-"""The usual writer of each format."""
+    "jaxforge": RunWriter,
+    "dcp": DcpWriter,
+    "pt": TorchFileWriter,
+    "hf": HfWriter,
+    "megatron": MegatronWriter,
+}
+"""Format -> writer."""
 
 
-def writer_of(request: Request, source: Source) -> Writer:
-    """Return the writer of what the user asks for.
+def create_writer(request: Request, source: Source) -> Writer:
+    """Return the writer for a request.
 
     Raises:
         UserError: the source has no counterpart in the format.
     """
     is_mindspeed = request.to == "dcp" and request.dialect == to_mindspeed.NAME
-    kind = to_mindspeed.MindSpeedWriter if is_mindspeed else WRITERS[request.to]
-    return kind(request, source)
+    writer = to_mindspeed.MindSpeedWriter if is_mindspeed else WRITERS[request.to]
+    return writer(request, source)

@@ -1,4 +1,4 @@
-"""Families of Hugging Face's transformers, one file each: `config.json` and parameter names."""
+"""Families of Hugging Face's transformers: `config.json` and parameter names, one file each."""
 
 import importlib
 
@@ -12,7 +12,7 @@ _MODULES = (
     "granite", "phi3", "stablelm", "gpt_neox", "gpt2", "starcoder2", "arcee", "mixtral",
     "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss",
 )  # fmt: skip
-"""Files of this directory by preference: an export takes the first family that fits."""
+"""Modules of this package in order of preference: an export uses the first matching family."""
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -1,4 +1,4 @@
-"""Arcee's AFM: Llama with two matrices; KempnerForge's RMSNorm with GELU or ReLU."""
+"""Arcee's AFM: Llama with an ungated feed-forward, as KempnerForge has with GELU or ReLU."""
 
 from torch_compat.families import common
 from torch_compat.families.common import BIASES, COMMON

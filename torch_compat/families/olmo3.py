@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with sliding windows, whose layers have rotary positions without a scaling."""
+"""OLMo 3: OLMo 2 with sliding windows, whose layers have unscaled rotary positions."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common

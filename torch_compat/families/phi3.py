@@ -20,12 +20,12 @@ from torch_compat.names.table import Rule
 
 
 def consecutive_rows(*sizes: int) -> list[np.ndarray]:
-    """Rows of parts that follow each other."""
+    """Return the rows of parts that follow each other."""
     return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
 
 
 def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
-    """Rows of `qkv_proj`."""
+    """Return the rows of q, k and v in `qkv_proj`."""
     keys = model.kv_heads * model.head_size
     return consecutive_rows(model.n_heads * model.head_size, keys, keys)
 
@@ -50,7 +50,7 @@ def _read(c: Config, where: str) -> Table:
     key = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
     given = dict(c[key] or {})
     kind = given.pop("type", "default") if "rope_type" not in given else given["rope_type"]
-    # Files of the first Phi-3 say "su", and some "yarn".
+    # The first files of Phi-3 say "su" or "yarn" for LongRoPE.
     given["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
     table = common.shape(c) | common.feed_forward(c, where) | common.uniform_window(c, where)
     return table | common.rotary({**c, key: given}, where, partial=1.0)
@@ -59,7 +59,7 @@ def _read(c: Config, where: str) -> Table:
 def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
     keys |= common.window_keys(model)
-    if scaling := model.rope_scaling:  # these three keys alone, in transformers 4
+    if scaling := model.rope_scaling:  # transformers 4 allows only these three keys
         factors = {key: list(getattr(scaling, key)) for key in ("short_factor", "long_factor")}
         keys["rope_scaling"] = {"type": scaling.rope_type, **factors}
         keys["original_max_position_embeddings"] = scaling.original_max_seq_len

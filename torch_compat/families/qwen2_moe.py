@@ -13,7 +13,7 @@ _GATE = Rule(f"{OURS}mlp.shared_expert_gate.weight", f"{THEIRS}mlp.shared_expert
 
 
 def _windows(c: Config, where: str) -> Table:
-    """Every second layer below `max_window_layers` sees a window, or those of `layer_types`."""
+    """Read windows from `layer_types`; the default is every second layer, up to a maximum."""
     layers = range(c["num_hidden_layers"])
     kinds = [FULL if i % 2 or i >= c["max_window_layers"] else SLIDING for i in layers]
     return optional_windows(c, kinds, where)

@@ -1,4 +1,4 @@
-"""StarCoder 2 (arXiv:2402.19173): LayerNorm, two matrices; KempnerForge's LayerNorm with GELU."""
+"""StarCoder 2 (arXiv:2402.19173): LayerNorm and an ungated feed-forward."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common

@@ -1,17 +1,18 @@
-"""PyTorch DCP checkpoints (torch.distributed.checkpoint), read without torch and without trust.
+"""Reader of PyTorch DCP checkpoints (torch.distributed.checkpoint), safe for untrusted files.
 
-    .metadata            a pickle: every tensor's shape, dtype and chunks, and where each chunk lies
-    __{rank}_{n}.distcp  chunks and objects one after the other, each an archive of `torch.save`
+    .metadata            a pickle: shape, dtype and chunks of each tensor, location of each chunk
+    __{rank}_{n}.distcp  concatenated chunks and objects, each an archive of `torch.save`
 
-Chunks may be cut in any way (FSDP2, tensor parallel, strided shards, empty ones): only offsets
-count. A checkpoint per pipeline stage (`pp0/`, `pp1/`, ...) is read as one.
+Torch is not needed. Chunks may be cut in any way (FSDP2, tensor parallel, strided shards, empty
+chunks): only their offsets and sizes matter. Checkpoints with a directory per pipeline stage
+(`pp0/`, `pp1/`, ...) are read as one.
 """
 
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,14 @@ METADATA = ".metadata"
 _STAGE = re.compile(r"pp(0|[1-9][0-9]{0,3})")
 
 
+# Tables of the unpickled `.metadata` (a key is the flat name of a tensor or object):
+#
+#   state_dict_metadata   key -> _TensorMetadata (size, properties, chunks) | _BytesMetadata
+#   storage_data          _Index (key, offset of a chunk) -> _Item (file, offset, length)
+#   planner_data          key -> path in the nested state dict; not used here
+#
+# Offsets identify the chunks of a key, so both tables must have the same ones. All fields are
+# untrusted: any attribute may be absent (None) or of another type.
 class _Metadata(Record):
     state_dict_metadata: Any = None
     storage_data: Any = None
@@ -88,7 +97,7 @@ def _unused(*_: object) -> None: ...
 
 
 def _member(of: object, _: object) -> None:
-    """`getattr`, by which Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
+    """Stand-in for `getattr`, with which Python 3.11.0 to 3.11.3 pickle members of an enum."""
     if of is not _unused:
         raise UnsafePickleError(
             "the pickle names builtins.getattr for more than a memory format, which no checkpoint "
@@ -126,58 +135,68 @@ _NAMES: Mapping[tuple[str, str], Any] = {
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     },
 }
-"""All that a `.metadata` names, whichever job wrote it."""
+"""Names that a `.metadata` file may use, with their stand-ins."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dcp:
-    """A checkpoint that has been opened.
+    """Opened checkpoint.
 
     Attributes:
-        directory: where it is.
+        directory: directory of the checkpoint.
         tensors: key -> tensor.
-        objects: key -> the object, read when it is asked for.
+        objects: key -> object, read on access.
+        file: name of the `torch.save` file in the directory that holds all of it; "" for a DCP.
     """
 
     directory: Directory
     tensors: Mapping[str, LazyTensor]
     objects: "LazyObjects"
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        """Its path, for messages."""
+        return f"{self.directory}/{self.file}" if self.file else str(self.directory)
 
 
-class LazyObjects(dict[str, "_Location"]):
-    """Keys of objects that are no tensors; an object is read by calling with its key."""
+class LazyObjects(dict[str, Callable[[bool], Any]]):
+    """Readers of objects that are no tensors; a call with a key reads the object.
+
+    A reader's argument is `is_tolerant` of `Archive.object`.
+    """
 
     def __call__(self, key: str, *, is_tolerant: bool = False) -> Any:  # noqa: ANN401 (torch.save holds anything)
-        """Read an object.
+        """Read the object of a key.
 
         Args:
             key: its key.
             is_tolerant: whether instances of unknown classes become `Opaque`.
 
         Raises:
-            UnsafePickleError: its pickle names what no checkpoint needs.
+            UnsafePickleError: the pickle uses a name that no checkpoint needs.
         """
-        return self[key].archive().object(is_tolerant=is_tolerant)
+        return self[key](is_tolerant)
 
 
 def stage_name(stage: int) -> str:
-    """The directory in which a pipeline stage keeps its own checkpoint."""
+    """Return the name of the directory of a pipeline stage's checkpoint."""
     return f"pp{stage}"
 
 
 def is_dcp(directory: Directory) -> bool:
-    """Return whether a directory holds a DCP: its commit marker, or its stages'."""
-    return bool(parts(directory))
+    """Return whether a directory holds a committed DCP checkpoint, or one per pipeline stage."""
+    return bool(stage_directories(directory))
 
 
 def open_dcp(directory: Directory) -> Dcp:
-    """Opens a checkpoint; only its metadata are read.
+    """Open a checkpoint; only its metadata are read.
 
     Raises:
-        UnsafePickleError: a pickle names what no checkpoint needs.
-        UserError: there is none, it is damaged, or its chunks leave holes or overlap.
+        UnsafePickleError: a pickle uses a name that no checkpoint needs.
+        UserError: the checkpoint is missing or damaged, or its chunks leave holes or overlap.
     """
-    stages = parts(directory)
+    stages = stage_directories(directory)
     if not stages:
         raise UserError(
             f"{directory}: no {METADATA} in it, so it is no DCP checkpoint, or one whose save did "
@@ -186,20 +205,22 @@ def open_dcp(directory: Directory) -> Dcp:
     tensors: dict[str, LazyTensor] = {}
     objects = LazyObjects()
     for stage in stages:
-        opened, others = _open_one(stage)
+        opened, others = _open_stage(stage)
+        # Tied weights are in the first and the last stage and must be equal. Objects such as
+        # hyper-parameters are in every stage; the first one counts.
         for key in sorted(opened.keys() & tensors.keys()):
-            if not equal(tensors[key], opened[key]):  # as tied weights are
+            if not equal(tensors[key], opened[key]):
                 both = f"{tensors[key].source}, {opened[key].source}"
                 raise UserError(f"{key} is in two pipeline stages and differs: {both}")
         tensors |= opened
         for key in others.keys() & objects.keys():
-            del others[key]  # such as hyper-parameters, the same in all stages
+            del others[key]
         objects.update(others)
     return Dcp(directory, tensors, objects)
 
 
-def parts(directory: Directory) -> list[Directory]:
-    """The directories that are a checkpoint together: itself, or its pipeline stages.
+def stage_directories(directory: Directory) -> list[Directory]:
+    """Return the directory itself or those of its pipeline stages; empty for no checkpoint.
 
     Raises:
         UserError: stages are missing.
@@ -209,7 +230,9 @@ def parts(directory: Directory) -> list[Directory]:
     numbers = [int(n[2:]) for n in directory.names() if _STAGE.fullmatch(n)]
     stages = [stage_name(i) for i in range(max(numbers, default=-1) + 1)]
     if missing := [name for name in stages if not (directory / name).has(METADATA)]:
-        raise UserError(f"{directory}: pipeline stages are missing or torn: {', '.join(missing)}")
+        raise UserError(
+            f"{directory}: pipeline stages are missing or incomplete: {', '.join(missing)}"
+        )
     return [directory / name for name in stages]
 
 
@@ -225,15 +248,18 @@ class _Location:
 
     @property
     def where(self) -> str:
-        """The checkpoint, the key and the file."""
+        """Checkpoint, key and file, for messages."""
         return f"{self.files.directory}: {self.key} in {shown(self.name)}"
 
     def archive(self) -> Archive:
         return Archive(self.files[self.name], self.offset, self.length, self.where)
 
+    def read_object(self, is_tolerant: bool) -> Any:  # noqa: ANN401 (torch.save holds anything)
+        return self.archive().object(is_tolerant=is_tolerant)
+
 
 class _Files(dict[str, Bytes]):
-    """The data files of a directory, each opened once."""
+    """Data files of a directory, each opened once."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__()
@@ -244,7 +270,7 @@ class _Files(dict[str, Bytes]):
         return self[name]
 
 
-def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], LazyObjects]:
+def _open_stage(directory: Directory) -> tuple[dict[str, LazyTensor], LazyObjects]:
     where = f"{directory}/{METADATA}"
     data = directory.view(METADATA, limits.PICKLE)
     metadata = pickles.load(data, _NAMES, where)
@@ -252,13 +278,15 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], LazyObjects]
         raise UserError(f"{where}: holds no DCP metadata")
     locations = _locations(metadata, _Files(directory), where)
     tensors, objects = {}, LazyObjects()
-    chunks = len(data) // limits.CHUNK  # a pickle can name the same ones again and again
+    # Largest number of chunks in metadata of this size. A pickle can repeat one list of chunks for
+    # every tensor without more bytes.
+    chunks_left = len(data) // limits.CHUNK
     for key, value in metadata.state_dict_metadata.items():
         check_name(key, where)
         of_key = locations.get(key, {})
         if isinstance(value, _TensorMetadata):
-            chunks -= len(value.chunks) if isinstance(value.chunks, list) else 0
-            if chunks < 0:
+            chunks_left -= len(value.chunks) if isinstance(value.chunks, list) else 0
+            if chunks_left < 0:
                 raise UserError(f"{where}: it has more chunks than it can hold")
             stored = _tensor(key, value, of_key, str(directory))
             shape = flattened.original_shape(metadata.mcore_data, key)
@@ -266,17 +294,17 @@ def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], LazyObjects]
         elif isinstance(value, _BytesMetadata):
             if _key(None) not in of_key:
                 raise UserError(f"{where}: no file is named for {key}")
-            objects[key] = of_key[_key(None)]
+            objects[key] = of_key[_key(None)].read_object
         else:
             raise UserError(f"{where}: {key} is neither a tensor nor an object")
     return tensors, objects
 
 
 def _locations(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[str, _Location]]:
-    """Key -> offset of a chunk -> place; objects have offset None."""
+    """Return key -> `_key` of a chunk's offset -> location; objects have the offset None."""
     locations: dict[str, dict[str, _Location]] = {}
     if not isinstance(metadata.storage_data, dict):
-        raise UserError(f"{where}: says nothing of where the data lie")
+        raise UserError(f"{where}: the table of files is missing")
     for index, item in metadata.storage_data.items():
         if not _is_entry(index, item):
             raise UserError(f"{where}: an entry of the table of files is damaged")
@@ -286,12 +314,16 @@ def _locations(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict
             )
         location = _Location(files, index.fqn, item.relative_path, item.offset, item.length)
         locations.setdefault(index.fqn, {})[_key(index.offset)] = location
-    _check_apart([location for of_key in locations.values() for location in of_key.values()], where)
+    _check_disjoint([loc for of_key in locations.values() for loc in of_key.values()], where)
     return locations
 
 
-def _check_apart(locations: list[_Location], where: str) -> None:
-    """No two items in the same bytes: of a shape and dtype, nothing else tells them apart."""
+def _check_disjoint(locations: list[_Location], where: str) -> None:
+    """Raise UserError if two items overlap in a file.
+
+    An item does not name its key. If damaged metadata gave two tensors of one shape and dtype the
+    same bytes, no other check would notice.
+    """
     locations.sort(key=lambda location: (location.name, location.offset))
     for a, b in itertools.pairwise(locations):
         if a.name == b.name and a.offset + a.length > b.offset:
@@ -300,17 +332,17 @@ def _check_apart(locations: list[_Location], where: str) -> None:
 
 
 def _key(offset: tuple[int, ...] | None) -> str:
-    """An offset as a key: of text, since anyone can find tuples that have the same hash."""
+    """Return an offset as dict key; text, because tuples of equal hash are easy to construct."""
     return str(offset)
 
 
-def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (whatever the pickle checkpoint)
+def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (untrusted pickle)
     if not isinstance(index, _Index) or not isinstance(item, _Item):
         return False
     types = {"offset": int, "length": int, "relative_path": str}
-    where = index.offset is None or _are_sizes(index.offset)
-    typed = all(isinstance(getattr(item, name), kind) for name, kind in types.items())
-    return where and typed and is_name(index.fqn) and len(item.relative_path) <= limits.NAME
+    has_offset = index.offset is None or _are_sizes(index.offset)
+    is_typed = all(isinstance(getattr(item, name), kind) for name, kind in types.items())
+    return has_offset and is_typed and is_name(index.fqn) and len(item.relative_path) <= limits.NAME
 
 
 def _are_sizes(value: Any) -> bool:  # noqa: ANN401
@@ -325,27 +357,29 @@ def _tensor(
         named, shape = metadata.properties.state[0], metadata.size
         chunks = [(c.offsets, c.sizes) for c in metadata.chunks]
         if not all(map(_are_sizes, (shape, *itertools.chain.from_iterable(chunks)))):
-            raise ValueError("sizes that are none")
+            raise ValueError("sizes are no integers")
         indices = [tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True)) for chunk in chunks]
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise UserError(f"{where}: its metadata are damaged ({shown(error)})") from error
     if not isinstance(named, Dtype):
-        raise UserError(f"{where}: its dtype is not known here")
+        raise UserError(f"{where}: its dtype is not supported")
     dtype = named.numpy
     if not is_shape(shape, dtype.itemsize):
         raise UserError(f"{where}: its metadata are damaged")
     _check_cover(where, shape, indices)
+    # Ranks without rows of a tensor declare empty chunks, which need no file.
     full = [
         (i, at) for i, (at, _) in zip(indices, chunks, strict=True) if math.prod(index_shape(i))
     ]
     if missing := [offset for _, offset in full if _key(offset) not in locations]:
         raise UserError(f"{where}: no file is named for the chunk at {missing[0]}")
-    stored = [_Stored(index, locations[_key(offset)], dtype) for index, offset in full]
+    stored = [_StoredChunk(index, locations[_key(offset)], dtype) for index, offset in full]
 
     def read(index: Index) -> np.ndarray:
         if len(stored) == 1:
             return stored[0].read(index)
         needed = [(s, both) for s in stored if (both := intersection(s.index, index))]
+        # An index within one chunk needs no copy (a local file is mapped).
         if len(needed) == 1 and needed[0][1] == index:
             return needed[0][0].read(index)
         out = np.empty(index_shape(index), dtype)
@@ -358,8 +392,8 @@ def _tensor(
 
 
 @dataclasses.dataclass
-class _Stored:
-    """One chunk of a tensor; its archive is opened at the first read, and checked."""
+class _StoredChunk:
+    """Chunk of a tensor, whose archive is opened and checked at the first read."""
 
     index: Index
     location: _Location
@@ -382,10 +416,10 @@ class _Stored:
 
 
 def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None:
-    """Every element in exactly one chunk; torch itself does not look.
+    """Check that every element is in exactly one chunk, which torch itself does not check.
 
     Raises:
-        UserError: a chunk lies outside, two overlap, or elements are in none.
+        UserError: a chunk lies outside the tensor, two overlap, or an element is in no chunk.
     """
     for chunk in chunks:
         sizes = zip(chunk, shape, strict=False)
@@ -394,12 +428,14 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> Non
     full = [c for c in chunks if math.prod(index_shape(c))]
     if not math.prod(shape) or full == [full_index(shape)]:
         return
-    element = _not_once(shape, full, where)
+    element = _first_miscovered(shape, full, where)
     if element is None:
         return
-    there = [c for c in full if all(s.start <= i < s.stop for s, i in zip(c, element, strict=True))]
-    if there:
-        a, b, *_ = there
+    holders = [
+        c for c in full if all(s.start <= i < s.stop for s, i in zip(c, element, strict=True))
+    ]
+    if holders:
+        a, b, *_ = holders
         raise UserError(f"{where}: the chunks at {_shown(a)} and {_shown(b)} overlap")
     covered, total = sum(math.prod(index_shape(c)) for c in full), math.prod(shape)
     raise UserError(
@@ -408,14 +444,23 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> Non
     )
 
 
-def _not_once(shape: tuple[int, ...], chunks: list[Index], where: str) -> tuple[int, ...] | None:
-    """The first element that is not in exactly one chunk; None where all are.
-
-    How often each element is covered, differentiated along every dimension, is a sum over the
-    corners of the chunks, with alternating signs. It is to be that of the whole tensor; where they
-    differ first, the coverage itself does. This takes time in proportion to the chunks, however
-    they lie.
-    """
+def _first_miscovered(
+    shape: tuple[int, ...], chunks: list[Index], where: str
+) -> tuple[int, ...] | None:
+    """Return the first element that is not in exactly one chunk; None if there is none."""
+    # Let n(x) be the number of chunks that contain element x. Along one dimension, the difference
+    # n(x) - n(x - 1) is +1 at the start of each chunk and -1 at its end:
+    #
+    #   chunks        [0:3)     [3:8)
+    #   differences   +1 . . -1 . . . . .
+    #                        +1 . . . . -1      sum: +1 at 0, -1 at 8, which is the whole tensor
+    #
+    # In k dimensions it is a product of such differences: +1 or -1 at each of the 2^k corners of a
+    # chunk, with the parity of the corner's ends as sign. Differences determine n, so n is 1
+    # everywhere if and only if the corners of all chunks, minus those of the whole tensor, cancel.
+    # n - 1 at x is the sum of the uncancelled corners c <= x, so the first of them in row-major
+    # order is the first element with n != 1. The time is proportional to the number of chunks times
+    # 2^k (and a sort), however the chunks lie. Dimensions that no chunk cuts are left out.
     cut = [d for d, n in enumerate(shape) if any(c[d] != slice(0, n) for c in chunks)]
     if not cut:
         return None if len(chunks) == 1 else (0,) * len(shape)
@@ -423,12 +468,13 @@ def _not_once(shape: tuple[int, ...], chunks: list[Index], where: str) -> tuple[
         raise UserError(
             f"{where}: its chunks are cut along {len(cut)} dimensions, which no job does"
         )
+    # [1 + chunks, cut, 2]: start and end along each cut dimension; the whole tensor comes first.
     ends = np.array([[(c[d].start, c[d].stop) for d in cut] for c in (full_index(shape), *chunks)])
     corners, signs = [], []
     for corner in itertools.product((0, 1), repeat=len(cut)):
         corners.append(ends[:, range(len(cut)), corner])
         sign = np.full(len(ends), (-1) ** sum(corner))
-        sign[0] *= -1  # the whole tensor
+        sign[0] *= -1  # subtract the whole tensor
         signs.append(sign)
     locations, which = np.unique(np.concatenate(corners), axis=0, return_inverse=True)
     sums = np.bincount(which.reshape(-1), np.concatenate(signs), len(locations))

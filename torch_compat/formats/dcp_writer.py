@@ -1,6 +1,7 @@
-"""Writes DCP checkpoints that FSDP2 jobs load at any world size, without torch and in pieces.
+"""Writer of DCP checkpoints, which FSDP2 jobs load at any world size.
 
-Tensors are cut into blocks of rows. `.metadata` is written last: without it, torch sees nothing.
+Torch is not needed, and tensors are written one block of rows at a time. `.metadata` is written
+last: torch ignores a directory without it.
 """
 
 import math
@@ -15,19 +16,19 @@ from torch_compat.formats.lazy import Index, LazyTensor, blocks, index_shape
 from torch_compat.formats.pickles import Call, Global, New, Pairs
 from torch_compat.formats.staging import Unit, batches
 
-_FILE = 1 << 28  # bytes of data in a file, from which on the next one begins
-_LARGEST = 1 << 31  # bytes of a chunk: an archive's numbers have 32 bits
+_FILE = 1 << 28  # bytes of data after which the next file begins
+_LARGEST = 1 << 31  # bytes of a chunk: sizes in an archive have 32 bits
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 KeyPath = tuple[str | int, ...]
-"""Where an entry stands in the nested state dict: ("optimizer", "param_groups", 0, "lr")."""
+"""Path of an entry in the nested state dict: ("optimizer", "param_groups", 0, "lr")."""
 
 
 class Entry(NamedTuple):
-    """One key of the checkpoint.
+    """Entry of the checkpoint.
 
     Attributes:
-        path: its place in the nested state dict; the key is the path joined by dots.
+        path: path in the nested state dict; the key is the path joined by dots.
         value: a tensor, or plain values.
     """
 
@@ -36,26 +37,26 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The flat key."""
+        """Flat key."""
         return ".".join(map(str, self.path))
 
 
 class _Item(NamedTuple):
     key: str
-    where: Index | None  # None: an object
+    region: Index | None  # None: an object
     nbytes: int
 
 
 def units(
     entries: Mapping[str, Entry], directory: Path, block: int, prefix: str = ""
 ) -> list[Unit]:
-    """The data files to write; each returns where its items lie.
+    """Return the data files to write, each as a unit whose result is the locations of its items.
 
     Args:
         entries: key -> entry.
-        directory: where the files go; it is made.
+        directory: directory of the files; created if absent.
         block: bytes that may be in memory at a time.
-        prefix: of the names of the units, which tells them from those of other directories.
+        prefix: prefix of the unit names, to distinguish directories of one conversion.
     """
 
     def unit(number: int, items: list[_Item]) -> Unit:
@@ -70,19 +71,30 @@ def units(
 def write_metadata(
     entries: Mapping[str, Entry], locations: Mapping[str, Any], directory: Path, block: int
 ) -> None:
-    """Writes `.metadata`, which makes a checkpoint of the files.
+    """Write `.metadata`, which turns the files into a checkpoint.
 
     Args:
-        entries: as given to `units`.
-        locations: what the units returned, by name.
-        directory: where the files are.
-        block: as given to `units`.
+        entries: the `entries` given to `units`.
+        locations: results of the units by name.
+        directory: directory of the files.
+        block: the `block` given to `units`.
     """
     storage = [
-        (_index(key, offset), _storage_info(name, start, length))
+        (
+            New(
+                Global(_METADATA_MODULE, "MetadataIndex"),
+                {"fqn": key, "index": None,
+                 "offset": None if offset is None else _torch_size(offset)},
+            ),
+            New(
+                Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+                {"relative_path": name, "offset": start, "length": length,
+                 "transform_descriptors": None},
+            ),
+        )
         for items in locations.values()
         for key, offset, name, start, length in items
-    ]
+    ]  # fmt: skip
     tensors = {key: e.value for key, e in entries.items() if isinstance(e.value, LazyTensor)}
     state = {
         "state_dict_metadata": {
@@ -130,17 +142,6 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
             offset = None if index is None else [s.start for s in index]
             locations.append([key, offset, path.name, start, end - start])
     return locations
-
-
-def _index(key: str, offset: list[int] | None) -> New:
-    state = {"fqn": key, "index": None, "offset": None if offset is None else _torch_size(offset)}
-    return New(Global(_METADATA_MODULE, "MetadataIndex"), state)
-
-
-def _storage_info(name: str, offset: int, length: int) -> New:
-    of = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    fields = {"relative_path": name, "offset": offset, "length": length}
-    return New(of, {**fields, "transform_descriptors": None})
 
 
 def _tensor_metadata(tensor: LazyTensor, block: int) -> New:

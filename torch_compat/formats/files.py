@@ -1,4 +1,4 @@
-"""Bytes of files that may lie on this machine or behind a URL (fsspec: s3://, gs://, memory://)."""
+"""Reading and writing of file ranges, local or behind a URL (fsspec: s3://, gs://, memory://)."""
 
 import contextlib
 import errno
@@ -21,22 +21,22 @@ from jaxforge.storage.untrusted_json import DOCUMENT
 from torch_compat.formats.lazy import Index, LazyTensor, index_shape
 from torch_compat.formats.limits import shown
 
-_LARGE = 64 << 10  # bytes that the system is asked to copy itself
-_CANNOT_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+_LARGE = 64 << 10  # bytes from which on the kernel copies from file to file
+CANNOT_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
 class Bytes(Protocol):
-    """A file open for reading."""
+    """File open for reading."""
 
     size: int
 
     def __call__(self, start: int, length: int) -> np.ndarray:
-        """Bytes as a uint8 array; the caller has checked that they are there."""
+        """Return a range as a uint8 array; the caller has checked that it is within the file."""
         ...
 
 
 class Directory:
-    """A directory: local, or anything that fsspec knows.
+    """Directory that is local or has a URL that fsspec supports.
 
     Args:
         path: a path, or a URL with `://`.
@@ -49,7 +49,7 @@ class Directory:
             self.path = self.path.removeprefix("file://")
         if urls.in_bucket(self.path):
             if "://" not in self.path:
-                urls.path(self.path)  # says that a slash is missing
+                urls.path(self.path)  # raises: a slash is missing
             self._is_remote = True
         else:
             self.path = os.path.abspath(self.path)
@@ -74,11 +74,11 @@ class Directory:
 
     @property
     def name(self) -> str:
-        """The last component."""
+        """Last component of the path."""
         return posixpath.basename(self.path.rstrip("/"))
 
     def names(self) -> list[str]:
-        """Return the sorted names in a directory; empty if it is no directory."""
+        """Return the sorted names in the directory; empty if it is no directory."""
         if self._fs is None:
             return sorted(os.listdir(self._root)) if os.path.isdir(self._root) else []
         if not self._fs.isdir(self._root):
@@ -86,11 +86,11 @@ class Directory:
         return sorted(posixpath.basename(p.rstrip("/")) for p in self._fs.ls(self._root, False))
 
     def resolved(self) -> "Directory":
-        """The directory that links such as `latest` lead to now."""
+        """Resolve symbolic links such as `latest`."""
         return Directory(os.path.realpath(self._root)) if self._fs is None else self
 
     def stamps(self) -> dict[str, str]:
-        """Its files -> what changes when they do: size, time and inode, or what the store says."""
+        """Return file name -> fingerprint (size, time and inode, or the store's metadata)."""
         if self._fs is None and not os.path.isdir(self._root):
             return {}
         if self._fs is None:
@@ -114,18 +114,18 @@ class Directory:
         return os.path.exists(path) if self._fs is None else self._fs.exists(path)
 
     def read(self, name: str, most: int = DOCUMENT) -> bytes:
-        """A whole small file; arguments and errors as of `view`."""
+        """Read a small file as a whole; see `view` for arguments and errors."""
         return self.view(name, most).tobytes()
 
     def view(self, name: str, most: int) -> memoryview:
-        """A whole file, which takes no memory where it can be mapped.
+        """Return a file's content, memory-mapped if the file is local.
 
         Args:
-            name: its name.
-            most: bytes that it may have.
+            name: name of the file.
+            most: largest size in bytes.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: the file cannot be read or is larger.
         """
         file = self.open(name)
         if file.size > most:
@@ -133,7 +133,7 @@ class Directory:
         return file(0, file.size).data
 
     def open(self, name: str) -> Bytes:
-        """A file in it.
+        """Open a file of the directory.
 
         Raises:
             UserError: the name leads out of the directory, or the file cannot be opened.
@@ -156,7 +156,7 @@ class Directory:
             raise UserError(f"{self}: {shown(name)} cannot be read ({what})") from error
 
     def _real_roots(self) -> list[str]:
-        """Return where links may lead: the directory itself, and Hugging Face's cache."""
+        """Return the targets allowed for links: the directory itself, and Hugging Face's cache."""
         root = os.path.realpath(self._root)
         snapshots = os.path.dirname(root)
         blobs = os.path.join(os.path.dirname(snapshots), "blobs")
@@ -165,18 +165,21 @@ class Directory:
 
 
 class _Local:
-    """Each read is a memory map of its own: when its array is gone, its pages no longer count.
+    """Local file; each read is a separate memory map.
 
-    The file is opened for each, since a checkpoint of many ranks has more files than may be open.
+    A map is released with its array, so that its pages no longer count as memory of the process.
+    The file is opened for each read, since a checkpoint of many ranks has more files than a process
+    may have open.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        with open(path, "rb", opener=_unwaiting) as file:
-            about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
+        # A pipe without a writer would block the open.
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("no regular file")
-        self.size = about.st_size
+        self.size = status.st_size
 
     def __call__(self, start: int, length: int) -> np.ndarray:
         if not length:
@@ -187,7 +190,7 @@ class _Local:
             with open(self._path, "rb") as file:
                 size = ahead + length
                 mapped = _Map(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=first)
-        except (OSError, ValueError) as error:  # ValueError: it has become shorter
+        except (OSError, ValueError) as error:  # ValueError: the file has become shorter
             what = getattr(error, "strerror", None) or error
             raise _changed(self._path, what) from error
         mapped.path, mapped.first = self._path, first
@@ -195,11 +198,11 @@ class _Local:
 
 
 class _Map(mmap.mmap):
-    """A piece of a file.
+    """Mapped range of a file.
 
     Attributes:
-        path: the file.
-        first: its byte that is the first here.
+        path: path of the file.
+        first: offset of the range in the file.
     """
 
     path: str
@@ -212,11 +215,6 @@ def _changed(path: str, what: object) -> UserError:
     )
 
 
-def _unwaiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe too, which would wait for somebody to write to it."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 class _Remote:
     def __init__(self, fs: Any, path: str) -> None:  # noqa: ANN401 (fsspec has no types)
         self._fs, self._path, self.size = fs, path, fs.size(path)
@@ -227,7 +225,7 @@ class _Remote:
         except OSError as error:
             raise UserError(f"{self._path} cannot be read ({error})") from error
         if len(read) != length:
-            raise UserError(f"{self._path}: {len(read)} bytes came where {length} were asked for")
+            raise UserError(f"{self._path}: got {len(read)} bytes instead of {length}")
         return np.frombuffer(read, np.uint8)
 
 
@@ -238,7 +236,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise UserError(f"{url}: reading URLs needs fsspec: pip install fsspec") from None
     try:
         return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # no such protocol, or its package is missing
+    except (ImportError, ValueError) as error:  # unknown protocol, or its package is missing
         raise UserError(f"{url}: {error}") from None
 
 
@@ -250,15 +248,15 @@ def in_file(
     dtype: np.dtype,
     source: str,
 ) -> LazyTensor:
-    """A tensor in a file; the caller has checked that it lies within.
+    """Return a lazy tensor of a file; the caller has checked that it lies within the file.
 
     Args:
         file: the file.
-        start: byte of its first element.
-        shape: its shape.
-        strides: elements from one entry of each dimension to the next.
-        dtype: its dtype.
-        source: file and name, for messages.
+        start: offset of the first element in bytes.
+        shape: shape of the tensor.
+        strides: strides in elements.
+        dtype: dtype of the tensor.
+        source: file and name for messages.
     """
     itemsize = dtype.itemsize
     in_bytes = tuple(stride * itemsize for stride in strides)
@@ -277,19 +275,20 @@ def in_file(
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, int], None]]:
-    """Open a file that several processes write in parts; yield a positional write.
+    """Open a file that several processes write in parts; yield a function (data, offset) -> None.
 
-    What lies in a file as it is to be written, the system copies, and no process touches it. All
-    that was written is durable when this ends.
+    Data that are mapped from a file are copied inside the kernel. All data are durable on exit.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     def put(data: bytes | memoryview | np.ndarray, at: int) -> None:
         raw = np.frombuffer(data, np.uint8)
-        if not _copied(raw, descriptor, at):
+        if not _copy_in_kernel(raw, descriptor, at):
             _write(raw, descriptor, at)
-        if raw.nbytes >= _LARGE:
-            _begin_sync(descriptor, at, raw.nbytes)
+        # Start the write-back of this range in the background. POSIX_FADV_DONTNEED does so, and
+        # pages under write-back stay in the page cache.
+        if raw.nbytes >= _LARGE and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, at, raw.nbytes, os.POSIX_FADV_DONTNEED)
 
     try:
         yield put
@@ -299,23 +298,22 @@ def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, i
 
 
 def _write(data: np.ndarray, descriptor: int, at: int) -> None:
-    """Bytes of the memory, to a place in a file."""
     left = data.data
     while left:
         written = os.pwrite(descriptor, left, at)
         left, at = left[written:], at + written
 
 
-def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
-    """Try to copy data from its file inside the kernel; return whether that worked.
+def _copy_in_kernel(data: np.ndarray, descriptor: int, at: int) -> bool:
+    """Copy mapped data from file to file (`copy_file_range`); return whether that worked.
 
     Args:
-        data: bytes that follow each other.
-        descriptor: of the other file.
-        at: the place.
+        data: contiguous bytes.
+        descriptor: descriptor of the destination file.
+        at: offset in the destination file.
 
     Raises:
-        UserError: the file that it lies in has become shorter.
+        UserError: the source file has become shorter.
     """
     if data.nbytes < _LARGE or not hasattr(os, "copy_file_range"):
         return False
@@ -330,7 +328,7 @@ def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
             try:
                 copied = os.copy_file_range(file.fileno(), descriptor, left, source, at)
             except OSError as error:
-                if error.errno in _CANNOT_COPY:
+                if error.errno in CANNOT_COPY:
                     return False
                 raise
             if not copied:
@@ -339,17 +337,8 @@ def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
     return True
 
 
-def _begin_sync(descriptor: int, at: int, nbytes: int) -> None:
-    """Has the system write a part of a file to the disk while the rest is made.
-
-    It writes what it is told nobody needs, and as that is under way, it stays in the page cache.
-    """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_DONTNEED)
-
-
 def _map_of(data: np.ndarray) -> _Map | None:
-    """Return the file mapping that an array is a view of, or None."""
+    """Return the mapping that an array views, or None."""
     owner: Any = data
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
@@ -357,11 +346,11 @@ def _map_of(data: np.ndarray) -> _Map | None:
 
 
 def sync(path: Path) -> None:
-    """Makes the data of a file, or the names in a directory, durable."""
+    """Make the data of a file, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some network file systems cannot do it for a directory
+    except OSError as error:  # some network file systems cannot sync a directory
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:

@@ -1,7 +1,8 @@
-"""Tensors that are not read yet: every format is a mapping of names to these.
+"""Lazy tensors: shape, dtype and a function that reads a part of the values.
 
-A name map, a cast or a permutation makes a mapping of names to other lazy tensors: a conversion is
-whatever the last reader asks for, one block at a time, and nothing is ever held whole.
+Every format is read as a mapping of names to lazy tensors. A name map, a cast or a permutation
+returns another such mapping. Values are read only when a writer requests them, one block at a time,
+so that a conversion never holds a whole tensor in memory.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from jaxforge.errors import UserError
 from torch_compat.formats import limits
 
 Index = tuple[slice, ...]
-"""One slice per dimension, with step 1, start and stop given."""
+"""One slice per dimension, with start and stop given and step 1."""
 
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(kind)
@@ -38,22 +39,22 @@ DTYPES: Mapping[str, np.dtype] = {
         "bool": np.bool_,
     }.items()
 }
-"""torch's name of a dtype -> NumPy's dtype; the same names that NumPy has."""
+"""Dtype name in torch and NumPy -> NumPy dtype."""
 
-_MOST_DIMENSIONS = 64  # of a NumPy array
-_COMPARED = 32 << 20  # bytes at a time
+_MAX_DIMENSIONS = 64  # limit of NumPy
+_COMPARED = 32 << 20  # bytes that `equal` reads at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor somewhere.
+    """Tensor whose values are read on request.
 
     Attributes:
-        shape: its shape.
-        dtype: dtype of what `read` returns.
-        read: the values at an index, as an array that the caller may keep but not write to.
-        source: where it lies, for messages.
-        chunks: how many pieces it is stored in.
+        shape: shape of the tensor.
+        dtype: dtype of the arrays that `read` returns.
+        read: index -> values. The caller may keep the array but must not write to it.
+        source: location of the tensor for messages.
+        chunks: number of chunks in which the tensor is stored.
     """
 
     shape: tuple[int, ...]
@@ -64,17 +65,17 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def all(self) -> np.ndarray:
-        """Every value."""
+        """Read all values."""
         return self.read(full_index(self.shape))
 
     def cast(self, dtype: np.dtype) -> "LazyTensor":
-        """The values in another dtype, rounded to nearest.
+        """Cast to another dtype, rounding to nearest.
 
-        Reading it raises UserError where a finite value would become infinite.
+        Reading the result raises UserError if a finite value becomes infinite.
         """
         if dtype == self.dtype:
             return self
@@ -94,19 +95,19 @@ class LazyTensor:
         return dataclasses.replace(self, dtype=dtype, read=read)
 
     def part(self, i: int) -> "LazyTensor":
-        """Entry `i` of the first dimension."""
+        """Return entry `i` of the first dimension."""
         return dataclasses.replace(
             self, shape=self.shape[1:], read=lambda index: self.read((slice(i, i + 1), *index))[0]
         )
 
     def transposed(self) -> "LazyTensor":
-        """A matrix with its dimensions exchanged."""
+        """Return the transposed matrix."""
         return dataclasses.replace(
             self, shape=self.shape[::-1], read=lambda index: self.read(index[::-1]).T
         )
 
     def rows(self, order: Sequence[int] | np.ndarray) -> "LazyTensor":
-        """Entry i of the result is entry `order[i]` of this one (first dimension)."""
+        """Gather entries of the first dimension: entry i of the result is entry `order[i]`."""
         order = np.asarray(order)
 
         def read(index: Index) -> np.ndarray:
@@ -120,28 +121,28 @@ class LazyTensor:
         return dataclasses.replace(self, shape=(len(order), *self.shape[1:]), read=read)
 
     def resized(self, rows: int) -> "LazyTensor":
-        """The first `rows` entries of the first dimension; zeros beyond what there is."""
-        have = self.shape[0]
+        """Truncate the first dimension to `rows` entries, or extend it by zeros."""
+        size = self.shape[0]
 
         def read(index: Index) -> np.ndarray:
             first, *others = index
-            there = self.read((slice(min(first.start, have), min(first.stop, have)), *others))
-            missing = (first.stop - first.start) - len(there)
-            return np.concatenate([there, np.zeros((missing, *there.shape[1:]), there.dtype)])
+            values = self.read((slice(min(first.start, size), min(first.stop, size)), *others))
+            missing = (first.stop - first.start) - len(values)
+            return np.concatenate([values, np.zeros((missing, *values.shape[1:]), values.dtype)])
 
         return dataclasses.replace(self, shape=(rows, *self.shape[1:]), read=read)
 
 
 def from_array(array: np.ndarray, source: str = "") -> LazyTensor:
-    """An array that is in memory already."""
+    """Return a lazy tensor of an array in memory."""
     return LazyTensor(array.shape, array.dtype, lambda index: np.asarray(array[index]), source)
 
 
-def to_number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
-    """The one number that something is, which may be a tensor of one element.
+def to_number(value: Any) -> float:  # noqa: ANN401 (untrusted)
+    """Convert a number or a tensor of one element to a Python number.
 
     Raises:
-        ValueError: it is none, or not finite.
+        ValueError: the value is no number, or not finite.
     """
     if isinstance(value, LazyTensor):
         if math.prod(value.shape) != 1:
@@ -150,31 +151,31 @@ def to_number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
         value = int(array) if array.dtype.kind in "iu" else float(array)
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
         raise ValueError(f"a {type(value).__name__}")
-    number_ = int(value) if isinstance(value, int | np.integer) else float(value)
-    if not abs(number_) < 1e300:
+    number = int(value) if isinstance(value, int | np.integer) else float(value)
+    if not abs(number) < 1e300:
         raise ValueError("not finite, or far too large")
-    return number_
+    return number
 
 
-def to_count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
-    """The whole number that something is, from 0 to 2**53.
+def to_count(value: Any) -> int:  # noqa: ANN401 (untrusted)
+    """Convert a number or a tensor of one element to an integer from 0 to 2**53.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is no such integer.
     """
-    number_ = to_number(value)
-    if not 0 <= number_ <= limits.COUNT or number_ != int(number_):
-        raise ValueError(f"{number_:g}, where a count should be")
-    return int(number_)
+    number = to_number(value)
+    if not 0 <= number <= limits.COUNT or number != int(number):
+        raise ValueError(f"{number:g} is no integer from 0 to 2^53")
+    return int(number)
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> LazyTensor:
-    """Zeros, made as they are read."""
+    """Return a lazy tensor of zeros, which are allocated on read."""
     return LazyTensor(shape, dtype, lambda index: np.zeros(index_shape(index), dtype), "zeros")
 
 
 def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """Tensors of one shape and dtype along a new first dimension."""
+    """Stack tensors of one shape and dtype along a new first dimension."""
     first = tensors[0]
     assert all(t.shape == first.shape and t.dtype == first.dtype for t in tensors)
 
@@ -191,17 +192,17 @@ def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def interleave_rows(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarray]) -> LazyTensor:
-    """Rows of several tensors of one dtype in one: row i of tensor t becomes row `places[t][i]`."""
+    """Merge rows of tensors: row i of tensor t becomes row `positions[t][i]` of the result."""
     first, n_rows = tensors[0], sum(map(len, positions))
     owner, row = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
-    for number, of_tensor in enumerate(positions):
-        owner[of_tensor], row[of_tensor] = number, np.arange(len(of_tensor))
+    for i, of_tensor in enumerate(positions):
+        owner[of_tensor], row[of_tensor] = i, np.arange(len(of_tensor))
 
     def read(index: Index) -> np.ndarray:
         out = np.empty(index_shape(index), first.dtype)
         owners, rows = owner[index[0]], row[index[0]]
-        for number, tensor in enumerate(tensors):
-            if (mine := owners == number).any():
+        for i, tensor in enumerate(tensors):
+            if (mine := owners == i).any():
                 wanted = tensor.rows(rows[mine])
                 out[mine] = wanted.read((slice(0, wanted.shape[0]), *index[1:]))
         return out
@@ -210,11 +211,11 @@ def interleave_rows(tensors: Sequence[LazyTensor], positions: Sequence[np.ndarra
 
 
 def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
-    """Return whether NumPy supports an array of these sizes, which a file may claim."""
-    if len(sizes) > _MOST_DIMENSIONS:
+    """Return whether NumPy supports an array of these untrusted sizes."""
+    if len(sizes) > _MAX_DIMENSIONS:
         return False
     nbytes = itemsize
-    for n in sizes:  # a loop, for there are many tensors: generators take twice as long
+    for n in sizes:  # called for each of many tensors; a generator takes twice as long
         if type(n) is not int or not 0 <= n < 2**63:
             return False
         nbytes *= n or 1
@@ -222,7 +223,7 @@ def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
 
 
 def equal(a: LazyTensor, b: LazyTensor) -> bool:
-    """Return whether two tensors hold the same bits, a block at a time."""
+    """Return whether two tensors are bitwise equal, comparing one block at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     indices = blocks(a.shape, a.dtype.itemsize, _COMPARED)
@@ -230,12 +231,12 @@ def equal(a: LazyTensor, b: LazyTensor) -> bool:
 
 
 def full_index(shape: Sequence[int]) -> Index:
-    """The index of everything."""
+    """Return the index of all elements."""
     return tuple(slice(0, size) for size in shape)
 
 
 def index_shape(index: Index) -> tuple[int, ...]:
-    """The shape of what an index selects."""
+    """Return the shape of the elements that an index selects."""
     return tuple(s.stop - s.start for s in index)
 
 
@@ -248,11 +249,10 @@ def first_position(index: Index, shape: Sequence[int]) -> int:
 
 
 def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]:
-    """Indices that cover a tensor once, each of at most `limit` bytes or one row of a matrix.
+    """Split a tensor into contiguous blocks of at most `limit` bytes or one row of a matrix.
 
-    Every block is one run of bytes in row-major order: the first dimension is cut, and the next one
-    only where one entry of the first is too large. As evenly as can be, since a store may keep all
-    of them as large as the first.
+    The first dimension is cut, and the next dimension only if one entry of the first is too large.
+    Blocks are as equal as possible, because a zarr store pads all chunks to the size of the first.
     """
     if not shape:
         yield ()
@@ -263,7 +263,8 @@ def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]
         yield from ((slice(i, i + 1), *index) for i in range(shape[0]) for index in within)
         return
     most = max(1, limit // row) if row else max(1, shape[0])
-    rows = max(1, -(-shape[0] // max(1, -(-shape[0] // most))))
+    n_blocks = max(1, -(-shape[0] // most))
+    rows = max(1, -(-shape[0] // n_blocks))
     for start in range(0, shape[0], rows):
         yield (slice(start, min(start + rows, shape[0])), *full_index(shape[1:]))
     if not shape[0]:
@@ -279,5 +280,5 @@ def intersection(a: Index, b: Index) -> Index | None:
 
 
 def relative_to(index: Index, origin: Sequence[int]) -> Index:
-    """An index counted from `origin`."""
+    """Return an index relative to `origin`."""
     return tuple(slice(s.start - o, s.stop - o) for s, o in zip(index, origin, strict=True))

@@ -1,14 +1,13 @@
-"""The arrays of an Orbax checkpoint: zarr in OCDBT, tensorstore's database in files.
+"""Reader of the arrays of an Orbax checkpoint: zarr in OCDBT, the key-value store of tensorstore.
 
-    manifest.ocdbt, d/...            an index: key -> a short value, or file, offset and length
-    ocdbt.process_*/d/...            what each process wrote, where the index points to
-    key {name}/.zarray               shape, dtype, chunks and compression of an array
-    key {name}/0.1                   one of its chunks
+    manifest.ocdbt, d/...            index: key -> a short value, or file, offset and length
+    ocdbt.process_*/d/...            values that each process wrote
+    key {name}/.zarray               shape, dtype, chunk shape and compression of an array
+    key {name}/0.1                   chunk (0, 1) of an array
 
-A chunk that is not compressed lies in its file as it would in memory. It is mapped, so that nothing
-is copied on the way to where it is wanted. Everything else is read by tensorstore: chunks that are
-compressed, those that were left out for being zero, and databases in buckets or of a form not
-expected here.
+An uncompressed chunk has the same layout in the file as in memory, so it is mapped and not copied.
+Tensorstore reads everything else: compressed chunks, arrays with omitted zero chunks, databases in
+buckets and unexpected forms.
 """
 
 import dataclasses
@@ -39,37 +38,40 @@ from torch_compat.formats.lazy import (
 from torch_compat.formats.limits import shown
 
 DATA = "d"
-"""Directories of index and chunks, below that of the database or of a process."""
+"""Subdirectory of index and chunks, in the database's directory or in that of a process."""
 ZARRAY = "/.zarray"
-"""Ends the key of what describes an array."""
+"""Suffix of the key of an array's metadata."""
 
 _LOCATION = re.compile(r"value:([^:%]*):([^:%]*):(\d+):(\d+)")
 
 Location = tuple[str, int, int] | bytes
-"""File, offset and length of a value; or the value itself, where it is short."""
+"""File, offset and length of a value, or a short value itself."""
 
 
 def spec(store: Path, name: str) -> dict[str, Any]:
-    """Tensorstore's of an array.
+    """Return the tensorstore spec of an array.
 
     Args:
-        store: the directory of the database.
-        name: the array's.
+        store: directory of the database.
+        name: name of the array.
     """
     return {"driver": "zarr", "kvstore": {**_database(store), "path": f"{name}/"}}
 
 
 def chunk_key(cell: tuple[int, ...]) -> str:
-    """The key of a chunk, after that of its array, by its numbers."""
+    """Return the key of a chunk, without the prefix of its array."""
     return ".".join(map(str, cell)) or "0"
 
 
 def open_arrays(store: Path) -> dict[str, LazyTensor]:
-    """Every array of a database, by name; only what describes them is read.
+    """Open all arrays of a database; only metadata are read.
+
+    Returns:
+        array name -> tensor.
 
     Raises:
-        ValueError: it is damaged.
-        OSError: it cannot be read.
+        ValueError: the database is damaged.
+        OSError: the database cannot be read.
     """
     database = ts.KvStore.open(_database(store)).result()
     keys = [key.decode() for key in database.list().result()]
@@ -80,11 +82,12 @@ def open_arrays(store: Path) -> dict[str, LazyTensor]:
     arrays = {}
     for key, value in described.items():
         name = key.removesuffix(ZARRAY)
-        about = _About.of(json.loads(value.result().value))
-        if about is not None and about.describes(locations.get(name, {})):
-            arrays[name] = _Mapped(files, about, locations[name], f"{store}: {name}").lazy()
+        metadata = _ArrayMetadata.parse(json.loads(value.result().value))
+        if metadata is not None and metadata.describes(locations.get(name, {})):
+            array = _MappedArray(files, metadata, locations[name], f"{store}: {name}")
+            arrays[name] = LazyTensor(metadata.shape, metadata.dtype, array.read, array.where)
         else:
-            arrays[name] = _by_tensorstore(store, name)
+            arrays[name] = _open_with_tensorstore(store, name)
     return arrays
 
 
@@ -100,7 +103,7 @@ def _base(store: Path) -> dict[str, Any]:
     return buckets.spec(f"{store}/")
 
 
-def _by_tensorstore(store: Path, name: str) -> LazyTensor:
+def _open_with_tensorstore(store: Path, name: str) -> LazyTensor:
     array = ts.open(spec(store, name), open=True, read=True).result()
     shape, dtype, where = tuple(array.shape), np.dtype(array.dtype.numpy_dtype), f"{store}: {name}"
 
@@ -114,7 +117,7 @@ def _by_tensorstore(store: Path, name: str) -> LazyTensor:
 
 
 def _locations(store: Path) -> dict[str, dict[str, Location]]:
-    """Array -> key of a chunk -> where it lies; nothing where the index is of several nodes."""
+    """Return array -> chunk key -> location; empty if the index has several nodes."""
     if urls.in_bucket(store):
         return {}
     base = ts.KvStore.open(_base(store)).result()
@@ -133,18 +136,18 @@ def _locations(store: Path) -> dict[str, dict[str, Location]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _About:
-    """Contents of `.zarray` for an array with chunks as in memory."""
+class _ArrayMetadata:
+    """Contents of `.zarray` for an array with uncompressed row-major chunks."""
 
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     dtype: np.dtype
 
     @classmethod
-    def of(cls, described: Mapping[str, Any]) -> "_About | None":
-        """None where its chunks are not: compressed, filtered, of another order, big-endian."""
+    def parse(cls, described: Mapping[str, Any]) -> "_ArrayMetadata | None":
+        """Return metadata; None if chunks are compressed, filtered, column-major or big-endian."""
         plain = {"compressor": None, "filters": None, "order": "C", "dimension_separator": "."}
-        dtype = _dtype(described.get("dtype"))
+        dtype = _parse_dtype(described.get("dtype"))
         if dtype is None or any(described.get(key) != value for key, value in plain.items()):
             return None
         return cls(tuple(described["shape"]), tuple(described["chunks"]), dtype)
@@ -153,63 +156,64 @@ class _About:
         """Return whether these are all chunks of the array, each of its required length."""
         cells = math.prod(-(-n // each) for n, each in zip(self.shape, self.chunk, strict=True))
         length = math.prod(self.chunk) * self.dtype.itemsize
-        if len(locations) != cells + 1:  # with its description
+        if len(locations) != cells + 1:  # plus `.zarray`
             return False
         keys = (chunk_key(cell) for cell in self.cells(full_index(self.shape)))
-        sizes = {k: len(p) if isinstance(p, bytes) else p[2] for k, p in locations.items()}
+        sizes = {
+            key: len(location) if isinstance(location, bytes) else location[2]
+            for key, location in locations.items()
+        }
         return all(sizes.get(key) == length for key in keys)
 
     def cells(self, index: Index) -> Iterator[tuple[int, ...]]:
-        """Numbers of the chunks that an index reaches."""
-        of = [range(s.start // n, -(-s.stop // n)) for s, n in zip(index, self.chunk, strict=True)]
-        return itertools.product(*of)
+        """Return the grid cells of the chunks that an index intersects."""
+        return itertools.product(
+            *(range(s.start // n, -(-s.stop // n)) for s, n in zip(index, self.chunk, strict=True))
+        )
 
     def bounds(self, cell: tuple[int, ...]) -> Index:
-        """Return the index range of a chunk, which may exceed the array at its end."""
+        """Return the index of a chunk, which may exceed the array at the end."""
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, self.chunk, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mapped:
-    """An array read from the files themselves."""
+class _MappedArray:
+    """Array whose chunks are read from mapped files."""
 
     files: Callable[[str], Bytes]
-    about: _About
+    metadata: _ArrayMetadata
     locations: Mapping[str, Location]
     where: str
 
-    def lazy(self) -> LazyTensor:
-        return LazyTensor(self.about.shape, self.about.dtype, self.read, self.where)
-
     def read(self, index: Index) -> np.ndarray:
         if not math.prod(index_shape(index)):
-            return np.empty(index_shape(index), self.about.dtype)
-        cells = list(self.about.cells(index))
+            return np.empty(index_shape(index), self.metadata.dtype)
+        cells = list(self.metadata.cells(index))
         if len(cells) == 1:
-            return self._part(cells[0], index)
-        out, origin = np.empty(index_shape(index), self.about.dtype), [s.start for s in index]
+            return self._read_chunk(cells[0], index)
+        out, origin = np.empty(index_shape(index), self.metadata.dtype), [s.start for s in index]
         for cell in cells:
-            both = intersection(index, self.about.bounds(cell))
+            both = intersection(index, self.metadata.bounds(cell))
             assert both is not None
-            out[relative_to(both, origin)] = self._part(cell, both)
+            out[relative_to(both, origin)] = self._read_chunk(cell, both)
         return out
 
-    def _part(self, cell: tuple[int, ...], index: Index) -> np.ndarray:
-        """An index within one chunk."""
-        within = relative_to(index, [s.start for s in self.about.bounds(cell)])
-        location, chunk = self.locations[chunk_key(cell)], self.about.chunk
+    def _read_chunk(self, cell: tuple[int, ...], index: Index) -> np.ndarray:
+        """Read an index that lies within a chunk."""
+        within = relative_to(index, [s.start for s in self.metadata.bounds(cell)])
+        location, chunk = self.locations[chunk_key(cell)], self.metadata.chunk
         if isinstance(location, bytes):
-            return np.frombuffer(location, self.about.dtype).reshape(chunk)[within]
+            return np.frombuffer(location, self.metadata.dtype).reshape(chunk)[within]
         name, offset, length = location
         file = self.files(name)
         if offset + length > file.size:
-            raise UserError(f"{self.where}: {name} is truncated: it ends at byte {file.size}")
+            raise UserError(f"{self.where}: {name} is truncated at byte {file.size}")
         strides = [math.prod(chunk[i + 1 :]) for i in range(len(chunk))]
-        return in_file(file, offset, chunk, strides, self.about.dtype, self.where).read(within)
+        return in_file(file, offset, chunk, strides, self.metadata.dtype, self.where).read(within)
 
 
-def _dtype(name: Any) -> np.dtype | None:  # noqa: ANN401 (whatever the file held)
-    """Return the dtype of a little-endian zarr name, or of an extended type's own name."""
+def _parse_dtype(name: Any) -> np.dtype | None:  # noqa: ANN401 (untrusted JSON)
+    """Return the dtype of a little-endian zarr name or of the name of an extended type."""
     if not isinstance(name, str):
         return None
     by_code = {dtype.newbyteorder("<").str: dtype for dtype in DTYPES.values() if dtype.kind != "V"}

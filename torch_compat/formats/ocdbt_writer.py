@@ -1,7 +1,7 @@
-"""An OCDBT database around values that lie in files already: an index of one node, and a manifest.
+"""Writer of OCDBT databases whose values are already in files: an index node and a manifest.
 
-Tensorstore would copy each value twice on its way to a file. Written straight from where they are
-mapped, values cost what `cp` costs. Format: https://google.github.io/tensorstore/kvstore/ocdbt/
+Tensorstore would copy each value twice on the way to a file. Values that are copied from the mapped
+source file cost the same as `cp`. Format: https://google.github.io/tensorstore/kvstore/ocdbt/
 """
 
 import json
@@ -22,7 +22,7 @@ _MANIFEST = "manifest.ocdbt"
 _NODE = 0x0CDB20DE
 _CONFIG = {
     "compression": None,
-    "max_decoded_node_bytes": 100_000_000,  # Orbax's, for an index of one node
+    "max_decoded_node_bytes": 100_000_000,  # Orbax's value, with which the index is one node
     "max_inline_value_bytes": 1024,
     "version_tree_arity_log2": 4,
 }
@@ -30,18 +30,18 @@ _CONFIG = {
 
 # Files of the database (a store of one version and one leaf node):
 #
-# manifest.ocdbt   config, uuid, and the version: commit time, root node's location and statistics
+# manifest.ocdbt   config, uuid, and the version: commit time, location and statistics of the root
 # d/index          the root: a B+tree leaf with every key and the location of its value
-# d/...            values, written before by others, referred to by (file, offset, length)
+# d/...            values that the caller has written, referenced by (file, offset, length)
 def write_index(store: Path, values: Mapping[str, Location]) -> None:
-    """Makes a database of files that were written; it is durable when this ends.
+    """Write the index and manifest of a database. Both are durable on return.
 
     Args:
-        store: the directory of the database.
-        values: every key, and where its value lies in the directory, or the value.
+        store: directory of the database.
+        values: key -> location of the value in the directory, or the value itself.
     """
     lengths = [location[2] for location in values.values() if not isinstance(location, bytes)]
-    node = _node(values)
+    node = _encode_leaf(values)
     root = {
         "location": f"btreenode::{_INDEX}:0:{len(node)}",
         "statistics": {
@@ -68,8 +68,8 @@ def write_index(store: Path, values: Mapping[str, Location]) -> None:
 
 
 def description(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> bytes:
-    """Return `.zarray` of an array with chunks as in memory."""
-    about = {
+    """Return `.zarray` of an array with uncompressed row-major chunks."""
+    metadata = {
         "zarr_format": 2,
         "shape": list(shape),
         "chunks": [max(1, n) for n in chunk],
@@ -80,11 +80,11 @@ def description(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> 
         "fill_value": None,
         "dimension_separator": ".",
     }
-    return json.dumps(about).encode()
+    return json.dumps(metadata).encode()
 
 
-def _node(values: Mapping[str, Location]) -> bytes:
-    """A leaf of the tree; keys and names are whole, as sharing their beginnings saves little."""
+def _encode_leaf(values: Mapping[str, Location]) -> bytes:
+    """Encode a leaf node."""
     items = sorted((key.encode(), location) for key, location in values.items())
     keys, locations = [key for key, _ in items], [location for _, location in items]
     inline = [location for location in locations if isinstance(location, bytes)]
@@ -94,40 +94,43 @@ def _node(values: Mapping[str, Location]) -> bytes:
     # Layout of a leaf node (all columns are arrays over keys, in ascending order of keys):
     #
     # version, compression, height = 0
-    # data files:  count | prefix lengths | suffix lengths | base path lengths | names
+    # data files:  count | prefix lengths | suffix lengths | base path lengths | suffixes
     # keys:        count | prefix lengths | suffix lengths | suffixes
     # values:      lengths | kind (0 inline, 1 in a file) | file numbers | offsets | inline bytes
     #
-    # Prefixes are never shared here, so prefix lengths are 0; the first entry has none.
+    # The format stores a key as the length of the prefix that it shares with its predecessor, and
+    # the remaining suffix. All prefix lengths are 0 here, since sharing would save little. The
+    # first entry has no predecessor, so a list of n entries has n - 1 prefix lengths.
     body = [
         bytes([0, 0, 0]),  # version, no compression; height
         _varints([len(files)]),
         _lengths(files),
-        bytes(len(files)),  # no file is relative to another database
+        bytes(len(files)),  # base path lengths of 0: no file is in another database
         *files,
         _varints([len(keys)]),
         _lengths(keys),
         *keys,
-        _varints(len(p) if isinstance(p, bytes) else p[2] for p in locations),
+        _varints(len(loc) if isinstance(loc, bytes) else loc[2] for loc in locations),
         bytes(not isinstance(location, bytes) for location in locations),
         _varints(number[name] for name, _, _ in in_files),
         _varints(offset for _, offset, _ in in_files),
         *inline,
     ]
     content = b"".join(body)
-    # Frame of every OCDBT object: magic (big-endian), total length (little-endian, with the frame
-    # of 16 bytes), content, CRC-32C of all before.
+    # Frame of every OCDBT object: magic (big-endian), total length (little-endian, including the 16
+    # bytes of the frame), content, CRC-32C (little-endian) of all preceding bytes.
     whole = struct.pack(">I", _NODE) + struct.pack("<Q", 16 + len(content)) + content
     return whole + struct.pack("<I", crc32c(whole))
 
 
 def _lengths(texts: Sequence[bytes]) -> bytes:
-    """Encode the lengths of keys with an empty common prefix."""
+    """Encode the prefix lengths, which are all 0, and the suffix lengths of texts."""
     return bytes(max(0, len(texts) - 1)) + _varints(map(len, texts))
 
 
 def _varints(numbers: Iterable[int]) -> bytes:
-    """Seven bits a byte, the lowest first; the highest bit says that there are more."""
+    """Encode integers as variable-length integers (LEB128)."""
+    # Seven bits per byte, the lowest ones first; the highest bit of a byte: more bytes follow.
     encoded = bytearray()
     for number in numbers:
         while number > 0x7F:
@@ -138,14 +141,15 @@ def _varints(numbers: Iterable[int]) -> bytes:
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum of Castagnoli's polynomial."""
+    """Return the CRC-32C of data (polynomial of Castagnoli, as in iSCSI)."""
+    # Byte-wise and reflected: `_TABLE[b]` is the remainder of byte b followed by 32 zero bits.
     remainder = 0xFFFFFFFF
     for byte in data:
         remainder = _TABLE[(remainder ^ byte) & 0xFF] ^ remainder >> 8
     return remainder ^ 0xFFFFFFFF
 
 
-# Table of the reflected polynomial 0x82F63B78, one entry for each byte value.
+# Table of the reflected polynomial 0x82F63B78: each round divides all 256 entries by one more bit.
 _TABLE = list(range(256))
 for _ in range(8):
     _TABLE = [entry >> 1 ^ (0x82F63B78 if entry & 1 else 0) for entry in _TABLE]

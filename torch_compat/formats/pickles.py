@@ -1,7 +1,7 @@
-"""Pickles, read without running anything and written without the classes they name.
+"""Pickle files: loading without running code, and dumping without the named classes.
 
-A pickle is a program: `pickle.load` runs whatever it calls. Here a name that is not in a table is
-refused, and the names in the tables are stand-ins that only hold data.
+A pickle is a program: `pickle.load` runs every function that it calls. `load` refuses names outside
+a table and maps the names in the table to stand-ins that only hold data.
 """
 
 import pickle
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxforge.errors import UserError
 from torch_compat.formats.limits import shown
-from torch_compat.formats.pickle_machine import Machine
+from torch_compat.formats.pickle_machine import PickleMachine
 
 
 class UnsafePickleError(UserError):
@@ -22,22 +22,22 @@ def load(
     data: bytes | memoryview,
     names: Mapping[tuple[str, str], Any],
     where: str,
-    persistent: Callable[[Any], Any] | None = None,
+    load_persistent: Callable[[Any], Any] | None = None,
 ) -> Any:  # noqa: ANN401 (a pickle holds anything)
-    """Reads a pickle in which only some names mean anything.
+    """Load a pickle that may use only the given names.
 
     Args:
         data: the pickle.
-        names: (module, name) -> what stands for it.
+        names: (module, name) -> stand-in.
         where: file or item, for messages.
-        persistent: what stands for a persistent id; None refuses them.
+        load_persistent: persistent id -> stand-in. None: persistent ids are refused.
 
     Raises:
-        UnsafePickleError: the pickle names anything else; nothing was run.
-        UserError: it is no pickle.
+        UnsafePickleError: the pickle uses another name. No code was run.
+        UserError: the data are no pickle.
     """
 
-    def find(module: str, name: str) -> Any:  # noqa: ANN401
+    def find_class(module: str, name: str) -> Any:  # noqa: ANN401
         if (module, name) in names:
             return names[module, name]
         raise UnsafePickleError(
@@ -49,52 +49,52 @@ def load(
         raise UnsafePickleError(f"{where}: the pickle refers to objects outside it; refused")
 
     try:
-        return Machine(data, find, persistent or refuse).run()
+        return PickleMachine(data, find_class, load_persistent or refuse).run()
     except UserError:
         raise
-    except Exception as error:  # whatever bytes that are no pickle lead to
+    except Exception as error:  # arbitrary bytes may raise any error
         why = shown(error) or type(error).__name__
         raise UserError(f"{where}: not a readable pickle ({why})") from error
 
 
 class Global(NamedTuple):
-    """A class or function, by name."""
+    """Name of a class or function."""
 
     module: str
     name: str
 
 
 class Call(NamedTuple):
-    """A function and its arguments."""
+    """Call of a function with arguments."""
 
     function: Global
     arguments: tuple
 
 
 class New(NamedTuple):
-    """An instance made without arguments, or by a call, and the state that is then set."""
+    """Instance of a class, or result of a call, whose state is set afterwards."""
 
-    of: Global | Call
+    constructor: Global | Call
     state: Any
 
 
 class Pairs(NamedTuple):
-    """A dict whose keys cannot be keys here."""
+    """Dict as a list of items, for keys that are not hashable in Python."""
 
     items: list[tuple[Any, Any]]
 
 
 class Persistent(NamedTuple):
-    """A persistent id."""
+    """Persistent id, which `torch.save` uses for storages."""
 
     id: tuple
 
 
 def dump(value: Any, protocol: int = 2) -> bytes:  # noqa: ANN401
-    """The pickle of plain values and of `Global`, `Call`, `New`, `Pairs`, `Persistent`.
+    """Return the pickle of plain values and of `Global`, `Call`, `New`, `Pairs`, `Persistent`.
 
     Args:
-        value: nested dicts, lists and tuples of None, bool, int, float, str, bytes and the above.
+        value: nested dicts, lists and tuples of None, bool, int, float, str, bytes and these types.
         protocol: 2, as torch.save writes and `weights_only` loading expects, or 4.
     """
     out = bytearray(pickle.PROTO + bytes([protocol]))
@@ -103,7 +103,7 @@ def dump(value: Any, protocol: int = 2) -> bytes:  # noqa: ANN401
 
 
 class _Writer:
-    """Emits opcodes; names are memoized, since metadata repeat them thousands of times."""
+    """Encoder that memoizes strings and names, which metadata repeat thousands of times."""
 
     def __init__(self, out: bytearray, protocol: int) -> None:
         self._out, self._protocol = out, protocol
@@ -112,15 +112,15 @@ class _Writer:
     def write(self, value: Any) -> None:  # noqa: ANN401
         match value:
             case Global():
-                self._once(value, lambda: self._global(value))
+                self._memoize(value, lambda: self._write_global(value))
             case Call(function, arguments):
-                self._all(function, arguments)
+                self._write_all(function, arguments)
                 self._out += pickle.REDUCE
-            case New(of, state):
-                if isinstance(of, Call):
-                    self.write(of)
+            case New(constructor, state):
+                if isinstance(constructor, Call):
+                    self.write(constructor)
                 else:
-                    self._all(of, ())
+                    self._write_all(constructor, ())
                     self._out += pickle.NEWOBJ
                 self.write(state)
                 self._out += pickle.BUILD
@@ -130,18 +130,18 @@ class _Writer:
             case Pairs(items):
                 self._out += pickle.EMPTY_DICT + pickle.MARK
                 for pair in items:
-                    self._all(*pair)
+                    self._write_all(*pair)
                 self._out += pickle.SETITEMS
             case None:
                 self._out += pickle.NONE
             case bool():
                 self._out += pickle.NEWTRUE if value else pickle.NEWFALSE
             case int():
-                self._integer(value)
+                self._write_integer(value)
             case float():
                 self._out += pickle.BINFLOAT + struct.pack(">d", value)
             case str():
-                self._once(value, lambda: self._string(value))
+                self._memoize(value, lambda: self._write_string(value))
             case bytes() if self._protocol < 3:
                 text = value.decode("latin1")
                 self.write(Call(Global("_codecs", "encode"), (text, "latin1")))
@@ -149,22 +149,22 @@ class _Writer:
                 self._out += pickle.BINBYTES + struct.pack("<I", len(value)) + value
             case tuple():
                 self._out += pickle.MARK
-                self._all(*value)
+                self._write_all(*value)
                 self._out += pickle.TUPLE
             case list():
                 self._out += pickle.EMPTY_LIST + pickle.MARK
-                self._all(*value)
+                self._write_all(*value)
                 self._out += pickle.APPENDS
             case dict():
                 self.write(Pairs(list(value.items())))
             case _:
                 raise TypeError(f"cannot pickle a {type(value).__name__}")
 
-    def _all(self, *values: Any) -> None:  # noqa: ANN401
+    def _write_all(self, *values: Any) -> None:  # noqa: ANN401
         for value in values:
             self.write(value)
 
-    def _once(self, key: Any, write: Callable[[], None]) -> None:  # noqa: ANN401
+    def _memoize(self, key: Any, write: Callable[[], None]) -> None:  # noqa: ANN401
         if key in self._memo:
             self._out += pickle.LONG_BINGET + struct.pack("<I", self._memo[key])
             return
@@ -172,18 +172,18 @@ class _Writer:
         self._memo[key] = len(self._memo)
         self._out += pickle.LONG_BINPUT + struct.pack("<I", self._memo[key])
 
-    def _global(self, value: Global) -> None:
+    def _write_global(self, value: Global) -> None:
         if self._protocol >= 4:
-            self._all(value.module, value.name)
+            self._write_all(value.module, value.name)
             self._out += pickle.STACK_GLOBAL
         else:
             self._out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
 
-    def _string(self, value: str) -> None:
+    def _write_string(self, value: str) -> None:
         encoded = value.encode("utf-8", "surrogatepass")
         self._out += pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
 
-    def _integer(self, value: int) -> None:
+    def _write_integer(self, value: int) -> None:
         if -(2**31) <= value < 2**31:
             self._out += pickle.BININT + struct.pack("<i", value)
         else:

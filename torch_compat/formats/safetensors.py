@@ -1,7 +1,7 @@
-"""safetensors files, read and written in place: 8 bytes of length, a JSON header, row-major data.
+"""Reader and writer of safetensors files: 8 bytes of length, a JSON header, row-major data.
 
-Format: https://huggingface.co/docs/safetensors. All shapes are known beforehand, so that each part
-of a file has its place before anything is written, and several are written at a time.
+Format: https://huggingface.co/docs/safetensors. All shapes are known in advance, so the offset of
+each part is known before anything is written, and several parts are written concurrently.
 """
 
 import functools
@@ -24,7 +24,7 @@ from torch_compat.formats.staging import Unit
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_UNIT = 64 << 20  # bytes of a file that are written, and made durable, together
+UNIT = 64 << 20  # bytes of a file that are written and synced together
 
 _CODES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -36,13 +36,13 @@ _CODE_OF = {name: code for code, name in _CODES.items()}
 
 
 def open_directory(directory: Directory) -> dict[str, LazyTensor]:
-    """Every tensor of a directory: of `model.safetensors`, of its index, or of all its files.
+    """Open the tensors of `model.safetensors`, else of the index, else of all files.
 
-    In this order, which is that of transformers.
+    This order of precedence is that of transformers.
 
     Raises:
-        UserError: there is none, a file is damaged, two files hold one name, or the index names
-            others than `model.safetensors` holds.
+        UserError: the directory has no file, a file is damaged, two files hold one name, or
+            `model.safetensors` and the index disagree.
     """
     names = directory.names()
     tensors = _open_indexed(directory, names)
@@ -84,10 +84,10 @@ def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, LazyT
 
 
 def open_file(file: Bytes, where: str) -> dict[str, LazyTensor]:
-    """The tensors of a file.
+    """Open the tensors of a file.
 
     Raises:
-        UserError: the header is damaged, or the file does not hold what it says.
+        UserError: the header is damaged or does not match the file.
     """
     if file.size < 8:
         raise UserError(f"{where}: too short for a safetensors file")
@@ -116,7 +116,7 @@ def open_file(file: Bytes, where: str) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -128,7 +128,7 @@ def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (whatever the file held)
 def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str) -> LazyTensor:
     code, shape = entry["dtype"], tuple(entry["shape"])
     if code not in _CODES:
-        raise UserError(f"{where}: {name} has dtype {shown(code)}, which is not known here")
+        raise UserError(f"{where}: {name} has dtype {shown(code)}, which is not supported")
     dtype = DTYPES[_CODES[code]]
     start, stop = entry["data_offsets"]
     if math.prod(shape) * dtype.itemsize != stop - start:
@@ -140,12 +140,12 @@ def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str
 def units(
     tensors: Mapping[str, LazyTensor], directory: Path, largest: int, block: int
 ) -> tuple[list[Unit], dict[str, Any] | None]:
-    """The parts of files to write, and the index that they need; None for a single file.
+    """Return the units that write the files, and the index; None for a single file.
 
     Args:
         tensors: name -> tensor.
-        directory: where the files go.
-        largest: bytes of tensors in a file, if one tensor does not have more.
+        directory: directory of the files.
+        largest: bytes of tensors per file; a single tensor may exceed it.
         block: bytes that may be in memory at a time.
     """
     shards = list(_shards(tensors, largest))
@@ -168,12 +168,12 @@ def units(
 
 class _Part(NamedTuple):
     tensor: LazyTensor
-    part: Index
-    at: int  # byte of the file
+    region: Index
+    at: int  # offset in the file
 
     @property
     def nbytes(self) -> int:
-        return math.prod(index_shape(self.part)) * self.tensor.dtype.itemsize
+        return math.prod(index_shape(self.region)) * self.tensor.dtype.itemsize
 
 
 def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) -> Iterator[Unit]:
@@ -181,7 +181,7 @@ def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) ->
     parts: list[list[_Part]] = [[]]
     for tensor in tensors.values():
         for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
-            if sum(chunk.nbytes for chunk in parts[-1]) >= _UNIT:
+            if sum(chunk.nbytes for chunk in parts[-1]) >= UNIT:
                 parts.append([])
             parts[-1].append(_Part(tensor, index, len(header) + at))
             at += parts[-1][-1].nbytes
@@ -193,8 +193,8 @@ def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) ->
 def _write_part(path: Path, header: bytes, parts: list[_Part]) -> None:
     with writing(path) as put:
         put(header, 0)
-        for tensor, part, at in parts:
-            values = np.asarray(tensor.read(part), order="C")
+        for tensor, index, at in parts:
+            values = np.asarray(tensor.read(index), order="C")
             put(values.reshape(-1).view(np.uint8), at)
 
 

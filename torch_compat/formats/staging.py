@@ -1,12 +1,12 @@
-"""Staging of files next to their destination, where they appear all at once.
+"""Staging of files next to their destination, which appears by one rename.
 
-    DST/.<name>.partial/         what is written so far
-    DST/.<name>.partial/marks/   plan.json, and one small file for each finished unit of work
+    DST/.<name>.partial/         files written so far
+    DST/.<name>.partial/marks/   plan.json, and one small file per finished unit
     DST/.<name>.lock0, 1, ...    each locked by the process of that number
-    DST/<name>/                  by one rename, when every unit is there
+    DST/<name>/                  the result, once every unit is finished
 
-A conversion that was stopped goes on with the units that have no mark. Several processes share a
-destination by taking turns through the units; the first one waits for the marks and commits.
+A conversion that was stopped resumes with the units that have no mark. Several processes divide the
+units among them; process 0 waits for all marks and commits.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ T = TypeVar("T")
 
 _MARKS = "marks"
 _PLAN = "plan.json"
-_OS_ERROR = re.compile(r"\[os_error_code='?(\d+)")  # in the messages of tensorstore
-_JOIN, _LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for others to end
+_OS_ERROR = re.compile(r"\[os_error_code='?(\d+)")  # in messages of tensorstore
+JOIN, LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for others to end
 
 AT_ONCE = 3
-"""Units that are written at a time: while one is synced to disk, others are read."""
+"""Number of units written concurrently: while one is synced to disk, others are read."""
 
 
 class Unit(NamedTuple):
-    """Work that is done or not done.
+    """Unit of work, which is finished or not.
 
     Attributes:
-        name: names its mark.
-        nbytes: bytes that it writes.
-        write: does it; what it returns is kept in the mark. Doing it twice does no harm.
+        name: name of the mark.
+        nbytes: number of bytes written.
+        write: idempotent function that does the work; its result is stored in the mark as JSON.
     """
 
     name: str
@@ -54,16 +54,17 @@ class Unit(NamedTuple):
 
 
 class Staging:
-    """The partial form of a directory, as a context manager: at its end the locks are released.
+    """Partial directory, as a context manager that releases the locks on exit.
 
     Args:
-        destination: the directory that there will be.
-        plan: JSON that says what is converted into what; another plan starts anew.
-        share: which of several processes this one is.
+        destination: directory to create.
+        plan: JSON description of the conversion. A stored partial result of another plan is
+            deleted.
+        share: share of this process.
 
     Raises:
-        UserError: the destination is there already, or another conversion to it is under way.
-        StorageError: it cannot be written to.
+        UserError: the destination exists, or another conversion to it is running.
+        StorageError: the destination cannot be written.
     """
 
     def __init__(self, destination: Path, plan: dict[str, Any], share: Share) -> None:
@@ -75,7 +76,7 @@ class Staging:
             if share.process == 0:
                 self._prepare()
             else:
-                seconds = _JOIN if share.parent is None else _LEAVE
+                seconds = JOIN if share.parent is None else LEAVE
                 what = f"for process 0 to begin this at {self.path}"
                 locks.wait_until(self._has_joined, seconds, what)
             self._locks = self._locks.pop_all()
@@ -87,16 +88,16 @@ class Staging:
         self._locks.close()
 
     def write(self, units: Sequence[Unit], advance: Callable[[int], None]) -> None:
-        """Does this process's share of the units that are not done.
+        """Write the unfinished units of this process's share.
 
         Args:
-            units: all of them, the same in every process.
-            advance: called with the bytes of each unit that is done, before or now.
+            units: all units, the same in every process.
+            advance: called with the bytes of each finished unit, including earlier ones.
         """
         ours = units[self.share.process :: self.share.processes]
-        for_each(lambda unit: self._write_one(unit, advance), ours, AT_ONCE)
+        for_each(lambda unit: self._write_unit(unit, advance), ours, AT_ONCE)
 
-    def _write_one(self, unit: Unit, advance: Callable[[int], None]) -> None:
+    def _write_unit(self, unit: Unit, advance: Callable[[int], None]) -> None:
         if self.share.parent not in (None, os.getppid()):
             raise UserError(f"{self.destination}: process 0, which started this one, has ended")
         if not self._mark(unit.name).exists():
@@ -107,7 +108,7 @@ class Staging:
     def results(
         self, units: Sequence[Unit], check: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Return the results of all units; wait for other processes while calling `check`."""
+        """Wait until all processes have finished their units, calling `check`; return results."""
         names = [unit.name for unit in units]
 
         def complete() -> bool:
@@ -117,26 +118,34 @@ class Staging:
         locks.wait_until(complete, 24 * 3600, "for the other processes to do their share")
         return {name: json.loads(self._mark(name).read_text()) for name in names}
 
-    def commit(self) -> None:
-        """Gives the directory its name. Only process 0 does; nothing may change afterwards."""
+    def commit(self, file: str = "") -> None:
+        """Sync all files and rename the result to its destination. Only process 0 calls this.
+
+        Args:
+            file: file in the directory that is the result; "" if the directory is the result.
+        """
         with naming_failure(self.destination):
             for directory, _, files in os.walk(self.path):
                 for name in files:
                     sync(Path(directory, name))
                 sync(Path(directory))
-            shutil.rmtree(self.path / _MARKS)  # after all that a full disk can stop
-            self.path.rename(self.destination)
+            # Last before the rename: a full disk can no longer stop the conversion, which would
+            # have to start anew without its marks.
+            shutil.rmtree(self.path / _MARKS)
+            (self.path / file).rename(self.destination)
             sync(self.destination.parent)
+            if file:
+                self.discard()
 
     def discard(self) -> None:
-        """Removes what is left of it."""
+        """Remove the partial directory."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _prepare(self) -> None:
-        """Write the plan unless it is there; another plan waits until no helper is left.
+        """Write the plan if it differs from the stored one, after all helpers have ended.
 
-        A helper holds its lock for as long as it works, and joins under the stored plan alone: that
-        says how many locks there are.
+        A helper holds its lock while it runs and joins only under the stored plan, which therefore
+        tells the number of locks to wait for.
         """
         self.destination.parent.mkdir(parents=True, exist_ok=True)
         if not self._take(0, self._locks):
@@ -144,13 +153,13 @@ class Staging:
                 f"{self.destination} is being written by {locks.holder(self._lock_of(0))}: wait "
                 "for that conversion, or stop it"
             )
-        self._check_free()  # now that nobody else can make it
+        self._check_free()  # again, now that no other process can create it
         if (stored := self._plan()) == self._as_planned:
             return
         what = f"for other processes that write to {self.path} to end"
         with contextlib.ExitStack() as helpers:
             for i in range(1, stored.get("processes", 1)):
-                locks.wait_until(functools.partial(self._take, i, helpers), _LEAVE, what)
+                locks.wait_until(functools.partial(self._take, i, helpers), LEAVE, what)
             if stored.get("fingerprint") != self._fingerprint and self.path.exists():
                 shutil.rmtree(self.path)
             (self.path / _MARKS).mkdir(parents=True, exist_ok=True)
@@ -158,7 +167,9 @@ class Staging:
 
     def _check_free(self) -> None:
         if self.destination.exists():
-            raise UserError(f"{self.destination} is there already; remove it or name another place")
+            raise UserError(
+                f"{self.destination} is there already; remove it or name another directory"
+            )
 
     def _has_joined(self) -> bool:
         with contextlib.ExitStack() as own:
@@ -198,19 +209,19 @@ class Staging:
 
 
 def for_each(do: Callable[[T], object], items: Iterable[T], at_once: int) -> None:
-    """Calls a function with each, `at_once` at a time, until one of them fails."""
+    """Call a function with each item, `at_once` concurrently, until a call fails."""
     with ThreadPoolExecutor(at_once) as pool:
-        under_way = [pool.submit(do, item) for item in items]
+        futures = [pool.submit(do, item) for item in items]
         try:
-            for unit in under_way:
-                unit.result()
+            for future in futures:
+                future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
 def batches(items: Iterable[T], nbytes: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Items in their order, in lists of `least` bytes or just above; the last has what is left."""
+    """Yield consecutive items in lists of at least `least` bytes; the last list may be smaller."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -225,14 +236,14 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], least: int) -> Itera
 
 @contextlib.contextmanager
 def naming_failure(destination: Path) -> Iterator[None]:
-    """Rewrite errors while writing as plain messages.
+    """Turn write errors into StorageErrors that name the destination.
 
     Raises:
-        StorageError: instead of an OSError, or of tensorstore's ValueError about one.
+        StorageError: for an OSError, or a ValueError of tensorstore with a system error code.
     """
     try:
         yield
-    except (UserError, StorageError):  # these say what was wrong: with the source, say
+    except (UserError, StorageError):  # with a message already, such as about the source
         raise
     except (OSError, ValueError) as error:
         match = _OS_ERROR.search(str(error))
@@ -240,15 +251,15 @@ def naming_failure(destination: Path) -> Iterator[None]:
             number = error.errno or errno.EIO
         elif match:
             number = int(match[1])
-        else:  # nothing of the system's
+        else:  # no system error
             raise
         raise StorageError(_advice(destination, number)) from error
 
 
 def _advice(destination: Path, number: int) -> str:
     what = os.strerror(number)
-    remedy = "make room, then" if number in (errno.ENOSPC, errno.EDQUOT) else "mend that, then"
+    remedy = "free space, then" if number in (errno.ENOSPC, errno.EDQUOT) else "fix that, then"
     return (
-        f"{destination} could not be written ({what}); nothing is there under that name: {remedy} "
+        f"{destination} could not be written ({what}); nothing exists under that name: {remedy} "
         "run the same command to resume"
     )

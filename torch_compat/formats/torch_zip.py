@@ -1,23 +1,26 @@
-"""The archives of `torch.save`: stored zip files of a pickle and raw little-endian storages.
+"""Archives of `torch.save`: uncompressed zip files of a pickle and raw little-endian storages.
 
-    archive/data.pkl    the object; tensors name a storage, an offset, a size and strides
+    archive/data.pkl    the object; a tensor is a storage, an offset, a size and strides
     archive/data/0 ...  the storages
+    archive/byteorder   "little"
+    archive/version     "3"
 
-Read in place: nothing is unpacked, and only the bytes that are asked for are touched.
+Archives are read in place: only the requested bytes are read.
 """
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from zlib_ng import zlib_ng  # its CRC-32 is several times as fast as zlib's
+from zlib_ng import zlib_ng  # CRC-32 several times as fast as that of zlib
 
 from jaxforge.errors import UserError
 from torch_compat.formats import limits, pickles
-from torch_compat.formats.files import Bytes, in_file
-from torch_compat.formats.lazy import DTYPES, LazyTensor, is_shape
+from torch_compat.formats.files import Bytes, in_file, writing
+from torch_compat.formats.lazy import DTYPES, LazyTensor, blocks, is_shape
 from torch_compat.formats.limits import shown
 from torch_compat.formats.pickle_machine import Record
 from torch_compat.formats.pickles import Call, Global, Persistent
@@ -50,6 +53,7 @@ class _Storage(NamedTuple):
     length: int
 
 
+# A tensor while the pickle runs. `Archive._resolve` validates it afterwards and makes a LazyTensor.
 class _Tensor(NamedTuple):
     storage: _Storage
     dtype: np.dtype
@@ -59,8 +63,10 @@ class _Tensor(NamedTuple):
 
 
 class Dtype(NamedTuple):
-    """Stands for a dtype. A pickle can set the state of what it names, and NumPy lets it change
-    the sizes of `ml_dtypes`' own objects.
+    """Stand-in for a dtype.
+
+    A pickle may set the state of any object that it names. With a bare `np.dtype`, that would
+    change the global dtype objects of `ml_dtypes`.
     """
 
     numpy: np.dtype
@@ -81,7 +87,7 @@ def _tensor_v3(storage: Any, *details: Any) -> _Tensor:  # noqa: ANN401
 
 
 def as_size(sizes: Any) -> tuple:  # noqa: ANN401
-    """Stands for `torch.Size`."""
+    """Return a tuple of sizes, as `torch.Size` does."""
     if not isinstance(sizes, tuple | list):
         raise TypeError("a size that is no tuple")
     return tuple(sizes)
@@ -89,18 +95,18 @@ def as_size(sizes: Any) -> tuple:  # noqa: ANN401
 
 class _OrderedDict(dict):
     def __setstate__(self, state: Any) -> None:  # noqa: ANN401
-        """Leaves what a module's state dict has as attributes."""
+        """Ignore the attributes of a module's state dict (`_metadata`)."""
 
 
 class _NumpyArray(Record):
-    """An array inside a pickle, such as NumPy's random state; its values are not looked at."""
+    """Array inside a pickle, such as NumPy's random state; the values are ignored."""
 
     def __init__(self, *_: object) -> None: ...
 
 
 _PLAIN: Mapping[str, Any] = {"set": set, "frozenset": frozenset, "complex": complex,
                              "bytes": lambda: b""}  # fmt: skip
-_COMPLEX = Dtype(np.dtype(np.complex64))  # torchtitan's rotary table until September 2025
+_COMPLEX = Dtype(np.dtype(np.complex64))  # rotary table of torchtitan until September 2025
 TORCH_DTYPES = {
     **{("torch", name): Dtype(dtype) for name, dtype in DTYPES.items()},
     ("torch", "complex64"): _COMPLEX,
@@ -119,6 +125,8 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _OrderedDict,
     ("numpy", "ndarray"): _NumpyArray,
     ("numpy", "dtype"): _NumpyArray,
+    ("numpy.core.multiarray", "scalar"): _NumpyArray,
+    ("numpy._core.multiarray", "scalar"): _NumpyArray,
     ("numpy.core.multiarray", "_reconstruct"): _NumpyArray,
     ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
     ("_codecs", "encode"): lambda text, *_: text.encode("latin1") if isinstance(text, str) else b"",
@@ -152,16 +160,16 @@ _TOLERANT = _Tolerant(
 
 
 class Archive:
-    """One `torch.save` archive, in a file of its own or among others in one file.
+    """`torch.save` archive that is a file or a part of a file.
 
     Args:
         file: the file.
-        start: where the archive begins in it.
-        length: its length in bytes.
-        where: what it is, for messages.
+        start: first byte of the archive.
+        length: size of the archive in bytes.
+        where: description of the archive for messages.
 
     Raises:
-        UserError: it lies outside the file, is damaged, or is compressed.
+        UserError: the archive lies outside the file, is damaged, or is compressed.
     """
 
     def __init__(self, file: Bytes, start: int, length: int, where: str) -> None:
@@ -181,11 +189,11 @@ class Archive:
                 job's arguments; nothing of them is run either way.
 
         Raises:
-            UnsafePickleError: the pickle names what no checkpoint needs.
+            UnsafePickleError: the pickle uses a name that no checkpoint needs.
         """
         names = _TOLERANT if is_tolerant else _NAMES
         if "byteorder" in self._records and self._read("byteorder", 8) != b"little":
-            raise UserError(f"{self._where}: its numbers are big-endian, which is not read here")
+            raise UserError(f"{self._where}: its numbers are big-endian, which is not supported")
         loaded = pickles.load(self._read("data.pkl", limits.PICKLE), names, self._where, _storage)
         try:
             return self._resolve(loaded, {})
@@ -193,7 +201,7 @@ class Archive:
             raise UserError(f"{self._where}: the object is nested too deeply; refused") from None
 
     def _find_records(self) -> dict[str, ZipEntry]:
-        """Name (without the archive's own) -> what the index says of it."""
+        """Return the index entries by record name, without the archive's prefix."""
         try:
             entries = list(read_index(self._archive))
         except (ValueError, struct.error) as error:
@@ -203,6 +211,8 @@ class Archive:
             ) from error
         records = {}
         for entry in entries:
+            # `torch.save` stores records as they are, so that they can be memory-mapped. Refusing
+            # compression also rules out zip bombs.
             name = entry.name.decode("utf-8", "backslashreplace")
             if entry.method or entry.flags & 1 or entry.length != entry.stored:
                 raise UserError(
@@ -215,7 +225,10 @@ class Archive:
         return records
 
     def _record(self, name: str) -> Bytes:
-        """The data of a record; its checksum is looked at where that costs next to nothing."""
+        """Return the data of a record.
+
+        Only small records verify their checksum: a large one would have to be read as a whole.
+        """
         if name not in self._records:
             raise UserError(f"{self._where}: the archive has no record {shown(name)}")
         entry, where = self._records[name], f"{self._where}: record {shown(name)}"
@@ -233,13 +246,15 @@ class Archive:
         return record(0, record.size).data
 
     def _resolve(self, value: Any, seen: dict[int, Any]) -> Any:  # noqa: ANN401
-        """`value` with lazy tensors; what is shared in it is looked at once."""
+        """Return `value` with lazy tensors; resolve shared objects once."""
         if not isinstance(value, dict | list | tuple):
             return value
         if id(value) in seen:
             if seen[id(value)] is None:
                 raise UserError(f"{self._where}: the object contains itself; refused")
             return seen[id(value)]
+        # None marks containers that are being resolved: meeting one again is a cycle. Without
+        # `seen`, a list that holds the same list twice, 60 levels deep, would take 2^60 steps.
         seen[id(value)] = None
         result: Any
         match value:
@@ -263,8 +278,12 @@ class Archive:
         numbers = all(isinstance(n, int) and n >= 0 for n in (*strides, tensor.offset))
         if not numbers or not is_shape(sizes, itemsize) or len(sizes) != len(strides):
             raise UserError(f"{self._where}: a tensor's size, strides or offset are damaged")
+        # An index (i, j, ...) lies at element offset + i * stride_0 + j * stride_1 + ... of its
+        # storage. Strides are not negative, so the last index is the farthest element. A stride of
+        # 0 repeats elements (`expand`): a small file may then claim a huge tensor.
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
         count = math.prod(sizes)
+        # Both limits hold before any memory is allocated for the tensor.
         if count and (tensor.offset + last + 1) * itemsize > record.size:
             raise UserError(
                 f"{self._where}: a tensor of size {sizes} and strides {strides} reaches beyond its "
@@ -281,53 +300,159 @@ def _storage(pid: Any) -> _Storage:  # noqa: ANN401
     kind, dtype, record, _, length = pid
     is_named = kind == "storage" and isinstance(record, str) and isinstance(dtype, Dtype)
     if not is_named or not isinstance(length, int):
-        raise ValueError("it refers to what is no tensor's storage")
+        raise ValueError("a persistent id that is no tensor storage")
     return _Storage(record, dtype.numpy, length)
 
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes
+_LOCAL_HEADER, _CENTRAL_HEADER = b"PK\x03\x04", b"PK\x01\x02"
+_MOST32 = 2**32 - 1
 
 
-def archive(value: Any) -> Iterator[bytes | memoryview]:  # noqa: ANN401
-    """The bytes of `torch.save(value)`, in pieces: arrays are not copied.
+class _Record(NamedTuple):
+    """Record of an archive that is being written.
+
+    Attributes:
+        name: path in the archive.
+        size: size in bytes.
+        start: offset of the local header in the archive.
+        is_wide: whether sizes are 64-bit numbers (zip64).
+    """
+
+    name: bytes
+    size: int
+    start: int
+    is_wide: bool
+
+    def header(self, crc: int) -> bytes:
+        """Return the local header, padded so that the data are aligned."""
+        # Extra fields: kind 1 holds the 64-bit sizes (zip64); "FB" is torch's padding field. The
+        # content begins after the header (30 bytes), the name and the extra fields.
+        extra = struct.pack("<2H2Q", 1, 16, self.size, self.size) if self.is_wide else b""
+        pad = -(self.start + 30 + len(self.name) + len(extra) + 4) % _ALIGNMENT
+        extra += struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+        return (_LOCAL_HEADER + self._common(crc) + struct.pack("<HH", len(self.name), len(extra))
+                + self.name + extra)  # fmt: skip
+
+    def entry(self, crc: int) -> bytes:
+        """Return the entry of the index."""
+        # In zip64, the 32-bit fields are 2^32 - 1, and kind 1 holds both sizes and the offset.
+        values = [self.size, self.size, self.start] if self.is_wide else []
+        extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+        start = _MOST32 if self.is_wide else self.start
+        numbers = struct.pack("<HHHHHII", len(self.name), len(extra), 0, 0, 0, 0, start)
+        return _CENTRAL_HEADER + b"\0\0" + self._common(crc) + numbers + self.name + extra
+
+    def _common(self, crc: int) -> bytes:
+        size, version = (_MOST32, 45) if self.is_wide else (self.size, 0)
+        return struct.pack("<HHHHHIII", version, 0, 0, 0, 0x21, crc, size, size)
+
+
+def archive_blocks(value: Any) -> Iterator[bytes | memoryview]:  # noqa: ANN401
+    """Yield the bytes of `torch.save(value)` without copying arrays.
 
     Args:
-        value: nested dicts, lists and tuples of plain values and NumPy arrays, which become
-            tensors, and of what `pickles.dump` takes.
+        value: nested dicts, lists and tuples of plain values, of NumPy arrays, which become
+            tensors, and of the types of `pickles.dump`.
     """
-    arrays: list[np.ndarray] = []
-    data = pickles.dump(_with_tensors(value, arrays))
-    records: list[tuple[str, bytes | memoryview]] = [("data.pkl", data), ("byteorder", b"little")]
-    for i, array in enumerate(arrays):
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        records.append((f"data/{i}", raw.data))
-    records.append(("version", b"3\n"))
-    directory, at = [], 0
-    for name, content in records:
-        path = f"archive/{name}".encode()
-        size, crc = len(content), zlib_ng.crc32(content)
-        if size >= 2**32 - 1:
-            raise ValueError(f"a record of {size} bytes: cut it into smaller ones")
-        pad = -(at + 30 + len(path) + 4) % _ALIGNMENT
-        extra = struct.pack("<2sH", b"FB", pad) + b"Z" * pad
-        common = struct.pack("<HHHHHIII", 0, 0, 0, 0, 0x21, crc, size, size)
-        header = b"PK\x03\x04" + common + struct.pack("<HH", len(path), len(extra)) + path + extra
-        directory.append(
-            b"PK\x01\x02\0\0" + common
-            + struct.pack("<HHHHHII", len(path), 0, 0, 0, 0, 0, at) + path
-        )  # fmt: skip
+    # Layout of the zip file:
+    #   for each record: local header (30 bytes) | path | extra field with padding | content
+    #   index ("central directory"): entry (46 bytes) | path | extra field for each record
+    #   end record: number of entries, size and offset of the index
+    # The padding aligns each content, as torch does, so that a mapped tensor is aligned, too.
+    index, at = [], 0
+    for name, size, parts in _contents(value, block=_MOST32):
+        if size >= _MOST32:
+            raise ValueError(f"a record of {size} bytes: split it into smaller ones")
+        (data,) = parts
+        record, crc = _Record(name, size, at, is_wide=False), zlib_ng.crc32(data)
+        header = record.header(crc)
         yield header
-        yield content
+        yield data
         at += len(header) + size
-    index = b"".join(directory)
-    count = len(directory)
-    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, len(index), at, 0)
-    yield index + end
+        index.append(record.entry(crc))
+    yield _end_of_archive(index, at, is_wide=False)
 
 
-def _with_tensors(value: Any, arrays: list[np.ndarray]) -> Any:  # noqa: ANN401
+def write_file(
+    value: Any,  # noqa: ANN401
+    path: Path,
+    block: int,
+    wide_from: int = _MOST32,
+) -> None:
+    """Write `torch.save(value)` to a file, reading lazy tensors a block at a time.
+
+    Args:
+        value: a value for `archive_blocks`, which may also contain lazy tensors.
+        path: file to write.
+        block: bytes that may be in memory at a time.
+        wide_from: size or position in bytes from which a record has 64-bit numbers (zip64).
+    """
+    index, at = [], 0
+    with writing(path) as put:
+        for name, size, parts in _contents(value, block):
+            record = _Record(name, size, at, is_wide=max(size, at) >= wide_from)
+            # The length of the header does not depend on the checksum, so the content can be
+            # written first, block by block.
+            end, crc = at + len(record.header(0)), 0
+            for part in parts:
+                crc = zlib_ng.crc32(part, crc)
+                put(part, end)
+                end += len(part)
+            put(record.header(crc), at)  # last, because it contains the checksum
+            index.append(record.entry(crc))
+            at = end
+        put(_end_of_archive(index, at, is_wide=at >= wide_from), at)
+
+
+def _contents(
+    value: Any,  # noqa: ANN401
+    block: int,
+) -> Iterator[tuple[bytes, int, Iterable[bytes | memoryview]]]:
+    """Yield path, size in bytes and parts of each record of an archive."""
+    tensors: list[np.ndarray | LazyTensor] = []
+    data = pickles.dump(_with_tensors(value, tensors))
+    yield b"archive/data.pkl", len(data), [data]
+    yield b"archive/byteorder", 6, [b"little"]
+    for i, tensor in enumerate(tensors):
+        # Blocks are contiguous in row-major order, so their concatenation is the whole storage.
+        parts = (
+            map(_bytes_of, map(tensor.read, blocks(tensor.shape, tensor.dtype.itemsize, block)))
+            if isinstance(tensor, LazyTensor)
+            else [_bytes_of(tensor)]
+        )
+        yield f"archive/data/{i}".encode(), tensor.nbytes, parts
+    yield b"archive/version", 2, [b"3\n"]
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _end_of_archive(index: list[bytes], start: int, *, is_wide: bool) -> bytes:
+    """Return the index and the end record, with a zip64 end record if needed.
+
+    Args:
+        index: entries of the records.
+        start: offset of the index in the archive.
+        is_wide: whether the offset is a 64-bit number.
+    """
+    entries, count = b"".join(index), len(index)
+    if not is_wide and count < 2**16 - 1:
+        numbers = (0, 0, count, count, len(entries), start, 0)
+        return entries + struct.pack("<4sHHHHIIH", b"PK\x05\x06", *numbers)
+    end = struct.pack(
+        "<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(entries), start
+    )
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(entries), 1)
+    most16 = 2**16 - 1
+    last = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, most16, most16, _MOST32, _MOST32, 0)
+    return entries + end + locator + last
+
+
+def _with_tensors(value: Any, arrays: list[np.ndarray | LazyTensor]) -> Any:  # noqa: ANN401
     match value:
-        case np.ndarray():
+        case np.ndarray() | LazyTensor():
             arrays.append(value)
             return _tensor(str(len(arrays) - 1), value)
         case dict():
@@ -339,15 +464,16 @@ def _with_tensors(value: Any, arrays: list[np.ndarray]) -> Any:  # noqa: ANN401
     return value
 
 
-def _tensor(record: str, array: np.ndarray) -> Call:
+def _tensor(record: str, array: np.ndarray | LazyTensor) -> Call:
     dtype = array.dtype.name
-    strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+    strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(len(array.shape)))
     hooks = Call(Global("collections", "OrderedDict"), ())
     geometry = (0, array.shape, strides, False, hooks)
     if dtype in _STORAGE_OF:
-        of = Global("torch", _STORAGE_OF[dtype])
-        storage = Persistent(("storage", of, record, "cpu", array.size))
+        typed = Global("torch", _STORAGE_OF[dtype])
+        storage = Persistent(("storage", typed, record, "cpu", math.prod(array.shape)))
         return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *geometry))
+    # Later dtypes have no typed storage: v3 takes raw bytes and names the dtype.
     untyped = Global("torch.storage", "UntypedStorage")
     storage = Persistent(("storage", untyped, record, "cpu", array.nbytes))
     rebuild = Global("torch._utils", "_rebuild_tensor_v3")

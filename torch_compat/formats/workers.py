@@ -1,4 +1,4 @@
-"""The other processes of a conversion on this machine."""
+"""Worker processes of a conversion on this machine."""
 
 import os
 import subprocess
@@ -10,12 +10,12 @@ from jaxforge.errors import UserError
 
 
 class Share(NamedTuple):
-    """Index of this process among several.
+    """Share of a process in a conversion.
 
     Attributes:
-        process: its number.
-        processes: how many there are.
-        parent: the process id of process 0, if that has started this one.
+        process: index of the process.
+        processes: number of processes.
+        parent: process id of process 0 if it started this process, else None.
     """
 
     process: int = 0
@@ -24,12 +24,12 @@ class Share(NamedTuple):
 
 
 class Workers:
-    """Processes that do the other shares; a context manager at whose end they have ended.
+    """Processes that do the other shares, as a context manager that terminates them on exit.
 
     Args:
-        arguments: of the command that this process runs.
-        source: what its source was resolved to: they do not look for the newest again.
-        processes: how many there are, this one included.
+        arguments: command-line arguments of this process.
+        source: resolved source; workers must not resolve "the newest" again.
+        processes: number of processes including this one.
     """
 
     def __init__(self, arguments: Sequence[str] = (), source: str = "", processes: int = 1) -> None:
@@ -46,16 +46,12 @@ class Workers:
             worker.wait()
 
     def start(self) -> None:
-        """Starts them, when what they are to do is laid down."""
+        """Start the processes. The plan must be on disk (`Staging`)."""
         for i in range(1, self._processes):
             share = [f"--process={i}/{self._processes}", "--worker", str(os.getpid()), self._source]
             self._started.append(subprocess.Popen([*self._command, *share]))
 
     def check(self) -> None:
-        """Looks whether all of them are well.
-
-        Raises:
-            UserError: one of them failed.
-        """
+        """Raise UserError if a worker has failed."""
         if any(worker.poll() for worker in self._started):
             raise UserError("a worker process failed; its message is above")

@@ -1,1 +1,1 @@
-"""From TOML and command line to a `JobConfig`, and what is said of mistakes."""
+"""Parsing of TOML files and command-line settings into a `JobConfig`, with error messages."""

@@ -1,4 +1,4 @@
-"""Turns what pydantic finds wrong into lines that say where, what, and what to do."""
+"""Conversion of pydantic errors into messages with location, problem and remedy."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from jaxforge.cli.suggestions import hint
-from jaxforge.config.job import shown
+from jaxforge.config.job import short_toml
 from jaxforge.config.reading.lines import line_of
 from jaxforge.config.reading.overrides import Setting
 from jaxforge.config.reading.schema import (
@@ -24,20 +24,20 @@ from jaxforge.config.reading.schema import (
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
 
-_MOST = 30  # problems of a file that are explained
-_OF_YOURS = "; for a name of your own, name the module that registers it: --plugins.modules=MODULE"
-_LONG = 200  # characters of a key that no key has
+_MOST = 30  # explained problems per file
+_OF_YOURS = "; to use a registered name, import its module: --plugins.modules=MODULE"
+_LONG = 200  # characters; every valid key is shorter
 
 
 class Sources(NamedTuple):
     """Sources of the values of a configuration."""
 
     file: str
-    """The TOML file, as the user named it."""
+    """TOML file, as named by the user."""
     lines: Mapping[Path, int]
-    """Line of each key in it."""
+    """Line number of each key in the file."""
     settings: Sequence[Setting]
-    """The command line, which wins."""
+    """Command-line settings, which override the file."""
 
 
 class _Problem(NamedTuple):
@@ -46,43 +46,43 @@ class _Problem(NamedTuple):
 
 
 def explain(error: ValidationError, sources: Sources) -> str:
-    """One line per problem: those of the file in its order, then those of the command line.
+    """Return a line per problem: first of the file, in its order, then of the command line.
 
     Args:
-        error: Of a `JobConfig`.
-        sources: Of the values that it was made from.
+        error: Validation error of a `JobConfig`.
+        sources: Sources of its values.
     """
     every = error.errors()
     if len(every) > _MOST:
         every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
     problems = [problem for details in every[:_MOST] for problem in _problems(details, sources)]
-    texts = [problem.text for problem in sorted(problems, key=lambda change: change.line)]
+    texts = [problem.text for problem in sorted(problems, key=lambda problem: problem.line)]
     more = len(every) - _MOST
     return "\n".join([*texts, *([f"and {more:,} more problems"] if more > 0 else [])])
 
 
 def explain_value(path: Path, value: object, text: str, sources: Sources) -> str:
-    """`text` about one value, after the value and its place.
+    """Return a message about one value, with its location and text.
 
     Args:
-        path: Of the value.
-        value: As the user wrote it.
-        text: What is wrong with it.
-        sources: Of the value.
+        path: Path of the value.
+        value: Value as written by the user.
+        text: Problem of the value.
+        sources: Sources of the value.
     """
     return _located(_about(path, value, text, sources), path, "", sources).text
 
 
 def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
     path = details["loc"]
-    if details["type"] == "missing":  # an item of a list that is too short
+    if details["type"] == "missing":  # an item of a short list
         path = path[:-1]
     if details["type"] == "value_error":  # rules between the keys of one section
         rules = str(details["ctx"]["error"]).splitlines()
         return [_located(f"[{dotted(path)}] {rule}", path, rule, sources) for rule in rules]
     if details["type"] == "extra_forbidden" or not node_at(path):
         return [_located(_unknown(path), path, "", sources)]
-    if details["type"] == "home":  # which the schema does not describe
+    if details["type"] == "home":  # not described by the schema
         return [
             _located(_about(path, details["input"], details["msg"], sources), path, "", sources)
         ]
@@ -90,17 +90,17 @@ def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
 
 
 def _located(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
-    """Puts in front of `text` the setting, or else the file and line, that it is about."""
+    """Prefix `text` with its setting, or with its file and line."""
     line = line_of(path, sources.lines)
     setting = _setting_of(path, rule if line else "", sources)
     if setting:
         return _Problem(math.inf, f"{setting.flag}: {text}")
-    location = f"{sources.file}:{line}" if line else sources.file  # not TOML, whose lines are known
+    location = f"{sources.file}:{line}" if line else sources.file  # lines are known only for TOML
     return _Problem(line or 0, f"{location}: {text}")
 
 
 def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:
-    """The last setting of `path`, of what is around it, or in it; only what `rule` names if any."""
+    """Return the last setting of `path`, a parent or a child; children must occur in `rule`."""
     for setting in reversed(sources.settings):
         around = path[: len(setting.path)] == setting.path
         inside = setting.path[: len(path)] == path
@@ -127,5 +127,5 @@ def _bad_value(path: Path, value: object, sources: Sources) -> str:
 
 def _about(path: Path, value: object, text: str, sources: Sources) -> str:
     setting = _setting_of(path, "", sources)
-    said = setting is not None and setting.path == path  # the argument shows key and value
-    return text if said else f"{dotted(path)} = {shown(value)}: {text}"
+    is_shown = setting is not None and setting.path == path  # the argument has key and value
+    return text if is_shown else f"{dotted(path)} = {short_toml(value)}: {text}"

@@ -1,4 +1,4 @@
-"""`--help`: sections, and keys with type, default and meaning, from the models themselves."""
+"""`--help` of sections and keys, with type, default and description, from the schema."""
 
 from collections.abc import Iterator
 from io import StringIO
@@ -25,22 +25,22 @@ _ALL = "all"
 
 
 def contents() -> str:
-    """The sections, a line each, and how to ask for more."""
+    """Return a line per section, and the usage of `--help`."""
     sections = {name: field.description for name, field in JobConfig.model_fields.items()}
     width = max(map(len, sections))
     rows = [f"  {name:{width}}  {about}" for name, about in sections.items()]
-    more = "--help SECTION lists its keys, --help KEY explains one (--help lr), --help all: all"
+    more = "--help SECTION lists its keys, --help KEY explains a key, --help all lists all keys"
     return "\n".join(("sections of the config:", *rows, "", more))
 
 
 def topic(name: str) -> Group:
-    """A section with its keys, a key, every key of that name, or with "all" all there are.
+    """Return the help of a section, of a key, of all keys with a name, or with "all" of everything.
 
     Args:
         name: such as "optimizer", "optimizer.lr" or "lr".
 
     Raises:
-        UserError: there is neither section nor key.
+        UserError: no section or key has this name.
     """
     name = name.strip("-[]")
     if name == _ALL:
@@ -54,15 +54,15 @@ def topic(name: str) -> Group:
     if not matching:
         near = nearest_keys(tuple(name.split(".")))
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise UserError(f"--help {name}: there is no such section or key{hint}")
+        raise UserError(f"--help {name}: no such section or key{hint}")
     return Group(*(_about(key, keys[key]) for key in matching))
 
 
 def help_text(width: int = 100) -> str:
-    """The reference of all keys as plain text.
+    """Return the reference of all keys as plain text.
 
     Args:
-        width: Columns to lay it out in.
+        width: Text width in columns.
     """
     console = Console(file=StringIO(), width=width, color_system=None)
     with console.capture() as text:
@@ -71,7 +71,7 @@ def help_text(width: int = 100) -> str:
 
 
 def _about(key: str, node: Node) -> Text:
-    """A key: what it may be, what it means, where it stands."""
+    """Return the help of a key: description, accepted values, default and usage."""
     table, _, name = key.rpartition(".")
     default = node.get("default")
     value = toml(default) if default is not None and not has_keys(node) else "..."
@@ -79,12 +79,12 @@ def _about(key: str, node: Node) -> Text:
     lines += [("  default: ", value if default is not None else "not set")]
     lines += [("  no effect: ", TORCH_ONLY[key])] if key in TORCH_ONLY else []
     lines += [("  in the config: ", f"[{table}] {name} = {value}")]
-    lines += [("  here: ", f"--{key}={value}")]
+    lines += [("  command line: ", f"--{key}={value}")]
     return Text.assemble((key, "bold"), *(f"\n{label}{text}" for label, text in lines), "\n")
 
 
 def _tables() -> dict[str, Table]:
-    """The keys of each section, and of each table in it."""
+    """Return a table of keys for each section, and for each table in it."""
     tables: dict[str, Table] = {}
     for key, node in all_keys().items():
         table, _, name = key.rpartition(".")

@@ -1,7 +1,7 @@
-"""Settings of a run that only its own training may follow.
+"""Removal of settings with side effects from configs of untrusted runs.
 
-A run, or a capsule, may be a stranger's. Where a command uses it without training it, its config
-decides what is computed, and never which files are written or which compiled code is loaded.
+The author of a run or capsule may be untrusted. If a command uses a run without training it, the
+config decides the computation, but never which files are written or which compiled code is loaded.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def inert(values: Mapping[str, Any], run: str) -> dict[str, Any]:
 
     Args:
         values: Section -> key -> value, as read.
-        run: The directory of the run, which is `checkpoint.dir` whatever the config says.
+        run: The run directory, which overrides `checkpoint.dir`.
     """
     remaining = dict(values)
     for section, keys in _LEFT_OUT.items():

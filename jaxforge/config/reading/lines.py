@@ -11,11 +11,11 @@ Path = tuple[str | int, ...]
 
 _TOKEN = re.compile(
     r'''
-      (?P<string> """ (?: \\. | [^\\] )*? "{3,5}    # multi-line; may end on two quotes of its own
+      (?P<string> """ (?: \\. | [^\\] )*? "{3,5}    # multi-line; may end with two quotes
                 | \'\'\' .*? \'{3,5}
                 | " (?!"") (?: \\. | [^"\\\n] )* "
                 | ' (?!\'\') [^'\n]* ' )
-    | (?P<torn> ["'] )                            # of a string without an end
+    | (?P<torn> ["'] )                            # start of an unterminated string
     | (?P<comment> \# [^\n]* )
     | (?P<newline> \n )
     | (?P<mark> [\[\]{}=,.] )
@@ -32,16 +32,16 @@ class _Token(NamedTuple):
 
 
 def key_lines(text: str) -> dict[Path, int]:
-    """Maps the path of each table and key to its line, counted from 1.
+    """Map the path of each table and key to its line, counted from 1.
 
-    Keys inside inline tables have no entry of their own; `line_of` finds the table's. The items
-    of `[[a.b]]` are numbered: ("a", "b", 0).
+    Keys of inline tables have no entry; `line_of` returns the line of the table. The items of
+    `[[a.b]]` are numbered: ("a", "b", 0).
 
     Args:
         text: A valid TOML document.
     """
     lines: dict[Path, int] = {}
-    items: Counter[Path] = Counter()  # how many [[tables]] there are by each name so far
+    items: Counter[Path] = Counter()  # number of [[tables]] by name so far
     table: Path = ()
     for statement in _statements(text):
         line, names = statement[0].line, _names(statement)
@@ -51,19 +51,19 @@ def key_lines(text: str) -> dict[Path, int]:
         else:
             path = table + names
         lines[path] = line
-        for end in range(1, len(path)):  # [a.b] and a.b = 1 make the table a, too
+        for end in range(1, len(path)):  # [a.b] and a.b = 1 also define the table a
             lines.setdefault(path[:end], line)
     return lines
 
 
 def line_of(path: Path, lines: Mapping[Path, int]) -> int | None:
-    """The line of `path`, or of the closest table around it; None if the file has neither."""
+    """Return the line of `path`, or of its innermost enclosing table; None if neither exists."""
     paths = (path[:end] for end in range(len(path), 0, -1))
     return next((lines[path] for path in paths if path in lines), None)
 
 
 def _numbered(names: Path, items: Counter[Path], is_item: bool) -> Path:
-    """The path of a header, in which each name of a list of tables means its last item."""
+    """Return the path of a header, where the name of a list of tables refers to its last item."""
     path: Path = ()
     for end, name in enumerate(names, start=1):
         path += (name,)
@@ -75,7 +75,7 @@ def _numbered(names: Path, items: Counter[Path], is_item: bool) -> Path:
 
 
 def _statements(text: str) -> Iterator[list[_Token]]:
-    """The tokens of each header and each key with its value, which may span lines."""
+    """Yield the tokens of each header, and of each key with its value, which may span lines."""
     statement: list[_Token] = []
     depth = 0
     for token in tokens(text):
@@ -91,7 +91,7 @@ def _statements(text: str) -> Iterator[list[_Token]]:
 
 
 def tokens(text: str) -> Iterator[_Token]:
-    """Split a document, which need not be valid, into its tokens without comments."""
+    """Yield the tokens of a document, which may be invalid, without comments."""
     line = 1
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""
@@ -101,7 +101,7 @@ def tokens(text: str) -> Iterator[_Token]:
 
 
 def _names(statement: Iterable[_Token]) -> Path:
-    """The names in a header, or before the equals sign."""
+    """Return the names in a header, or before the equals sign."""
     names: list[str] = []
     for token in statement:
         if token.text == "=":

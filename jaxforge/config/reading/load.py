@@ -1,4 +1,4 @@
-"""A configuration from its defaults, a TOML file and the command line, in this order."""
+"""Loading of a config from defaults, a TOML file and the command line, in this order."""
 
 import codecs
 import copy
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
-from jaxforge.config.reading import toml
+from jaxforge.config.reading import kempnerforge, toml
 from jaxforge.config.reading.explain import Sources
 from jaxforge.config.reading.inert import inert
 from jaxforge.config.reading.lines import Path as KeyPath
@@ -23,16 +23,16 @@ from jaxforge.storage.trust import Decision
 def load_unresolved(
     path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
 ) -> UnresolvedConfig:
-    """Layers a TOML file and settings over the defaults, for a run that resolves its durations.
+    """Load a config whose durations the run resolves later.
 
     Args:
         path: A TOML file, or None for the defaults.
-        overrides: Settings such as "--train.lr=3e-4"; later ones win.
-        trusts: Whether plugins of the file are imported; those of `overrides` are.
+        overrides: Settings such as "--train.lr=3e-4"; the last setting of a key applies.
+        trusts: Decides whether plugins of the file are imported. Plugins in `overrides` always are.
 
     Raises:
-        UserError: If the file cannot be read or anything in it or in `overrides` is wrong; one
-            line per problem, each with its place and what to change.
+        UserError: If the file cannot be read, or a value in it or in `overrides` is invalid. The
+            message has a line per problem, with its location and remedy.
     """
     text = "" if path is None else _read(urls.path(path, "--config"))
     document = toml.parse(text, str(path))
@@ -42,29 +42,29 @@ def load_unresolved(
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
 ) -> JobConfig:
-    """`load_unresolved`, resolved without devices and data: what they decide has to be in numbers.
+    """Load a config and resolve its durations without devices and data.
 
     Args:
         path: A TOML file, or None for the defaults.
-        overrides: Settings such as "--train.lr=3e-4"; later ones win.
-        trusts: Whether plugins of the file are imported; those of `overrides` are.
+        overrides: Settings such as "--train.lr=3e-4"; the last setting of a key applies.
+        trusts: Decides whether plugins of the file are imported. Plugins in `overrides` always are.
 
     Raises:
-        UserError: Also if a duration in epochs or tokens needs what is not known here.
+        UserError: As `load_unresolved`, and if a duration depends on devices or data.
     """
     return load_unresolved(path, overrides, trusts).resolve()
 
 
 def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """`load_config` of a file of a run, for commands that use the run and do not train it.
+    """Load a config of a run, for commands that use the run without training it.
 
-    The file may be a stranger's. Its plugins are imported if the run is trusted, and it names
-    neither files to write nor compiled code to load (`inert`).
+    The file may be untrusted. Its plugins are imported only if the run is trusted, and settings
+    with side effects are removed (`inert`).
 
     Args:
         path: The TOML file.
         run: The run directory.
-        overrides: Settings of the user's over the file.
+        overrides: The user's settings, which override the file.
 
     Raises:
         UserError: As `load_config`.
@@ -80,16 +80,17 @@ def make_config(
     source: str = "",
     trusts: Decision = trust.own,
 ) -> JobConfig:
-    """Layers tables and settings over the defaults, and validates the result once.
+    """Combine defaults, tables and settings, and validate the result.
 
     Args:
         values: Section -> key -> value, as a TOML file would give them.
-        overrides: Settings such as "--train.lr=3e-4"; later ones win.
-        source: Where the tables come from, for messages.
-        trusts: Whether plugins that the tables name are imported; those of `overrides` are.
+        overrides: Settings such as "--train.lr=3e-4"; the last setting of a key applies.
+        source: Source of the tables, for messages.
+        trusts: Decides whether plugins of the tables are imported. Plugins in `overrides` always
+            are.
 
     Raises:
-        UserError: If anything in them is wrong.
+        UserError: If a value is invalid.
     """
     return _unresolved(copy.deepcopy(values), overrides, source, "", trusts).resolve()
 
@@ -97,17 +98,19 @@ def make_config(
 def _unresolved(
     values: dict[Any, Any], overrides: Sequence[str], source: str, text: str, trusts: Decision
 ) -> UnresolvedConfig:
+    values, lines = kempnerforge.rewrite(values, key_lines(text), source)
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
-    return UnresolvedConfig(values, Sources(source, key_lines(text), settings), trusts)
+    return UnresolvedConfig(values, Sources(source, lines, settings), trusts)
 
 
 def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(4 * toml.SIZE + 1)  # bytes; more are too many characters, too
-        return content.decode("utf-8-sig").replace("\r\n", "\n")  # as editors on Windows write
+            content = file.read(4 * toml.SIZE + 1)  # at most 4 bytes per character
+        # Windows editors write a BOM and CRLF.
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         raise UserError(f"no config file at {path}{path_hint(path)}") from None
     except IsADirectoryError:
@@ -125,7 +128,7 @@ def _encoding_problem(error: UnicodeDecodeError) -> str:
 
 
 def _assign(values: dict[Any, Any], path: KeyPath, value: object) -> None:
-    """Sets the value at `path`, making the tables on the way to it."""
+    """Set the value at `path`, creating the tables above it."""
     *tables, name = path
     for table in tables:
         if not isinstance(values.get(table), dict):

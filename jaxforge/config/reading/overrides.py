@@ -10,27 +10,27 @@ from jaxforge.errors import UserError
 
 
 class Setting(NamedTuple):
-    """One value from the command line."""
+    """A setting on the command line."""
 
     flag: str
-    """The argument as typed."""
+    """Argument as typed."""
     path: Path
-    """What it sets."""
+    """Path of the key."""
     value: Any
-    """What it sets it to, not validated."""
+    """New value, not yet validated."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Setting]:
-    """Reads command-line settings in their order.
+    """Parse command-line settings in their order.
 
-    A value is a Python literal, a table or array of TOML, or else text; `--section.flag` alone
-    means true; a table given whole sets the keys that it has, an empty one stands for its defaults.
+    A value is a Python literal, a TOML table or array, or else text. `--section.flag` alone means
+    true. A table value sets only the keys that it contains; an empty table means its defaults.
 
     Args:
         arguments: Such as "--train.lr=3e-4", "--data.datasets=[{'path': 'a'}]".
 
     Raises:
-        UserError: If arguments are no settings, all of them in one message.
+        UserError: If arguments are not settings; the message lists all of them.
     """
     problems: list[str] = []
     settings: list[Setting] = []
@@ -62,22 +62,22 @@ def _value(text: str, node: Node) -> object:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = _toml(text) if text.lstrip().startswith(("[", "{")) else text
-    # A run called 1e3 is not called 1000.0.
+    # The name 1e3 must not become 1000.0.
     is_text = node.get("type") == "string" and not isinstance(value, str | None)
     return text if is_text else value
 
 
 def _toml(text: str) -> object:
-    """A table or array as a config file has it; the text itself if it is none."""
+    """Parse a TOML table or array; return other text unchanged."""
     try:
         (value,) = tomllib.loads(f"value = {text}").values()
-    except (ValueError, RecursionError):  # also of more than one value
+    except (ValueError, RecursionError):  # also for more than one value
         return text
     return value
 
 
 def _leaves(setting: Setting) -> Iterator[Setting]:
-    """Splits a table given whole into its keys, so that those it lacks keep their values."""
+    """Split a table value into its keys, so that other keys keep their values."""
     node = node_at(setting.path)
     if not (node and is_table(node) and setting.value and isinstance(setting.value, dict)):
         yield setting

@@ -1,4 +1,4 @@
-"""The JSON schema of the configuration: the one source of `--help`, messages and suggestions."""
+"""JSON schema of the config, from which `--help`, messages and suggestions are derived."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -17,7 +17,7 @@ Node = dict[str, Any]
 """The JSON schema of one value."""
 
 REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS)
-"""The keys whose values may be registered."""
+"""Registries of the keys that accept registered names."""
 
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _NOUNS = {
@@ -36,13 +36,13 @@ _BOUNDS = {
 
 
 def dotted(path: Path) -> str:
-    """A path as users write it: `data.datasets[0].weight`."""
+    """Return a path in dotted notation: `data.datasets[0].weight`."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return "".join(parts).lstrip(".")
 
 
 def node_at(path: Path) -> Node | None:
-    """The schema of the value at `path`, or None if there can be none."""
+    """Return the schema of the value at `path`, or None if the path is invalid."""
     node: Node | None = _root()
     for part in path:
         node = _child(node, part) if node else None
@@ -50,12 +50,12 @@ def node_at(path: Path) -> Node | None:
 
 
 def all_keys() -> dict[str, Node]:
-    """Every key of every table, dotted and without list indices, with its schema."""
+    """Return the schema of each key, by dotted path without list indices."""
     return _all_keys(_registered())
 
 
 def keys_by_name() -> dict[str, list[str]]:
-    """Keys by what stands after their last dot."""
+    """Return the dotted paths of keys by the name after the last dot."""
     by_name: dict[str, list[str]] = {}
     for key in all_keys():
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
@@ -76,7 +76,7 @@ def nearest_keys(path: Path) -> list[str]:
 
 
 def alternatives(node: Node) -> list[str]:
-    """The values to choose from, where a key has a fixed set of them."""
+    """Return the accepted values of a key with a fixed set of values."""
     return node.get("enum") or ([node["const"]] if "const" in node else [])
 
 
@@ -86,12 +86,12 @@ def is_table(node: Node) -> bool:
 
 
 def has_keys(node: Node) -> bool:
-    """Return whether a value is such a table, or a list of them."""
+    """Return whether a value is a table with known keys, or a list of such tables."""
     return is_table(_plain(node.get("items", node)))
 
 
 def short_type(node: Node) -> str:
-    """The type of a value in a word or two: `int`, `none | full`, `[float, float]`, `[table]`."""
+    """Return the short name of a type: `int`, `none | full`, `[float, float]`, `[table]`."""
     if alternatives(node):
         return " | ".join(alternatives(node))
     if node["type"] == "array":
@@ -135,7 +135,7 @@ def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
 
 
 def _plain(node: Node) -> Node:
-    """Follows references, and drops the "or null" of keys that need not be set."""
+    """Resolve references, and drop the "or null" of optional keys."""
     value = next((option for option in node.get("anyOf", ()) if option.get("type") != "null"), node)
     if "$ref" in value:
         value = _root()["$defs"][value["$ref"].rsplit("/", 1)[-1]]

@@ -1,7 +1,7 @@
-"""TOML documents with bounds, so that reading a small file takes little time and memory.
+"""TOML parser with limits, so that parsing a small file takes little time and memory.
 
-`tomllib` takes time in the square of a key's parts and recurses with every bracket. The bounds are
-far beyond what a config has.
+The time of `tomllib` is quadratic in the parts of a key, and it recurses with every bracket. The
+limits are far above the size of real configs.
 """
 
 import re
@@ -11,11 +11,11 @@ from typing import Any
 from jaxforge.config.reading.lines import tokens
 from jaxforge.errors import UserError
 
-SIZE = 1 << 20  # characters of a document
-_TOKENS = 200_000  # names, values and marks
-_LINES = 10_000  # that set a key or begin a table
-_DEPTH = 32  # parts of a key, or brackets in each other
-_WORD = 100  # characters of a number, or of a key without quotes
+SIZE = 1 << 20  # characters per document
+_TOKENS = 200_000  # names, values and punctuation
+_LINES = 10_000  # lines that set a key or begin a table
+_DEPTH = 32  # parts of a key, or nested brackets
+_WORD = 100  # characters of a number, or of an unquoted key
 _LINE_COLUMN = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
 
@@ -27,7 +27,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
         where: its file, for messages.
 
     Raises:
-        UserError: it is not TOML, or goes beyond a bound.
+        UserError: the document is not valid TOML, or exceeds a limit.
     """
     if len(text) > SIZE:
         raise UserError(f"{where}: {len(text):,} characters; a config has at most {SIZE:,}")
@@ -39,24 +39,24 @@ def parse(text: str, where: str) -> dict[str, Any]:
         match = _LINE_COLUMN.search(what)
         location = ":".join([where, *(match.groups() if match else ())])
         raise UserError(f"{location}: not valid TOML: {_LINE_COLUMN.sub('', what)}") from None
-    except ValueError as error:  # a date that no calendar has
+    except ValueError as error:  # an invalid date
         raise UserError(f"{where}: not valid TOML: {error}") from None
 
 
 def _check_bounds(text: str, where: str) -> None:
-    """Raise UserError where one of the bounds is exceeded."""
+    """Raise UserError if a limit is exceeded."""
     parts, depth, lines, line = 1, 0, 0, 0
     for number, token in enumerate(tokens(text)):
         if token.kind == "torn":
-            return  # `tomllib` comes no further
+            return  # `tomllib` stops here
         if token.kind == "mark":
             depth += (token.text in "[{") - (token.text in "]}")
             parts = parts + 1 if token.text == "." else 1
         lines, line = lines + (token.line > line and token.kind != "newline"), token.line
         if max(parts, depth) > _DEPTH:
-            problem = f"names or brackets in each other, more than {_DEPTH} deep"
+            problem = f"names or brackets nested more than {_DEPTH} deep"
         elif token.kind == "bare" and len(token.text) > _WORD:
-            problem = f"a number or key of {len(token.text):,} characters, at most {_WORD} are read"
+            problem = f"a number or key of {len(token.text):,} characters, more than {_WORD}"
         elif lines > _LINES or number >= _TOKENS:
             problem = f"more than {_LINES:,} lines or {_TOKENS:,} names and values"
         else:

@@ -1,14 +1,14 @@
-"""A configuration with durations that are not numbers yet, and what makes numbers of them.
+"""Config with durations that are not yet converted to updates.
 
-`UnresolvedConfig.resolve` gives a `JobConfig` of plain integers. Before, there is none: nobody can
-take a duration for a number of updates.
+`UnresolvedConfig.resolve` returns a `JobConfig` of plain integers. There is no `JobConfig` before,
+so a duration is never mistaken for a number of updates.
 
-    "10%"      of train.max_steps, rounded down, but to one update at least
+    "10%"      of train.max_steps, rounded down, but at least one update
     "2ep"      passes over the training data, rounded up to whole updates
     "1B tok"   tokens, padding included, rounded up to whole updates
 
-Epochs and tokens follow train.batch_ramp from where the length begins: at the first update, or for
-plateau and decay where the span before them ends. Intervals go by the full batch.
+Lengths in epochs and tokens follow train.batch_ramp from their start: the first update, or for
+plateau and decay the end of the preceding part. Intervals assume the full batch.
 """
 
 import copy
@@ -34,9 +34,9 @@ from jaxforge.storage import trust
 from jaxforge.storage.trust import Decision
 
 EpochLength = Callable[[JobConfig, int], int | None]
-"""(configuration, sequences per microbatch) -> sequences of an epoch; None where there are none.
+"""(config, sequences per microbatch) -> sequences per epoch, or None if the data have no epochs.
 
-In this configuration the keys that hold durations have `Duration`s, which fail on any arithmetic.
+In this config, keys with unresolved durations have `Duration` values, which fail on arithmetic.
 """
 
 _MAX_STEPS: Path = ("train", "max_steps")
@@ -54,16 +54,16 @@ _INTERVALS: tuple[Path, ...] = (
 
 
 class UnresolvedConfig:
-    """A configuration as it was read; what durations do not decide is valid.
+    """Config as read, validated except for rules that depend on durations.
 
     Args:
         values: Section -> key -> value.
-        sources: Where they came from, for messages.
-        trusts: Decides whether `[plugins]` is imported. Where it may not be, other sections may
-            have names that are not registered: to build what they stand for is an error.
+        sources: Sources of the values, for messages.
+        trusts: Decides whether `[plugins]` is imported. If not, other sections may contain
+            unregistered names, which cannot be built.
 
     Raises:
-        UserError: If anything is wrong that shows without devices and data.
+        UserError: If a value is invalid independently of devices and data.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class UnresolvedConfig:
 
     @property
     def known(self) -> JobConfig:
-        """Return the config known before devices exist; durations have their defaults."""
+        """The config as known before devices exist, with defaults for durations."""
         return self._known
 
     @property
     def file(self) -> str:
-        """The file that it was read from; "" without one."""
+        """The file of the config, or ""."""
         return self._sources.file
 
     def is_on_command_line(self, key: str) -> bool:
@@ -96,7 +96,7 @@ class UnresolvedConfig:
 
     @property
     def durations(self) -> dict[str, str]:
-        """Durations as they were written, by key: "train.max_steps" -> "2ep"."""
+        """Durations as written, by key: "train.max_steps" -> "2ep"."""
         return {
             ".".join(map(str, path)): duration.text for path, duration in self._durations.items()
         }
@@ -104,12 +104,12 @@ class UnresolvedConfig:
     def resolve(
         self, n_devices: int | None = None, epoch_length: EpochLength | None = None
     ) -> JobConfig:
-        """The configuration in numbers: durations in updates, the learning rate for the batch.
+        """Return the config with durations in updates, and the learning rate scaled to the batch.
 
         Args:
-            n_devices: Devices of the whole job; None if there is no job.
-            epoch_length: Opens the training data; asked only where a duration is in epochs. None
-                for readers of a configuration who do without the data.
+            n_devices: Devices of the whole job, or None without a job.
+            epoch_length: Returns the length of the training data, which it opens. Called only for
+                durations in epochs. None if the data are not available.
 
         Raises:
             UserError: If a duration cannot be resolved, or the numbers break a rule.
@@ -128,20 +128,20 @@ class UnresolvedConfig:
         return self._validated(values)
 
     def _updates(self, batch: "_Batch") -> dict[Path, int]:
-        """Each duration in updates, those first that others depend on."""
-        for _, paths in groupby(sorted(self._durations, key=_rank), key=_follows_the_run):
+        """Convert each duration to updates, in the order of their dependencies."""
+        for _, paths in groupby(
+            sorted(self._durations, key=_rank), key=lambda path: _rank(path) > _rank(_MAX_STEPS)
+        ):  # the ramp and max_steps first, then the durations that depend on them
             problems = []
             for path in paths:
                 try:
                     batch.converted[path] = batch.updates(path)
                 except _Unknown as reason:
-                    problems.append(self._complaint(path, str(reason)))
+                    text = self._durations[path].text
+                    problems.append(explain_value(path, text, str(reason), self._sources))
             if problems:
                 raise UserError("\n".join(problems))
         return batch.converted
-
-    def _complaint(self, path: Path, text: str) -> str:
-        return explain_value(path, self._durations[path].text, text, self._sources)
 
     def _validated(self, values: Mapping[Any, Any]) -> JobConfig:
         try:
@@ -151,7 +151,7 @@ class UnresolvedConfig:
 
 
 class _Unknown(Exception):
-    """Why a duration has no number of updates."""
+    """The number of updates of a duration is unknown; the message states the reason."""
 
 
 @dataclass
@@ -173,13 +173,13 @@ class _Batch:
             dp = data_parallel(mesh_shape(self.known, self.n_devices))
         if dp < 0 and train.global_batch_size is None:
             return None
-        return max(1, train.microbatch_size(dp))  # rules refuse less than one
+        return max(1, train.microbatch_size(dp))  # the rules refuse values below 1
 
     def updates(self, path: Path) -> int:
-        """The updates of one duration.
+        """Return the number of updates of a duration.
 
         Raises:
-            _Unknown: There is no such number.
+            _Unknown: The number is not known.
         """
         duration = self.durations[path]
         if duration.unit == "run":
@@ -190,15 +190,15 @@ class _Batch:
 
     def _max_steps(self, path: Path) -> int:
         if path == _MAX_STEPS:
-            raise _Unknown("this is the whole; expected updates, epochs or tokens")
+            raise _Unknown("the run cannot be a share of itself; give updates, epochs or tokens")
         if _MAX_STEPS in self.durations and _MAX_STEPS not in self.converted:
             raise _Unknown(
-                "train.max_steps itself depends on the ramp: give the one or the other in updates"
+                "train.max_steps depends on train.batch_ramp: give one of them in updates"
             )
         return self._number(_MAX_STEPS)
 
     def _number(self, path: Path) -> int:
-        """The value of a key in updates, 0 where it is not set."""
+        """Return the value of a key in updates, or 0 if not set."""
         if (
             path == _WARMUP
             and path not in self.converted
@@ -209,7 +209,7 @@ class _Batch:
         return self.converted.get(path, getattr(getattr(self.known, str(section)), str(key)) or 0)
 
     def _begin(self, path: Path) -> int:
-        """Updates before the length begins."""
+        """Return the updates before the start of a length."""
         if path == _PLATEAU:
             return self._number(_WARMUP)
         if path == _DECAY:
@@ -218,10 +218,10 @@ class _Batch:
         return 0
 
     def _ramp(self, path: Path) -> BatchRamp:
-        """The batch that a length goes by."""
+        """Return the batch ramp by which a length is counted."""
         if self.rows is None:
             raise _Unknown(
-                "the sequences of an update are not known here: set train.global_batch_size, or "
+                "the sequences per update are unknown here: set train.global_batch_size, or "
                 "distributed.dp_shard"
             )
         stages = [
@@ -230,7 +230,7 @@ class _Batch:
         ]
         if path in _INTERVALS:
             stages = [Stage(0, stages[-1].accum)]
-        elif path[:2] == _RAMP:  # those before it
+        elif path[:2] == _RAMP:  # the preceding stages
             stages = stages[: max(1, int(path[2]))]
         return BatchRamp(tuple(stages), self.rows)
 
@@ -247,36 +247,31 @@ class _Batch:
         length = self.epoch_length(config, self.rows)
         if length is None:
             raise _Unknown(
-                "random tokens, streams and mixtures have no epochs: give updates, a share as "
-                '"10%", or tokens as "1B tok"'
+                "random tokens, streams and mixtures have no epochs: give updates, a share such as "
+                '"10%", or tokens such as "1B tok"'
             )
         return length
 
 
 def _rank(path: Path) -> int:
-    """Durations of a lower rank are resolved first."""
+    """Return the rank of a duration; lower ranks are resolved first."""
     if path[:2] == _RAMP:
         return int(path[2])
     first = (_MAX_STEPS, _WARMUP, _PLATEAU)
     return 1000 + (first.index(path) if path in first else len(first))
 
 
-def _follows_the_run(path: Path) -> bool:
-    """Return whether a duration may depend on ramp and max_steps instead of defining them."""
-    return _rank(path) > _rank(_MAX_STEPS)
-
-
 def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:
-    """Keys of `[optimizer]` whose learning rates fit the batch, so that no one scales them again.
+    """Return `[optimizer]` keys with learning rates for the batch, without a further scale rule.
 
     Raises:
-        UserError: The batch is not known.
+        UserError: The batch size is unknown.
     """
     optimizer = config.optimizer
     rule, base = optimizer.lr_scale_rule, optimizer.lr_base_batch
     if rows is None:
         raise UserError(
-            f'optimizer.lr_scale_rule = "{rule}": the sequences of an update are not known here: '
+            f'optimizer.lr_scale_rule = "{rule}": the sequences per update are unknown here: '
             "set train.global_batch_size, or distributed.dp_shard"
         )
     assert base is not None
@@ -288,7 +283,7 @@ def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:
 
 
 def _durations(value: Any, path: Path = ()) -> Iterator[tuple[Path, Duration]]:  # noqa: ANN401
-    """The durations among values as read, where the schema allows for them."""
+    """Yield the durations among the values, for keys that accept durations."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for name, item in items:
@@ -302,7 +297,7 @@ def _durations(value: Any, path: Path = ()) -> Iterator[tuple[Path, Duration]]: 
 
 
 def _with_lists(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A copy in which lone tables are lists of one, where the schema wants lists."""
+    """Return a copy in which a single table becomes a list, for keys that take lists."""
     copied = copy.deepcopy(dict(values))
     for section, table in copied.items():
         for key, value in table.items() if isinstance(table, dict) else ():
@@ -319,9 +314,9 @@ def _is_list(section: str, key: str) -> bool:
 
 
 def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict[Any, Any]:
-    """A copy with some number for each duration; lists and tables with durations are left out.
+    """Return a copy with placeholder numbers for durations, without lists and tables of durations.
 
-    But the ramp keeps its sizes.
+    The ramp keeps its batch sizes.
     """
     values = copy.deepcopy(values)
     for section, key in {path[:2] for path in durations}:
@@ -335,7 +330,7 @@ def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict
 
 
 def _with_some_starts(stages: list[Any]) -> Iterator[Any]:
-    """The stages of a ramp with starts that increase, in place of durations."""
+    """Yield the stages of a ramp, with increasing placeholder starts for durations."""
     previous = -1
     for stage in stages:
         start = stage.get("start", 0) if isinstance(stage, dict) else None

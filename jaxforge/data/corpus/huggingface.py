@@ -98,7 +98,7 @@ def cached_shards(
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     plan = {"options": {"key": key}, "inputs": []}
     with atomic_directory(
-        output, plan, made_by=f"train/{FILE_NAME}", shared=True, say=log.info
+        output, plan, marker=f"train/{FILE_NAME}", shared=True, say=log.info
     ) as directory:
         if directory:
             log.info("tokenizing %s into %s", source.name, output)

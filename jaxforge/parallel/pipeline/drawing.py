@@ -1,4 +1,4 @@
-"""Schedules for the eye: the table as plain text, and as an SVG in which width is time."""
+"""Drawings of pipeline schedules: a table in plain text, and an SVG timeline."""
 
 import string
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,31 +11,31 @@ _INK, _FAINT_INK, _LINE = "#1f2328", "#59636e", "#8c959f"
 _PAPER, _IDLE = "#ffffff", "#eaeef2"
 _MARGIN, _LABEL, _ROW, _CELL, _SWATCH = 16, 60, 28, 24, 16
 _TOP = 62
-"""Pixels, as are those above: title and axis of the ticks stand over the first row."""
+"""Top of the first row, below the title and the axis of ticks. All sizes are in pixels."""
 _LETTER = 6
-"""Pixels that a letter takes on average."""
+"""Average width of a letter."""
 
 
 def as_text(schedule: Schedule) -> str:
-    """The table, a column per tick and two rows per stage, and what the schedule costs.
+    """Return a schedule as a text table with a column per tick, followed by its costs.
 
-    A cell has a microbatch, and the letter of its chunk if stages have several. Lines are as long
-    as the schedule; phases have a bar between them.
+    A stage has a row of forwards and a row of backwards. A cell shows the microbatch, and the
+    letter of the chunk if stages have several. Bars separate phases. Lines are not wrapped.
 
     Args:
-        schedule: any.
+        schedule: pipeline schedule.
     """
     return "\n".join([_title(schedule), "", *_table(schedule), "", *_facts(schedule), ""])
 
 
 def as_svg(schedule: Schedule) -> str:
-    """The table as a drawing that needs nothing but itself, and is read on light or dark pages.
+    """Return a schedule as a self-contained SVG, readable on light and dark pages.
 
-    A stage is a row, in which every tick has its forward before its backward; widths are costs, and
-    what stays empty is the bubble.
+    A stage is a row. Each tick shows the forward before the backward, with widths in proportion to
+    their costs. Empty space is the bubble.
 
     Args:
-        schedule: any.
+        schedule: pipeline schedule.
     """
     unit = 8 + 8 * len(str(schedule.microbatches - 1))
     spans = list(_spans(schedule, unit))
@@ -96,9 +96,9 @@ def _cell(schedule: Schedule, action: Action | None) -> str:
 
 
 def _letters(number: int) -> str:
-    """a, b, ... z, aa, ab, ..."""
-    before, last = divmod(number, 26)
-    return (_letters(before - 1) if before else "") + string.ascii_lowercase[last]
+    """Return the letters of a number from 0: a, b, ... z, aa, ab, ..."""
+    prefix, last = divmod(number, 26)
+    return (_letters(prefix - 1) if prefix else "") + string.ascii_lowercase[last]
 
 
 def _facts(schedule: Schedule) -> Iterator[str]:
@@ -168,7 +168,7 @@ def _rows(schedule: Schedule, spans: Sequence[_Span]) -> Iterator[str]:
 
 
 def _axis(schedule: Schedule, spans: Sequence[_Span], bottom: int) -> Iterator[str]:
-    """Numbers of the ticks, lines between them, and stronger lines between phases."""
+    """Yield the numbers of the ticks, lines between them, and stronger lines between phases."""
     yield f'<g fill="{_FAINT_INK}" font-size="10" text-anchor="middle">'
     yield _text(_MARGIN, _TOP - 12, "tick", ' text-anchor="start"')
     for t, span in enumerate(spans):
@@ -217,7 +217,7 @@ def _legend(schedule: Schedule, y: int) -> tuple[list[str], int]:
 
 
 def _shade(schedule: Schedule, direction: str, chunk: int) -> str:
-    """The colour of a direction, lighter from chunk to chunk."""
+    """Return the colour of a direction, which is lighter for later chunks."""
     colour = _FORWARD if direction == "forward" else _BACKWARD
     light = 0.75 * chunk / schedule.chunks
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -227,7 +227,7 @@ def _shade(schedule: Schedule, direction: str, chunk: int) -> str:
 def _box(
     corner: tuple[int, int], width: int, height: int, colour: str, text: object = "", name: str = ""
 ) -> str:
-    """A rectangle with a text in its middle; `name` is its class."""
+    """Return a rectangle with centred text, in a group of class `name` if given."""
     x, y = corner
     rect = f'<rect x="{x + 0.5}" y="{y}" width="{width - 1}" height="{height}" fill="{colour}"/>'
     inner = rect + (_text(x + width / 2, y + height // 2, text) if text != "" else "")

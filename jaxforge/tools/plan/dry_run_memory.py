@@ -1,4 +1,4 @@
-"""Devices of a dry run, and how the step fits them."""
+"""Devices of a dry run, and the memory that the step needs on them."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.problems import said
+from jaxforge.config.problems import describe_change
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import (
@@ -21,21 +21,21 @@ from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
-from jaxforge.step.fitting import SLACK, Fit, fit
 from jaxforge.telemetry.numbers import human
+from jaxforge.tools.plan.memory_fit import SLACK, Fit, estimate_fit
 from jaxforge.tools.plan.topology import CPU, Topology
 
 AnyMesh = Mesh | AbstractMesh
 
 
 class Device(NamedTuple):
-    """A kind of device that the run may have.
+    """Kind of device that the run may have.
 
     Attributes:
-        name: for a reader.
-        platform: JAX's.
+        name: name in messages.
+        platform: name of JAX's platform.
         capacity: bytes that a program may use.
-        capability: of GPUs.
+        capability: compute capability of a GPU.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Device(NamedTuple):
     capability: str | None = None
 
 
-def machine(devices: str) -> tuple[int, list[Device]] | None:
+def parse_devices(devices: str) -> tuple[int, list[Device]] | None:
     """Parse `--devices`: number of devices and their possible kinds; None if it is empty.
 
     Raises:
@@ -64,10 +64,10 @@ def machine(devices: str) -> tuple[int, list[Device]] | None:
     return n, [_chip(topology.chip)]
 
 
-def here() -> Device:
+def this_device() -> Device:
     """Return the kind of this machine's devices."""
     device = jax.devices()[0]
-    capacity = device_memory.capacity_of_each()
+    capacity = device_memory.capacity_per_device()
     return Device(device.device_kind, device.platform, capacity, gpu_capability(device))
 
 
@@ -77,29 +77,29 @@ def _chip(name: str) -> Device:
     return Device(name, chip.platform, chip.memory, capability)
 
 
-def fits_of(
+def fits_by_device(
     config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
 ) -> tuple[Model, dict[Device, Fit]]:
-    """The model, and how it fits each kind of device that has the kernels it asks for.
+    """Return the model, and its fit on each kind of device that has the required kernels.
 
     Raises:
-        UserError: no kind has them, or a parameter does not divide.
+        UserError: no kind of device has the kernels, or a parameter does not divide.
     """
     fits: dict[Device, Fit] = {}
-    built, refused = None, None
+    first_model, first_error = None, None
     for device in kinds:
         try:
             model = build_model(config, device.platform, device.capability)
         except UserError as error:
-            refused = refused or error
+            first_error = first_error or error
             continue
         state = Program(config, mesh, model=model).abstract_state()
-        fits[device] = fit(config, model, state, mesh, device.capacity)
-        built = built or model
-    if built is None:
-        assert refused is not None
-        raise refused
-    return built, fits
+        fits[device] = estimate_fit(config, model, state, mesh, device.capacity)
+        first_model = first_model or model
+    if first_model is None:
+        assert first_error is not None
+        raise first_error
+    return first_model, fits
 
 
 def model_rows(model: Model) -> Iterator[str]:
@@ -109,7 +109,7 @@ def model_rows(model: Model) -> Iterator[str]:
         f"{c.n_layers} layers, dim {c.dim}, {c.n_heads}/{c.kv_heads} heads of {c.head_size}, "
         f"vocabulary {c.vocab_size:,}"
     )
-    active = f"; a token meets {human(active_parameter_count(model))}" if c.is_moe else ""
+    active = f", {human(active_parameter_count(model))} active per token" if c.is_moe else ""
     yield f"{human(parameter_count(model.abstract))} parameters{active}"
 
 
@@ -118,7 +118,7 @@ def memory_rows(fits: dict[Device, Fit]) -> Iterator[str]:
     parts = next(iter(fits.values())).memory._asdict()
     yield ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
     for device, estimate in fits.items():
-        most = f"{estimate.most_rows:,} at most fit" if estimate.most_rows else "not one fits"
+        most = f"at most {estimate.most_rows:,} fit" if estimate.most_rows else "not even 1 fits"
         yield (
             f"{device.name}: {gigabytes(estimate.memory.total)} of {gigabytes(device.capacity)}; "
             f"{estimate.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced "
@@ -142,13 +142,13 @@ def too_large(config: JobConfig, mesh: AnyMesh, fits: dict[Device, Fit]) -> Iter
 def _smaller(config: JobConfig, dp: int, most_rows: int) -> Iterator[str]:
     train = config.train
     if most_rows and train.global_batch_size is None:
-        yield f"change {said({'train.batch_size': most_rows})}"
+        yield f"change {describe_change({'train.batch_size': most_rows})}"
     elif most_rows and train.global_batch_size is not None:
         accum = -(-train.global_batch_size // (dp * most_rows))
         while train.global_batch_size % (accum * dp):
             accum += 1
-        yield f"change {said({'train.grad_accum_steps': accum})}"
+        yield f"change {describe_change({'train.grad_accum_steps': accum})}"
     if train.activation_checkpointing != "full":
-        yield f"change {said({'train.activation_checkpointing': 'full'})}"
+        yield f"change {describe_change({'train.activation_checkpointing': 'full'})}"
     if not most_rows:
         yield "more devices to share the state (distributed.dp_shard, tp or pp)"

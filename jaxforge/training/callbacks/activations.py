@@ -1,8 +1,8 @@
-"""Capture of activations while a run trains: `eval.activations_interval`.
+"""Capture of activations during training: `eval.activations_interval`.
 
-After the updates where it is due, the first sequences of an evaluation set go through the model,
-always the same ones, and the run directory gets `activations/step_<n>/` (`activation_files`). The
-state is only read.
+When a capture is due, the first sequences of an evaluation set, always the same, pass through the
+model. Their activations are written to `activations/step_<n>/` of the run directory
+(`activation_files`). The state is not changed.
 """
 
 import logging
@@ -19,28 +19,37 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.step.forward_values import Activations, Values
 from jaxforge.storage import mirror
 from jaxforge.training import activation_files
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 
-class ActivationCapture(Callback):
-    """Captures what `[eval]` names, on the mesh of the run.
+class ActivationCapture(RunCallback):
+    """Captures the activations that `[eval]` names.
 
     Args:
-        config: `[eval]` says what and when.
-        mesh: where parameters lie.
+        config: `[eval]` has the points, layers and interval.
+        mesh: the mesh of the parameters.
         model: the model.
         dataset: the evaluation set.
     """
 
     def __init__(self, config: JobConfig, mesh: Mesh, model: Model, dataset: Dataset) -> None:
-        wanted = config.eval
+        section = config.eval
         self._config, self._mesh, self._dataset = config, mesh, dataset
         self._compute = Activations(
-            model, wanted.captured_points, wanted.activations_layers or None, mesh
+            model, section.captured_points, section.activations_layers or None, mesh
         )
-        self._numbers = range(min(wanted.activations_sequences, len(dataset)))
+        self._numbers = range(min(section.activations_sequences, len(dataset)))
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "ActivationCapture | None":
+        """Return the callback if `eval.activations_interval` is set."""
+        section = run.config.eval
+        if not section.activations_interval:
+            return None
+        return cls(run.config, run.mesh, run.model, run.eval_data[section.captured_set()])
 
     follows_evaluation = True
 
@@ -49,59 +58,61 @@ class ActivationCapture(Callback):
         return self._config.eval.is_capture_due(step)
 
     def on_interval(self, context: IntervalContext) -> None:
-        """Capture once a step: not where an evaluation was stopped, which will resume."""
+        """Capture activations, unless an evaluation of this step was stopped and will resume."""
         if context.progress.validation:
             return
         with context.examining_model("capturing activations"):
             self(context.state.variables, context.step, context.watchdog.tick)
 
     def __call__(self, params: Params, step: int, moved: Callable[[], object]) -> None:
-        """Captures those of a step; all processes take part, and the first writes.
+        """Capture the activations of a step. Collective; process 0 writes the files.
 
-        Files that cannot be written are a warning.
+        A failed write is logged as a warning.
 
         Args:
-            params: of that step, as functions of the model take them.
+            params: parameters after the step, with non-trainable state.
             step: names the directory.
-            moved: called after each sequence, as a sign of life.
+            moved: called after each sequence, to show progress to the watchdog.
         """
         sequences = self._sequences(params, moved)
         if jax.process_index() == 0:
             self._write(step, sequences)
-        for values in sequences:  # where nothing is written; or not any more, and others go on
+        # The remaining sequences are still computed: on processes that write nothing, and on
+        # process 0 after a failed write. Every process must run the same programs.
+        for values in sequences:
             jax.block_until_ready(values)
 
     def _write(self, step: int, sequences: Iterator[Values]) -> None:
-        wanted, run = self._config.eval, mirror.files(self._config.checkpoint.dir)
-        directory = activation_files.of_step(run, step)
-        layers = wanted.activations_layers or range(self._config.model.n_layers)
+        section, run = self._config.eval, mirror.files(self._config.checkpoint.dir)
+        directory = activation_files.step_directory(run, step)
+        layers = section.activations_layers or range(self._config.model.n_layers)
         about = {
             "step": step,
-            "set": wanted.captured_set(),
-            "points": list(wanted.captured_points),
+            "set": section.captured_set(),
+            "points": list(section.captured_points),
             "layers": list(layers),
             "sequences": list(self._numbers),
         }
         try:
             n = activation_files.write(directory, map(jax.device_get, sequences), about)
         except OSError as error:
-            log.warning("activations of step %d are not kept: %s; the run continues", step, error)
+            log.warning("activations of step %d are not saved: %s. The run continues", step, error)
         else:
-            log.info("activations of %d sequences after step %d in %s", n, step, directory)
+            log.info("saved activations of %d sequences after step %d to %s", n, step, directory)
 
     def _sequences(self, params: Params, moved: Callable[[], object]) -> Iterator[Values]:
-        """Computed one at a time by each group of devices, however large a microbatch is."""
+        """Yield the activations; each group of devices computes one sequence at a time."""
         sizes = {"batch_size": 1, "global_batch_size": None}
         train = self._config.train.model_copy(update=sizes)
         config = self._config.model_copy(update={"train": train})
-        for values in of_sequences(
+        for values in sequence_activations(
             self._compute, params, config, self._mesh, self._dataset, self._numbers
         ):
             yield values
             moved()
 
 
-def of_sequences(
+def sequence_activations(
     compute: Activations,
     params: Params,
     config: JobConfig,
@@ -109,15 +120,15 @@ def of_sequences(
     dataset: Dataset,
     numbers: Sequence[int],
 ) -> Iterator[Values]:
-    """Activations of sequences of a set, one after another.
+    """Yield the activations of sequences of a dataset, one after another.
 
     Args:
-        compute: computes them.
-        params: as functions of the model take them.
-        config: sizes of a batch come from `[train]`.
-        mesh: where parameters lie.
-        dataset: the set.
-        numbers: of its sequences.
+        compute: computes the activations of a batch.
+        params: parameters, with non-trainable state.
+        config: `[train]` determines the size of a batch.
+        mesh: the mesh of the parameters.
+        dataset: the dataset.
+        numbers: indices of the sequences.
     """
     size = config.train.microbatch_size(data_parallel_size(mesh))
     batches = eval_batches(config, mesh, dataset, numbers)

@@ -1,4 +1,4 @@
-"""The base class of callbacks, and what they see of a run."""
+"""The base class of callbacks, and the contexts that they receive."""
 
 import contextlib
 import dataclasses
@@ -19,12 +19,12 @@ from jaxforge.training.health.watchdog import Watchdog
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """A step as callbacks see it. Scalars are fetched from the device when they are read.
+    """A step as callbacks see it. Reading a scalar fetches it from the device.
 
     Attributes:
         step: steps attempted.
-        state: parameters and optimizer state after the step; gone once the next step starts.
-        metrics: the step's metrics, on the device.
+        state: parameters and optimizer state after the step; deleted when the next step starts.
+        metrics: metrics of the step, on the device.
     """
 
     step: int
@@ -43,7 +43,7 @@ class StepContext:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Terms of the loss by name, where it has several."""
+        """Terms of the loss by name; empty for a loss without terms."""
         return {name: float(term) for name, term in self.metrics.get("losses", {}).items()}
 
     @property
@@ -58,7 +58,7 @@ class StepContext:
 
     @property
     def gradients(self) -> PyTree:
-        """Gradients before clipping; only for callbacks that collect "grads"."""
+        """Gradients before clipping; only available to callbacks that collect "grads"."""
         return self.metrics["grads"]
 
 
@@ -68,11 +68,11 @@ class IntervalContext:
 
     Attributes:
         progress: the counters of the run.
-        state: parameters and optimizer state after the step; gone once the next step starts.
-        tracker: where metrics are logged.
-        watchdog: ends the process where it hangs.
+        state: parameters and optimizer state after the step; deleted when the next step starts.
+        tracker: logs metrics.
+        watchdog: ends the process if it hangs.
         callbacks: all callbacks of the run, for events of an evaluation.
-        stop_requested: asked between batches of an evaluation; the reason to stop there, or None.
+        stop_requested: returns the reason to stop between two batches of an evaluation, or None.
         amend_checkpoint: writes `progress` again to the checkpoint of this step.
         evaluation: metrics of the evaluation after this step; empty without one.
     """
@@ -93,10 +93,10 @@ class IntervalContext:
 
     @contextlib.contextmanager
     def examining_model(self, activity: str | None = None) -> Iterator[None]:
-        """Keep the time inside out of that of steps, under the time limit of evaluations.
+        """Exclude the block from step times; the time limit of evaluations holds inside.
 
         Args:
-            activity: named by the watchdog if the process hangs.
+            activity: shown on the live line and in the report of a hang.
         """
         naming = self.watchdog.naming(activity) if activity else contextlib.nullcontext()
         with self.tracker.paused(), self.watchdog.section("evaluation"), naming:
@@ -120,13 +120,13 @@ class Callback:
     """Additional metrics of each step, among `step.collect.COLLECTED`."""
 
     waits: bool = True
-    """True if `on_interval` is called once every launched step has ended, and off the clock."""
+    """True if `on_interval` needs all launched steps to be finished; its time is not step time."""
 
     follows_evaluation: bool = False
     """True if `on_interval` belongs to the evaluation of a step.
 
-    Such a callback acts also where a run resumes in an evaluation, before the step is compiled. It
-    pauses the clock itself (`IntervalContext.examining_model`).
+    Such a callback also acts when a run resumes within an evaluation, before the step is compiled.
+    It pauses the clock itself (`IntervalContext.examining_model`).
     """
 
     def is_due(self, step: int) -> bool:
@@ -134,36 +134,38 @@ class Callback:
         return isinstance(self.every, int) and self.every > 0 and step % self.every == 0
 
     def on_train_begin(self, config: JobConfig) -> None:
-        """Called first, before anything is compiled."""
+        """Handle the start of training, before anything is compiled."""
 
     def on_compiled(self, steps: CompiledSteps) -> None:
-        """Called before the first step of this process, once the step is compiled."""
+        """Handle the end of compilation, before the first step of this process."""
 
     def on_step_end(self, context: StepContext) -> None:
-        """Called after each step, once its metrics (where due) are logged."""
+        """Handle the end of each step, after its metrics are logged if they are due."""
 
     def on_interval(self, context: IntervalContext) -> Exit | None:
-        """Called every `every`. Return a reason to end the run, or None.
+        """Act at the interval `every`.
 
-        Later callbacks are not called after a reason. `Exit.UNHEALTHY` ends the run unsaved.
+        Returns:
+            A reason to end the run, or None. After a reason, later callbacks are not called.
+            `Exit.UNHEALTHY` ends the run without saving.
         """
         return None
 
     def on_eval_begin(self, step: int) -> None:
-        """Called before each evaluation; not again where a run resumes in one."""
+        """Handle the start of an evaluation; not called again if a run resumes within it."""
 
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """Called after each evaluation, once its metrics are logged."""
+        """Handle the end of an evaluation, after its metrics are logged."""
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
-        """Called when a save has started; the checkpoint may not be durable yet."""
+        """Handle the start of a save; the checkpoint may not be durable yet."""
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Called after the last save, also when the run fails (`reason` is None then).
+        """Handle the end of training, after the last save.
 
-        Threads of yours that must come to their end do so in here: `python -m jaxforge.train` waits
-        half a minute for others, and leaves.
+        This is also called when the run fails; `reason` is None then. Join your own threads here:
+        `python -m jaxforge.train` waits only half a minute for other threads.
         """
 
     def close(self) -> None:
-        """Release what the callback holds: called last, also where `on_train_end` fails."""
+        """Release resources. Called last, also if `on_train_end` fails."""

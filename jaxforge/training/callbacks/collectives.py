@@ -1,4 +1,4 @@
-"""A check that all devices still exchange data."""
+"""Health check of collectives: all devices still exchange data."""
 
 import concurrent.futures
 import logging
@@ -14,23 +14,28 @@ from jaxtyping import Array, Int
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.step.train_step import CompiledSteps
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class CollectiveHealth(Callback):
-    """Every device adds one to a count of its own; every device must see every count at one.
+class CollectiveHealth(RunCallback):
+    """Sums a one-hot row from every device; every device must get a vector of ones.
 
-    Each process judges what its own devices see, so one may end while others still wait for it:
-    those find no answer at the next check, or the watchdog ends them. Neither the state nor any
-    other process can be reached then, so nothing can be saved.
+        device 0   1 0 0          psum        1 1 1
+        device 1   0 1 0          ---->       1 1 1
+        device 2   0 0 1                      1 1 1
+
+    Each process judges the results of its own devices, so one process may end while others still
+    wait for it. The others get no answer at their next check, or the watchdog ends them. Nothing
+    can be saved then: neither the state nor the other processes can be reached.
 
     Args:
-        config: the section, for interval and time-out.
-        mesh: all devices.
+        config: the `[train]` section, for interval and timeout.
+        mesh: mesh of all devices.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
@@ -38,59 +43,60 @@ class CollectiveHealth(Callback):
         self._seconds, self._devices = config.health_check_timeout_sec, list(mesh.devices.flat)
         self._answer: Array | None = None
 
+    @classmethod
+    def of_run(cls, run: RunParts) -> "CollectiveHealth | None":
+        """Return the callback if `train.nccl_health_check_interval` is set."""
+        interval = run.config.train.nccl_health_check_interval
+        return cls(run.config.train, run.mesh) if interval else None
+
     def on_compiled(self, steps: CompiledSteps) -> None:
-        """Compile the check, and connect the devices, which may take minutes."""
-        self._counts = _one_each(self._mesh)
+        """Compile the check and connect the devices, which may take minutes."""
+        n = self._mesh.devices.size
+        sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
+        rows = np.eye(n, dtype=np.int32)
+        self._counts = jax.make_array_from_callback((n, n), sharding, lambda index: rows[index])
         self._sum = _compile_sum(self._mesh, self._counts)
         jax.block_until_ready(self._sum(self._counts))
 
     def on_interval(self, context: IntervalContext) -> Exit | None:
-        """Log what is wrong, if anything is."""
+        """Log a failure of the check; return `Exit.UNHEALTHY` then."""
         self._answer, step = None, context.step
         answer = _in_background(self._missing)
         try:
             missing = answer.result(self._seconds)
         except concurrent.futures.TimeoutError:
-            self._say(step, f"no answer within train.health_check_timeout_sec = {self._seconds:g} "
+            self._log(step, f"no answer within train.health_check_timeout_sec = {self._seconds:g} "
                       f"s; still waiting: {_names(self._waiting())}")  # fmt: skip
             return Exit.UNHEALTHY
         except jax.errors.JaxRuntimeError as error:
-            self._say(step, str(error))
+            self._log(step, str(error))
             return Exit.UNHEALTHY
         if missing:
-            self._say(step, f"wrong contribution from {_names(missing)}")
+            self._log(step, f"wrong contribution from {_names(missing)}")
             return Exit.UNHEALTHY
         return None
 
     def _missing(self) -> list[jax.Device]:
-        """The devices that some device of this process did not hear once. Waits for them all."""
+        """Return the devices whose count is not 1 on some device of this process. Blocks."""
         self._answer = self._sum(self._counts)
-        heard = [np.asarray(shard.data)[0] for shard in self._answer.addressable_shards]
-        wrong = np.any(np.stack(heard) != 1, axis=0)
+        counts = [np.asarray(shard.data)[0] for shard in self._answer.addressable_shards]
+        wrong = np.any(np.stack(counts) != 1, axis=0)
         return [device for device, bad in zip(self._devices, wrong, strict=True) if bad]
 
     def _waiting(self) -> list[jax.Device]:
-        """Devices of this process that have no answer."""
+        """Return the devices of this process that have no answer yet."""
         if self._answer is None:
             return jax.local_devices()
         shards = self._answer.addressable_shards
         return [shard.device for shard in shards if not shard.data.is_ready()]
 
-    def _say(self, step: int, what: str) -> None:
+    def _log(self, step: int, failure: str) -> None:
         log.error("collective health check of process %d failed at step %d: %s",
-                  jax.process_index(), step, what)  # fmt: skip
-
-
-def _one_each(mesh: Mesh) -> Int[Array, "n n"]:
-    """Row i, on device i, counts device i."""
-    n = mesh.devices.size
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    rows = np.eye(n, dtype=np.int32)
-    return jax.make_array_from_callback((n, n), sharding, lambda index: rows[index])
+                  jax.process_index(), step, failure)  # fmt: skip
 
 
 def _compile_sum(mesh: Mesh, counts: Int[Array, "n n"]) -> Callable[[Array], Array]:
-    """The sum of all rows, on each device, as an executable: checks compile nothing."""
+    """Compile the sum of all rows on each device, so that checks compile nothing."""
     spec = PartitionSpec(mesh.axis_names)
 
     def add(row: Int[Array, "1 n"]) -> Int[Array, "1 n"]:
@@ -101,7 +107,7 @@ def _compile_sum(mesh: Mesh, counts: Int[Array, "n n"]) -> Callable[[Array], Arr
 
 
 def _in_background(function: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Runs `function` in a thread that does not keep the process alive: it may never return."""
+    """Run `function`, which may never return, in a thread that does not keep the process alive."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

@@ -1,32 +1,28 @@
-"""Evaluations during training: of several sets, one after the other, stopped and resumed anywhere.
+"""Evaluations during training, which can stop and resume after any batch.
 
-What is evaluated and how far that is stands in `Progress.validation`, so that a run which stops in
-the middle goes on there: no batch, set or hook is left out or repeated.
+`Progress.validation` holds the pending sets and the sums so far. A run that stops within an
+evaluation resumes there: no batch, set or callback is skipped or repeated.
 """
 
 from collections.abc import Callable
 
-from jax.sharding import Mesh
-
 from jaxforge.config.job import JobConfig
-from jaxforge.data.corpus.tokenizer import Tokenizer
-from jaxforge.data.dataset import Dataset
 from jaxforge.exit_codes import Exit
-from jaxforge.model.transformer import Model
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
 from jaxforge.training.callbacks.garbage import collecting_garbage
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
 
-class Evaluation(Callback):
+class Evaluation(RunCallback):
     """Evaluates on the sets of `[eval]`.
 
     Args:
-        config: a resolved config.
+        config: the resolved config.
         evaluation: evaluates all sets.
-        progress: the counters of the run; a run may resume in an evaluation.
+        progress: the counters of the run; a run may resume within an evaluation.
     """
 
     follows_evaluation = True
@@ -37,40 +33,27 @@ class Evaluation(Callback):
         self._config, self._evaluation, self._progress = config, evaluation, progress
 
     @classmethod
-    def of(
-        cls,
-        config: JobConfig,
-        mesh: Mesh,
-        model: Model,
-        datasets: dict[str, Dataset],
-        tokenizer: Tokenizer | None,
-        progress: Progress,
-    ) -> "Evaluation":
-        """Make the evaluation that a config asks for.
-
-        Args:
-            config: a resolved config.
-            mesh: of the run.
-            model: the model.
-            datasets: evaluation sets by name.
-            tokenizer: of the run, for bits per byte; None without one.
-            progress: the counters of the run.
+    def of_run(cls, run: RunParts) -> "Evaluation | None":
+        """Return the callback if `eval.enabled` is set.
 
         Raises:
-            UserError: a metric that the config names is not reported.
+            UserError: the evaluation does not report a metric that the config names.
         """
-        evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
+        config = run.config
+        if not config.eval.enabled:
+            return None
+        evaluator = Evaluator(config, run.mesh, run.model, run.eval_data, run.tokenizer)
         evaluator.check_reports(config.checkpoint.best_metric)
         if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
             evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
-        return cls(config, ResumableEvaluation(evaluator, config.eval.steps), progress)
+        return cls(config, ResumableEvaluation(evaluator, config.eval.steps), run.progress)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to evaluate after a step, or whether its evaluation was stopped."""
+        """Return whether an evaluation is due after `step`, or one was stopped there."""
         return self._progress.validation is not None or self._config.eval.is_due(step)
 
     def on_interval(self, context: IntervalContext) -> None:
-        """Evaluate, and log the metrics; nothing where the evaluation was stopped."""
+        """Evaluate and log the metrics; log nothing if the evaluation is stopped."""
         step, is_resumed = context.step, context.progress.validation is not None
         if not is_resumed:
             for callback in context.callbacks:
@@ -93,10 +76,10 @@ class Evaluation(Callback):
 
 
 class ResumableEvaluation:
-    """The sets of `[eval]`.
+    """Evaluation of all sets of `[eval]` that resumes where it was stopped.
 
     Args:
-        evaluator: evaluates them.
+        evaluator: evaluates one set.
         steps: batches of each set.
     """
 
@@ -106,15 +89,15 @@ class ResumableEvaluation:
     def run(
         self, state: TrainState, progress: Progress, stop: Callable[[], object]
     ) -> dict[str, float] | None:
-        """Evaluates what is pending, from where that stands.
+        """Evaluate the pending sets.
 
         Args:
-            state: the parameters to evaluate.
-            progress: of their step; holds the validation as long as it lasts.
-            stop: asked between batches whether to stop there.
+            state: the state whose parameters are evaluated.
+            progress: the counters of the run; holds the evaluation until it is complete.
+            stop: called before each batch; a true result stops the evaluation.
 
         Returns:
-            The metrics of all sets; None if it was stopped.
+            The metrics of all sets; None if the evaluation was stopped.
         """
         validation = progress.begin_validation(self._evaluator.names)
         while validation.pending:

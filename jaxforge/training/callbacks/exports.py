@@ -1,7 +1,7 @@
-"""Exports checkpoints as Hugging Face directories while training goes on: `<run>/exports/step_<n>`.
+"""Export of checkpoints to Hugging Face directories during training: `<run>/exports/step_<n>`.
 
-Each export is a process of its own that reads a durable checkpoint, so that the loop neither waits
-for it nor shares its interpreter with it. A failed export never stops a run, and is its last word.
+Each export is a separate process that reads a durable checkpoint, so the loop neither waits for it
+nor shares an interpreter with it. A failed export does not stop the run, but fails it at its end.
 """
 
 import logging
@@ -18,7 +18,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import urls
-from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ SUBDIRECTORY = "exports"
 _POLL = 0.2  # seconds
 
 
-class Exporter(Callback):
-    """Exports every n-th checkpoint, and the last one where asked.
+class Exporter(RunCallback):
+    """Exports every n-th checkpoint, and the last one if `checkpoint.export_last` is set.
 
     Args:
         config: the `[checkpoint]` section.
@@ -40,18 +40,24 @@ class Exporter(Callback):
         self._last: Path | None = None
         self._ended = threading.Event()
 
+    @classmethod
+    def of_run(cls, run: RunParts) -> "Exporter | None":
+        """Return the callback if `checkpoint.export_interval` or `export_last` is set."""
+        section = run.config.checkpoint
+        return cls(section) if section.export_interval or section.export_last else None
+
     def on_checkpoint_save(self, step: int, path: Path) -> None:
-        """Begins the export of a checkpoint, if it is due, for when it is durable."""
+        """Start an export if it is due; it begins when the checkpoint is durable."""
         self._saves, self._last = self._saves + 1, path
         every = self._config.export_interval
         if every and self._saves % every == 0:
             self._begin(path)
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Waits for all exports; no save is under way any more.
+        """Wait for all exports; the last save is done by now.
 
         Raises:
-            StorageError: one failed.
+            StorageError: an export failed.
         """
         if self._config.export_last and (last := self._last or self._newest()):
             self._begin(last)
@@ -59,10 +65,10 @@ class Exporter(Callback):
         for thread in self._threads.values():
             thread.join()
         if self._failures:
-            raise StorageError("not every export was made:\n  " + "\n  ".join(self._failures))
+            raise StorageError("some exports failed:\n  " + "\n  ".join(self._failures))
 
     def _newest(self) -> Path | None:
-        """The last checkpoint of a run that has saved none since it was started."""
+        """Return the last checkpoint of a run that has saved none since this start."""
         run = urls.path(self._config.dir, "checkpoint.dir")
         if not (run / CHECKPOINTS).is_dir():
             return None
@@ -75,20 +81,20 @@ class Exporter(Callback):
             self._threads[path].start()
 
     def _export(self, path: Path) -> None:
-        while not is_durable(path):  # its directory appears under its name when it is durable
+        while not is_durable(path):  # the directory appears under its name when it is durable
             if self._ended.wait(_POLL) and not is_durable(path):
-                self._failures.append(f"{path}: the checkpoint was not written, or is deleted")
+                self._failures.append(f"{path}: the checkpoint was not written or has been deleted")
                 return
         target = path.parent.parent / SUBDIRECTORY / path.name
         if target.exists():
-            log.info("%s is there already", target)
+            log.info("%s exists already: not exported again", target)
             return
         command = [sys.executable, "-m", "torch_compat", "export", str(path), str(target)]
         options = ["--to=hf", f"--dtype={self._config.export_dtype}"]
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
         if done.returncode:
-            what = done.stderr.strip().splitlines()[-1:] or ["no message"]
-            self._failures.append(f"{target}: {what[0]}")
-            log.error("export failed: %s", what[0])
+            message = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            self._failures.append(f"{target}: {message[0]}")
+            log.error("export failed: %s", message[0])
         else:
             log.info("exported to %s", target)

@@ -1,4 +1,4 @@
-"""The memory of the devices, logged once."""
+"""A log message about the memory of the devices after the first step."""
 
 import logging
 
@@ -6,25 +6,31 @@ import jax
 
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.measures import describe_memory
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 
-class MemoryReport(Callback):
-    """Logs, after this process's first step, what takes the memory of its devices."""
+class MemoryReport(RunCallback):
+    """Logs the memory use of the devices after the first step of this process."""
 
     every = 1
     waits = False
     _compiled: jax.stages.Compiled | None = None
     _is_logged = False
 
+    @classmethod
+    def of_run(cls, run: RunParts) -> "MemoryReport":
+        """Return the callback of every run."""
+        return cls()
+
     def on_compiled(self, steps: CompiledSteps) -> None:
-        """Keep the step of the largest batch for the report."""
+        """Store the step of the largest batch for the report."""
         self._compiled = steps.largest
 
     def on_interval(self, context: IntervalContext) -> None:
-        """Wait for the first step, and log the report."""
+        """Wait for the first step and log the report, once."""
         if self._is_logged:
             return
         self._is_logged = True

@@ -1,5 +1,6 @@
-"""The order of a step: what happens from the launch of one step to the launch of the next."""
+"""The order of events in a step, from its launch to the launch of the next step."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxforge.training.callbacks.activations import ActivationCapture
@@ -11,6 +12,7 @@ from jaxforge.training.callbacks.exports import Exporter
 from jaxforge.training.callbacks.garbage import CollectGarbage
 from jaxforge.training.callbacks.memory_report import MemoryReport
 from jaxforge.training.callbacks.progress_txt import ProgressTxt
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.callbacks.samples import Sampler
 from jaxforge.training.callbacks.stragglers import Stragglers
 from jaxforge.training.callbacks.synchronize import Synchronize
@@ -21,15 +23,15 @@ class Event(NamedTuple):
     """An event of a step, as docs/loop.md prints it.
 
     Attributes:
-        name: of the event.
-        what: its description.
-        where: the file that has it, and the page that explains it.
+        name: name of the event.
+        description: what happens.
+        location: the file that implements the event, and the page that explains it.
         callback: the class that acts; None for events of the loop itself.
     """
 
     name: str
-    what: str
-    where: str
+    description: str
+    location: str
     callback: type[Callback] | None = None
 
 
@@ -37,23 +39,23 @@ CALLBACKS = "training/callbacks"
 WATCHING = "[metrics.md](metrics.md#watching-a-run)"
 
 ORDER = (
-    Event("launch", "the next batch, already on the devices, and the step on it; the host does "
-          "not wait", "`Trainer._step`"),
-    Event("metrics", "those of the step *before* are read and logged, where some sink is due",
+    Event("launch", "the step is launched on the next batch, which is already on the devices; "
+          "the host does not wait", "`Trainer.train`"),
+    Event("metrics", "metrics of the *previous* step are read and logged, if a sink is due",
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
-    Event("`on_step_end`", "of your own callbacks, after the metrics of this step",
+    Event("`on_step_end`", "your callbacks, after the metrics of this step are logged",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set",
           f"`{CALLBACKS}/evaluation.py`", Evaluation),
-    Event("samples", "every `eval.sample_interval` steps, once a step",
+    Event("samples", "every `eval.sample_interval` steps",
           f"`{CALLBACKS}/samples.py`, "
           "[evaluate_and_generate.md](evaluate_and_generate.md#samples)", Sampler),
-    Event("activations", "every `eval.activations_interval` steps, once a step",
+    Event("activations", "every `eval.activations_interval` steps",
           f"`{CALLBACKS}/activations.py`, [replay.md](replay.md#while-a-run-trains)",
           ActivationCapture),
     Event("memory", "after the first step, the memory of the devices is logged",
           f"`{CALLBACKS}/memory_report.py`", MemoryReport),
-    Event("directory", "each step, whether the run directory is still that of this job",
+    Event("directory", "after each step, the lock of the run directory is checked",
           f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
     Event("garbage", "every `train.manual_gc_interval` steps, Python's garbage is collected",
           f"`{CALLBACKS}/garbage.py`", CollectGarbage),
@@ -61,14 +63,14 @@ ORDER = (
           "devices", f"`{CALLBACKS}/synchronize.py`", Synchronize),
     Event("collectives", "every `train.nccl_health_check_interval` steps, all devices exchange a "
           "number", f"`{CALLBACKS}/collectives.py`, {WATCHING}", CollectiveHealth),
-    Event("weights", "every `train.check_weight_hash_across_dp_replicas_interval` steps, copies "
+    Event("weights", "every `train.check_weight_hash_across_dp_replicas_interval` steps, replicas "
           "of the weights are compared", f"`{CALLBACKS}/weight_hash.py`, {WATCHING}",
           WeightHashes),
     Event("stragglers", "every `metrics.straggler_report_interval` steps, slow hosts are named",
           f"`{CALLBACKS}/stragglers.py`, {WATCHING}", Stragglers),
-    Event("`on_interval`", "of your own callbacks, every `every`",
+    Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
-    Event("save", "on the schedule, a new best, the last step",
+    Event("save", "on schedule, after a new best, after the last step",
           "`checkpoint/save_policy.py`, `checkpoint/manager.py`"),
     Event("exports", "each `checkpoint.export_interval`-th checkpoint, in a process of its own",
           f"`{CALLBACKS}/exports.py`", Exporter),
@@ -79,18 +81,25 @@ ORDER = (
 )  # fmt: skip
 """All events of a step, in order. Callbacks that are due run in the order of their rows.
 
-Callbacks of users take the row of `Callback`: in events that several callbacks share, such as
+Callbacks of users have the row of `Callback`: in events that several callbacks handle, such as
 `on_eval_end`, they come before exports and `progress.txt`.
 """
 
 
+def callbacks_of(run: RunParts) -> Iterator[Callback]:
+    """Yield the callbacks that the config of a run asks for, in the order of `ORDER`.
+
+    Raises:
+        UserError: a callback lacks something it needs, such as a tokenizer.
+    """
+    for event in ORDER:
+        if event.callback and issubclass(event.callback, RunCallback):
+            callback = event.callback.of_run(run)
+            if callback is not None:
+                yield callback
+
+
 def position(callback: Callback) -> int:
-    """Return the row of `ORDER` that a callback belongs to."""
+    """Return the index of the row of `ORDER` for a callback."""
     rows = {event.callback: i for i, event in enumerate(ORDER)}
     return next(rows[base] for base in type(callback).__mro__ if base in rows)
-
-
-def order_table() -> str:
-    """Return `ORDER` as the table of docs/loop.md."""
-    rows = (f"| {event.name} | {event.what} | {event.where} |\n" for event in ORDER)
-    return "| | what | where |\n|---|---|---|\n" + "".join(rows)

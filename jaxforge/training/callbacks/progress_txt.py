@@ -1,4 +1,4 @@
-"""Keeps `progress.txt` while a run goes on."""
+"""Entries of `progress.txt` during a run."""
 
 from pathlib import Path
 
@@ -11,17 +11,17 @@ from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
-from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
-class ProgressTxt(Callback):
-    """Tells the progress log of checkpoints: of asynchronous ones again when they are durable.
+class ProgressTxt(RunCallback):
+    """Writes a line for each checkpoint, and another when an asynchronous one is durable.
 
-    That is noticed at the next evaluation, checkpoint or at the end. Only for process 0.
+    Durability is checked at the next evaluation or checkpoint and at the end. Only for process 0.
 
     Args:
-        config: the run's.
-        progress: the run's own counts, as of where it starts; read again at each checkpoint.
+        config: the resolved config.
+        progress: the counters of the run, read at each checkpoint.
     """
 
     def __init__(self, config: JobConfig, progress: Progress) -> None:
@@ -31,16 +31,22 @@ class ProgressTxt(Callback):
         path = mirror.files(config.checkpoint.dir) / NAME
         self._log = ProgressLog(path, jax.device_count(), self._flops)
 
+    @classmethod
+    def of_run(cls, run: RunParts) -> "ProgressTxt | None":
+        """Return the callback of process 0 if `metrics.log_progress` is set."""
+        is_writer = run.config.metrics.log_progress and jax.process_index() == 0
+        return cls(run.config, run.progress) if is_writer else None
+
     @property
     def _flops(self) -> float:
         return float(self._progress.tokens * self._flops_per_token)
 
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """A moment to look for durable checkpoints."""
+        """Check for durable checkpoints."""
         self.note_durable()
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
-        """Writes the checkpoint's line; the one before it is durable, or its save has failed."""
+        """Write the line of a checkpoint; the previous save has ended by now."""
         self.note_durable()
         event = "Saving async checkpoint" if self._asynchronous else "Saved checkpoint"
         self._log.append_checkpoint(event, step, self._flops, self._progress.tokens)
@@ -48,7 +54,7 @@ class ProgressTxt(Callback):
             self._being_saved[step] = path
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Comes after the last save has ended.
+        """Write the remaining lines; the last save has ended by now.
 
         Raises:
             StorageError: lines are lost.
@@ -57,7 +63,7 @@ class ProgressTxt(Callback):
         self._log.close()
 
     def note_durable(self) -> None:
-        """Writes a line for each checkpoint that has come to stand under its name."""
+        """Write a line for each checkpoint that has become durable."""
         for step, path in list(self._being_saved.items()):
             if is_durable(path):
                 self._log.append("Saved async checkpoint", f"Iteration: {step}")

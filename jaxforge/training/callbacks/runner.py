@@ -16,19 +16,19 @@ from jaxforge.training.callbacks.callback import Callback, IntervalContext
 from jaxforge.training.callbacks.order import position
 
 CHECK_INTERVAL = 10
-"""Steps between two looks at the clock among several processes, which have to agree on it."""
+"""Steps between two checks of durations with several processes, which must agree on the clock."""
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Callbacks:
-    """The callbacks of a run in order, and which of them are due.
+    """The callbacks of a run in order; decides which of them are due.
 
     Args:
-        callbacks: those of the run; callbacks of users keep their order among themselves.
+        callbacks: callbacks in any order; callbacks of users keep their relative order.
 
     Raises:
-        UserError: an interval is neither steps nor a duration.
+        UserError: an interval is neither a number of steps nor a duration.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -45,11 +45,11 @@ class Callbacks:
         )
 
     def due(self, step: int, paused: Callable[[], AbstractContextManager[None]]) -> list[Callback]:
-        """Return the callbacks whose `on_interval` is due; to be called once a step.
+        """Return the callbacks whose `on_interval` is due. Call this once per step.
 
         Args:
             step: steps attempted.
-            paused: waits for launched steps, and keeps the time inside out of that of steps.
+            paused: waits for launched steps and excludes the block from step times.
         """
         elapsed = self._elapsed(step, paused) if self._durations else set()
         return [
@@ -59,7 +59,7 @@ class Callbacks:
         ]
 
     def due_on_resume(self, step: int) -> list[Callback]:
-        """Return what is due where a run resumes in an evaluation, before its first step."""
+        """Return the callbacks that are due when a run resumes within an evaluation."""
         return [
             callback
             for callback in self._callbacks
@@ -82,7 +82,11 @@ class Callbacks:
         return None
 
     def _elapsed(self, step: int, paused: Callable[[], AbstractContextManager[None]]) -> set[int]:
-        """Return the indices of callbacks whose duration is over, by the clock of process 0."""
+        """Return the indices of callbacks whose duration is over by the clock of process 0.
+
+        With several processes the broadcast is a collective on the devices, so launched steps
+        finish first (`paused`).
+        """
         is_alone = jax.process_count() == 1
         if not is_alone and step % CHECK_INTERVAL:
             return set()
@@ -97,7 +101,7 @@ class Callbacks:
         return elapsed
 
     def start_clock(self) -> None:
-        """Begin durations here: what was compiled before takes no part in them."""
+        """Restart all durations, so that compilation does not count."""
         self._previous = dict.fromkeys(self._durations, time.monotonic())
 
     def __iter__(self) -> Iterator[Callback]:
@@ -106,10 +110,10 @@ class Callbacks:
 
 
 def seconds_of(callback: Callback) -> float:
-    """Return the length of a callback's interval that is a duration.
+    """Return the seconds of an interval that is a duration.
 
     Raises:
-        UserError: the text is no duration.
+        UserError: the text is not a duration.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([smh])\s*", str(callback.every))
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0

@@ -1,7 +1,7 @@
-"""Samples of the model while it is trained: continuations of `eval.sample_prompts`.
+"""Samples of the model during training: continuations of `eval.sample_prompts`.
 
-A sample follows from the parameters, `train.seed` and the step, so that a run which is gone on with
-writes what the undisturbed one would have written. The state is only read.
+A sample is a function of the parameters, `train.seed` and the step, so a resumed run writes the
+same samples as an uninterrupted one. The state is not changed.
 """
 
 from jax.sharding import Mesh
@@ -14,19 +14,20 @@ from jaxforge.model.decoding import Decoder
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, Params
 from jaxforge.telemetry.sinks import Sample
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
-_NUMBERS = 2**31  # that draws may be told apart by
+_NUMBERS = 2**31  # distinct random streams
 
 
-class Sampler(Callback):
+class Sampler(RunCallback):
     """Continues the prompts on the mesh of the run.
 
     Args:
-        config: `[eval]` says what and when.
-        mesh: where parameters lie.
+        config: `[eval]` has the prompts and the interval.
+        mesh: the mesh of the parameters.
         model: the model.
-        tokenizer: of the run; None where it has none.
+        tokenizer: the tokenizer of the run; None without one.
 
     Raises:
         UserError: there is no tokenizer, or a prompt is too long.
@@ -37,19 +38,26 @@ class Sampler(Callback):
     ) -> None:
         if tokenizer is None:
             raise UserError(
-                f"eval.sample_interval = {config.eval.sample_interval} needs a tokenizer: set "
+                f"eval.sample_interval = {config.eval.sample_interval} needs a tokenizer. Set "
                 "data.tokenizer_path, or eval.sample_interval = 0"
             )
-        wanted, limit = config.eval, config.model.max_seq_len
+        section, limit = config.eval, config.model.max_seq_len
         self._config, self._mesh, self._model, self._tokenizer = config, mesh, model, tokenizer
         self._prompts = [
             Prompt(text, f"eval.sample_prompts[{i}]")
-            for i, text in enumerate(wanted.sample_prompts)
+            for i, text in enumerate(section.sample_prompts)
         ]
         self._ids = [
-            encode(tokenizer, prompt, limit, wanted.sample_tokens, "eval.sample_tokens =")
+            encode(tokenizer, prompt, limit, section.sample_tokens, "eval.sample_tokens =")
             for prompt in self._prompts
         ]
+
+    @classmethod
+    def of_run(cls, run: RunParts) -> "Sampler | None":
+        """Return the callback if `eval.sample_interval` is set."""
+        if not run.config.eval.sample_interval:
+            return None
+        return cls(run.config, run.mesh, run.model, run.tokenizer)
 
     follows_evaluation = True
 
@@ -58,7 +66,7 @@ class Sampler(Callback):
         return self._config.eval.is_sample_due(step)
 
     def on_interval(self, context: IntervalContext) -> None:
-        """Log samples once a step: not where an evaluation was stopped, which will resume."""
+        """Log samples, unless an evaluation of this step was stopped and will resume."""
         if context.progress.validation:
             return
         with context.examining_model("sampling"):
@@ -66,15 +74,15 @@ class Sampler(Callback):
         context.tracker.log_samples(context.step, samples)
 
     def __call__(self, params: Params, step: int) -> list[Sample]:
-        """Return the samples of a step; all processes take part.
+        """Return the samples of a step. Collective: all processes must call it.
 
         Args:
-            params: of that step, as functions of the model take them.
-            step: decides what is drawn, with `train.seed`.
+            params: parameters after the step, with non-trainable state.
+            step: selects the random stream, with `train.seed`.
         """
-        wanted, n = self._config.eval, len(self._prompts)
-        sampling = Sampling(wanted.sample_temperature, vocab_size=self._tokenizer.vocab_size)
-        decoder = Decoder(self._model, params, wanted.sample_tokens, sampling,
+        section, n = self._config.eval, len(self._prompts)
+        sampling = Sampling(section.sample_temperature, vocab_size=self._tokenizer.vocab_size)
+        decoder = Decoder(self._model, params, section.sample_tokens, sampling,
                           self._tokenizer.eos_ids, self._config.train.seed, self._mesh)  # fmt: skip
         numbers = [(step * n + i) % _NUMBERS for i in range(n)]
         completions = decoder.complete(self._ids, numbers)

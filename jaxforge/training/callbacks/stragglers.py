@@ -1,8 +1,8 @@
-"""Detection of hosts that hold the others up.
+"""Detection of hosts that delay the others.
 
-All devices step together, so step times are the same everywhere. What differs is the time that a
-host spends on its own before its step can run: waiting for data, and launching. A slow device does
-not show here, but in a profile (`[profiling]`, `profiling.hosts`).
+All devices step together, so step times are the same on every host. Hosts differ in the time they
+spend before their step can run: waiting for data, and launching. A slow device is not visible here,
+but in a profile (`[profiling]`, `profiling.hosts`).
 """
 
 import logging
@@ -19,22 +19,23 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.tracker import HostTimes
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 _NAME_BYTES = 64
 _NOTICEABLE = 0.1
-"""Share of a step below which a host's own time is noise, however much the hosts differ."""
+"""Share of a step below which the own time of a host is noise."""
 
 
 class Report(NamedTuple):
     """Seconds per step, over the steps since the last report, host by host.
 
     Attributes:
-        data_wait: spent waiting for batches.
-        launch: spent between a batch's arrival and the launch of its step.
-        step: of a whole step; as good as equal.
+        data_wait: waiting for batches.
+        launch: from the arrival of a batch to the launch of its step.
+        step: the whole step; nearly the same on all hosts.
     """
 
     data_wait: Float[np.ndarray, "hosts"]
@@ -43,7 +44,7 @@ class Report(NamedTuple):
 
     @property
     def own(self) -> Float[np.ndarray, "hosts"]:
-        """Return the time that each host has spent on its own."""
+        """Time that each host spends before its step can run."""
         return self.data_wait + self.launch
 
     @property
@@ -57,15 +58,15 @@ class Report(NamedTuple):
         return (self.own - self.own.mean()) / max(self.own.std(), 1e-9)
 
     def slow(self, threshold: float) -> Bool[np.ndarray, "hosts"]:
-        """Hosts that score less, and whose own time is worth a mention."""
+        """Return which hosts score below the threshold with an own time above noise."""
         return (self.scores < threshold) & (self.own > _NOTICEABLE * self.step)
 
 
-class Stragglers(Callback):
-    """Reports what hosts spend on their own, and names the slow ones.
+class Stragglers(RunCallback):
+    """Reports the own time of hosts and names slow hosts.
 
     Args:
-        config: the section.
+        config: the `[metrics]` section.
     """
 
     def __init__(self, config: MetricsConfig) -> None:
@@ -73,17 +74,24 @@ class Stragglers(Callback):
         self._hosts: list[str] = []
         self._since: tuple[int, HostTimes] | None = None
 
+    @classmethod
+    def of_run(cls, run: RunParts) -> "Stragglers | None":
+        """Return the callback if `metrics.log_straggler` is set."""
+        return cls(run.config.metrics) if run.config.metrics.log_straggler else None
+
     def on_compiled(self, steps: CompiledSteps) -> None:
         """Gather the names of all hosts."""
         self._hosts = _host_names()
 
     def on_interval(self, context: IntervalContext) -> Exit | None:
-        """Report the times; every process comes to the same verdict."""
+        """Report the times; return `Exit.STRAGGLER` if that is enabled, on every process alike."""
         step, since, now = context.step, self._since, context.tracker.host_times()
         self._since = step, now
         if since is None:
-            return None  # set-up is in these steps
-        report = _gather(since[1], now, step - since[0])
+            return None  # these steps include the setup
+        mean = (np.subtract(now, since[1]) / (step - since[0])).astype(np.float32)  # per step
+        clock, data_wait, launch = multihost_utils.process_allgather(mean).T
+        report = Report(data_wait, launch, clock)
         slow = report.slow(self._config.straggler_threshold)
         if jax.process_index() == 0:
             for level, text in describe(report, slow, self._hosts):
@@ -97,12 +105,12 @@ class Stragglers(Callback):
 def describe(
     report: Report, slow: Bool[np.ndarray, "hosts"], hosts: Sequence[str]
 ) -> Iterator[tuple[int, str]]:
-    """Log level and text: the spread over all hosts, then each slow one.
+    """Yield log levels and messages: the spread over all hosts, then each slow host.
 
     Args:
-        report: the times.
-        slow: which hosts are.
-        hosts: their names.
+        report: times of all hosts.
+        slow: True for slow hosts.
+        hosts: names of the hosts.
     """
     spread = ", ".join(
         f"{name.replace('_', ' ')} {times.min():.4f}/{np.median(times):.4f}/{times.max():.4f}"
@@ -120,17 +128,10 @@ def describe(
         )
 
 
-def _gather(since: HostTimes, now: HostTimes, steps: int) -> Report:
-    """The mean seconds per step of every process."""
-    mine = np.subtract(now, since) / steps
-    clock, data_wait, launch = multihost_utils.process_allgather(mine.astype(np.float32)).T
-    return Report(data_wait, launch, clock)
-
-
 def _host_names() -> list[str]:
-    """The node of every process."""
-    mine = np.zeros(_NAME_BYTES, np.uint8)
+    """Return the host name of every process."""
+    encoded = np.zeros(_NAME_BYTES, np.uint8)
     name = socket.gethostname().encode()[:_NAME_BYTES]
-    mine[: len(name)] = np.frombuffer(name, np.uint8)
-    everyones = multihost_utils.process_allgather(mine)
-    return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in everyones]
+    encoded[: len(name)] = np.frombuffer(name, np.uint8)
+    names = multihost_utils.process_allgather(encoded)
+    return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in names]

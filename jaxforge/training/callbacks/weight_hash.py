@@ -1,12 +1,16 @@
-"""Comparison of the copies of each parameter, bit for bit.
+"""Bitwise comparison of the replicas of each parameter.
 
-What is replicated is equal by assumption: the partitioner takes any copy for all of them, so a bit
-that flips in one is never noticed, and spreads. Here each device hashes what it really holds.
+The partitioner assumes that replicas are equal and reads any of them, so a bit flip in one replica
+is never noticed, and spreads. Here each device hashes its own shards.
+
+    devices of a mesh     (dp_replicate, dp_shard) = (2, 2)
+    shard of a weight     device 0: A   device 1: B   device 2: A   device 3: B
+    compared              {0, 2} and {1, 3}
 """
 
 import collections
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,52 +22,59 @@ from jaxtyping import Array, UInt32
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Params
 from jaxforge.state.checksum import checksum
-from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 log = logging.getLogger(__name__)
 
 Hasher = Callable[[Params], UInt32[Array, "device parameter"]]
-Odd = dict[jax.Device, list[str]]
-"""Device -> parameters of which its copy differs from the others'."""
+Outliers = dict[jax.Device, list[str]]
+"""Device -> names of the parameters whose replica differs from the other replicas."""
 
 
-class WeightHashes(Callback):
-    """Compares the copies of every shard of every parameter, over all devices of all processes.
+class WeightHashes(RunCallback):
+    """Compares the replicas of every shard of every parameter, over all devices of the job.
 
     Args:
         interval: steps between comparisons.
-        mesh: the run's.
+        mesh: the mesh of the run.
     """
 
     def __init__(self, interval: int, mesh: Mesh) -> None:
         self.every, self._mesh = interval, mesh
         self._hash: Hasher | None = None
 
+    @classmethod
+    def of_run(cls, run: RunParts) -> "WeightHashes | None":
+        """Return the callback if `train.check_weight_hash_across_dp_replicas_interval` is set."""
+        interval = run.config.train.check_weight_hash_across_dp_replicas_interval
+        return cls(interval, run.mesh) if interval else None
+
     def on_interval(self, context: IntervalContext) -> Exit | None:
-        """Log that all copies match, or which devices differ in which parameters."""
+        """Log that all replicas match, or the devices and parameters that differ."""
         step, params = context.step, context.state.params
         if self._hash is None:
             self._hash = make_hasher(params, self._mesh)
         table = multihost_utils.process_allgather(self._hash(params), tiled=True)
-        odd = find_odd(table, params, self._mesh)
-        for device, names in odd.items():
+        outliers = find_outliers(table, params, self._mesh)
+        for device, names in outliers.items():
             log.error(
                 "Parameter hashes not matching across DP replicas: at step %d, %s (process %d) "
                 "differs from the others in %d parameters: %s",
                 step, device, device.process_index, len(names), ", ".join(names),
             )  # fmt: skip
-        if odd:
+        if outliers:
             return Exit.UNHEALTHY
         log.info(">>> Weight hashes match after %d iterations...", step)
         return None
 
 
 def make_hasher(params: Params, mesh: Mesh) -> Hasher:
-    """A program that hashes, on each device, the shard of each parameter that lies there.
+    """Return a jitted function that hashes, on each device, its shard of each parameter.
 
     Args:
         params: arrays on the mesh, or their shapes and shardings.
-        mesh: it.
+        mesh: the mesh.
 
     Returns:
         `params -> table`: a row per device in the order of the mesh, a column per parameter.
@@ -79,33 +90,31 @@ def make_hasher(params: Params, mesh: Mesh) -> Hasher:
             mesh=mesh,
             in_specs=(specs,),
             out_specs=PartitionSpec(mesh.axis_names),
-            check_vma=False,  # it is the point that equal inputs may give unequal outputs
+            check_vma=False,  # inputs that count as equal may give different outputs
         )
     )
 
 
-def find_odd(table: UInt32[np.ndarray, "device parameter"], params: Params, mesh: Mesh) -> Odd:
-    """The devices whose hashes differ from those of most copies of the same shard.
+def find_outliers(
+    table: UInt32[np.ndarray, "device parameter"], params: Params, mesh: Mesh
+) -> Outliers:
+    """Return the devices whose hashes differ from those of most replicas of the same shard.
 
-    Of two copies that differ, nothing says which is right; the later device counts as odd.
+    If only two replicas exist and differ, either may be wrong; the later device is returned.
     """
-    odd: Odd = collections.defaultdict(list)
+    outliers: Outliers = collections.defaultdict(list)
     leaves = jax.tree.leaves_with_path(params)
     for column, (path, leaf) in zip(table.T, leaves, strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         hashes = dict(zip(mesh.devices.flat, column.tolist(), strict=True))
-        for devices in _copies(leaf):
+        # Devices that hold the same part of the array, by the index of the part.
+        replicas: dict[str, list[jax.Device]] = collections.defaultdict(list)
+        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+            replicas[str(index)].append(device)
+        for devices in replicas.values():
             counts = collections.Counter(hashes[device] for device in devices)
             ((usual, _),) = counts.most_common(1)
             for device in devices:
                 if hashes[device] != usual:
-                    odd[device].append(name)
-    return odd
-
-
-def _copies(leaf: Array) -> Iterator[list[jax.Device]]:
-    """The devices that hold the same part of an array, part by part, in the order of the mesh."""
-    parts: dict[str, list[jax.Device]] = collections.defaultdict(list)
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        parts[str(index)].append(device)
-    yield from parts.values()
+                    outliers[device].append(name)
+    return outliers

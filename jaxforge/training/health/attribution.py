@@ -1,9 +1,13 @@
-"""Whose fault a bad step is: the machine's, or that of its data and numbers.
+"""Attribution of bad steps to the hardware or to data and numerics.
 
-A jitted step is a function of its state and batch, so the same step gives the same answer, bit for
-bit, on a machine that works. Where it does not, every device is set the same sum, and those that
-come to another result than the rest are named. Where it does, the sequences are named that the loss
-is not finite for, or largest. (Megatron's rerun state machine tells the two apart in the same way.)
+A jitted step is a function of its state and batch, so on working hardware a rerun gives the same
+result, bit for bit:
+
+    rerun differs -> hardware fault: every device computes the same checksum, and devices with
+                     another result than most are named
+    rerun matches -> data or numerics: the sequences whose loss is not finite, or largest, are named
+
+Megatron's rerun state machine distinguishes the two in the same way.
 """
 
 import dataclasses
@@ -28,19 +32,19 @@ from jaxforge.step.train_step import Controls, Metrics, TrainStep
 
 log = logging.getLogger(__name__)
 
-_NAMED = 8  # sequences, at most
-_SIZE, _ROUNDS = 512, 8  # of the products that devices are tried with
+_NAMED = 8  # most sequences in a message
+_SIZE, _ROUNDS = 512, 8  # matrix products of the checksum of a device
 
 RowLosses = Callable[[Params, Batch], Float[Array, "m b"]]
-"""(params, batch) -> Σ -log p(label) of each sequence."""
+"""`(params, batch) -> Σ -log p(label)` of each sequence."""
 
 
 class Attribution:
     """Examines bad steps whose update was not applied.
 
     Args:
-        row_losses: as of `make_row_losses`.
-        name_of: names the sequence at a position of the data.
+        row_losses: result of `make_row_losses`.
+        name_of: returns a name for the sequence at a position of the data.
     """
 
     def __init__(self, row_losses: RowLosses, name_of: Callable[[int], str]) -> None:
@@ -55,72 +59,74 @@ class Attribution:
         controls: Controls,
         first: int,
     ) -> tuple[TrainState, Exit | None]:
-        """Says whose fault it is.
+        """Rerun a bad step and log its cause.
 
         Args:
             step: the train step.
-            state: after the step; donated.
-            batch: the step's.
-            metrics: what the step gave.
-            controls: the step's.
-            first: position in the data of the batch's first sequence.
+            state: the state after the step; donated.
+            batch: the batch of the step.
+            metrics: the metrics of the step.
+            controls: the controls of the step.
+            first: data position of the first sequence of the batch.
 
         Returns:
-            The state, unchanged, and `Exit.MACHINE` if the machine is to blame.
+            The state, unchanged, and `Exit.MACHINE` for a hardware fault.
         """
         number = int(metrics["step"])
         state, is_same = run_again(step, state, batch, metrics, controls)
         if not is_same:
-            odd = odd_devices()
+            outliers = outlier_devices()
+            devices = ", ".join(
+                f"{device} of process {device.process_index}" for device in outliers
+            )
+            verdict = "No device fails the test computation, so the fault is intermittent"
+            if outliers:
+                verdict = f"These devices compute another result than the others: {devices}"
             log.error(
-                "step %d, run again from the same state, gave another answer: the machine is at "
-                "fault; %s", number, _describe(odd),
+                "step %d, rerun from the same state, gave another result: the hardware is faulty. "
+                "%s", number, verdict,
             )  # fmt: skip
             return state, Exit.MACHINE
         worst = worst_rows(np.asarray(jax.device_get(self._row_losses(state.variables, batch))))
         log.warning(
-            "step %d, run again from the same state, gave the same answer: its data or its numbers "
-            "are at fault. Sequences whose loss is %s: %s",
+            "step %d, rerun from the same state, gave the same result: the cause is data or "
+            "numerics. Sequences whose loss is %s: %s",
             number, "largest" if np.isfinite(worst[0][1]) else "not finite",
             "; ".join(f"{self._name_of(first + i)} ({loss:.6g} nats)" for i, loss in worst),
         )  # fmt: skip
         return state, None
 
 
-def _describe(odd: Sequence[jax.Device]) -> str:
-    if not odd:
-        return "no device fails the sum that all were set, so it comes and goes"
-    devices = ", ".join(f"{device} of process {device.process_index}" for device in odd)
-    return f"these devices come to another result than the others: {devices}"
-
-
 def run_again(
     step: TrainStep, state: TrainState, batch: Batch, metrics: Metrics, controls: Controls
 ) -> tuple[TrainState, bool]:
-    """Runs a step again whose update was not applied.
+    """Rerun a step whose update was not applied.
+
+    The state after such a step equals the state before it, except for the counters. The rerun would
+    count the step twice, so the counters are saved and restored.
 
     Args:
         step: the train step.
-        state: after the step, and so, but for its counts, before it; donated.
-        batch: the step's.
-        metrics: what the step gave.
-        controls: the step's.
+        state: the state after the step; donated.
+        batch: the batch of the step.
+        metrics: the metrics of the step.
+        controls: the controls of the step.
 
     Returns:
-        The state, unchanged, and whether the loss and gradient norm are the same bits.
+        The state, unchanged, and True if loss and gradient norm are bitwise equal.
     """
     counts = jax.tree.map(jnp.copy, (state.step, state.guard, state.counts))
-    state, again = step(state, batch, controls._replace(apply=False))
-    same = all(_bits(metrics[name]) == _bits(again[name]) for name in ("loss", "grad_norm"))
-    at, guard, seen = counts
-    return dataclasses.replace(state, step=at, guard=guard, counts=seen), same
+    state, rerun = step(state, batch, controls._replace(apply=False))
+    same = all(_bits(metrics[name]) == _bits(rerun[name]) for name in ("loss", "grad_norm"))
+    count, guard, seen = counts
+    return dataclasses.replace(state, step=count, guard=guard, counts=seen), same
 
 
 def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
-    """The jitted loss of each sequence of a batch."""
+    """Return the jitted function that computes the loss of each sequence of a batch."""
 
     def row_losses(params: Params, batch: Batch) -> Float[Array, "m b"]:
-        def of_microbatch(microbatch: Batch) -> Float[Array, "b"]:
+        def microbatch_losses(microbatch: Batch) -> Float[Array, "b"]:
             labels, head = microbatch["labels"], model.head(params)
             hidden = model.forward(params, microbatch)[0]
             each = jnp.eye(labels.shape[0], dtype=bool)
@@ -129,16 +135,16 @@ def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
             assert by_row is not None
             return by_row
 
-        return jax.lax.map(of_microbatch, spread_sequences(model, batch))
+        return jax.lax.map(microbatch_losses, spread_sequences(model, batch))
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(row_losses, out_shardings=everywhere)
 
 
 def worst_rows(losses: Float[np.ndarray, "m b"]) -> list[tuple[int, float]]:
-    """Places within the update of the sequences to look at, with their losses.
+    """Return indices within the update and losses of the sequences to inspect.
 
-    Those that are not finite; if there are none, the largest.
+    These are the losses that are not finite; if there are none, the largest losses.
     """
     flat = losses.reshape(-1)
     bad = np.flatnonzero(~np.isfinite(flat))
@@ -146,18 +152,24 @@ def worst_rows(losses: Float[np.ndarray, "m b"]) -> list[tuple[int, float]]:
     return [(int(i), float(flat[i])) for i in rows[:_NAMED]]
 
 
-def odd_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
-    """The devices, of all processes, that come to another result than most of them."""
+def outlier_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
+    """Return the devices of all processes whose checksum differs from that of most devices.
+
+    Args:
+        devices: devices of all processes; by default all. Collective.
+    """
     devices = jax.devices() if devices is None else devices
     own = [device for device in devices if device.process_index == jax.process_index()]
-    table = np.array([(device.id, _try(device)) for device in own], np.uint32).reshape(-1, 2)
+    table = np.array([(device.id, device_checksum(device)) for device in own], np.uint32)
+    table = table.reshape(-1, 2)
     results = dict(np.reshape(multihost_utils.process_allgather(table), (-1, 2)).tolist())
     values, counts = np.unique(list(results.values()), return_counts=True)
     usual = int(values[np.argmax(counts)])
     return [device for device in devices if results[device.id] != usual]
 
 
-def _try(device: jax.Device) -> int:
+def device_checksum(device: jax.Device) -> int:
+    """Return the checksum that a device computes."""
     mesh = Mesh(np.array([device]), ("alone",))
     with jax.set_mesh(mesh):
         return int(_checksum(jax.device_put(np.uint32(1), NamedSharding(mesh, PartitionSpec()))))
@@ -165,7 +177,7 @@ def _try(device: jax.Device) -> int:
 
 @jax.jit
 def _checksum(seed: Array) -> Array:
-    """A sum of the bits of a chain of matrix products: one wrong bit anywhere shows."""
+    """Return the sum of the bits of a chain of matrix products; one wrong bit changes it."""
     start = jax.random.normal(jax.random.key(seed), (_SIZE, _SIZE), jnp.float32)
 
     def product(_: int, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A run that does not fit says what needs the memory, and what would fit."""
+"""Explanation of out-of-memory errors: what needs the memory, and settings that need less."""
 
 import contextlib
 import math
@@ -12,21 +12,21 @@ from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.train import EIGHT_BIT
 from jaxforge.errors import UserError
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes, per_device
+from jaxforge.parallel.device_memory import bytes_per_device, gigabytes
 from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
 from jaxforge.program import Program
 
 
 @contextlib.contextmanager
 def explained(config: JobConfig, mesh: Mesh) -> Iterator[None]:
-    """Around all of a run that allocates.
+    """Turn out-of-memory errors within the block into an explanation.
 
     Args:
-        config: resolved.
-        mesh: the run's.
+        config: the resolved config.
+        mesh: the mesh of the run.
 
     Raises:
-        UserError: it ran out of memory, on a device or on the host; the same start would again.
+        UserError: a device or the host is out of memory. Another start would fail the same way.
     """
     try:
         yield
@@ -36,25 +36,25 @@ def explained(config: JobConfig, mesh: Mesh) -> Iterator[None]:
         raise UserError(explanation(str(error), config, mesh)) from error
 
 
-def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
-    """Return what needs the memory, and the remedies, the cheapest first.
+def explanation(message: str, config: JobConfig, mesh: Mesh) -> str:
+    """Return what needs the memory, and remedies, the cheapest first.
 
     Args:
-        said: the error's text.
-        config: resolved.
-        mesh: the run's.
+        message: text of the error.
+        config: the resolved config.
+        mesh: the mesh of the run.
     """
-    program = Program(config, mesh, capacity=device_memory.capacity_of_each())
+    program = Program(config, mesh, capacity=device_memory.capacity_per_device())
     state = program.abstract_state()
-    params, moments = per_device(state.params), per_device(state.opt_state)
+    params, moments = bytes_per_device(state.params), bytes_per_device(state.opt_state)
     limit = device_memory.capacity()
     whole = 2 * params + moments
     dp = data_parallel_size(mesh)
     rows, length = config.train.microbatch_size(dp) // dp, config.train.seq_len
     needs = (
-        f"on each device parameters take {gigabytes(params)}, their gradients as much, optimizer "
-        f"state {gigabytes(moments)}: {gigabytes(whole)} of {gigabytes(limit)}; the rest is for "
-        f"the activations of {rows:,} sequences of {length:,} tokens"
+        f"each device holds {gigabytes(params)} of parameters, as much of gradients and "
+        f"{gigabytes(moments)} of optimizer state: {gigabytes(whole)} of {gigabytes(limit)}. The "
+        f"remaining memory is for the activations of {rows:,} sequences of {length:,} tokens"
     )
     reduces_whole = program.grad_sync.mode == "update" and token_parallel_size(mesh) > 1
     advice = (
@@ -63,25 +63,25 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         else smaller_step(config, rows, reduces_whole=reduces_whole)
     )
     listed = "".join(f"\n  - {remedy}" for remedy in (*fewer_copies(config, mesh), *advice))
-    return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
+    return f"out of memory: {device_memory.first_line(message)}\n{needs}. What helps:{listed}"
 
 
 def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Yield remedies where dp_shard could not split the state completely (`axes.with_copies`)."""
+    """Yield a remedy if dp_shard could not split all of the state (`axes.with_equal_shards`)."""
     copies = mesh.shape["dp_replicate"] // config.distributed.dp_replicate
     if copies > 1:
         yield (
-            f"a distributed.dp_shard that divides model.dim = {config.model.dim}: this one does "
-            f"not, and each device holds {copies} times as much of the state"
+            f"a distributed.dp_shard that divides model.dim = {config.model.dim}: the current "
+            f"value does not, so each device holds {copies} times as much of the state"
         )
 
 
 def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
-    """Yield remedies where no batch is small enough."""
-    times = math.ceil(whole / (0.8 * limit))  # some is left for activations
+    """Yield remedies for a state that does not fit with any batch size."""
+    times = math.ceil(whole / (0.8 * limit))  # a fifth of the memory is for activations
     yield (
-        f"the state alone does not fit: {times} times as many devices to split it over "
-        "(distributed.dp_shard, tp or pp), or a smaller model"
+        f"{times} times as many devices to split the state (distributed.dp_shard, tp or pp), or a "
+        "smaller model: the state alone does not fit"
     )
     yield from _narrower(config)
 
@@ -90,24 +90,24 @@ def smaller_step(config: JobConfig, rows: int, *, reduces_whole: bool) -> Iterat
     """Yield changes that shrink a step of `rows` sequences per device, the cheapest first.
 
     Args:
-        config: resolved.
-        rows: of a microbatch on a device.
-        reduces_whole: whether gradients are reduced once per update.
+        config: the resolved config.
+        rows: sequences of a microbatch per device.
+        reduces_whole: True if gradients are reduced once per update.
     """
     train = config.train
     if reduces_whole:
-        yield 'train.grad_sync = "microbatch": weights and gradients are never whole, layers apart'
+        yield 'train.grad_sync = "microbatch": weights and gradients are whole for one layer only'
     if rows > 1:
         half = rows // 2
         accum = math.ceil(train.grad_accum_steps * rows / half)
         key = "" if train.global_batch_size else f"train.batch_size = {half} and "
         yield f"{key}train.grad_accum_steps = {accum}: half the activations, the same update"
     if train.activation_checkpointing != "full":
-        yield 'train.activation_checkpointing = "full": they are recomputed, block by block'
+        yield 'train.activation_checkpointing = "full": activations are recomputed block by block'
     elif "activations" not in train.offload and config.distributed.pp == 1:
-        yield 'train.offload = ["activations"]: what blocks save waits in the memory of the host'
+        yield 'train.offload = ["activations"]: saved activations move to host memory'
     if train.loss_fn == "cross_entropy":
-        yield 'train.loss_fn = "chunked_cross_entropy": never all logits at once'
+        yield 'train.loss_fn = "chunked_cross_entropy": logits are computed in chunks'
     yield from _narrower(config)
     yield "more devices (distributed.dp_shard), or a shorter train.seq_len"
 
@@ -121,7 +121,7 @@ def _narrower(config: JobConfig) -> Iterator[str]:
         and config.optimizer.name in OPTIMIZERS.ours
         and config.distributed.pp == 1
     ):
-        yield 'train.offload = ["optimizer"]: moments wait in the memory of the host'
+        yield 'train.offload = ["optimizer"]: moments stay in host memory'
     if train.opt_state_dtype == "float32":
         yield 'train.opt_state_dtype = "bfloat16": moments of half the size'
     if train.opt_state_dtype != EIGHT_BIT and config.optimizer.name in OPTIMIZERS.ours:

@@ -1,24 +1,24 @@
 """Watchdog: ends a hanging process with the stacks of all threads.
 
-A thread next to the loop counts the seconds since the loop last moved. Setting up and compiling,
-steps, and checkpoints have a limit each (`[train] watchdog_*_sec`):
+A thread counts the seconds since the loop last made progress. Setup with compilation, steps, and
+checkpoints have separate limits (`[train] watchdog_*_sec`):
 
-    with Watchdog(limits) as watchdog:        # "training": the set-up limit until the first tick,
-        watchdog.tick(step)                   # the step limit from then on; each tick is progress
-        with watchdog.section("checkpoint"):  # its own limit; the outer count stands still
+    with Watchdog(limits) as watchdog:        # "training": the setup limit until the first tick,
+        watchdog.tick(step)                   # then the step limit; each tick is progress
+        with watchdog.section("checkpoint"):  # own limit; the outer count is paused
             ...
-        with watchdog.section("evaluation"):  # as training: set-up first, then a tick per batch
+        with watchdog.section("evaluation"):  # like training: setup first, then a tick per batch
             ...
 
-The loop launches steps ahead of the devices, so a tick does not say that a step is done; but the
-launches end soon after the devices do (the runtime lets about 32 steps be in flight), and then the
-ticks end too. Hence a step limit has to cover some 32 steps.
+The loop launches steps ahead of the devices, so a tick does not mean that a step is finished. But
+when the devices stop, launches stop soon after (the runtime allows about 32 steps in flight), and
+the ticks with them. Hence the step limit must cover about 32 steps.
 
-What it watches over is also what a terminal shows (`Watchdog.moment`); `naming` says more exactly
-what a section is at.
+The live line of a terminal shows the current section (`Watchdog.activity`); `naming` describes the
+activity within a section.
 
-Only time in which this thread ran counts: a process that was suspended (SIGSTOP, a laptop's lid, a
-gang scheduler) does not expire when it goes on, and clocks that jump do not matter.
+Only seconds in which the thread ran count. A process that was suspended (SIGSTOP, a closed laptop,
+a gang scheduler) does not expire when it resumes, and clock changes do not matter.
 """
 
 import contextlib
@@ -37,30 +37,30 @@ from jaxforge.cli.process import end_now
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.storage import safe_files
-from jaxforge.telemetry.live_line import Moment
+from jaxforge.telemetry.live_line import Activity
 
 log = logging.getLogger(__name__)
 
 SectionName = Literal["training", "evaluation", "checkpoint", "data", "end"]
 
-_DOING: dict[SectionName, str] = {
+_ACTIVITIES: dict[SectionName, str] = {
     "training": "starting",  # until its first tick
     "evaluation": "evaluating",
     "checkpoint": "saving",
     "data": "loading data",
     "end": "finishing",
 }
-_POLL_SEC = 1.0
-_LINGER_SEC = 10.0
+POLL_SEC = 1.0
+_LINGER_SEC = 10.0  # between the report of a hang and the end of the process
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds without progress that are still patience; 0 is endless.
+    """Longest times without progress, in seconds; 0 means no limit.
 
     Attributes:
         setup: until the first step: joining the processes, data, restoring, compiling.
-        step: between two steps, waiting for data and hooks included.
+        step: between two steps, including waiting for data and callbacks.
         checkpoint: one save, or waiting for one.
     """
 
@@ -70,7 +70,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Limits":
-        """The limits that a config sets."""
+        """Return the limits of a config."""
         return cls(
             config.watchdog_setup_sec, config.watchdog_step_sec, config.watchdog_checkpoint_sec
         )
@@ -80,18 +80,18 @@ class Limits:
 class _Section:
     name: SectionName
     limit: float
-    key: str  # of [train], that sets the limit
-    doing: str  # in words; empty while it steps
-    since: float = dataclasses.field(default_factory=time.monotonic)  # of what it is doing
-    idle: float = 0.0  # seconds
+    key: str  # key of [train] that sets the limit
+    activity: str  # current activity; empty while it steps
+    since: float = dataclasses.field(default_factory=time.monotonic)  # start of the activity
+    idle: float = 0.0  # seconds without progress
 
 
 class Watchdog:
-    """Watches over one process; see the module's docstring.
+    """Ends this process when it makes no progress; see the docstring of the module.
 
     Args:
-        limits: how long each section may stand still.
-        expire: what to do with the message of an expired limit; by default `die`.
+        limits: limits of the sections.
+        expire: called with the message of an expired limit; by default `die`.
     """
 
     def __init__(self, limits: Limits, expire: Callable[[str], None] | None = None) -> None:
@@ -112,29 +112,29 @@ class Watchdog:
         self._thread.join()
 
     def write_stacks_to(self, path: Path) -> None:
-        """Names the file that stacks are appended to; until then they go to stderr alone."""
+        """Append stacks to this file too; before this call they go to stderr only."""
         self._stacks = path
 
     def tick(self, step: int | None = None) -> None:
-        """The loop moved: it has finished `step`, or another batch of an evaluation."""
+        """Record progress: `step` is launched, or another batch of an evaluation."""
         with self._lock:
             section = self._sections[-1]
             section.idle = 0.0
             if section.name in ("training", "evaluation"):
                 section.limit, section.key = self._limits.step, "watchdog_step_sec"
             if section.name == "training":
-                section.doing, section.since = "", time.monotonic()
+                section.activity, section.since = "", time.monotonic()
             if step is not None:
                 self._last_step = step
 
     @contextlib.contextmanager
     def section(self, name: SectionName) -> Iterator[None]:
-        """A part of the run with a limit of its own; the count of what it is part of stands still.
+        """Apply the limit of a section to the block; the count of the outer section is paused.
 
         Args:
-            name: "checkpoint", or "evaluation" (also for anything else that compiles, then ticks).
-                "data" and "end" have no limit: a dataset that is tokenized when it is first used,
-                and exports, take what they take.
+            name: "checkpoint", or "evaluation" (also for other blocks that compile, then tick).
+                "data" and "end" have no limit: exports, and datasets that are tokenized on first
+                use, may take any time.
         """
         section = self._new(name)
         with self._lock:
@@ -146,30 +146,30 @@ class Watchdog:
                 self._sections.pop()
 
     @contextlib.contextmanager
-    def naming(self, doing: str) -> Iterator[None]:
-        """Says what the section is at meanwhile; nothing of its limit changes.
+    def naming(self, activity: str) -> Iterator[None]:
+        """Name the activity of the block, without a change of limits.
 
         Args:
-            doing: such as "compiling".
+            activity: activity, such as "compiling".
         """
         section = self._sections[-1]
-        before, section.doing, section.since = section.doing, doing, time.monotonic()
+        before, section.activity, section.since = section.activity, activity, time.monotonic()
         try:
             yield
         finally:
-            section.doing, section.since = before, time.monotonic()
+            section.activity, section.since = before, time.monotonic()
 
-    def moment(self) -> Moment:
+    def activity(self) -> Activity:
         """Return the current activity of the process."""
         with self._lock:
             section = self._sections[-1]
-            return Moment(self._last_step, section.doing, time.monotonic() - section.since)
+            return Activity(self._last_step, section.activity, time.monotonic() - section.since)
 
     def idle(self, seconds: float) -> str | None:
-        """Lets `seconds` pass without progress.
+        """Count seconds without progress.
 
         Returns:
-            What to say if that was too long.
+            The message of an expired limit, or None.
         """
         with self._lock:
             section = self._sections[-1]
@@ -185,34 +185,35 @@ class Watchdog:
 
     def _new(self, name: SectionName) -> _Section:
         if name in ("data", "end"):
-            return _Section(name, 0.0, "", _DOING[name])
+            return _Section(name, 0.0, "", _ACTIVITIES[name])
         if name == "checkpoint":
             limit = self._limits.checkpoint
-            return _Section(name, limit, "watchdog_checkpoint_sec", _DOING[name])
-        return _Section(name, self._limits.setup, "watchdog_setup_sec", _DOING[name])
+            return _Section(name, limit, "watchdog_checkpoint_sec", _ACTIVITIES[name])
+        return _Section(name, self._limits.setup, "watchdog_setup_sec", _ACTIVITIES[name])
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_POLL_SEC):
-            if message := self.idle(_POLL_SEC):
+        while not self._stopped.wait(POLL_SEC):
+            if message := self.idle(POLL_SEC):
                 self._expire(message)
                 return
 
     def die(self, message: str, linger: float = _LINGER_SEC) -> None:
-        """Reports in a thread of its own, for what hangs may hold a lock or a disk; then exits.
+        """Report a hang and exit with the code of `Exit.HUNG`.
 
-        At a prompt and in a notebook, whose process it is not, it only reports.
+        The report is written by a separate thread, since the hanging thread may hold a lock or wait
+        for a disk. At a prompt and in a notebook, the process does not exit.
 
         Args:
-            message: what hung.
-            linger: seconds until the end. The other processes of a job, whose limits end at about
-                the same time, report in it: without process 0 they would be ended at once.
+            message: description of the hang.
+            linger: seconds until the exit. The limits of all processes of a job expire at about the
+                same time, and without process 0 the others would end before they report.
         """
         threading.Thread(target=self._report, args=(message,), daemon=True).start()
         time.sleep(linger)
         end_now(Exit.HUNG.code, flush=False)
 
     def _report(self, message: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed
             if sys.__stderr__ is not None:
                 _dump(message, sys.__stderr__)
         if self._stacks is not None:

@@ -37,8 +37,8 @@ def corpus(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(ingest, "_BATCH_BYTES", 900)
-    monkeypatch.setattr("jaxforge.data.corpus.documents._PART_BYTES", 1000)
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 900)
+    monkeypatch.setattr("jaxforge.data.corpus.documents.PART_BYTES", 1000)
 
 
 def run(corpus, output, *args):
@@ -53,7 +53,7 @@ def interrupt(monkeypatch):
     encoded = []
 
     def after(limit):
-        monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0 if limit else 1e9)
+        monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0 if limit else 1e9)
         encoded.clear()
 
         def limited(tokenizer, texts, dtype):
@@ -90,7 +90,7 @@ def test_interrupted_run_matches_without_repeated_encoding(
     assert done + len(encoded) == total
     shown = capsys.readouterr()
     assert shown.out == whole.replace("whole", "out")
-    assert "going on with" in shown.err
+    assert "resuming from" in shown.err
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
@@ -134,7 +134,7 @@ def test_other_inputs_or_options_start_over(
     interrupt(5)
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out")
-    assert "what is finished stays in" in capsys.readouterr().err
+    assert "finished parts stay in" in capsys.readouterr().err
     if change:
         change(corpus)
     interrupt(0)
@@ -154,7 +154,7 @@ def test_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, 
     encoded = interrupt(done // 2)
     with pytest.raises(Interrupted):
         run(corpus, tmp_path / "out", "--skip-bad")
-    assert "going on with" in capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"skipped 1 bad records; pass --skip-bad again"):
         run(corpus, tmp_path / "out")
     encoded = interrupt(0)
@@ -183,7 +183,7 @@ def test_another_tokenizer_starts_over(corpus, tmp_path, interrupt, capsys):
 def test_one_process_at_a_time(corpus, tmp_path):
     output, plan = tmp_path / "out", {"options": {}, "inputs": []}
     busy = pytest.raises(UserError, match=r"another process is writing .*out; wait for it")
-    with atomic_directory.atomic_directory(output, plan, made_by="x"), busy:
+    with atomic_directory.atomic_directory(output, plan, marker="x"), busy:
         run(corpus, output)
     assert output.is_dir()
 
@@ -193,7 +193,7 @@ def test_shared_directory_is_made_once(tmp_path):
 import sys, time, pathlib
 from jaxforge.storage.atomic_directory import atomic_directory
 plan = {"options": {}, "inputs": []}
-with atomic_directory(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True) as s:
+with atomic_directory(pathlib.Path(sys.argv[1]), plan, marker="x", shared=True) as s:
     if s:
         time.sleep(0.3)
         (s.out / "x").touch()
@@ -218,7 +218,7 @@ def test_lock_file_removed_by_holder_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", late)
     plan = {"options": {}, "inputs": []}
     with atomic_directory.atomic_directory(
-        tmp_path / "out", plan, made_by="x", shared=True
+        tmp_path / "out", plan, marker="x", shared=True
     ) as result:
         assert lock.exists()
         (result.out / "x").touch()
@@ -228,13 +228,13 @@ def test_lock_file_removed_by_holder_is_no_error(tmp_path, monkeypatch):
 def test_existing_file_at_output_raises(tmp_path):
     (tmp_path / ".out.partial").touch()
     refused = pytest.raises(UserError, match=r"cannot write .*\.out\.partial: File exists")
-    with refused, atomic_directory.atomic_directory(tmp_path / "out", {}, made_by="x"):
+    with refused, atomic_directory.atomic_directory(tmp_path / "out", {}, marker="x"):
         pass
 
 
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
 def test_data_after_journal_are_truncated(tmp_path, monkeypatch, file_format):
-    monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 1)
+    monkeypatch.setattr("jaxforge.data.corpus.writer.CHUNK", 1)
     options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
     end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
     for name, more in (("killed", 30), ("whole", 0)):
@@ -267,7 +267,7 @@ from jaxforge import prepare
 from jaxforge.cli.running import run_main
 from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
-    ingest._COMMIT_SECONDS, ingest._BATCH_BYTES = 0.0, 1 << 18
+    ingest.COMMIT_SECONDS, ingest.BATCH_BYTES = 0.0, 1 << 18
     sys.exit(run_main(prepare.main))
 """
 
@@ -293,8 +293,8 @@ def test_killed_run_resumes_and_leaves_no_process(command, tmp_path, monkeypatch
     before = json.loads((tmp_path / ".out.partial" / "journal.json").read_text())
     assert before["place"][2] > 0
     again = subprocess.run(command, capture_output=True, text=True)
-    assert (again.returncode, "going on with" in again.stderr) == (0, True), again.stderr
-    monkeypatch.setattr(ingest, "_BATCH_BYTES", 1 << 18)
+    assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 1 << 18)
     whole = ("--output", str(tmp_path / "whole"), "--workers", "1")
     assert prepare.main([str(tmp_path / "corpus.txt"), *whole]) == 0
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
@@ -311,7 +311,7 @@ def test_killed_worker_is_an_error(command, tmp_path):
     shown = process.communicate()[1]
     assert process.returncode == 2
     assert "error: a worker process ended early" in shown
-    assert "what is finished stays in" in shown
+    assert "finished parts stay in" in shown
 
 
 def die_within_a_message(connection, *_):

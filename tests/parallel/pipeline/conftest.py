@@ -1,4 +1,4 @@
-"""Pipelined steps, compiled by the dozen."""
+"""Faster compilation of the many pipelined steps."""
 
 import pytest
 

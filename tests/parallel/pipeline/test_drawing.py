@@ -1,4 +1,4 @@
-"""The command: its table, its drawing, its errors, and the drawings in docs/."""
+"""The command `pipeline`: text, SVG, error messages, and the drawings in docs/."""
 
 import bisect
 import functools
@@ -33,7 +33,7 @@ def schedule(request):
     return SCHEDULES[name](*sizes)
 
 
-def test_1f1b():
+def test_1f1b_text():
     assert (
         as_text(one_f_one_b(2, 3))
         == """\
@@ -52,7 +52,7 @@ bubble  25.0 %, (N - 1) / (v M + N - 1) = 1 / 4
     )
 
 
-def test_gpipe():
+def test_gpipe_text():
     assert (
         as_text(gpipe(3, 1))
         == """\
@@ -73,7 +73,7 @@ bubble  66.7 %, (N - 1) / (v M + N - 1) = 2 / 3
     )
 
 
-def test_interleaved():
+def test_interleaved_text():
     assert (
         as_text(one_f_one_b(2, 2, 2))
         == """\
@@ -100,13 +100,13 @@ bubble  20.0 %, (N - 1) / (v M + N - 1) = 1 / 5
         (("interleaved_1f1b", 4, 8, 2), "11 per stage: 11 forwards held at most"),
     ],
 )
-def test_forwards_are_held_till_their_backwards(sizes, slots):
+def test_text_reports_slots(sizes, slots):
     name, *sizes = sizes
     assert f"\nslots   {slots}\n" in as_text(SCHEDULES[name](*sizes))
 
 
 def letters(schedule):
-    """Return the letters of the chunks, as the title lists them."""
+    """Return the letters of the chunks from the title."""
     listed = re.search(r"\((.*)\)", as_text(schedule).splitlines()[0])
     return listed[1].split(", ") if listed else [""]
 
@@ -116,22 +116,22 @@ def cells_of(actions, schedule):
     return ["." if w is None else f"{w.microbatch}{names[w.chunk]}" for w in actions]
 
 
-def test_text_reads_back_by_its_columns(schedule):
+def test_text_columns_match_schedule(schedule):
     title, table, facts = as_text(schedule).split("\n\n")
     label = len(f"stage {schedule.stages - 1} F")
     lines = table.splitlines()
     rows = [
         {m.end(): m[0] for m in re.finditer(r"\S+", line) if m.start() >= label} for line in lines
     ]
-    assert all(row.keys() == rows[0].keys() for row in rows), "cells end where others do"
+    assert all(row.keys() == rows[0].keys() for row in rows), "cells are aligned"
     header, *cells = ([cell for cell in row.values() if cell != "|"] for row in rows)
     assert header == [str(t) for t in range(len(schedule.ticks))]
-    wanted = [
+    expected = [
         cells_of([getattr(tick, direction)[stage] for tick in schedule.ticks], schedule)
         for stage in range(schedule.stages)
         for direction in DIRECTIONS
     ]
-    assert cells == wanted
+    assert cells == expected
     assert all(line == line.rstrip() for line in [title, *lines, *facts.splitlines()])
     assert len(set(letters(schedule))) == schedule.chunks
 
@@ -157,13 +157,13 @@ def cells_in(drawing):
             yield Cell(group.get("class"), int(text.text), x, y, width, rect.get("fill"))
 
 
-def test_drawing_has_a_row_per_stage_in_order_of_time(schedule):
+def test_svg_rows_are_stages_in_time_order(schedule):
     cells = list(cells_in(parsed(schedule)))
     rows = [
         sorted((cell for cell in cells if cell.y == y), key=lambda cell: cell.x)
         for y in sorted({cell.y for cell in cells})
     ]
-    wanted = [
+    expected = [
         [
             (direction, action.microbatch)
             for tick in schedule.ticks
@@ -172,13 +172,13 @@ def test_drawing_has_a_row_per_stage_in_order_of_time(schedule):
         ]
         for stage in range(schedule.stages)
     ]
-    assert [[(cell.direction, cell.microbatch) for cell in row] for row in rows] == wanted
+    assert [[(cell.direction, cell.microbatch) for cell in row] for row in rows] == expected
     for row in rows:
         ends = [cell.x + cell.width for cell in row]
         assert all(end < after.x for end, after in zip(ends[:-1], row[1:], strict=True))
 
 
-def test_works_of_a_tick_stand_between_its_lines_and_below_its_number(schedule):
+def test_svg_actions_are_within_their_tick(schedule):
     drawing = parsed(schedule)
     lines = [float(re.match(r"M([\d.]+) ", e.get("d"))[1]) for e in drawing.iter(f"{SVG}path")]
     (axis,) = (group for group in drawing.iter(f"{SVG}g") if group[0].text == "tick")
@@ -197,7 +197,7 @@ def test_works_of_a_tick_stand_between_its_lines_and_below_its_number(schedule):
     )
 
 
-def test_empty_cells_are_the_bubble(schedule):
+def test_svg_empty_area_equals_bubble(schedule):
     drawing = parsed(schedule)
     cells = list(cells_in(drawing))
     left = min(cell.x for cell in cells)
@@ -207,7 +207,7 @@ def test_empty_cells_are_the_bubble(schedule):
         assert 1 - filled / (right - left + 1) == pytest.approx(schedule.bubble())
 
 
-def test_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
+def test_svg_colours_match_legend(schedule):
     drawing = parsed(schedule)
     colours = {
         direction: {c.colour for c in cells_in(drawing) if c.direction == direction}
@@ -223,7 +223,7 @@ def test_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
     assert [n for n in names if n in letters(schedule)] == [n for n in letters(schedule) if n] * 2
 
 
-def test_drawing_keeps_to_itself_and_to_its_paper(schedule):
+def test_svg_is_self_contained_and_within_bounds(schedule):
     drawing = parsed(schedule)
     width, height = (float(drawing.get(name)) for name in ("width", "height"))
     paper = drawing.find(f"{SVG}rect")
@@ -244,19 +244,19 @@ def run(argv):
     return run_main(functools.partial(main, argv))
 
 
-def test_command_prints_and_draws(tmp_path, capsys):
+def test_command_prints_text_and_writes_svg(tmp_path, capsys):
     file = tmp_path / "schedule.svg"
     assert run(options("interleaved_1f1b", chunks=3, svg=file)) == 0
     assert capsys.readouterr().out == as_text(one_f_one_b(4, 8, 3))
     assert file.read_text() == as_svg(one_f_one_b(4, 8, 3))
 
 
-def test_interleaving_is_of_two_chunks_by_default(capsys):
+def test_interleaving_has_two_chunks_by_default(capsys):
     assert run(options("interleaved_1f1b")) == 0
     assert capsys.readouterr().out == as_text(one_f_one_b(4, 8, 2))
 
 
-def test_only_chunks_need_whole_groups_of_microbatches(capsys):
+def test_1f1b_accepts_any_number_of_microbatches(capsys):
     assert run(options(microbatches=9)) == 0
     assert capsys.readouterr().out == as_text(one_f_one_b(4, 9))
 
@@ -265,22 +265,22 @@ def test_only_chunks_need_whole_groups_of_microbatches(capsys):
     ("argv", "message"),
     [
         (options("zigzag"), "--schedule zigzag: choose one of 1f1b, gpipe, interleaved_1f1b"),
-        (options(stages=0), "--stages 0: give 1 at least"),
-        (options(microbatches=-3), "--microbatches -3: give 1 at least"),
+        (options(stages=0), "--stages 0: must be at least 1"),
+        (options(microbatches=-3), "--microbatches -3: must be at least 1"),
         (
             options("interleaved_1f1b", microbatches=9),
             "--microbatches 9 must be a multiple of --stages 4 with interleaved_1f1b: "
             "change it to 12",
         ),
-        (options(chunks=2), "--chunks goes with --schedule interleaved_1f1b, not 1f1b"),
-        (options("gpipe", chunks=1), "--chunks goes with --schedule interleaved_1f1b, not gpipe"),
+        (options(chunks=2), "--chunks requires --schedule interleaved_1f1b, not 1f1b"),
+        (options("gpipe", chunks=1), "--chunks requires --schedule interleaved_1f1b, not gpipe"),
         (
             options("interleaved_1f1b", chunks=1),
-            "--chunks 1: give 2 at least; 1f1b is interleaved_1f1b with one",
+            "--chunks 1: must be at least 2; use 1f1b for a single chunk",
         ),
         (
             options("interleaved_1f1b", chunks=0),
-            "--chunks 0: give 2 at least; 1f1b is interleaved_1f1b with one",
+            "--chunks 0: must be at least 2; use 1f1b for a single chunk",
         ),
         (
             options(svg="/nowhere/a.svg"),
@@ -289,18 +289,18 @@ def test_only_chunks_need_whole_groups_of_microbatches(capsys):
         (options(svg="/"), "cannot write /: Is a directory"),
     ],
 )
-def test_mistake_is_one_line(argv, message, capsys):
+def test_invalid_options_print_one_line(argv, message, capsys):
     assert run(argv) == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
 @pytest.mark.parametrize("argv", [[], options(stages="four"), options(speed=3)])
-def test_arguments_that_make_no_sense(argv, capsys):
+def test_invalid_arguments_exit_with_code_2(argv, capsys):
     assert run(argv) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_process_starts_without_jax():
+def test_command_does_not_import_jax():
     command = [sys.executable, "-X", "importtime", "-m", "jaxforge.pipeline"]
     done = subprocess.run([*command, *options()], cwd=ROOT, capture_output=True, text=True)
     imported = {line.split("|")[-1].split(".")[0].strip() for line in done.stderr.splitlines()}
@@ -310,7 +310,7 @@ def test_process_starts_without_jax():
     assert not imported & HEAVY
 
 
-def test_process_ends_with_the_code_of_the_error():
+def test_process_exits_with_code_of_error():
     command = [sys.executable, "-m", "jaxforge.pipeline", *options(stages=0)]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2
 
@@ -323,6 +323,6 @@ def test_process_ends_with_the_code_of_the_error():
         ("pipeline-interleaved.svg", options("interleaved_1f1b", chunks=2)),
     ],
 )
-def test_docs_show_what_the_command_draws(file, argv, tmp_path):
+def test_docs_show_drawings_of_command(file, argv, tmp_path):
     assert run([*argv, f"--svg={tmp_path / file}"]) == 0
     assert (ROOT / "docs" / file).read_bytes() == (tmp_path / file).read_bytes()

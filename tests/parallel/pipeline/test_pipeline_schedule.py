@@ -1,4 +1,4 @@
-"""The tables: what is in them, what they cost, and that `check` refuses those that are wrong."""
+"""Pipeline schedules: their actions, slots and costs, and faults that `check` reports."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 def cases():
-    """(name, stages, microbatches, chunks): fewer microbatches than stages, as many, and more."""
+    """Yield (name, stages, microbatches, chunks), with fewer to more microbatches than stages."""
     for n in range(1, 9):
         for m in sorted({1, 2, n - 1, n, n + 1, 2 * n - 1, 3 * n} - {0}):
             yield from (("1f1b", n, m, 1), ("gpipe", n, m, 1))
@@ -32,7 +32,7 @@ def schedule(request):
 
 
 def actions_of(schedule):
-    """Every work as (tick, direction, stage, work)."""
+    """Yield all actions as (tick, direction, stage, action)."""
     for t, tick in enumerate(schedule.ticks):
         for direction in DIRECTIONS:
             for stage, action in enumerate(getattr(tick, direction)):
@@ -40,36 +40,36 @@ def actions_of(schedule):
                     yield t, direction, stage, action
 
 
-def test_check_passes(schedule):
+def test_check_accepts_built_schedules(schedule):
     schedule.check()
 
 
-def test_is_of_the_size_that_was_asked_for(request, schedule):
+def test_schedule_has_requested_size(request, schedule):
     name, *sizes = request.node.callspec.params["schedule"]
     assert schedule.name == name
     assert [schedule.stages, schedule.microbatches, schedule.chunks] == sizes
 
 
-def test_microbatch_is_at_each_virtual_stage_once_each_way(schedule):
+def test_each_action_occurs_once(schedule):
     n_virtual = schedule.stages * schedule.chunks
-    seen = Counter(
+    counts = Counter(
         (direction, action.microbatch, action.chunk * schedule.stages + stage)
         for _, direction, stage, action in actions_of(schedule)
     )
-    wanted = itertools.product(DIRECTIONS, range(schedule.microbatches), range(n_virtual))
-    assert seen == dict.fromkeys(wanted, 1)
+    expected = itertools.product(DIRECTIONS, range(schedule.microbatches), range(n_virtual))
+    assert counts == dict.fromkeys(expected, 1)
 
 
-def test_neighbours_hand_on_what_is_wanted_in_the_next_tick(schedule):
-    """Stages with rings, which hand on (microbatch, virtual stage that takes it) as they run."""
+def test_results_are_used_in_next_tick(schedule):
+    """Simulate stages that store and send (microbatch, virtual stage of the next action)."""
     n, last = schedule.stages, schedule.stages * schedule.chunks - 1
     rings = [{} for _ in range(n)]
     arriving, returning, done = [None] * n, [None] * n, []
-    for tick, spare in zip(schedule.ticks, schedule.spare, strict=True):
+    for tick, idle_slots in zip(schedule.ticks, schedule.idle_slots, strict=True):
         onward, back = [None] * n, [None] * n
         for stage, (ring, action) in enumerate(zip(rings, tick.forward, strict=True)):
             if action is None:
-                ring[spare[stage]] = "of nobody"
+                ring[idle_slots[stage]] = "idle"
                 continue
             k = action.chunk * n + stage
             assert k == 0 or arriving[stage] == (action.microbatch, k)
@@ -88,188 +88,187 @@ def test_neighbours_hand_on_what_is_wanted_in_the_next_tick(schedule):
     assert {slot for ring in rings for slot in ring} == set(range(schedule.slots))
 
 
-def test_spare_slot_of_an_idle_stage_is_free(schedule):
+def test_idle_slots_are_free(schedule):
     held = [set() for _ in range(schedule.stages)]
-    for tick, spare in zip(schedule.ticks, schedule.spare, strict=True):
+    for tick, idle_slots in zip(schedule.ticks, schedule.idle_slots, strict=True):
         for stage, slots in enumerate(held):
             ahead, back = tick.forward[stage], tick.backward[stage]
             if ahead is None:
-                assert spare[stage] not in slots
-                assert 0 <= spare[stage] < schedule.slots
+                assert idle_slots[stage] not in slots
+                assert 0 <= idle_slots[stage] < schedule.slots
             else:
                 slots.add(ahead.slot)
             if back is not None:
                 slots.remove(back.slot)
 
 
-def test_phases_follow_one_another(schedule):
+def test_phases_cover_all_ticks(schedule):
     n, action = schedule.stages, schedule.chunks * schedule.microbatches
     if schedule.name == "gpipe":
-        wanted = [(True, False, action + n - 1), (False, True, action + n - 1)]
+        expected = [(True, False, action + n - 1), (False, True, action + n - 1)]
     else:
-        alone = n * schedule.chunks - 1
-        both = action + n - 1 - alone
-        wanted = [(True, False, alone), (True, True, both), (False, True, alone)]
+        single = n * schedule.chunks - 1
+        both = action + n - 1 - single
+        expected = [(True, False, single), (True, True, both), (False, True, single)]
+    sizes = [(p.forward, p.backward, len(p.ticks)) for p in schedule.phases()]
+    assert sizes == [phase for phase in expected if phase[2]]
     phases = schedule.phases()
-    assert [(p.forward, p.backward, len(p.ticks)) for p in phases] == [w for w in wanted if w[2]]
     assert sum((phase.ticks for phase in phases), ()) == schedule.ticks
 
 
-def test_bubble_is_that_of_the_formula(schedule):
+def test_bubble_matches_formula(schedule):
     idle = schedule.stages - 1
     formula = idle / (schedule.chunks * schedule.microbatches + idle)
     assert schedule.bubble() == pytest.approx(formula, abs=1e-12)
 
 
-def test_slots_are_as_few_as_the_schedule_can_do_with(schedule):
-    one_spare = schedule.chunks * schedule.microbatches + 1
-    warm = (schedule.chunks + 1) * schedule.stages - 1
-    assert schedule.slots == (one_spare if schedule.name == "gpipe" else min(warm, one_spare))
+def test_number_of_slots_is_minimal(schedule):
+    most = schedule.chunks * schedule.microbatches + 1  # all forwards, and a slot for idle stages
+    in_flight = (schedule.chunks + 1) * schedule.stages - 1
+    assert schedule.slots == (most if schedule.name == "gpipe" else min(in_flight, most))
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_1f1b_needs_no_more_slots_for_more_microbatches(stages):
+def test_1f1b_slots_do_not_grow_with_microbatches(stages):
     full = 2 * stages - 1
     assert {one_f_one_b(stages, m).slots for m in (full, full + 1, 4 * full)} == {full}
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_interleaving_needs_no_more_slots_for_more_microbatches(stages, chunks):
+def test_interleaved_slots_do_not_grow_with_microbatches(stages, chunks):
     sizes = {one_f_one_b(stages, groups * stages, chunks).slots for groups in (2, 3, 8)}
     assert sizes == {(chunks + 1) * stages - 1}
 
 
-def test_gpipe_needs_a_slot_more_for_every_microbatch():
+def test_gpipe_needs_slot_per_microbatch():
     assert [gpipe(4, m).slots for m in (1, 2, 16, 64)] == [2, 3, 17, 65]
 
 
-def test_chunks_take_whole_groups_of_microbatches():
-    with pytest.raises(ValueError, match=r"2 chunks .* 4 at a time, and 6 is no multiple of 4"):
+def test_incomplete_group_of_microbatches_raises():
+    with pytest.raises(ValueError, match=r"2 chunks .* 4 at a time, and 6 is not a multiple of 4"):
         one_f_one_b(4, 6, 2)
 
 
 SMALL = [("1f1b", 2, 3, 1), ("gpipe", 3, 4, 1), ("interleaved_1f1b", 2, 4, 2)]
-COUNTED = r"a (forward|backward) is missing, or there twice"
-TIMED = r"when it has not just arrived|before it is forwarded"
-OVERWRITES = r"overwrites what stage \d holds|finds another microbatch where stage \d looks"
+WRONG_COUNT = r"a (forward|backward) is missing or repeated"
+WRONG_TIME = r"did not arrive one tick before|before its forward"
+WRONG_SLOT = r"overwrites a slot in use on stage \d|in tick \d+ holds another forward"
 
 
 def altered(schedule, *changes):
-    """The schedule with (tick, direction, stage, work) in place of what is there."""
+    """Return the schedule with replaced actions (tick, direction, stage, action)."""
     ticks = list(schedule.ticks)
     for t, direction, stage, action in changes:
-        of_stages = list(getattr(ticks[t], direction))
-        of_stages[stage] = action
-        ticks[t] = ticks[t]._replace(**{direction: tuple(of_stages)})
+        actions = list(getattr(ticks[t], direction))
+        actions[stage] = action
+        ticks[t] = ticks[t]._replace(**{direction: tuple(actions)})
     return dataclasses.replace(schedule, ticks=tuple(ticks))
 
 
-def with_spare(schedule, t, stage, slot):
-    spare = [list(row) for row in schedule.spare]
-    spare[t][stage] = slot
-    return dataclasses.replace(schedule, spare=tuple(map(tuple, spare)))
+def with_idle_slot(schedule, t, stage, slot):
+    idle_slots = [list(row) for row in schedule.idle_slots]
+    idle_slots[t][stage] = slot
+    return dataclasses.replace(schedule, idle_slots=tuple(map(tuple, idle_slots)))
 
 
 def idle_ticks(schedule, direction, stage):
     return [t for t, tick in enumerate(schedule.ticks) if getattr(tick, direction)[stage] is None]
 
 
-def refused(schedule, message):
+def assert_rejected(schedule, message):
     with pytest.raises(ValueError, match=f"^{schedule.name}: .*({message})$"):
         schedule.check()
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case[0])
-class TestEveryChangeIsRefused:
-    def test_dropped(self, case):
+class TestCheckRejects:
+    def test_missing_action(self, case):
         schedule = build(*case)
         for t, direction, stage, _ in actions_of(schedule):
-            refused(altered(schedule, (t, direction, stage, None)), COUNTED)
+            assert_rejected(altered(schedule, (t, direction, stage, None)), WRONG_COUNT)
 
-    def test_doubled(self, case):
+    def test_repeated_action(self, case):
         schedule = build(*case)
         for _, direction, stage, action in actions_of(schedule):
             for t in idle_ticks(schedule, direction, stage):
-                refused(altered(schedule, (t, direction, stage, action)), COUNTED)
+                assert_rejected(altered(schedule, (t, direction, stage, action)), WRONG_COUNT)
 
-    def test_moved_in_time(self, case):
+    def test_action_in_other_tick(self, case):
         schedule = build(*case)
         for t, direction, stage, action in actions_of(schedule):
             for to in idle_ticks(schedule, direction, stage):
                 moved = altered(
                     schedule, (t, direction, stage, None), (to, direction, stage, action)
                 )
-                refused(moved, TIMED)
+                assert_rejected(moved, WRONG_TIME)
 
-    def test_moved_to_another_stage(self, case):
+    def test_action_on_other_stage(self, case):
         schedule = build(*case)
         for t, direction, stage, action in actions_of(schedule):
             other = (stage + 1) % schedule.stages
-            refused(
+            assert_rejected(
                 altered(schedule, (t, direction, stage, None), (t, direction, other, action)),
-                COUNTED,
+                WRONG_COUNT,
             )
 
-    def test_swapped(self, case):
+    def test_swapped_actions(self, case):
         schedule = build(*case)
-        for (t, direction, stage, item), (at, way2, stage2, two) in itertools.combinations(
-            actions_of(schedule), 2
-        ):
-            if (direction, stage) == (way2, stage2):
-                refused(
-                    altered(schedule, (t, direction, stage, two), (at, direction, stage, item)),
-                    TIMED,
-                )
+        for first, second in itertools.combinations(actions_of(schedule), 2):
+            if first[1:3] == second[1:3]:  # same direction and stage
+                changes = (*first[:3], second[3]), (*second[:3], first[3])
+                assert_rejected(altered(schedule, *changes), WRONG_TIME)
 
-    def test_in_the_slot_of_another(self, case):
+    def test_action_in_other_slot(self, case):
         schedule = build(*case)
         for t, direction, stage, action in actions_of(schedule):
             for slot in {*range(schedule.slots)} - {action.slot}:
-                refused(
-                    altered(schedule, (t, direction, stage, action._replace(slot=slot))), OVERWRITES
+                assert_rejected(
+                    altered(schedule, (t, direction, stage, action._replace(slot=slot))), WRONG_SLOT
                 )
 
-    def test_slot_too_few(self, case):
+    def test_too_few_slots(self, case):
         schedule = build(*case)
-        refused(dataclasses.replace(schedule, slots=schedule.slots - 1), OVERWRITES)
+        assert_rejected(dataclasses.replace(schedule, slots=schedule.slots - 1), WRONG_SLOT)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ([(3, "forward", 1, None)], "a forward is missing, or there twice"),
-        ([(10, "backward", 0, None)], "a backward is missing, or there twice"),
+        ([(3, "forward", 1, None)], "a forward is missing or repeated"),
+        ([(10, "backward", 0, None)], "a backward is missing or repeated"),
         (
             [(8, "forward", 1, None), (9, "forward", 1, Action(7, 0, 0))],
-            "virtual stage 1 forwards microbatch 7 when it has not just arrived",
+            "virtual stage 1 forwards microbatch 7, which did not arrive one tick before",
         ),
         (
             [(13, "backward", 0, None), (3, "backward", 0, Action(7, 0, 0))],
-            "virtual stage 0 takes microbatch 7 back when it has not just arrived",
+            "virtual stage 0 runs the backward of microbatch 7, whose gradient did not arrive one "
+            "tick before",
         ),
-        ([(1, "forward", 0, Action(1, 0, 0))], "tick 1 overwrites what stage 0 holds"),
+        ([(1, "forward", 0, Action(1, 0, 0))], "tick 1 overwrites a slot in use on stage 0"),
         (
             [(6, "backward", 0, Action(0, 0, 3))],
-            "tick 6 finds another microbatch where stage 0 looks",
+            "the slot of the backward of stage 0 in tick 6 holds another forward",
         ),
     ],
 )
-def test_faulty_schedule_is_explained(change, message):
-    refused(altered(build("1f1b", 4, 8, 1), *change), message)
+def test_check_describes_problem(change, message):
+    assert_rejected(altered(build("1f1b", 4, 8, 1), *change), message)
 
 
-def test_backward_before_its_forward_is_refused():
+def test_check_rejects_backward_before_forward():
     schedule = one_f_one_b(4, 8)
     backward = [tick.backward for tick in schedule.ticks]
     early = zip(schedule.ticks, [*backward[1:], backward[0]], strict=True)
     ticks = tuple(tick._replace(backward=row) for tick, row in early)
-    message = "virtual stage 3 takes microbatch 0 back before it is forwarded"
-    refused(dataclasses.replace(schedule, ticks=ticks), message)
+    message = "virtual stage 3 runs the backward of microbatch 0 before its forward"
+    assert_rejected(dataclasses.replace(schedule, ticks=ticks), message)
 
 
-def test_idle_stage_that_overwrites_is_refused():
+def test_check_rejects_overwritten_slot():
     schedule = one_f_one_b(4, 8)
     for t in idle_ticks(schedule, "forward", 0)[:-1]:
-        live = schedule.ticks[-1].backward[0].slot
-        refused(with_spare(schedule, t, 0, live), f"tick {t} overwrites what stage 0 holds")
+        used = schedule.ticks[-1].backward[0].slot
+        message = f"tick {t} overwrites a slot in use on stage 0"
+        assert_rejected(with_idle_slot(schedule, t, 0, used), message)

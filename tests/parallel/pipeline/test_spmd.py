@@ -1,4 +1,4 @@
-"""A pipelined step is the step without stages: losses, gradient norms and parameters."""
+"""Equality of pipelined and plain steps, and the communication and memory of pipelined steps."""
 
 import functools
 import re
@@ -52,7 +52,7 @@ def config(layers, microbatches, model=None, train=None, optimizer=None, **distr
 
 
 def batches(job, n, packed=False):
-    """Microbatches of unequal weight; packed: of two or three documents a row."""
+    """Return batches whose microbatches have unequal weights; packed: several documents a row."""
     result = random_batches(job, n)
     rng = np.random.default_rng(1)
     for batch in result:
@@ -64,17 +64,17 @@ def batches(job, n, packed=False):
 
 
 def run(job, n=3, packed=False, make=setup):
-    """Metrics of n updates, and the parameters after them: a layer an entry, and as they are."""
-    ours = make(job)
-    state, metrics = ours.run(ours.state(), batches(job, n, packed))
+    """Return the metrics of n updates, and the final parameters with and without unstacking."""
+    step = make(job)
+    state, metrics = step.run(step.state(), batches(job, n, packed))
     params = jax.device_get(state.params)
-    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(step.model.stack.unstack(x)))
     return metrics, {**params, "layers": unstack(params["layers"])}, params
 
 
 @functools.cache
 def without_stages(layers, microbatches, model, packed, n=3, optimizer=()):
-    """Nor chunks, nor anything that is computed twice."""
+    """Return `run` for one stage without chunks and recomputation."""
     job = config(layers, microbatches, dict(model), optimizer=dict(optimizer))
     return run(job, n, packed)
 
@@ -91,8 +91,8 @@ CHUNKED_TOKENS = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 64}
 INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 FULL, SELECTIVE = ({"activation_checkpointing": save} for save in ("full", "selective"))
-CASES = [  # each schedule, reduction, recomputation and axis with several of the others
-    # layers, microbatches, mesh and schedule, how, model; the reference is of the same size
+CASES = [  # each schedule, reduction, recomputation and axis in several combinations
+    # layers, microbatches, mesh and schedule, train settings, model settings
     (3, 5, {"pp": 2, "dp_replicate": 2, "tp": 2}, {**MICROBATCH, **FULL}, TIED),
     pytest.param(
         11,
@@ -102,7 +102,7 @@ CASES = [  # each schedule, reduction, recomputation and axis with several of th
         TIED,
         marks=pytest.mark.slow,
     ),
-    # No two stages have the same kinds of layers, and there is one program.
+    # All stages run one program, although each has other kinds of layers.
     (6, 8, {"pp": 4, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, KINDS),
     (6, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, KINDS),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, {**UPDATE, **CHUNKED}, EVERY_OPTION),
@@ -111,22 +111,22 @@ CASES = [  # each schedule, reduction, recomputation and axis with several of th
 
 
 @pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model"), CASES)
-def test_pipelined_step_equals_the_step_without_stages(layers, microbatches, axes, train, model):
+def test_pipelined_step_equals_plain_step(layers, microbatches, axes, train, model):
     """Documents are packed."""
     expected = without_stages(layers, microbatches, tuple(model.items()), True)
     assert_same(run(config(layers, microbatches, model, train, **axes), packed=True), expected)
 
 
-def test_every_kind_of_layer_does_the_same_on_a_mesh():
-    """Without stages; it is here to be compared with the same reference."""
+def test_mixed_layer_kinds_equal_reference_on_mesh():
+    """This case without stages shares the reference of a pipelined case."""
     train = {**FULL, **CHUNKED_TOKENS}
-    test_pipelined_step_equals_the_step_without_stages(6, 8, {"dp_shard": 2, "tp": 2}, train, KINDS)
+    test_pipelined_step_equals_plain_step(6, 8, {"dp_shard": 2, "tp": 2}, train, KINDS)
 
 
 @pytest.mark.parametrize(
     "name", ["muon", pytest.param("schedule_free_adamw", marks=pytest.mark.slow)]
 )
-def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
+def test_empty_rows_stay_zero_under_optimizer(name):
     optimizer = {"name": name, "weight_decay": 0.1}
     job = config(3, 2, pp=2, optimizer=optimizer, model={"qkv_bias": True, "qk_norm": True})
     actual = run(job, n=2)
@@ -139,16 +139,16 @@ def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
 
 
 @pytest.mark.slow
-def test_bfloat16_compute_runs_on_every_kind_of_axis():
-    """Stages only, reduced both ways: see the gradients in tests/step/test_grad_sync.py."""
+def test_pipelined_bf16_step_is_close_to_float32():
+    """Gradients with bf16 compute are compared in tests/step/test_grad_sync.py."""
     expected = without_stages(3, 5, tuple(TIED.items()), True)[0]
     half = {**MICROBATCH, "mixed_precision": "bf16"}
     metrics = run(config(3, 5, TIED, half, pp=2, dp_shard=2, tp=2), packed=True)[0]
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-2)
 
 
-def test_opaque_kernel_is_run_by_each_device_alone(monkeypatch):
-    """XLA's partitioner is never asked; `shard_map` cannot check what such a kernel returns."""
+def test_opaque_kernel_runs_per_device(monkeypatch):
+    """The partitioner must not see the kernel, whose results `shard_map` cannot check."""
     use_unsplittable_kernel(monkeypatch)
     job = config(3, 5, TIED, pp=2, dp_shard=2, tp=2, train={**UPDATE, **FULL})
     expected = without_stages(3, 5, tuple(TIED.items()), True)
@@ -157,8 +157,8 @@ def test_opaque_kernel_is_run_by_each_device_alone(monkeypatch):
     np.testing.assert_allclose(sums, evaluated(3), rtol=1e-5)
 
 
-def test_backward_keeps_what_was_computed_and_not_what_was_given():
-    """The one use of what is in a vector-Jacobian product, whose form is JAX's own affair."""
+def test_split_pull_saves_residuals_but_not_parameters():
+    """`split_pull` relies on the structure of `jax.vjp`'s result, which JAX does not document."""
 
     def layer(params, x, around):
         y = jnp.tanh(x @ params["in"])
@@ -181,10 +181,10 @@ def test_backward_keeps_what_was_computed_and_not_what_was_given():
         shapes = [leaf.shape for leaf in saved]
         assert (4, 3) in shapes, "x"
         assert (4, 5) in shapes, "the activation"
-        assert not {(3, 5), (5, 3), (4, 1)} & set(shapes), "parameters and what is around are given"
+        assert not {(3, 5), (5, 3), (4, 1)} & set(shapes), "parameters and context are not saved"
         pull = jax.vjp(layer, params, jnp.zeros_like(x), around, has_aux=True)[1]
-        _, pull_of = split_pull(pull, (params, around))
-        return pull_of(saved)((d_y, d_term))
+        _, rebuild = split_pull(pull, (params, around))
+        return rebuild(saved)((d_y, d_term))
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, both_ways(params, x)[:2], expected[:2])
@@ -196,7 +196,7 @@ def temporary_bytes(schedule, microbatches, save="full"):
     return lowered(ours).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_memory_does_not_grow_with_the_microbatches():
+def test_1f1b_memory_does_not_grow_with_microbatches():
     first, last = (temporary_bytes("1f1b", m) for m in (8, 64))
     assert abs(last - first) <= first // 100
     assert temporary_bytes("gpipe", 32) > 1.5 * first
@@ -206,17 +206,17 @@ def permutes(result):
     return [shape for shape, kind, _ in result if kind == "collective-permute"]
 
 
-def test_tick_talks_to_its_neighbours_and_about_the_vocabulary():
-    """One permute forward and one back a tick; reductions over pp of a microbatch's size only.
+def test_tick_has_only_permutes_and_vocabulary_reductions():
+    """A tick has one permute per direction, and reductions over pp of a microbatch's size.
 
-    Even and odd devices are the stages of one data-parallel rank each.
+    Even devices are the stages of one data-parallel rank, and odd devices those of the other.
     """
     job = config(4, 8, train={**UPDATE, **FULL}, pp=4, dp_shard=2)
     result = collectives_in_loops(hlo(setup(job)))
     assert len(permutes(result)) == 4  # forwards alone: 1, both ways: 2, backwards alone: 1
     assert {kind for _, kind, _ in result} == {"collective-permute", "all-reduce"}
-    groups = {where for _, kind, where in result if kind == "all-reduce"}
-    assert groups == {"{{0,2,4,6},{1,3,5,7}}"}, "only stages talk in the loops"
+    groups = {devices for _, kind, devices in result if kind == "all-reduce"}
+    assert groups == {"{{0,2,4,6},{1,3,5,7}}"}, "only stages communicate in the loops"
     rows, length, dim = ROWS // 2, job.train.seq_len, job.model.dim
     largest = max(np.prod(sizes) for shape, _, _ in result for sizes in sizes_in(shape))
     assert largest == rows * length * dim
@@ -228,14 +228,14 @@ def sizes_in(shape):
 
 @functools.cache
 def evaluated(layers, axes=(), make=setup, model=None):
-    """Sums of evaluation over a microbatch."""
-    ours = make(config(layers, 4, TIED if model is None else dict(model), **dict(axes)))
-    (batch,) = batches(ours.config, 1, packed=True)
+    """Return the sums of an evaluation over one microbatch."""
+    train = make(config(layers, 4, TIED if model is None else dict(model), **dict(axes)))
+    (batch,) = batches(train.config, 1, packed=True)
     first = {name: leaf[:1] for name, leaf in batch.items()}
-    step = make_eval_step(ours.model, ours.config.train, ours.mesh)
-    with jax.set_mesh(ours.mesh):
-        placed = jax.device_put(first, batch_shardings(ours.mesh, first))
-        sums = step(ours.state().params, placed, np.ones(SMALL["vocab_size"], np.int32))
+    step = make_eval_step(train.model, train.config.train, train.mesh)
+    with jax.set_mesh(train.mesh):
+        placed = jax.device_put(first, batch_shardings(train.mesh, first))
+        sums = step(train.state().params, placed, np.ones(SMALL["vocab_size"], np.int32))
     return [float(sum) for sum in sums[:3]]
 
 
@@ -248,7 +248,7 @@ def evaluated(layers, axes=(), make=setup, model=None):
         (6, {"pp": 2, "dp_shard": 2, "tp": 2}, KINDS),
     ],
 )
-def test_evaluation_uses_the_same_parameters(layers, axes, model):
+def test_pipelined_evaluation_equals_plain_evaluation(layers, axes, model):
     model = tuple(model.items())
     result, expected = (evaluated(layers, tuple(a.items()), model=model) for a in (axes, {}))
     np.testing.assert_allclose(result, expected, rtol=1e-5)

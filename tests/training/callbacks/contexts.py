@@ -1,8 +1,8 @@
-"""Contexts of callbacks that a test calls by itself."""
+"""Contexts for tests that call a callback directly."""
 
 import types
 
 
 def after(step, state=None, **parts):
-    """Return what a callback reads of a run after `step`."""
+    """Return the context of a callback after `step`."""
     return types.SimpleNamespace(step=step, state=state, **parts)

@@ -1,4 +1,4 @@
-"""When callbacks are due, in which order they act, and what ends them."""
+"""Intervals and order of callbacks, and reasons to end a run."""
 
 import contextlib
 import types
@@ -27,7 +27,7 @@ class Acts(Callback):
 
 
 def act(callbacks, step, events):
-    """Run what is due after a step; pauses of the clock are events."""
+    """Run the callbacks that are due after a step; pauses of the clock are events."""
 
     @contextlib.contextmanager
     def paused():
@@ -42,12 +42,12 @@ def act(callbacks, step, events):
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that the test sets, in seconds."""
-    at = types.SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: at.seconds))
-    return at
+    now = types.SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
 
 
-def test_each_acts_at_its_interval_in_order_and_waits_if_it_must():
+def test_callbacks_act_at_their_interval_in_order():
     events = []
     both = Callbacks([Acts("a", 2, events), Acts("b", 3, events, waits=False)])
     assert [act(both, step, events) for step in range(1, 7)] == [None] * 6
@@ -57,7 +57,7 @@ def test_each_acts_at_its_interval_in_order_and_waits_if_it_must():
     ]  # fmt: skip
 
 
-def test_no_callback_acts_after_a_reason_to_end_the_run():
+def test_no_callback_acts_after_exit_reason():
     events = []
     first = Acts("a", 1, events, reason=Exit.UNHEALTHY, waits=False)
     assert act(Callbacks([first, Acts("b", 1, events)]), 7, events) is Exit.UNHEALTHY
@@ -72,19 +72,19 @@ def test_callbacks_without_an_interval_never_act():
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1.5m", 90), ("2 h", 7200)])
-def test_durations_are_intervals_from_the_first_step_on(clock, text, seconds):
+def test_durations_count_from_first_step(clock, text, seconds):
     events = []
     callbacks = Callbacks([Acts("a", text, events, waits=False)])
-    clock.seconds += 5 * seconds  # of compilation
+    clock.seconds += 5 * seconds  # compilation
     callbacks.start_clock()
     for step, later in enumerate([0.5, 0.4, 0.2, 0.8, 0.2, 3.0, 0.9, 0.2], 1):
-        clock.seconds += later * seconds  # since the last time: .5, .9, 1.1; .8, 1.; 3.; .9, 1.1
+        clock.seconds += later * seconds  # since the last call: .5, .9, 1.1; .8, 1.; 3.; .9, 1.1
         act(callbacks, step, events)
     assert events == ["a 3", "a 5", "a 6", "a 8"]
 
 
-def test_processes_follow_the_clock_of_the_first_one_now_and_then(clock, monkeypatch):
-    """This process's own clock says nothing; the first one's says that ten seconds are over."""
+def test_processes_follow_clock_of_process_zero(clock, monkeypatch):
+    """The clock of this process is ignored; ten seconds are over on the clock of process 0."""
     events, sent = [], []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
@@ -101,10 +101,10 @@ def test_processes_follow_the_clock_of_the_first_one_now_and_then(clock, monkeyp
 
 
 @pytest.mark.parametrize("text", ["10", "m", "10 min", "-1s", "0m", ""])
-def test_text_that_is_no_duration_is_refused(text):
+def test_invalid_duration_raises(text):
     with pytest.raises(UserError, match=r'Acts.every = ".*" is not a duration. Write a number and'):
         Callbacks([Acts("a", text, [])])
 
 
-def test_public_name_and_that_of_older_hooks_are_one_class():
+def test_hook_is_an_alias_of_callback():
     assert jaxforge.Callback is Callback is Hook

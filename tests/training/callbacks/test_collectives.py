@@ -1,6 +1,5 @@
-"""The collective check: healthy devices pass, wrong, late and failing answers end the run."""
+"""Health check of collectives: wrong, late and failing answers end the run."""
 
-import logging
 import threading
 
 import jax
@@ -27,27 +26,21 @@ def compiled(mesh):
 
 @pytest.fixture
 def check(compiled, monkeypatch):
-    """The check, whose program a test may replace."""
+    """Return the check; tests may replace its program."""
     monkeypatch.setattr(compiled, "_sum", compiled._sum)
     return compiled
 
 
-@pytest.fixture(autouse=True)
-def messages(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    return caplog
-
-
-def test_devices_that_answer_pass_again_and_again(check, messages):
+def test_healthy_devices_pass_repeatedly(check, messages):
     assert check.every == 5
     assert [check.on_interval(after(step)) for step in (5, 10)] == [None, None]
     assert not messages.messages
 
 
-def test_device_that_is_not_heard_is_named(check, mesh, messages):
+def test_device_with_wrong_contribution_is_named(check, mesh, messages):
     def deaf_to_the_sixth(counts):
         answer = np.ones(counts.shape, np.int32)
-        answer[3, 5] = 0  # only the fourth device is deaf
+        answer[3, 5] = 0  # only the fourth device gets a wrong sum
         return jax.device_put(answer, counts.sharding)
 
     check._sum = deaf_to_the_sixth
@@ -58,7 +51,7 @@ def test_device_that_is_not_heard_is_named(check, mesh, messages):
     ]
 
 
-def test_no_answer_in_time_is_a_failure(check, monkeypatch, messages):
+def test_missing_answer_fails_after_timeout(check, monkeypatch, messages):
     released = threading.Event()
     monkeypatch.setattr(check, "_sum", lambda counts: released.wait())
     monkeypatch.setattr(check, "_seconds", 0.01)
@@ -71,7 +64,7 @@ def test_no_answer_in_time_is_a_failure(check, monkeypatch, messages):
     assert all(str(device) in message for device in jax.local_devices())
 
 
-def test_collective_that_fails_is_a_failure(check, monkeypatch, messages):
+def test_failing_collective_is_a_failure(check, monkeypatch, messages):
     def fail(counts):
         raise jax.errors.JaxRuntimeError("connection reset by peer")
 

@@ -1,4 +1,4 @@
-"""The table of a step's events is what a run does, and what the docs print."""
+"""The order of events in a run and in the docs is that of the table."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from jaxforge.training.callbacks import (
     weight_hash,
 )
 from jaxforge.training.callbacks.callback import Callback
-from jaxforge.training.callbacks.order import ORDER, order_table
+from jaxforge.training.callbacks.order import ORDER
 from jaxforge.training.loop import Trainer
 from tests.training.looking import Looking
 from tests.training.observers import Capture, Sampler, run
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def acting(kind, name):
-    """Return a maker of a callback of a class that does nothing but write down that it acts."""
+    """Return a subclass of a callback that only records that it acts."""
 
     class Acts(kind):
         every = 2
@@ -51,7 +51,7 @@ def acting(kind, name):
 
 
 def saving(kind, name):
-    """Return a maker of a callback of a class that writes down which saves it sees."""
+    """Return a subclass of a callback that records saves."""
 
     class Acts(acting(kind, name)):
         every = None
@@ -79,8 +79,8 @@ SEEN = {
 }  # fmt: skip
 
 
-def test_step_follows_the_table():
-    """The callbacks are given in the wrong order; a run puts them into that of the table."""
+def test_step_follows_order_of_table():
+    """The callbacks are given in the wrong order; a run sorts them by the table."""
     makers = [
         *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking,
         *(acting(kind, name) for name, kind in reversed(HEALTH.items())), Capture, Sampler,
@@ -89,7 +89,9 @@ def test_step_follows_the_table():
     second = events[events.index("launch 2") : events.index("wait")]
     named = [SEEN.get(event, event) for event in second]
     table = [event.name for event in ORDER]
-    assert [name for name in named if name in table] == table[:-1]  # the last: why it ends here
+    assert [name for name in named if name in table] == table[
+        :-1
+    ]  # the last row has no event in this step
     assert table[-1] == "exits"
 
 
@@ -98,18 +100,19 @@ def test_every_callback_class_has_one_row():
     assert len(set(classes)) == len(classes)
     files = {path.stem for path in (ROOT / "jaxforge/training/callbacks").glob("*.py")}
     homes = {kind.__module__.rpartition(".")[2] for kind in classes}
-    assert files - homes == {"__init__", "assembly", "order", "runner"}
+    assert files - homes == {"__init__", "order", "run_callback", "runner"}
     assert Callback in classes
 
 
-def test_docs_print_the_table():
+def test_docs_contain_the_table():
     text = (ROOT / "docs/loop.md").read_text()
-    assert order_table() in text
+    rows = (f"| {event.name} | {event.description} | {event.location} |\n" for event in ORDER)
+    assert "| | what | where |\n|---|---|---|\n" + "".join(rows) in text
 
 
 @pytest.mark.parametrize("event", ORDER, ids=lambda event: event.name)
 def test_files_of_the_table_exist(event):
-    for path in re.findall(r"`([a-z_/]+\.py)`", event.where):
+    for path in re.findall(r"`([a-z_/]+\.py)`", event.location):
         assert (ROOT / "jaxforge" / path).is_file()
 
 
@@ -117,6 +120,9 @@ def test_trainer_has_few_parts():
     assert len(dataclasses.fields(Trainer)) <= 8
 
 
-def test_building_a_trainer_imports_few_modules():
-    text = (ROOT / "jaxforge/training/build.py").read_text()
-    assert len(re.findall(r"^\s*(?:from|import) jaxforge", text, re.MULTILINE)) <= 20
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "jaxforge/training").rglob("*.py")), ids=lambda path: path.stem
+)
+def test_module_of_training_imports_few_modules(path):
+    imports = re.findall(r"^\s*(?:from|import) jaxforge", path.read_text(), re.MULTILINE)
+    assert len(imports) <= 20

@@ -1,4 +1,4 @@
-"""The small callbacks, and which of them a config asks for."""
+"""Small callbacks, and the config keys that enable them."""
 
 import gc
 import logging
@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from jaxforge.training.callbacks import garbage
-from jaxforge.training.callbacks.assembly import health_callbacks
 from jaxforge.training.callbacks.garbage import CollectGarbage, collecting_garbage
 from jaxforge.training.callbacks.memory_report import MemoryReport
+from jaxforge.training.callbacks.order import callbacks_of
+from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.synchronize import Synchronize
 from tests.conftest import tiny_config
 from tests.training.callbacks.contexts import after
@@ -18,7 +19,7 @@ from tests.training.callbacks.contexts import after
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls of the collector, which is not that of the tests."""
+    """Calls of a fake garbage collector."""
     events = []
     fake = types.SimpleNamespace(
         isenabled=lambda: True, freeze=lambda: events.append("freeze"),
@@ -30,27 +31,25 @@ def calls(monkeypatch):
     return events
 
 
-def test_health_callbacks_are_off_until_asked_for(calls):
+def test_health_callbacks_are_disabled_by_default(calls):
     mesh = jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1])
 
     def names(**sections):
-        return [
-            type(health_callback).__name__
-            for health_callback in health_callbacks(tiny_config(**sections), mesh)
-        ]
+        parts = RunParts(tiny_config(**sections), mesh, None, {}, None, None)
+        return [type(callback).__name__ for callback in callbacks_of(parts)]
 
-    assert names() == ["MemoryReport"]
+    assert names() == ["MemoryReport", "DirectoryLock"]
     assert calls == []
     every = {
         "manual_gc_interval": 5, "train_sync_interval": 6, "nccl_health_check_interval": 7,
         "check_weight_hash_across_dp_replicas_interval": 8,
     }  # fmt: skip
-    assert names(train=every, metrics={"log_straggler": True})[1:] == [
+    assert names(train=every, metrics={"log_straggler": True})[2:] == [
         "CollectGarbage", "Synchronize", "CollectiveHealth", "WeightHashes", "Stragglers",
     ]  # fmt: skip
 
 
-def test_garbage_is_collected_when_told_and_never_else(calls):
+def test_garbage_is_collected_only_at_interval(calls):
     callback = CollectGarbage(50)
     assert not callback.waits  # the devices compute meanwhile
     callback.on_compiled(None)
@@ -60,7 +59,7 @@ def test_garbage_is_collected_when_told_and_never_else(calls):
     assert calls == ["disable", "collect 2", "freeze", "collect 2", "unfreeze", "enable"]
 
 
-def test_garbage_is_collected_around_evaluations_where_that_is_done_by_hand(calls):
+def test_garbage_is_collected_around_evaluations_in_manual_mode(calls):
     with collecting_garbage(tiny_config()):
         calls.append("evaluate")
     with collecting_garbage(tiny_config(train={"manual_gc_interval": 9})):
@@ -68,7 +67,7 @@ def test_garbage_is_collected_around_evaluations_where_that_is_done_by_hand(call
     assert calls == ["evaluate", "collect 2", "evaluate", "collect 0"]
 
 
-def test_collector_is_left_as_it_was():
+def test_garbage_collector_is_restored():
     callback = CollectGarbage(9)
     callback.on_compiled(None)
     assert not gc.isenabled()
@@ -76,7 +75,7 @@ def test_collector_is_left_as_it_was():
     assert gc.isenabled()
 
 
-def test_synchronizing_waits_for_the_state(monkeypatch):
+def test_synchronization_waits_for_state(monkeypatch):
     states = []
     monkeypatch.setattr(jax, "block_until_ready", states.append)
     assert Synchronize(4).on_interval(after(4, "state")) is None
@@ -84,10 +83,9 @@ def test_synchronizing_waits_for_the_state(monkeypatch):
 
 
 @pytest.fixture
-def reports(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    caplog.set_level(logging.INFO, "jaxforge")
-    return caplog
+def reports(messages):
+    messages.set_level(logging.INFO, "jaxforge")
+    return messages
 
 
 def test_memory_is_reported_once(reports, monkeypatch):
@@ -110,6 +108,6 @@ def test_memory_is_reported_once(reports, monkeypatch):
     ]
 
 
-def test_devices_that_do_not_tell_have_no_memory_report(reports):
+def test_devices_without_statistics_have_no_memory_report(reports):
     MemoryReport().on_interval(after(1, ()))
     assert reports.messages == []

@@ -1,4 +1,4 @@
-"""Slow hosts are told from fast ones, and noise from both."""
+"""Detection of slow hosts, and noise that does not count."""
 
 import logging
 import types
@@ -25,14 +25,14 @@ def report(data_wait, launch=0.0, step=1.0):
         (report([0.2, 0.2, 0.5, 0.2]), [2]),
         (report([0.2, 0.2, 0.27, 0.2]), []),  # 0.74 of the fastest
         (report([0.2, 0.2, 0.29, 0.2]), [2]),  # 0.69
-        (report([0.001, 0.001, 0.09, 0.001]), []),  # worth no mention in a step of a second
+        (report([0.001, 0.001, 0.09, 0.001]), []),  # noise within a step of a second
         (report([0.001, 0.001, 0.09, 0.001], step=0.8), [2]),
         (report([0.3, 0.9], launch=0.1), [1]),
         (report([0.0, 0.0]), []),
         (report([0.5]), []),
     ],
 )
-def test_who_is_slow(given, slow):
+def test_slow_hosts_are_detected(given, slow):
     assert np.flatnonzero(given.slow(0.7)).tolist() == slow
 
 
@@ -51,9 +51,8 @@ def test_report_names_the_slow_host():
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    caplog.set_level(logging.WARNING, "jaxforge")
+def test_slow_host_ends_run_only_if_enabled(monkeypatch, messages, stop):
+    messages.set_level(logging.WARNING, "jaxforge")
     clock = iter([HostTimes(100, 50, 9), HostTimes(110, 51, 10), HostTimes(120, 56, 11)])
     fast_host = np.array([1.0, 0.1, 0.1], np.float32)
 
@@ -68,9 +67,11 @@ def test_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
     check = Stragglers(config)
     check.on_compiled(None)
     tracker = types.SimpleNamespace(host_times=lambda: next(clock))
-    assert check.on_interval(after(10, tracker=tracker)) is None  # set-up is in these
+    assert check.on_interval(after(10, tracker=tracker)) is None  # these steps include the setup
     assert check.on_interval(after(20, tracker=tracker)) is None
-    assert not caplog.messages
+    assert not messages.messages
     assert check.on_interval(after(30, tracker=tracker)) is (Exit.STRAGGLER if stop else None)
-    assert caplog.messages[0].startswith("step 30: host 0 (node17) is slow: per step it waits 0.5")
-    assert ("Exiting program due to straggler detection." in caplog.messages) == stop
+    assert messages.messages[0].startswith(
+        "step 30: host 0 (node17) is slow: per step it waits 0.5"
+    )
+    assert ("Exiting program due to straggler detection." in messages.messages) == stop

@@ -1,4 +1,4 @@
-"""Copies of parameters that differ are found, wherever they lie; equal ones are not."""
+"""Detection of replicas of parameters that differ."""
 
 import dataclasses
 import logging
@@ -15,9 +15,9 @@ from jaxforge.training.callbacks.weight_hash import WeightHashes, make_hasher
 from tests.training.callbacks.contexts import after
 
 SPECS = {
-    "embedding": {"weight": PartitionSpec(None, "tp")},  # four copies of each half
-    "norm": {"weight": PartitionSpec()},  # eight copies
-    "head": {"weight": PartitionSpec(("dp", "tp"))},  # one copy of each eighth
+    "embedding": {"weight": PartitionSpec(None, "tp")},  # four replicas of each half
+    "norm": {"weight": PartitionSpec()},  # eight replicas
+    "head": {"weight": PartitionSpec(("dp", "tp"))},  # one replica of each eighth
 }
 
 
@@ -48,7 +48,7 @@ def params(mesh):
 
 
 def with_copy_changed(array, device, change):
-    """The array with other bits on one device, which no other knows of."""
+    """Return the array with changed bits on one device."""
     shards = []
     for shard in array.addressable_shards:
         data = np.array(shard.data)
@@ -66,50 +66,46 @@ def swap_first_two(data):
     data[:2] = data[[1, 0]]
 
 
-def test_equal_copies_match(check, params, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    with caplog.at_level(logging.INFO, "jaxforge"):
+def test_equal_replicas_match(check, params, messages):
+    with messages.at_level(logging.INFO, "jaxforge"):
         assert check.on_interval(after(20, State(params))) is None
-    assert ">>> Weight hashes match after 20 iterations..." in caplog.messages
+    assert ">>> Weight hashes match after 20 iterations..." in messages.messages
 
 
 @pytest.mark.parametrize("change", [flip_lowest_bit, swap_first_two])
 @pytest.mark.parametrize("name", ["embedding", "norm"])
-def test_copy_that_differs_is_named_with_its_device(
-    check, mesh, params, caplog, monkeypatch, name, change
-):
-    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+def test_differing_replica_is_named_with_its_device(check, mesh, params, messages, name, change):
     device = mesh.devices[2, 1]
     params[name]["weight"] = with_copy_changed(params[name]["weight"], device, change)
     assert check.on_interval(after(30, State(params))) is Exit.UNHEALTHY
-    [message] = {m for m in caplog.messages if "not matching" in m}
+    [message] = {m for m in messages.messages if "not matching" in m}
     assert message == (
         f"Parameter hashes not matching across DP replicas: at step 30, {device} (process 0) "
         f"differs from the others in 1 parameters: {name}.weight"
     )
 
 
-def test_shards_without_a_copy_are_compared_with_nothing(check, mesh, params):
+def test_shards_without_replicas_are_not_compared(check, mesh, params):
     head = params["head"]["weight"]
     params["head"]["weight"] = with_copy_changed(head, mesh.devices[0, 1], flip_lowest_bit)
     assert check.on_interval(after(40, State(params))) is None
 
 
-def test_each_device_hashes_what_it_holds(mesh, params):
+def test_each_device_hashes_its_own_shard(mesh, params):
     params["norm"]["weight"] = with_copy_changed(
         params["norm"]["weight"], mesh.devices[3, 0], flip_lowest_bit
     )
     table = np.asarray(make_hasher(params, mesh)(params))
     assert table.shape == (8, 3)
-    by_hand = [
+    expected = [
         [int(checksum(jnp.asarray(np.array(shard.data)))) for shard in leaf.addressable_shards]
         for leaf in (params["embedding"]["weight"], params["norm"]["weight"])
     ]
-    assert table[:, [0, 2]].T.tolist() == by_hand  # dicts are sorted
+    assert table[:, [0, 2]].T.tolist() == expected  # the keys of dicts are sorted
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checksum_sees_every_element_and_its_place(dtype):
+def test_checksum_depends_on_every_element_and_position(dtype):
     x = np.arange(24).reshape(2, 3, 4).astype(jnp.dtype(dtype))
     x[0, 0] = 7
     seen = {int(checksum(jnp.asarray(x)))}

@@ -1,4 +1,4 @@
-"""Whose fault a bad step is: the machine's answers differ, those of data and numbers do not."""
+"""Attribution of bad steps: results of faulty hardware differ, results of bad data do not."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jaxforge.training.health import attribution
 from jaxforge.training.health.attribution import (
     Attribution,
     make_row_losses,
-    odd_devices,
+    outlier_devices,
     worst_rows,
 )
 from tests.conftest import tiny_config
@@ -22,7 +22,7 @@ from tests.helpers import random_batches, setup
 
 @pytest.fixture(scope="module")
 def bad_step():
-    """A step on two microbatches whose second and tenth sequence meet a NaN in the embedding."""
+    """A step on two microbatches; the embedding gives NaN for the second and tenth sequence."""
     ours = setup(tiny_config(model={"n_layers": 1}, distributed={"dp_shard": 2},
                              train={"grad_accum_steps": 2, "batch_size": 4}))  # fmt: skip
     (batch,) = random_batches(ours.config, 1)
@@ -52,32 +52,32 @@ def examine(bad_step, step):
     return fault
 
 
-def test_same_answer_is_the_data_and_names_them(bad_step, caplog):
+def test_same_result_names_sequences(bad_step, caplog):
     assert examine(bad_step, None) is None
-    assert "gave the same answer: its data or its numbers are at fault" in caplog.text
+    assert "gave the same result: the cause is data or numerics" in caplog.text
     assert "not finite: sample 161 (nan nats); sample 169 (nan nats)" in caplog.text
 
 
-def test_another_answer_is_the_machine(bad_step, caplog, monkeypatch):
-    odd = jax.devices()[3]
-    real = attribution._try
-    monkeypatch.setattr(attribution, "_try", lambda d: real(d) + (d == odd))
+def test_different_result_blames_hardware(bad_step, caplog, monkeypatch):
+    outlier = jax.devices()[3]
+    real = attribution.device_checksum
+    monkeypatch.setattr(attribution, "device_checksum", lambda d: real(d) + (d == outlier))
 
     def flipped(state, batch, controls):
         state, metrics = bad_step[0].step(state, batch, controls)
         return state, {**metrics, "loss": jnp.full_like(metrics["loss"], 2.0)}
 
     assert examine(bad_step, flipped) is Exit.MACHINE
-    assert f"the machine is at fault; these devices come to another result: {odd}" in (
+    assert f"the hardware is faulty. These devices compute another result: {outlier}" in (
         caplog.text.replace(" than the others", "")
     )
 
 
-def test_devices_that_agree_are_not_accused():
-    assert odd_devices() == []
+def test_agreeing_devices_are_not_reported():
+    assert outlier_devices() == []
 
 
-def test_worst_rows_are_those_that_are_not_finite_else_the_largest():
+def test_worst_rows_are_nonfinite_or_largest():
     losses = np.array([[1.0, np.nan], [np.inf, 2.0]])
     assert [location for location, _ in worst_rows(losses)] == [1, 2]
     assert worst_rows(np.array([[1.0, 3.0], [4.0, 2.0]]))[:2] == [(2, 4.0), (1, 3.0)]

@@ -1,4 +1,4 @@
-"""A run that does not fit: what is said, and that it is not run again."""
+"""Messages of runs that do not fit into memory."""
 
 import re
 
@@ -35,7 +35,7 @@ def config_in(directory):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "gist"),
     [
         (jax.errors.JaxRuntimeError(GPU), "allocate 91670708224 bytes.\n"),
         (jax.errors.JaxRuntimeError(CPU), "allocating 91670708224 bytes.\n"),
@@ -43,7 +43,7 @@ def config_in(directory):
         (MemoryError("Unable to allocate 4 GiB"), "Unable to allocate 4 GiB\n"),
     ],
 )
-def test_oversized_run_names_what_would_fit(tmp_path, error, said):
+def test_oversized_run_lists_remedies(tmp_path, error, gist):
     config = config_in(tmp_path)
     with (
         pytest.raises(UserError) as caught,
@@ -52,7 +52,7 @@ def test_oversized_run_names_what_would_fit(tmp_path, error, said):
         raise error
     text = str(caught.value)
     assert text.startswith("out of memory: ")
-    assert said in text
+    assert gist in text
     assert "activations of 4 sequences of 32 tokens" in text
     assert 'train.grad_sync = "microbatch"' in text
     assert "train.batch_size = 2 and train.grad_accum_steps = 6: half the activations" in text
@@ -60,7 +60,7 @@ def test_oversized_run_names_what_would_fit(tmp_path, error, said):
     assert 'train.mixed_precision = "bf16"' in text
 
 
-def test_run_says_it_of_its_steps_and_other_failures_keep_their_traceback(tmp_path):
+def test_run_explains_out_of_memory_and_passes_other_failures(tmp_path):
     with pytest.raises(UserError, match=r"out of memory: .*\n.*activations of 4 sequences"):
         train.run(config_in(tmp_path / "a"), [Fails(jax.errors.JaxRuntimeError(GPU))])
     other = jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -68,14 +68,17 @@ def test_run_says_it_of_its_steps_and_other_failures_keep_their_traceback(tmp_pa
         train.run(config_in(tmp_path / "b"), [Fails(other)])
 
 
-def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch):
+def test_oversized_state_suggests_more_devices(monkeypatch):
     config = tiny_config(distributed={"dp_shard": 2})
     mesh = make_mesh(config, jax.devices()[:2])
     monkeypatch.setattr(device_memory, "capacity", lambda: 500_000)
     text = out_of_memory.explanation(GPU, config, mesh)
-    match = re.search(r"take (.+) GB, their .* state (.+) GB: (.+) GB of 0.0005 GB", text)
+    match = re.search(
+        r"holds (.+) GB of parameters, .* and (.+) GB of optimizer state: (.+) GB of 0.0005 GB",
+        text,
+    )
     params, moments, whole = map(float, match.groups())
-    # 156 K parameters in float32 over two devices; small ones are whole on each
+    # 156 K float32 parameters over two devices; small parameters are replicated
     assert 0.000312 <= params < 0.00032
     assert moments == pytest.approx(2 * params, rel=0.01)
     assert whole == pytest.approx(2 * params + moments, rel=0.01)
@@ -83,7 +86,7 @@ def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch
     assert "batch_size" not in text
 
 
-def test_copies_of_the_state_are_named_first():
+def test_state_copies_are_the_first_remedy():
     config = tiny_config(distributed={"dp_shard": 6})
     text = out_of_memory.explanation(GPU, config, make_mesh(config, jax.devices()[:6]))
     assert "helps:\n  - a distributed.dp_shard that divides model.dim = 64" in text
@@ -93,7 +96,7 @@ def test_copies_of_the_state_are_named_first():
     assert "times as much" not in text
 
 
-def test_trained_model_that_does_not_fit_says_so(tmp_path):
+def test_inference_explains_out_of_memory(tmp_path):
     train.run(config_in(tmp_path))
     trained = inference.open_run(tmp_path)
     message = r"out of memory: .*\n.*parameters take .* GB.* a smaller --batch-size"

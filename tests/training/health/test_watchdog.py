@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def watchdog():
-    return Watchdog(LIMITS)  # its thread does not run: time passes by `idle`
+    return Watchdog(LIMITS)  # the thread does not run: `idle` advances time
 
 
-def test_set_up_has_its_limit_until_the_first_step(watchdog):
+def test_setup_limit_holds_until_first_step(watchdog):
     assert watchdog.idle(99) is None
     assert watchdog.idle(1) == (
         "hung: no progress in training for 100 s, before the first step "
@@ -28,7 +28,7 @@ def test_set_up_has_its_limit_until_the_first_step(watchdog):
     )
 
 
-def test_each_step_begins_anew(watchdog):
+def test_each_step_restarts_the_count(watchdog):
     watchdog.tick(1)
     for step in range(2, 20):
         assert watchdog.idle(9) is None
@@ -38,7 +38,7 @@ def test_each_step_begins_anew(watchdog):
     )
 
 
-def test_checkpoint_has_its_own_limit_and_suspends_the_step(watchdog):
+def test_checkpoint_limit_pauses_step_limit(watchdog):
     watchdog.tick(7)
     assert watchdog.idle(9) is None
     with watchdog.section("checkpoint"):
@@ -59,7 +59,7 @@ def test_unlimited_sections_never_expire(watchdog, name):
         assert watchdog.idle(1e9) is None
 
 
-def test_checkpoint_may_show_progress_too(watchdog):
+def test_tick_in_checkpoint_restarts_its_count(watchdog):
     with watchdog.section("checkpoint"):
         for _ in range(3):
             assert watchdog.idle(49) is None
@@ -67,7 +67,7 @@ def test_checkpoint_may_show_progress_too(watchdog):
         assert "train.watchdog_checkpoint_sec" in watchdog.idle(50)
 
 
-def test_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
+def test_evaluation_has_setup_limit_then_step_limit(watchdog):
     watchdog.tick(3)
     with watchdog.section("evaluation"):
         assert watchdog.idle(99) is None
@@ -80,14 +80,14 @@ def test_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
     assert "in training" in watchdog.idle(1)
 
 
-def test_section_ends_with_what_is_raised_in_it(watchdog):
+def test_section_ends_with_exception(watchdog):
     watchdog.tick(1)
     with pytest.raises(ValueError, match="disk"), watchdog.section("checkpoint"):
         raise ValueError("disk")
     assert "in training" in watchdog.idle(10)
 
 
-def test_zero_is_endless():
+def test_zero_limit_never_expires():
     watchdog = Watchdog(Limits(0, 0, 0))
     assert watchdog.idle(1e9) is None
     watchdog.tick(1)
@@ -101,7 +101,7 @@ from pathlib import Path
 from jaxforge.training.health import watchdog
 from jaxforge.training.health.watchdog import Limits, Watchdog
 
-watchdog._POLL_SEC = 0.05
+watchdog.POLL_SEC = 0.05
 logging.basicConfig()
 short, long = 0.1, 1e9
 where, stacks = sys.argv[1], Path(sys.argv[2])
@@ -137,7 +137,7 @@ with dog:
         ("checkpoint", "in checkpoint for 0 s, after step 4"),
     ],
 )
-def test_hanging_process_ends_with_stacks_and_code(where, said, tmp_path):
+def test_hanging_process_exits_with_stacks_and_code(where, said, tmp_path):
     stacks = tmp_path / "stacks.txt"
     done = subprocess.run(
         [sys.executable, "-c", HANG, where, stacks],
@@ -147,11 +147,11 @@ def test_hanging_process_ends_with_stacks_and_code(where, said, tmp_path):
     for text in (done.stderr, stacks.read_text()):
         assert f"hung: no progress {said} (train.watchdog_{where}_sec = 0.1)" in text
         assert text.count("in stuck_in_a_lock") == 1
-        assert text.count("most recent call first") >= 3  # main, the other, the watchdog's own
+        assert text.count("most recent call first") >= 3  # main, the other thread, the watchdog
     assert ("exiting with code 70" in done.stderr) == (where != "checkpoint")
 
 
-def test_run_that_moves_is_left_alone(tmp_path):
+def test_progressing_run_does_not_expire(tmp_path):
     expired = []
     with Watchdog(Limits(60, 60, 60), expired.append) as watchdog:
         watchdog.tick(1)
@@ -159,8 +159,8 @@ def test_run_that_moves_is_left_alone(tmp_path):
     assert not watchdog._thread.is_alive()
 
 
-def test_in_a_notebook_it_only_reports(monkeypatch, caplog):
-    """The kernel, and all that the user has made in it, are not ours to end."""
+def test_watchdog_only_reports_in_notebook(monkeypatch, caplog):
+    """The kernel and the state of the user must survive."""
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "ps1", "In : ", raising=False)

@@ -1,4 +1,4 @@
-"""Layers of several kinds: what repeats, who sees whom, and what runs them."""
+"""Tests of layers of several kinds: periods, visibility, and the scan."""
 
 import functools
 
@@ -40,7 +40,7 @@ CHUNKED = {  # a leading layer, a period of four, and a remainder: all three kin
     "rope_pattern": (True, True, True, True, False, True, True, True, False, True),
     "attention_chunk_size": 4,
 }
-MIXED = {  # the same in few layers: all kinds of masks and of ropes
+MIXED = {  # fewer layers with all kinds of masks and ropes
     "n_layers": 6,
     "attention_pattern": ("sliding", *("chunked", "full") * 2, "sliding"),
     "rope_pattern": (True, True, False, True, False, True),
@@ -56,7 +56,7 @@ PLANS = pytest.mark.parametrize("layers", [PERIODIC, MIXED], ids=["period", "mix
         ("a", (0, 1, 1)),
         ("aaaa", (0, 1, 4)),
         ("abab", (0, 2, 2)),
-        ("aabaabaa", (0, 3, 2)),  # the last two begin another group
+        ("aabaabaa", (0, 3, 2)),  # the last two start another group
         ("abbbb", (1, 1, 4)),
         ("aaaab", (0, 1, 4)),
         ("aababab", (1, 2, 3)),
@@ -64,11 +64,11 @@ PLANS = pytest.mark.parametrize("layers", [PERIODIC, MIXED], ids=["period", "mix
         ("abc", (0, 1, 1)),
     ],
 )
-def test_fewest_layers_are_compiled(kinds, period):
+def test_shortest_period_compiles_fewest_layers(kinds, period):
     assert shortest_period(tuple(kinds)) == Period(*period)
 
 
-def test_kinds_are_made_of_the_config():
+def test_layer_kinds_follow_config():
     plan = build_layer_plan(ModelConfig(**SHAPE, **LEADING))
     windows = [plan.masks[kind.mask] for kind in plan.layers]
     assert windows == [Mask(n) for n in (None, None, 5, 5, None, 5, 5, None, 5)]
@@ -81,7 +81,7 @@ def test_kinds_are_made_of_the_config():
         assert plan == expected
 
 
-def test_layers_of_all_three_kinds_make_a_period():
+def test_layers_of_three_kinds_form_period():
     plan = build_layer_plan(ModelConfig(**SHAPE, **CHUNKED))
     chunked, sliding = Mask(chunk=4), Mask(window=5)
     masks = [plan.masks[kind.mask] for kind in plan.layers]
@@ -94,34 +94,34 @@ def test_layers_of_all_three_kinds_make_a_period():
     assert everywhere.masks == (chunked,)
 
 
-def test_rows_without_a_layer_are_of_some_kind():
+def test_padding_rows_have_an_existing_kind():
     plan = build_layer_plan(ModelConfig(**SHAPE, **PERIODIC))
-    *rows, stays = plan.kinds_by_row(Stack(6, 4))
-    assert stays is None
-    held = [LayerKind(*row) for row in zip(*rows, strict=True)]
-    assert [kind for kind, layer in zip(held, Stack(6, 4).rows(), strict=True) if layer >= 0] == [
+    *rows, in_bf16 = plan.kinds_by_row(Stack(6, 4))
+    assert in_bf16 is None
+    kinds = [LayerKind(*row) for row in zip(*rows, strict=True)]
+    assert [kind for kind, layer in zip(kinds, Stack(6, 4).rows(), strict=True) if layer >= 0] == [
         *plan.layers
     ]
-    assert len(held) == 8
-    assert set(held) <= set(plan.layers)
+    assert len(kinds) == 8
+    assert set(kinds) <= set(plan.layers)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"attention_pattern": ["sliding"]}, "needs sliding_window"),
+        ({"attention_pattern": ["sliding"]}, "requires sliding_window"),
         ({"attention_pattern": ["full"], "sliding_window": 4}, "sliding_window = 4 has no effect"),
-        ({"local_rope_theta": 100.0}, "is for sliding layers, and there are none"),
+        ({"local_rope_theta": 100.0}, "requires sliding layers"),
         ({"attention_pattern": ["silding"]}, "silding"),
-        ({"attention_pattern": ["chunked"]}, "needs attention_chunk_size"),
+        ({"attention_pattern": ["chunked"]}, "requires attention_chunk_size"),
         (
             {"attention_pattern": ["full"], "attention_chunk_size": 4},
             "chunk_size = 4 has no effect",
         ),
-        ({"sliding_window": 4, "attention_chunk_size": 4}, "are for different layers"),
+        ({"sliding_window": 4, "attention_chunk_size": 4}, "apply to different layers"),
     ],
 )
-def test_senseless_layer_kinds_are_refused(keys, message):
+def test_conflicting_layer_kinds_raise(keys, message):
     with pytest.raises(UserError, match=message):
         make_config({"model": keys})
 
@@ -142,7 +142,7 @@ def run_layer(model, params, x, context, kind):
 
 
 def one_by_one(model, params, tokens, segment_ids=None):
-    """Each layer by itself, as the plan says."""
+    """Run the layers one by one, by the plan."""
     x = model.embed_tokens(params, tokens)
     context = model.context(x, segment_ids=segment_ids)
     for i, kind in enumerate(model.plan.layers):
@@ -152,7 +152,7 @@ def one_by_one(model, params, tokens, segment_ids=None):
 
 
 def total(run, params):
-    """A number that every layer has a part in, and its gradient."""
+    """Return a value that depends on every layer, and its gradient."""
     return jax.jit(jax.value_and_grad(lambda params: jnp.sum(jnp.sin(run(params)))))(params)
 
 
@@ -164,13 +164,13 @@ def total_of_one_by_one(**layers):
 
 @pytest.mark.parametrize(
     ("save", "unroll", "layers"),
-    [  # each with both kinds of layers, recomputing with several ways to unroll
+    [  # both plans, with several policies and numbers of unrolled layers
         ("none", 1, MIXED), ("none", 6, PERIODIC), ("full", 1, MIXED), ("full", 3, PERIODIC),
         ("selective", 1, PERIODIC), ("selective", 6, MIXED),
     ],
     ids=lambda value: {id(MIXED): "mixed", id(PERIODIC): "period"}.get(id(value)),
 )  # fmt: skip
-def test_scan_runs_each_layer_in_its_turn(save, unroll, layers):
+def test_scan_matches_layers_one_by_one(save, unroll, layers):
     model, params = toy(**layers)
     scanned = Model(model.config, runtime=Runtime(save=save, unroll=unroll))
     result = total(lambda params: scanned.hidden(params, random_tokens()), params)
@@ -188,14 +188,14 @@ def program(n_layers):
     return jax.jit(gradient).lower(model.abstract, tokens).as_text().splitlines()
 
 
-def test_only_one_group_is_compiled():
-    """The program does not grow with the number of layers."""
+def test_program_size_does_not_grow_with_periods():
+    """One group of layers is compiled."""
     assert len(program(6)) == len(program(60))
 
 
 @PLANS
-def test_token_sees_its_window_and_no_further(layers):
-    """In one layer; what lies behind reaches it through others."""
+def test_layer_output_changes_only_within_window(layers):
+    """In a single layer; through other layers, earlier tokens have an effect."""
     model, params = toy(**layers)
     sliding = model.plan.masks.index(Mask(5))
     i, kind = next((i, k) for i, k in enumerate(model.plan.layers) if k.mask == sliding)
@@ -213,7 +213,7 @@ def test_token_sees_its_window_and_no_further(layers):
 
 @functools.cache
 def programs_of(**layers):
-    """The logits of all tokens, and of a piece with a cache."""
+    """Return programs for the logits of all tokens, and of a chunk with a cache."""
     model, _ = toy(**layers)
     full = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
     return full, jax.jit(model.extend)
@@ -221,7 +221,7 @@ def programs_of(**layers):
 
 @PLANS
 @pytest.mark.parametrize("chunks", [[10, 7, 7], [10] + [1] * (LENGTH - 10)], ids=len)
-def test_cache_gives_the_logits_of_the_full_forward(layers, chunks):
+def test_cached_logits_match_full_forward(layers, chunks):
     model, params = toy(**layers)
     tokens = random_tokens()
     full, extend = programs_of(**layers)

@@ -1,7 +1,7 @@
-"""Fit of a step on a device, and the largest batch that fits, estimated from shapes.
+"""Estimate, from shapes, of whether a step fits a device, and of the largest batch that fits.
 
-`step.memory` has the estimate, which is exact for the state and a rule of thumb for the rest;
-`jaxforge plan` compiles the step, and knows.
+The estimate (`step.memory`) is exact for the state and a rule of thumb for everything else.
+`jaxforge plan` compiles the step and reports the compiler's figure.
 """
 
 from collections.abc import Callable
@@ -11,26 +11,26 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
-from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.memory import StepMemory, step_memory
 
 SLACK = 1.1
-"""The estimate may be so much too high: what needs more of a device than that, will not fit."""
+"""Largest factor by which the estimate may be too high. A step that needs more does not fit."""
 
-_MOST_ROWS = 1 << 16
+_MAX_ROWS = 1 << 16
 
 
 class Fit(NamedTuple):
     """Memory estimate of a config on devices of one kind.
 
     Attributes:
-        memory: of a device, estimated.
+        memory: estimated memory of a device.
         grad_sync: "update" or "microbatch", as a run would choose.
         rows: sequences of a microbatch on a device.
-        most_rows: the largest number of them that fits; 0 where none does.
+        most_rows: largest number of such sequences that fits; 0 if not even one fits.
     """
 
     memory: StepMemory
@@ -39,7 +39,7 @@ class Fit(NamedTuple):
     most_rows: int
 
 
-def fit(
+def estimate_fit(
     config: JobConfig,
     model: Model,
     state: TrainState,
@@ -50,41 +50,41 @@ def fit(
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
-        model: as of `build_model`.
+        model: the model, from `build_model`.
         state: shapes and shardings of the state.
-        mesh: with devices or without.
+        mesh: concrete or abstract mesh.
         capacity: bytes of a device.
-
     """
     sync = resolve_grad_sync(config, model, state, mesh, capacity).mode
-    stored = per_device(state)
+    stored = bytes_per_device(state)
     dp = data_parallel_size(mesh)
     rows = -(-config.train.microbatch_size(dp) // dp)
     modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
 
-    def holds(n: int) -> bool:
-        of_n = with_rows(config, n)
-        totals = (step_memory(of_n, model, mesh, mode, stored).total for mode in modes)
+    def fits(n: int) -> bool:
+        resized = with_batch_size(config, n)
+        totals = (step_memory(resized, model, mesh, mode, stored).total for mode in modes)
         return min(totals) <= capacity
 
     memory = step_memory(config, model, mesh, sync, stored)
-    return Fit(memory, sync, rows, _largest(holds))
+    return Fit(memory, sync, rows, _largest(fits))
 
 
-def with_rows(config: JobConfig, rows: int) -> JobConfig:
+def with_batch_size(config: JobConfig, rows: int) -> JobConfig:
     """Return the config with this number of sequences per device in a microbatch."""
     changed = {"batch_size": rows, "global_batch_size": None}
     return config.model_copy(update={"train": config.train.model_copy(update=changed)})
 
 
-def _largest(holds: Callable[[int], bool]) -> int:
-    """The largest number up to `_MOST_ROWS` that holds; what holds, holds for less, too."""
-    if not holds(1):
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to `_MAX_ROWS` that fits; every smaller number fits, too."""
+    if not fits(1):
         return 0
     low, high = 1, 2
-    while high <= _MOST_ROWS and holds(high):
+    while high <= _MAX_ROWS and fits(high):
         low, high = high, 2 * high
+    # Invariant of the bisection: `low` fits, `high` does not.
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

@@ -1,4 +1,4 @@
-"""Narrow parameters and moments in the whole step: meshes, restarts, bad steps, refusals."""
+"""Steps with bfloat16 parameters and 8-bit moments: meshes, restarts, bad steps and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,12 @@ from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
 
-def config_of(rounding="kahan", retained="8bit", **axes):
-    train = {"param_dtype": "bfloat16", "param_rounding": rounding, "opt_state_dtype": retained}
+def config_of(rounding="kahan", opt_state_dtype="8bit", **axes):
+    train = {
+        "param_dtype": "bfloat16",
+        "param_rounding": rounding,
+        "opt_state_dtype": opt_state_dtype,
+    }
     model = {"n_layers": 1, "n_kv_heads": 4}
     return tiny_config(model=model, train=train, distributed={"dp_shard": 1, **axes})
 
@@ -24,7 +28,7 @@ SPLIT = {"dp_shard": 2, "tp": 2}
 
 
 def bits(state):
-    """Return the bits of all arrays, in which NaNs are equal."""
+    """Return the bits of all arrays, so that NaNs compare equal."""
     parts = jax.device_get((state.params, state.opt_state))
     return jax.tree.map(lambda a: np.atleast_1d(a).view(np.uint8), parts)
 
@@ -54,7 +58,7 @@ def save(path, ours, state):
 
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory):
-    """A run of two updates, its checkpoint, and losses and state after two more."""
+    """Return a checkpoint after two updates, and losses and state after two more."""
     path, ours = tmp_path_factory.mktemp("run"), setup(config_of(**SPLIT))
     batches = random_batches(ours.config, 4)
     state, _ = ours.run(ours.state(), batches[:2])
@@ -64,7 +68,7 @@ def halfway(tmp_path_factory):
     return path, saved, batches[2:], bits(state), metrics["loss"]
 
 
-def test_restart_changes_no_bit(halfway):
+def test_restart_is_bit_exact(halfway):
     path, saved, batches, after, _ = halfway
     ours = setup(config_of(**SPLIT))
     state = start(path, ours)
@@ -84,25 +88,24 @@ def test_bad_step_changes_nothing(halfway):
     assert_same(before, bits(state))
 
 
-def test_another_mesh_and_another_rounding_go_on_from_there(halfway, tmp_path):
-    """Sums are made in another order there, and each way of rounding is right on average."""
+def test_run_resumes_with_another_mesh_and_rounding(halfway, tmp_path):
+    """Losses are close: the order of sums differs, and both rounding methods are unbiased."""
     path, saved, batches, _, losses = halfway
     ours = setup(config_of("stochastic"))
     state = start(path, ours)
     params, (clip, rule, _) = saved
     assert_same(bits(state), (params, (clip, rule)))
-    wanted = ours.shardings.opt_state
-    assert jax.tree.map(lambda a: a.sharding, state.opt_state) == wanted
+    assert jax.tree.map(lambda a: a.sharding, state.opt_state) == ours.shardings.opt_state
     save(tmp_path, ours, state)
-    through, metrics = ours.run(state, batches)
+    uninterrupted, metrics = ours.run(state, batches)
     np.testing.assert_allclose(metrics["loss"], losses, rtol=2e-3)
-    assert_same(bits(through), bits(ours.run(start(tmp_path, ours), batches)[0]))
+    assert_same(bits(uninterrupted), bits(ours.run(start(tmp_path, ours), batches)[0]))
     kahan = start(tmp_path, setup(config_of()))
     assert not any(np.any(c) for c in jax.tree.leaves(kahan.opt_state[2].compensation))
 
 
 def staged(pp, dp_shard):
-    """Return a model of three layers: one of two stages has an empty row."""
+    """Return a config of three layers: one of two stages has a padding row."""
     return tiny_config(
         model={"n_layers": 3},
         train={"opt_state_dtype": "8bit", "grad_accum_steps": 2, "batch_size": 4 // dp_shard},
@@ -110,8 +113,8 @@ def staged(pp, dp_shard):
     )
 
 
-def test_stages_go_on_from_there_and_so_does_one_device(tmp_path):
-    """Moments are rounded alike, but where sums in another order cross a step."""
+def test_8bit_checkpoint_resumes_on_stages_and_single_device(tmp_path):
+    """Moments are equal except where the order of sums crosses a quantization step."""
     ours, alone = setup(staged(2, 2)), setup(staged(1, 1))
     batches = random_batches(ours.config, 4)
     state, _ = ours.run(ours.state(), batches[:2])
@@ -119,29 +122,29 @@ def test_stages_go_on_from_there_and_so_does_one_device(tmp_path):
     after, metrics = ours.run(state, batches[2:])
     assert_same(bits(ours.run(start(tmp_path, ours), batches[2:])[0]), bits(after))
     result = start(tmp_path, alone)
-    wanted, _ = alone.run(alone.state(), batches[:2])
+    expected, _ = alone.run(alone.state(), batches[:2])
     pairs = zip(
-        *(jax.tree.leaves(jax.device_get(s.opt_state)) for s in (result, wanted)), strict=True
+        *(jax.tree.leaves(jax.device_get(s.opt_state)) for s in (result, expected)), strict=True
     )
     differ = [np.mean(a != b) for a, b in pairs if a.dtype in (np.int8, np.uint8)]
     assert max(differ) < 0.01
-    _, of_one = alone.run(result, batches[2:])
-    np.testing.assert_allclose(of_one["loss"], metrics["loss"], rtol=1e-5)
+    _, alone_metrics = alone.run(result, batches[2:])
+    np.testing.assert_allclose(alone_metrics["loss"], metrics["loss"], rtol=1e-5)
 
 
-def test_moments_of_another_width_are_refused(tmp_path):
-    ours, wide = setup(config_of()), setup(config_of(retained="float32"))
+def test_moments_of_another_dtype_raise(tmp_path):
+    ours, wide = setup(config_of()), setup(config_of(opt_state_dtype="float32"))
     save(tmp_path, ours, ours.state())
     with pytest.raises(UserError, match=r"another optimizer than train\.opt_state_dtype asks for"):
         start(tmp_path, wide)
 
 
-def test_blocks_stay_on_one_device():
-    with pytest.raises(UserError, match=r"o_proj.weight have 2 blocks .* dp_shard = 4: change"):
+def test_split_blocks_of_8bit_moments_raise():
+    with pytest.raises(UserError, match=r"o_proj.weight have 2 blocks .* dp_shard = 4\. Change"):
         setup(config_of(dp_shard=4)).state()
 
 
-def test_optimizer_of_ones_own_keeps_what_it_likes(own_names):
+def test_8bit_state_raises_for_custom_optimizer(own_names):
     OPTIMIZERS.register("mine")(lambda *_: None)
     config = tiny_config(train={"opt_state_dtype": "8bit"}, optimizer={"name": "mine"})
     with pytest.raises(UserError, match=r"change train.opt_state_dtype to .float32."):

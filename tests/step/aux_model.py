@@ -1,4 +1,4 @@
-"""A model and a loss that tell all that can be told, and keep what no gradient moves."""
+"""Model and loss with all kinds of auxiliary outputs and with non-trainable state."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from jaxforge.step.losses import register_loss
 from jaxforge.step.vocab_chunks import entry_ids
 
 
-class TellingBlock(Block):
-    """Adds a drift to its input, and tells how large that is."""
+class AuxBlock(Block):
+    """Block that adds a drift to its input and returns all auxiliary outputs of the input."""
 
     def __init__(self, config, declare):
         super().__init__(config, declare)
@@ -37,24 +37,24 @@ class TellingBlock(Block):
         return y_BSD, out._replace(aux=AuxOutputs(terms, metrics, stats))
 
 
-class TellingNetwork(Transformer):
+class AuxNetwork(Transformer):
     def __init__(self, config, declare):
         super().__init__(config, declare)
-        self.layers = TellingBlock(config, declare._replace(layers=config.n_layers))
+        self.layers = AuxBlock(config, declare._replace(layers=config.n_layers))
 
 
-class Telling(Model):
-    network = TellingNetwork
+class AuxModel(Model):
+    network = AuxNetwork
 
     def next_state(self, state, stats, progress):
         drift = state["layers"]["drift"] + 0.1 * jnp.tanh(stats["layers"]["moment"])
         return {"layers": {"drift": drift}}
 
 
-def telling_loss(config, model):
-    """Cross-entropy and z-loss as two terms, and how many tokens are guessed right.
+def loss_with_aux(config, model):
+    """Build cross-entropy and z-loss as two terms, with the accuracy as a metric.
 
-    Of a share of the vocabulary as of all of it.
+    The loss accepts a share of the vocabulary.
     """
 
     def loss(params, hidden, batch, loss_weights):
@@ -70,13 +70,13 @@ def telling_loss(config, model):
             "nats": loss_weights.token * jnp.sum(jnp.where(is_valid, lse - label, 0.0)),
             "lse": 1e-3 * loss_weights.position * jnp.sum(lse**2),
         }
-        right = jnp.sum(jnp.where(is_valid, label >= top, 0.0))
-        accuracy = Mean(right, jnp.sum(is_valid, dtype=jnp.float32))
+        correct = jnp.sum(jnp.where(is_valid, label >= top, 0.0))
+        accuracy = Mean(correct, jnp.sum(is_valid, dtype=jnp.float32))
         return AuxOutputs(terms, jax.lax.stop_gradient({"accuracy": accuracy}), {})
 
     return loss
 
 
 def register():
-    register_model("telling")(Telling)
-    register_loss("telling", takes_vocab_share=True)(telling_loss)
+    register_model("with_aux")(AuxModel)
+    register_loss("with_aux", takes_vocab_share=True)(loss_with_aux)

@@ -1,0 +1,58 @@
+"""The base class of the callbacks that a config turns on, and what they are built from."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Self
+
+from jax.sharding import Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.data.corpus.tokenizer import Tokenizer
+from jaxforge.data.dataset import Dataset
+from jaxforge.model.transformer import Model
+from jaxforge.runs import run_directory
+from jaxforge.state.progress import Progress
+from jaxforge.storage import mirror
+from jaxforge.storage.run_lock import RunLock
+from jaxforge.training.callbacks.callback import Callback
+
+
+@dataclasses.dataclass(frozen=True)
+class RunParts:
+    """The parts of a run that callbacks are built from.
+
+    Attributes:
+        config: the resolved config.
+        mesh: the mesh of the run.
+        model: the model.
+        eval_data: evaluation sets by name.
+        progress: the counters of the run.
+        lock: lock of the run directory.
+    """
+
+    config: JobConfig
+    mesh: Mesh
+    model: Model
+    eval_data: Mapping[str, Dataset]
+    progress: Progress
+    lock: RunLock
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the run, read once; None if its data have none."""
+        return run_directory.tokenizer_for(mirror.files(self.config.checkpoint.dir), self.config)
+
+
+class RunCallback(Callback, abc.ABC):
+    """Base class of the callbacks in `order.ORDER`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of_run(cls, run: RunParts) -> Self | None:
+        """Return the callback of a run, or None if its config does not ask for it.
+
+        Raises:
+            UserError: the callback lacks something it needs, such as a tokenizer.
+        """

@@ -1,0 +1,67 @@
+"""Metrics in MLflow, read back through MLflow's own client."""
+
+import math
+
+import pytest
+
+from jaxforge.errors import UserError
+from jaxforge.telemetry.mlflow import MlflowSink
+from jaxforge.telemetry.sinks import Sample
+from tests.conftest import tiny_config
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return f"file://{tmp_path}/mlruns"
+
+
+def config(store, **metrics):
+    return tiny_config(metrics={"enable_mlflow": True, "mlflow_tracking_uri": store, **metrics})
+
+
+def client(store):
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=store)
+
+
+def test_restart_continues_the_run_with_every_metric(store):
+    settings = config(store, mlflow_experiment="e", mlflow_run_name="first")
+    sink = MlflowSink(settings, "id1")
+    sink.write(1, {"train/loss": 2.5, "moe/tokens": [1, 3], "eval/loss": math.nan})
+    sink.write_samples(1, [Sample("a", "b")])
+    sink.close(exit_code=1)
+    again = MlflowSink(settings, "id1")
+    again.write(2, {"train/loss": 2.25})
+    assert again.run_id == sink.run_id
+    again.close(exit_code=0)
+    reader = client(store)
+    run = reader.get_run(sink.run_id)
+    history = reader.get_metric_history(sink.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 2.5), (2, 2.25)]
+    assert run.data.metrics == {"train/loss": 2.25, "moe/tokens/0": 1.0, "moe/tokens/1": 3.0}
+    assert run.data.params["model.dim"] == "64"
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert reader.get_experiment_by_name("e").experiment_id == run.info.experiment_id
+    assert [file.path for file in reader.list_artifacts(run.info.run_id, "samples")] == [
+        "samples/step_1.json"
+    ]
+
+
+def test_failed_run_is_marked_as_failed(store):
+    sink = MlflowSink(config(store), "id1")
+    sink.close(exit_code=16)
+    assert client(store).get_run(sink.run_id).info.status == "FAILED"
+
+
+def test_other_run_id_begins_another_run(store):
+    first, second = (MlflowSink(config(store), run_id) for run_id in ("id1", "id2"))
+    assert first.run_id != second.run_id
+    joined = MlflowSink(config(store, mlflow_run_id=first.run_id), "id3")
+    assert joined.run_id == first.run_id
+
+
+def test_unknown_run_is_refused(store):
+    with pytest.raises(UserError, match=r"metrics\.enable_mlflow = true: MLflow refuses"):
+        MlflowSink(config(store, mlflow_run_id="0" * 32), "id1")

@@ -1,0 +1,31 @@
+"""`jf.train` with an update of the user's own."""
+
+import jax
+import pytest
+
+import jaxforge as jf
+from tests.processes.conftest import Run
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def doubled(program):
+    """The usual update, whose loss is logged doubled."""
+    usual = program.step
+
+    def update(state, batch, controls):
+        state, metrics = usual(state, batch, controls)
+        return state, {**metrics, "loss": 2 * metrics["loss"]}
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def test_make_step_replaces_usual_update(tmp_path):
+    usual, own = Run(tmp_path, "usual"), Run(tmp_path, "own")
+    settings = ["--train.max_steps=3"]
+    for run, make_step in ((usual, None), (own, doubled)):
+        config = jf.load_config(run.config, [*settings, f"--checkpoint.dir={run.directory}"])
+        assert jf.train(config, make_step=make_step).code == 0
+    expected = {step: 2 * loss for step, loss in usual.losses().items()}
+    assert own.losses() == pytest.approx(expected, rel=1e-6)
+    assert own.steps() == usual.steps()
