@@ -14,6 +14,8 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from torch_compat.checkpoint import megatron_buffers
+from torch_compat.checkpoint.megatron_buffers import FLAT, UnmappedBuffersError
 from torch_compat.checkpoint.megatron_config import model_table
 from torch_compat.checkpoint.megatron_files import COMMON, Job, read_common
 from torch_compat.checkpoint.model_keys import DcpKeys
@@ -31,8 +33,8 @@ _PREFIX = re.compile(r"^model\d*\.")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(.+)")
 _PARAMETER = re.compile(r"(\w+_)?(weight|bias)\d*(_[wv])?")  # the last part of its name
 _GROUP = re.compile(rf"optimizer\.param_to_group_meta\.(.+)\.({'|'.join((*MAIN_KEYS, STEP))})")
-_FLAT = re.compile(
-    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_|param_state)"
+_FLAT_GROUPS = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/.+)?"
 )
 _BESIDE = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 _EXTRA = "_extra_state"
@@ -78,6 +80,12 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
         else:
             model[name] = tensor
     params = megatron.separate(model, where)
+    unmapped = ""
+    if any(FLAT.match(key) for key in dcp.tensors):
+        try:
+            fields |= megatron_buffers.read(dcp, megatron.unstack(model, where))
+        except UnmappedBuffersError as error:
+            unmapped = str(error)
     counts = fields.pop(STEP, {})
     by_field = {field: megatron.separate(of, where) for field, of in fields.items()}
     masters = {
@@ -90,9 +98,8 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
             state.setdefault(name, {STEP: steps[0]} if steps else {})[field] = tensor
     if len(set(steps)) > 1:
         raise UserError(f"{where}: its parameter groups report the steps {sorted(set(steps))[:3]}")
-    flat = tuple(key for key in (*dcp.tensors, *dcp.objects) if _FLAT.match(key))
     return DcpKeys(
-        MEGATRON, params, state, groups, [*others, *left_out], tuple(left_out), masters, flat
+        MEGATRON, params, state, groups, [*others, *left_out], tuple(left_out), masters, unmapped
     )
 
 
@@ -106,16 +113,16 @@ def _without_prefix(dcp: Dcp) -> Callable[[str], str]:
 
 
 def check_mapped(keys: DcpKeys, where: str) -> None:
-    """Check that optimizer state is by parameter.
+    """Check that optimizer state is assigned to parameters.
 
     Raises:
-        UserError: it is in flat buffers.
+        UserError: it is in flat buffers of an unknown layout.
     """
-    if keys.flat:
+    if keys.unmapped:
         raise UserError(
-            f"{where}: its optimizer state is in flat buffers ({keys.flat[0]}), one parameter "
-            "after the other in an order that no file says. Import with --weights-only, or save "
-            "with --dist-ckpt-optim-fully-reshardable there"
+            f"{where}: its optimizer state is in flat buffers without names, which cannot be "
+            f"assigned to parameters: {keys.unmapped}. Import with --weights-only, or save with "
+            "--dist-ckpt-optim-fully-reshardable there"
         )
 
 
@@ -202,13 +209,16 @@ def _steps_and_groups(
 ) -> tuple[list[float], list[dict[str, Any]]]:
     """Return the numbers of updates that are stored, and the settings of parameter groups."""
     groups: dict[str, dict[str, Any]] = {}
+    counts: list[Any] = list(of_parameters)
+    tables: list[Mapping[str, Any]] = []
     for key in dcp.objects:
         if match := _GROUP.fullmatch(key):
             groups.setdefault(match[1], {})[match[2]] = dcp.objects(key)
-    counts: list[Any] = list(of_parameters)
-    tables: list[Mapping[str, Any]] = list(groups.values())
+        elif _FLAT_GROUPS.fullmatch(key):
+            tables += _dicts(dcp.objects(key, is_tolerant=True))
     if dcp.directory.has(COMMON):
         tables += _dicts(read_common(dcp.directory).get("optimizer"))
+    tables += groups.values()
     counts += [each[key] for each in tables for key in (STEP, "common_step") if key in each]
     try:
         steps = [to_number(value) for value in counts]

@@ -29,7 +29,7 @@ class DcpKeys(NamedTuple):
         left_out: keys in `others` of tensors outside the model.
         masters: parameter name -> the float32 copy that the optimizer updates, if the model's own
             parameters are rounded.
-        flat: keys of optimizer state in flat buffers, in which parameters cannot be located.
+        unmapped: reason why optimizer state cannot be assigned to parameters; "" if it can.
     """
 
     dialect: NameMap | None
@@ -39,7 +39,7 @@ class DcpKeys(NamedTuple):
     others: list[str]
     left_out: tuple[str, ...] = ()
     masters: Mapping[str, LazyTensor] = MappingProxyType({})
-    flat: tuple[str, ...] = ()
+    unmapped: str = ""
 
 
 class ModelKeys(NamedTuple):

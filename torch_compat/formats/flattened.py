@@ -64,14 +64,42 @@ def unflattened(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     return LazyTensor(shape, tensor.dtype, read, tensor.source, tensor.chunks)
 
 
+def region(tensor: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
+    """Return a tensor whose elements lie in row-major order in a one-dimensional tensor.
+
+    Args:
+        tensor: the one-dimensional tensor.
+        start: position of the first element.
+        shape: shape of the result.
+    """
+    assert start + math.prod(shape) <= tensor.shape[0]
+
+    def read(index: Index) -> np.ndarray:
+        if not math.prod(index_shape(index)):
+            return np.empty(index_shape(index), tensor.dtype)
+        return _within(tensor, (), index, shape, start)
+
+    return LazyTensor(shape, tensor.dtype, read, tensor.source)
+
+
 def _within(
-    tensor: LazyTensor, cell: tuple[int, ...], index: Index, local: tuple[int, ...]
+    tensor: LazyTensor, cell: tuple[int, ...], index: Index, local: tuple[int, ...], start: int = 0
 ) -> np.ndarray:
-    """Return the elements of an index within one shard; only the run that holds them is read."""
+    """Return the elements of an index within one shard; only the run that holds them is read.
+
+    Args:
+        tensor: the flattened tensor.
+        cell: position of the shard.
+        index: elements of the shard; not empty.
+        local: shape of the shard.
+        start: position of the shard's first element.
+    """
     strides = [math.prod(local[axis + 1 :]) for axis in range(len(local))]
     axes = [np.arange(s.start, s.stop) * n for s, n in zip(index, strides, strict=True)]
     positions: np.ndarray = functools.reduce(np.add, np.ix_(*axes), np.zeros((), int))
     first, last = int(positions.min()), int(positions.max())
     of_cell = tuple(slice(i, i + 1) for i in cell)
-    run = tensor.read((*of_cell, slice(first, last + 1))).reshape(-1)
+    run = tensor.read((*of_cell, slice(start + first, start + last + 1))).reshape(-1)
+    if run.size == positions.size:  # the usual read: whole rows
+        return run.reshape(positions.shape)
     return run[positions - first]

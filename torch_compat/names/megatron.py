@@ -113,6 +113,19 @@ def separate(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTen
     Raises:
         UserError: two keys are one parameter's, or there are too many layers or experts.
     """
+    return dict(_gates_apart(unstack(tensors, where)))
+
+
+def unstack(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
+    """Return tensors per layer and expert, with gate and up in one tensor.
+
+    Args:
+        tensors: key -> tensor, without prefixes.
+        where: the checkpoint, for messages.
+
+    Raises:
+        UserError: two keys are one parameter's, or there are too many layers or experts.
+    """
     renamed: dict[str, LazyTensor] = {}
     for key, tensor in tensors.items():
         name = key
@@ -121,8 +134,20 @@ def separate(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTen
         if name in renamed:
             raise UserError(f"{where}: {key} and another key are both {name}")
         renamed[name] = tensor
-    layers = _unstacked(renamed, _STACKED, where)
-    return dict(_gates_apart(_unstacked(layers, _STACKED_EXPERTS, where)))
+    return _unstacked(_unstacked(renamed, _STACKED, where), _STACKED_EXPERTS, where)
+
+
+def is_gated(key: str, tensors: Mapping[str, LazyTensor]) -> bool:
+    """Return whether a tensor holds gate and up: twice the rows that `linear_fc2` has columns."""
+    width = _width(key, tensors)
+    return width is not None and tensors[key].shape[0] == 2 * width
+
+
+def _width(key: str, tensors: Mapping[str, LazyTensor]) -> int | None:
+    """Return the width of the feed-forward of a `linear_fc1`; None for any other tensor."""
+    match = _FC1.fullmatch(key)
+    down = tensors.get(f"{match[1]}linear_fc2.weight") if match else None
+    return down.shape[-1] if down is not None and down.shape and tensors[key].shape else None
 
 
 def _unstacked(
@@ -144,13 +169,10 @@ def _unstacked(
 def _gates_apart(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors with gate (`_w`) and up (`_v`) apart; without a gate, all is up."""
     for key, tensor in tensors.items():
-        match = _FC1.fullmatch(key)
-        down = tensors.get(f"{match[1]}linear_fc2.weight") if match else None
-        if match is None or down is None or not tensor.shape or not down.shape:
+        width = _width(key, tensors)
+        if width is None:
             yield key, tensor
-            continue
-        width = down.shape[-1]
-        if tensor.shape[0] == 2 * width:
+        elif is_gated(key, tensors):
             yield f"{key}_w", tensor.rows(np.arange(width))
             yield f"{key}_v", tensor.rows(np.arange(width, 2 * width))
         else:
@@ -167,7 +189,7 @@ def joined(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, L
         tensors: name of the table -> tensor.
         model: the model.
     """
-    single = dict(_gates_joined(tensors))
+    single = dict(join_gates(tensors))
     renamed = {_usual_name(key, model): tensor for key, tensor in single.items()}
     experts = _restacked(renamed, re.compile(r"(.*\.mlp\.experts\.experts\.)(\d+)\.(.+)"))
     if len(model.stacks) > 1:
@@ -183,7 +205,7 @@ def _usual_name(key: str, model: ModelConfig) -> str:
     return key
 
 
-def _gates_joined(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+def join_gates(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors with gate and up in one, gate first."""
     for key, tensor in tensors.items():
         if key.endswith(("weight_w", "bias_w")):
