@@ -29,6 +29,7 @@ from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.dcp_writer import Entry
 from torch_compat.formats.lazy import LazyTensor, from_array, to_number, zeros
+from torch_compat.names.megatron import MEGATRON
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names, translate
 
@@ -127,13 +128,16 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     notes += more
     checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=state)
     where = train_state.read_train_state(dcp)
+    is_megatron = keys.dialect.name == MEGATRON.name
     if alone:
         if not options.weights_only:
             notes.append("the checkpoint has no optimizer state: training starts at step 0")
         progress = None
         if options.keep_place and where.step is not None:
             result = where.step if where.updates is None else where.updates
-            progress, more = train_state.to_progress(where, result, target.config)
+            progress, more = train_state.to_progress(
+                where, result, target.config, is_megatron=is_megatron
+            )
             notes += more
         elif options.keep_step and where.step is not None:
             progress = Progress(step=where.step, tokens=where.tokens or 0)
@@ -160,7 +164,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     scalars, updates = _scalars(common, target, where, dcp.where)
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
-    progress, more = train_state.to_progress(where, updates, target.config)
+    progress, more = train_state.to_progress(where, updates, target.config, is_megatron=is_megatron)
     settings = optimizer_state.common_settings(keys.groups)
     notes += more + optimizer_state.disagreements(settings, target.config)
     return dataclasses.replace(

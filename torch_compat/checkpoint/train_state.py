@@ -47,7 +47,6 @@ class TorchTrainState(NamedTuple):
         ranks: number of data-parallel ranks.
         skips_idle_experts: for an export of jaxforge, whether the run skips experts without tokens.
         samples: sequences read, which only Megatron and exports of jaxforge record.
-        has_own_order: whether the framework reads data in an order that jaxforge lacks.
     """
 
     step: int | None = None
@@ -58,7 +57,6 @@ class TorchTrainState(NamedTuple):
     ranks: int | None = None
     skips_idle_experts: bool | None = None
     samples: int | None = None
-    has_own_order: bool = False
 
 
 def read_train_state(dcp: Dcp) -> TorchTrainState:
@@ -83,7 +81,7 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
 
 
 def to_progress(
-    torch_state: TorchTrainState, updates: int, config: JobConfig
+    torch_state: TorchTrainState, updates: int, config: JobConfig, *, is_megatron: bool = False
 ) -> tuple[Progress, list[str]]:
     """Convert a position to jaxforge's counters; also return notes for the user.
 
@@ -91,6 +89,7 @@ def to_progress(
         torch_state: position of the PyTorch run.
         updates: updates according to the optimizer.
         config: config of the run. If the run is beyond the first epoch, its data are opened.
+        is_megatron: whether Megatron wrote the checkpoint, whose data order jaxforge lacks.
     """
     notes = []
     step = updates if torch_state.step is None else torch_state.step
@@ -113,7 +112,7 @@ def to_progress(
     if samples is None:
         samples, how = _samples_by_batches(torch_state, step, config)
         notes.append(f"the tokens seen do not determine the number of sequences read; {how}")
-    if torch_state.has_own_order:
+    if is_megatron:
         notes.append(
             f"Megatron has read {samples} sequences in its own order, which has no counterpart "
             f"here: the first {samples} sequences of this run's order are skipped"
@@ -275,9 +274,7 @@ def _read_megatron(dcp: Dcp) -> TorchTrainState:
         step = megatron_files.read_iteration(dcp)
         job = megatron_files.read_job(dcp.directory, dcp)
         samples = job and job.train.get("consumed_train_samples")
-        return TorchTrainState(
-            step=_optional(step), samples=_optional(samples), has_own_order=samples is not None
-        )
+        return TorchTrainState(step=_optional(step), samples=_optional(samples))
     except ValueError as error:
         raise UserError(f"{dcp.where}: its iteration or samples are no count ({error})") from error
 
@@ -288,7 +285,7 @@ def _parse_bridge_state(state: Mapping[str, Any], where: str) -> TorchTrainState
     except (KeyError, ValueError) as error:
         why = shown(repr(error))
         raise UserError(f"{where}: not a training state of Megatron-Bridge ({why})") from error
-    return TorchTrainState(step=step, samples=samples, has_own_order=True)
+    return TorchTrainState(step=step, samples=samples)
 
 
 def _parse_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (untrusted)
