@@ -147,7 +147,7 @@ def test_unsyncable_directories_are_accepted(tmp_path, monkeypatch):
 
 def test_failed_latest_link_names_checkpoint(sources, tmp_path, monkeypatch):
     Disk(monkeypatch, "symlink", "always", errno.EPERM)
-    with pytest.raises(StorageError, match=r"step_3 is whole, but .*latest"):
+    with pytest.raises(StorageError, match=r"step_3 is complete, but .*latest"):
         convert(sources, tmp_path / "to", "dcp")
     assert is_durable(sources, tmp_path / "to")
 

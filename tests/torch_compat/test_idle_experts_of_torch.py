@@ -358,7 +358,7 @@ def test_dry_run_shows_skipping_of_checkpoint(torchs, tmp_path, capsys):
         assert (f"  {key} = true\n" in out) is skips, out
         assert (f"  {key}: a start sets it to true" in out) is skips
     assert train.main([*command, new, "--checkpoint.load_path=gs://bucket/run"]) == 0
-    assert f"{key}: a start sets it as gs://bucket/run has it" in capsys.readouterr().out
+    assert f"{key}: a start takes it from gs://bucket/run" in capsys.readouterr().out
 
 
 def test_restore_without_option_names_option(torchs, tmp_path):
