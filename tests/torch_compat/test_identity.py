@@ -233,8 +233,8 @@ def test_failed_conversion_releases_lock(tmp_path, monkeypatch):
 
 def test_running_workers_block_new_conversion(tmp_path, monkeypatch):
     """Workers of a killed process 0 may be in the middle of a file."""
-    monkeypatch.setattr(staging, "_LEAVE", 0.1)
-    monkeypatch.setattr(staging, "_JOIN", 0.1)
+    monkeypatch.setattr(staging, "LEAVE", 0.1)
+    monkeypatch.setattr(staging, "JOIN", 0.1)
     with Staging(tmp_path / "a", {"of": 1}, Share(0, 2)):
         pass
     with Staging(tmp_path / "a", {"of": 1}, Share(1, 2)) as helper:

@@ -1,8 +1,8 @@
 """Name maps: tables that translate parameter names in both directions.
 
-A *name* is jaxforge's: the path of a parameter of `jaxforge.model` with one entry per layer and
-expert, such as `layers.{i}.attention.q_proj.weight`. A *key* is the name of the same tensor in a
-*dialect*, the naming scheme of another code base. Optimizer moments have the name and the layout of
+A "name" is jaxforge's: the path of a parameter of `jaxforge.model` with one entry per layer and
+expert, such as `layers.{i}.attention.q_proj.weight`. A "key" is the name of the same tensor in a
+"dialect", the naming scheme of another code base. Optimizer moments have the name and the layout of
 their parameter.
 
     name (jaxforge)                              key (hf-llama)

@@ -202,13 +202,13 @@ def test_incomplete_last_line_is_ignored(tmp_path):
 def test_lines_are_read_in_blocks_and_by_processes(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS) / FILE
     whole = [part.values["train/loss"] for part in lines_of.read(path)]
-    monkeypatch.setattr(lines_of, "_BLOCK", 1000)
+    monkeypatch.setattr(lines_of, "BLOCK", 1000)
     parts = list(lines_of.read(path))
     assert (len(whole), len(parts) > 5, parts[-1].end) == (1, True, path.stat().st_size)
     result = lines_of.joined([p.values["train/loss"] for p in parts if "train/loss" in p.values])
     for item, other in zip(whole[0], result, strict=True):
         assert item.tolist() == other.tolist()
-    monkeypatch.setattr(lines_of, "_LARGE", 5000)
+    monkeypatch.setattr(lines_of, "LARGE", 5000)
     monkeypatch.setattr(lines_of.os, "cpu_count", lambda: 2)
     again = list(lines_of.read(path, processes=True))
     assert [part.end for part in again] == [part.end for part in parts]
@@ -238,7 +238,7 @@ def test_uniform_lines_match_json_parser():
 
 
 def test_damaged_line_in_late_block_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines_of, "_BLOCK", 300)
+    monkeypatch.setattr(lines_of, "BLOCK", 300)
     tail = '{"time": 3}\n' + json.dumps(line(9)) + "\n"
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 9)], tail=tail)
     (run,) = read_runs([path])
