@@ -140,15 +140,6 @@ def test_flattened_moments_are_imported(tmp_path):
                                   theirs[key][0, :24])  # fmt: skip
 
 
-def test_flat_buffers_are_refused_with_the_reason(tmp_path):
-    command = ["import", str(GOLDEN / "buffers"), str(tmp_path / "run")]
-    with pytest.raises(UserError, match=r"flat buffers .* in an order that no file says"):
-        main(command)
-    assert main([*command, "--weights-only"]) == 0
-    tokens, logits = expected("buffers")
-    assert_close(logits_of(tmp_path / "run", tokens)[1], logits)
-
-
 def test_tracker_names_the_checkpoint(copied, tmp_path):
     directory = copied("experts")
     shutil.copytree(

@@ -96,6 +96,20 @@ def test_checkpoint_is_the_same_of_every_parallel_size(name, settings, tmp_path)
     assert main(["verify", paths["load"], paths["save"], *whole]) == 0
 
 
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, {**QKV_BIAS, "tp": 2, "bf16": True}), (2, QKV_BIAS), (1, EXPERTS)],
+    ids=["tensor", "data", "experts"],
+)
+def test_flat_buffers_hold_the_same_state_as_named_tensors(ranks, settings, tmp_path):
+    """One job with two ways to save its optimizer state."""
+    paths = []
+    for kind in ("fully_reshardable", "dp_reshardable"):
+        paths.append(str(tmp_path / kind / "iter_0000002"))
+        run_job(tmp_path / f"job_{kind}", ranks, **settings, optimizer=kind, save=paths[-1])
+    assert main(["verify", *paths]) == 0
+
+
 @pytest.mark.parametrize("optimizer", ["plain", "fully_reshardable"])
 def test_import_continues_with_the_float32_weights_of_a_bfloat16_job(optimizer, tmp_path):
     path = tmp_path / "iter_0000002"

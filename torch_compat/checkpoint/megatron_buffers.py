@@ -88,7 +88,7 @@ def read(dcp: Dcp, weights: Mapping[str, LazyTensor]) -> dict[str, dict[str, Laz
     """
     ranks = _buckets(dcp)
     weights = {k: t for k, t in join_gates(weights) if not k.endswith(".expert_bias")}
-    reason = "their sizes fit no order of this model's parameters"
+    differing: list[str] = []
     for spec in _specs(len(ranks), weights):
         places = _locate(ranks, weights, spec)
         if places is None:
@@ -101,11 +101,13 @@ def read(dcp: Dcp, weights: Mapping[str, LazyTensor]) -> dict[str, dict[str, Laz
             }
             for field in ranks[0][0]
         }  # fmt: skip
-        differing = [n for n, copy in fields[_MASTER].items() if not _agrees(weights[n], copy)]
-        if not differing:
+        names = [n for n, copy in fields[_MASTER].items() if not _agrees(weights[n], copy)]
+        if not names:
             return fields
-        reason = f"its float32 copies, if in the usual order, differ from {differing[0]}"
-    raise UnmappedBuffersError(reason)
+        differing = min(differing or names, names, key=len)
+    if differing:
+        raise UnmappedBuffersError(f"their float32 copies differ from {differing[0]}")
+    raise UnmappedBuffersError("their sizes fit no order of this model's parameters")
 
 
 def _buckets(dcp: Dcp) -> list[list[Bucket]]:
