@@ -1,6 +1,6 @@
-"""Checkpoints of Megatron-Core: which weight, moment and position is which, and what is refused.
+"""Import and export of Megatron-Core checkpoints.
 
-Nothing here needs torch; `test_megatron_torch.py` does.
+These tests do not need torch; `test_megatron_torch.py` does.
 """
 
 import json
@@ -53,7 +53,7 @@ def test_import_has_the_logits_of_megatron(name, tmp_path):
     assert_close(logits_of(imported(name, tmp_path / "run"), tokens)[1], logits)
 
 
-def test_moments_are_those_of_each_parameter(dense):
+def test_moments_are_assigned_to_their_parameters(dense):
     """Heads are split by reshaping: [groups, queries + key + value, channels, width]."""
     ours, theirs = values(dense), raw("dense")
     for field, their_field in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
@@ -98,7 +98,7 @@ def test_import_continues_at_the_step_of_the_job(dense):
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-2, (0.9, 0.95))
 
 
-def test_run_config_of_bridge_says_what_the_arguments_say(copied):
+def test_run_config_of_bridge_equals_the_arguments(copied):
     directory = copied("experts") / "iter_0000002"
     before = checkpoints.find(directory).config(None).model
     (directory / "run_config.yaml").write_text(RUN_CONFIG)
@@ -117,7 +117,7 @@ def test_rows_that_pad_the_vocabulary_are_removed(copied, tmp_path):
     assert_close(ours, logits[..., :28])
 
 
-def test_flattened_tensors_get_their_shape_back():
+def test_flattened_tensors_have_their_original_shape():
     """The model is float32, so that the optimizer's own copy of each weight has the same bits."""
     tensors = raw("flattened")
     copies = [key for key in tensors if key.startswith("optimizer.state.fp32_param.")]
@@ -157,7 +157,7 @@ def test_tracker_names_the_checkpoint(copied, tmp_path):
     assert checkpoints.find(directory).directory.name == "iter_0000010"
 
 
-def test_other_formats_of_megatron_are_refused(tmp_path):
+def test_other_formats_of_megatron_raise(tmp_path):
     legacy = tmp_path / "legacy" / "iter_0000100"
     (legacy / "mp_rank_00").mkdir(parents=True)
     (legacy / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"")
@@ -170,7 +170,7 @@ def test_other_formats_of_megatron_are_refused(tmp_path):
             checkpoints.find(directory)
 
 
-def test_config_with_other_heads_is_refused(copied, tmp_path):
+def test_config_with_other_heads_raises(copied, tmp_path):
     """Four heads of two groups of 4 channels have the rows of two heads of one group of 8."""
     directory = copied("dense") / "iter_0000002"
     (directory / "common.pt").replace(directory / "kept.pt")
@@ -184,7 +184,7 @@ def test_config_with_other_heads_is_refused(copied, tmp_path):
         main([*command, "--train.seq_len=16"])
 
 
-def test_nothing_in_common_pt_is_run(copied, tmp_path):
+def test_common_pt_executes_nothing(copied, tmp_path):
     """Classes of the job are data; a call of a function is none."""
     directory = copied("experts") / "iter_0000002"
     harmful = Call(Global("os", "system"), (f"touch {tmp_path}/ran",))
@@ -219,18 +219,26 @@ def test_export_has_every_key_of_megatron_with_the_same_bits(name, tmp_path):
     ("options", "message"),
     [
         (["--dtype=bfloat16"], "Remove it, or add --weights-only"),
-        (["--dialect=hf-llama"], "--to megatron has names of its own"),
+        (["--dialect=hf-llama"], "--to megatron has its own names"),
     ],
 )
-def test_options_without_a_meaning_for_megatron_are_refused(options, message, dense, tmp_path):
+def test_option_without_effect_for_megatron_raises(options, message, dense, tmp_path):
     with pytest.raises(UserError, match=message):
         main(["export", str(dense), str(tmp_path), "--to=megatron", *options])
 
 
-def test_optimizer_without_a_counterpart_is_exported_as_weights_alone(tmp_path):
-    trained(tmp_path / "run", optimizer={"name": "lion"})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "lion"}, 'optimizer.name = "lion": its state has no counterpart'),
+        ({"lr_patterns": {"token_embedding": 0.1}}, "all parameters with one learning rate"),
+    ],
+    ids=["optimizer", "learning rates"],
+)
+def test_optimizer_without_counterpart_is_exported_as_weights_only(settings, message, tmp_path):
+    trained(tmp_path / "run", optimizer=settings)
     command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to=megatron"]
-    with pytest.raises(UserError, match="convert with --weights-only"):
+    with pytest.raises(UserError, match=f"{message}.*Convert with --weights-only"):
         main(command)
     assert main([*command, "--weights-only", "--dtype=bfloat16"]) == 0
     tensors = open_dcp(Directory(tmp_path / "out" / "iter_0000002")).tensors
@@ -261,14 +269,14 @@ SETTINGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab
         ),
         ({"softmax_type": "learnable"}, "softmax_type"),
         ({"_target_": "megatron.bridge.models.gemma.Gemma2ModelProvider"}, "gemma"),
-        ({"hidden_size": None}, "does not give hidden_size"),
+        ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_layers": 10**8}, "exceed the limits"),
-        ({"vocab_size": None}, "does not give vocab_size"),
-        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon = '1e-5' is of no model"),
+        ({"vocab_size": None}, "vocab_size or padded_vocab_size is missing"),
+        ({"layernorm_epsilon": "1e-5"}, "layernorm_epsilon = '1e-5' is impossible"),
         ({"window_size": [7]}, "window_size"),
     ],
 )
-def test_settings_that_are_not_built_are_refused(settings, message):
+def test_unsupported_settings_raise(settings, message):
     with pytest.raises(UserError, match=message):
         megatron_config.model_table({**SETTINGS, **settings}, "run_config.yaml")
 
@@ -290,7 +298,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("keys", MODELS.values(), ids=list(MODELS))
-def test_settings_give_the_model_back(keys):
+def test_settings_restore_the_model(keys):
     model = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=64, **keys)
     settings = megatron_config.settings(model)
     again = ModelConfig(**megatron_config.model_table(settings, ""))
@@ -300,7 +308,7 @@ def test_settings_give_the_model_back(keys):
 @pytest.mark.parametrize(
     "keys", [{"norm_placement": "post"}, {"attention_sinks": True}, {"final_logit_softcap": 9.0}]
 )
-def test_model_without_settings_is_refused(keys):
+def test_model_without_settings_raises(keys):
     model = ModelConfig(dim=64, n_layers=4, n_heads=4, vocab_size=64, **keys)
     with pytest.raises(UserError, match=f"has no .*{next(iter(keys))}"):
         megatron_config.settings(model)

@@ -95,8 +95,8 @@ def test_fsdp_dtensor_is_the_same_state(dense, tmp_path):
 
 
 @pytest.mark.parametrize("is_fsdp", [False, True])
-def test_state_of_another_optimizer_is_refused(is_fsdp, tmp_path):
-    """Muon's would otherwise count as no optimizer state at all."""
+def test_state_of_another_optimizer_raises(is_fsdp, tmp_path):
+    """Muon's state must not be mistaken for a missing optimizer state."""
     tensors = {
         key: torch.tensor(value)
         for key, value in raw("dense").items()

@@ -263,12 +263,12 @@ def test_weights_alone_have_no_state_of_ranks(exported, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "options", "message"),
     [
-        ({"model": {"num_experts": 4}}, [], "layouts of its own for experts"),
+        ({"model": {"num_experts": 4}}, [], "its own layouts for experts"),
         ({}, ["--layout=flat"], "loads nested optimizer state"),
         ({}, ["--stages=2"], "has no checkpoints per pipeline stage"),
     ],
 )
-def test_export_without_a_counterpart_in_mindspeed_is_refused(sections, options, message, tmp_path):
+def test_export_without_counterpart_in_mindspeed_raises(sections, options, message, tmp_path):
     trained(tmp_path / "run", **sections)
     command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--to=dcp"]
     with pytest.raises(UserError, match=message):

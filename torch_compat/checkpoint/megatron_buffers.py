@@ -31,11 +31,12 @@ Bucket = Mapping[str, LazyTensor]
 FLAT = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(gbuf_|param_state)")
 """Beginning of the keys of flat buffers."""
 _BUCKET = re.compile(
-    r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
-    r"\.gbuf_idx_(\d+)\.dtype_\(.+\)\.bucket_idx_(\d+)\.(\w+)"
+    r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,9})"
+    r"\.gbuf_idx_([0-9]{1,9})\.dtype_\(.+\)\.bucket_idx_([0-9]{1,9})\.(\w+)"
 )
 _MASTER = "param"
 _ALIGNMENT = 64  # elements
+_COMPARED_ROWS = 16  # of each matrix
 _COLUMN_PARALLEL = re.compile(
     r"(embedding\.word_embeddings|output_layer|.*\.linear_qkv|.*\.linear_fc1)\.(weight|bias)"
 )
@@ -90,14 +91,14 @@ def read(dcp: Dcp, weights: Mapping[str, LazyTensor]) -> dict[str, dict[str, Laz
     weights = {k: t for k, t in join_gates(weights) if not k.endswith(".expert_bias")}
     differing: list[str] = []
     for spec in _specs(len(ranks), weights):
-        places = _locate(ranks, weights, spec)
-        if places is None:
+        locations = _locate(ranks, weights, spec)
+        if locations is None:
             continue
         fields = {
             field: {
                 name: _merge(name, weights, [region(bucket[field], start, shape)
-                                             for bucket, start, shape in of_name])
-                for name, of_name in places.items()
+                                             for bucket, start, shape in shard_locations])
+                for name, shard_locations in locations.items()
             }
             for field in ranks[0][0]
         }  # fmt: skip
@@ -112,7 +113,7 @@ def read(dcp: Dcp, weights: Mapping[str, LazyTensor]) -> dict[str, dict[str, Laz
 
 def _buckets(dcp: Dcp) -> list[list[Bucket]]:
     """Return the buckets of each model-parallel rank."""
-    found: dict[int, dict[int, dict[str, LazyTensor]]] = {}
+    by_rank: dict[int, dict[int, dict[str, LazyTensor]]] = {}
     for key, tensor in dcp.tensors.items():
         if not FLAT.match(key):
             continue
@@ -124,17 +125,20 @@ def _buckets(dcp: Dcp) -> list[list[Bucket]]:
             raise UnmappedBuffersError(
                 "each rank has several buffers, as with virtual pipeline stages or FP8 weights"
             )
-        found.setdefault(rank, {}).setdefault(bucket, {})[match[4]] = tensor
+        by_rank.setdefault(rank, {}).setdefault(bucket, {})[match[4]] = tensor
     ranks: list[list[Bucket]] = [
-        [of_rank[i] for i in sorted(of_rank)] for _, of_rank in sorted(found.items())
+        [of_rank[i] for i in sorted(of_rank)] for _, of_rank in sorted(by_rank.items())
     ]
-    lengths = [{tensor.shape for tensor in bucket.values()} for of in ranks for bucket in of]
-    fields = {tuple(sorted(bucket)) for of in ranks for bucket in of}
-    is_numbered = sorted(found) == list(range(len(found))) and all(
-        sorted(of_rank) == list(range(len(of_rank))) for of_rank in found.values()
+    buckets = list(itertools.chain(*ranks))
+    shapes = [{tensor.shape for tensor in bucket.values()} for bucket in buckets]
+    fields = {tuple(sorted(bucket)) for bucket in buckets}
+    is_numbered = sorted(by_rank) == list(range(len(by_rank))) and all(
+        sorted(of_rank) == list(range(len(of_rank))) for of_rank in by_rank.values()
     )
-    if not ranks or not is_numbered or any(len(each) != 1 for each in lengths):
+    if not ranks or not is_numbered or any(len(each) != 1 for each in shapes):
         raise UnmappedBuffersError("buckets are missing")
+    if any(len(shape) != 1 for shape in itertools.chain(*shapes)):
+        raise UnmappedBuffersError("they are not one-dimensional")
     if len(fields) != 1 or _MASTER not in ranks[0][0]:
         raise UnmappedBuffersError("they lack float32 copies of the weights")
     return ranks
@@ -150,15 +154,15 @@ def _specs(ranks: int, weights: Mapping[str, LazyTensor]) -> Iterator[_Spec]:
                 yield _Spec(tensor_ranks, ranks // tensor_ranks, is_local, is_grouped)
 
 
-_Place = tuple[Bucket, int, tuple[int, ...]]
+_Location = tuple[Bucket, int, tuple[int, ...]]
 """Bucket, first element in it, and shape of a tensor rank's part of a parameter."""
 
 
 def _locate(
     ranks: Sequence[Sequence[Bucket]], weights: Mapping[str, LazyTensor], spec: _Spec
-) -> dict[str, list[_Place]] | None:
+) -> dict[str, list[_Location]] | None:
     """Return the location of each parameter on each tensor rank; None if the sizes differ."""
-    places: dict[str, list[_Place]] = {}
+    locations: dict[str, list[_Location]] = {}
     orders = _orders(weights, spec)
     if orders is None:
         return None
@@ -170,11 +174,11 @@ def _locate(
             if starts is None:
                 return None
             for name, (bucket, start), shape in zip(names, starts, shapes, strict=True):
-                of_name = places.setdefault(name, [])
-                if len(of_name) == rank:  # the last stage repeats a tied embedding
+                shard_locations = locations.setdefault(name, [])
+                if len(shard_locations) == rank:  # the last stage repeats a tied embedding
                     assert shape is not None
-                    of_name.append((buckets[bucket], start, shape))
-    return places
+                    shard_locations.append((buckets[bucket], start, shape))
+    return locations
 
 
 def _fill(
@@ -208,7 +212,7 @@ def _orders(weights: Mapping[str, LazyTensor], spec: _Spec) -> list[list[str]] |
     for name in weights:
         if match := _LAYER.fullmatch(name):
             layers.setdefault(int(match[1]), []).append(name)
-    if len(layers) % spec.stages:
+    if sorted(layers) != list(range(len(layers))) or len(layers) % spec.stages:
         return None
     per_stage = len(layers) // spec.stages
     orders = [
@@ -235,14 +239,14 @@ def _position(name: str, spec: _Spec) -> tuple[int, ...]:
     """Return a sort key that orders the parameters of a layer by registration."""
     match = _LAYER.fullmatch(name)
     assert match is not None
-    rest = match[2]
-    is_bias = rest.endswith("bias")
-    if spec.is_local and rest.startswith(_INPUT_NORM):
+    module_name = match[2]
+    is_bias = module_name.endswith("bias")
+    if spec.is_local and module_name.startswith(_INPUT_NORM):
         return (-1, 0, 0, is_bias)
-    module = next((i for i, start in enumerate(_IN_LAYER) if rest.startswith(start)), None)
+    module = next((i for i, start in enumerate(_IN_LAYER) if module_name.startswith(start)), None)
     if module is None:
         raise UnmappedBuffersError(f"the order of {name} is unknown")
-    if expert := _EXPERT.fullmatch(rest):
+    if expert := _EXPERT.fullmatch(module_name):
         number, matrix = int(expert[1]), int(expert[2])
         return (module, *((matrix, number) if spec.is_grouped else (number, matrix)), is_bias)
     return (module, 0, 0, is_bias)
@@ -250,12 +254,11 @@ def _position(name: str, spec: _Spec) -> tuple[int, ...]:
 
 def _parts(name: str, weights: Mapping[str, LazyTensor], ranks: int) -> list[np.ndarray] | None:
     """Return the rows or columns of a parameter on each tensor rank; None if not divisible."""
-    tensor = weights[name]
-    size = tensor.shape[1 if _ROW_PARALLEL.fullmatch(name) else 0]
+    shape, axis = weights[name].shape, 1 if _ROW_PARALLEL.fullmatch(name) else 0
     halves = 2 if is_gated(name, weights) else 1  # gate and up are split separately
-    if size % (halves * ranks):
+    if axis >= len(shape) or shape[axis] % (halves * ranks):
         return None
-    rows = np.arange(size).reshape(halves, ranks, -1)
+    rows = np.arange(shape[axis]).reshape(halves, ranks, -1)
     return [rows[:, rank].reshape(-1) for rank in range(ranks)]
 
 
@@ -294,14 +297,12 @@ def _merge(
 
 def _agrees(weight: LazyTensor, copy: LazyTensor) -> bool:
     """Return whether a float32 copy rounds to the weight, judged by a few rows of a matrix."""
-    rows = weight.shape[0]
-    is_long = len(weight.shape) > 1 and rows > _ROWS
-    some = {i * (rows - 1) // (_ROWS - 1) for i in range(_ROWS)} if is_long else None
-    indices = [(slice(i, i + 1), *full_index(weight.shape[1:])) for i in some or ()]
-    for index in indices or [full_index(weight.shape)]:
-        if not np.array_equal(weight.read(index), copy.read(index).astype(weight.dtype)):
-            return False
-    return True
-
-
-_ROWS = 16  # of each matrix are compared
+    shape = weight.shape
+    indices = [full_index(shape)]
+    if len(shape) > 1 and shape[0] > _COMPARED_ROWS:
+        rows = {i * (shape[0] - 1) // (_COMPARED_ROWS - 1) for i in range(_COMPARED_ROWS)}
+        indices = [(slice(row, row + 1), *full_index(shape[1:])) for row in sorted(rows)]
+    return all(
+        np.array_equal(weight.read(index), copy.read(index).astype(weight.dtype))
+        for index in indices
+    )

@@ -1,7 +1,7 @@
-"""`[model]` and the settings of a Megatron-Core model, both ways.
+"""Conversion between `[model]` and the settings of a Megatron-Core model.
 
-Settings have the names of `TransformerConfig` and of Megatron-Bridge's `GPTModelProvider`, which
-`run_config.yaml` has under `model`. `megatron_files` brings the arguments of Megatron-LM to them.
+Settings have the names of `TransformerConfig` and of Megatron-Bridge's `GPTModelProvider`, as in
+the section `model` of `run_config.yaml`. `megatron_files` translates Megatron-LM's arguments.
 """
 
 import reprlib
@@ -33,8 +33,8 @@ _DEFAULTS: Settings = {
     "moe_router_bias_update_rate": 1e-3, "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
 }  # fmt: skip
-"""What Megatron-Core and Megatron-Bridge take for absent settings."""
-_ONLY: Settings = {
+"""Defaults of Megatron-Core and Megatron-Bridge."""
+_SUPPORTED: Settings = {
     "multi_latent_attention": False, "rotary_interleaved": False, "qk_l2_norm": False,
     "apply_residual_connection_post_layernorm": False, "heterogeneous_block_specs": False,
     "attention_output_gate": False, "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
@@ -43,9 +43,9 @@ _ONLY: Settings = {
     "linear_attention_freq": None, "moe_mlp_glu_interleave_size": None, "mrope_section": None,
     "hybrid_override_pattern": None,
 }  # fmt: skip
-"""Settings of which one value is built: any other would compute something else."""
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-_SIZES = (*_NEEDED, "num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size",
+"""Settings of which jaxforge supports one value only."""
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+_SIZES = (*_REQUIRED, "num_query_groups", "kv_channels", "ffn_hidden_size", "moe_ffn_hidden_size",
           "num_moe_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk",
           "moe_shared_expert_intermediate_size", "vocab_size", "padded_vocab_size",
           "max_position_embeddings", "seq_length")  # fmt: skip
@@ -61,11 +61,11 @@ def model_table(given: Settings, where: str) -> Table:
     """Return the `[model]` table of a Megatron-Core model.
 
     Args:
-        given: its settings.
-        where: the file that they are from, for messages.
+        given: settings of the model.
+        where: file of the settings, for messages.
 
     Raises:
-        UserError: settings are missing or of no model, or ask for what is not built.
+        UserError: settings are missing, impossible or not supported.
     """
     _check(given, where)
     s = {**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}}
@@ -83,7 +83,7 @@ def model_table(given: Settings, where: str) -> Table:
         "init_std": s["init_method_std"],
     }
     if table["vocab_size"] is None:
-        raise UserError(f"{where}: it does not give vocab_size or padded_vocab_size")
+        raise UserError(f"{where}: vocab_size or padded_vocab_size is missing")
     if s["kv_channels"] and s["kv_channels"] * heads != dim:
         table["head_dim"] = s["kv_channels"]
     if s["softmax_scale"] is not None:
@@ -94,31 +94,32 @@ def model_table(given: Settings, where: str) -> Table:
 
 
 def _check(given: Settings, where: str) -> None:
-    """Check that settings are such as a model can have, and none that is not built.
+    """Check that settings are possible and supported.
 
     Raises:
-        UserError: they are not.
+        UserError: a setting is missing, impossible or not supported.
     """
     target = str(given.get("_target_", "")).lower()
     if name := next((part for part in _OTHER_MODELS if part in target), None):
         raise UserError(
-            f"{where}: {target} is more than settings of Megatron-Core's GPT model ({name}): not "
-            "built yet. Export it to Hugging Face there, and import that"
+            f"{where}: {target} differs from Megatron-Core's GPT model in more than settings "
+            f"({name}), which is not supported. Export it to Hugging Face with Megatron, and "
+            "import that"
         )
-    if missing := [key for key in _NEEDED if given.get(key) is None]:
-        raise UserError(f"{where}: it does not give {', '.join(missing)}")
+    if missing := [key for key in _REQUIRED if given.get(key) is None]:
+        raise UserError(f"{where}: {', '.join(missing)} is missing")
     for key in (*_SIZES, *_NUMBERS):
         value = given.get(key)
         is_fine = type(value) is int and 1 <= value <= limits.WIDTH
         if value is not None and not (is_fine or (key in _NUMBERS and is_size(value))):
-            raise UserError(f"{where}: {key} = {reprlib.repr(value)} is of no model")
+            raise UserError(f"{where}: {key} = {reprlib.repr(value)} is impossible")
     limits.check_layers(given["num_layers"], given.get("num_moe_experts"), where)
-    for key, only in _ONLY.items():
+    for key, only in _SUPPORTED.items():
         if given.get(key) not in (None, only, False):
-            raise _not_built(key, given, where)
+            raise _unsupported(key, given, where)
 
 
-def _not_built(key: str, settings: Settings, where: str) -> UserError:
+def _unsupported(key: str, settings: Settings, where: str) -> UserError:
     value = reprlib.repr(settings[key])
     return UserError(f"{where}: jaxforge's model has no counterpart of {key} = {value}")
 
@@ -127,15 +128,15 @@ def _norms(s: Settings, where: str) -> Table:
     kinds = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
     kind = kinds.get(s["normalization"]) if isinstance(s["normalization"], str) else None
     if kind is None:
-        raise _not_built("normalization", s, where)
+        raise _unsupported("normalization", s, where)
     table: Table = {"norm_type": kind}
     if s["layernorm_zero_centered_gamma"]:
         if kind != "rmsnorm":
-            raise _not_built("layernorm_zero_centered_gamma", s, where)
+            raise _unsupported("layernorm_zero_centered_gamma", s, where)
         table["norm_unit_offset"] = True
     if s["qk_layernorm"]:
-        if kind != "rmsnorm":  # their norms of queries and keys are then LayerNorms
-            raise _not_built("qk_layernorm", s, where)
+        if kind != "rmsnorm":  # norms of queries and keys are LayerNorms, too
+            raise _unsupported("qk_layernorm", s, where)
         table |= {"qk_norm": True, "qk_norm_eps": s["layernorm_epsilon"]}
     return table
 
@@ -143,17 +144,17 @@ def _norms(s: Settings, where: str) -> Table:
 def _feed_forward(s: Settings, where: str) -> Table:
     name = str(s["activation_func"]).rpartition(".")[2]
     if name not in _ACTIVATIONS:
-        raise _not_built("activation_func", s, where)
+        raise _unsupported("activation_func", s, where)
     activation = _ACTIVATIONS[name]
     if activation == "gelu" and s["bias_activation_fusion"]:
-        activation = "gelu_tanh"  # their fused kernels approximate it
+        activation = "gelu_tanh"  # fused kernels use the tanh approximation
     gated = bool(s["gated_linear_unit"])
     table: Table = {"activation": activation}
     if gated != (activation == "silu"):
         table["gated_mlp"] = gated
     if s["add_bias_linear"]:
         if s["num_moe_experts"]:
-            raise _not_built("add_bias_linear", s, where)
+            raise _unsupported("add_bias_linear", s, where)
         table |= {"mlp_bias": True, "o_bias": True}
     return table | ({"qkv_bias": True} if s["add_bias_linear"] or s["add_qkv_bias"] else {})
 
@@ -163,13 +164,13 @@ def _positions(s: Settings, where: str) -> Table:
     if kind == "learned_absolute":
         return {"position_embedding": "learned"}
     if kind != "rope":
-        raise _not_built("position_embedding_type", s, where)
+        raise _unsupported("position_embedding_type", s, where)
     table: Table = {"rope_theta": float(s["rotary_base"])}
     if s["rotary_percent"] != 1:
         table["partial_rotary_factor"] = float(s["rotary_percent"])
     llama3 = s.get("scale_factor")
     if llama3 and s["seq_len_interpolation_factor"]:
-        raise _not_built("seq_len_interpolation_factor", s, where)
+        raise _unsupported("seq_len_interpolation_factor", s, where)
     if llama3:
         table["rope_scaling"] = {
             "rope_type": "llama3", "factor": float(llama3),
@@ -197,17 +198,17 @@ def _in_layers(key: str, s: Settings, where: str, is_in: Callable[[int, int], bo
         return [is_in(layer, value) for layer in range(layers)]
     if isinstance(value, list | tuple) and len(value) == layers and set(value) <= {0, 1}:
         return [bool(each) for each in value]
-    raise _not_built(key, s, where)
+    raise _unsupported(key, s, where)
 
 
 def _windows(s: Settings, where: str) -> Table:
-    """Return keys of layers that see a window: of `left` tokens before a token, and itself."""
+    """Return the keys of windows; Megatron-Core's width excludes the current token."""
     window = s["window_size"]
     if not window:
         return {}
     is_pair = isinstance(window, list | tuple) and len(window) == 2
     if not is_pair or type(window[0]) is not int or window[0] < 0 or window[1] not in (0, -1):
-        raise _not_built("window_size", s, where)
+        raise _unsupported("window_size", s, where)
     table: Table = {"sliding_window": window[0] + 1}
     if s["window_attn_skip_freq"] is not None:
         sees = _in_layers(
@@ -218,16 +219,16 @@ def _windows(s: Settings, where: str) -> Table:
 
 
 def _experts(s: Settings, where: str) -> Table:
-    """Return keys of experts.
+    """Return the keys of experts.
 
-    Losses of balance, capacities and their like are settings of a run, and left to `[model]`.
+    Settings of training, such as load-balancing losses and capacities, are not imported.
     """
     chosen, score = s["moe_router_topk"], s["moe_router_score_function"]
     if score not in ("softmax", "sigmoid"):
-        raise _not_built("moe_router_score_function", s, where)
+        raise _unsupported("moe_router_score_function", s, where)
     has_bias = bool(s["moe_router_enable_expert_bias"])
     if has_bias and score != "sigmoid":
-        raise _not_built("moe_router_enable_expert_bias", s, where)
+        raise _unsupported("moe_router_enable_expert_bias", s, where)
     # Softmax over the chosen experts alone is the share of each in the sum of all softmax scores.
     # Sigmoid scores are divided by their sum where there are several.
     normalized = not s["moe_router_pre_softmax"] if score == "softmax" else chosen > 1
@@ -247,7 +248,7 @@ def _experts(s: Settings, where: str) -> Table:
         table["moe_routed_scaling"] = float(s["moe_router_topk_scaling_factor"])
     if s["moe_router_group_topk"]:
         if chosen // s["moe_router_group_topk"] != 2:  # a group is judged by two experts here
-            raise _not_built("moe_router_group_topk", s, where)
+            raise _unsupported("moe_router_group_topk", s, where)
         table |= {"moe_groups": s["moe_router_num_groups"],
                   "moe_top_k_groups": s["moe_router_group_topk"]}  # fmt: skip
     if width := s["moe_shared_expert_intermediate_size"]:
@@ -257,32 +258,32 @@ def _experts(s: Settings, where: str) -> Table:
 
 
 def _layers_with(has_experts: Sequence[bool], s: Settings, where: str) -> Table:
-    """Return the first layer with experts, and the period of those from there on."""
+    """Return the keys of the first layer with experts and of their period from there on."""
     chosen = [i for i, has in enumerate(has_experts) if has]
     if chosen:
         first = chosen[0]
         every = chosen[1] - first if len(chosen) > 1 else first + 1
         if chosen == [i for i in range(first, len(has_experts)) if (i + 1) % every == 0]:
             return {"moe_frequency": every, "moe_first_dense_layers": first}
-    raise _not_built("moe_layer_freq", s, where)
+    raise _unsupported("moe_layer_freq", s, where)
 
 
 def settings(model: ModelConfig) -> Table:
-    """Return the settings of a Megatron-Core model that computes what a model of ours does.
+    """Return the settings of the Megatron-Core model that computes the same function.
 
     Raises:
-        UserError: there are none; what the model has is listed.
+        UserError: Megatron-Core has no such model; the message lists the differences.
     """
     written = dict(_written(model))
     again = ModelConfig(**model_table(written, "Megatron-Core"))
     ours, theirs = network_settings(model), network_settings(again)
     if lacks := [f"{key} = {ours[key]!r}" for key in ours if not same(ours[key], theirs[key])]:
-        raise UserError(f"Megatron-Core's GPT model has no {', '.join(lacks)}: export to dcp or hf")
+        raise UserError(f"Megatron-Core's GPT model has no {', '.join(lacks)}. Export to dcp or hf")
     return written
 
 
 def _written(model: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that say what they can of a model; reading them again tells the rest."""
+    """Yield settings; keys without a counterpart are omitted, which `settings` detects."""
     biased = model.mlp_bias and model.o_bias
     scaling = model.rope_scaling
     yield from {

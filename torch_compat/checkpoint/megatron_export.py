@@ -1,7 +1,7 @@
-"""Checkpoints for Megatron-Core: keys of a `torch_dist` checkpoint, and the files next to them.
+"""Conversion of `CheckpointState` to the keys and files of a `torch_dist` checkpoint.
 
-Optimizer state is in the layout `fully_reshardable`, which every tensor, pipeline and data parallel
-size can load.
+Optimizer state has the layout `fully_reshardable`, which every size of tensor, pipeline and data
+parallelism can load.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, Tenso
 from torch_compat.formats.dcp_writer import Entry
 from torch_compat.formats.lazy import DTYPES, LazyTensor
 from torch_compat.formats.pickles import Global, New
-from torch_compat.names.megatron import MEGATRON, joined
+from torch_compat.names.megatron import MEGATRON, to_torch_dist
 from torch_compat.names.translation import summarize_names
 
 _FIELDS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _MASTER = "param"
-_EMPTY = [None]  # what a module without state of its own stores as `_extra_state`
+_EMPTY = [None]  # `_extra_state` of a module without extra state
 _MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj",
             "self_attention.core_attention", "self_attention.q_layernorm",
             "self_attention.k_layernorm")  # fmt: skip
-_OF_DENSE = ("mlp.linear_fc1", "mlp.linear_fc2")
-_OF_EXPERTS = ("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts.linear_fc1",
+_DENSE_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXPERT_MODULES = ("pre_mlp_layernorm", "mlp.router", "mlp.shared_experts.linear_fc1",
                "mlp.shared_experts.linear_fc2")  # fmt: skip
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "none": "constant",
               "wsd": "WSD"}  # fmt: skip
@@ -46,26 +46,31 @@ def check(checkpoint: CheckpointState, target: AbstractTarget) -> None:
     """Check that a state has a counterpart in Megatron-Core.
 
     Raises:
-        UserError: the model or the optimizer has none.
+        UserError: the model or the optimizer has no counterpart.
     """
     megatron_config.settings(target.config.model)
     if checkpoint.moments is None:
         return
-    name = target.config.optimizer.name
-    if name != "adamw":
+    optimizer = target.config.optimizer
+    if optimizer.name != "adamw":
         raise UserError(
-            f'optimizer.name = "{name}": its state has no counterpart in Megatron-Core: convert '
-            "with --weights-only"
+            f'optimizer.name = "{optimizer.name}": its state has no counterpart in Megatron-Core. '
+            "Convert with --weights-only"
         )
     if checkpoint.counts_experts:
         raise UserError(
-            "optimizer.skip_idle_experts counts updates of each expert, and Megatron-Core has one "
-            "count: convert with --weights-only"
+            "optimizer.skip_idle_experts: each expert has its own number of updates, and "
+            "Megatron-Core has only one. Convert with --weights-only"
+        )
+    if optimizer.freeze_patterns or optimizer.lr_patterns:
+        raise UserError(
+            "optimizer.freeze_patterns and optimizer.lr_patterns: Megatron-Core trains all "
+            "parameters with one learning rate. Convert with --weights-only"
         )
 
 
 def entries(checkpoint: CheckpointState, model: ModelConfig) -> dict[str, Entry]:
-    """Return the keys of a `torch_dist` checkpoint, and their values."""
+    """Return the entries of a `torch_dist` checkpoint by key."""
     written: dict[str, Any] = {
         **_stored(checkpoint.variables, model), **dict.fromkeys(_extra_states(model), _EMPTY)
     }  # fmt: skip
@@ -84,31 +89,31 @@ def entries(checkpoint: CheckpointState, model: ModelConfig) -> dict[str, Entry]
 
 
 def _stored(tensors: Tensors, model: ModelConfig) -> dict[str, LazyTensor]:
-    return joined(MEGATRON.to_dialect(tensors, model), model)
+    return to_torch_dist(MEGATRON.to_dialect(tensors, model), model)
 
 
 def _extra_states(model: ModelConfig) -> Iterator[str]:
-    """Yield keys of what TransformerEngine's modules store in addition to weights.
+    """Yield the keys of the extra state that TransformerEngine's modules store next to weights.
 
-    A loader asks for those of the modules that it has, and takes more than it asks for.
+    A loader requests the keys of its own modules and ignores all others.
     """
     layers, experts, is_alike = model.n_layers, model.num_experts, len(model.stacks) == 1
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for i, has_experts in enumerate(model.has_experts):
         prefix = "decoder.layers." if is_alike else f"decoder.layers.{i}."
-        here, of = (i, layers) if is_alike else (0, 1)
-        for module in (*_MODULES, *(_OF_EXPERTS if has_experts else _OF_DENSE)):
-            yield f"{prefix}{module}._extra_state/shard_{here}_{of}"
+        shard, n_shards = (i, layers) if is_alike else (0, 1)
+        for module in (*_MODULES, *(_EXPERT_MODULES if has_experts else _DENSE_MODULES)):
+            yield f"{prefix}{module}._extra_state/shard_{shard}_{n_shards}"
         for j in range(experts if has_experts else 0):
-            shard = f"{i}.{j}_{layers}.{experts}" if is_alike else f"{j}_{experts}"
+            suffix = f"{i}.{j}_{layers}.{experts}" if is_alike else f"{j}_{experts}"
             for module in ("linear_fc1", "linear_fc2"):
-                yield f"{prefix}mlp.experts.experts.{module}._extra_state/shard_{shard}"
+                yield f"{prefix}mlp.experts.experts.{module}._extra_state/shard_{suffix}"
 
 
 def decay_notes(target: AbstractTarget) -> list[str]:
-    """Return a note about parameters that decay in one of the two frameworks alone.
+    """Return a note about parameters that decay in only one of the two frameworks.
 
-    Megatron-Core decides by itself: whatever is no vector and no bias decays.
+    Megatron-Core chooses by shape: all parameters but vectors decay.
     """
     shapes = {target.stacking.array_of(name): shape for name, shape in target.params.items()}
     decays = target.config.optimizer.decays
@@ -129,9 +134,9 @@ def common(config: JobConfig, progress: Progress, updates: int | None) -> dict[s
     """Return the content of `common.pt`.
 
     Args:
-        config: the run's config.
-        progress: where the run stands.
-        updates: updates that the optimizer has made; None without an optimizer.
+        config: config of the run.
+        progress: progress of the run.
+        updates: number of updates of the optimizer; None without an optimizer.
     """
     has_optimizer = updates is not None
     layout = _LAYOUT if has_optimizer else {}
@@ -179,7 +184,7 @@ def run_config(config: JobConfig, *, has_optimizer: bool) -> str:
             "activation_func": {"_target_": activation, "_call_": False},
         },
         "checkpoint": {"ckpt_format": "torch_dist", "save_optim": has_optimizer, "save_rng": False},
-        **{name: of(config) for name, of in _SECTIONS.items()},
+        **{name: section(config) for name, section in _SECTIONS.items()},
     }  # fmt: skip
     return yaml.safe_dump(sections, sort_keys=True)
 
@@ -206,11 +211,11 @@ def _train(config: JobConfig) -> dict[str, Any]:
 
 
 _SECTIONS = {"optimizer": _optimizer, "scheduler": _scheduler, "train": _train}
-"""Sections of `run_config.yaml` whose keys are arguments of Megatron-LM, too."""
+"""Sections of `run_config.yaml` whose keys are also arguments of Megatron-LM."""
 
 
 def _arguments(config: JobConfig, progress: Progress, has_optimizer: bool) -> dict[str, Any]:
-    """Return Megatron-LM's arguments: the model, the optimizer, and what a load looks at."""
+    """Return Megatron-LM's arguments of the model, the optimizer and the loader."""
     settings = megatron_config.settings(config.model)
     is_silu = settings["activation_func"] == "silu"
     args = {key: v for key, v in settings.items() if not key.startswith(("activation_", "share_"))}
@@ -231,8 +236,8 @@ def _arguments(config: JobConfig, progress: Progress, has_optimizer: bool) -> di
         "iteration": progress.step, "consumed_train_samples": progress.samples,
         "skipped_train_samples": 0, "consumed_valid_samples": 0, **_ONE_RANK,
     }  # fmt: skip
-    for of in _SECTIONS.values():
-        args |= of(config)
+    for section in _SECTIONS.values():
+        args |= section(config)
     return {**args, "seq_length": config.train.seq_len}
 
 
@@ -250,7 +255,7 @@ def _groups(config: JobConfig, updates: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _schedule(config: JobConfig, progress: Progress, updates: int) -> dict[str, Any]:
-    """Return the state of Megatron-Core's scheduler, which counts in sequences."""
+    """Return the state of Megatron-Core's scheduler, whose steps are sequences."""
     o, batch = config.optimizer, max(1, progress.samples // max(1, progress.step))
     warmup, _, end = config.scheduler.boundaries(config.train.max_steps)
     return {

@@ -1,9 +1,9 @@
-"""Files next to a Megatron-Core checkpoint: what job wrote it, and where it stood.
+"""Files next to the tensors of a Megatron-Core checkpoint: config and progress of the job.
 
-- `run_config.yaml`: Megatron-Bridge's whole config
-- `common.pt`: what all ranks share, such as Megatron-LM's `args` and `iteration`
-- `metadata.json`: the format, torch_dist
-- `train_state.pt`: Megatron-Bridge's step and samples
+- `run_config.yaml`: config of Megatron-Bridge
+- `common.pt`: state shared by all ranks, such as Megatron-LM's `args` and `iteration`
+- `metadata.json`: name of the format, torch_dist
+- `train_state.pt`: step and samples of Megatron-Bridge
 """
 
 import re
@@ -29,8 +29,8 @@ TORCH_DIST = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
 ITERATION = re.compile(r"iter_(\d{7,})")
 _LEGACY = re.compile(r"mp_rank_\d\d(_\d\d\d)*")
 _ARGUMENTS, ITERATION_KEY = "args", "iteration"
-_YAML = 256 << 10  # bytes of a run_config.yaml: it takes seconds to read as many
-_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")  # a number that YAML 1.1 takes for text
+_YAML = 256 << 10  # maximum bytes of a run_config.yaml; parsing more takes seconds
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")  # a number that YAML 1.1 reads as text
 _SECTIONS = ("model", "train", "optimizer", "scheduler")
 
 _RENAMED = {
@@ -40,18 +40,18 @@ _RENAMED = {
 }  # fmt: skip
 """Megatron-LM's arguments that have another name in `TransformerConfig`."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
-"""What Megatron-LM's --use-rope-scaling takes besides its factor."""
+"""Settings of Megatron-LM's --use-rope-scaling in addition to the factor."""
 
 
 class Job(NamedTuple):
     """Config of the job that wrote a checkpoint.
 
     Attributes:
-        model: settings of the model, as `megatron_config` has them.
+        model: settings of the model by the names of `megatron_config`.
         train: `seq_length`, `global_batch_size`, `train_iters`.
         optimizer: `lr`, `adam_beta1`, `weight_decay` and so on.
         scheduler: `lr_decay_style`, `lr_warmup_iters` and so on.
-        where: the file that says so.
+        where: the file of the config.
     """
 
     model: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Job(NamedTuple):
 
     @property
     def padded_vocabulary(self) -> int | None:
-        """Rows of the embedding: the vocabulary, rounded up to what tensor parallelism divides."""
+        """Rows of the embedding: the vocabulary, padded to be divisible among tensor ranks."""
         if type(padded := self.model.get("padded_vocab_size")) is int:
             return padded
         keys = ("vocab_size", "make_vocab_size_divisible_by", "tensor_model_parallel_size")
@@ -92,10 +92,10 @@ def latest(directory: Directory) -> Directory | None:
 
 
 def check_format(directory: Directory) -> None:
-    """Check that a checkpoint of Megatron-Core has a format that is read here.
+    """Check that a checkpoint of Megatron-Core has a supported format.
 
     Raises:
-        UserError: it has not.
+        UserError: the format is not supported.
     """
     names = directory.names()
     how = "Save it with --ckpt-format torch_dist"
@@ -103,23 +103,24 @@ def check_format(directory: Directory) -> None:
         return
     if any(_LEGACY.fullmatch(name) for name in names):
         raise UserError(
-            f"{directory}: a checkpoint of Megatron's legacy format, a pickle for each rank "
-            f"(mp_rank_*): not read here. {how}"
+            f"{directory}: Megatron's legacy format (a pickle per rank, mp_rank_*) is not "
+            f"supported. {how}"
         )
     if FORMAT in names:
         about = load_object(directory.read(FORMAT), f"{directory}/{FORMAT}")
         backend = about.get("sharded_backend")
         if isinstance(backend, str) and backend != TORCH_DIST["sharded_backend"]:
             what = f"sharded_backend = {shown(backend)}"
-            raise UserError(f"{directory}: {what}: not read here. {how}")
+            raise UserError(f"{directory}: {what} is not supported. {how}")
 
 
 def read_job(directory: Directory, dcp: Dcp | None = None) -> Job | None:
-    """Return the config of the job that wrote a checkpoint; None where no file says.
+    """Return the config of the job that wrote a checkpoint; None if no file has one.
 
     Args:
-        directory: the checkpoint.
-        dcp: it, opened, if it is; `fsdp_dtensor` of Megatron-LM has the arguments inside.
+        directory: directory of the checkpoint.
+        dcp: the opened checkpoint, if available. `fsdp_dtensor` of Megatron-LM contains the
+            arguments.
 
     Raises:
         UserError: a file is damaged.
@@ -132,17 +133,17 @@ def read_job(directory: Directory, dcp: Dcp | None = None) -> Job | None:
         return Job(model, train, sections["optimizer"], sections["scheduler"], where)
     if directory.has(COMMON):
         arguments = read_common(directory).get(_ARGUMENTS)
-        return _of_arguments(arguments, f"{directory}/{COMMON}")
+        return _parse_arguments(arguments, f"{directory}/{COMMON}")
     if dcp is None and ITERATION.fullmatch(directory.name) and directory.has(METADATA):
         dcp = open_dcp(directory)
     if dcp is not None and _ARGUMENTS in dcp.objects:
         arguments = dcp.objects(_ARGUMENTS, is_tolerant=True)
-        return _of_arguments(arguments, f"{directory}: {_ARGUMENTS}")
+        return _parse_arguments(arguments, f"{directory}: {_ARGUMENTS}")
     return None
 
 
 def is_known(directory: Directory) -> bool:
-    """Return whether a directory looks like a checkpoint of Megatron-Core by its files."""
+    """Return whether a directory has the files or the name of a Megatron-Core checkpoint."""
     names = directory.names()
     return bool({COMMON, RUN_CONFIG} & {*names}) or bool(ITERATION.fullmatch(directory.name))
 
@@ -151,7 +152,7 @@ def read_common(directory: Directory) -> dict[str, Any]:
     """Return `common.pt`; instances of unknown classes are opaque.
 
     Raises:
-        UserError: it is damaged.
+        UserError: the file is damaged.
     """
     where = f"{directory}/{COMMON}"
     file = directory.open(COMMON)
@@ -162,14 +163,14 @@ def read_common(directory: Directory) -> dict[str, Any]:
 
 
 def read_iteration(dcp: Dcp) -> object:
-    """Return the steps that a job of Megatron-LM attempted; None if they are not stored."""
+    """Return the number of steps that a job of Megatron-LM attempted; None if not stored."""
     if dcp.directory.has(COMMON):
         return read_common(dcp.directory).get(ITERATION_KEY)
     return dcp.objects(ITERATION_KEY) if ITERATION_KEY in dcp.objects else None
 
 
-def _of_arguments(arguments: object, where: str) -> Job | None:
-    """Return what Megatron-LM's arguments say, by the names of `TransformerConfig`."""
+def _parse_arguments(arguments: object, where: str) -> Job | None:
+    """Return the job of Megatron-LM's arguments, by the names of `TransformerConfig`."""
     if not isinstance(arguments, Record):
         return None
     args = {key: value for key, value in vars(arguments).items() if key != "state"}
@@ -196,10 +197,10 @@ def _activation(args: Mapping[str, Any]) -> str:
 
 
 def _read_yaml(data: bytes, where: str) -> dict[str, dict[str, Any]]:
-    """Return the plain values of a few sections: of the document's graph, nothing else is made.
+    """Return the plain values of the relevant sections, without constructing other objects.
 
     Raises:
-        UserError: it is not YAML, or has no such sections.
+        UserError: the document is not YAML, or has no model.
     """
     try:
         root = yaml.compose(data.decode(), Loader=yaml.SafeLoader)
@@ -210,7 +211,7 @@ def _read_yaml(data: bytes, where: str) -> dict[str, dict[str, Any]]:
         if name in sections:
             sections[name] = {key: _value(value, where) for key, value in _items(node)}
     if not sections["model"]:
-        raise UserError(f"{where}: it has no model")
+        raise UserError(f"{where}: no section `model`")
     return sections
 
 
@@ -220,7 +221,7 @@ def _items(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
 
 
 def _value(node: yaml.Node, where: str) -> object:
-    """Return a scalar, a list of scalars, or the name of the object that a table stands for."""
+    """Return a scalar, a list of scalars, or the `_target_` of a table."""
     if isinstance(node, yaml.ScalarNode):
         if _EXPONENT.fullmatch(node.value):
             return float(node.value)

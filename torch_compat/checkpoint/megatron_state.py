@@ -1,4 +1,4 @@
-"""A Megatron-Core checkpoint, `torch_dist` or `fsdp_dtensor`: which key is what.
+"""Keys of a Megatron-Core checkpoint, `torch_dist` or `fsdp_dtensor`, by purpose.
 
 torch_dist       decoder.layers.self_attention.linear_qkv.weight
                  optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight
@@ -31,20 +31,20 @@ from torch_compat.names.table import strip_wrappers
 
 _PREFIX = re.compile(r"^model\d*\.")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(.+)")
-_PARAMETER = re.compile(r"(\w+_)?(weight|bias)\d*(_[wv])?")  # the last part of its name
+_PARAMETER = re.compile(r"(\w+_)?(weight|bias)\d*(_[wv])?")  # last part of a parameter's name
 _GROUP = re.compile(rf"optimizer\.param_to_group_meta\.(.+)\.({'|'.join((*MAIN_KEYS, STEP))})")
 _FLAT_GROUPS = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/.+)?"
 )
-_BESIDE = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
+_NOT_MODEL = ("optimizer.", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 _EXTRA = "_extra_state"
 _MASTERS = ("param", "fp32_param", "master_param")
-_FURTHER = "mtp."  # layers that predict further tokens
-_MOST = 10_000  # dicts that are looked through
+_PREDICTION_LAYERS = "mtp."  # layers of multi-token prediction
+_MAX_DICTS = 10_000  # of an untrusted object that are searched
 
 STRUCTURE = ("n_heads", "kv_heads", "head_size", "activation", "is_gated", "norm_unit_offset",
              "moe_router")  # fmt: skip
-"""What a config must have as the job: another number of heads would read `linear_qkv` wrongly."""
+"""Settings in which config and job must agree; with other heads, `linear_qkv` is read wrongly."""
 _OPTIMIZER = {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay"}
 _STYLES = ("constant", "linear", "cosine")
 _TRAIN = {"seq_len": "seq_length", "global_batch_size": "global_batch_size",
@@ -60,7 +60,7 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
     """Assign the keys of a Megatron-Core checkpoint to model, optimizer and other state.
 
     Raises:
-        UserError: two keys are one parameter's, or a file is damaged.
+        UserError: two keys belong to one parameter, or a file is damaged.
     """
     where = str(dcp.directory)
     model: dict[str, LazyTensor] = {}
@@ -71,9 +71,9 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
         if match := _STATE.fullmatch(key):
             field, name = _field_and_parameter(match[1])
             fields.setdefault(field, {})[strip_wrappers(name)] = tensor
-        elif key.startswith(_BESIDE) or key.endswith(_EXTRA):
+        elif key.startswith(_NOT_MODEL) or key.endswith(_EXTRA):
             others.append(key)
-        elif (name := bare(key)).startswith(_FURTHER):
+        elif (name := bare(key)).startswith(_PREDICTION_LAYERS):
             left_out.append(key)
         elif name in model:
             raise UserError(f"{where}: {key} and another key are both {name}")
@@ -87,7 +87,7 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
         except UnmappedBuffersError as error:
             unmapped = str(error)
     counts = fields.pop(STEP, {})
-    by_field = {field: megatron.separate(of, where) for field, of in fields.items()}
+    by_field = {field: megatron.separate(named, where) for field, named in fields.items()}
     masters = {
         name: tensor for field in _MASTERS for name, tensor in by_field.pop(field, {}).items()
     }
@@ -104,7 +104,7 @@ def sort_keys(dcp: Dcp) -> DcpKeys:
 
 
 def _without_prefix(dcp: Dcp) -> Callable[[str], str]:
-    """Return what takes off what stands before the keys of the model."""
+    """Return a function that removes the wrappers and prefixes of the model's keys."""
     table = next(
         key for key in dcp.tensors if key.endswith(WORD_EMBEDDINGS) and not _STATE.fullmatch(key)
     )
@@ -127,10 +127,10 @@ def check_mapped(keys: DcpKeys, where: str) -> None:
 
 
 def config_values(job: Job) -> dict[str, Any]:
-    """Return the tables of a config that continues a job: its model, sequences and optimizer.
+    """Return the sections of a config that continues a job.
 
     Raises:
-        UserError: the model has no counterpart here.
+        UserError: the model has no counterpart in jaxforge.
     """
     optimizer: dict[str, Any] = {
         ours: value
@@ -152,7 +152,7 @@ def config_values(job: Job) -> dict[str, Any]:
 
 
 def _schedule(job: Job) -> dict[str, Any]:
-    """Return `[scheduler]` of a job; empty for a schedule that has another formula here."""
+    """Return `[scheduler]` of a job; empty for a schedule whose formula jaxforge lacks."""
     given = {**job.train, **job.optimizer, **job.scheduler}
     style = given.get("lr_decay_style")
     numbers = {key: float(value) for key, value in given.items() if is_size(value)}
@@ -169,14 +169,14 @@ def _schedule(job: Job) -> dict[str, Any]:
 
 
 def check_job(job: Job, config: JobConfig) -> list[str]:
-    """Check that a config is of the model that a job has trained; return notes.
+    """Check that a config describes the model of a job; return notes.
 
     Args:
-        job: the job.
-        config: what the checkpoint is read as.
+        job: the job that wrote the checkpoint.
+        config: config with which the checkpoint is read.
 
     Raises:
-        UserError: heads, groups or the like differ, which the shapes of weights do not show.
+        UserError: settings differ that the shapes of weights do not show, such as heads.
     """
     trained = ModelConfig(**model_table(job.model, job.where))
     if problems := list(invisible_differences(trained, config.model, STRUCTURE)):
@@ -184,19 +184,22 @@ def check_job(job: Job, config: JobConfig) -> list[str]:
     notes = list(invisible_differences(trained, config.model))
     style = job.scheduler.get("lr_decay_style")
     if style is not None and not _schedule(job):
-        notes.append(f"the job's schedule {shown(style)} is not taken over: set [scheduler]")
+        notes.append(f"the job's schedule {shown(style)} is not imported. Set [scheduler]")
     return notes
 
 
 def is_padded(keys: DcpKeys, job: Job, model: ModelConfig) -> bool:
-    """Return whether the embedding has the rows that Megatron-Core adds to a vocabulary."""
+    """Return whether the embedding has rows that pad the vocabulary."""
     table = keys.params.get(WORD_EMBEDDINGS)
     rows = table.shape[0] if table is not None and table.shape else 0
     return rows == job.padded_vocabulary and rows > model.vocab_size
 
 
 def _field_and_parameter(key: str) -> tuple[str, str]:
-    """Split what follows `optimizer.state.`: the field comes first, or last in `fsdp_dtensor`."""
+    """Split the part of a key after `optimizer.state.` into field and parameter.
+
+    The field comes first in `torch_dist` and last in `fsdp_dtensor`.
+    """
     before, _, last = key.rpartition(".")
     if _PARAMETER.fullmatch(last):
         field, _, parameter = key.partition(".")
@@ -205,11 +208,16 @@ def _field_and_parameter(key: str) -> tuple[str, str]:
 
 
 def _steps_and_groups(
-    dcp: Dcp, of_parameters: Iterable[LazyTensor]
+    dcp: Dcp, stored_steps: Iterable[LazyTensor]
 ) -> tuple[list[float], list[dict[str, Any]]]:
-    """Return the numbers of updates that are stored, and the settings of parameter groups."""
+    """Return all stored numbers of updates, and the settings of the parameter groups.
+
+    Args:
+        dcp: the checkpoint.
+        stored_steps: numbers of updates stored by parameter.
+    """
     groups: dict[str, dict[str, Any]] = {}
-    counts: list[Any] = list(of_parameters)
+    counts: list[Any] = list(stored_steps)
     tables: list[Mapping[str, Any]] = []
     for key in dcp.objects:
         if match := _GROUP.fullmatch(key):
@@ -238,12 +246,12 @@ def _usual(group: Mapping[str, Any]) -> dict[str, Any]:
 def _dicts(value: object) -> list[Mapping[str, Any]]:
     """Return all dicts within nested dicts and lists."""
     tables: list[Mapping[str, Any]] = []
-    left = [value]
-    while left and len(tables) < _MOST:
-        each = left.pop()
+    pending = [value]
+    while pending and len(tables) < _MAX_DICTS:
+        each = pending.pop()
         if isinstance(each, dict):
             tables.append(each)
-            left += each.values()
+            pending += each.values()
         elif isinstance(each, list):
-            left += each
+            pending += each
     return tables

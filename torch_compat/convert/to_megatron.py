@@ -21,7 +21,7 @@ from torch_compat.names.megatron import MEGATRON
 
 
 class MegatronWriter(Writer):
-    """An `iter_<n>` that Megatron-LM and Megatron-Bridge load, and the tracker file."""
+    """Writer of an `iter_<n>` for Megatron-LM and Megatron-Bridge, and of the tracker file."""
 
     label = MEGATRON.name
 
@@ -29,23 +29,25 @@ class MegatronWriter(Writer):
         super().__init__(request, source)
         self._has_moments = source.checkpoint.moments is not None
         if request.dialect not in (None, MEGATRON.name):
-            raise UserError(f"--dialect {request.dialect}: --to megatron has names of its own")
+            raise UserError(
+                f"--dialect {request.dialect}: --to megatron has its own names. Remove it"
+            )
         if request.dtype and self._has_moments:
             raise UserError(
-                f"--dtype {request.dtype}: next to an optimizer, weights are float32, and "
-                "Megatron-Core rounds them itself. Remove it, or add --weights-only"
+                f"--dtype {request.dtype}: a checkpoint with optimizer state has float32 weights, "
+                "which Megatron-Core rounds itself. Remove it, or add --weights-only"
             )
         megatron_export.check(source.checkpoint, source.target)
         self._check_names(MEGATRON.name)
         self.subdirectory = f"iter_{source.progress.step:07d}"
 
     def notes(self) -> list[str]:
-        """Return what the user should know."""
+        """Return notes for the user."""
         if not self._has_moments:
-            return ["load it in Megatron with --finetune, as it holds weights alone"]
+            return ["load it in Megatron with --finetune, because it has only weights"]
         return [
             "resume in Megatron with --use-distributed-optimizer --override-opt_param-scheduler: "
-            "its schedule and its order of the data are its own",
+            "Megatron has its own schedule and data order",
             *megatron_export.decay_notes(self.source.target),
         ]
 
@@ -59,7 +61,7 @@ class MegatronWriter(Writer):
         return dcp_writer.units(self._entries, self.staging.path, self.block)
 
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Write the metadata, and the files next to them."""
+        """Write the metadata and the files of the job's config and progress."""
         directory, config = self.staging.path, self.source.target.config
         progress, scalars = self.source.progress, self.source.checkpoint.scalars
         updates = int(scalars["updates"]) if self._has_moments else None
@@ -79,7 +81,7 @@ class MegatronWriter(Writer):
         check_written(open_dcp(Directory(directory)).tensors, tensors, str(directory))
 
     def commit(self) -> None:
-        """Give the checkpoint its name, and have the tracker file name it."""
+        """Rename the checkpoint to its final name and write the name to the tracker file."""
         super().commit()
         tracker = self.staging.destination.parent / megatron_files.TRACKER
         temporary = tracker.with_name(f".{tracker.name}.partial")

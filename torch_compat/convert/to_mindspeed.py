@@ -1,8 +1,10 @@
-"""Writer of checkpoints of MindSpeed-LLM's FSDP2 trainer: an engine around a model of transformers.
+"""Writer of checkpoints for MindSpeed-LLM's FSDP2 trainer.
 
-DST/checkpoints/global_step_<n>/                                 DST is its output_dir
+The trainer wraps a model of transformers in an engine, hence the prefixes of the keys.
+
+DST/checkpoints/global_step_<n>/                                 DST is the trainer's output_dir
     .metadata, __0_0.distcp                                      model.model.model.layers.0. ...
-    extra_state/extra_state_rank_0.pt, extra_state_rank_1.pt ... one for each rank
+    extra_state/extra_state_rank_0.pt, extra_state_rank_1.pt ... one file per rank
 """
 
 from pathlib import Path
@@ -20,7 +22,7 @@ NAME = "mindspeed"
 
 
 class MindSpeedWriter(DcpWriter):
-    """A `checkpoints/global_step_<n>` with the names of the model's family in transformers."""
+    """Writer of `checkpoints/global_step_<n>` with the names of the model's Hugging Face family."""
 
     prefix, owner = "model.model.", "model."
 
@@ -35,21 +37,21 @@ class MindSpeedWriter(DcpWriter):
         """Return the dialect of the model's family.
 
         Raises:
-            UserError: no family has the model, or it has experts.
+            UserError: no family can express the model, or the model has experts.
         """
         model, before = self.source.target.config.model, self.source.imported
         if model.is_moe:
             raise UserError(
-                "--dialect mindspeed: MindSpeed-LLM has layouts of its own for experts, which are "
-                "not written here. Export --to hf, and start from that there"
+                "--dialect mindspeed: MindSpeed-LLM has its own layouts for experts, which are not "
+                "supported. Export with --to hf and start MindSpeed-LLM from that"
             )
         return FAMILIES[hf_config.select_family(model, None, before and before.config)].dialect.name
 
     def notes(self) -> list[str]:
-        """Return what the user should know."""
+        """Return notes for the user."""
         if not self._has_moments:
-            return ["it holds weights alone: training starts at step 0 there"]
-        return ["MindSpeed-LLM finds its place in the data by the step, and its order is its own"]
+            return ["the checkpoint has only weights: MindSpeed-LLM starts at step 0"]
+        return ["MindSpeed-LLM derives the data position from the step and has its own data order"]
 
     def _write_train_state(self, directory: Path) -> None:
         """Write the state of each rank."""
@@ -66,5 +68,5 @@ class MindSpeedWriter(DcpWriter):
                 file.writelines(torch_zip.archive_blocks(state))
 
     def commit(self) -> None:
-        """Give the checkpoint its name; a job is told by name which one to resume from."""
+        """Rename the checkpoint to its final name; MindSpeed-LLM uses no `latest`."""
         Writer.commit(self)

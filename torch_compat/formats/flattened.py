@@ -1,4 +1,4 @@
-"""Flattened tensors, as the optimizer of Megatron-Core stores them in `fully_sharded_model_space`.
+"""Flattened tensors of Megatron-Core's optimizer (`fully_sharded_model_space`).
 
 A tensor of shape (X, Y), cut into shards of (x, y), is stored as (X / x, Y / y, x * y): the
 position of a shard, then its elements in row-major order. `mcore_data` of `.metadata` has the
@@ -35,7 +35,7 @@ def unflattened(tensor: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     """Return a flattened tensor in its original shape.
 
     Raises:
-        UserError: the shape is not that of this tensor.
+        UserError: the tensor does not have the elements of this shape.
     """
     grid = tensor.shape[:-1]
     is_whole = len(grid) == len(shape) and is_shape(shape, tensor.dtype.itemsize)

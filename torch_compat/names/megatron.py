@@ -1,12 +1,12 @@
-"""Megatron-Core: names of its GPT model, and the several ways in which checkpoints store them.
+"""Names of Megatron-Core's GPT model, and the layouts in which checkpoints store its tensors.
 
-The table has one entry per layer and expert, with gate and up apart, as `singleton_local_shards`
-stores them. `separate` brings the other ways to it:
+The name map has one entry per layer and expert, with separate gate and up, as
+`singleton_local_shards` stores them. `separate` converts the other layouts:
 
-    decoder.layers.mlp.linear_fc1.weight            [L, 2F, H]   all layers in one tensor
-    decoder.layers.mlp.experts.experts.linear_fc1.weight [L, E, 2F, H]   all experts too
+    decoder.layers.mlp.linear_fc1.weight            [L, 2F, H]   all layers stacked
+    decoder.layers.mlp.experts.experts.linear_fc1.weight [L, E, 2F, H]   all experts, too
     decoder.layers.0.mlp.experts.linear_fc1.weight3 [2F, H]      grouped experts of `fsdp_dtensor`
-    decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight   sequential ones
+    decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight   sequential experts
 """
 
 import re
@@ -27,7 +27,7 @@ _EXPERTS = f"{_MLP}experts.experts.{{j}}."
 
 
 def _by_group(model: ModelConfig) -> list[np.ndarray]:
-    """Return rows of `linear_qkv`: of each key head its queries, the key and the value."""
+    """Return the rows of queries, keys and values in `linear_qkv`, grouped by key head."""
     queries = model.n_heads // model.kv_heads
     rows = np.arange((queries + 2) * model.kv_heads * model.head_size)
     groups = rows.reshape(model.kv_heads, queries + 2, model.head_size)
@@ -35,12 +35,12 @@ def _by_group(model: ModelConfig) -> list[np.ndarray]:
 
 
 def _linears(ours: str, theirs: str, *, biases: bool = True) -> Iterator[Rule]:
-    """Yield the rules of a feed-forward."""
-    for what in ("weight", "bias") if biases else ("weight",):
-        optional = what == "bias"
-        yield Rule(f"{ours}gate_proj.{what}", f"{theirs}linear_fc1.{what}_w", optional=optional)
-        yield Rule(f"{ours}up_proj.{what}", f"{theirs}linear_fc1.{what}_v", optional=optional)
-        yield Rule(f"{ours}down_proj.{what}", f"{theirs}linear_fc2.{what}", optional=optional)
+    """Yield the rules of a feed-forward network."""
+    for kind in ("weight", "bias") if biases else ("weight",):
+        optional = kind == "bias"
+        yield Rule(f"{ours}gate_proj.{kind}", f"{theirs}linear_fc1.{kind}_w", optional=optional)
+        yield Rule(f"{ours}up_proj.{kind}", f"{theirs}linear_fc1.{kind}_v", optional=optional)
+        yield Rule(f"{ours}down_proj.{kind}", f"{theirs}linear_fc2.{kind}", optional=optional)
 
 
 MEGATRON = NameMap(
@@ -52,20 +52,20 @@ MEGATRON = NameMap(
         Rule(HEAD, "output_layer.weight"),
         *(
             rule
-            for what in ("weight", "bias")
+            for kind in ("weight", "bias")
             for rule in (
-                Rule(f"norm.{what}", f"decoder.final_layernorm.{what}"),
-                Rule(f"{_OURS}attention_norm.{what}", f"{_ATTENTION}linear_qkv.layer_norm_{what}"),
-                Rule(f"{_OURS}mlp_norm.{what}", f"{_MLP}linear_fc1.layer_norm_{what}"),
+                Rule(f"norm.{kind}", f"decoder.final_layernorm.{kind}"),
+                Rule(f"{_OURS}attention_norm.{kind}", f"{_ATTENTION}linear_qkv.layer_norm_{kind}"),
+                Rule(f"{_OURS}mlp_norm.{kind}", f"{_MLP}linear_fc1.layer_norm_{kind}"),
                 *(
                     Rule(
-                        f"{_OURS}attention.{m}_proj.{what}",
-                        f"{_ATTENTION}linear_qkv.{what}",
+                        f"{_OURS}attention.{m}_proj.{kind}",
+                        f"{_ATTENTION}linear_qkv.{kind}",
                         Fused(part, _by_group),
                     )
                     for part, m in enumerate("qkv")
                 ),
-                Rule(f"{_OURS}attention.o_proj.{what}", f"{_ATTENTION}linear_proj.{what}"),
+                Rule(f"{_OURS}attention.o_proj.{kind}", f"{_ATTENTION}linear_proj.{kind}"),
             )
         ),
         *(
@@ -81,8 +81,8 @@ MEGATRON = NameMap(
         Rule(f"{_OURS}mlp.shared_expert_gate.weight", f"{_MLP}shared_experts.gate_weight"),
     ),
     refused={
-        r".*_post_norm\..*": "Megatron-Core's GPT model has norms before its parts alone",
-        r".*\.attention\.sinks": "attention sinks are not written here",
+        r".*_post_norm\..*": "the GPT model has no norm after attention or feed-forward",
+        r".*\.attention\.sinks": "attention sinks are not supported by this export",
         r".*\.router\.expert_ema": "its router has no running mean of the load",
     },
 )
@@ -96,24 +96,24 @@ _RENAMED = (
     ),
     (r"\.mlp\.experts\.local_experts\.", ".mlp.experts.experts."),
 )
-"""Names of layers without TransformerEngine, and of experts in `fsdp_dtensor` -> the table's."""
-_MOST = 2 * limits.EXPERTS  # entries of a model
+"""Names of layers without TransformerEngine and of experts in `fsdp_dtensor` -> the map's names."""
+_MAX_TENSORS = 2 * limits.EXPERTS
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.+)")
 _STACKED_EXPERTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.)(?!\d)(.+)")
 _FC1 = re.compile(r"(.*\.)linear_fc1\.(weight|bias)")
 
 
 def separate(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
-    """Return tensors by the names of the table: per layer and expert, with gate and up apart.
+    """Return tensors by the names of the map: per layer and expert, with separate gate and up.
 
     Args:
         tensors: key -> tensor, without prefixes.
         where: the checkpoint, for messages.
 
     Raises:
-        UserError: two keys are one parameter's, or there are too many layers or experts.
+        UserError: two keys belong to one parameter, or there are too many layers or experts.
     """
-    return dict(_gates_apart(unstack(tensors, where)))
+    return dict(_split_gates(unstack(tensors, where)))
 
 
 def unstack(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
@@ -124,7 +124,7 @@ def unstack(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTens
         where: the checkpoint, for messages.
 
     Raises:
-        UserError: two keys are one parameter's, or there are too many layers or experts.
+        UserError: two keys belong to one parameter, or there are too many layers or experts.
     """
     renamed: dict[str, LazyTensor] = {}
     for key, tensor in tensors.items():
@@ -160,14 +160,14 @@ def _unstacked(
         if not match:
             single[key] = tensor
             continue
-        if not tensor.shape or len(single) + tensor.shape[0] > _MOST:
+        if not tensor.shape or len(single) + tensor.shape[0] > _MAX_TENSORS:
             raise UserError(f"{where}: {key} is {list(tensor.shape)}, too many layers or experts")
         single |= {f"{match[1]}{i}.{match[2]}": tensor.part(i) for i in range(tensor.shape[0])}
     return single
 
 
-def _gates_apart(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the tensors with gate (`_w`) and up (`_v`) apart; without a gate, all is up."""
+def _split_gates(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the tensors with separate gate (`_w`) and up (`_v`); without a gate, only up."""
     for key, tensor in tensors.items():
         width = _width(key, tensors)
         if width is None:
@@ -179,15 +179,15 @@ def _gates_apart(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyT
             yield f"{key}_v", tensor
 
 
-def joined(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, LazyTensor]:
-    """Return tensors of the table as Megatron-Core's `torch_dist` stores them.
+def to_torch_dist(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, LazyTensor]:
+    """Return tensors by the names and in the layout of `torch_dist`.
 
-    Layers that are alike are one tensor. Layers of two kinds, with experts and without, keep their
-    numbers; experts are stacked in each.
+    Equal layers are stacked in one tensor. If some layers have experts and others do not, layers
+    keep their numbers, and only the experts of each layer are stacked.
 
     Args:
-        tensors: name of the table -> tensor.
-        model: the model.
+        tensors: name in the map -> tensor.
+        model: config of the model.
     """
     single = dict(join_gates(tensors))
     renamed = {_usual_name(key, model): tensor for key, tensor in single.items()}
@@ -198,7 +198,7 @@ def joined(tensors: Mapping[str, LazyTensor], model: ModelConfig) -> dict[str, L
 
 
 def _usual_name(key: str, model: ModelConfig) -> str:
-    """Return TransformerEngine's name of a key: before experts, the norm is a module of its own."""
+    """Return TransformerEngine's name of a key; the norm before experts is a separate module."""
     match = re.fullmatch(r"(decoder\.layers\.(\d+)\.)mlp\.linear_fc1\.layer_norm_(.+)", key)
     if match and model.has_experts[int(match[2])]:
         return f"{match[1]}pre_mlp_layernorm.{match[3]}"
@@ -206,7 +206,7 @@ def _usual_name(key: str, model: ModelConfig) -> str:
 
 
 def join_gates(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the tensors with gate and up in one, gate first."""
+    """Yield the tensors with gate and up in one tensor, gate first."""
     for key, tensor in tensors.items():
         if key.endswith(("weight_w", "bias_w")):
             continue
@@ -222,7 +222,7 @@ def join_gates(tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTen
 def _restacked(
     tensors: Mapping[str, LazyTensor], pattern: re.Pattern[str]
 ) -> dict[str, LazyTensor]:
-    """Stack the tensors whose names differ in a number alone."""
+    """Stack the tensors whose names differ only in a number."""
     parts: dict[str, dict[int, LazyTensor]] = {}
     whole: dict[str, LazyTensor] = {}
     for key, tensor in tensors.items():
