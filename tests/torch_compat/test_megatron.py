@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -28,6 +29,7 @@ from tests.torch_compat.runs import assert_same, trained, values
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, megatron_config, orbax_store
 from torch_compat.checkpoint.hf_config import network_settings
+from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.formats import torch_zip
 from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
@@ -77,7 +79,10 @@ def test_moments_are_assigned_to_their_parameters(dense):
 
 
 def test_import_continues_with_the_losses_of_megatron(dense):
-    """The batch is Megatron-Core's; the second loss shows what the first update did."""
+    """The batch is Megatron-Core's, and the second loss shows the effect of the first update.
+
+    `checkpoint.load_path` reads the same state as a resume from the imported run.
+    """
     stored = np.load(GOLDEN / "dense" / "logits.npz")
     ours = setup(
         load_config(
@@ -86,8 +91,12 @@ def test_import_continues_with_the_losses_of_megatron(dense):
     )
     batch = {"input_ids": stored["tokens"][None, :, :-1], "labels": stored["tokens"][None, :, 1:]}
     batch = {key: value.astype(np.int32) for key, value in batch.items()}
-    _, metrics = ours.run(restored(ours, dense), [batch, batch])
-    np.testing.assert_allclose(metrics["loss"], stored["losses"][2:], rtol=1e-5)
+    with jax.set_mesh(ours.mesh):
+        like = ours.abstract_state()
+        loaded, _ = open_foreign(str(GOLDEN / "dense"), ours.config).restore(like)
+    for state in (restored(ours, dense), loaded):
+        _, metrics = ours.run(state, [batch, batch])
+        np.testing.assert_allclose(metrics["loss"], stored["losses"][2:], rtol=1e-5)
 
 
 def test_import_continues_at_the_step_of_the_job(dense):
