@@ -255,6 +255,16 @@ def test_optimizer_without_counterpart_is_exported_as_weights_only(settings, mes
     assert not any(key.startswith("optimizer") for key in tensors)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "target", "required"),
+    [("megatron", "dcp", "megatron"), ("megatron", "pt", "megatron"), ("mindspeed", "hf", "dcp")],
+)
+def test_dialect_in_another_format_raises(dialect, target, required, dense, tmp_path):
+    command = ["export", str(dense), f"{tmp_path}/out.pt", f"--to={target}", f"--dialect={dialect}"]
+    with pytest.raises(UserError, match=rf"has its own format\. Use --to {required}"):
+        main(command)
+
+
 SETTINGS = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64,
             "normalization": "RMSNorm", "position_embedding_type": "rope",
             "add_bias_linear": False}  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import StorageError
 from torch_compat.checkpoint import dcp_state, stages, train_state
 from torch_compat.checkpoint.name_maps import name_map, usual_dialect
 from torch_compat.checkpoint.validation import check_written
@@ -21,7 +21,6 @@ from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.staging import Unit
 from torch_compat.names import kempnerforge
-from torch_compat.names.megatron import MEGATRON
 
 
 class DcpWriter(Writer):
@@ -44,15 +43,7 @@ class DcpWriter(Writer):
         self.subdirectory = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
 
     def _choose_dialect(self) -> str:
-        """Return the name of the result's dialect.
-
-        Raises:
-            UserError: the dialect has its own format.
-        """
-        if self.request.dialect == MEGATRON.name:
-            raise UserError(
-                "--dialect megatron: Megatron-Core has its own format. Use --to megatron"
-            )
+        """Return the name of the result's dialect."""
         return self.request.dialect or usual_dialect(self.source.target.config.model)
 
     def notes(self) -> list[str]:

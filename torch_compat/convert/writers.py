@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from jaxforge.errors import UserError
 from torch_compat.convert import to_mindspeed
 from torch_compat.convert.source import Request, Source
 from torch_compat.convert.to_dcp import DcpWriter
@@ -10,6 +11,7 @@ from torch_compat.convert.to_jaxforge import RunWriter
 from torch_compat.convert.to_megatron import MegatronWriter
 from torch_compat.convert.to_torch_file import TorchFileWriter
 from torch_compat.convert.writer import Writer
+from torch_compat.names.megatron import MEGATRON
 
 WRITERS: Mapping[str, type[Writer]] = {
     "jaxforge": RunWriter,
@@ -25,8 +27,12 @@ def create_writer(request: Request, source: Source) -> Writer:
     """Return the writer for a request.
 
     Raises:
-        UserError: the source has no counterpart in the format.
+        UserError: the source has no counterpart in the format, or the dialect belongs to another.
     """
-    is_mindspeed = request.to == "dcp" and request.dialect == to_mindspeed.NAME
+    formats = {MEGATRON.name: "megatron", to_mindspeed.NAME: "dcp"}
+    required = formats.get(request.dialect or "", request.to)
+    if request.to != required:
+        raise UserError(f"--dialect {request.dialect}: it has its own format. Use --to {required}")
+    is_mindspeed = request.dialect == to_mindspeed.NAME
     writer = to_mindspeed.MindSpeedWriter if is_mindspeed else WRITERS[request.to]
     return writer(request, source)
