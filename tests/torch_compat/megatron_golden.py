@@ -1,10 +1,10 @@
-"""Small checkpoints that Megatron-Core wrote, and what tests of them have in common.
+"""Small checkpoints written by Megatron-Core, and functions that tests of them share.
 
-`tests/golden/megatron` was written by `megatron_job.py` with Megatron-Core 0.16.1 (`flattened` with
-0.14.0), by one process, `flattened` by two of tensor parallelism:
+`megatron_job.py` wrote `tests/golden/megatron` with Megatron-Core 0.16.1 (`flattened` with 0.14.0)
+in one process (`flattened` in two, with tensor parallelism):
 
     dense      fully_reshardable, biases of q, k and v     flattened  fully_sharded_model_space
-    experts    weights alone, TransformerEngine's names    buffers    dp_reshardable
+    experts    weights only, TransformerEngine's names     buffers    dp_reshardable
 """
 
 from pathlib import Path

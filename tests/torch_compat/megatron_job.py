@@ -1,11 +1,11 @@
-"""A job of Megatron-Core on CPUs: it trains a tiny GPT model, and saves or loads a checkpoint.
+"""Job of Megatron-Core on CPUs, which trains a tiny GPT model and saves or loads a checkpoint.
 
     python megatron_job.py JOB.json        in one process or several, where megatron.core imports
 
-JOB.json has `load` and `save` (directories or null), `steps` before the save and `more` after it,
-and what `DEFAULTS` lists. The losses and logits go to `out`, an .npz. What needs a GPU is replaced:
-tensors for "cuda" are made on the CPU, collectives are gloo's. Model, optimizer and
-`dist_checkpointing` are Megatron-Core's own; `args` has the names and types of Megatron-LM's.
+JOB.json has `load` and `save` (directories or null), `steps` before the save, `more` steps after it,
+and the other keys of `DEFAULTS`. Losses and logits are written to `out`, an .npz. Operations that
+need a GPU are replaced: tensors for "cuda" are created on the CPU, and collectives use gloo.
+Model, optimizer and `dist_checkpointing` are Megatron-Core's; `args` follows Megatron-LM.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LENGTH, ROWS = 16, 2
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes on the CPU what is meant for a GPU, and tells Megatron-Core that it lies there."""
+    """Create tensors for a GPU on the CPU, and report them to Megatron-Core as GPU tensors."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -117,7 +117,7 @@ def padded(job):
 
 
 def keeping_step(optimizer_class):
-    """Let torch's Adam be loaded: it has `step` by parameter, where Apex's has it by group."""
+    """Make torch's Adam loadable, which has `step` by parameter and not by group like Apex's."""
     load = optimizer_class._set_main_param_and_optimizer_states
     current = optimizer_class._get_main_param_and_optimizer_states
 
@@ -181,7 +181,7 @@ def train(job, model, optimizer, schedule, steps):
 
 
 def arguments(job, config):
-    """Return what Megatron-LM keeps as `args`: what the model is, and a few others."""
+    """Return `args` as Megatron-LM stores them, with the model's arguments and a few others."""
     from megatron.core.transformer.enums import AttnBackend
 
     keys = {**MODEL, **job["model"]}

@@ -1,4 +1,4 @@
-"""Megatron-Core itself resumes what an export writes, and saves what an import reads.
+"""Exports resumed by Megatron-Core itself, and imports of checkpoints that it saves.
 
 `make test-megatron` installs it where these tests find it, without packages that only GPUs need.
 Its GPT model, optimizer and `dist_checkpointing` then run on CPUs, with gloo (`megatron_job.py`).
@@ -89,7 +89,7 @@ def test_megatron_loads_experts_of_an_export(tmp_path):
     ids=["tensor", "pipeline", "expert"],
 )
 def test_checkpoint_is_the_same_of_every_parallel_size(name, settings, tmp_path):
-    """Megatron-Core loads a checkpoint and saves it again, by two processes."""
+    """Megatron-Core loads a checkpoint and saves it again in two processes."""
     paths = {"load": str(GOLDEN / name / "iter_0000002"), "save": str(tmp_path / "iter_0000002")}
     run_job(tmp_path / "job", 2, **settings, **paths)
     whole = [] if settings.get("optimizer") else ["--weights-only"]

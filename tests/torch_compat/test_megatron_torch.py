@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core next to transformers, and files that torch writes or opens."""
+"""Megatron-Core checkpoints compared with transformers, and files that torch writes or opens."""
 
 import argparse
 import shutil
@@ -36,14 +36,14 @@ def test_export_to_transformers_has_the_logits_of_megatron(name, tmp_path):
 
 
 def arguments(name):
-    """Return the plain ones of the arguments that a checkpoint has."""
+    """Return the arguments of a checkpoint whose values are plain."""
     stored = vars(megatron_files.read_common(Directory(GOLDEN / name / "iter_0000002"))["args"])
     plain = {k: v for k, v in stored.items() if isinstance(v, int | float | str | list | None)}
     return argparse.Namespace(**plain)
 
 
 def fsdp_state(theirs):
-    """Return the state dict of `fsdp_dtensor`, by what `preprocess_fsdp_dtensor_state_dict` does.
+    """Return the state dict of `fsdp_dtensor`, following `preprocess_fsdp_dtensor_state_dict`.
 
     A stand-in: Megatron-FSDP itself needs GPUs.
     """
@@ -82,7 +82,7 @@ def fsdp_state(theirs):
     }  # fmt: skip
 
 
-def test_fsdp_dtensor_is_the_same_state(dense, tmp_path):
+def test_fsdp_dtensor_is_read_as_the_same_state(dense, tmp_path):
     path = tmp_path / "checkpoints" / "iter_0000002"
     torch.distributed.checkpoint.save(
         fsdp_state(raw("dense")), checkpoint_id=str(path), no_dist=True
