@@ -2,7 +2,7 @@
 
     python megatron_job.py JOB.json        in one process or several, where megatron.core imports
 
-JOB.json has `load` and `save` (directories or null), `steps` before the save, `more` steps after it,
+JOB.json has `load` and `save` (directories or null), `steps` before the save, `more` after it,
 and the other keys of `DEFAULTS`. Losses and logits are written to `out`, an .npz. Operations that
 need a GPU are replaced: tensors for "cuda" are created on the CPU, and collectives use gloo.
 Model, optimizer and `dist_checkpointing` are Megatron-Core's; `args` follows Megatron-LM.
