@@ -210,7 +210,9 @@ class Tracker:
             jax.block_until_ready(self._latest.metrics)  # this wait is still step time
         start = time.perf_counter()
         yield
-        self._paused += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._paused += seconds
+        self._has_batch += seconds  # the block is not part of a launch either
 
     def close(self, exit_code: int = 0) -> bool:
         """Log the latest step if it is due, and close the writers.

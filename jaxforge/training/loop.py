@@ -33,6 +33,7 @@ from jaxforge.training.exit_report import (
     log_already_complete,
     log_exit_reason,
 )
+from jaxforge.training.health.repeated_steps import run_twice
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.saving import Saver
@@ -87,7 +88,10 @@ class Trainer:
                 with profiler.around(self.progress.step + 1, tracker.paused):
                     batch, controls = self._next_batch(signals)
                     step = self.updates.step[batch["labels"].shape[0]]
-                    self.state, metrics = step(self.state, batch, controls)
+                    if self.bad_steps.should_verify(self.progress.step + 1):
+                        metrics = self._run_twice(step, batch, controls)
+                    else:
+                        self.state, metrics = step(self.state, batch, controls)
                     self._note_launch(step, batch, controls, metrics)
                 due = self.callbacks.due(self.progress.step, tracker.paused)
                 if self._depends_on_step(due) and self.bad_steps.had_halted(self.progress):
@@ -167,13 +171,20 @@ class Trainer:
         data.note_mixture(progress)
         return batch, data.controls(progress.step, self.config.train.iterations_to_skip)
 
+    def _run_twice(self, step: TrainStep, batch: Batch, controls: Controls) -> Metrics:
+        """Execute a step twice, and note a fault if the results differ."""
+        self.state, metrics, self.bad_steps.fault = run_twice(
+            step, self.state, batch, controls, self.instruments.tracker.paused
+        )
+        return metrics
+
     def _note_launch(
         self, step: TrainStep, batch: Batch, controls: Controls, metrics: Metrics
     ) -> None:
         """Count the step that was launched; log the metrics of the previous step if due.
 
-        The device is still computing the step, unless bad steps are attributed
-        (`train.rerun_bad_steps`): only then does the host wait for its metrics.
+        The device is still computing the step, unless it was verified (`train.verify_interval`) or
+        bad steps are attributed (`train.rerun_bad_steps`): then the host waits for its metrics.
         """
         progress, bad_steps, first = self.progress, self.bad_steps, self.progress.samples
         microbatches, rows, length = batch["labels"].shape
@@ -181,7 +192,7 @@ class Trainer:
         self.instruments.tracker.end_step(progress.step, metrics)
         bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)
-        attribution = bad_steps.attribution
+        attribution = None if bad_steps.fault else bad_steps.attribution
         if attribution and not bad_steps.had_halted(progress) and int(metrics["consecutive"]):
             self.state, bad_steps.fault = attribution.examine(
                 step, self.state, batch, metrics, controls, first
@@ -288,7 +299,7 @@ class Trainer:
 
     def _finish(self, reason: Exit) -> Exit:
         self._follow_device()
-        if self._has_halted and not self.bad_steps.rollback:
+        if self._has_halted and not self.bad_steps.rollback and reason is not Exit.MACHINE:
             reason = Exit.NON_FINITE
             self.instruments.tracker.log_latest()
         with self.instruments.watchdog.section("checkpoint"):

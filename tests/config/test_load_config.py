@@ -164,6 +164,7 @@ def test_every_key_of_kempnerforge_loads():
                 "nan_consecutive_max",
                 "max_rollbacks",
                 "rerun_bad_steps",
+                "verify_interval",
                 "iterations_to_skip",
                 "exit_interval",
                 "exit_duration_in_mins",

@@ -37,7 +37,7 @@ def test_number_of_processes_does_not_change_the_run(new_run, count, mesh, named
     alone, run = new_run("alone"), new_run("handed_on")
     np.save(alone.directory.with_name("held_out.npy"), np.arange(3 * 33, dtype=np.uint16))
     capture = [f"--eval.dataset_path={alone.directory.parent}", "--eval.activations_interval=1",
-               "--eval.activations_sequences=2"]  # fmt: skip
+               "--eval.activations_sequences=2", "--train.verify_interval=1"]  # fmt: skip
     alone.finish_here(*OVERRIDES, *capture)
     limit = "--train.exit_duration_in_mins=0.001"
     started = start_both(run, *OVERRIDES, *mesh, *capture, limit, torchrun=True, count=count)

@@ -40,7 +40,8 @@ WATCHING = "[metrics.md](metrics.md#watching-a-run)"
 
 ORDER = (
     Event("launch", "the step is launched on the next batch, which is already on the devices; "
-          "the host does not wait", "`Trainer.train`"),
+          "the host does not wait. Every `train.verify_interval` steps it is executed twice, and "
+          "the results are compared", "`Trainer.train`, `training/health/repeated_steps.py`"),
     Event("metrics", "metrics of the *previous* step are read and logged, if a sink is due",
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
     Event("`on_step_end`", "your callbacks, after the metrics of this step are logged",
