@@ -145,6 +145,7 @@ class Sums(NamedTuple):
         skipped: number of steps whose update was not applied.
         nan: number of steps with labels whose loss was not finite.
         left_out: number of skipped steps that `train.iterations_to_skip` names.
+        unlabeled: number of other skipped steps, those without valid labels.
     """
 
     loss: float = 0.0
@@ -152,6 +153,7 @@ class Sums(NamedTuple):
     skipped: int = 0
     nan: int = 0
     left_out: int = 0
+    unlabeled: int = 0
 
     def plus(
         self, losses: Sequence[float], skipped: Sequence[int], labels: Sequence[int] | None = None
@@ -180,12 +182,16 @@ class Sums(NamedTuple):
     def since(self, before: "Sums") -> Metrics:
         """Return `interval/*` of the steps after `before`.
 
-        `interval/loss` is missing if no update was applied, `interval/left_out_steps` if it is 0.
+        `interval/loss` is missing if no update was applied, `interval/left_out_steps` and
+        `interval/unlabeled_steps` if they are 0.
         """
         updates = self.updates - before.updates
         loss = {"interval/loss": (self.loss - before.loss) / updates} if updates else {}
-        left_out = self.left_out - before.left_out
-        named = {"interval/left_out_steps": float(left_out)} if left_out else {}
+        counts = {
+            "interval/left_out_steps": self.left_out - before.left_out,
+            "interval/unlabeled_steps": self.unlabeled - before.unlabeled,
+        }
+        named = {name: float(count) for name, count in counts.items() if count}
         return {
             **loss,
             **named,

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +89,7 @@ class Tracker:
         last_step: `train.max_steps`.
         datasets: names of the datasets of a mixture.
         extras: `metrics.collect`: additional metrics to log.
-        left_out: `train.iterations_to_skip`.
+        left_out: sequences of each update of `train.iterations_to_skip`, by its number.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class Tracker:
         last_step: int,
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
-        left_out: Collection[int] = (),
+        left_out: Mapping[int, int] | None = None,
     ) -> None:
-        self._datasets, self._extras, self._left_out = datasets, extras, frozenset(left_out)
+        self._datasets, self._extras, self._left_out = datasets, extras, left_out or {}
         self._writers, self._cost, self._progress = writers, cost, progress
         self._last_step = last_step
         self._logged: Metrics = {}
@@ -248,8 +248,14 @@ class Tracker:
             values = jax.device_get(latest.metrics)
         losses = [float(loss) for loss, *_ in fetched[:counted]]
         skipped, labels = ([int(launch[i]) for launch in fetched[:counted]] for i in (1, 2))
-        left_out = sum(launch.step in self._left_out for launch in launched[:counted])
-        self._sums = self._sums._replace(left_out=self._sums.left_out + left_out)
+        is_left_out = [launch.step in self._left_out for launch in launched[:counted]]
+        unlabeled = sum(
+            not n and not named for n, named in zip(labels, is_left_out, strict=True)
+        )
+        self._sums = self._sums._replace(
+            left_out=self._sums.left_out + sum(is_left_out),
+            unlabeled=self._sums.unlabeled + unlabeled,
+        )
         self._sums = self._sums.plus(losses, skipped, labels)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         self._warn_of_labels(step, labels.count(0))
@@ -268,6 +274,7 @@ class Tracker:
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
+            **self._epoch_and_left_out(step, samples),
             **({"train/padding_tokens": float(padding)} if padding else {}),
             **({"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}),
             **self._by_dataset(values),
@@ -283,6 +290,13 @@ class Tracker:
             interval = self._speed(since, now) | {"train/data_wait_sec": wait}
             self._writers[i].write(step, metrics | interval | now.sums.since(since.sums))
             self._written[i] = now
+
+    def _epoch_and_left_out(self, step: int, samples: int) -> Metrics:
+        """Return passes over the data, and sequences of left-out updates, if known and not 0."""
+        length = self._progress.sequences_per_epoch
+        epoch = {"train/epoch": samples / length} if length else {}
+        left_out = sum(n for number, n in self._left_out.items() if number <= step)
+        return epoch | ({"train/left_out_samples": float(left_out)} if left_out else {})
 
     def _warn(self, step: int, nonfinite: int, spikes: int) -> None:
         """Warn of bad steps since the last warning, whether or not their updates are applied."""

@@ -73,8 +73,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress))
     files.rename_old_metrics(config)
-    samples = ramp.rows * config.train.grad_accum_steps
-    tracker = open_tracker(session, config, progress, samples)
+    tracker = open_tracker(session, config, progress, ramp)
     files.record_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from rich.console import Console
 
+from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
@@ -75,20 +76,23 @@ def open_profiler(config: JobConfig) -> Profiler:
     return Profiler(config.profiling, mirror.files(config.checkpoint.dir))
 
 
-def open_tracker(session: Session, config: JobConfig, progress: Progress, samples: int) -> Tracker:
+def open_tracker(
+    session: Session, config: JobConfig, progress: Progress, ramp: BatchRamp
+) -> Tracker:
     """Open the writers of metrics.
 
     Args:
         session: its console and live line show metrics.
         config: the resolved config.
         progress: the counters of the run.
-        samples: sequences per update.
+        ramp: sequences of each update.
     """
-    cost, examples = StepCost.of(config, samples), progress.sequences_per_epoch
+    cost = StepCost.of(config, ramp.rows * config.train.grad_accum_steps)
+    examples = progress.sequences_per_epoch
     writers = open_writers(
         session.console, config, progress.run_id, progress.step, cost, examples, session.live
     )
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
-    left_out = config.train.iterations_to_skip
+    left_out = {n: ramp.accum(n - 1) * ramp.rows for n in config.train.iterations_to_skip}
     return Tracker(writers, cost, progress, config.train.max_steps, names, extras, left_out)

@@ -103,7 +103,7 @@ class Trainer:
             reason = exits.requested(self.progress.step)
             assert reason is not None
             self._save()
-        return reason if reason is Exit.UNHEALTHY else self._finish(reason)
+        return reason if reason is Exit.UNHEALTHY else self._finish(reason, exits)
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
         """Prepare the first step. A run may resume within an evaluation, or at its end."""
@@ -111,8 +111,8 @@ class Trainer:
         needs_checkpoint = self.bad_steps.rollback or (progress.step == 0 and self.saver.is_due(0))
         if needs_checkpoint and self.saver.latest() is None:
             self._save()  # a rollback needs a checkpoint to return to
-        reason = None
-        if progress.validation:
+        reason = self._check_health_at_start(exits)
+        if reason is None and progress.validation:
             due = self.callbacks.due_on_resume(progress.step)
             reason = self._between_steps(signals, exits, due)
         if reason is None and progress.step < self.config.train.max_steps:
@@ -132,6 +132,19 @@ class Trainer:
         self.instruments.tracker.start_clock()
         return reason
 
+    def _check_health_at_start(self, exits: Exits) -> Exit | None:
+        """Check devices and weights before the first evaluation and the first step."""
+        if self._at_end and not self.progress.validation:
+            return None
+        due = [callback for callback in self.callbacks if callback.checks_start]
+        return self.callbacks.run(due, self._interval_context(exits)) if due else None
+
+    def _interval_context(self, exits: Exits) -> IntervalContext:
+        return IntervalContext(
+            self.progress, self.state, self.instruments.tracker, self.instruments.watchdog,
+            self.callbacks, exits.requested_in_evaluation, self.saver.amend,
+        )  # fmt: skip
+
     def _between_steps(
         self, signals: Signals, exits: Exits, due: Sequence[Callback]
     ) -> Exit | None:
@@ -139,10 +152,7 @@ class Trainer:
             return self.bad_steps.fault  # unsaved: results of these devices cannot be trusted
         self._check_saves(signals)
         self._note_durable()
-        context = IntervalContext(
-            self.progress, self.state, self.instruments.tracker, self.instruments.watchdog,
-            self.callbacks, exits.requested_in_evaluation, self.saver.amend,
-        )  # fmt: skip
+        context = self._interval_context(exits)
         reason = self.callbacks.run(due, context)
         if reason is Exit.UNHEALTHY:
             return reason  # unsaved, for the same reason
@@ -297,7 +307,7 @@ class Trainer:
         )
         return None
 
-    def _finish(self, reason: Exit) -> Exit:
+    def _finish(self, reason: Exit, exits: Exits) -> Exit:
         self._follow_device()
         if self._has_halted and not self.bad_steps.rollback and reason is not Exit.MACHINE:
             reason = Exit.NON_FINITE
@@ -307,7 +317,9 @@ class Trainer:
         self._note_durable()
         if reason in (Exit.COMPLETED, Exit.EARLY_STOPPED):
             check_learned(self.config.train, self.progress)
+        exits.log_reason(reason, self.progress.step)
         log_exit_reason(reason, self.config.train, self.progress, self.saver.latest())
+        exits.log_total_time()
         return reason
 
     def close(self, reason: Exit | None) -> Exit | None:
