@@ -143,7 +143,7 @@ class Sums(NamedTuple):
             would make all later means NaN.
         updates: number of applied updates.
         skipped: number of steps whose update was not applied.
-        nan: number of steps with labels whose loss was not finite.
+        nan: number of steps with labels whose loss was not finite, except for left-out steps.
         left_out: number of skipped steps that `train.iterations_to_skip` names.
         unlabeled: number of other skipped steps, those without valid labels.
     """
@@ -156,7 +156,11 @@ class Sums(NamedTuple):
     unlabeled: int = 0
 
     def plus(
-        self, losses: Sequence[float], skipped: Sequence[int], labels: Sequence[int] | None = None
+        self,
+        losses: Sequence[float],
+        skipped: Sequence[int],
+        labels: Sequence[int] | None = None,
+        is_left_out: Sequence[bool] | None = None,
     ) -> "Sums":
         """Return the sums with further steps added.
 
@@ -165,6 +169,7 @@ class Sums(NamedTuple):
             skipped: count of skipped steps of the run after each step.
             labels: number of valid labels of each step; without any, the loss of a step is NaN, the
                 mean of nothing. None means that each step has some.
+            is_left_out: whether `train.iterations_to_skip` names each step; None means no step.
         """
         finite = [math.isfinite(loss) for loss in losses]
         applied = [
@@ -174,10 +179,21 @@ class Sums(NamedTuple):
             )
             if good and now <= was  # the count of skipped steps has not grown
         ]
-        loss, updates = self.loss + sum(applied), self.updates + len(applied)
+        named = [False] * len(losses) if is_left_out is None else is_left_out
         has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
-        nan = sum(had and not good for had, good in zip(has_labels, finite, strict=True))
-        return self._replace(loss=loss, updates=updates, skipped=skipped[-1], nan=self.nan + nan)
+        drawn = [
+            (had, good)
+            for had, good, left_out in zip(has_labels, finite, named, strict=True)
+            if not left_out
+        ]
+        return Sums(
+            loss=self.loss + sum(applied),
+            updates=self.updates + len(applied),
+            skipped=skipped[-1],
+            nan=self.nan + sum(had and not good for had, good in drawn),
+            left_out=self.left_out + sum(named),
+            unlabeled=self.unlabeled + sum(not had for had, _ in drawn),
+        )
 
     def since(self, before: "Sums") -> Metrics:
         """Return `interval/*` of the steps after `before`.

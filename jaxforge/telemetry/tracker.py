@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
+from jaxforge.telemetry.epochs import describe_epoch, epoch_summary
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
@@ -37,6 +38,7 @@ class _Launched(NamedTuple):
         loss: loss of the step.
         skipped: count of skipped steps of the run after the step.
         labels: number of valid labels.
+        ends_epoch: True if an epoch of the data ends with the batch of the step.
     """
 
     step: int
@@ -45,6 +47,7 @@ class _Launched(NamedTuple):
     loss: Float[Array, ""]
     skipped: Int[Array, ""]
     labels: Int[Array, ""] | int
+    ends_epoch: bool
 
 
 class HostTimes(NamedTuple):
@@ -124,6 +127,7 @@ class Tracker:
             progress.step, progress.samples, self._clock(), self._waited, self._sums
         )
         self._written = [self._fetched] * len(self._writers)
+        self._epoch_start, self._epoch = self._fetched, self._epochs(progress.samples)
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -148,20 +152,22 @@ class Tracker:
         fetched = {name: metrics[name] for name in names}
         labels = metrics.get("valid_tokens", 1)
         losses = metrics["loss"], metrics["skipped"], labels
-        self._latest = _Launched(step, fetched, self._waited, *losses)
+        previous, self._epoch = self._epoch, self._epochs(self._progress.samples)
+        ends_epoch = self._epoch > previous
+        self._latest = _Launched(step, fetched, self._waited, *losses, ends_epoch)
         self._launched.append(self._latest)
 
     def flush(self) -> None:
         """Wait for the latest step and log it, if it is due.
 
-        All writers take the first and the last step.
+        All writers take the first and the last step. An epoch is summarised at its last step.
         """
         if self._latest is None:
             return
         step = self._latest.step
         is_due_everywhere = step in (1, self._last_step)
         due = [i for i, writer in enumerate(self._writers) if is_due_everywhere or writer.due(step)]
-        if due:
+        if due or self._latest.ends_epoch:
             self._log_latest(self._latest, due)
         elif step % MOST == 0:  # a step that halted the run must still be among the recorded ones
             self._progress.consecutive_bad = int(self._latest.metrics["consecutive"])
@@ -249,12 +255,7 @@ class Tracker:
         losses = [float(loss) for loss, *_ in fetched[:counted]]
         skipped, labels = ([int(launch[i]) for launch in fetched[:counted]] for i in (1, 2))
         is_left_out = [launch.step in self._left_out for launch in launched[:counted]]
-        unlabeled = sum(not n and not named for n, named in zip(labels, is_left_out, strict=True))
-        self._sums = self._sums._replace(
-            left_out=self._sums.left_out + sum(is_left_out),
-            unlabeled=self._sums.unlabeled + unlabeled,
-        )
-        self._sums = self._sums.plus(losses, skipped, labels)
+        self._sums = self._sums.plus(losses, skipped, labels, is_left_out)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         self._warn_of_labels(step, labels.count(0))
         samples = int(values["counts"].samples)
@@ -281,13 +282,32 @@ class Tracker:
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
-        self._logged = metrics
+        if writers:
+            self._logged = metrics
         for i in writers:  # with means over the interval of each writer
             since = self._written[i]
             wait = (now.waited - since.waited) / _steps(since, now)
             interval = self._speed(since, now) | {"train/data_wait_sec": wait}
             self._writers[i].write(step, metrics | interval | now.sums.since(since.sums))
             self._written[i] = now
+        self._summarise_epoch(now)
+
+    def _epochs(self, samples: int) -> int:
+        """Return the number of complete epochs; 0 if the data have no epochs."""
+        length = self._progress.sequences_per_epoch
+        return samples // length if length else 0
+
+    def _summarise_epoch(self, now: _Mark) -> None:
+        """Log a summary if an epoch has ended since the last one."""
+        since, epoch = self._epoch_start, self._epochs(now.samples)
+        if epoch <= self._epochs(since.samples):
+            return
+        self._epoch_start = now
+        summary = epoch_summary(
+            epoch, _steps(since, now), now.seconds - since.seconds, now.sums.since(since.sums)
+        )
+        log.info("%s", describe_epoch(now.step, summary))
+        self.log(now.step, summary)
 
     def _epoch_and_left_out(self, step: int, samples: int) -> Metrics:
         """Return passes over the data, and sequences of left-out updates, if known and not 0."""

@@ -76,7 +76,7 @@ class Attribution:
         fault = find_fault(metrics, repeated)
         if fault is not None:
             log.error(
-                "step %d, rerun from the same state, gave another result: the hardware is faulty. "
+                "step %d, rerun from the same state, gave two results: the hardware is faulty. "
                 "%s", number, fault,
             )  # fmt: skip
             return state, Exit.MACHINE

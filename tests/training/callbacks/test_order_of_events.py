@@ -31,9 +31,13 @@ def acting(kind, name):
 
     class Acts(kind):
         every = 2
+        checks_start = False
 
         def __init__(self, events):
             self.events = events
+
+        def on_train_begin(self, config):
+            pass
 
         def on_compiled(self, steps):
             pass
