@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.section import PathText, Section
 
@@ -36,6 +36,10 @@ class MetricsConfig(Section):
     """Updates between points in Weights & Biases; if not set, log_interval."""
     collect: tuple[Extra, ...] = ()
     """Optional metrics to compute in every step and to log; see docs/metrics.md."""
+    log_energy: bool = False
+    """Log energy and power of NVIDIA GPUs, read by NVML; needs nvidia-ml-py."""
+    max_attention_logit_interval: NonNegativeInt = 0
+    """Updates between measurements of the largest attention logit; 0 disables them."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for MFU; if not set, the value of the data sheet if known."""
     enable_wandb: bool = False

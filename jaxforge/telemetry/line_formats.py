@@ -221,6 +221,10 @@ _MEGATRON: Segments = {
     "skipped samples: {:12d}": ("skipped samples",),
     "elapsed time per iteration (ms): {:.1f}": ("ms",),
     "throughput per GPU (TFLOP/s/GPU): {:.1f}": ("train/tflops_per_device",),
+    "energy per GPU (J/iter/GPU): {:.1f} | power per GPU (W/GPU): {:.1f}": (
+        "gpu/energy_joules",
+        "gpu/power_watts",
+    ),
     "learning rate: {:.6E}": ("train/lr",),
     "global batch size: {:5d}": ("batch",),
     "lm loss: {:.6E}": ("interval/loss",),
@@ -228,6 +232,7 @@ _MEGATRON: Segments = {
     "grad norm: {:.3f}": ("train/grad_norm",),
     "num zeros: {}": ("train/num_zeros_in_grad",),
     "params norm: {:.3f}": ("train/params_norm",),
+    "max attention logit: {:.3f}": ("train/max_attention_logit",),
     "number of skipped iterations: {:3d}": ("skipped",),
     "number of nan iterations: {:3d}": ("nan",),
 }

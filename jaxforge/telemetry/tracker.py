@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
+from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.epochs import describe_epoch, epoch_summary
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
 from jaxforge.telemetry.metric_writers import MetricWriter
@@ -73,6 +74,7 @@ class _Mark(NamedTuple):
         seconds: clock of the tracker.
         waited: seconds spent waiting for data.
         sums: sums over the steps of the run.
+        joules: energy of a GPU; 0 if it is not measured.
     """
 
     step: int
@@ -80,6 +82,7 @@ class _Mark(NamedTuple):
     seconds: float
     waited: float
     sums: Sums
+    joules: float = 0.0
 
 
 class Tracker:
@@ -93,6 +96,7 @@ class Tracker:
         datasets: names of the datasets of a mixture.
         extras: `metrics.collect`: additional metrics to log.
         left_out: sequences of each update of `train.iterations_to_skip`, by its number.
+        energy: the energy counter of the GPUs; None if it is not read.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class Tracker:
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
         left_out: Mapping[int, int] | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
         self._datasets, self._extras, self._left_out = datasets, extras, left_out or {}
         self._writers, self._cost, self._progress = writers, cost, progress
@@ -115,6 +120,7 @@ class Tracker:
         self._launched: collections.deque[_Launched] = collections.deque(maxlen=MOST)
         self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
+        self._energy, self._paused_joules = energy, 0.0
         self._paused = self._waited = self._launching = 0.0
         self._has_batch = time.perf_counter()
         self.start_clock()
@@ -124,9 +130,15 @@ class Tracker:
         progress = self._progress
         self._warned = progress.nonfinite, progress.spikes
         self._fetched = _Mark(
-            progress.step, progress.samples, self._clock(), self._waited, self._sums
+            progress.step,
+            progress.samples,
+            self._clock(),
+            self._waited,
+            self._sums,
+            self._joules(),
         )
         self._written = [self._fetched] * len(self._writers)
+        self._attention_logit: tuple[int, float] | None = None
         self._epoch_start, self._epoch = self._fetched, self._epochs(progress.samples)
 
     @contextlib.contextmanager
@@ -136,6 +148,10 @@ class Tracker:
         yield
         self._has_batch = time.perf_counter()
         self._waited += self._has_batch - start
+
+    def note_attention_logit(self, step: int, logit: float) -> None:
+        """Record the largest attention logit of a step, for the next line of each writer."""
+        self._attention_logit = step, logit
 
     def end_step(self, step: int, metrics: dict[str, Array]) -> None:
         """Record a step that has been launched; log the previous step if it is due.
@@ -214,8 +230,9 @@ class Tracker:
         self.flush()
         if self._latest is not None:
             jax.block_until_ready(self._latest.metrics)  # this wait is still step time
-        start = time.perf_counter()
+        start, joules = time.perf_counter(), self._joules()
         yield
+        self._paused_joules += self._joules() - joules
         seconds = time.perf_counter() - start
         self._paused += seconds
         self._has_batch += seconds  # the block is not part of a launch either
@@ -260,7 +277,7 @@ class Tracker:
         self._warn_of_labels(step, labels.count(0))
         samples = int(values["counts"].samples)
         since = self._fetched
-        now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
+        now = _Mark(step, samples, self._clock(), latest.waited, self._sums, self._joules())
         self._fetched = now
         speed, padding = self._speed(since, now), int(values["counts"].padding)
         metrics = {
@@ -288,9 +305,15 @@ class Tracker:
             since = self._written[i]
             wait = (now.waited - since.waited) / _steps(since, now)
             interval = self._speed(since, now) | {"train/data_wait_sec": wait}
-            self._writers[i].write(step, metrics | interval | now.sums.since(since.sums))
+            interval |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
+            self._writers[i].write(step, metrics | interval)
             self._written[i] = now
         self._summarise_epoch(now)
+
+    def _attention_logit_since(self, since: _Mark, now: _Mark) -> Metrics:
+        """Return the latest measurement of the interval, if there is one."""
+        step, logit = self._attention_logit or (0, 0.0)
+        return {"train/max_attention_logit": logit} if since.step < step <= now.step else {}
 
     def _epochs(self, samples: int) -> int:
         """Return the number of complete epochs; 0 if the data have no epochs."""
@@ -339,9 +362,12 @@ class Tracker:
 
     def _speed(self, since: _Mark, now: _Mark) -> Metrics:
         steps = _steps(since, now)
-        return self._cost.speed(
-            max((now.seconds - since.seconds) / steps, 1e-9), (now.samples - since.samples) / steps
-        )
+        seconds = max((now.seconds - since.seconds) / steps, 1e-9)
+        speed = self._cost.speed(seconds, (now.samples - since.samples) / steps)
+        if self._energy is None:
+            return speed
+        joules = (now.joules - since.joules) / steps
+        return speed | {"gpu/energy_joules": joules, "gpu/power_watts": joules / seconds}
 
     def _by_dataset(self, values: dict[str, Any]) -> Metrics:
         """Return the mean loss and token count of each dataset in the step."""
@@ -355,6 +381,10 @@ class Tracker:
 
     def _clock(self) -> float:
         return time.perf_counter() - self._paused
+
+    def _joules(self) -> float:
+        """Return the energy of a GPU, without pauses."""
+        return self._energy.joules() - self._paused_joules if self._energy else 0.0
 
 
 MOST = 1000  # most steps between two reads from the device

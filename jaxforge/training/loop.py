@@ -87,6 +87,7 @@ class Trainer:
             while reason is None:
                 with profiler.around(self.progress.step + 1, tracker.paused):
                     batch, controls = self._next_batch(signals)
+                    self._measure_attention_logits(batch)
                     step = self.updates.step[batch["labels"].shape[0]]
                     if self.bad_steps.should_verify(self.progress.step + 1):
                         metrics = self._run_twice(step, batch, controls)
@@ -180,6 +181,19 @@ class Trainer:
             batch = next(data)
         data.note_mixture(progress)
         return batch, data.controls(progress.step, self.config.train.iterations_to_skip)
+
+    def _measure_attention_logits(self, batch: Batch) -> None:
+        """Measure the largest attention logit of the next step, which replaces its parameters."""
+        logits, number = self.instruments.attention_logits, self.progress.step + 1
+        if logits is None or not logits.is_due(number):
+            return
+        tracker, watchdog = self.instruments.tracker, self.instruments.watchdog
+        with (
+            tracker.paused(),
+            watchdog.section("evaluation"),
+            watchdog.naming("measuring attention logits"),
+        ):
+            tracker.note_attention_logit(number, logits.measure(self.state.variables, batch))
 
     def _run_twice(self, step: TrainStep, batch: Batch, controls: Controls) -> Metrics:
         """Execute a step twice, and note a fault if the results differ."""

@@ -266,7 +266,17 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
-        *(("metrics", key) for key in ("log_format", "log_progress", "collect", "enable_mlflow")),
+        *(
+            ("metrics", key)
+            for key in (
+                "log_format",
+                "log_progress",
+                "collect",
+                "enable_mlflow",
+                "max_attention_logit_interval",
+                "log_energy",
+            )
+        ),
         *(
             ("metrics", f"mlflow_{key}")
             for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")

@@ -84,9 +84,12 @@ def test_flags_depend_on_device_kind():
 
 def test_xla_records_cuda_graphs_by_default(tmp_path):
     """A dump of the compiler's options shows the defaults of all platforms."""
-    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    jax.jit(lambda x: x * 3).lower(1.0).compile(compiler_options=options)
-    [path] = tmp_path.glob("*.debug_options")
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what is read from it is not dumped
+    code = "import jax; jax.jit(lambda x: x * 3)(1.0)"
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    [path] = tmp_path.rglob("compile_options.textproto")
     kinds = set(re.findall(r"xla_gpu_enable_command_buffer: (\w+)", path.read_text()))
     assert kinds >= {"FUSION", "CUBLAS", "CUDNN", "CUSTOM_CALL"}
 
