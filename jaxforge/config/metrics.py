@@ -26,10 +26,12 @@ class MetricsConfig(Section):
     """Compare the host time of all processes and report the slow hosts."""
     straggler_report_interval: PositiveInt = 100
     """Updates between straggler reports."""
+    device_speed_interval: NonNegativeInt = 0
+    """Updates between timings of each device that reveal slow devices; 0 disables them."""
     straggler_threshold: float = Field(default=0.7, gt=0, lt=1)
-    """A host is slow if the fastest host's time divided by its own time is below this value."""
+    """A host or device is slow if the fastest one's time divided by its own is below this value."""
     stop_if_detected_straggler: bool = False
-    """Save and end the run when a host is slow, so that it can restart elsewhere."""
+    """Save and end the run when a host or device is slow, so that it can restart elsewhere."""
     tensorboard_interval: PositiveInt | None = None
     """Updates between points in TensorBoard; if not set, log_interval."""
     wandb_interval: PositiveInt | None = None

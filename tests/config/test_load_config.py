@@ -275,6 +275,7 @@ def test_every_key_of_kempnerforge_loads():
                 "enable_mlflow",
                 "max_attention_logit_interval",
                 "log_energy",
+                "device_speed_interval",
             )
         ),
         *(

@@ -3,6 +3,7 @@
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import compilation
 from jaxforge.training.callbacks.collectives import CollectiveHealth
+from jaxforge.training.callbacks.device_speed import DeviceSpeed
 from jaxforge.training.callbacks.weight_hash import WeightHashes
 from tests.processes.conftest import Run
 from tests.training.looking import Checking
@@ -37,13 +38,15 @@ def test_devices_and_weights_are_checked_before_compilation_of_each_start(tmp_pa
     record(CollectiveHealth, "on_interval", "devices")
     record(WeightHashes, "on_interval", "weights")
     record(compilation, "compile_step", "compilation")
+    record(DeviceSpeed, "on_interval", "speed")
     settings = ["--train.nccl_health_check_interval=2", "--model.n_layers=1", "--train.max_steps=3",
-                "--train.check_weight_hash_across_dp_replicas_interval=3"]  # fmt: skip
+                "--train.check_weight_hash_across_dp_replicas_interval=3",
+                "--metrics.device_speed_interval=3"]  # fmt: skip
     Run(tmp_path, "run").finish_here(*settings, "--train.exit_interval=1", code=75)
     assert events == ["devices", "weights", "compilation"]
     events.clear()
     Run(tmp_path, "run").finish_here(*settings)
-    assert events == ["devices", "weights", "compilation", "devices", "weights"]
+    assert events == ["devices", "weights", "compilation", "devices", "weights", "speed"]
     events.clear()
     Run(tmp_path, "run").finish_here(*settings)  # the run is complete
     assert events == []

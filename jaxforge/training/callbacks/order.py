@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxforge.training.callbacks.activations import ActivationCapture
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.collectives import CollectiveHealth
+from jaxforge.training.callbacks.device_speed import DeviceSpeed
 from jaxforge.training.callbacks.directory_lock import DirectoryLock
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.exports import Exporter
@@ -69,6 +70,8 @@ ORDER = (
           WeightHashes),
     Event("stragglers", "every `metrics.straggler_report_interval` steps, slow hosts are named",
           f"`{CALLBACKS}/stragglers.py`, {WATCHING}", Stragglers),
+    Event("device speed", "every `metrics.device_speed_interval` steps, slow devices are named",
+          f"`{CALLBACKS}/device_speed.py`, {WATCHING}", DeviceSpeed),
     Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
     Event("save", "on schedule, after a new best, after the last step",

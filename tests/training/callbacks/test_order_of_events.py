@@ -8,6 +8,7 @@ import pytest
 
 from jaxforge.training.callbacks import (
     collectives,
+    device_speed,
     directory_lock,
     exports,
     garbage,
@@ -73,7 +74,7 @@ HEALTH = {
     "memory": memory_report.MemoryReport, "directory": directory_lock.DirectoryLock,
     "garbage": garbage.CollectGarbage, "synchronization": synchronize.Synchronize,
     "collectives": collectives.CollectiveHealth, "weights": weight_hash.WeightHashes,
-    "stragglers": stragglers.Stragglers,
+    "stragglers": stragglers.Stragglers, "device speed": device_speed.DeviceSpeed,
 }  # fmt: skip
 FILES = {"exports": exports.Exporter, "`progress.txt`": progress_txt.ProgressTxt}
 SEEN = {
