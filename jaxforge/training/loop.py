@@ -138,7 +138,10 @@ class Trainer:
         if self._at_end and not self.progress.validation:
             return None
         due = [callback for callback in self.callbacks if callback.checks_start]
-        return self.callbacks.run(due, self._interval_context(exits)) if due else None
+        if not due:
+            return None
+        jax.block_until_ready(self.state)  # its collectives would mix with those of the checks
+        return self.callbacks.run(due, self._interval_context(exits))
 
     def _interval_context(self, exits: Exits) -> IntervalContext:
         return IntervalContext(

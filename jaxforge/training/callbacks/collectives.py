@@ -53,6 +53,8 @@ class CollectiveHealth(RunCallback):
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Compile the check and connect the devices, which may take minutes."""
+        # On CPU, programs that run at the same time mix up their messages: finish the setup first.
+        jax.block_until_ready(jax.live_arrays())
         n = self._mesh.devices.size
         sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         rows = np.eye(n, dtype=np.int32)
