@@ -46,7 +46,7 @@ test-lines:
 
 # Compiles steps for GPU meshes without a GPU: 4 GB of compilers, in an environment of their own.
 test-gpu-compiler: $(VENV)-cuda/.done
-	$(VENV)-cuda/bin/python -m pytest tests/parallel/test_gpu_meshes.py tests/plan
+	$(VENV)-cuda/bin/python -m pytest tests/parallel/test_gpu_meshes.py tests/tools/plan
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -342,7 +342,7 @@ def _tensor(
     dtype = named.numpy
     if not is_shape(shape, dtype.itemsize):
         raise UserError(f"{where}: its metadata are damaged")
-    _check_cover(where, shape, indices)
+    check_cover(where, shape, indices)
     # Ranks without rows of a tensor declare empty chunks, which need no file.
     full = [
         (i, at) for i, (at, _) in zip(indices, chunks, strict=True) if math.prod(index_shape(i))
@@ -391,7 +391,7 @@ class _StoredChunk:
         return self.tensor.read(relative_to(index, [s.start for s in self.index]))
 
 
-def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None:
+def check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None:
     """Check that every element is in exactly one chunk, which torch itself does not check.
 
     Raises:

@@ -183,7 +183,7 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
     config_file = run_directory.config_of_step(run, step)
     checkpoints = Checkpoints(run, config_file.checkpoint, read_only=True)
     try:
-        config = _on_these_devices(config_file, step, checkpoints, overrides, trust.of_run(run))
+        config = on_these_devices(config_file, step, checkpoints, overrides, trust.of_run(run))
         sizes = _sizes(config)
         devices = jax.devices()[: None if -1 in sizes else math.prod(sizes)]
         rules.check(config, len(devices))
@@ -198,13 +198,18 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
         checkpoints.close()
 
 
-def _on_these_devices(
+def on_these_devices(
     config: JobConfig,
     step: int,
     checkpoints: Checkpoints,
     overrides: Sequence[str],
     trusts: trust.Decision = trust.never,
 ) -> JobConfig:
+    """Return the config of a run for the devices of this process, with the batch unchanged.
+
+    Raises:
+        UserError: the run has no such step, or the settings do not fit the devices.
+    """
     if not 1 <= step <= config.train.max_steps:
         raise UserError(
             f"step {step} does not exist: steps are 1 to train.max_steps = {config.train.max_steps}"

@@ -159,6 +159,6 @@ def test_unwritable_executable_path_raises_user_error(tmp_path):
     location = tmp_path / "none" / "step.zip"
     with (
         pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),
-        plan_report._reporting("--save-executable", str(location)),
+        plan_report.reporting_write_errors("--save-executable", str(location)),
     ):
         write(location, {}, config(tmp_path), make_mesh(config(tmp_path)))
