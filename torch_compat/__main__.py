@@ -6,7 +6,7 @@
     export SRC DST --to dcp|pt|hf|megatron
                                          export a run as a DCP, a file of torch.save, or a
                                          Hugging Face or Megatron checkpoint
-    inspect PATH [--json]                describe a checkpoint of any format
+    inspect PATH [--json]                describe a checkpoint in any readable format
     verify A B [--json]                  compare two checkpoints (exit code 1 if they differ)
     lockstep --torch MODULE:FACTORY --checkpoint PATH
                                          compare a PyTorch model with jaxforge layer by layer

@@ -53,6 +53,20 @@ def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Pr
         )
 
 
+def attention_logits_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse to measure attention logits with cp, where no device has all keys of a query."""
+    interval = config.metrics.max_attention_logit_interval
+    if interval and mesh["cp"] > 1:
+        yield Problem(
+            f"metrics.max_attention_logit_interval = {interval} is not supported with "
+            f"distributed.cp = {mesh['cp']}: no device has all keys of a query",
+            (
+                smaller_axis(config, "cp", mesh["cp"]),
+                single_change("metrics.max_attention_logit_interval", 0),
+            ),
+        )
+
+
 def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Refuse to capture attention weights with cp, where no device has all keys of a query."""
     section = config.eval
@@ -244,6 +258,7 @@ MESH_RULES: tuple[Rule, ...] = (
     heads_divide_by_cp,
     seq_len_divides_by_ring_chunks,
     attention_weights_need_whole_sequences,
+    attention_logits_need_whole_sequences,
     ffn_dim_divides_by_tp,
     vocab_divides_by_pp_and_tp,
     dim_divides_by_cp_and_ep,

@@ -146,6 +146,8 @@ class TrainConfig(Section):
     """Maximum number of rollbacks of the run; another one ends it."""
     rerun_bad_steps: bool = False
     """Rerun a skipped update to attribute its fault; the host then waits for each step."""
+    verify_interval: NonNegativeInt = 0
+    """Updates between steps that are executed twice to detect hardware faults; 0 disables it."""
     iterations_to_skip: tuple[PositiveInt, ...] = ()
     """Updates whose batch is drawn but skipped, counted from 1 as in Megatron-LM 0.18."""
     exit_interval: NonNegativeInt = 0

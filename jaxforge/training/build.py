@@ -21,7 +21,13 @@ from jaxforge.training.callbacks.order import callbacks_of
 from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import named_callbacks
-from jaxforge.training.instruments import Instruments, Session, open_profiler, open_tracker
+from jaxforge.training.instruments import (
+    Instruments,
+    Session,
+    open_attention_logits,
+    open_profiler,
+    open_tracker,
+)
 from jaxforge.training.loop import Trainer
 from jaxforge.training.start import RunFiles, open_foreign, resolve_skip_idle_experts
 from jaxforge.training.training_data import TrainingData, batch_ramp, open_data, record_data
@@ -73,8 +79,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress))
     files.rename_old_metrics(config)
-    samples = ramp.rows * config.train.grad_accum_steps
-    tracker = open_tracker(session, config, progress, samples)
+    tracker = open_tracker(session, config, progress, ramp)
     files.record_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
@@ -95,7 +100,9 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
             config, mesh, model, dataset, progress, (saver.permanent, saver.local), restore
         ),
         callbacks=callbacks,
-        instruments=Instruments(tracker, watchdog, profiler),
+        instruments=Instruments(
+            tracker, watchdog, profiler, open_attention_logits(config, program)
+        ),
     )
 
 

@@ -129,6 +129,12 @@ class Callback:
     It pauses the clock itself (`IntervalContext.examining_model`).
     """
 
+    checks_start: bool = False
+    """True if `on_interval` also runs before the first evaluation and step of each start.
+
+    The step is not compiled then.
+    """
+
     def is_due(self, step: int) -> bool:
         """Return whether `on_interval` is due after `step`, for intervals in steps."""
         return isinstance(self.every, int) and self.every > 0 and step % self.every == 0
