@@ -141,7 +141,7 @@ class Walk:
         controls = self.controls
         batch = next(self._data)
         self._data.note_mixture(self.progress)
-        self.state, metrics = self._step(self.state, batch, controls)
+        self.state, metrics = self._step(self.state, self._past.padded(batch), controls)
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self._look_ahead()
@@ -156,7 +156,8 @@ class Walk:
         copies = jax.tree.map(
             lambda x: x.copy(), (self.state.step, self.state.guard, self.state.counts)
         )
-        self.state, metrics = step(self.state, self.batch, self.controls._replace(apply=False))
+        batch = self._past.padded(self.batch)
+        self.state, metrics = step(self.state, batch, self.controls._replace(apply=False))
         at, guard, counts = copies
         self.state = dataclasses.replace(self.state, step=at, guard=guard, counts=counts)
         return metrics

@@ -1,0 +1,145 @@
+"""One program for all sizes of a batch ramp, against a program for each size."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge import program as program_module
+from jaxforge.commands import train
+from jaxforge.parallel import compilation
+from jaxforge.program import Program
+from jaxforge.step.padded_batch import MAX_PROGRAMS, pad_batch, reciprocal
+from jaxforge.step.train_step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import devices_here, new_setup, random_batches
+
+MODEL = {"n_layers": 1, "dim": 32, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 64}
+STAGES = [{"start": i, "grad_accum_steps": i + 1} for i in range(8)]
+TRAIN = {"seq_len": 16, "batch_size": 2, "max_steps": 8, "grad_accum_steps": 8,
+         "batch_ramp": STAGES}  # fmt: skip
+FSDP_TP = {"dp_shard": 4, "tp": 2}
+
+
+def ramp_of(n_sizes, *, grad_sync="auto", **sections):
+    ramp = {"grad_accum_steps": n_sizes, "batch_ramp": STAGES[:n_sizes], "grad_sync": grad_sync}
+    return tiny_config(model=MODEL, train=TRAIN | ramp, **sections)
+
+
+def same_bits(a, b):
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in leaves)
+
+
+def results_of(ours, batches):
+    """Metrics of updates and the state after them."""
+    state, metrics = ours.state(), []
+    with ours.context():
+        for batch in batches:
+            state, result = ours.step(state, batch, Controls())
+            metrics.append(jax.device_get(result))
+    return metrics, jax.device_get(state)
+
+
+@pytest.mark.parametrize(("grad_sync", "sizes"), [("update", range(1, 9)), ("microbatch", (1, 3))])
+def test_sharded_ramp_is_bit_equal_to_a_program_per_size(grad_sync, sizes):
+    """All metrics and the whole state after a ramp on fsdp 4 x tp 2."""
+    ours = new_setup(ramp_of(8, distributed=FSDP_TP, grad_sync=grad_sync))
+    batches = [
+        ours.put({name: x[:n] for name, x in batch.items()})
+        for n, batch in zip(sizes, random_batches(ours.config, len(sizes)), strict=True)
+    ]
+    padded = [ours.padded(batch) for batch in batches]
+    assert {batch["labels"].shape[0] for batch in padded} == {8}
+    for name, x in batches[0].items():
+        assert padded[0][name].sharding == x.sharding
+    expected = results_of(ours, batches)
+    assert ours.step._cache_size() == len(sizes)
+    assert same_bits(results_of(ours, padded), expected)
+    assert ours.step._cache_size() == len(sizes) + 1
+
+
+def test_padding_contributes_to_no_loss_statistic_or_count():
+    """Experts, padding tokens, datasets, auxiliary losses, and the mean of microbatch means."""
+    ours = new_setup(
+        tiny_config(
+            model=MODEL | {"num_experts": 4, "moe_router": "sigmoid_topk",
+                           "moe_sequence_aux_loss_weight": 0.1, "moe_aux_loss_weight": 0.1},
+            train=TRAIN | {"loss_norm": "microbatch", "z_loss_weight": 0.1},
+        )
+    )  # fmt: skip
+    [batch] = random_batches(ours.config, 1)
+    batch = {name: x[:3] for name, x in batch.items()}
+    is_padding = np.zeros_like(batch["labels"])
+    is_padding[1, :, 10:] = 1
+    batch = ours.put({
+        **batch, "labels": np.where(is_padding, -100, batch["labels"]), "is_padding": is_padding,
+    })  # fmt: skip
+    for fields in (batch, {name: x for name, x in batch.items() if name != "is_padding"}):
+        expected, state = results_of(ours, [fields])
+        assert same_bits(results_of(ours, [ours.padded(fields)]), (expected, state))
+        assert int(state.counts.samples) == 3 * 2
+        assert int(state.counts.padding) == ("is_padding" in fields) * 2 * 6
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Programs that runs compile as their steps."""
+    programs, compile_step = [], compilation.compile_step
+    monkeypatch.setattr(
+        compilation, "compile_step",
+        lambda program, flags: programs.append(program) or compile_step(program, flags),
+    )  # fmt: skip
+    return programs
+
+
+def test_run_compiles_once_and_is_bit_equal_to_a_program_per_size(tmp_path, compiled, monkeypatch):
+    losses = []
+    for name, most, n_programs in (("one", MAX_PROGRAMS, 1), ("each", 8, 8)):
+        monkeypatch.setattr(program_module, "MAX_PROGRAMS", most)
+        compiled.clear()
+        checkpoint = {"dir": str(tmp_path / name), "interval": 100}
+        with devices_here(1):
+            train.run(ramp_of(8, checkpoint=checkpoint, metrics={"log_interval": 1}))
+        assert len(compiled) == n_programs
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        values = [(x["train/loss"], x["train/grad_norm"]) for x in lines if "train/loss" in x]
+        assert len(values) == 8
+        losses.append(values)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("n_sizes", "mesh", "pads"),
+    [(MAX_PROGRAMS, {}, False), (MAX_PROGRAMS + 1, {"dp_shard": 8}, True), (8, FSDP_TP, True)],
+)
+def test_ramp_of_many_sizes_has_one_program(n_sizes, mesh, pads):
+    program = Program(ramp_of(n_sizes, distributed=mesh))
+    assert program.pads_batches == pads
+    assert program.sizes == tuple(range(1, n_sizes + 1))
+
+
+def test_pipeline_has_a_program_per_size():
+    sizes = [{"start": i, "grad_accum_steps": i + 2} for i in range(7)]
+    config = tiny_config(
+        model={"n_layers": 2}, distributed={"pp": 2, "dp_shard": 4},
+        train=TRAIN | {"batch_ramp": sizes},
+    )  # fmt: skip
+    assert not Program(config).pads_batches
+
+
+def test_padding_keeps_microbatches_and_ignores_others():
+    ours = new_setup(ramp_of(8))
+    batch = {"labels": np.ones((2, 2, 4)), "other": np.ones((2, 2))}
+    padded = jax.device_get(pad_batch(ours.put(batch), largest=3, mesh=ours.mesh))
+    assert padded["n_microbatches"] == 2
+    np.testing.assert_array_equal(padded["labels"][:, 0, 0], [1, 1, -100])
+    np.testing.assert_array_equal(padded["other"][:, 0], [1, 1, 0])
+
+
+def test_reciprocals_of_known_and_traced_counts_have_the_same_bits():
+    size = 2**23 + 5  # times 3, it is no float32
+    traced = jax.jit(lambda n: reciprocal(n, 64, size))
+    for n in (1, 3, 5, 64):
+        assert np.float32(reciprocal(n, 64, size)) == traced(n)
