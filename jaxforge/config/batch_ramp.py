@@ -1,7 +1,7 @@
 """Batch-size ramp: microbatches per update, and the data position after each update.
 
-The microbatch is the same in all stages, so memory use is constant. Each stage has its own compiled
-step. Starts count the updates attempted before: a stage with start 100 begins with update 101.
+The microbatch is the same in all stages, so memory use is constant. Starts count the updates
+attempted before: a stage with start 100 begins with update 101.
 """
 
 from bisect import bisect_right

@@ -65,7 +65,7 @@ class TrainConfig(Section):
     batch_ramp: tuple[BatchStage, ...] = ()
     """Stages of increasing batch size; the last stage has the batch size of this section."""
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    """Megatron-LM's ramp to global_batch_size: sequences at first, increment, sequences in all."""
+    """Megatron-LM's ramp to global_batch_size: first batch, increment, length, all in sequences."""
     grad_clip_norm: PositiveFloat = 1.0
     """Maximum global L2 norm of gradients; larger gradients are scaled down to it."""
     seed: int = 42

@@ -12,6 +12,8 @@ from jaxforge.parallel import compilation
 from jaxforge.program import Program
 from jaxforge.step.padded_batch import MAX_PROGRAMS, pad_batch, reciprocal
 from jaxforge.step.train_step import Controls
+from jaxforge.tools.replay.account import replayed
+from jaxforge.tools.replay.capsule import capsule_of, verify
 from tests.conftest import tiny_config
 from tests.helpers import devices_here, new_setup, random_batches
 
@@ -20,11 +22,13 @@ STAGES = [{"start": i, "grad_accum_steps": i + 1} for i in range(8)]
 TRAIN = {"seq_len": 16, "batch_size": 2, "max_steps": 8, "grad_accum_steps": 8,
          "batch_ramp": STAGES}  # fmt: skip
 FSDP_TP = {"dp_shard": 4, "tp": 2}
+LOGGED = ("train/loss", "train/grad_norm", "train/tokens")
 
 
-def ramp_of(n_sizes, *, grad_sync="auto", **sections):
-    ramp = {"grad_accum_steps": n_sizes, "batch_ramp": STAGES[:n_sizes], "grad_sync": grad_sync}
-    return tiny_config(model=MODEL, train=TRAIN | ramp, **sections)
+def ramp_of(n_sizes, *, keys=(), **sections):
+    """A config with batches of 1 to `n_sizes` microbatches, and more `keys` of [train]."""
+    ramp = {"grad_accum_steps": n_sizes, "batch_ramp": STAGES[:n_sizes]}
+    return tiny_config(model=MODEL, train=TRAIN | ramp | dict(keys), **sections)
 
 
 def same_bits(a, b):
@@ -42,10 +46,10 @@ def results_of(ours, batches):
     return metrics, jax.device_get(state)
 
 
-@pytest.mark.parametrize(("grad_sync", "sizes"), [("update", range(1, 9)), ("microbatch", (1, 3))])
+@pytest.mark.parametrize(("grad_sync", "sizes"), [("update", (1, 2, 5, 8)), ("microbatch", (1, 3))])
 def test_sharded_ramp_is_bit_equal_to_a_program_per_size(grad_sync, sizes):
     """All metrics and the whole state after a ramp on fsdp 4 x tp 2."""
-    ours = new_setup(ramp_of(8, distributed=FSDP_TP, grad_sync=grad_sync))
+    ours = new_setup(ramp_of(8, distributed=FSDP_TP, keys={"grad_sync": grad_sync}))
     batches = [
         ours.put({name: x[:n] for name, x in batch.items()})
         for n, batch in zip(sizes, random_batches(ours.config, len(sizes)), strict=True)
@@ -83,31 +87,66 @@ def test_padding_contributes_to_no_loss_statistic_or_count():
         assert int(state.counts.padding) == ("is_padding" in fields) * 2 * 6
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Programs that runs compile as their steps."""
-    programs, compile_step = [], compilation.compile_step
-    monkeypatch.setattr(
-        compilation, "compile_step",
-        lambda program, flags: programs.append(program) or compile_step(program, flags),
+def run_in(directory, **train_keys):
+    """Train on one device with five sizes of the batch; return the number of compiled steps."""
+    compiled, compile_step = [], compilation.compile_step
+    config = ramp_of(
+        5, checkpoint={"dir": str(directory), "interval": 100}, metrics={"log_interval": 1},
+        data={"dataset_path": str(directory.parent / "data")}, keys=train_keys,
     )  # fmt: skip
-    return programs
+    with devices_here(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            compilation, "compile_step",
+            lambda program, flags: compiled.append(program) or compile_step(program, flags),
+        )  # fmt: skip
+        train.run(config)
+    return len(compiled)
 
 
-def test_run_compiles_once_and_is_bit_equal_to_a_program_per_size(tmp_path, compiled, monkeypatch):
-    losses = []
-    for name, most, n_programs in (("one", MAX_PROGRAMS, 1), ("each", 8, 8)):
-        monkeypatch.setattr(program_module, "MAX_PROGRAMS", most)
-        compiled.clear()
-        checkpoint = {"dir": str(tmp_path / name), "interval": 100}
-        with devices_here(1):
-            train.run(ramp_of(8, checkpoint=checkpoint, metrics={"log_interval": 1}))
-        assert len(compiled) == n_programs
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        values = [(x["train/loss"], x["train/grad_norm"]) for x in lines if "train/loss" in x]
-        assert len(values) == 8
-        losses.append(values)
-    assert losses[0] == losses[1]
+def logged(directory):
+    """Loss, gradient norm and tokens so far of each step."""
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [tuple(x[name] for name in LOGGED) for x in lines if "train/loss" in x]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Run directory of a ramp whose sizes share one program, and the number of compiled steps."""
+    directory = tmp_path_factory.mktemp("ramp") / "run"
+    (directory.parent / "data").mkdir()
+    tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], 40 * 17)
+    np.save(directory.parent / "data" / "x.npy", tokens.astype(np.uint16))
+    return directory, run_in(directory)
+
+
+def test_run_compiles_once_and_is_bit_equal_to_a_program_per_size(run, monkeypatch):
+    directory, n_programs = run
+    assert n_programs == 1
+    monkeypatch.setattr(program_module, "MAX_PROGRAMS", 5)
+    assert run_in(directory.with_name("sized")) == 5
+    assert logged(directory) == logged(directory.with_name("sized"))
+    tokens = np.cumsum([1, 2, 3, 4, 5, 5, 5, 5]) * 2 * 16
+    assert [x[2] for x in logged(directory)] == tokens.tolist()
+
+
+def test_resume_within_ramp_is_bit_exact(run):
+    resumed = run[0].with_name("resumed")
+    assert run_in(resumed, exit_interval=3) == 1
+    assert len(logged(resumed)) == 3
+    assert run_in(resumed) == 1
+    assert logged(resumed) == logged(run[0])
+
+
+def test_replay_and_capsule_of_ramp_match_log_bit_exactly(run):
+    with devices_here(1):
+        assert [(x.step, x.difference) for x in replayed(run[0], 4, 7)] == [
+            (step, 0.0) for step in range(4, 8)
+        ]
+        capsule = capsule_of(run[0])
+        assert list(capsule.about["programs"]["1"]) == ["5"]
+        result = verify(capsule, 3)
+        assert result.holds
+        assert [step.step for step in result.steps] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +157,14 @@ def test_ramp_of_many_sizes_has_one_program(n_sizes, mesh, pads):
     program = Program(ramp_of(n_sizes, distributed=mesh))
     assert program.pads_batches == pads
     assert program.sizes == tuple(range(1, n_sizes + 1))
+
+
+def test_megatron_ramp_of_64_sizes_has_one_program():
+    keys = {"grad_accum_steps": 64, "global_batch_size": 1024, "rampup_batch_size": (16, 16, 10**5)}
+    keys |= {"seq_len": 16, "batch_size": 2}
+    program = Program(tiny_config(model=MODEL, train=keys, distributed={"dp_shard": 8}))
+    assert program.sizes == tuple(range(1, 65))
+    assert list(program.lower_sizes()) == [64]
 
 
 def test_pipeline_has_a_program_per_size():
