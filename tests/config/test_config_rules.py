@@ -301,6 +301,13 @@ CASES = [
     ),
     (
         2,
+        [*PIPELINED, "train.global_batch_size=4", "train.rampup_batch_size=[2,1,9]"],
+        [*PIPELINED, "train.global_batch_size=4", "train.rampup_batch_size=[1,1,9]"],
+        "stage 0 of train.rampup_batch_size = [1, 1, 9] = 1 microbatches leaves some of the "
+        "distributed.pp = 2 stages idle all the time: set it to 2",
+    ),
+    (
+        2,
         [
             *[*PIPELINED, *INTERLEAVED, "model.n_layers=6"],
             "train.batch_ramp=[{'grad_accum_steps':2},{'start':9,'grad_accum_steps':4}]",

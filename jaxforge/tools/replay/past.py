@@ -139,7 +139,7 @@ class Walk:
         controls = self.controls
         batch = next(self._data)
         self._data.note_mixture(self.progress)
-        self.state, metrics = self._step(self.state, batch, controls)
+        self.state, metrics = self._step(self.state, self._past.padded(batch), controls)
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self._look_ahead()
@@ -155,7 +155,8 @@ class Walk:
         # same, but the counters and the guard advance: they are restored from copies.
         counters = (self.state.step, self.state.guard, self.state.counts)
         number, guard, counts = jax.tree.map(lambda x: x.copy(), counters)
-        self.state, metrics = step(self.state, self.batch, self.controls._replace(apply=False))
+        batch = self._past.padded(self.batch)
+        self.state, metrics = step(self.state, batch, self.controls._replace(apply=False))
         self.state = dataclasses.replace(self.state, step=number, guard=guard, counts=counts)
         return metrics
 
