@@ -165,6 +165,7 @@ def test_every_key_of_kempnerforge_loads():
                 "max_rollbacks",
                 "rerun_bad_steps",
                 "verify_interval",
+                "rampup_batch_size",
                 "iterations_to_skip",
                 "exit_interval",
                 "exit_duration_in_mins",
