@@ -192,6 +192,7 @@ class Evaluator:
         steps: int | None,
         begun: SetSums = _NOTHING,
         stop: Callable[[], object] = lambda: False,
+        note_batch: Callable[[str, int], None] = lambda name, batch: None,
     ) -> tuple[SetSums, bool]:
         """Evaluate one set.
 
@@ -201,6 +202,7 @@ class Evaluator:
             steps: number of batches; None for all.
             begun: sums of the batches that were evaluated before.
             stop: called before each batch; a true result stops the evaluation.
+            note_batch: called with set and number of each batch after its launch.
 
         Returns:
             The sums, and True if they cover all batches.
@@ -208,10 +210,11 @@ class Evaluator:
         batches = eval_batches(self._config, self._mesh, self._datasets[name])
         sums: list[BatchSums] = []
         stopped = False
-        for batch in itertools.islice(batches, begun.batches, steps):
+        for i, batch in enumerate(itertools.islice(batches, begun.batches, steps), begun.batches):
             if stopped := bool(stop()):
                 break
             sums.append(self._step(params, batch, self._byte_lengths))
+            note_batch(name, i)
             jax.block_until_ready(sums[-2:][0])  # at most two batches in flight on the devices
         return _add_up(begun, sums, has_bytes=self._has_bytes[name]), not stopped
 

@@ -89,6 +89,9 @@ class Checkpoints:
     def check(self):
         pass
 
+    def path(self, step):
+        return Path(f"step_{step}")
+
     def newly_durable(self):
         durable, self.in_progress = self.in_progress, {}
         return durable
@@ -161,9 +164,10 @@ class TwoBatches:
     def __init__(self, events):
         self.events = events
 
-    def run(self, state, progress, stop):
+    def run(self, state, progress, stop, note_batch):
         validation = progress.begin_validation(["a"])
         self.events.append(f"evaluate from {len(validation.sums)}")
+        note_batch("a", len(validation.sums))
         if not validation.sums and stop():
             validation.sums["a"] = {}
             return None

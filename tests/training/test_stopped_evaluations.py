@@ -46,6 +46,10 @@ def after(n):
     return lambda: next(asked, None) is None
 
 
+def run(evaluation, progress, stop):
+    return evaluation.run(STATE, progress, stop, lambda name, batch: None)
+
+
 def through_json(progress):
     return Progress.from_json(json.loads(json.dumps(progress.to_json())))
 
@@ -53,13 +57,13 @@ def through_json(progress):
 @pytest.mark.parametrize("batches_between_stops", [1, 2, 3, 5, 7])
 def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batches_between_stops):
     ours, drawn_batches = validations
-    whole = ours.run(STATE, Progress(), lambda: False)
+    whole = run(ours, Progress(), lambda: False)
     once = dict(drawn_batches)
     assert set(once.values()) == {1}
     assert len(once) == 3 + 2 + 3
     drawn_batches.clear()
     progress, stops = Progress(step=4), 0
-    while (metrics := ours.run(STATE, progress, after(batches_between_stops))) is None:
+    while (metrics := run(ours, progress, after(batches_between_stops))) is None:
         stops += 1
         assert stops < 10, "it comes no further"
         progress = through_json(progress)
@@ -72,7 +76,7 @@ def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batche
 def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
     ours, _ = validations
     progress = Progress()
-    assert ours.run(STATE, progress, after(4)) is None
+    assert run(ours, progress, after(4)) is None
     at = progress.validation
     assert (at.pending, at.completed) == (["b", "c"], ["a"])
     assert {name: sums["batches"] for name, sums in at.sums.items()} == {"a": 3, "b": 1}

@@ -10,7 +10,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.callback import Callback, EvalContext, IntervalContext
 from jaxforge.training.callbacks.garbage import collecting_garbage
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
@@ -56,20 +56,24 @@ class Evaluation(RunCallback):
         """Evaluate and log the metrics; log nothing if the evaluation is stopped."""
         step, is_resumed = context.step, context.progress.validation is not None
         if not is_resumed:
-            for callback in context.callbacks:
-                callback.on_eval_begin(step)
+            context.callbacks.call(Callback.on_eval_begin, step)
 
         def stop_requested() -> Exit | None:
             context.watchdog.tick()
             return context.stop_requested()
 
+        def note_batch(name: str, batch: int) -> None:
+            context.callbacks.call(Callback.on_eval_step, name, batch, step)
+
         with context.examining_model(), collecting_garbage(self._config):
-            metrics = self._evaluation.run(context.state, context.progress, stop_requested)
+            metrics = self._evaluation.run(
+                context.state, context.progress, stop_requested, note_batch
+            )
         if metrics is None:
             return
         context.tracker.log(step, metrics)
-        for callback in context.callbacks:
-            callback.on_eval_end(metrics, step)
+        evaluated = EvalContext(step, context.state, context.control)
+        context.callbacks.call(Callback.on_eval_end, metrics, step, evaluated)
         if is_resumed:
             context.amend_checkpoint(context.progress)
         context.evaluation.update(metrics)
@@ -87,7 +91,11 @@ class ResumableEvaluation:
         self._evaluator, self._steps = evaluator, steps
 
     def run(
-        self, state: TrainState, progress: Progress, stop: Callable[[], object]
+        self,
+        state: TrainState,
+        progress: Progress,
+        stop: Callable[[], object],
+        note_batch: Callable[[str, int], None],
     ) -> dict[str, float] | None:
         """Evaluate the pending sets.
 
@@ -95,6 +103,7 @@ class ResumableEvaluation:
             state: the state whose parameters are evaluated.
             progress: the counters of the run; holds the evaluation until it is complete.
             stop: called before each batch; a true result stops the evaluation.
+            note_batch: called with set and number of each batch after its launch.
 
         Returns:
             The metrics of all sets; None if the evaluation was stopped.
@@ -104,7 +113,7 @@ class ResumableEvaluation:
             name = validation.pending[0]
             begun = SetSums(**validation.sums.get(name, {}))
             sums, is_whole = self._evaluator.evaluate(
-                state.variables, name, self._steps, begun, stop
+                state.variables, name, self._steps, begun, stop, note_batch
             )
             validation.sums[name] = sums._asdict()
             if not is_whole:

@@ -39,6 +39,8 @@ CALLBACKS = "training/callbacks"
 WATCHING = "[metrics.md](metrics.md#watching-a-run)"
 
 ORDER = (
+    Event("`on_step_begin`", "your callbacks, before the batch of the step is awaited",
+          f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("launch", "the step is launched on the next batch, which is already on the devices; "
           "the host does not wait", "`Trainer.train`"),
     Event("metrics", "metrics of the *previous* step are read and logged, if a sink is due",
@@ -70,13 +72,14 @@ ORDER = (
           f"`{CALLBACKS}/stragglers.py`, {WATCHING}", Stragglers),
     Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
-    Event("save", "on schedule, after a new best, after the last step",
+    Event("save", "on schedule, on request of a callback, after a new best, after the last step",
           "`checkpoint/save_policy.py`, `checkpoint/manager.py`"),
     Event("exports", "each `checkpoint.export_interval`-th checkpoint, in a process of its own",
           f"`{CALLBACKS}/exports.py`", Exporter),
     Event("`progress.txt`", "a line for each checkpoint", f"`{CALLBACKS}/progress_txt.py`",
           ProgressTxt),
-    Event("exits", "early stop, then signal, duration, step interval, bad steps, the last step",
+    Event("exits", "early stop, then a callback's request, signal, duration, "
+          "step interval, bad steps, the last step",
           "`training/preemption.py`, [launching.md](launching.md)"),
 )  # fmt: skip
 """All events of a step, in order. Callbacks that are due run in the order of their rows.
