@@ -143,17 +143,26 @@ def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
     section, last = config.eval, config.train.max_steps
     if not section.enabled:
         return
-    if section.interval > last:
-        yield (
-            f"eval.interval = {section.interval:,} exceeds train.max_steps = {last:,}, so "
-            f"evaluation never runs: change {describe_change({'eval.interval': tenth})}"
+    messages = []
+    for i, (name, schedule) in enumerate(section.schedules().items()):
+        own = section.datasets[i] if section.datasets else section
+        table = f"eval.datasets[{i}]"
+        interval_key = "eval.interval" if own.interval is None or not name else f"{table}.interval"
+        start_key = (
+            "eval.start_step" if own.start_step is None or not name else f"{table}.start_step"
         )
-    elif -(-section.start_step // section.interval) * section.interval > last:
-        yield (
-            f"eval.start_step = {section.start_step:,} leaves no multiple of eval.interval = "
-            f"{section.interval:,} up to train.max_steps = {last:,}, so evaluation never "
-            f"runs: change {describe_change({'eval.start_step': 0})}"
-        )
+        if schedule.interval > last:
+            messages.append(
+                f"{interval_key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so "
+                f"evaluation never runs: change {describe_change({interval_key: tenth})}"
+            )
+        elif not schedule.due_steps(last):
+            messages.append(
+                f"{start_key} = {schedule.start_step:,} leaves no multiple of {interval_key} = "
+                f"{schedule.interval:,} up to train.max_steps = {last:,}, so evaluation never "
+                f"runs: change {describe_change({start_key: 0})}"
+            )
+    yield from dict.fromkeys(messages)
 
 
 def _phases(config: JobConfig) -> Iterator[str]:

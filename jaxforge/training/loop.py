@@ -114,6 +114,7 @@ class Trainer:
         if progress.validation:
             due = self.callbacks.due_on_resume(progress.step)
             reason = self._between_steps(signals, exits, due)
+            self.saver.write_amendment()
         if reason is None and progress.step < self.config.train.max_steps:
             with signals.interrupting(), watchdog.naming("loading data"):
                 self.updates.data.open(progress)
@@ -138,7 +139,7 @@ class Trainer:
             return self.bad_steps.fault  # unsaved: results of these devices cannot be trusted
         self._check_saves(signals)
         self._note_durable()
-        context = self._context(exits)
+        context = self._context(exits, due)
         reason = self.callbacks.run(due, context)
         if reason is Exit.UNHEALTHY:
             return reason  # unsaved, for the same reason
@@ -147,13 +148,25 @@ class Trainer:
         reason = reason or self._early_end(context.evaluation) or requests.exit
         if reason:
             self._save()
+        self._note_evaluation(context)
         return reason or self._reason_to_stop(exits)
 
-    def _context(self, exits: Exits) -> IntervalContext:
+    def _context(self, exits: Exits, due: Sequence[Callback]) -> IntervalContext:
+        def start_save() -> None:
+            waits = self.config.checkpoint.keep_best_n or any(cb.judges_state for cb in due)
+            if not waits and (self._at_end or self.saver.is_due(self.progress.step)):
+                self._save()
+
         return IntervalContext(
             self.progress, self.state, self.instruments.tracker, self.instruments.watchdog,
-            self.callbacks, exits.requested_in_evaluation, self.saver.amend, self.callbacks.control,
+            self.callbacks, exits.requested_in_evaluation, start_save, self.callbacks.control,
         )  # fmt: skip
+
+    def _note_evaluation(self, context: IntervalContext) -> None:
+        """Remember an evaluation that ended, or was stopped, after the save of its step."""
+        if context.evaluation or self.progress.validation:
+            self.progress.callbacks |= self.callbacks.states()
+            self.saver.note_evaluation(self.progress)
 
     def _take_requests(
         self, context: IntervalContext, due: Sequence[Callback], *, is_forced: bool
@@ -173,8 +186,9 @@ class Trainer:
 
     def _fulfil_first_requests(self, exits: Exits) -> Exit | None:
         """Fulfil the requests of callbacks before the first step of this process."""
-        context = self._context(exits)
+        context = self._context(exits, ())
         requests = self._take_requests(context, (), is_forced=True)
+        self._note_evaluation(context)
         if self.progress.validation:
             return self._reason_to_stop(exits)  # the evaluation was stopped
         if context.evaluation or requests.save:
@@ -247,7 +261,7 @@ class Trainer:
     def _save_if_due(self, evaluation: dict[str, float], *, is_requested: bool = False) -> None:
         """Save on the schedule or a request, after the last step, and after a new best."""
         metric, step = self.config.checkpoint.best_metric, self.progress.step
-        new_best = bool(evaluation) and self.progress.note_metric(evaluation[metric])
+        new_best = metric in evaluation and self.progress.note_metric(evaluation[metric])
         if self._at_end or is_requested or self.saver.is_due(step, new_best=new_best):
             self._save(evaluation)
         elif self.saver.is_local_due(step):
@@ -309,6 +323,7 @@ class Trainer:
     def _roll_back(self) -> Exit | None:
         """Roll back to the last good checkpoint, if rollback is enabled and has a target."""
         self._follow_device()
+        self.saver.write_amendment()  # the rollback may read it
         rollback = self.bad_steps.rollback
         target = rollback.target(self.progress) if rollback else None
         if rollback is None or target is None:

@@ -1,6 +1,7 @@
 """Saves of a run: permanent checkpoints, and non-persistent ones."""
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import time
@@ -72,6 +73,8 @@ class Saver:
         self._config, self._policy, self._mirror = config, policy, mirror
         self.permanent, self.local = permanent, local
         self.loaded: Path | None = None
+        self._stored: Progress | None = None
+        self._amendment: Progress | None = None
         self._checkpoints = {_PERMANENT: permanent, **({_LOCAL: local} if local else {})}
 
     @classmethod
@@ -131,6 +134,8 @@ class Saver:
             The path, or None if the checkpoint exists already; and the metrics of the call.
         """
         name = _PERMANENT if permanent else _LOCAL
+        if permanent and progress.step != self.permanent.saved_step:
+            self.write_amendment()
         start = time.perf_counter()
         if self._mirror:
             self._mirror.publish()  # metrics in the bucket are never older than the checkpoint
@@ -138,14 +143,26 @@ class Saver:
         seconds = time.perf_counter() - start
         if path is None:
             return None, {}
+        if permanent:
+            self._stored = copy.deepcopy(progress)
         log.info(
             "saving step %d to %s; training was blocked for %.2f s", progress.step, path, seconds
         )
         return path, {f"{name}/blocking_sec": seconds}
 
-    def amend(self, progress: Progress) -> None:
-        """Rewrite the progress in the checkpoint of its step."""
-        self.permanent.amend(progress)
+    def note_evaluation(self, progress: Progress) -> None:
+        """Remember to rewrite the progress in the checkpoint of its step, if it has changed.
+
+        The checkpoint may have been saved before the evaluation of its step ended.
+        """
+        if progress.step == self.permanent.saved_step and progress != self._stored:
+            self._amendment = copy.deepcopy(progress)
+
+    def write_amendment(self) -> None:
+        """Rewrite the progress of the last checkpoint if an evaluation has changed it."""
+        if self._amendment is not None:
+            self._stored, self._amendment = self._amendment, None
+            self.permanent.amend(self._stored)
 
     def check(self) -> None:
         """Raise the failure of a save in the background, if there is one."""
@@ -171,8 +188,9 @@ class Saver:
                 yield DurableSave(step, path, checkpoints is self.permanent, metrics)
 
     def wait(self) -> None:
-        """Wait until every permanent checkpoint is durable."""
+        """Wait until every permanent checkpoint is durable and up to date."""
         self.permanent.wait()
+        self.write_amendment()
 
     def close(self, *, together: bool = True) -> None:
         """Wait for all saves and close the checkpoints.

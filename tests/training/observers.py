@@ -73,18 +73,21 @@ class Recorder(Hook):
 
 class Checkpoints:
     def __init__(self, events):
-        self.events, self.saved, self.in_progress = events, None, {}
+        self.events, self.saved_step, self.in_progress = events, None, {}
 
     def save(self, progress, state, evaluation):
-        if progress.step == self.saved:
+        if progress.step == self.saved_step:
             return None
-        self.saved = progress.step
+        self.saved_step = progress.step
         self.in_progress[progress.step] = 1.5
         self.events.append(f"save {progress.step}")
         return "path"
 
     def latest(self):
-        return self.saved
+        return self.saved_step
+
+    def amend(self, progress):
+        self.events.append(f"amend {progress.step}")
 
     def check(self):
         pass

@@ -37,7 +37,7 @@ def validations(monkeypatch):
     evaluator._datasets = {name: [(name, i) for i in range(n)] for name, n in SETS.items()}
     evaluator._has_bytes = dict.fromkeys(SETS, True)
     evaluator._step = step
-    return ResumableEvaluation(evaluator, STEPS), drawn_batches
+    return ResumableEvaluation(evaluator, dict.fromkeys(SETS, STEPS)), drawn_batches
 
 
 def after(n):

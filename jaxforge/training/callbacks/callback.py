@@ -98,7 +98,8 @@ class IntervalContext:
         watchdog: ends the process if it hangs.
         callbacks: all callbacks of the run, for events of an evaluation.
         stop_requested: returns the reason to stop between two batches of an evaluation, or None.
-        amend_checkpoint: writes `progress` again to the checkpoint of this step.
+        start_save: starts the save that is due after this step, if it need not wait for the
+            evaluation or for the verdict of a callback on the state.
         control: takes requests for a save, an evaluation or the end of the run.
         evaluation: metrics of the evaluation after this step; empty without one.
     """
@@ -109,7 +110,7 @@ class IntervalContext:
     watchdog: Watchdog
     callbacks: Notifier
     stop_requested: Callable[[], Exit | None]
-    amend_checkpoint: Callable[[Progress], None]
+    start_save: Callable[[], None]
     control: Control = dataclasses.field(default_factory=Control)
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -156,6 +157,9 @@ class Callback:
     Such a callback also acts when a run resumes within an evaluation, before the step is compiled.
     It pauses the clock itself (`IntervalContext.examining_model`).
     """
+
+    judges_state: bool = True
+    """True if `on_interval` may return `Exit.UNHEALTHY`: a save then waits for its result."""
 
     def is_due(self, step: int) -> bool:
         """Return whether `on_interval` is due after `step`, for intervals in steps."""

@@ -38,6 +38,8 @@ class CollectiveHealth(RunCallback):
         mesh: mesh of all devices.
     """
 
+    judges_state = True
+
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.every, self._mesh = config.nccl_health_check_interval, mesh
         self._seconds, self._devices = config.health_check_timeout_sec, list(mesh.devices.flat)

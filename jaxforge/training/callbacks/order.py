@@ -47,7 +47,10 @@ ORDER = (
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
     Event("`on_step_end`", "your callbacks, after the metrics of this step are logged",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
-    Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set",
+    Event("directory", "after each step, the lock of the run directory is checked",
+          f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
+    Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set; "
+          "the save that is due at the same step starts before it",
           f"`{CALLBACKS}/evaluation.py`", Evaluation),
     Event("samples", "every `eval.sample_interval` steps",
           f"`{CALLBACKS}/samples.py`, "
@@ -57,8 +60,6 @@ ORDER = (
           ActivationCapture),
     Event("memory", "after the first step, the memory of the devices is logged",
           f"`{CALLBACKS}/memory_report.py`", MemoryReport),
-    Event("directory", "after each step, the lock of the run directory is checked",
-          f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
     Event("garbage", "every `train.manual_gc_interval` steps, Python's garbage is collected",
           f"`{CALLBACKS}/garbage.py`", CollectGarbage),
     Event("synchronization", "every `train.train_sync_interval` steps, the host waits for the "

@@ -40,6 +40,8 @@ class WeightHashes(RunCallback):
         mesh: the mesh of the run.
     """
 
+    judges_state = True
+
     def __init__(self, interval: int, mesh: Mesh) -> None:
         self.every, self._mesh = interval, mesh
         self._hash: Hasher | None = None

@@ -95,7 +95,10 @@ def test_step_follows_order_of_table():
         *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking, Begins,
         *(acting(kind, name) for name, kind in reversed(HEALTH.items())), Capture, Sampler,
     ]  # fmt: skip
-    events, *_ = run(steps=2, log=2, evaluate=2, save=2, callbacks=makers)
+    events, *_ = run(
+        steps=2, log=2, evaluate=2, save=2, callbacks=makers,
+        sections={"checkpoint": {"keep_best_n": 1}},
+    )  # fmt: skip
     second = events[events.index("begin 2") : events.index("wait")]
     named = [SEEN.get(event, event) for event in second]
     table = [event.name for event in ORDER]
