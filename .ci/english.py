@@ -1,4 +1,4 @@
-"""Check the English of docstrings and names: `python .ci/english.py [FILE_OR_FOLDER ...]`.
+"""Check the English of docstrings, names and pages: `python .ci/english.py [FILE_OR_FOLDER ...]`.
 
 Prints `file:line: message` for each offence and exits with 1 if there is any. The rules:
 
@@ -6,6 +6,7 @@ Prints `file:line: message` for each offence and exits with 1 if there is any. T
 - A docstring or comment contains no phrase of `PHRASES`.
 - No function, argument, variable, attribute or class has a name of `NAMES`: they say nothing.
 - A test is named `test_<subject>_<expected behaviour>` and opens with no word of `TEST_OPENERS`.
+- A page (`*.md`) contains no phrase of `PAGE_PHRASES` outside of code and generated tables.
 """
 
 import ast
@@ -15,11 +16,24 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("jaxforge", "torch_compat", "benchmarks", "examples", "tests", ".ci")
+FOLDERS = ("jaxforge", "torch_compat", "benchmarks", "examples", "tests", ".ci", "docs")
 OPENERS = re.compile(r"(What|Whether|Of|That|Those|These|How|Where|Which|The same|It|They|As)\b")
 PHRASES = re.compile(
     r"\b(besides?|likewise|so many|of which|at hand|in turn|is not there|are not there)\b", re.I
 )
+PAGE_PHRASES = re.compile(
+    r"\b(besides?|likewise|so many|at hand|in turn|anew|for want of|at any rate|leave it out"
+    r"|(is|are) not there|what is there|that is said|(is|are) told|tells? (which|what|how|whether)"
+    r"|go(es|ing)? on)\b",
+    re.I,
+)
+GENERATED = re.compile(
+    r"^```.*?^```$"  # code
+    r"|^<!-- figures: .*?^<!-- end of figures -->$"  # results of benchmarks
+    r"|^\| [gt]pu \|.*?$",  # parallel/xla_flags.py
+    re.M | re.S,
+)
+GENERATED_PAGES = {"config_reference.md"}
 NAMES = {
     *(
         "found",
@@ -92,20 +106,36 @@ def offences(path: Path) -> Iterator[Offence]:
             yield line, f"{name!r}: name a test test_<subject>_<expected behaviour>"
 
 
+def page_offences(path: Path) -> Iterator[Offence]:
+    """Yield the line and message of every offence in a page."""
+    text = path.read_text(encoding="utf-8")
+    prose = GENERATED.sub(lambda block: "\n" * block[0].count("\n"), text)
+    for number, line in enumerate(prose.splitlines(), start=1):
+        for phrase in PAGE_PHRASES.finditer(line):
+            yield number, f"{phrase[0]!r} in a page: name the noun and use a plain word"
+
+
+def files_in(root: Path) -> Iterator[Path]:
+    """Yield the Python files and pages of a folder, or the file itself."""
+    if root.is_file():
+        yield root
+    else:
+        pages = (page for page in root.rglob("*.md") if page.name not in GENERATED_PAGES)
+        yield from sorted([*root.rglob("*.py"), *pages])
+
+
 def main(arguments: list[str]) -> int:
     """Check the given files and folders, or the whole project; return the exit status."""
     roots = [Path(argument) for argument in arguments or FOLDERS]
     if missing := [str(root) for root in roots if not root.exists()]:
         raise SystemExit(f"{', '.join(missing)}: does not exist. Name a file or folder.")
-    files = [
-        file
-        for root in roots
-        for file in ([root] if root.is_file() else sorted(root.rglob("*.py")))
-    ]
+    files = [file for root in roots for file in files_in(root)]
     bad = [
         f"{file}:{line}: {message}"
         for file in files
-        for line, message in sorted(set(offences(file)))
+        for line, message in sorted(
+            set(page_offences(file) if file.suffix == ".md" else offences(file))
+        )
     ]
     print("\n".join(bad) if bad else f"{len(files)} files: no offence against plain English")
     return 1 if bad else 0

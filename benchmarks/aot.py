@@ -1,11 +1,11 @@
-"""Train steps compiled for TPU slices, without a TPU: cycles and memory, as the compiler sees them.
+"""Estimated cycles and memory of train steps compiled for TPU slices, without a TPU.
 
     pip install "jax[tpu]"
     python benchmarks/aot.py [--quick]
 
 The peer is a plain JAX program of the same model, precision and rematerialisation: a scan over
 stacked layers, weights split over all devices on the embedding dimension, the same attention
-kernel, and everything else left to the partitioner. For the cycles see
+kernel, and the rest left to the partitioner. The estimate of cycles is described in
 `jaxforge/tools/plan/hlo.py`.
 """
 
@@ -43,7 +43,7 @@ DEVICES = 16
 
 @dataclass
 class Case:
-    """A model on a slice of 16 chips, one sequence per chip, weights split over all of them."""
+    """Model on a slice of 16 chips: one sequence per chip, weights sharded over all chips."""
 
     name: str
     topology: str
@@ -74,7 +74,7 @@ CASES = (
 
 
 def our_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
-    """The train step of jaxforge."""
+    """Lower the train step of jaxforge."""
     config = case.config()
     return Program(config, make_mesh(config, devices)).lower()
 
@@ -102,7 +102,7 @@ def plain_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
 
 
 def plain_params(c: ModelConfig, mesh: Mesh) -> dict:
-    """Abstract float32 parameters; matrices are [in, out]."""
+    """Return abstract float32 parameters; matrices are [in, out]."""
 
     def weight(*shape: int, split: int | None) -> jax.ShapeDtypeStruct:
         spec = P(*("dp_shard" if axis == split else None for axis in range(len(shape))))
@@ -128,7 +128,7 @@ def plain_params(c: ModelConfig, mesh: Mesh) -> dict:
 
 
 def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
-    """Mean cross-entropy of the plain model, computing in bfloat16."""
+    """Compute the mean cross-entropy of the plain model in bfloat16."""
     c = case.config().model
     frequencies = c.rope_theta ** (-jnp.arange(0, c.head_size, 2) / c.head_size)
     angles = jnp.arange(case.seq_len)[:, None] * frequencies
@@ -177,7 +177,7 @@ def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     if not targets.has_tpu_compiler():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')

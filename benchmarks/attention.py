@@ -1,12 +1,12 @@
-"""Every attention kernel that the device has, short and long, packed or not, over a window or not.
+"""Speed of all attention kernels of the device: short and long, packed or not, windowed or not.
 
     python benchmarks/attention.py [--quick] [--cases WORDS]
 
-Forward and backward, the kernels taking turns, and the fastest of all rounds counts: in float32 on
-CPUs, in bfloat16 elsewhere. Ours is the kernel that `auto` takes; the peers are the others of this
-project and, where there is PyTorch for the device, its `scaled_dot_product_attention` and, on a
-GPU, its `flex_attention`, which skips blocks too. Kernels with an array of scores are left out
-where that would be too large.
+Forward and backward passes are timed in float32 on CPUs and in bfloat16 elsewhere. Kernels
+alternate, and the fastest round counts. The kernel that `auto` selects is compared with all other
+kernels of jaxforge and with PyTorch: `scaled_dot_product_attention` and, on a GPU,
+`flex_attention`, which also skips blocks. Kernels that materialize the scores are left out if the
+scores would be too large.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name in the table."""
         tokens, heads, kv, width = self.shape
         parts = [f"{tokens} tokens, {heads} heads of {width} over {kv}"]
         parts += ["packed"] if self.packed else []
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         return np.sort(ids, axis=1)
 
     def inputs(self) -> list[np.ndarray]:
-        """Queries, keys and values, [1, tokens, heads, width]."""
+        """Return queries, keys and values, [1, tokens, heads, width]."""
         rng = np.random.default_rng(1)
         tokens, heads, kv, width = self.shape
         return [rng.standard_normal((1, tokens, n, width), np.float32) for n in (heads, kv, kv)]
@@ -78,7 +78,7 @@ SHAPES = {
 
 
 def cases(shapes: tuple[Shape, ...]) -> Iterator[Case]:
-    """All of them, a window being an eighth of the tokens."""
+    """Return all cases; a window is an eighth of the tokens."""
     for shape in shapes:
         for packed in (False, True):
             for window in (None, shape.tokens // 8):
@@ -107,7 +107,7 @@ def kernels_for(case: Case) -> list[str]:
 
 
 def ours(name: str, case: Case) -> Callable[[], Any]:
-    """A kernel and its gradients, compiled."""
+    """Compile a kernel with its gradients."""
     attend = functools.partial(BACKENDS[name].attend, window=case.window)
     inputs = [jnp.asarray(x, dtype()) for x in case.inputs()]
     documents = None if case.documents is None else jnp.asarray(case.documents)
@@ -180,7 +180,7 @@ def rows_of(case: Case, rounds: int) -> Iterator[results.Row]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     results.leave_room()
     host_memory.keep_freed_memory()  # as a run does

@@ -1,4 +1,4 @@
-"""Axes of pictures: where values lie, and which of them get a tick."""
+"""Axes of plots: positions of values, and ticks."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A range of values, `low` < `high`, along an axis.
+    """Range of values, `low` < `high`, along an axis.
 
     Attributes:
         low: the value at the start of the axis.
-        high: the value at its end.
-        log: whether distances are ratios; `low` > 0 then.
-        whole: whether only whole numbers get ticks.
+        high: the value at the end of the axis.
+        log: whether the axis is logarithmic; then `low` > 0.
+        whole: whether ticks are restricted to whole numbers.
     """
 
     low: float
@@ -28,14 +28,14 @@ class Scale:
     whole: bool = False
 
     def positions(self, values: ArrayLike) -> np.ndarray:
-        """Fractions of the axis' length; on a log axis, what is not positive lies at its start."""
+        """Return fractions of the axis; on a log axis, non-positive values are at its start."""
         if self.log:
             over_low = np.maximum(values, self.low) / self.low
             return np.log(over_low) / math.log(self.high / self.low)
         return (np.asarray(values) - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Some round values in the range, rarely more than `most`, with their labels."""
+        """Return round values in the range with their labels, usually at most `most`."""
         if self.log and (values := _log_ticks(self.low, self.high, most)):
             return [(value, short(value)) for value in values]
         step = max(_round_step((self.high - self.low) / most), 1.0 if self.whole else 0.0)
@@ -45,12 +45,12 @@ class Scale:
 
 
 def scale_of(values: np.ndarray, *, log: bool = False, zero: bool = False) -> Scale:
-    """The scale that holds all finite values, with some air at its ends.
+    """Return the scale that contains all finite values, with a margin at both ends.
 
     Args:
-        values: any shape.
-        log: take ratios; values that are not positive do not count.
-        zero: start at 0.
+        values: array of any shape.
+        log: use a logarithmic scale and ignore values that are not positive.
+        zero: start the scale at 0.
     """
     values = values[np.isfinite(values) & ((values > 0) | (not log))]
     if not values.size:
@@ -64,13 +64,13 @@ def scale_of(values: np.ndarray, *, log: bool = False, zero: bool = False) -> Sc
 
 
 def _round_step(rough: float) -> float:
-    """The least of 1, 2 or 5 times a power of ten that is not less than `rough`."""
+    """Return the least 1, 2 or 5 times a power of ten that is at least `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Round values of about equal ratios, at least three of them; none if there are none such."""
+    """Return at least three round values of about equal ratios, or none."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     stride = 1 + len(powers) // (most + 1)
     for mantissas in ((1, 2, 5), (1,), (1, 1.5, 2, 3, 5, 7)):
@@ -82,7 +82,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _labels(values: list[float], step: float) -> list[str]:
-    """Labels with one unit and one number of decimals for the whole axis."""
+    """Return labels with the same unit and number of decimals."""
     top = max(map(abs, values), default=0.0)
     unit, suffix = next(((u, s) for u, s in _SUFFIXES if top >= u), (1.0, ""))
     if 0 < top < 1e-3:

@@ -1,12 +1,12 @@
-"""Milliseconds for which an asynchronous save holds up the loop, and until it is durable.
+"""Time for which an asynchronous save blocks the loop, and until it is durable.
 
     python benchmarks/checkpoint.py [--quick]
 
-The same state (parameters and both AdamW moments in float32, all of them random) saved by jaxforge
-and by PyTorch's distributed checkpoint (`async_save`, one process, default settings), in turns.
-Both sync their files before they are done, and then remove the save before. Each save is followed
-at once by an update of the whole state in place: what a save leaves to be paid by the next step,
-the loop waits for as well.
+The same random state (parameters and both AdamW moments in float32) is saved alternately by
+jaxforge and by PyTorch's distributed checkpoint (`async_save`, one process, default settings). Both
+sync their files before they are done, and then remove the previous save. Each save is directly
+followed by an in-place update of the whole state, so that costs that a save defers to the next step
+count.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Saver(NamedTuple):
 
 
 def state_of(quick: bool) -> tuple[TrainState, int, PyTree]:
-    """A state on one device, its number of parameters and their logical axes."""
+    """Return a state on one device, its number of parameters and their logical axes."""
     config = JobConfig.model_validate({"model": SHAPES[quick]})
     program = Program(config, make_mesh(config, jax.devices()[:1]))
     with program.context():
@@ -68,7 +68,7 @@ def state_of(quick: bool) -> tuple[TrainState, int, PyTree]:
 
 
 def ours(state: TrainState, axes: PyTree) -> Saver:
-    """Saves with `Checkpoints`, one manager for all saves, as in a run."""
+    """Return a saver that uses one `Checkpoints` manager for all saves, as in a run."""
     held, managers = [state], dict[Path, Checkpoints]()
     scale = jax.jit(
         lambda s: jax.tree.map(lambda x: (x * 0.999).astype(x.dtype), s), donate_argnums=0
@@ -86,7 +86,7 @@ def ours(state: TrainState, axes: PyTree) -> Saver:
 
 
 def theirs(state: TrainState) -> Saver:
-    """Saves the same arrays as tensors with `torch.distributed.checkpoint.async_save`."""
+    """Return a saver that saves the arrays as tensors with DCP's `async_save`."""
     tree = {"params": state.params, **_moments(state)}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {
@@ -119,7 +119,7 @@ def _moments(state: TrainState) -> dict[str, PyTree]:
 
 
 def times_of(saver: Saver, directory: Path, step: int) -> Times:
-    """One save and the update after it, against an update that follows no save."""
+    """Time a save and the update after it, relative to an update without a save."""
     clock = [time.perf_counter()]
     actions = saver.update, lambda: saver.save(directory, step), saver.update, saver.wait
     for action in actions:
@@ -130,7 +130,7 @@ def times_of(saver: Saver, directory: Path, step: int) -> Times:
 
 
 def measure(savers: dict[str, Saver], rounds: int) -> dict[str, Times]:
-    """Median milliseconds of each, taking turns; the first round is warm-up."""
+    """Return the median milliseconds of each, alternating; the first round is warm-up."""
     times: dict[str, list[Times]] = {name: [] for name in savers}
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         for step in range(1, rounds + 2):
@@ -143,7 +143,7 @@ def measure(savers: dict[str, Saver], rounds: int) -> dict[str, Times]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     results.leave_room()
     host_memory.keep_freed_memory()  # as a run does

@@ -1,10 +1,10 @@
-"""Seconds to the first step of a run, and compile time against depth.
+"""Time to the first step of a run, and compile time by depth.
 
     python benchmarks/compile.py [--quick]
 
-To the first step: a new process trains until the first loss is printed, with an empty compilation
-cache and with the cache that the first process left. Against depth: trace, lower and compile of the
-whole step at 4, 16 and 64 layers, next to the same decoder with its layers in a Python loop.
+First step: a new process trains until the first loss is printed, with an empty compilation cache
+and with the cache of the previous process. Depth: tracing, lowering and compiling the whole step
+with 4, 16 and 64 layers, compared with the same decoder with its layers in a Python loop.
 """
 
 import os
@@ -32,7 +32,7 @@ Weights = dict[str, jax.Array]
 
 
 def seconds_to_first_step(cache: Path) -> float:
-    """From the start of a process to its first loss."""
+    """Return the seconds from the start of a process to its first loss."""
     with tempfile.TemporaryDirectory() as run:
         command = [
             sys.executable, "-m", "jaxforge.train", "--config", "configs/quickstart.toml",
@@ -57,7 +57,7 @@ def seconds_to_first_step(cache: Path) -> float:
 
 
 def start_row(rounds: int) -> results.Row:
-    """A second start against a first, medians of new caches."""
+    """Compare a second start with a first one; medians over new caches."""
     first, second = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as cache:
@@ -70,7 +70,7 @@ def start_row(rounds: int) -> results.Row:
 
 
 def scanned_seconds(layers: int) -> float:
-    """Compile time of jaxforge's step."""
+    """Return the compile time of jaxforge's step."""
     config = JobConfig.model_validate(
         {
             "model": {"dim": DIM, "n_heads": HEADS, "ffn_hidden_dim": FFN, "n_layers": layers,
@@ -83,7 +83,7 @@ def scanned_seconds(layers: int) -> float:
 
 
 def unrolled_seconds(layers: int) -> float:
-    """Compile time of the same decoder and update with its layers in a Python loop."""
+    """Return the compile time of the same update with the layers in a Python loop."""
     square, wide = (DIM, DIM), (FFN, DIM)
     shapes = {"q": square, "k": square, "v": square, "o": square,
               "gate": wide, "up": wide, "down": wide[::-1], "n1": (DIM,), "n2": (DIM,)}  # fmt: skip
@@ -139,7 +139,7 @@ def _seconds(lower: Callable[[], jax.stages.Lowered]) -> float:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     jax.config.update("jax_enable_compilation_cache", False)
     rows = [start_row(rounds=1 if quick else 3)]

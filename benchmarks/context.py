@@ -1,9 +1,9 @@
-"""Long sequences spread over devices, planned: memory, what travels, what is waited for.
+"""Planned memory and communication of long sequences with context parallelism.
 
     pip install ".[plan-tpu,plan-gpu]"
     python benchmarks/context.py [--quick]
 
-Nothing is run on a device. What an estimate is made from, see docs/plan.md.
+Nothing runs on a device. docs/plan.md describes the estimates.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def row(topology: str, strategy: str, cp: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the rows and writes the results."""
+    """Print the rows and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     rows = [row(*case) for case in CASES[: 1 if quick else None]]
     if not quick:

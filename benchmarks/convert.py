@@ -3,11 +3,11 @@
     python benchmarks/convert.py [--quick]
 
 A DCP checkpoint of parameters and AdamW moments is imported, and the run exported as DCP and as
-Hugging Face safetensors, each by a process of its own; then a Hugging Face checkpoint of weights
-alone goes both ways. Memory is the peak resident size above that
-of the same command with `--dry-run`, and with the libraries loaded that it loads later. Throughput
-is that of the data written, next to `cp -r` of the same bytes, torch's own `dcp_to_torch_save`, and
-`save_pretrained` of the same weights, all in turns and all with their files in the page cache.
+Hugging Face safetensors, each by its own process; then a Hugging Face checkpoint of weights is
+converted in both directions. Memory is the peak resident size minus that of the same command with
+`--dry-run` and all libraries loaded. Throughput is that of the written data, compared with `cp -r`
+of the same bytes, torch's `dcp_to_torch_save`, and `save_pretrained` of the same weights. All
+alternate, with their files in the page cache.
 """
 
 import json
@@ -77,7 +77,7 @@ def config_of(parameters: int) -> JobConfig:
 
 
 def write_checkpoint(config: JobConfig, directory: Path, *, weights_only: bool = False) -> int:
-    """Writes a DCP checkpoint of random numbers, in pieces; returns its bytes."""
+    """Write a DCP checkpoint of random numbers in parts and return its bytes."""
     rng = np.random.default_rng(0)
 
     def random(shape: tuple[int, ...]) -> LazyTensor:
@@ -114,7 +114,7 @@ def write_checkpoint(config: JobConfig, directory: Path, *, weights_only: bool =
 
 
 def measured(command: Sequence[str | Path]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a command."""
+    """Return the seconds and peak resident bytes of a command."""
     arguments = [sys.executable, "-c", _MEASURED, *map(str, command)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=_environment())
     seconds, peak = json.loads(done.stdout)
@@ -122,17 +122,17 @@ def measured(command: Sequence[str | Path]) -> tuple[float, int]:
 
 
 def compat(*arguments: str | Path) -> list[str | Path]:
-    """A command of the converter."""
+    """Return a command of the converter."""
     return [sys.executable, "-m", "torch_compat", *arguments]
 
 
 def python(code: str, *arguments: str | Path) -> list[str | Path]:
-    """A command that runs `code`."""
+    """Return a command that runs `code`."""
     return [sys.executable, "-c", code, *arguments]
 
 
 def copying(source: Path, target: Path) -> list[str | Path]:
-    """A command that copies a directory, durably as our conversions are."""
+    """Return a command that copies a directory durably, as conversions do."""
     return ["sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', source, target]
 
 
@@ -143,7 +143,7 @@ def speed(
     peers: dict[str, tuple[Sequence[str | Path], Path]],
     repeats: int,
 ) -> list[results.Row]:
-    """GB/s of commands, each with what it makes, taking turns; what they made last stays."""
+    """Return GB/s of commands, alternating; the last output of each command stays."""
     times: dict[str, list[float]] = {}
     for _ in range(repeats):
         for peer, (command, sizes) in {"ours": ours, **peers}.items():
@@ -174,7 +174,7 @@ def compare_weights(nbytes: int, repeats: int, directory: Path) -> list[results.
 
 
 def compare(nbytes: int, repeats: int, directory: Path) -> list[results.Row]:
-    """Every conversion of parameters and both moments at one size."""
+    """Measure all conversions of parameters and both moments at one size."""
     config, name = config_of(nbytes // 12), f"{nbytes / 1e9:g} GB"
     toml = directory / "run.toml"
     toml.write_text(config.to_toml())
@@ -226,7 +226,7 @@ def compare(nbytes: int, repeats: int, directory: Path) -> list[results.Row]:
 
 
 def _cached_model(hf: Path, directory: Path) -> Path:
-    """A copy for the peer to load, while ours is written anew."""
+    """Return a cached copy for the peer to load."""
     source = directory / "source"
     shutil.copytree(hf, source)
     return source
@@ -245,7 +245,7 @@ def _environment() -> dict[str, str]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     sizes, repeats = ([0.25], 1) if quick else ([0.25, 1, 4], 5)
     rows = []

@@ -2,8 +2,8 @@
 
     python benchmarks/data.py [--quick]
 
-Both shuffle, cut windows out of memory maps and hand over inputs and labels: arrays and tensors on
-the device. They take turns in one run, with as many workers each: threads here, processes there.
+Both shuffle, read windows from memory maps and return inputs and labels on the device. They
+alternate in one run with the same number of workers: threads in jaxforge, processes in torch.
 """
 
 import itertools
@@ -34,7 +34,7 @@ WORKERS = (0, 4)  # 4 is the default of data.num_workers
 
 
 class TorchShards(torch.utils.data.Dataset):
-    """Windows of the shards as torch users write them: memory maps, items of int64 tensors."""
+    """Dataset of windows as torch users write it: memory maps, items of int64 tensors."""
 
     def __init__(self, directory: Path, seq: int) -> None:
         self._seq = seq
@@ -55,7 +55,7 @@ class TorchShards(torch.utils.data.Dataset):
 
 
 def write_shards(directory: Path, tokens: int) -> None:
-    """Random tokens."""
+    """Write shards of random tokens."""
     shard = tokens // SHARDS
     rng = np.random.default_rng(0)
     with ShardWriter(
@@ -67,7 +67,7 @@ def write_shards(directory: Path, tokens: int) -> None:
 
 
 def jaxforge_batches(directory: Path, shape: tuple[int, int], workers: int) -> Iterator[object]:
-    """Batches of the training loader."""
+    """Yield batches of the training loader."""
     rows, seq = shape
     config = JobConfig.model_validate(
         {
@@ -82,7 +82,7 @@ def jaxforge_batches(directory: Path, shape: tuple[int, int], workers: int) -> I
 
 
 def torch_batches(directory: Path, shape: tuple[int, int], workers: int) -> Iterator[object]:
-    """Batches of a DataLoader, epoch after epoch."""
+    """Yield batches of a DataLoader, epoch after epoch."""
     rows, seq = shape
     data = DataLoader(
         TorchShards(directory, seq),
@@ -101,7 +101,7 @@ def torch_batches(directory: Path, shape: tuple[int, int], workers: int) -> Iter
 def measure(
     makers: dict[str, Callable[[], Iterator[object]]], rounds: int, seconds: float
 ) -> dict[str, float]:
-    """Median batches per second of each, taking turns, after the first batches."""
+    """Return the median batches per second of each, alternating, after the first batches."""
     speeds: dict[str, list[float]] = {name: [] for name in makers}
     for _, (name, make) in itertools.product(range(rounds), makers.items()):
         batches = make()
@@ -117,7 +117,7 @@ def measure(
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     results.leave_room()
     rounds, seconds = (1, 0.5) if quick else (7, 2.0)

@@ -1,13 +1,12 @@
-"""Mixtures of experts compiled for TPU slices, without a TPU: memory, cycles and what travels.
+"""Memory, cycles and communication of mixtures of experts compiled for TPU slices, without a TPU.
 
     pip install "jax[tpu]"
     python benchmarks/experts_aot.py [--quick]
 
-One sequence of 4096 tokens per chip, full rematerialisation, gradients reduced per microbatch. For
-the cycles see `jaxforge/tools/plan/hlo.py`; they are without further rounds of rows, which an even
-load does not need. Of products with experts it can only be told how many rows their tiles
-have: those that two experts share are multiplied for both. That is computed for a load drawn at
-random.
+Each chip has one sequence of 4096 tokens, with full rematerialisation and gradients reduced per
+microbatch. `jaxforge/tools/plan/hlo.py` describes the estimate of cycles, which excludes further
+rounds of rows: a balanced load needs none. Products with experts are only counted in rows of their
+tiles, for a random load: a tile that two experts share is multiplied for both.
 """
 
 import math
@@ -41,7 +40,7 @@ HEADROOM = 1.5  # rows that a device has room for, relative to an even load
 
 
 class Case(NamedTuple):
-    """A model on a slice, and its mesh."""
+    """Model, slice and mesh."""
 
     name: str
     topology: str
@@ -101,7 +100,7 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def multiplied(model: ModelConfig, ep: int) -> float:
-    """Rows in the tiles of a product with experts, relative to those that experts have."""
+    """Return the rows in tiles of a grouped product, relative to the rows of experts."""
     groups, rows = model.num_experts // ep, SEQ * model.moe_top_k
     tile = choose_row_tile(rows if ep == 1 else int(rows * HEADROOM), groups)
     ends = np.cumsum(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)))
@@ -110,7 +109,7 @@ def multiplied(model: ModelConfig, ep: int) -> float:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     if not targets.has_tpu_compiler():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')

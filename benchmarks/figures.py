@@ -1,11 +1,11 @@
-"""Writes what docs/ show of `benchmarks/results/`: `python benchmarks/figures.py`.
+"""Write the tables in docs/ from `benchmarks/results/`: `python benchmarks/figures.py`.
 
-A page names a table, and what stands between the two comments is never edited by hand:
+A page names a table. The text between the two comments is generated:
 
     <!-- figures: remat -->
     <!-- end of figures -->
 
-Every benchmark that writes its results does this too. A test holds the pages against the results.
+Every benchmark that writes results also updates the pages. A test compares pages and results.
 """
 
 import json
@@ -30,15 +30,15 @@ _STORED = {
 
 
 def result(name: str) -> dict[str, Any]:
-    """The content of `results/<name>.json`."""
+    """Return the content of `results/<name>.json`."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def compared(name: str, case: str, peer: str | None = None, unit: str | None = None) -> Any:  # noqa: ANN401
-    """The one row of a comparison.
+    """Return the single row of a comparison.
 
     Raises:
-        ValueError: there is none, or several.
+        ValueError: there is no such row, or several.
     """
     (row,) = (
         row
@@ -49,13 +49,13 @@ def compared(name: str, case: str, peer: str | None = None, unit: str | None = N
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(shown, line)) + " |" for line in lines)
 
 
 def shown(value: Any) -> str:  # noqa: ANN401 (whatever a result holds)
-    """A cell: three digits of a figure, all before its point."""
+    """Format a number: three significant digits, or all digits before the decimal point."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {shown(each)}" for key, each in value.items())
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -64,13 +64,13 @@ def shown(value: Any) -> str:  # noqa: ANN401 (whatever a result holds)
 
 
 def origin(matches: Mapping[str, Any]) -> str:
-    """When and with what a result was measured."""
+    """Describe when and on what a result was measured."""
     versions = ", ".join(f"{package} {version}" for package, version in matches["versions"].items())
     return f"{matches['date']}, {matches['device']}; {matches['machine']}; {versions}."
 
 
 def everything() -> str:
-    """Each result that no other table shows: its origin, its rows, its notes."""
+    """Return origin, rows and notes of each result that no other table shows."""
     parts = []
     for path in sorted(RESULTS.glob("*.json")):
         if path.stem in SHOWN:
@@ -86,7 +86,7 @@ def everything() -> str:
 
 
 def remat() -> str:
-    """Memory and time of each policy."""
+    """Return the table of memory and time by policy."""
     rows = []
     for policy, retained in _STORED.items():
         memory, time = (compared("remat-cpu", f"{policy}: {what}") for what in ("memory", "time"))
@@ -96,7 +96,7 @@ def remat() -> str:
 
 
 def pipeline_memory() -> str:
-    """Temporary memory by microbatches, of the two schedules and of a differentiated pipeline."""
+    """Return the table of temporary memory by number of microbatches and schedule."""
     counts = (8, 16, 32, 64)
     cases = [f"memory of 1f1b, {n} microbatches" for n in counts]
     ours = ["1f1b", *(compared("pipeline-cpu", case, "gpipe")["ours"] for case in cases)]
@@ -108,7 +108,7 @@ def pipeline_memory() -> str:
 
 
 def pipeline_seconds() -> str:
-    """Return the seconds of an update next to those of a data-parallel one, and to theory."""
+    """Return the table of pipelined update times against data parallelism and theory."""
     peers = ("data-parallel", "data-parallel x (M + N - 1) / M")
     rows = []
     for where in ("virtual devices: 4 stages", "two processes: 2 stages"):
@@ -120,7 +120,7 @@ def pipeline_seconds() -> str:
 
 
 def pipeline_tpu() -> str:
-    """Memory, cycles per microbatch and what travels alone, in a step compiled for v5e."""
+    """Return the table of memory, cycles and exposed communication on v5e."""
     names = {"GB of memory": "memory", "M cycles": "cycles", "GB sent in them": "GB sent alone"}
     matches: dict[str, dict[str, list[str]]] = {}
     for row in result("pipeline-tpu")["rows"]:
@@ -138,7 +138,7 @@ def pipeline_tpu() -> str:
 
 
 def kernels_attention() -> str:
-    """Milliseconds of blockwise and reference attention."""
+    """Return the table of attention times."""
     rows = [row for row in result("kernels-cpu")["rows"] if row["unit"] == "ms"]
     cells = [
         [r["case"].removeprefix("attention, "), r["ours"], r["theirs"], r["ratio"]] for r in rows
@@ -147,7 +147,7 @@ def kernels_attention() -> str:
 
 
 def kernels_loss() -> str:
-    """Memory of the loss by vocabulary."""
+    """Return the table of memory of the loss by vocabulary."""
     rows: dict[str, list[str]] = {}
     for row in result("kernels-cpu")["rows"]:
         if match := re.fullmatch(r"loss of a vocabulary of ([\d,]+), .*", row["case"]):
@@ -158,7 +158,7 @@ def kernels_loss() -> str:
 
 
 def gpu_meshes() -> str:
-    """Memory and compile time of each mesh and config, compiled for H100s."""
+    """Return the table of memory and compile time by mesh and config on H100s."""
     matches = result("gpu_aot-h100")
     head = ["case", "GPUs", "peak memory, GB", "of the device, %", "compiled in, s"]
     rows = [[row[name] for name in head] for row in matches["rows"]]
@@ -167,7 +167,7 @@ def gpu_meshes() -> str:
 
 
 def experts_tpu() -> str:
-    """Memory, cycles and collectives of mixtures of experts, compiled for TPU slices."""
+    """Return the table of memory, cycles and collectives of mixtures of experts."""
     matches = result("experts_aot-tpu")
     head = list(matches["rows"][0])
     rows = [[row[name] for name in head] for row in matches["rows"]]
@@ -176,7 +176,7 @@ def experts_tpu() -> str:
 
 
 def drill() -> str:
-    """Every kind of fault, and what it came to."""
+    """Return the table of faults and their outcomes."""
     matches = result("faults-cpu")
     rows = [
         [row["kind"], row["count"], _codes(row["codes"]),
@@ -197,47 +197,47 @@ def published() -> str:
 
 
 def scaling() -> str:
-    """Configs for clusters, planned."""
+    """Return the table of planned configs for clusters."""
     return _whole("scaling-none")
 
 
 def context() -> str:
-    """Long sequences, planned."""
+    """Return the table of planned long sequences."""
     return _whole("context-none")
 
 
 def kempnerforge() -> str:
-    """KempnerForge's files, planned."""
+    """Return the table of KempnerForge's planned configs."""
     return _whole("kempnerforge_plans-none")
 
 
 def precision() -> str:
-    """The quickstart in every precision."""
+    """Return the table of the quickstart by precision."""
     return _whole("precision-cpu")
 
 
 def precision_kept() -> str:
-    """The quickstart with all that parameters and moments may be kept in."""
+    """Return the table of the quickstart by storage format."""
     return _whole("precision_kept-cpu")
 
 
 def storage() -> str:
-    """A step by what its state is kept in, on each of the machines."""
+    """Return the table of memory of a step by storage format and machine."""
     return "\n\n".join(_whole(f"kept-{chip}") for chip in ("v5e", "h100"))
 
 
 def mup_coordinates() -> str:
-    """Mean |x| by width, with muP and without."""
+    """Return the table of mean |x| by width, with and without muP."""
     return _whole("mup-cpu")
 
 
 def mup_rates() -> str:
-    """Loss by learning rate of two widths, with muP and without."""
+    """Return the table of losses by learning rate and width, with and without muP."""
     return _whole("mup_rates-cpu")
 
 
 def poison() -> str:
-    """At which place replay names planted documents."""
+    """Return the table of the ranks at which replay names planted documents."""
     matches = result("poison-cpu")
     return f"{_whole('poison-cpu')}\n\n" + "\n".join(f"- {note}" for note in matches["notes"])
 
@@ -286,12 +286,12 @@ SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu
 
 
 def with_figures(text: str) -> str:
-    """A page with the tables that it names."""
+    """Return a page with its tables filled in."""
     return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 
 def write() -> None:
-    """Brings all pages up to date."""
+    """Update all pages."""
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text()
         if (new := with_figures(text)) != text:

@@ -1,8 +1,8 @@
-"""The least ratio that a published result may have, per kind of machine: `floors.toml`.
+"""Minimum ratios of published results, per kind of machine: `floors.toml`.
 
-A benchmark that falls below a floor ends with code 1 and publishes nothing, so that a ratio falls
-only in a commit that lowers its floor and says why. A ratio on one machine says nothing about other
-machines: each floor names the words that describe its machine in a result (`machine`).
+A benchmark below a floor exits with code 1 and publishes nothing, so that a ratio only decreases in
+a commit that lowers its floor and gives the reason. Ratios of different machines are not
+comparable: each floor names words that describe its machine in a result (`machine`).
 """
 
 import tomllib
@@ -26,10 +26,10 @@ def row_key(row: Mapping[str, Any]) -> str:
 def floors_for(
     floors: Mapping[str, Mapping[str, Mapping[str, float]]], result: str, machine: str
 ) -> Mapping[str, float]:
-    """Return the floors of a machine: of the sections whose words all describe it, the most exact.
+    """Return the floors of a machine: the section with most words among those that match.
 
     Args:
-        floors: as of `read_floors`.
+        floors: the result of `read_floors`.
         result: the stem of a file in `results/`, for example "step-cpu".
         machine: the result's `machine`, for example "x86_64 GenuineIntel avx2 avx512f, 2 cores".
     """
@@ -44,8 +44,8 @@ def below_floor(floors: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) 
     """Return a message for each row below its floor, and for each floor without a row.
 
     Args:
-        floors: of this machine, as of `floors_for`.
-        rows: of a result, each with `ratio`.
+        floors: floors of this machine, from `floors_for`.
+        rows: rows of a result, each with `ratio`.
     """
     ratios = {row_key(row): row["ratio"] for row in rows}
     fallen = [

@@ -1,14 +1,14 @@
-"""Hostile checkpoints for hours: whatever a file holds, reading it ends well.
+"""Fuzz test of all readers with damaged checkpoints, for hours.
 
     python benchmarks/fuzz.py [--hours 1] [--seed 0] [--only N] [--out results.json]
 
-Real checkpoints of every format (DCP as torch writes it and as we do, of pipeline stages, of
-torchtitan, safetensors in one file and in several, jaxforge's own), the logs and the config of a
-run, and a capsule are damaged in bits, in structure and as files, one way at a time
-(`tests/torch_compat/mutations.py`), and a process of its own reads each as `inspect` and `import`,
-`report` and `capsule verify` do. It may take 5 seconds and 300 MB more than at rest.
-Read as it was, or refused in one message: anything else is a fault. A mutant follows from the seed
-and its number: `--only` does one again.
+Real files are mutated in bits, in structure and as files, one mutation at a time
+(`tests/torch_compat/mutations.py`): checkpoints of every format (DCP written by torch, by jaxforge,
+by pipeline stages and by torchtitan, safetensors in one or several files, jaxforge's own), logs and
+configs of runs, and capsules. A separate process reads each mutant like `inspect`, `import`,
+`report` and `capsule verify`, within 5 seconds and 300 MB. A mutant must be read unchanged or
+rejected with one message; anything else is a fault. The seed and the number determine a mutant:
+`--only` repeats one.
 """
 
 import argparse
@@ -40,7 +40,7 @@ PATIENCE = 120  # seconds on the clock, however busy the machine
 
 
 class Worker:
-    """A process that reads checkpoints until one of them ends it."""
+    """Process that reads checkpoints until one of them terminates it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.torch_compat.reading"]
@@ -62,7 +62,7 @@ class Worker:
         return {"kind": "hang" if code is None else "crash", "message": f"exit code {code}"}
 
     def end(self) -> None:
-        """Kills it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
 
@@ -90,8 +90,8 @@ class Tally:
     """Outcomes of the mutants so far.
 
     Attributes:
-        outcomes: subject -> kind -> how many.
-        faults: those that ended badly.
+        outcomes: subject -> kind -> count.
+        faults: the mutants with a fault.
     """
 
     outcomes: dict[str, collections.Counter[str]] = dataclasses.field(
@@ -100,11 +100,11 @@ class Tally:
     faults: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def total(self) -> collections.Counter[str]:
-        """Kind -> how many, of all subjects."""
+        """Return kind -> count over all subjects."""
         return sum(self.outcomes.values(), collections.Counter())
 
     def write(self, path: Path, seed: int, seconds: float) -> None:
-        """Writes all of it as JSON."""
+        """Write the tally as JSON."""
         total = self.total()
         report = {
             "mutants": total.total(), "seconds": round(seconds), "seed": seed,
@@ -114,7 +114,7 @@ class Tally:
 
 
 def main() -> int:
-    """Runs for so long; the exit code says whether there were faults."""
+    """Run for the requested time; return 1 if there were faults."""
     args = _arguments()
     with tempfile.TemporaryDirectory(prefix="fuzz") as directory:
         tally = fuzz(args, Path(directory))

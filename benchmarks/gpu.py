@@ -1,14 +1,13 @@
-"""Everything that wants a GPU, on a machine with one, in under nine minutes, most telling first.
+"""All benchmarks and checks that need a GPU, most informative first, in under nine minutes.
 
     python benchmarks/gpu.py [--seconds N] [--only NAME ...] [--output DIR] [--on-cpu]
 
-Each check is a process with a time of its own: one that fails, hangs or runs out of memory costs
-the others nothing. After each, its results are in `benchmarks/results/` (or DIR) as
-`<benchmark>-gpu.json`, and `checks-gpu.json` says how all have ended. Nothing is downloaded.
-`--on-cpu` tries the same checks in miniature, where there is no GPU, and keeps no results without
---output.
+Each check is a process with its own time limit: a failure, a hang or a lack of memory does not
+affect other checks. After each check, its results are in `benchmarks/results/` (or DIR) as
+`<benchmark>-gpu.json`, and `checks-gpu.json` has the outcome of all checks. Nothing is downloaded.
+`--on-cpu` runs the same checks in miniature without a GPU, and keeps no results without --output.
 
-Exit code 0: all passed. 1: some did not, or had no time left. 2: there is no GPU.
+Exit code 0: all passed. 1: some failed or had no time left. 2: there is no GPU.
 """
 
 import argparse
@@ -54,9 +53,9 @@ class Check(NamedTuple):
     """Process that must end with 0.
 
     Attributes:
-        name: for people.
-        command: what is run, without Python.
-        seconds: that it may take.
+        name: name for display.
+        command: arguments of Python.
+        seconds: time limit.
         env: additional environment variables.
     """
 
@@ -70,10 +69,10 @@ class Ended(NamedTuple):
     """Result of a check.
 
     Attributes:
-        check: its name.
-        ended: "passed", or what happened.
-        seconds: that it took.
-        said: the end of its output.
+        check: name of the check.
+        ended: "passed", or the failure.
+        seconds: duration.
+        said: end of the output.
     """
 
     check: str
@@ -125,7 +124,7 @@ def checks(*, on_gpu: bool) -> list[Check]:
 
 
 def missing(*, on_gpu: bool) -> list[str]:
-    """Packages that are not installed; nothing is imported."""
+    """Return the packages that are not installed, without importing any."""
     return [name for name in NEEDS if not _is_installed(name) and (on_gpu or name not in GPU_ONLY)]
 
 
@@ -137,12 +136,12 @@ def _is_installed(name: str) -> bool:
 
 
 def run_check(check: Check, seconds: float, results: Path) -> Ended:
-    """Runs a check for so long at most, then ends it with all that it has started.
+    """Run a check with a time limit, then kill it and its children.
 
     Args:
-        check: what to run.
-        seconds: that it may take.
-        results: where its results go.
+        check: the check.
+        seconds: time limit.
+        results: directory of its results.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", ELSEWHERE: str(results)}
@@ -181,13 +180,13 @@ def run_checks(
     directory: Path,
     save: Callable[[Sequence[Ended]], None],
 ) -> list[Ended]:
-    """Runs checks one after another until time is up, a line for each.
+    """Run checks one after another until the time is up, and print a line for each.
 
     Args:
-        every: in their order.
-        seconds: for all of them.
-        directory: of all results, those of the n-th check in `<n>`.
-        save: called after each with all that have ended.
+        every: the checks in order.
+        seconds: time limit of all checks.
+        directory: directory of all results; `<n>` has those of the n-th check.
+        save: called after each check with all finished checks.
     """
     deadline, ended = time.monotonic() + seconds, list[Ended]()
     for number, check in enumerate(every):
@@ -203,7 +202,7 @@ def run_checks(
 
 
 def line_of(check: Ended, results: Path) -> str:
-    """A check on one line: how it ended, and what it found or said last."""
+    """Return a line with the outcome of a check and its results or the end of its output."""
     gist = "; ".join(gist_of(row) for result in read(results) for row in result["rows"])
     what = gist or (check.said.splitlines()[-1].strip() if check.said else "")
     return f"[{check.seconds:5.1f} s] {check.check}: {check.ended}{': ' if what else ''}{what}"
@@ -217,12 +216,12 @@ def gist_of(row: dict[str, Any]) -> str:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """Results that a check has left."""
+    """Return the results of a check."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
 
 
 def merged(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Files and their contents: what several checks have left in files of one name, as one."""
+    """Merge the results of checks that share a file name; return name -> content."""
     result: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.glob("*/*.json")):
         check = json.loads(path.read_text())
@@ -233,7 +232,7 @@ def merged(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def save_all(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> None:
-    """Writes the results of all checks, and how they ended, to where results go."""
+    """Write the results and outcomes of all checks."""
     import results  # what it wants may be missing, and that has been said before
 
     results.directory().mkdir(parents=True, exist_ok=True)
@@ -248,7 +247,7 @@ def save_all(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) ->
 
 
 def save(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> None:
-    """`save_all`; where that fails, the other checks are run all the same."""
+    """Call `save_all`; a failure does not prevent further checks."""
     try:
         save_all(directory, device, ended)
     except Exception as error:
@@ -256,13 +255,13 @@ def save(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> Non
 
 
 def probe(packages: Sequence[str]) -> dict[str, Any]:
-    """Platform and kind of JAX's first device, asked by a process that gives it back.
+    """Return platform and kind of JAX's first device, queried in a separate process.
 
     Args:
-        packages: to import first; "broken" has those that cannot be, and why.
+        packages: packages to import first; "broken" in the result has failures and reasons.
 
     Raises:
-        SystemExit: JAX could not say.
+        SystemExit: JAX fails to initialize.
     """
     with tempfile.TemporaryDirectory() as nothing:
         check = run_check(Check("device", ["-c", _PROBE, *packages], 90), 90, Path(nothing))
@@ -288,7 +287,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs all checks; the exit codes are above."""
+    """Run all checks; the exit codes are described above."""
     started, args = time.monotonic(), _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and with it the current check
     on_gpu = not args.on_cpu

@@ -1,11 +1,11 @@
-"""Train steps compiled for H100s without a GPU: memory and compile time.
+"""Memory and compile time of train steps compiled for H100s, without a GPU.
 
     pip install ".[cuda]"
     python benchmarks/gpu_aot.py [--quick]
 
 Llama 2 7B on one node with every kind of mesh, a mixture of experts (of the shape of Qwen3 30B A3B)
-on one node and on two, then `configs/llama/*gpu*` on the clusters they are for. Memory is the
-compiler's own account, next to the 80 GB of a device. Nothing is timed on a GPU.
+on one node and on two, then `configs/llama/*gpu*` on their clusters. Memory is reported by the
+compiler and compared with the 80 GB of a device. Nothing is timed on a GPU.
 """
 
 import os
@@ -38,7 +38,7 @@ PER_NODE = 8
 
 
 class Case(NamedTuple):
-    """A config and how many nodes of eight GPUs it is for."""
+    """Config and its number of nodes of eight GPUs."""
 
     name: str
     config: JobConfig
@@ -52,7 +52,7 @@ def case(
     nodes: int = 1,
     **sections: dict,
 ) -> Case:
-    """Llama 2 7B if not said otherwise: 4096 tokens per GPU, all blocks recomputed."""
+    """Return a case, by default Llama 2 7B with 4096 tokens per GPU and full remat."""
     usual = {"batch_size": 1, "seq_len": 4096, "activation_checkpointing": "full"}
     config = {"model": LLAMA_2_7B, "train": {**usual, **(train or {})}, "distributed": distributed}
     return Case(name, JobConfig.model_validate({**config, **sections}), nodes)
@@ -87,7 +87,7 @@ MESHES = (
 
 
 def clusters() -> list[Case]:
-    """The configs for GPU clusters; their names end in the number of GPUs."""
+    """Return the configs for GPU clusters, whose names end in the number of GPUs."""
     paths = sorted(CONFIGS.glob("*_gpu_*.toml"))
     return [
         Case(path.name, load_config(path), max(1, int(path.stem.rpartition("_")[2]) // PER_NODE))
@@ -117,7 +117,7 @@ def measure(case: Case) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     if not targets.has_gpu_compiler():
         raise SystemExit("the compiler for GPUs is missing: pip install '.[cuda]'")

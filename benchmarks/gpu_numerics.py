@@ -1,9 +1,10 @@
-"""Numerics of this device next to float32 on the CPU of the same process.
+"""Numerical errors on this device relative to float32 on the CPU.
 
     python benchmarks/gpu_numerics.py [--quick] [--cases WORDS]
 
-Attention and products of experts, forward and backward, by the kernels that a run would choose;
-and the losses of a few updates. Errors are ‖x - reference‖ / ‖reference‖, over all elements.
+Attention and grouped products are compared forward and backward, with the kernels that a run would
+choose; so are the losses of a few updates. Errors are ‖x - reference‖ / ‖reference‖, over all
+elements.
 """
 
 import itertools
@@ -29,7 +30,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # of bfloat16 are a few of its
 
 
 class Size(NamedTuple):
-    """Tokens of a sequence, and rows and widths of an expert's product."""
+    """Sizes of attention and of grouped products."""
 
     tokens: int
     rows: int
@@ -45,7 +46,7 @@ def dtype() -> str:
 
 
 def error(result: jax.Array, reference: jax.Array) -> float:
-    """Relative, of norms; NaN where one is in either."""
+    """Return the relative error in the norm; NaN if either array has a NaN."""
     x, y = (np.asarray(array, np.float64) for array in (result, reference))
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
@@ -53,7 +54,7 @@ def error(result: jax.Array, reference: jax.Array) -> float:
 def with_gradients(
     function: Callable[..., jax.Array], inputs: Arrays, d_y: np.ndarray, device: jax.Device, to: str
 ) -> list[jax.Array]:
-    """The result and the gradients of all inputs, which are rounded to bfloat16 for every dtype."""
+    """Return result and gradients; inputs are rounded to bfloat16 for every dtype."""
     rounded = [jnp.asarray(x, jnp.bfloat16).astype(to) for x in (*inputs, d_y)]
     *xs, dy = jax.device_put(rounded, device)
 
@@ -73,7 +74,7 @@ def errors(
     inputs: Arrays,
     d_y: np.ndarray,
 ) -> results.Claim:
-    """The largest error of the result and of all gradients."""
+    """Return the largest error of the result and of all gradients."""
     there = with_gradients(reference, inputs, d_y, jax.devices("cpu")[0], "float32")
     here = with_gradients(ours, inputs, d_y, jax.devices()[0], dtype())
     worst = [error(*pair) for pair in zip(here, there, strict=True)]
@@ -83,7 +84,7 @@ def errors(
 
 
 def attention(size: Size) -> Iterator[results.Claim]:
-    """Causal, of packed documents, and over a window, by the kernels for packed rows and others."""
+    """Yield claims on causal, packed and windowed attention."""
     config = JobConfig.model_validate({"model": {"n_heads": 8, "n_kv_heads": 2, "dim": 1024}}).model
     rows, tokens, width, device = 2, size.tokens, config.head_size, jax.devices()[0]
     at = KernelRequirements(device.platform, jnp.dtype(dtype()), width, tokens,
@@ -104,7 +105,7 @@ def attention(size: Size) -> Iterator[results.Claim]:
 
 
 def experts(size: Size) -> Iterator[results.Claim]:
-    """Products with each row's own expert, of whom one has no rows."""
+    """Yield claims on grouped products; one of the experts has no rows."""
     device, rng, groups = jax.devices()[0], np.random.default_rng(0), 8
     for inp, out in (size.widths, size.widths[::-1]):
         at = ProductRequirements(device.platform, jnp.dtype(dtype()), (inp, out),
@@ -121,7 +122,7 @@ def experts(size: Size) -> Iterator[results.Claim]:
 
 
 def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
-    """Losses of updates by the same batch."""
+    """Return the losses of updates with the same batch."""
     program = Program(config, make_mesh(config, [device]))
     shape = (1, config.train.batch_size, config.train.seq_len)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
@@ -136,7 +137,10 @@ def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
 
 
 def losses(size: Size) -> Iterator[results.Claim]:
-    """In float32, and as a run would compute; with experts, rounding sends rows elsewhere."""
+    """Yield claims on losses in float32 and in the precision of a run.
+
+    With experts, rounding may route rows to other experts.
+    """
     model = {"dim": 256, "n_layers": 2, "n_heads": 4, "vocab_size": 1024}
     mixture = {**model, "num_experts": 8, "moe_top_k": 2, "moe_expert_dim": 256}
     cases = {"dense": (model, 1e-4), "experts": (mixture, 1e-3)}
@@ -155,7 +159,7 @@ def losses(size: Size) -> Iterator[results.Claim]:
 
 
 def config_of(model: dict, size: Size, precision: str) -> JobConfig:
-    """A run of seconds."""
+    """Return the config of a run of a few seconds."""
     seq = min(size.tokens, 256)
     train = {"batch_size": 4, "seq_len": seq, "mixed_precision": precision}
     return JobConfig.model_validate(
@@ -165,7 +169,7 @@ def config_of(model: dict, size: Size, precision: str) -> JobConfig:
 
 
 def main() -> int:
-    """Prints the claims and writes the results; 1 where one does not hold."""
+    """Print the claims and write the results; return 1 if a claim does not hold."""
     args = results.arguments(__doc__, cases=True).parse_args()
     makers = {"attention": attention, "experts": experts, "losses": losses}
     size = SIZES[args.quick]

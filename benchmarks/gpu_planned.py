@@ -1,10 +1,9 @@
-"""Plan of a step next to measurements on the device: memory, time, the program.
+"""Comparison of planned and measured memory, time and program of a step.
 
     python benchmarks/gpu_planned.py [--quick] [--cases WORDS]
 
-The cases are those of `step.py`. A process without a GPU plans; this one compiles the same step for
-this device and runs it. Several cases share the allocator's peak, which never falls: give
-each a process of its own.
+The cases are those of `step.py`. A process without a GPU plans the step; this process compiles and
+runs it. The allocator's peak never decreases, so each case needs its own process.
 """
 
 import json
@@ -21,7 +20,7 @@ import step
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel.hardware import CHIPS
-from jaxforge.tools.plan.compiled import peak_of
+from jaxforge.tools.plan.compiled import peak_memory
 from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
@@ -42,7 +41,7 @@ def topology() -> Topology:
     """Return the topology of this device, as a command line names it.
 
     Raises:
-        SystemExit: nothing is known of it.
+        SystemExit: the device is unknown.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -69,7 +68,7 @@ def planned(config: JobConfig, where: Topology) -> dict[str, Any]:
 
 
 def in_other_process(case: step.Case, where: Topology) -> subprocess.Popen:
-    """Starts to plan, with the GPU's compiler and without the GPU."""
+    """Start a process that plans with the GPU's compiler, without using the GPU."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     where.prepare(env)
     command = [sys.executable, __file__, "--plan", step.job(case).model_dump_json(),
@@ -81,7 +80,7 @@ def said_by(process: subprocess.Popen) -> dict[str, Any]:
     """Return the plan that a process printed.
 
     Raises:
-        SystemExit: it failed; what it said is on stderr, or is the plan's errors.
+        SystemExit: the process failed; its output is on stderr.
     """
     output = process.communicate()[0]
     if process.returncode:
@@ -107,11 +106,11 @@ def claims_of(case: step.Case, *, quick: bool) -> list[results.Claim]:
 
 
 def memory_claims(name: str, peak: int, compiled: jax.stages.Compiled) -> Iterator[results.Claim]:
-    """Yield claims about the plan's peak, that of the program here, and that of the allocator."""
+    """Yield claims about the planned peak, the compiled program's and the allocator's."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     reals = {
-        "compiled here": peak_of(compiled, device.platform),
+        "compiled here": peak_memory(compiled, device.platform),
         "the allocator's peak": stats.get("peak_bytes_in_use"),
     }
     for what, real in reals.items():
@@ -124,7 +123,7 @@ def memory_claims(name: str, peak: int, compiled: jax.stages.Compiled) -> Iterat
 def time_claims(
     name: str, estimate: dict[str, Any] | None, seconds: float
 ) -> Iterator[results.Claim]:
-    """Yield the plan's estimate next to the measured time, without a limit."""
+    """Yield the estimated and the measured time, without a limit."""
     result = f"{1e3 * seconds:.1f} ms"
     if estimate:
         planned = estimate["seconds"]
@@ -144,7 +143,7 @@ def program_claims(
 
 
 def main() -> int:
-    """Prints the claims and writes the results; 1 where one does not hold."""
+    """Print the claims and write the results; return 1 if a claim does not hold."""
     parser = results.arguments(__doc__, cases=True)
     parser.add_argument("--plan", metavar="JSON", help="a configuration: prints its plan")
     parser.add_argument("--topology", help="what to plan it for")

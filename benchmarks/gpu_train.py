@@ -1,10 +1,10 @@
-"""A default run on this device: it trains, resumes, and its attention equals the reference.
+"""Check that a default run trains and resumes on this device and matches reference attention.
 
     python benchmarks/gpu_train.py [--quick]
 
-`python -m jaxforge.train` on the bytes of the standard library's source, without a tokenizer: the
-first part of a run, then the rest by the same command, and next to that the first part with
-attention as plain products. What must hold is said in each row.
+`python -m jaxforge.train` trains on the bytes of the standard library's source, without a
+tokenizer. The run is stopped and resumed with the same command. Its first part is repeated with
+attention as plain products. Each row states its claim.
 """
 
 import json
@@ -43,7 +43,7 @@ class Size(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The step after which the run is left, to be resumed."""
+        """Step after which the run stops and is resumed."""
         return self.steps * 2 // 3
 
 
@@ -54,7 +54,7 @@ SIZES = {
 
 
 def config_of(size: Size, data: Path) -> str:
-    """TOML, as a user would write it."""
+    """Return the TOML as a user would write it."""
     return f"""
 [model]
 dim = {size.dim}
@@ -88,7 +88,7 @@ log_interval = 1
 
 
 def write_text(directory: Path) -> None:
-    """Shards of bytes."""
+    """Write shards of bytes."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"\n".join(path.read_bytes() for path in paths)[:TEXT]
     with ShardWriter(directory, vocab_size=256, dtype="uint16") as writer:
@@ -97,7 +97,7 @@ def write_text(directory: Path) -> None:
 
 
 def train(config: Path, run: Path, *settings: str, shares: bool = False) -> tuple[int, str]:
-    """Exit code and output of a run; one that shares the GPU takes memory as it needs it."""
+    """Return exit code and output of a run, which allocates GPU memory on demand."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-m", "jaxforge.train", f"--config={config}",
@@ -110,7 +110,7 @@ def train(config: Path, run: Path, *settings: str, shares: bool = False) -> tupl
 
 
 def losses(run: Path) -> dict[int, float]:
-    """By step."""
+    """Return step -> loss."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
@@ -170,7 +170,7 @@ def compared(ours: dict[int, float], plain: dict[int, float], size: Size) -> lis
 
 
 def main() -> int:
-    """Prints the claims and writes the results; 1 where one does not hold."""
+    """Print the claims and write the results; return 1 if a claim does not hold."""
     quick = results.arguments(__doc__).parse_args().quick
     with tempfile.TemporaryDirectory() as directory:
         size = SIZES[quick]

@@ -1,12 +1,11 @@
-"""Experts: products with each row's own expert, against dense ones and PyTorch's.
+"""Speed of grouped products, compared with dense products and with PyTorch.
 
     python benchmarks/grouped.py [--quick] [--cases WORDS]
 
-A product, and the gated feed-forward of an expert, each forward and backward. The dense peer has as
-many FLOPs: all rows times the weights of one expert. PyTorch multiplies the rows of one expert
-after the other; on GPUs its `grouped_mm` is a peer as well. All take turns, and the fastest of all
-rounds counts: of the time, and of the time that all cores together have spent, which other
-processes disturb less. Groups are as a multinomial draw makes them.
+A product and the gated feed-forward of an expert are timed, each forward and backward. The dense
+peer has the same FLOPs: all rows times the weights of one expert. PyTorch loops over experts; on
+GPUs its `grouped_mm` is a peer too. All alternate, and the fastest round counts, both of wall time
+and of CPU time, which other processes disturb less. Group sizes are a multinomial sample.
 """
 
 import functools
@@ -27,7 +26,7 @@ from jaxforge.parallel import host_memory
 
 
 class Case(NamedTuple):
-    """Shapes: rows, the model's width, an expert's, experts; and the dtype of all."""
+    """Number of rows, width of the model and of an expert, number of experts, and dtype."""
 
     rows: int
     width: int
@@ -37,7 +36,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name in the table."""
         return (f"{self.rows} x {self.width} rows, {self.experts} experts of {self.hidden}, "
                 f"{self.dtype}")  # fmt: skip
 
@@ -57,19 +56,19 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def one_product(matmul: Product, silu: Callable, x: Tensor, weights: list) -> Tensor:
-    """Rows times the first matrix of their expert."""
+    """Multiply rows with the first matrix of their expert."""
     return matmul(x, weights[0])
 
 
 def expert(matmul: Product, silu: Callable, x: Tensor, weights: list) -> Tensor:
-    """The feed-forward of an expert: down(silu(gate(x)) · up(x))."""
+    """Compute the feed-forward of an expert: down(silu(gate(x)) · up(x))."""
     gate, up, down = weights
     return matmul(silu(matmul(x, gate)) * matmul(x, up), down)
 
 
 @functools.lru_cache(1)
 def inputs(case: Case) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """Rows, weights of all experts and how many rows each has."""
+    """Return rows, weights of all experts, and the number of rows of each expert."""
     rng = np.random.default_rng(0)
     up, down = (case.hidden, case.width), (case.width, case.hidden)
     weights = [0.05 * rng.standard_normal((case.experts, *s), np.float32) for s in (up, up, down)]
@@ -78,7 +77,7 @@ def inputs(case: Case) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
 
 
 def in_jax(case: Case, layer: Callable, *, is_dense: bool) -> Callable[[], Any]:
-    """Forward and backward; one that is dense has the first expert alone."""
+    """Compile forward and backward; a dense product only uses the first expert."""
     rows, arrays, of_each = inputs(case)
     x, sizes = jnp.asarray(rows, case.dtype), jnp.asarray(of_each, jnp.int32)
     weights = [jnp.asarray(w[0] if is_dense else w, case.dtype) for w in arrays]
@@ -102,7 +101,7 @@ def backend_of(case: Case) -> str:
 
 
 def in_torch(case: Case, layer: Callable, *, at_once: bool) -> Callable[[], Any]:
-    """Forward and backward, an expert at a time, or all by `grouped_mm`, which is for GPUs."""
+    """Return forward and backward in a loop over experts, or with `grouped_mm` (GPUs only)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows, arrays, sizes = inputs(case)
     options = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
@@ -135,7 +134,7 @@ def in_torch(case: Case, layer: Callable, *, at_once: bool) -> Callable[[], Any]
 
 
 def fastest(runs: list[Callable[[], Any]], rounds: int) -> list[tuple[float, float]]:
-    """Milliseconds of each, and those of all cores together; the first round warms up."""
+    """Return the wall and CPU milliseconds of each; the first round is warm-up."""
     best = [(float("inf"), float("inf"))] * len(runs)
     for turn in range(rounds + 1):
         for i, run in enumerate(runs):
@@ -168,7 +167,7 @@ def rows_of(case: Case, rounds: int) -> Iterator[results.Row]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     quick = args.quick
     results.leave_room()

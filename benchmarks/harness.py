@@ -1,9 +1,9 @@
-"""Requests per second of lm_eval's tasks, against lm_eval's own backend for the run's export.
+"""Requests per second of lm_eval's tasks, compared with lm_eval's backend for the export.
 
     python benchmarks/harness.py [--quick]
 
-Needs `pip install '.[lm-eval,torch]' 'lm_eval[hf]'`. Both have the same weights in float32, the
-same requests and the same batch size, and take turns in one process. Their answers are compared.
+Needs `pip install '.[lm-eval,torch]' 'lm_eval[hf]'`. Both use the same float32 weights, requests
+and batch size, and alternate in one process. Their answers are compared.
 """
 
 import statistics
@@ -40,7 +40,7 @@ TOLERANCE = 1e-4  # of a log-probability, relative: float32, in other orders
 
 
 def make_run(directory: Path, dim: int, layers: int) -> tuple[str, str]:
-    """A run on the source of Python's library, and its export."""
+    """Train a run on the source of Python's library and export it."""
     sources = sorted(map(str, Path(sysconfig.get_path("stdlib")).glob("*.py")))
     data, run, export = (directory / name for name in ("data", "run", "export"))
     prepare.main([*sources, "--output", str(data), "--tokenizer", "bpe", "--vocab-size", "4096"])
@@ -53,7 +53,7 @@ def make_run(directory: Path, dim: int, layers: int) -> tuple[str, str]:
 
 
 def requests(n: int) -> dict[str, tuple[str, list[tuple]]]:
-    """By case: the method of lm_eval's models, and what it is asked."""
+    """Return case -> method of lm_eval's models and its requests."""
     text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
     contexts = [text[i * 400 : i * 400 + 300 + 40 * (i % 8)] for i in range(n)]
     words = ["self.value", "return None", "import os", "for x in y:"]
@@ -81,14 +81,14 @@ def requests(n: int) -> dict[str, tuple[str, list[tuple]]]:
 
 
 def ask(lm: object, method: str, arguments: list[tuple]) -> tuple[list, float]:
-    """Answers, and seconds."""
+    """Return answers and seconds."""
     asked = [Instance(method, {}, each, i) for i, each in enumerate(arguments)]
     started = time.perf_counter()
     return getattr(lm, method)(asked, disable_tqdm=True), time.perf_counter() - started
 
 
 def are_alike(ours: list, theirs: list) -> float:
-    """The share of answers that are the same, log-probabilities to `TOLERANCE`."""
+    """Return the fraction of equal answers, with log-probabilities equal to `TOLERANCE`."""
 
     def same(first: object, other: object) -> bool:
         if isinstance(first, tuple) and isinstance(other, tuple):
@@ -103,7 +103,7 @@ def are_alike(ours: list, theirs: list) -> float:
 def measure(
     ours: object, theirs: object, method: str, arguments: list[tuple], rounds: int
 ) -> tuple[float, dict[str, float], dict[str, float]]:
-    """The share of equal answers; seconds of the first pass, and of later ones (medians)."""
+    """Return the fraction of equal answers, and seconds of the first and of later passes."""
     models = {"ours": ours, "theirs": theirs}
     first = {name: ask(lm, method, arguments) for name, lm in models.items()}
     later: dict[str, list[float]] = {name: [] for name in models}
@@ -116,7 +116,7 @@ def measure(
 
 
 def main() -> int:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     results.leave_room()
     n, rounds, (dim, layers) = (8, 1, (64, 2)) if quick else (32, 3, (256, 6))

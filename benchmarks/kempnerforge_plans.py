@@ -1,12 +1,11 @@
-"""KempnerForge's files for text models, planned on the machines that they were written for.
+"""Plans of KempnerForge's configs for text models on their machines.
 
     pip install ".[plan-gpu]"
     python benchmarks/kempnerforge_plans.py [--quick]
 
-Those are nodes of 4 H200s. Of each file stands here what decides memory and speed. Where
-KempnerForge has published a run of it, both are compared: memory with weights and moments in
-bfloat16, as KempnerForge stores them, and not in float32, as a run here does unless told otherwise.
-Nothing is run on a device.
+The machines are nodes of 4 H200s. Each file is reduced to the settings that determine memory and
+speed. Plans are compared with published runs: memory with weights and moments in bfloat16, as in
+KempnerForge, instead of jaxforge's default float32. Nothing runs on a device.
 """
 
 import json
@@ -41,15 +40,15 @@ class File:
     """Properties of a file that determine memory and speed, and its published figures.
 
     Attributes:
-        nodes: of the machine.
+        nodes: number of nodes.
         model: `[model]`.
-        rows: sequences of a rank and microbatch, of `model["max_seq_len"]` tokens.
-        accum: microbatches of an update.
-        mesh: `[distributed]`; dp_shard takes the devices that are left.
-        train: what else `[train]` says, but for full rematerialisation.
+        rows: sequences of `model["max_seq_len"]` tokens per rank and microbatch.
+        accum: microbatches per update.
+        mesh: `[distributed]`; dp_shard takes the remaining devices.
+        train: further settings of `[train]`; rematerialisation is full.
         optimizer: `[optimizer]`.
-        tokens: per second, of all devices, published.
-        gigabytes: of a device, published.
+        tokens: published tokens per second of all devices.
+        gigabytes: published memory of a device.
     """
 
     nodes: int
@@ -64,7 +63,7 @@ class File:
 
     @property
     def topology(self) -> str:
-        """Nodes of four."""
+        """Topology of nodes with four GPUs."""
         return f"h200:{self.nodes}x4"
 
     def toml(self) -> str:
@@ -151,7 +150,7 @@ def _gb(memory: dict[str, int]) -> float:
 
 
 def main() -> None:
-    """Prints the rows and writes the results."""
+    """Print the rows and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     names = list(FILES)[: 2 if quick else None]
     with ThreadPoolExecutor(PROCESSES) as pool:

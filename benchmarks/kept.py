@@ -4,7 +4,7 @@
 
 A model of Llama's shape with a billion parameters, split over four chips, one sequence of 2048
 tokens each. `--gpu` is for four H100s instead of a v5e 2x2; each needs its compiler (`aot.py`,
-`gpu_aot.py`). Memory is the compiler's own account of the whole step.
+`gpu_aot.py`). Memory of the whole step is reported by the compiler.
 """
 
 import os
@@ -38,7 +38,7 @@ MB = 1e6
 
 
 def measure(case: tuple[str, str, str], devices: list[jax.Device]) -> dict[str, float | str]:
-    """Megabytes of one device, stored and at the fullest moment."""
+    """Return the stored and the peak megabytes of one device."""
     params, rounding, moments = case
     train = {**TRAIN, "param_dtype": params, "param_rounding": rounding, "opt_state_dtype": moments}
     config = JobConfig.model_validate(
@@ -58,7 +58,7 @@ def measure(case: tuple[str, str, str], devices: list[jax.Device]) -> dict[str, 
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     parser = results.arguments(__doc__)
     parser.add_argument("--gpu", action="store_true", help="four H100s instead of a v5e 2x2")
     args = parser.parse_args()

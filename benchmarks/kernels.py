@@ -1,11 +1,11 @@
-"""Attention against the reference, and the memory of each way to compute the loss.
+"""Speed of attention against the reference, and memory of each implementation of the loss.
 
     python benchmarks/kernels.py [--quick] [--cases WORDS]
 
-Attention is timed forward and backward, the kernels taking turns, and the fastest of all rounds
-counts: in float32 on CPUs, in bfloat16 on GPUs, where PyTorch's is a peer. The loss is compiled
-with its gradient: memory is what the compiled program needs in addition to its arguments
-(`memory_analysis`). On GPUs alone it is run as well.
+Attention is timed forward and backward, in float32 on CPUs and in bfloat16 on GPUs, where PyTorch
+is a peer. Kernels alternate, and the fastest round counts. The loss is compiled with its gradient:
+memory is what the program needs in addition to its arguments (`memory_analysis`). Only GPUs also
+run it.
 """
 
 import time
@@ -50,7 +50,7 @@ def sizes() -> Sizes:
 
 
 def gradient(attend: Callable[..., jax.Array], batch: Shape) -> Callable[[], Any]:
-    """Attention and its gradient, compiled, on random queries, keys and values."""
+    """Compile attention and its gradient for random queries, keys and values."""
     rows, tokens, heads, kv, size = batch
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(rows, tokens, n, size) for n in (heads, kv, kv)]
@@ -65,7 +65,7 @@ def gradient(attend: Callable[..., jax.Array], batch: Shape) -> Callable[[], Any
 
 
 def in_torch(batch: Shape) -> Callable[[], Any]:
-    """PyTorch's attention and its gradient, on a GPU in bfloat16."""
+    """Return PyTorch's attention with its gradient, on a GPU in bfloat16."""
     import torch  # no peer on CPUs
 
     rows, tokens, heads, kv, size = batch
@@ -85,7 +85,7 @@ def in_torch(batch: Shape) -> Callable[[], Any]:
 
 
 def fastest(runs: list[Callable[[], Any]], rounds: int) -> list[float]:
-    """Milliseconds of each, taking turns; the first round compiles."""
+    """Return the milliseconds of each, alternating; the first round compiles."""
     best = [float("inf")] * len(runs)
     for turn in range(rounds + 1):
         for i, run in enumerate(runs):
@@ -112,14 +112,14 @@ def attention_rows(rounds: int) -> Iterator[results.Row]:
 
 
 def plain(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """The loss as one writes it down, for autodiff."""
+    """Compute the loss in plain JAX, for autodiff."""
     logits = jnp.einsum("bsd,vd->bsv", hidden, head, preferred_element_type=jnp.float32)
     log_p = jax.nn.log_softmax(logits)
     return -jnp.sum(jnp.take_along_axis(log_p, labels[..., None], -1))
 
 
 def compiled_loss(loss: Callable[..., jax.Array], vocab: int) -> jax.stages.Compiled:
-    """The loss and its gradient."""
+    """Compile the loss and its gradient."""
     at = sizes()
     shapes = [((1, at.tokens, at.width), at.dtype), ((vocab, at.width), at.dtype),
               ((1, at.tokens), "int32")]  # fmt: skip
@@ -131,7 +131,7 @@ def compiled_loss(loss: Callable[..., jax.Array], vocab: int) -> jax.stages.Comp
 
 
 def mebibytes(compiled: jax.stages.Compiled) -> float:
-    """Temporary memory."""
+    """Return the temporary memory in MiB."""
     return round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1)
 
 
@@ -165,7 +165,7 @@ def loss_rows(rounds: int) -> Iterator[results.Row]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     results.leave_room()
     host_memory.keep_freed_memory()  # as a run does

@@ -1,11 +1,11 @@
-"""Experts: a step against the dense model of equal active size, and PyTorch's.
+"""Step time with experts, compared with a dense model of equal active size and with PyTorch.
 
     python benchmarks/moe.py [--quick] [--cases WORDS]
 
-A token meets as many parameters in all of them: the dense feed-forward is as wide as the experts
-that a token goes to. With a capacity, what does not fit is dropped. PyTorch goes through the
-experts one after the other, as most of its users write it. All take turns; in addition to the time,
-what all cores together have spent is shown, which other processes disturb less.
+All have the same active parameters: the dense feed-forward is as wide as the experts of a token
+together. With a capacity, rows beyond it are dropped. PyTorch loops over experts, as most users
+write it. All alternate; wall time and CPU time are reported, which other processes disturb
+less.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _TOP_K = 2
 
 
 class Sizes(NamedTuple):
-    """Sizes for a device: the model, an expert's width, tokens of a row, and the precision."""
+    """Sizes for a device: model, width of an expert, tokens of a sequence, and precision."""
 
     model: dict
     width: int
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     precision: str
 
     def case(self, name: str, rows: int, **keys: int) -> Case:
-        """With other keys in the model."""
+        """Return a case with other settings of the model."""
         return Case(name, {**self.model, **keys}, rows, self.seq, self.precision)
 
     def dense(self, rows: int) -> Case:
@@ -47,7 +47,10 @@ class Sizes(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        """With 8 experts and 32; the optimizer does as much whatever tokens an update has."""
+        """Return cases with 8 and with 32 experts.
+
+        The cost of the optimizer does not depend on the tokens of an update.
+        """
         return [
             self.case(f"{n} experts, {_TOP_K} for each of {rows} x {self.seq} tokens",
                       rows, num_experts=n, moe_top_k=_TOP_K, moe_expert_dim=self.width)
@@ -61,7 +64,7 @@ GPU = Sizes({"dim": 2048, "n_layers": 4, "n_heads": 16, "vocab_size": 32768}, 10
 
 
 class TorchExperts(nn.Module):
-    """Softmax, the best k, and a loop over experts."""
+    """Experts in plain PyTorch: softmax, top-k, and a loop over experts."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class TorchExperts(nn.Module):
         self.down = nn.ModuleList(nn.Linear(c.expert_dim, c.dim, bias=False) for _ in range(self.n))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, d] -> [b, s, d]."""
+        """Compute [b, s, d] -> [b, s, d]."""
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(-1).topk(self.k)
         weights = weights / weights.sum(-1, keepdim=True)
@@ -87,7 +90,7 @@ class TorchExperts(nn.Module):
 
 
 class TorchMoEBlock(step.TorchBlock):
-    """The block of the dense model with experts in it."""
+    """Block of the dense model with experts as the feed-forward."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__(c)
@@ -95,12 +98,12 @@ class TorchMoEBlock(step.TorchBlock):
         self.experts = TorchExperts(c)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, d] -> [b, s, d]."""
+        """Compute [b, s, d] -> [b, s, d]."""
         return self.experts(x)
 
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of a step of each, and those of all cores, taking turns."""
+    """Return the median wall and CPU seconds of a step of each, alternating."""
     result: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, case in steps.items():
@@ -145,7 +148,7 @@ def compare(case: Case, dense_case: Case, *, rounds: int) -> list[results.Row]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     quick = args.quick
     results.leave_room()

@@ -1,9 +1,9 @@
-"""The promise of muP, with and without it: `python benchmarks/mup.py` (a quarter of an hour).
+"""Coordinate check and learning-rate transfer of muP: `python benchmarks/mup.py` (15 minutes).
 
-The coordinate check (Tensor Programs V, appendix D.1): after a few steps at one learning rate, how
-large values of each kind are by the width of the model. And the loss by learning rate of a narrow
-model and of a wide one, on Python's own source, byte by byte. `--only coordinates`: the first, in
-two minutes.
+The coordinate check (Tensor Programs V, appendix D.1) measures the size of values by the width of
+the model, after a few steps at one learning rate. The transfer test measures the loss by learning
+rate of a narrow and a wide model on the bytes of Python's source. `--only coordinates` runs only
+the coordinate check, in two minutes.
 """
 
 import functools
@@ -49,7 +49,7 @@ def config(
     steps: int,
     **model: Any,  # noqa: ANN401
 ) -> JobConfig:
-    """A model of two layers, with as many heads at any width: they grow with it."""
+    """Return a config of two layers whose head size grows with the width."""
     shape = {
         "dim": width, "n_layers": 2, "n_heads": 4, "ffn_hidden_dim": 2 * width, "vocab_size": 256,
         "max_seq_len": SEQ_LEN, "init_std": INIT_STD,
@@ -65,7 +65,7 @@ def config(
 
 @functools.cache
 def corpus() -> np.ndarray:
-    """The first bytes of the standard library's own modules."""
+    """Return the first bytes of the standard library's modules."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(path.read_bytes() for path in files)[:CORPUS]
     return np.frombuffer(text, np.uint8)
@@ -82,7 +82,7 @@ def batches(steps: int, rows: int = BATCH) -> Iterator[Int[np.ndarray, "b s+1"]]
 def trained(
     of: JobConfig, batches: Iterator[Int[np.ndarray, "b s+1"]]
 ) -> tuple[Model, Params, list[float]]:
-    """A model, its parameters after a step on each batch, and the losses before each step."""
+    """Return a model, its parameters after a step on each batch, and the losses of the steps."""
     model = build_model(of)
     optimizer = Program(of, model=model).optimizer
 
@@ -105,7 +105,7 @@ def trained(
 
 
 def sizes(model: Model, params: Params, tokens: Int[np.ndarray, "b s"]) -> dict[str, float]:
-    """Mean |x| of what the model computes, by `POINTS`; of layers, in the last one."""
+    """Return mean |x| by `POINTS`, for layers in the last one."""
 
     def seen(params: Params, tokens: Array) -> dict[str, Array]:
         capture = Capture(STREAM, lambda name, x: jnp.mean(jnp.abs(x)))
@@ -126,7 +126,7 @@ def coordinates(
     rows: int = BATCH,
     **model: Any,  # noqa: ANN401
 ) -> dict[str, list[float]]:
-    """Mean |x| by `POINTS` and widths, after some steps at the same learning rate."""
+    """Return mean |x| by `POINTS` and width, after some steps at the same learning rate."""
     result: dict[str, list[float]] = {name: [] for name in POINTS}
     for width in widths:
         of = config(width, mup=mup, lr=2**-6, steps=10 * steps, **model)
@@ -143,7 +143,7 @@ def growth(values: Sequence[float]) -> float:
 
 
 def final_loss(width: int, *, mup: bool, lr: float, steps: int) -> float:
-    """The mean over the last tenth of a training."""
+    """Return the mean loss over the last tenth of a training."""
     _, _, losses = trained(config(width, mup=mup, lr=lr, steps=steps), batches(steps))
     return statistics.fmean(losses[-max(1, steps // 10) :])
 
@@ -202,7 +202,7 @@ def _power(value: float) -> str:
 
 
 def check_coordinates(widths: Sequence[int], *, write: bool) -> None:
-    """Measures, writes, draws how values grow with the width."""
+    """Run the coordinate check; write and plot its results."""
     result = {how: coordinates(widths, mup=how == "muP") for how in ("standard", "muP")}
     rows = [
         {"": how, "mean abs. of": name,
@@ -250,7 +250,7 @@ def compare_rates(
 
 
 def main() -> None:
-    """Measures, draws, writes."""
+    """Run the measurements; write and plot the results."""
     parser = arguments(__doc__)
     parser.add_argument("--only", choices=("coordinates", "rates"), help="one of the two")
     args = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Pipelined steps: time against theory, and memory against the number of microbatches.
+"""Time of pipelined steps against theory, and memory by number of microbatches.
 
     python benchmarks/pipeline.py [--quick]
 
-Time: one update by N stages, next to the same update data-parallel on as many devices, both with
-full rematerialisation. Theory allows (M + N - 1) / M of it. Virtual devices share the cores, so the
-idle ticks of a stage cost what they would cost a device of its own; other rows are of two processes
-that talk over loopback. Memory: temporary bytes of a device as `memory_analysis()` has them, next
-to a pipeline as most JAX frameworks write it (`rolled_gradients`).
+Time: an update with N stages is compared with the same data-parallel update on as many devices,
+both with full rematerialisation. In theory, the ratio is (M + N - 1) / M. Virtual devices share the
+cores, so that idle ticks of a stage have the same cost as on a real device; other rows are of two
+processes over loopback. Memory: temporary bytes of a device from `memory_analysis()`, compared with
+a differentiated pipeline as most JAX frameworks write it (`rolled_gradients`).
 """
 
 import itertools
@@ -63,12 +63,12 @@ def config_of(microbatches: int, **distributed: Any) -> JobConfig:  # noqa: ANN4
 
 
 def rolled_gradients(program: Program) -> Callable[..., tuple[Params, Array]]:
-    """A forward pipeline, differentiated: what comes first goes backward last.
+    """Differentiate a forward pipeline, so that the first microbatch goes backward last.
 
-    Stages are a leading dimension of the activations, split over `pp`. In each tick all of them run
+    Stages are a leading dimension of the activations, split over `pp`. In each tick all stages run
     at once by `vmap`, then the dimension is rolled by one. Autodiff goes through the scan over M +
-    N - 1 ticks, and saves what each has taken in; stages run again in the backward, saving their
-    matrix products, as ours do.
+    N - 1 ticks and saves the input of each; the backward pass recomputes stages and saves their
+    matrix products, as jaxforge does.
     """
     model, mesh = program.model, program.mesh
     stages, train = mesh.shape["pp"], program.config.train
@@ -122,7 +122,7 @@ def rolled_gradients(program: Program) -> Callable[..., tuple[Params, Array]]:
 
 
 def batch_of(config: JobConfig, mesh: Mesh) -> Batch:
-    """Random tokens."""
+    """Return a batch of random tokens."""
     shape = (config.train.grad_accum_steps, ROWS, SEQ)
     tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], shape, np.int32)
     batch = {"input_ids": tokens, "labels": tokens}
@@ -141,7 +141,7 @@ def temporary_megabytes(
 
 
 class Timed:
-    """A job whose updates can be timed."""
+    """Job whose updates can be timed."""
 
     def __init__(self, config: JobConfig, devices: Sequence[jax.Device]) -> None:
         program = Program(config, make_mesh(config, list(devices)))
@@ -159,7 +159,7 @@ class Timed:
 
 
 def times(configs: dict[str, JobConfig], repeats: int) -> dict[str, float]:
-    """Median seconds of an update of each, in turns."""
+    """Return the median seconds of an update of each, alternating."""
     n = jax.device_count() if jax.process_count() > 1 else 4
     jobs = {name: Timed(config, jax.devices()[:n]) for name, config in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
@@ -186,7 +186,7 @@ def time_rows(where: str, stages: int, microbatches: int, result: dict[str, floa
 
 
 def jobs_of(stages: int, microbatches: int) -> dict[str, JobConfig]:
-    """The two that are compared."""
+    """Return the two jobs to compare."""
     return {
         "pipelined": config_of(microbatches, pp=stages),
         "plain": config_of(microbatches, dp_shard=stages),
@@ -194,7 +194,7 @@ def jobs_of(stages: int, microbatches: int) -> dict[str, JobConfig]:
 
 
 def two_processes(microbatches: int, repeats: int) -> dict[str, float]:
-    """`times` of two stages, each a process."""
+    """Return `times` of two stages, each in its own process."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
@@ -211,13 +211,13 @@ def two_processes(microbatches: int, repeats: int) -> dict[str, float]:
 
 
 def run_process(microbatches: int, repeats: int, address: str, index: int) -> None:
-    """One of the processes."""
+    """Run one of the processes."""
     jax.distributed.initialize(address, PROCESSES, index)
     print(json.dumps(times(jobs_of(PROCESSES, microbatches), repeats)))
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     repeats = 1 if quick else 3
     rows = []

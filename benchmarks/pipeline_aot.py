@@ -1,12 +1,12 @@
-"""Pipelined steps of Llama 2 7B compiled for 16 chips of v5e, without a TPU.
+"""Memory and cycles of pipelined steps of Llama 2 7B compiled for 16 chips of v5e, without a TPU.
 
     pip install "jax[tpu]"
     python benchmarks/pipeline_aot.py [--quick]
 
 Four stages, microbatches of 4 x 2048, full rematerialisation, gradients reduced per microbatch.
-Peak memory of a device against the number of microbatches, and the cycles as the compiler estimates
-them (`jaxforge/tools/plan/hlo.py`), next to a pipeline as most JAX frameworks write it
-(`pipeline.rolled_gradients`). A program that does not fit is no row but a note.
+Peak memory of a device and the compiler's estimate of cycles (`jaxforge/tools/plan/hlo.py`) are
+measured by the number of microbatches, and compared with a differentiated pipeline as most JAX
+frameworks write it (`pipeline.rolled_gradients`). Programs that do not fit are reported as notes.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def config_of(microbatches: int, axes: dict[str, int]) -> JobConfig:
 
 
 def rolled_step(program: Program) -> jax.stages.Lowered:
-    """A step whose gradients are those of a differentiated pipeline."""
+    """Return a step with the gradients of a differentiated pipeline."""
     gradients = pipeline.rolled_gradients(program)
 
     def step(state: TrainState, batch: Batch, controls: Controls) -> tuple:
@@ -77,7 +77,7 @@ def measured(
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     if not targets.has_tpu_compiler():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')

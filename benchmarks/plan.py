@@ -1,10 +1,10 @@
-"""Estimated and published speed for the same model, chips and batch; nothing is run.
+"""Estimated and published speed for the same model, chips and batch; nothing runs.
 
     pip install ".[plan-tpu,plan-gpu]"
     python benchmarks/plan.py [--quick]
 
-Published runs are those of other frameworks: their kernels, schedules and rematerialisation are
-not ours. What the ratio shows is how far the estimate is from what such chips have been seen to do.
+Published runs use other frameworks with other kernels, schedules and rematerialisation. The ratio
+shows how far the estimate is from speeds that such chips have reached.
 """
 
 import os
@@ -33,19 +33,19 @@ LLAMA_3_405B = {**LLAMA_3_70B, "dim": 16384, "n_layers": 126, "n_heads": 128,
 
 
 class Published(NamedTuple):
-    """A run that somebody has published.
+    """Published run of another framework.
 
     Attributes:
         name: model and batch.
-        source: where it is published.
-        topology: on what.
+        source: publication.
+        topology: hardware.
         model: `[model]`.
-        rows: sequences a device, or of the `tp` devices together.
-        seq_len: tokens of each.
-        save: rematerialisation of ours that comes near theirs.
-        tokens: per second and device.
-        ep: devices that experts are spread over.
-        tp: devices that share a layer's products.
+        rows: sequences per device, or per group of `tp` devices.
+        seq_len: tokens per sequence.
+        save: the most similar rematerialisation of jaxforge.
+        tokens: tokens per second and device.
+        ep: expert-parallel devices.
+        tp: tensor-parallel devices.
     """
 
     name: str
@@ -96,7 +96,7 @@ def config_of(run: Published) -> JobConfig:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     jax.config.update("jax_enable_compilation_cache", False)
     rows = []

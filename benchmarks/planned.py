@@ -1,4 +1,4 @@
-"""Reports of `python -m jaxforge.plan --json` for scripts that make tables of them."""
+"""Reports of `python -m jaxforge.plan --json`, for scripts that tabulate them."""
 
 import json
 import subprocess
@@ -16,11 +16,11 @@ def report(config: Path, topology: str, *overrides: str) -> dict[str, Any]:
 
     Args:
         config: a TOML file.
-        topology: as of `--topology`.
-        overrides: more of the command line.
+        topology: value of `--topology`.
+        overrides: further arguments.
 
     Raises:
-        SystemExit: the plan said nothing.
+        SystemExit: the command printed no plan.
     """
     command = [sys.executable, "-m", "jaxforge.plan", f"--config={config}",
                f"--topology={topology}", "--json", *overrides]  # fmt: skip
@@ -31,5 +31,5 @@ def report(config: Path, topology: str, *overrides: str) -> dict[str, Any]:
 
 
 def mesh_in_words(report: dict[str, Any]) -> str:
-    """The mesh of a report: `dp_shard 4 x tp 2`."""
+    """Return the mesh of a report, such as `dp_shard 4 x tp 2`."""
     return describe_mesh(report["mesh"]) if report.get("mesh") else ""

@@ -1,11 +1,11 @@
-"""At which place a replayed step names the document that was planted in it.
+"""Rank at which the replay of a step lists a document that was planted in it.
 
     python benchmarks/poison.py [--quick]
 
-A model learns the source of Python's library. In 18 steps of the last third of its training, one of
-ten or so documents is overwritten: with noise of six kinds, three times each. These steps are made
-again, and their documents ordered as `jaxforge replay --step N --around 1` does, but in one walk:
-the planted one should come first. About ten minutes on two cores.
+A model is trained on the source of Python's library. In 18 steps of the last third of the training,
+one of about ten documents is overwritten with noise: six kinds, three times each. These steps are
+replayed in one pass, and their documents are ordered as by `jaxforge replay --step N --around 1`:
+the planted document should be first. This takes about ten minutes on two cores.
 """
 
 import random
@@ -24,7 +24,7 @@ from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from jaxforge.data.order import GrainOrder
 from jaxforge.parallel import multihost
-from jaxforge.tools.replay.account import in_order
+from jaxforge.tools.replay.account import rank_documents
 from jaxforge.tools.replay.documents import Document, find_documents, token_loss_function
 from jaxforge.tools.replay.influence import Influence, Influences
 from jaxforge.tools.replay.past import open_past
@@ -66,19 +66,19 @@ log_interval = 10
 
 
 def characters(text: str, rng: random.Random) -> str:
-    """Any that can be printed."""
+    """Return random printable characters."""
     return "".join(chr(rng.randrange(33, 127)) for _ in text)
 
 
 def shuffled(text: str, rng: random.Random) -> str:
-    """Its own words."""
+    """Return the words of the document in random order."""
     words = text.split()
     rng.shuffle(words)
     return " ".join(words)
 
 
 def greek(text: str, _: random.Random) -> str:
-    """Its letters in another alphabet."""
+    """Return the text with its letters replaced by another alphabet."""
     letters = {ord("a") + i: 0x3B1 + i % 25 for i in range(26)}
     return text.lower().translate(letters)
 
@@ -89,7 +89,7 @@ def misread(text: str, rng: random.Random) -> str:
 
 
 def repeated(text: str, rng: random.Random) -> str:
-    """One character."""
+    """Return a repeated character."""
     return chr(rng.randrange(33, 127)) * len(text)
 
 
@@ -106,14 +106,14 @@ KINDS: dict[str, Callable[[str, random.Random], str] | None] = {
 
 @dataclass
 class Planted:
-    """A document that does not belong.
+    """Planted document.
 
     Attributes:
-        kind: of `KINDS`.
-        step: that reads it, from 1.
-        row: of the step's batch.
-        start: its first token in the row.
-        end: after its last.
+        kind: kind of noise, of `KINDS`.
+        step: step that reads the document, from 1.
+        row: row of the batch.
+        start: first token in the row.
+        end: end of the tokens in the row.
     """
 
     kind: str
@@ -124,7 +124,7 @@ class Planted:
 
 
 def prepared(here: Path) -> Tokenizer:
-    """The sources of the library as tokens, in one file."""
+    """Return the tokens of the library's sources, in one file."""
     root = sysconfig.get_path("stdlib")
     left_out = ("site-packages/*", "test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*",
                 "encodings/*", "pydoc_data/*")  # fmt: skip
@@ -136,7 +136,7 @@ def prepared(here: Path) -> Tokenizer:
 
 
 def plant(here: Path, tokenizer: Tokenizer, kinds: list[str], steps: int) -> list[Planted]:
-    """Overwrites a document in as many steps of the last third, each read once."""
+    """Overwrite a document in each of several steps of the last third of the training."""
     (path,) = here.glob("data/train/*.npy")
     tokens, rng = np.load(path), random.Random(SEED)
     order = GrainOrder(len(tokens) // WINDOW, SEED, True)
@@ -171,11 +171,11 @@ class Measured:
     """Measurements of the documents of a step, as `jaxforge replay` makes them.
 
     Attributes:
-        documents: of the step.
-        losses: of their tokens.
-        before: documents of the step before.
+        documents: documents of the step.
+        losses: losses of their tokens.
+        before: documents of the previous step.
         of_rows: influence of each row.
-        influences: of each document, as of `documents`.
+        influences: influence of each document.
     """
 
     documents: list[Document]
@@ -186,7 +186,7 @@ class Measured:
 
 
 def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Measured]:
-    """The steps that read a planted document, made again in one go."""
+    """Replay the steps that read a planted document, in one pass."""
     steps = [document.step for document in planted]
     with open_past(run, steps[-1]) as past:
         walk, looking = past.walk(steps[0] - 1), past.step_function(("grads",))
@@ -197,7 +197,7 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
                 losses = losses_of(walk.state.variables, walk.batch)
                 documents = find_documents(jax.device_get(walk.batch), losses, eos)
             if at == steps[0]:
-                influences = Influences(past, walk, walk.look(looking)["grads"])
+                influences = Influences(past, walk, walk.measure(looking)["grads"])
                 of = [
                     influences.of(document.row, document.start, document.end)
                     for document in documents
@@ -213,7 +213,7 @@ def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Meas
 
 def rank(item: Planted, measured: Measured) -> dict[str, object]:
     """Return the rank of the planted document among those of its step."""
-    order = in_order(
+    order = rank_documents(
         measured.documents, measured.losses, measured.of_rows,
         lambda other: measured.influences[measured.documents.index(other)],
         before=measured.before, rows=ROWS,
@@ -236,7 +236,7 @@ def rank(item: Planted, measured: Measured) -> dict[str, object]:
 
 
 def prepare_and_train(here: Path, kinds: list[str], steps: int) -> list[Planted]:
-    """A run in whose data documents were planted."""
+    """Plant documents in the data and train a run."""
     planted = plant(here, prepared(here), kinds, steps)
     config = CONFIG.format(vocab=VOCAB, seq=SEQ, batch=BATCH, steps=steps, here=here)
     (here / "run.toml").write_text(config)
@@ -245,7 +245,7 @@ def prepare_and_train(here: Path, kinds: list[str], steps: int) -> list[Planted]
 
 
 def main() -> None:
-    """Trains, replays, writes the places."""
+    """Train, replay and write the ranks."""
     quick = results.arguments(__doc__).parse_args().quick
     kinds, steps = (list(KINDS), 60) if quick else ([*KINDS] * TIMES, STEPS)
     with tempfile.TemporaryDirectory() as directory:
@@ -261,7 +261,7 @@ def main() -> None:
 
 
 def report(rows: list[dict[str, object]], *, write: bool) -> int:
-    """Prints and writes the places; an exit code."""
+    """Print and write the ranks; return an exit code."""
     print(*rows, sep="\n")
     first = sum(str(row["place"]).startswith("1 ") for row in rows)
     print(f"first in {first} of {len(rows)}")

@@ -1,11 +1,11 @@
-"""The quickstart in every precision, 300 steps: loss curves, and what they end at.
+"""Loss curves of the quickstart in every precision, 300 steps.
 
     python benchmarks/precision.py [--kept] [--quick]
 
-Same seed, data and batch in all; the loss is the mean of the last 20 steps. On CPUs nothing is won
-by less than 32 bits: what is measured is what the rounding does to learning, and no time. `--kept`:
-in bf16, with all that parameters and moments may be kept in.
-Needs `data/quickstart` (`make data/quickstart`).
+All runs have the same seed, data and batch; the loss is the mean of the last 20 steps. The effect
+of rounding on learning is measured, and no time: CPUs gain nothing from less than 32 bits. `--kept`
+compares the storage formats of parameters and moments in bf16. Needs `data/quickstart` (`make
+data/quickstart`).
 """
 
 import json
@@ -45,7 +45,7 @@ WITHIN = 0.01  # above the loss in bf16: more is a loss
 
 
 def losses(precision: str, more: tuple[str, ...], steps: int) -> list[float]:
-    """The loss of each step."""
+    """Return the loss of each step."""
     with tempfile.TemporaryDirectory() as run:
         command = [
             sys.executable, "-m", "jaxforge.train", "--config", "configs/quickstart.toml",
@@ -62,7 +62,7 @@ def losses(precision: str, more: tuple[str, ...], steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     parser = results.arguments(__doc__)
     parser.add_argument("--kept", action="store_true", help="what parameters and moments are in")
     args = parser.parse_args()

@@ -1,16 +1,16 @@
-"""Cycles and synchronous collectives of a program, as XLA's compiler for TPU counts them.
+"""Cycles and synchronous collectives of a program, from XLA's compiler for TPU.
 
-The compiler writes an estimate of its cycles to most operations. They are for ranking programs, not
-times: matrix products are close to what the hardware does, memory-bound operations are charged too
-much, and collectives and Pallas kernels have no estimate at all. Collectives are counted instead,
-with the bytes that a ring sends.
+The compiler annotates most operations with an estimate of cycles. The estimates rank programs, but
+are not times: matrix products are accurate, memory-bound operations are overestimated, and
+collectives and Pallas kernels have no estimate. Collectives are counted instead, with the bytes
+that a ring sends.
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jaxforge.tools.plan.hlo import HloProgram, arrays, first_group, sent_by_ring
+from jaxforge.tools.plan.hlo import HloProgram, first_replica_group, parse_arrays, sent_bytes
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Cost:
 
     @property
     def synchronous_bytes(self) -> float:
-        """Bytes that one device sends in synchronous collectives."""
+        """Return the bytes that one device sends in synchronous collectives."""
         return sum(self.sent.values())
 
     def add(self, other: "Cost", times: int = 1) -> None:
@@ -54,16 +54,16 @@ def cost_of(program: HloProgram, name: str = "") -> Cost:
             if operation.collective == operation.kind:  # one in two halves may overlap
                 cost.synchronous[operation.kind] += 1
                 size = sum(within[other].bytes for other in operation.operands)
-                group = len(first_group(operation.line, program.devices))
-                cost.sent[operation.kind] += round(sent_by_ring(operation.kind, size, group))
+                group = len(first_replica_group(operation.line, program.devices))
+                cost.sent[operation.kind] += round(sent_bytes(operation.kind, size, group))
     return cost
 
 
 def gathered(program: HloProgram) -> list[tuple[int, ...]]:
-    """Return the dimensions of what each all-gather makes, in all computations."""
+    """Return the dimensions of the result of each all-gather in all computations."""
     every = (op for ops in program.computations.values() for op in ops.values())
     return [
-        max((dims for dims, _ in arrays(op.shape)), key=math.prod)
+        max((dims for dims, _ in parse_arrays(op.shape)), key=math.prod)
         for op in every
         if op.kind.startswith("all-gather")
     ]

@@ -1,8 +1,8 @@
-"""Memory and time of every `train.activation_checkpointing`, against saving everything.
+"""Memory and time of every `train.activation_checkpointing`, compared with saving everything.
 
     python benchmarks/remat.py [--quick]
 
-The same model and batch under each policy, taking turns in one run. Memory is what the compiled
+All policies use the same model and batch, and alternate in one run. Memory is what the compiled
 step needs in addition to its arguments (`memory_analysis`).
 """
 
@@ -29,12 +29,12 @@ SHAPES = {True: (2, 128), False: (4, 512)}  # quick -> sequences, tokens of each
 
 
 class Case(NamedTuple):
-    """One policy, compiled.
+    """Compiled step of a policy.
 
     Attributes:
         megabytes: temporary memory of the step.
-        parameters: of the model.
-        step: runs one update to its end.
+        parameters: number of parameters.
+        step: function that runs one update.
     """
 
     megabytes: float
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def compile_case(policy: str, batch: int, seq: int) -> Case:
-    """The step under `policy` on one device, in float32."""
+    """Compile the step with a policy on one device, in float32."""
     train = {"batch_size": batch, "seq_len": seq, "mixed_precision": "fp32"}
     config = JobConfig.model_validate(
         {"model": MODEL, "train": {**train, "activation_checkpointing": policy}}
@@ -64,7 +64,7 @@ def compile_case(policy: str, batch: int, seq: int) -> Case:
 
 
 def measure(cases: dict[str, Case], rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step of each, taking turns; the first round is warm-up."""
+    """Return the median milliseconds of a step of each, alternating, after a warm-up round."""
     seconds: dict[str, list[float]] = {policy: [] for policy in cases}
     for _ in range(rounds + 1):
         for policy, case in cases.items():
@@ -75,7 +75,7 @@ def measure(cases: dict[str, Case], rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     batch, seq = SHAPES[quick]
     cases = {policy: compile_case(policy, batch, seq) for policy in POLICIES}

@@ -1,11 +1,11 @@
 """Reports of benchmarks: a table, JSON in `benchmarks/results/`, and tables in `docs/`.
 
-A row compares jaxforge with a peer measured in the same run. `ratio` is larger where jaxforge is
-better, whatever the unit: ours / theirs of a speed, theirs / ours of a time or a size. A claim is
-something that must hold.
+A row compares jaxforge with a peer measured in the same run. `ratio` is larger if jaxforge is
+better: ours / theirs for a speed, theirs / ours for a time or a size. A claim is a statement that
+must hold.
 
-With JAXFORGE_RESULTS, a directory, in the environment, results go there, also those of `--quick`,
-and `docs/` stay as they are.
+If the environment variable JAXFORGE_RESULTS names a directory, results are written there, also with
+`--quick`, and `docs/` are not updated.
 """
 
 import argparse
@@ -34,24 +34,24 @@ ELSEWHERE = "JAXFORGE_RESULTS"
 
 
 def leave_room() -> None:
-    """Leaves half of a GPU to the peer in the same process; to be called before JAX is used.
+    """Leave half of the GPU memory to the peer in the same process; call this before JAX is used.
 
-    JAX takes its part at once and in one piece: where it grows, it takes up to twice what it needs.
+    JAX allocates its half at once: a growing pool takes up to twice the memory that it needs.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")
 
 
 @dataclass
 class Row:
-    """One comparison.
+    """Comparison of jaxforge with a peer.
 
     Attributes:
-        case: what was measured.
-        ours: jaxforge's figure.
-        peer: whose figure `theirs` is.
-        theirs: the peer's figure, of the same run.
-        unit: of both figures.
-        smaller_is_better: for times and sizes.
+        case: the measured case.
+        ours: value of jaxforge.
+        peer: name of the peer.
+        theirs: value of the peer, from the same run.
+        unit: unit of both values.
+        smaller_is_better: True for times and sizes.
     """
 
     case: str
@@ -72,13 +72,13 @@ class Row:
 
 @dataclass
 class Claim:
-    """Something that must hold.
+    """Statement that must hold.
 
     Attributes:
-        case: what was looked at.
-        found: what it came to.
-        expected: what it should be; "-" where nobody can say.
-        holds: whether it is so.
+        case: the checked case.
+        found: the measured value.
+        expected: the expected value; "-" if there is none.
+        holds: whether the statement holds.
     """
 
     case: str
@@ -88,7 +88,7 @@ class Claim:
 
 
 def arguments(description: str | None, *, cases: bool = False) -> argparse.ArgumentParser:
-    """The parser of a benchmark: `--quick`, which writes nothing; `--cases`, where it has that."""
+    """Return the parser of a benchmark: `--quick`, which writes nothing, and perhaps `--cases`."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small and short; writes no results")
     if cases:
@@ -107,14 +107,14 @@ def report(
     notes: Sequence[str] = (),
     write: bool = True,
 ) -> None:
-    """Prints the rows and writes `results/<name>-<platform>.json`.
+    """Print the rows and write `results/<name>-<platform>.json`.
 
     Args:
-        name: of the benchmark.
-        rows: what was measured.
-        packages: whose versions matter.
-        device: what it ran on, or was compiled for; by default JAX's first device.
-        notes: what a reader must know, below the table and in the file.
+        name: name of the benchmark.
+        rows: the measured rows.
+        packages: packages whose versions are recorded.
+        device: device of the measurement or compilation; by default JAX's first device.
+        notes: notes for the reader, below the table and in the file.
         write: False with `--quick`, and for a part of the benchmark.
 
     Raises:
@@ -152,10 +152,10 @@ def judge(
     notes: Sequence[str] = (),
     write: bool = True,
 ) -> int:
-    """Prints claims and writes them; arguments as of `report`.
+    """Print claims and write them; the arguments are those of `report`.
 
     Returns:
-        An exit code: 1 where one does not hold.
+        An exit code: 1 if a claim does not hold.
     """
     console = Console()
     for claim in claims:
@@ -176,16 +176,16 @@ def write_json(
     platform: str | None = None,
     **more: Any,  # noqa: ANN401 (whatever JSON holds)
 ) -> None:
-    """Writes `results/<name>-<device>.json`; arguments as of `report`, rows as they are.
+    """Write `results/<name>-<device>.json` with rows of any form.
 
     Args:
-        name: of the benchmark.
-        rows: of its table.
-        packages: whose versions matter.
-        device: by default JAX's first, whose file is named by its platform.
-        notes: for readers.
-        platform: for the file's name, where it is not to be that of the device.
-        more: what no table shows.
+        name: name of the benchmark.
+        rows: rows of the table.
+        packages: packages whose versions are recorded.
+        device: device of the measurement; by default JAX's first device.
+        notes: notes for the reader.
+        platform: platform in the file name, if it differs from the device's.
+        more: further values that are not in a table.
     """
     platform = platform or device or jax.default_backend()
     device = device or jax.devices()[0].device_kind
@@ -213,7 +213,7 @@ def directory() -> Path:
 
 
 def show_in_docs() -> None:
-    """Brings the tables in `docs/` up to date."""
+    """Update the tables in `docs/`."""
     runpy.run_path(str(Path(__file__).with_name("figures.py")), run_name="__main__")
 
 
@@ -222,7 +222,7 @@ def _machine() -> str:
 
 
 def _processor() -> str:
-    """Its architecture, maker and widest units: PyTorch's products are made for some of them."""
+    """Return architecture, vendor and vector extensions, for which PyTorch has special kernels."""
     try:
         about = Path("/proc/cpuinfo").read_text()
     except FileNotFoundError:  # no Linux

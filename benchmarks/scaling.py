@@ -1,9 +1,9 @@
-"""Every config for a cluster, planned on it: does it fit, what travels, how fast will it be.
+"""Planned memory, communication and speed of every config for a cluster.
 
     pip install ".[plan-tpu,plan-gpu]"
     python benchmarks/scaling.py [--quick]
 
-Nothing is run on a device. What an estimate is made from, see docs/plan.md.
+Nothing runs on a device. docs/plan.md describes the estimates.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +61,7 @@ def row(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the rows and writes the results."""
+    """Print the rows and write the results."""
     quick = results.arguments(__doc__).parse_args().quick
     names = list(CLUSTERS)[: 1 if quick else None]
     with ThreadPoolExecutor(PROCESSES) as pool:

@@ -1,7 +1,7 @@
-"""Seconds until a command shows its help: `python benchmarks/startup.py [--quick]`.
+"""Time until a command shows its help: `python benchmarks/startup.py [--quick]`.
 
-Each command in a new process, next to one that does nothing but import JAX, and one that imports
-torch where it is installed: what other tools need before they have read their command line.
+Each command runs in a new process. It is compared with processes that only import JAX, or torch if
+it is installed, as other tools do before they read their command line.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ def seconds(command: Sequence[str | Path], rounds: int) -> float:
 
 
 def main() -> None:
-    """Prints the table and writes it down."""
+    """Print the table and write the results."""
     args = results.arguments(__doc__).parse_args()
     rounds = 1 if args.quick else 7
     helps = {

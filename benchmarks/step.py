@@ -1,9 +1,9 @@
-"""Tokens per second of one update: jaxforge's step against the same step in plain PyTorch.
+"""Tokens per second of an update, compared with the same update in plain PyTorch.
 
     python benchmarks/step.py [--quick] [--cases WORDS]
 
-Same model, data, threads and precision, alternating in one run; on a GPU, a 1B model and layers as
-wide as a 7B model's, in bfloat16, next to torch.compile alone.
+Both have the same model, data, threads and precision, and alternate in one run. On a GPU, a 1B
+model and layers of the width of a 7B model run in bfloat16, compared only with torch.compile.
 """
 
 import os
@@ -32,14 +32,14 @@ from jaxforge.telemetry import flops
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a batch.
+    """Model and batch.
 
     Attributes:
-        name: for the table.
+        name: name in the table.
         model: the `[model]` section.
-        batch: sequences.
-        seq: tokens of each.
-        precision: `train.mixed_precision`; PyTorch's autocast where it is "bf16".
+        batch: number of sequences.
+        seq: tokens per sequence.
+        precision: `train.mixed_precision`; "bf16" uses PyTorch's autocast.
     """
 
     name: str
@@ -101,7 +101,7 @@ class TorchBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[b, s, d] -> [b, s, d]."""
+        """Compute [b, s, d] -> [b, s, d]."""
         b, s, _ = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(b, s, -1, self.h).transpose(1, 2)
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -111,7 +111,7 @@ class TorchBlock(nn.Module):
         return x + self.feed_forward(self.mlp_norm(x))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, d] -> [b, s, d]."""
+        """Compute [b, s, d] -> [b, s, d]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -130,7 +130,7 @@ class TorchModel(nn.Module):
         self.h = c.head_size
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy."""
+        """Compute the mean cross-entropy."""
         at = tokens.device
         frequencies = 10000.0 ** (-torch.arange(0, self.h, 2, device=at) / self.h)
         angles = torch.outer(torch.arange(tokens.shape[1], device=at), frequencies)
@@ -148,7 +148,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def torch_step(
     case: Case, *, compiled: bool, block: Callable[[ModelConfig], nn.Module] | None = None
 ) -> Callable[[], None]:
-    """One update of the PyTorch model: fused AdamW, clipping."""
+    """Return an update of the PyTorch model with fused AdamW and clipping."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = TorchModel(job(case).model, block).to(device)
     loss_of = torch.compile(model) if compiled else model
@@ -172,14 +172,14 @@ def torch_step(
 
 
 def job(case: Case) -> JobConfig:
-    """The case as jaxforge's user would write it."""
+    """Return the config of a case, as a user would write it."""
     train = {"batch_size": case.batch, "seq_len": case.seq, "mixed_precision": case.precision}
     model = {**case.model, "max_seq_len": case.seq}
     return JobConfig.model_validate({"model": model, "train": train, "optimizer": {"lr": 1e-3}})
 
 
 def jax_step(case: Case) -> Callable[[], None]:
-    """One update of jaxforge's step."""
+    """Return an update of jaxforge's step."""
     return compiled_step(case)[0]
 
 
@@ -202,7 +202,7 @@ def compiled_step(case: Case) -> tuple[Callable[[], None], jax.stages.Compiled]:
 
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a step of each, taking turns."""
+    """Return the median seconds of a step of each, alternating."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
@@ -222,7 +222,7 @@ def _tokens(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def product_rate() -> float:
-    """TFLOP/s of a product of bfloat16 matrices of 8192 x 8192: what the device can do at best."""
+    """Return the TFLOP/s of a product of 8192 x 8192 bfloat16 matrices, the device's best rate."""
     n, repeats = 8192, 20
     x = (jax.random.normal(jax.random.key(0), (n, n)) / n**0.5).astype(jnp.bfloat16)
     multiply = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y @ x, x))
@@ -233,14 +233,14 @@ def product_rate() -> float:
 
 
 def peak_gigabytes() -> tuple[float, float]:
-    """Return the peak memory that the allocators of JAX and PyTorch have given out on a GPU."""
+    """Return the peak memory of the allocators of JAX and PyTorch on a GPU."""
     stats = jax.local_devices()[0].memory_stats() or {}
     peaks = stats.get("peak_bytes_in_use", 0), torch.cuda.max_memory_allocated()
     return round(peaks[0] / 1e9, 2), round(peaks[1] / 1e9, 2)
 
 
 def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
-    """Rows of one case; on a GPU also what part of the device's rate of products it reaches."""
+    """Return rows of a case; on a GPU also the fraction of the device's best product rate."""
     ours, config = jax_step(case), job(case)
     on_gpu = jax.default_backend() == "gpu"
     peers = {} if on_gpu else {"torch eager": torch_step(case, compiled=False)}
@@ -267,7 +267,7 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
 
 
 def main() -> None:
-    """Prints the table and writes the results."""
+    """Print the table and write the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     quick = args.quick
     results.leave_room()

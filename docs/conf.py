@@ -94,17 +94,17 @@ apidoc_modules = [
 ]
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
 napoleon_use_ivar = True
-autodoc_mock_imports = ["lm_eval"]  # whose classes `jaxforge.lm_eval` extends; of an extra
+autodoc_mock_imports = ["lm_eval"]  # optional; jaxforge.tools.lm_eval extends its classes
 _registry = types.ModuleType("lm_eval.api.registry")
 _registry.__dict__["register_model"] = lambda *names: lambda model: model
 sys.modules[_registry.__name__] = _registry  # a mocked decorator would return a mock of the class
-suppress_warnings = ["ref.python"]  # attributes called `bytes` beside the type
+suppress_warnings = ["ref.python"]  # attributes named `bytes`, like the type
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
 
 def setup(app: Sphinx) -> None:
-    """Docstrings as they are written, a menu on the front page, an index.html that leads there."""
-    app.connect("autodoc-skip-member", _is_a_mere_field)
+    """Connect docstring conversion, the menu of the front page, and the redirect to it."""
+    app.connect("autodoc-skip-member", _is_tuple_field)
     app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # then napoleon
     app.connect("source-read", _add_menu)
     app.connect("build-finished", _add_index)
@@ -126,28 +126,28 @@ def _add_index(app: Sphinx, error: Exception | None) -> None:
     Path(app.outdir, "index.html").write_text(page)
 
 
-def _is_a_mere_field(app: Sphinx, what: str, name: str, member: object, *_: object) -> bool | None:
-    """Of a named tuple: its docstring has the attributes."""
+def _is_tuple_field(app: Sphinx, what: str, name: str, member: object, *_: object) -> bool | None:
+    """Return whether a member is a field of a named tuple, whose docstring describes it."""
     return (getattr(member, "__doc__", None) or "").startswith("Alias for field") or None
 
 
 def _as_restructured_text(*event: object) -> None:
-    """Docstrings are plain text: `code` in single quotes, formulas indented by four."""
+    """Convert plain docstrings: `code` in single quotes, formulas indented by four."""
     lines = event[-1]
-    made, is_section, was_formula = [], False, False
+    converted, is_section, was_formula = [], False, False
     for line in lines:
         is_indented = line.startswith("    ") or (was_formula and not line)
         is_section = bool(_SECTION.match(line)) or (is_section and (is_indented or not line))
         is_formula = is_indented and not is_section
         if is_formula != was_formula:
-            made += ["", "::", ""] if is_formula else [""]
-        made.append(line if is_formula else _escaped(line))
+            converted += ["", "::", ""] if is_formula else [""]
+        converted.append(line if is_formula else _escaped(line))
         was_formula = is_formula
-    lines[:] = made
+    lines[:] = converted
 
 
 def _escaped(line: str) -> str:
-    """With code in double quotes, and without markup elsewhere."""
+    """Return a line with code in double quotes and all other markup escaped."""
     parts = re.split(r"(`[^`]+`)", line)
     parts[1::2] = (f"``{code.strip('` ')}``\\ " for code in parts[1::2])
     parts[::2] = (re.sub(r"(?<!^)([*|]|_\b)", r"\\\1", text) for text in parts[::2])

@@ -37,11 +37,11 @@ class LayerNorms(Hook):
             print(f"step {context.step}: |g| of layers", *(f"{norm:.3f}" for norm in norms))
 
     def on_eval_begin(self, step: int) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self._began = time.perf_counter()
 
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """Stops it."""
+        """Stop the clock."""
         print(f"step {step}: evaluated in {time.perf_counter() - self._began:.1f} s")
 
 

@@ -61,7 +61,7 @@ def teacher_run() -> Path:
 
 
 def teacher_config() -> ModelConfig:
-    """The `[model]` of the teacher's run."""
+    """Return the `[model]` of the teacher's run."""
     return read_config(teacher_run()).model
 
 

@@ -126,7 +126,7 @@ def tokenized(path: Path, tokenizer: Tokenizer, length: int) -> dict[str, np.nda
 
 
 def with_reference(run: Path, examples: dict[str, np.ndarray]) -> Pairs:
-    """The pairs, with what the reference thinks of them."""
+    """Return the pairs with their log-probabilities under the reference model."""
     result, trained = [], open_run(run)
     with trained.in_use() as params:
         ask = jax.jit(
@@ -141,7 +141,7 @@ def with_reference(run: Path, examples: dict[str, np.ndarray]) -> Pairs:
 
 
 def train_on(run: Path, path: Path, arguments: Sequence[str]) -> int:
-    """Registers the pairs as a dataset, and trains."""
+    """Register the pairs as a dataset and train."""
 
     @register_dataset("pairs")
     def pairs(config: JobConfig) -> Pairs:

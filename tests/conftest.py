@@ -82,7 +82,7 @@ LONGEST = (
     "step/test_meshes.py", "model/test_attention.py", "torch_compat/test_expert_checkpoints.py",
     "processes/test_two_processes.py", "test_examples.py", "tools/replay/test_capsule.py",
     "step/test_reduced_precision_state.py", "training/test_stopped_runs.py",
-    "model/test_decoding.py", "model/test_plan.py",
+    "model/test_decoding.py", "model/test_layer_plan.py",
     "storage/test_conversions.py", "torch_compat/test_fsdp2.py",
     "tools/plan/test_wrong_configs.py", "torch_compat/test_untrained.py", "processes/test_kill.py",
     "step/test_fp8_steps.py", "test_configs.py", "golden/test_trajectories.py",
@@ -163,7 +163,7 @@ def messages(caplog, monkeypatch):
 @pytest.fixture
 def loops_over_layers(monkeypatch):
     """Loop over layers as on GPUs and TPUs; CPUs unroll small models, which compiles slower."""
-    monkeypatch.setattr(runtime, "_UNROLLED_ON_CPU", 0)
+    monkeypatch.setattr(runtime, "UNROLLED_ON_CPU", 0)
 
 
 @pytest.fixture

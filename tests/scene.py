@@ -120,6 +120,7 @@ def _old() -> None:
     """Write a KempnerForge run (`old/checkpoints` and its TOML file) and its imports."""
     train.run(_config("before", 12, 10, train={"exit_interval": 10}))
     torch_compat.main(["export", "before", "old/checkpoints", "--to", "dcp"])
+    torch_compat.main(["export", "before", "checkpoint.pt", "--to", "pt"])
     goes_on = Path("before/config.toml").read_text().replace("exit_interval = 10\n", "")
     Path("old/config.toml").write_text(goes_on)
     shutil.rmtree("before")

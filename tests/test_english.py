@@ -1,4 +1,4 @@
-"""The check of plain English (.ci/english.py) reports planted offences and passes good code."""
+"""The check of plain English (.ci/english.py) reports planted offences, passes good text."""
 
 import runpy
 from pathlib import Path
@@ -50,3 +50,32 @@ def test_offence_is_reported_with_its_line(tmp_path, capsys, good, bad, line, qu
 def test_missing_file_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="does not exist"):
         ENGLISH["main"]([str(tmp_path / "missing.py")])
+
+
+PAGE = """# Schedules
+
+The rate falls to zero.
+
+```
+echo the run goes on
+```
+<!-- figures: runs -->
+| killed | goes on |
+<!-- end of figures -->
+The run resumes.
+"""
+
+
+def check_page(directory, text):
+    path = directory / "page.md"
+    path.write_text(text)
+    return ENGLISH["main"]([str(path)])
+
+
+def test_code_and_results_in_pages_are_not_checked(tmp_path):
+    assert check_page(tmp_path, PAGE) == 0
+
+
+def test_dialect_in_pages_is_reported_with_its_line(tmp_path, capsys):
+    assert check_page(tmp_path, PAGE.replace("resumes", "goes on")) == 1
+    assert "page.md:11: 'goes on'" in capsys.readouterr().out

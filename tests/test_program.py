@@ -34,7 +34,7 @@ def test_program_alone_assembles_a_run():
                 locations[name].append(str(path.relative_to(ROOT)))
     # `fit` asks what a config would choose on a device of another size; `inject` spoils gradients.
     elsewhere = {
-        "resolve_grad_sync": ["jaxforge/step/fitting.py"],
+        "resolve_grad_sync": ["jaxforge/tools/plan/memory_fit.py"],
         "make_gradients": ["benchmarks/faults/inject.py"],
     }
     assert {name: sorted(paths) for name, paths in locations.items()} == {

@@ -1,3 +1,3 @@
-"""PyTorch's side of checkpoints: names, layouts, conversions. Never imports jaxforge's loop."""
+"""Conversion of checkpoints between PyTorch and jaxforge; never imports the training loop."""
 
-import jaxforge as jaxforge  # takes the working directory from the path before other imports
+import jaxforge as jaxforge  # removes the working directory from sys.path first

@@ -1,10 +1,11 @@
-"""Breaks training runs on purpose, in over 200 ways, and looks at what is left.
+"""Fault injection: break training runs in over 200 ways and check the result.
 
     python -m benchmarks.faults [--quick] [--only TEXT] [--jobs N] [--keep]
 
-Every fault meets a short run of a tiny model in real processes. Places and moments are drawn from
-a generator seeded by the fault's name and number. What a run must equal, it must equal bit for bit:
-loss, gradient norm, rate and counts of every step, each exactly once, and each evaluation.
+Every fault hits a short run of a tiny model in real processes. Location and time come from a
+generator seeded by the fault's name and number. Results must be bit-identical to an undisturbed
+run: loss, gradient norm, learning rate and counts of every step, each exactly once, and each
+evaluation.
 """
 
 import argparse
@@ -47,7 +48,7 @@ class Tally:
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, case: Case, failure: str | None) -> None:
-        """Counts one fault."""
+        """Count a fault."""
         self.count += 1
         self.codes.update(case.codes)
         self.compared += case.identical is not None
@@ -57,12 +58,12 @@ class Tally:
             self.failures.append(f"{case.name}: {failure}")
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row for JSON."""
         return {**dataclasses.asdict(self), "codes": dict(sorted(self.codes.items()))}
 
 
 def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> tuple[Case, str | None]:
-    """One fault; what did not hold, if anything."""
+    """Run one fault; return what did not hold, or None."""
     case, failure = Case(f"{kind.name} {number}", shared), None
     try:
         kind.scenario(case)
@@ -75,7 +76,7 @@ def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> tuple[Case, 
 
 
 def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> list[Tally]:
-    """All faults; those of several processes come last, one at a time."""
+    """Run all faults; those of several processes run last, one at a time."""
     tallies = {kind.name: Tally(kind.name, kind.expected) for kind in kinds}
     console, began = Console(), time.monotonic()
     for alone in (False, True):
@@ -95,7 +96,7 @@ def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> lis
 
 
 def show(tallies: list[Tally]) -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table("fault", "times", "exit codes", "bit-identical", "must hold", "failed",
                   title="faults")  # fmt: skip
     for tally in tallies:
@@ -118,7 +119,7 @@ def may_mount() -> bool:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = results.arguments(__doc__)
     parser.add_argument("--only", default="", help="kinds whose names hold this text")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
@@ -128,7 +129,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the drill; 1 if anything did not hold."""
+    """Run the drill; return 1 if anything did not hold."""
     options = parse()
     mounts = may_mount()
     chosen = [kind for kind in KINDS if options.only in kind.name]

@@ -1,4 +1,4 @@
-"""A run directory, the processes that work on it, and what can be said of it afterwards."""
+"""A run directory, the processes that work on it, and checks of the result."""
 
 import collections
 import dataclasses
@@ -59,11 +59,11 @@ Curve = list[dict[str, Any]]
 
 
 class Broken(Exception):
-    """Something that must hold does not."""
+    """Violated requirement."""
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raises Broken where something does not hold."""
+    """Raise Broken if a condition does not hold."""
     if not holds:
         raise Broken(otherwise)
 
@@ -72,9 +72,9 @@ class Job:
     """Processes that were started together; their output goes to files.
 
     Args:
-        commands: of each.
-        environments: of each.
-        outputs: of each.
+        commands: command of each process.
+        environments: environment of each process.
+        outputs: output file of each process.
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class Job:
         return all(process.poll() is not None for process in self.processes)
 
     def kill(self) -> None:
-        """`kill -9` of all."""
+        """Kill all processes with SIGKILL."""
         for process in self.processes:
             process.kill()
 
     def signal(self, number: int) -> None:
-        """Sends all a signal; one that has ended takes none."""
+        """Send a signal to all running processes."""
         for process in self.processes:
             process.send_signal(number)
 
     def wait_at_most(self, seconds: float) -> None:
-        """Waits so long, or until all have ended."""
+        """Wait for a time or until all processes have ended."""
         deadline = time.monotonic() + seconds
         while not self.ended and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def wait(self) -> list[int]:
-        """The exit codes; those of signals are negative.
+        """Return the exit codes; those of signals are negative.
 
         Raises:
             Broken: a process does not end.
@@ -131,7 +131,7 @@ class Job:
         return "\n".join(path.read_text(errors="replace") for path in self._outputs)
 
     def tail(self) -> str:
-        """The end of it."""
+        """Return the end of the output."""
         return self.output()[-1500:]
 
 
@@ -139,9 +139,9 @@ class Run:
     """Run directory and the command that works on it.
 
     Args:
-        directory: of the run; data and outputs lie next to it.
-        compiled: programs that all runs share.
-        tokens: directory of `data.write`.
+        directory: directory of the run; data and outputs are next to it.
+        compiled: compilation cache that all runs share.
+        tokens: directory that `data.write` wrote.
     """
 
     def __init__(self, directory: Path, compiled: Path, tokens: Path) -> None:
@@ -159,7 +159,7 @@ class Run:
     def start(
         self, *overrides: str, fault: Sequence[Any] = (), n: int = 1, only: int | None = None
     ) -> Job:
-        """Starts `n` processes, each or `only` one of them with a fault: (name, arguments)."""
+        """Start `n` processes, all or `only` one of them with a fault: (name, arguments)."""
         port = _free_port()
         self._starts += 1
         commands, environments, outputs = [], [], []
@@ -193,22 +193,22 @@ class Run:
         }
 
     def durable(self) -> list[int]:
-        """The steps of the checkpoints, in order."""
+        """Return the sorted steps of the checkpoints."""
         numbers = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
         return sorted(int(number) for number in numbers if number.isdigit())
 
     def is_torn(self) -> bool:
-        """Return whether a checkpoint is half written."""
+        """Return whether a partial checkpoint exists."""
         return any(self.checkpoints.glob("*.orbax-checkpoint-tmp*"))
 
     def logged(self) -> list[dict[str, Any]]:
-        """The whole lines of `metrics.jsonl`."""
+        """Return the complete lines of `metrics.jsonl`."""
         path = self.directory / "metrics.jsonl"
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
     def last_logged(self) -> int:
-        """The last step with a whole line; 0 where there is none."""
+        """Return the last step with a complete line, or 0."""
         return max((line["step"] for line in self.logged()), default=0)
 
     def curve(self) -> Curve:
@@ -230,14 +230,14 @@ def _timeless(line: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Shared:
-    """Undisturbed runs and their data, made once and shared by cases."""
+    """Undisturbed runs and their data, computed once and shared by cases."""
 
     root: Path
     lock: Any = dataclasses.field(default_factory=threading.RLock)
     runs: dict[tuple[Any, ...], Run] = dataclasses.field(default_factory=dict)
 
     def tokens(self, left_out: Sequence[int] = ()) -> Path:
-        """The data, less some batches."""
+        """Return the data without some batches."""
         name = f"{left_out[0]}-{left_out[-1]}" if left_out else "whole"
         path = self.root / "tokens" / name
         with self.lock:
@@ -248,7 +248,7 @@ class Shared:
     def undisturbed(
         self, *overrides: str, n: int = 1, left_out: Sequence[int] = (), code: int = 0
     ) -> Run:
-        """A run with which nothing happened."""
+        """Return an undisturbed run."""
         key = (overrides, n, tuple(left_out))
         with self.lock:
             if key not in self.runs:
@@ -261,13 +261,13 @@ class Shared:
 
 
 class Case:
-    """One fault: its random numbers, its run directory, and what was seen.
+    """Fault case: random numbers, run directory and observations.
 
     Attributes:
-        rng: seeded by the case's name.
+        rng: generator seeded by the case's name.
         codes: exit codes of the processes that met the fault.
-        identical: whether the curve was compared, and equal.
-        torn: whether a checkpoint was left half written.
+        identical: whether the curve was compared and equal.
+        torn: whether a partial checkpoint was left.
     """
 
     def __init__(self, name: str, shared: Shared) -> None:
@@ -280,23 +280,23 @@ class Case:
         self._mounted: list[Path] = []
 
     def own_tokens(self) -> Path:
-        """A copy of the data, to be harmed."""
+        """Return a copy of the data that may be damaged."""
         self.run.tokens = self._root / "tokens"
         return shutil.copytree(self.shared.tokens(), self.run.tokens)
 
     def mount(self, directory: Path, *how: str) -> None:
-        """Mounts at a directory; undone at the end."""
+        """Mount a file system at a directory until the case ends."""
         directory.mkdir(parents=True, exist_ok=True)
         subprocess.run(["mount", *how, str(directory)], check=True)
         self._mounted.append(directory)
 
     def unmount(self) -> None:
-        """Undoes each mount."""
+        """Unmount all file systems."""
         while self._mounted:
             subprocess.run(["umount", str(self._mounted.pop())], check=True)
 
     def close(self, *, keep: bool) -> None:
-        """Removes the case's files, unless they are to be looked at."""
+        """Remove the case's files unless they are to be kept."""
         self.unmount()
         if not keep:
             shutil.rmtree(self._root)
@@ -307,10 +307,10 @@ class Case:
         Args:
             job: the job.
             codes: allowed exit codes.
-            noisy: libraries may print tracebacks next to our message.
+            noisy: whether libraries may print tracebacks.
 
         Raises:
-            Broken: it ended with another code, or with a traceback.
+            Broken: the job ended with another code or with a traceback.
         """
         seen = job.wait()
         self.codes += seen
@@ -321,7 +321,7 @@ class Case:
         return job.output()
 
     def says(self, output: str, *texts: str) -> None:
-        """Requires these texts."""
+        """Require texts in the output."""
         for text in texts:
             require(text in output, f"does not say {text!r}: {output[-1500:]}")
 
@@ -339,7 +339,7 @@ class Case:
         require(not self.run.is_torn(), "a torn checkpoint is left")
 
     def matches(self, reference: Run, unlike: Sequence[int] = ()) -> None:
-        """Compares the curve with that of another run, but for the steps `unlike`."""
+        """Compare the curve with that of another run, except for the steps `unlike`."""
         ours, theirs = ([line for line in run.curve() if line["step"] not in unlike]
                         for run in (self.run, reference))  # fmt: skip
         self.identical = ours == theirs
@@ -351,7 +351,7 @@ class Case:
             raise Broken(f"another curve: from step {differ[:1]}; {twice=} {missing=}")
 
     def wait_until(self, true: Callable[[], bool], job: Job) -> None:
-        """Returns when something is true, or the job has ended."""
+        """Wait until a condition is true or the job has ended."""
         while not true() and not job.ended:
             time.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""Tokens for the drill, in which every batch can be told by a token that no other batch has."""
+"""Tokens for the drill; every batch has a token that no other batch has."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -17,11 +17,11 @@ MARKED_ROW = 5
 
 
 def write(directory: Path, left_out: Collection[int] = ()) -> None:
-    """Writes `training/` and `held_out/`: rows of tokens that follow one another by a rule.
+    """Write `training/` and `held_out/` with rows of tokens that follow a rule.
 
     Args:
-        directory: where to.
-        left_out: batches that are missing; those after them move up.
+        directory: destination.
+        left_out: batches to leave out; later batches move up.
     """
     rng = np.random.default_rng(0)
     start, stride = rng.integers(0, 256, (2, N_BATCHES, ROWS, 1))

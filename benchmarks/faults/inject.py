@@ -1,9 +1,9 @@
-"""A training process with one fault in it, otherwise as a user starts it.
+"""Training process with an injected fault, otherwise started like a user's.
 
     python -m benchmarks.faults.inject NAME '{"argument": value, ...}' --config FILE ...
 
-Faults come through hooks and through replaced library or module functions; the loop is the real
-one. Steps are those after which a fault comes. `signal` numbers are sent to the process itself.
+Faults are injected by hooks and by replaced library functions; the loop is unchanged. A fault
+occurs after its step. `signal` numbers are sent to the process itself.
 """
 
 import functools
@@ -38,46 +38,46 @@ FOREVER = 3600.0
 
 
 class AfterStep(Hook):
-    """Does something after each step from `first` on, until it returns True."""
+    """Hook that calls a function after each step from `first` on, until it returns True."""
 
     def __init__(self, first: int, action: Callable[[int], bool | None]) -> None:
         self._first, self._action, self._done = first, action, False
 
     def on_step_end(self, context: StepContext) -> None:
-        """Acts."""
+        """Call the function."""
         if context.step >= self._first and not self._done:
             self._done = bool(self._action(context.step))
 
 
 class AtSave(Hook):
-    """Does something when a save of `step`, or a later one, has started; once."""
+    """Hook that calls a function once when a save of `step` or a later step has started."""
 
     def __init__(self, step: int, action: Callable[[], object]) -> None:
         self._step, self._actions = step, [action]
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
-        """Acts."""
+        """Call the function."""
         if step >= self._step and self._actions:
             self._actions.pop()()
 
 
 def hit(number: int) -> bool:
-    """Sends this process a signal."""
+    """Send a signal to this process."""
     os.kill(os.getpid(), number)
     return True
 
 
 def later(seconds: float, action: Callable[[], object]) -> None:
-    """Does something from another thread."""
+    """Call a function in another thread."""
     timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()
 
 
 def signal_in_step(step: int, number: int, pause: float = 0.0) -> Hook:
-    """A signal while the loop is at work, which then rests after each step.
+    """Send a signal while the loop runs, which then sleeps after each step.
 
-    Other processes hear of a signal once a second, in which a short run would come to its end.
+    Other processes receive a signal once a second; without sleeping, a short run would end first.
     """
     todo = [functools.partial(hit, number)]
 
@@ -91,12 +91,12 @@ def signal_in_step(step: int, number: int, pause: float = 0.0) -> Hook:
 
 
 def signal_in_save(step: int, number: int, seconds: float = 0.0) -> Hook:
-    """A signal so long after a save has started."""
+    """Send a signal some time after a save has started."""
     return AtSave(step, lambda: later(seconds, lambda: hit(number)))
 
 
 def signal_in_compilation(number: int) -> None:
-    """A signal while the step is compiled, which takes a minute."""
+    """Send a signal while the step is compiled, which takes a minute."""
     compile_step = compilation.compile_step
 
     def slowly(*args: object) -> jax.stages.Compiled:
@@ -108,7 +108,7 @@ def signal_in_compilation(number: int) -> None:
 
 
 def signal_in_evaluation(batch: int, number: int, pause: float = 0.0) -> None:
-    """A signal before a batch of an evaluation, which rests before each batch from there on."""
+    """Send a signal before a batch of an evaluation, which then sleeps before each batch."""
     batches_of = evaluation.eval_batches
 
     def batches(*args: object) -> Iterator[Batch]:
@@ -123,7 +123,7 @@ def signal_in_evaluation(batch: int, number: int, pause: float = 0.0) -> None:
 
 
 def signal_while_waiting(window: int, number: int) -> None:
-    """A signal while the loop waits for a read that never ends."""
+    """Send a signal while the loop waits for a read that never ends."""
     before_windows(window, functools.partial(_stall, number))
 
 
@@ -133,22 +133,22 @@ def _stall(number: int) -> None:
 
 
 def hang_in_read(window: int) -> None:
-    """A read that never ends."""
+    """Make a read hang forever."""
     before_windows(window, lambda: time.sleep(FOREVER))
 
 
 def vanish(window: int, path: str) -> None:
-    """A file of tokens that is gone when `window` is wanted; it was there at the start."""
+    """Remove a file of tokens before `window` is read."""
     before_windows(window, lambda: Path(path).unlink(missing_ok=True))
 
 
 def cut(window: int, path: str) -> None:
-    """A file of tokens that is cut short when `window` is target."""
+    """Truncate a file of tokens before `window` is read."""
     before_windows(window, lambda: os.truncate(path, 1000))
 
 
 def before_windows(window: int, action: Callable[[], object]) -> None:
-    """Does something before windows from `window` on are read, each time."""
+    """Call a function before each read of a window from `window` on."""
     batch = TokenShards.batch
 
     def of(self: TokenShards, indices: Sequence[int]) -> np.ndarray:
@@ -160,7 +160,7 @@ def before_windows(window: int, action: Callable[[], object]) -> None:
 
 
 def clock_jump(step: int, seconds: float) -> Hook:
-    """Python's clocks jump; those that only go forwards, only forwards."""
+    """Make Python's clocks jump; monotonic clocks only jump forwards."""
 
     def jump(_: int) -> bool:
         for name, offset in (("time", seconds), ("monotonic", abs(seconds)),
@@ -173,7 +173,7 @@ def clock_jump(step: int, seconds: float) -> Hook:
 
 
 def fill_disk(step: int, directory: str, until: int | None = None) -> Hook:
-    """The disk of `directory` is full from a step on, and has room again after `until`."""
+    """Fill the disk of `directory` from a step on, until after `until`."""
     ballast = Path(directory) / "ballast"
 
     def act(now: int) -> bool:
@@ -198,7 +198,7 @@ def _fill(ballast: Path) -> None:
 
 
 def read_only(step: int, directory: str) -> Hook:
-    """A mounted directory becomes read-only."""
+    """Make a mounted directory read-only."""
 
     def act(_: int) -> bool:  # refused as long as a save is writing there
         command = ["mount", "-o", "remount,bind,ro", directory]
@@ -208,7 +208,7 @@ def read_only(step: int, directory: str) -> Hook:
 
 
 def spoil(what: str, first: int, count: int = 1) -> None:
-    """Loss or gradients of the batches `first` ... are NaN, infinite or far too large."""
+    """Make loss or gradients of batches from `first` on NaN, infinite or far too large."""
     make_gradients = program_module.make_gradients
     low = data.MARKS + first
 
@@ -283,7 +283,7 @@ FAULTS: dict[str, Callable[..., Hook | None]] = {
 
 
 def main() -> int:
-    """Trains with the fault of the command line."""
+    """Train with the fault of the command line."""
     name, arguments, *options = sys.argv[1:]
     hook = FAULTS[name](**json.loads(arguments))
     config = train.parse_command_line(options)

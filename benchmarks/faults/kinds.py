@@ -1,7 +1,7 @@
-"""The faults: how each comes about, and what must hold afterwards.
+"""Kinds of faults: how each is injected, and what must hold afterwards.
 
-A scenario starts a run with a fault, looks at how it ends, and mostly starts it again as its user
-would. `Broken` says what did not hold.
+A scenario starts a run with a fault, checks how it ends, and usually restarts it as its user would.
+`Broken` reports what did not hold.
 """
 
 import os
@@ -19,14 +19,14 @@ KILLED = -signal.SIGKILL
 
 
 class Kind(NamedTuple):
-    """A kind of fault.
+    """Kind of fault.
 
     Attributes:
-        name: of the fault.
-        count: of such faults in a whole drill.
-        scenario: makes one happen, and judges.
-        expected: in words.
-        mounts: whether it needs to mount file systems.
+        name: name of the fault.
+        count: number of such faults in a complete drill.
+        scenario: function that injects the fault and checks the result.
+        expected: description of the expected behaviour.
+        mounts: whether the fault needs to mount file systems.
         n: processes of a run.
     """
 
@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
 
 def killed_anywhere(case: Case) -> None:
-    """From outside, between the first import and the last line."""
+    """Kill the run from outside, between the first import and the last line."""
     job = case.run.start()
     # Most of a short run is its start: half of the kills wait for it.
     after = case.rng.choice([0, case.rng.randrange(1, STEPS)])
@@ -57,7 +57,7 @@ def killed_anywhere(case: Case) -> None:
 
 
 def killed_in_save(case: Case) -> None:
-    """From within, while a checkpoint is being written."""
+    """Kill the run from within, while a checkpoint is written."""
     step = case.rng.randrange(INTERVAL, STEPS + 1, INTERVAL)
     seconds = case.rng.uniform(0, 0.06)
     arguments = {"step": step, "number": signal.SIGKILL, "seconds": seconds}
@@ -68,16 +68,16 @@ def killed_in_save(case: Case) -> None:
 
 
 def least_saved(case: Case, logged: int) -> None:
-    """Only the newest save may be missing: a save, before it starts, waits for the one before.
+    """Return the least step that must be saved: a save waits for the previous save.
 
-    A step is logged first, and saved then: the save of step `logged` may not have started.
+    A step is logged before it is saved: the save of step `logged` may not have started.
     """
     newest, started = max(case.run.durable(), default=0), (logged - 1) // INTERVAL * INTERVAL
     require(newest >= started - INTERVAL, f"step {logged} logged, {newest} saved")
 
 
 def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = None) -> None:
-    """A fault that asks the run to stop: it saves where it is, and goes on from there."""
+    """Check a fault that asks the run to stop: it saves its state and resumes from it."""
     output = case.ends(case.run.start(fault=fault, n=n, only=only), code)
     last = case.run.durable()[-1]
     require(last == case.run.last_logged(), f"logged {case.run.last_logged()}, saved {last}")
@@ -87,7 +87,7 @@ def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = 
 
 
 def asked_to_stop(number: int, code: int, fault: str, **sections: range) -> Callable[[Case], None]:
-    """A signal, at a place that is drawn from `sections`."""
+    """Send a signal in a random one of `sections`."""
 
     def scenario(case: Case) -> None:
         drawn = {name: case.rng.choice(values) for name, values in sections.items()}
@@ -97,9 +97,9 @@ def asked_to_stop(number: int, code: int, fault: str, **sections: range) -> Call
 
 
 def signalled_anywhere(case: Case) -> None:
-    """From outside; before the handlers are there a signal ends the process as any other.
+    """Send a signal from outside; before handlers are installed, it terminates the process.
 
-    A Ctrl-C that Python handles while it collects garbage is lost then: "Exception ignored in".
+    Python loses a Ctrl-C that it handles during a garbage collection: "Exception ignored in".
     """
     number, code = case.rng.choice(
         [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)]
@@ -119,7 +119,7 @@ def signalled_anywhere(case: Case) -> None:
 
 
 def one_bad_step(what: str) -> Callable[[Case], None]:
-    """Skipped: as if the update of that batch had been left out."""
+    """Check that a bad step is skipped, as if its batch did not exist."""
 
     def scenario(case: Case) -> None:
         bad = moment_of(case)
@@ -133,7 +133,7 @@ def one_bad_step(what: str) -> Callable[[Case], None]:
 
 
 def moment_of(case: Case) -> int:
-    """A batch to spoil; few, as each makes another program to compile."""
+    """Return a batch to spoil; there are few choices, since each compiles another program."""
     return case.rng.choice([63, 125])
 
 
@@ -149,7 +149,7 @@ def gives_up(case: Case) -> None:
 
 
 def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
-    """`stop`: ends before the update; then whatever it was is gone."""
+    """Check `stop`: the run ends before the update, and continues without the fault."""
 
     def scenario(case: Case) -> None:
         bad = moment_of(case)
@@ -164,7 +164,7 @@ def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
 
 
 def same_answer_again(case: Case) -> None:
-    """Run again, the step answers the same: its sequences are named, and it is skipped."""
+    """Check a reproducible bad step: its sequences are named, and it is skipped."""
     bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), 0)
@@ -174,7 +174,7 @@ def same_answer_again(case: Case) -> None:
 
 
 def another_answer_again(case: Case) -> None:
-    """Run again, the step answers otherwise: nothing of what the machine made since is kept."""
+    """Check a bad step that is not reproducible: later results of the machine are discarded."""
     bad = moment_of(case)
     fault = ("mend_when_run_again", {"first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), MACHINE)
@@ -185,7 +185,7 @@ def another_answer_again(case: Case) -> None:
 
 
 def warned(case: Case) -> None:
-    """`warn`: a loss that is not finite, with gradients that are."""
+    """Check `warn`: the loss is not finite, but its gradients are."""
     bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     case.ends(case.run.start("--train.on_nonfinite=warn", fault=fault), 0)
@@ -193,7 +193,7 @@ def warned(case: Case) -> None:
 
 
 def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
-    """The run equals one whose data never held what was drawn since the good checkpoint."""
+    """Check a rollback: the run equals one without the data since the good checkpoint."""
 
     def scenario(case: Case) -> None:
         bad, rule = moment_of(case), "on_spike" if what == "spike" else "on_nonfinite"
@@ -230,7 +230,7 @@ def array_files(checkpoint: Path) -> list[Path]:
 
 
 def flip(path: Path, case: Case) -> None:
-    """Changes one byte."""
+    """Change one byte."""
     with path.open("r+b") as file:
         at = case.rng.randrange(path.stat().st_size)
         file.seek(at)
@@ -240,19 +240,19 @@ def flip(path: Path, case: Case) -> None:
 
 
 def truncate(path: Path, case: Case) -> None:
-    """Cuts it anywhere."""
+    """Truncate the file at a random byte."""
     os.truncate(path, case.rng.randrange(path.stat().st_size))
 
 
 def remove(path: Path, case: Case) -> None:
-    """Removes it."""
+    """Remove the file."""
     path.unlink()
 
 
 def damaged(
     harm: Callable[[Path, Case], None], files: Callable[[Path], list[Path]] = array_files
 ) -> Callable[[Case], None]:
-    """The newest checkpoint is damaged while no process runs."""
+    """Damage the newest checkpoint while no process runs."""
 
     def scenario(case: Case) -> None:
         half = case.shared.undisturbed(f"--train.exit_interval={STEPS // 2}", code=STOPPED)
@@ -276,7 +276,7 @@ def metadata_files(checkpoint: Path) -> list[Path]:
 
 
 def disk_full_at_save(case: Case) -> None:
-    """Something fills the disk, and a checkpoint is due."""
+    """Fill the disk before a checkpoint is due."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
     step = case.rng.randrange(INTERVAL, STEPS - INTERVAL)
     fault = ("fill_disk", {"step": step, "directory": str(case.run.directory)})
@@ -289,7 +289,7 @@ def disk_full_at_save(case: Case) -> None:
 
 
 def disk_full_between_saves(case: Case) -> None:
-    """Lines of metrics cannot be written for a while; no checkpoint is due."""
+    """Fill the disk between checkpoints, so that metrics cannot be written for a while."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
     step = case.rng.randrange(INTERVAL, STEPS - INTERVAL, INTERVAL) + 1
     where = {"step": step, "until": step + 6, "directory": str(case.run.directory)}
@@ -299,7 +299,7 @@ def disk_full_between_saves(case: Case) -> None:
 
 
 def disk_full_at_start(case: Case) -> None:
-    """There is room for the config and little else."""
+    """Start with disk space for the config and little else."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=16k", "tmpfs")
     (case.run.directory / "ballast").write_bytes(b"\0" * 4096)
     case.ends(case.run.start(), USER, STORAGE, noisy=True)
@@ -309,7 +309,7 @@ def disk_full_at_start(case: Case) -> None:
 
 
 def read_only_at_start(case: Case) -> None:
-    """Nothing can be written."""
+    """Start on a read-only file system."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "ro", "tmpfs")
     output = case.ends(case.run.start(), USER)
     case.says(output, "error: checkpoint.dir", "Read-only file system")
@@ -331,7 +331,7 @@ def read_only_later(case: Case) -> None:
 
 
 def shard_gone_at_start(case: Case) -> None:
-    """Between two starts; a manifest would tell, plain files are what there is."""
+    """Remove a shard between two starts; plain files have no manifest that would reveal it."""
     half = case.shared.undisturbed(f"--train.exit_interval={STEPS // 2}", code=STOPPED)
     shutil.copytree(half.directory, case.run.directory)
     training = case.own_tokens() / data.TRAINING
@@ -344,7 +344,7 @@ def shard_gone_at_start(case: Case) -> None:
 
 
 def shard_harmed_on_the_way(fault: str, said: str) -> Callable[[Case], None]:
-    """A file that was there at the start is not, or is shorter, when its turn comes."""
+    """Remove or truncate a shard after the start, before it is read."""
 
     def scenario(case: Case) -> None:
         victim = sorted((case.own_tokens() / data.TRAINING).iterdir())[case.rng.choice([5, 6])]
@@ -361,7 +361,7 @@ def shard_harmed_on_the_way(fault: str, said: str) -> Callable[[Case], None]:
 
 
 def read_hangs(case: Case) -> None:
-    """A file server that does not answer; nobody sends a signal."""
+    """Let a read hang, as with a file server that does not respond, without a signal."""
     where = {"window": case.rng.choice([0, 128 * data.ROWS])}
     limits = ["--train.watchdog_setup_sec=60", "--train.watchdog_step_sec=15"]
     output = case.ends(case.run.start(*limits, fault=("hang_in_read", where)), HUNG)
@@ -383,7 +383,7 @@ def read_hangs_at_the_end(case: Case) -> None:
 
 
 def clock_jumps(case: Case) -> None:
-    """By up to twelve days, forwards or backwards."""
+    """Let clocks jump by up to twelve days, forwards or backwards."""
     step = case.rng.randrange(1, STEPS)
     seconds = case.rng.choice([-1, 1]) * 10 ** case.rng.uniform(1, 6)
     fault = ("clock_jump", {"step": step, "seconds": seconds})
@@ -395,7 +395,7 @@ def clock_jumps(case: Case) -> None:
 
 
 def one_of_two_is_told_to_stop(case: Case) -> None:
-    """Both stop at the same step."""
+    """Stop one of two processes: both stop at the same step."""
     number = case.rng.choice([signal.SIGTERM, signal.SIGUSR1])
     step = case.rng.randrange(1, STEPS // 2)
     fault = ("signal_in_step", {"step": step, "number": number, "pause": 0.05})
@@ -403,7 +403,7 @@ def one_of_two_is_told_to_stop(case: Case) -> None:
 
 
 def one_of_two_is_told_while_evaluating(case: Case) -> None:
-    """Both stop between the same two batches, and go on there."""
+    """Stop one of two processes in an evaluation: both stop at the same batch and resume there."""
     arguments = {"batch": case.rng.randrange(3), "number": signal.SIGTERM, "pause": 2.0}
     fault = ("signal_in_evaluation", arguments)
     stopped(case, fault, STOPPED, n=2, only=case.rng.choice([0, 1]))
@@ -412,7 +412,7 @@ def one_of_two_is_told_while_evaluating(case: Case) -> None:
 
 
 def one_of_two_is_killed(case: Case) -> None:
-    """The other one is told by JAX's coordination service, or by a save that fails."""
+    """Kill one of two processes: JAX's coordination service or a failing save stops the other."""
     step, only = case.rng.randrange(1, STEPS - 20), case.rng.choice([0, 1])
     fault = ("signal_in_step", {"step": step, "number": signal.SIGKILL})
     job = case.run.start(fault=fault, n=2, only=only)
@@ -425,7 +425,7 @@ def one_of_two_is_killed(case: Case) -> None:
 
 
 def nan_from_one_host(case: Case) -> None:
-    """The bad batch's marked row is read by the second process alone."""
+    """Spoil a batch whose marked row is only read by the second process."""
     bad = moment_of(case)
     fault = ("spoil", {"what": "NaN loss", "first": bad})
     case.ends(case.run.start(fault=fault, n=2), 0)

@@ -18,7 +18,7 @@ from jaxforge.state.checksum import fmix32
 _WIDTH = 4096
 """Smallest number of elements per row, if the array has as many."""
 
-_SMALL = 1 << 16
+SMALL = 1 << 16
 """Number of elements up to which NumPy with temporaries is faster than compiling a program."""
 
 
@@ -50,7 +50,7 @@ def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> i
     split = max((i for i in axes if math.prod(part.shape[i:]) >= _WIDTH), default=0)
     rows, columns = _sums(steps[:split]), _sums(steps[split:])
     bits = part.reshape(rows.size, columns.size).view(f"uint{8 * part.itemsize}")
-    if part.size <= _SMALL:
+    if part.size <= SMALL:
         position = rows[:, None] + columns
         return int(
             fmix32(bits.astype(np.uint32) + position * np.uint32(FACTOR)).sum(dtype=np.uint32)

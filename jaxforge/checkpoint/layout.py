@@ -37,7 +37,7 @@ Tree = dict[str, Any]
 
 _FILES = 16
 """Number of data files per process, subject to the limits below."""
-_LEAST, _MOST = 64 << 20, 2 << 30  # smallest and largest size of a data file in bytes
+LEAST, _MOST = 64 << 20, 2 << 30  # smallest and largest size of a data file in bytes
 
 
 def to_tree(state: TrainState) -> Tree:
@@ -148,7 +148,7 @@ def file_bytes(tree: Tree) -> int:
     would be idle until everything is gathered.
     """
     share = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // jax.process_count()
-    return min(max(share // _FILES, _LEAST), _MOST)
+    return min(max(share // _FILES, LEAST), _MOST)
 
 
 def _fields(opt_state: PyTree) -> Tree:

@@ -10,8 +10,8 @@ from pathlib import Path
 from jaxforge.cli.running import STDOUT, run_main
 from jaxforge.commands.command_line import CommandParser
 from jaxforge.errors import UserError
-from jaxforge.tools.starting.config import of_preset
-from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.config import config_of_preset
+from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.presets import PRESETS
 
 
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.preset is None:
         line.error("--preset NAME is required; --list shows the presets")
-    prepared = Prepared.read(args.data) if args.data else None
-    text = of_preset(args.preset, PRESETS[args.preset], prepared)
+    prepared = PreparedData.read(args.data) if args.data else None
+    text = config_of_preset(args.preset, PRESETS[args.preset], prepared)
     output = args.output or Path(f"{args.preset}.toml")
     if output == STDOUT:
         print(text, end="")

@@ -87,12 +87,12 @@ def _run(options: Sequence[str]) -> None:
     from jaxforge.telemetry.console import begin_command
 
     begin_command()
-    _limit_output_to_first_process()
+    limit_output_to_first_process()
     sys.argv = ["lm_eval", "run", *options]
     cli_evaluate()
 
 
-def _limit_output_to_first_process() -> None:
+def limit_output_to_first_process() -> None:
     """Let only one process print and write, because all processes have the same results.
 
     lm_eval uses this variable for processes that share a model (its tensor parallelism).

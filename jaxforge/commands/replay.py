@@ -4,9 +4,9 @@ State and batch are restored exactly from the nearest earlier checkpoint, on any
 
 - One step: report the loss of each document with its text, the contribution of documents to the
   gradient and the step without them, and differences per layer from the surrounding steps.
-- Several steps: report whether they match the log. - `--against`: report the first value that
-differs from a step of another run, or of the same run with
-  other settings.
+- Several steps: report whether they match the log.
+- `--against`: report the first value that differs from a step of another run, or of the same run
+  with other settings.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import SEQUENCES, batch_shardings, partition_spec
 
-_ITEM_TOKENS = 1 << 15  # per item, if updates are smaller
+ITEM_TOKENS = 1 << 15  # per item, if updates are smaller
 _AHEAD = 2  # batches on devices: the current and the next
 
 
@@ -207,7 +207,7 @@ class _Updates:
     ) -> None:
         self._dataset, self._order, self._layout = dataset, order, layout
         self._first, self._n_updates = first, n_updates
-        self._per_item = max(1, _ITEM_TOKENS // layout.tokens)
+        self._per_item = max(1, ITEM_TOKENS // layout.tokens)
 
     def __len__(self) -> int:
         return -(-self._n_updates // self._per_item)

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_STREAMS = 16  # open at a time on a single host
-_BLOCK_TOKENS = 1 << 20  # range of the shuffle of windows
-_ANCHOR_SECONDS = 30.0  # between anchors: reading that a restart may repeat
+BLOCK_TOKENS = 1 << 20  # range of the shuffle of windows
+ANCHOR_SECONDS = 30.0  # between anchors: reading that a restart may repeat
 _LAYOUT = "layout.json"
 
 
@@ -295,7 +295,7 @@ class _Stream:
     ) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
         """Yield the remaining epoch in blocks; tokens after the last window are not used."""
         width = self._source.window
-        full = max(1, _BLOCK_TOKENS // width)
+        full = max(1, BLOCK_TOKENS // width)
         held: list[tuple[_ChunkPosition, Int[np.ndarray, "_"]]] = []
         window, drop, size = start.window, start.drop, -start.drop
         for chunk in chain(self._chunks(start), [None]):
@@ -323,7 +323,7 @@ class _Stream:
             if chunk is not None:
                 held.append(chunk)
                 size += len(chunk[1])
-            if held and (chunk is None or size >= _BLOCK_TOKENS):
+            if held and (chunk is None or size >= BLOCK_TOKENS):
                 block = self._pack(np.concatenate([entries for _, entries in held]))
                 yield Anchor(window, start.epoch, *held[0][0]), block
                 window, held, size = window + len(block), [], 0
@@ -372,7 +372,7 @@ class _Stream:
         return [Anchor(*json.loads(line)) for line in self._path.read_text().splitlines()]
 
     def _write_anchor(self, anchor: Anchor) -> None:
-        if not self._writes or time.monotonic() - self._anchored < _ANCHOR_SECONDS:
+        if not self._writes or time.monotonic() - self._anchored < ANCHOR_SECONDS:
             return
         self._anchored = time.monotonic()
         known = {*self._anchors(), anchor}

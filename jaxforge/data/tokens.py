@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _OPEN_FILES = (
     64  # maps held at a time: each holds a file descriptor, and a corpus may be many files
 )
-_CHUNK = 1 << 20  # tokens scanned at a time
+CHUNK = 1 << 20  # tokens scanned at a time
 
 
 class Span(NamedTuple):
@@ -160,7 +160,7 @@ class TokenFiles(ABC):
 
     def warn_without(self, eos: int) -> None:
         """Log a warning if the EOS is not among the first tokens."""
-        first = Span(0, 0, min(_CHUNK, self.files[0].tokens))
+        first = Span(0, 0, min(CHUNK, self.files[0].tokens))
         if not np.any(np.asarray(self.read_span(first)) == eos):
             log.warning(
                 "data.pack_sequences: token %d, which ends documents, is not among the first %s "
@@ -172,8 +172,8 @@ class TokenFiles(ABC):
         """Verify every block of every file."""
         for number, file in enumerate(self.files):
             if file.hashes:
-                for at in range(0, file.tokens, _CHUNK):
-                    np.asarray(self.read_span(Span(number, at, min(at + _CHUNK, file.tokens))))
+                for at in range(0, file.tokens, CHUNK):
+                    np.asarray(self.read_span(Span(number, at, min(at + CHUNK, file.tokens))))
             else:
                 log.warning(
                     "data.verify: %s has no hashes in a %s; prepare it again to have some",
@@ -340,8 +340,8 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
 
 def _chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:
     tokens = file.map()
-    for at in range(0, file.tokens, _CHUNK):
-        yield np.asarray(tokens[at : min(at + _CHUNK, file.tokens)])
+    for at in range(0, file.tokens, CHUNK):
+        yield np.asarray(tokens[at : min(at + CHUNK, file.tokens)])
 
 
 def _where(file: TokenFile, value: int) -> str:

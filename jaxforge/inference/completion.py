@@ -40,7 +40,7 @@ Record = dict[str, Any]
 """Prompt with its fields and the fields of its completion."""
 
 _REPLACEMENT = "�"  # decoded from an incomplete character
-_WINDOW = 8  # batches sorted by length together, which bounds the delay of a result
+WINDOW = 8  # batches sorted by length together, which bounds the delay of a result
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -150,7 +150,7 @@ def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: T
 
 def _batches(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
     """Yield the prompt numbers of each batch, of similar length within a window of batches."""
-    for first in range(0, len(lengths), window := _WINDOW * rows):
+    for first in range(0, len(lengths), window := WINDOW * rows):
         numbers = range(first, min(first + window, len(lengths)))
         by_length = sorted(numbers, key=lambda number: lengths[number])
         yield from (by_length[i : i + rows] for i in range(0, len(by_length), rows))

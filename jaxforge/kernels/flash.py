@@ -43,9 +43,9 @@ from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
 MAX_HEAD = 256
 """Maximum width of heads: tiles of wider heads do not fit into shared memory."""
 
-_INTERPRET = False  # tests set it, to run the kernels without a GPU
+INTERPRET = False  # tests set it, to run the kernels without a GPU
 _SMALLEST = 16  # minimum rows of a tensor core product
-_PROGRAMS = 132  # multiprocessors of an H100
+PROGRAMS = 132  # multiprocessors of an H100
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
@@ -212,7 +212,7 @@ def _gradients_of_keys(
     group = padded.q.shape[2] // kv
     # Enough programs to fill the GPU: one program sums over all query heads of a key head.
     # Otherwise one program per query head, and a sum in float32 afterwards.
-    if batch * kv * (length // config.tiles.keys) >= _PROGRAMS:
+    if batch * kv * (length // config.tiles.keys) >= PROGRAMS:
         config = config._replace(group=group)
     parts = group // config.group
     at = _key_layout(padded._replace(config=config), parts)
@@ -389,6 +389,6 @@ def _run(
         compiler_params=triton.CompilerParams(
             num_warps=config.tiles.warps, num_stages=config.tiles.stages
         ),
-        interpret=_INTERPRET,
+        interpret=INTERPRET,
         name=kernel.__name__,
     )(*(array for _, array in arguments))

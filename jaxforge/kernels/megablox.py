@@ -20,7 +20,7 @@ _LANES = 128
 _ROWS = (128, 512)  # minimum and maximum rows of a tile
 _FEW = 256  # rows of a tile up to which weights shall be fetched once
 _BYTES = 2 << 20  # maximum size of a tile of weights
-_INTERPRET = False  # tests set it, to run the kernels without a TPU
+INTERPRET = False  # tests set it, to run the kernels without a TPU
 
 
 def _multiply_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
@@ -33,7 +33,7 @@ def _multiply_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: boo
         tiling = tile_rows, tile(inner, limit), tile(width, limit)
     return gmm(
         _padded(x_MI, tiling[0]), w_GOI.astype(x_MI.dtype), sizes_G, x_MI.dtype, tiling,
-        transpose_rhs=transpose, interpret=_INTERPRET,
+        transpose_rhs=transpose, interpret=INTERPRET,
     )[:rows]  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array,
     tiling = rows, tile(dy_MO.shape[1], 512), tile(x_MI.shape[1], 1024)
     return tgmm(
         _padded(dy_MO, rows).T, _padded(x_MI, rows), sizes_G, jnp.float32, tiling,
-        interpret=_INTERPRET,
+        interpret=INTERPRET,
     )  # fmt: skip
 
 

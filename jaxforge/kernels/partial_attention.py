@@ -25,7 +25,7 @@ from jaxforge.kernels.flash_blocks import AFTER, BEFORE, TokenPositions
 from jaxforge.kernels.on_first_use import on_first_use
 from jaxforge.kernels.scoring import Scoring, product
 
-_TILE = 512  # queries, and keys, of a tile
+TILE = 512  # queries, and keys, of a tile
 
 
 class QueryPart(NamedTuple):
@@ -237,7 +237,7 @@ Tree = TypeVar("Tree")
 def _tiles(of_tokens: Tree, padding: int) -> Tree:
     """Cut arrays [b, s, ...] into tiles [n, b, t, ...]; integers are padded with `padding`."""
     length = jax.tree.leaves(of_tokens)[0].shape[1]
-    size = min(length, _TILE)
+    size = min(length, TILE)
     n = -(-length // size)
 
     def cut(x: Array) -> Array:

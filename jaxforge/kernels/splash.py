@@ -33,8 +33,8 @@ from jaxforge.kernels.scoring import PLAIN, Scoring
 SEQUENCE_MULTIPLE = 128
 """Divisor of sequence lengths: the kernel reads tiles of this many tokens."""
 
-_BLOCK = 512  # tokens of a tile, as in MaxText on every TPU generation
-_INTERPRET = False  # tests set it, to run the kernel without a TPU
+BLOCK = 512  # tokens of a tile, as in MaxText on every TPU generation
+INTERPRET = False  # tests set it, to run the kernel without a TPU
 
 DocumentIds = Int[Array, "b s"] | None
 
@@ -172,7 +172,7 @@ def _filled(shape: tuple[int, int], value: bool) -> np.ndarray:
 
 
 def _block(length: int) -> int:
-    return min(_BLOCK, length & -length)  # a power of two that divides the length
+    return min(BLOCK, length & -length)  # a power of two that divides the length
 
 
 def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> SplashAttentionKernel:
@@ -183,6 +183,6 @@ def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> Sp
     )  # fmt: skip
     mask = MultiHeadMask([of_head] * heads)
     return make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_INTERPRET,
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=INTERPRET,
         attn_logits_soft_cap=softcap,
     )  # fmt: skip

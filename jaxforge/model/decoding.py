@@ -31,7 +31,7 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import constrain
 
 _SHORTEST = 16  # length that shorter prompts are padded to
-_TURNS = 16  # turns between two checks of whether a batch has finished
+TURNS = 16  # turns between two checks of whether a batch has finished
 _NO_EOS = -1  # equals no token id
 
 
@@ -122,11 +122,11 @@ class Decoder:
                 after all rows have enough; the host checks every few turns.
         """
         batch, turn = self._start(prompts, numbers), 1
-        # Reading the state makes the host wait for the device. So it checks every `_TURNS` turns,
+        # Reading the state makes the host wait for the device. So it checks every `TURNS` turns,
         # and only if `is_enough` may end the batch early: the device's loop stops by itself when
         # all rows have drawn end-of-text.
         while True:
-            turn = min(turn + _TURNS, self.max_tokens) if is_enough else self.max_tokens
+            turn = min(turn + TURNS, self.max_tokens) if is_enough else self.max_tokens
             batch = self._advance(batch, turn)
             tokens, ended = jax.device_get((batch.tokens, batch.ended))
             completions = [self._completion(row[:turn].tolist()) for row in tokens[: len(prompts)]]

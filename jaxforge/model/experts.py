@@ -4,7 +4,7 @@ The code runs per device, manual over all mesh axes (`_run_per_device`). Rows ar
 and the products of rows and experts are grouped (`kernels/grouped.py`), so that no token is dropped
 and no product is padded to the largest expert. With `distributed.ep`, experts are split over
 devices, and an all-to-all moves rows to the device of their expert and back. The buffers of the
-all-to-all hold `_HEADROOM` times the rows of an even load. Excess rows take further rounds, which
+all-to-all hold `HEADROOM` times the rows of an even load. Excess rows take further rounds, which
 are usually skipped. So memory and traffic do not follow the worst load, and no row is lost.
 """
 
@@ -45,7 +45,7 @@ from jaxforge.parallel.sharding import (
     compute_axes,
 )
 
-_HEADROOM = 1.5  # rows of a round relative to an even load
+HEADROOM = 1.5  # rows of a round relative to an even load
 
 
 Leaf = TypeVar("Leaf")
@@ -325,7 +325,7 @@ def _by_all_to_all(
     #                                                             | inverse order
     #   y_TD <--sum_by_token--- [devices, room] <--all-to-all-- [devices * room]
     most = tokens * min(k, n_experts // devices)  # the experts of a token are distinct
-    room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
+    room = min(most, 8 * math.ceil(HEADROOM * tokens * k / devices / 8))
     load = _load_of_devices(expert_TK, n_experts, devices)
 
     def exchange(rows: Array) -> Array:

@@ -23,7 +23,7 @@ from jaxforge.parallel.sharding import constrain, size_per_device
 
 _LAST = 8  # last tokens scored per row
 _SHORT = 16  # scored tokens before the last that cover most continuations
-_LOGITS = 1 << 25  # logits of a device at a time: 128 MiB
+LOGITS = 1 << 25  # logits of a device at a time: 128 MiB
 
 
 class Continuation(NamedTuple):
@@ -187,7 +187,7 @@ def _score_labels(
     rows, width = labels.shape
     # The least number of parts of equal width whose logits fit, per device.
     n_logits = size_per_device(rows, "batch") * width * model.config.vocab_size
-    least = min(-(-n_logits // _LOGITS), width)
+    least = min(-(-n_logits // LOGITS), width)
     n = next(n for n in range(least, width + 1) if width % n == 0)
 
     def cut(x: Array) -> Array:

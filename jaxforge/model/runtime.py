@@ -15,7 +15,7 @@ from jaxforge.kernels.attention_backends import (
 from jaxforge.kernels.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32
 
-_UNROLLED_ON_CPU = 12  # layers
+UNROLLED_ON_CPU = 12  # layers
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
 
 
@@ -112,7 +112,7 @@ def runtime_for(
         return runtime._replace(rope_as_matmul=True, wholly_manual=False)
     if platform == "cpu":
         n_layers = m.n_layers
-        most = _UNROLLED_ON_CPU // 3 if m.is_moe else _UNROLLED_ON_CPU
+        most = UNROLLED_ON_CPU // 3 if m.is_moe else UNROLLED_ON_CPU
         loop = n_layers > most or runtime.save != "none"
         return runtime._replace(unroll=1 if loop else n_layers, loss_tile=_TILE_ON_CPU)
     return runtime

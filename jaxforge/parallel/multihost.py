@@ -38,7 +38,7 @@ JOIN_SEC = 300
 
 _BROKEN_CONNECTION = re.compile(r"Gloo .*gloo/transport/\S+ (.*)")
 
-_CONNECT_SEC = 10.0  # timeout of one attempt to reach process 0
+CONNECT_SEC = 10.0  # timeout of one attempt to reach process 0
 
 _SHUTDOWN_SEC = 86_400
 """Time in seconds that finished processes wait for the others: process 0 may still be exporting.
@@ -116,7 +116,7 @@ def _await_port(address: str, awaited: str) -> None:
     while True:
         try:
             address_port = (host.strip("[]"), int(port))
-            socket.create_connection(address_port, timeout=_CONNECT_SEC).close()
+            socket.create_connection(address_port, timeout=CONNECT_SEC).close()
             return
         except ValueError:
             raise UserError(
@@ -126,7 +126,7 @@ def _await_port(address: str, awaited: str) -> None:
             if time.monotonic() > deadline:
                 message = _timeout_message(awaited, error.strerror or str(error))
                 raise UserError(message) from error
-        time.sleep(_CONNECT_SEC / 10)
+        time.sleep(CONNECT_SEC / 10)
 
 
 def _exit_on_timeout(awaited: str) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 from jaxforge.runs import uniform_json_lines
 from jaxforge.storage.untrusted_json import LATEST, LINE, STEPS, parse_metrics
 
-_BLOCK = 1 << 20  # bytes parsed at a time
+BLOCK = 1 << 20  # bytes parsed at a time
 _KINDS = {int, float, type(None), list}  # types of values
-_LARGE = 1 << 25  # bytes per process
+LARGE = 1 << 25  # bytes per process
 
 
 class Columns(NamedTuple):
@@ -55,7 +55,7 @@ def read(
     with path.open("rb") as file:
         ends = list(_ends(file, start))
     parts = list(zip([start, *ends], ends, strict=False))
-    workers = min(os.cpu_count() or 1, (ends[-1] - start) // _LARGE) if processes and ends else 1
+    workers = min(os.cpu_count() or 1, (ends[-1] - start) // LARGE) if processes and ends else 1
     if workers < 2:
         for part in parts:
             yield _read_part(path, *part, exact)
@@ -70,7 +70,7 @@ def _ends(file: Any, start: int) -> Iterator[int]:  # noqa: ANN401
     """Yield the offsets at which chunks of whole lines end."""
     size = file.seek(0, os.SEEK_END)
     while start < size:
-        at = min(start + _BLOCK, size)
+        at = min(start + BLOCK, size)
         while at > start:  # search backwards for the last newline
             low = max(start, at - 4096)
             file.seek(low)

@@ -5,7 +5,7 @@
                                 same machine:  a process with its pid and start time exists
                                 other machine: run.lock changes within PATIENCE_SEC
                                 alive ─► UserError      dead ─► take over
-    take over                   replace run.lock ─► wait _SETTLE_SEC ─► is it still ours?
+    take over                   replace run.lock ─► wait SETTLE_SEC ─► is it still ours?
 
 Invariants, also after kill -9 and between hosts:
 
@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 NAME = "run.lock"
 BEAT_SEC = 5.0
 PATIENCE_SEC = 20.0  # four beats
-_POLL_SEC = 0.5
+POLL_SEC = 0.5
 # A process that found the same stale lock may write just after us. Wait for it before reading back.
-_SETTLE_SEC = 0.2
+SETTLE_SEC = 0.2
 _MESSAGE_BYTES = 2048
 
 
@@ -158,7 +158,7 @@ class RunLock:
             self._path.write_text(self._text)
         else:
             safe_files.replace_text(self._path, self._text)
-        time.sleep(_SETTLE_SEC)
+        time.sleep(SETTLE_SEC)
         return _read(self._path) == self._text
 
     def _run_heartbeat(self) -> None:
@@ -198,7 +198,7 @@ def _create(path: Path, text: str) -> bool:
         if path.exists():
             return False
         path.write_text(text)
-        time.sleep(_SETTLE_SEC)
+        time.sleep(SETTLE_SEC)
         return _read(path) == text
     try:
         with path.open("x") as file:  # O_EXCL, which follows no links
@@ -275,7 +275,7 @@ def _is_renewed(path: Path) -> bool:
     """Return whether the file changes within `PATIENCE_SEC`; False if it is removed."""
     first, deadline = _version(path), time.monotonic() + PATIENCE_SEC
     while time.monotonic() < deadline:
-        time.sleep(_POLL_SEC)
+        time.sleep(POLL_SEC)
         if (now := _version(path)) != first:
             return now is not None
     return False

@@ -109,7 +109,7 @@ class Tracker:
         self._latest: _Launched | None = None
         # Steps since the last fetch, at most a thousand: reading more would cost more than it adds
         # to a mean.
-        self._launched: collections.deque[_Launched] = collections.deque(maxlen=_MOST)
+        self._launched: collections.deque[_Launched] = collections.deque(maxlen=MOST)
         self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
         self._paused = self._waited = self._launching = 0.0
@@ -163,7 +163,7 @@ class Tracker:
         due = [i for i, writer in enumerate(self._writers) if is_due_everywhere or writer.due(step)]
         if due:
             self._log_latest(self._latest, due)
-        elif step % _MOST == 0:  # a step that halted the run must still be among the recorded ones
+        elif step % MOST == 0:  # a step that halted the run must still be among the recorded ones
             self._progress.consecutive_bad = int(self._latest.metrics["consecutive"])
 
     def take_logged(self) -> Metrics:
@@ -323,7 +323,7 @@ class Tracker:
         return time.perf_counter() - self._paused
 
 
-_MOST = 1000  # most steps between two reads from the device
+MOST = 1000  # most steps between two reads from the device
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
 _AUX = ("losses", "side")

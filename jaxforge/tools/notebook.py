@@ -1,12 +1,12 @@
-"""A run in a notebook: a bar and the curve of its loss, drawn anew while it goes on.
+"""Progress bar and loss curve of a run in a notebook, updated during training.
 
     import jaxforge as jf
     from jaxforge.tools.notebook import LivePlot
 
     jf.train(jf.load_config("my_run.toml"), callbacks=[LivePlot()])
 
-The notebook's Stop (or "Interrupt kernel") is Ctrl-C to the run: it saves, `jf.train` returns, and
-the kernel stays. The same cell resumes the run.
+The notebook's Stop (or "Interrupt kernel") acts as Ctrl-C: the run saves, `jf.train` returns, and
+the kernel stays alive. The same cell resumes the run.
 """
 
 import importlib.util
@@ -27,19 +27,19 @@ from jaxforge.training.hooks import Hook, StepContext
 Point = tuple[int, float]
 """A step and a loss."""
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 220, 48, 18  # pixels; the last two are the axes'
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 220, 48, 18  # pixels; the last two are for the axes
 _TRAINED, _EVALUATED = "#3b6ea8", "#c2681f"
-_MOST = 400  # points of a curve; of more, every second one goes
+_MOST_POINTS = 400  # of a curve; beyond, every second point is dropped
 
 
 class LivePlot(Hook):
-    """Shows where a run is; without IPython, a line of text at its end.
+    """Live progress of a run; without IPython, a line of text at its end.
 
-    A loss is read from the device once in a while, and waits for its step: the run is otherwise not
-    held up.
+    Each update of the display reads a loss from the device and so waits for its step. Between
+    updates the run is not delayed.
 
     Args:
-        seconds: between two drawings.
+        seconds: minimum time between two updates.
     """
 
     def __init__(self, seconds: float = 1.0) -> None:
@@ -52,34 +52,34 @@ class LivePlot(Hook):
         self._state = "running"
 
     def on_train_begin(self, config: JobConfig) -> None:
-        """Takes its place in the notebook."""
+        """Create the display in the notebook."""
         self._max_steps = config.train.max_steps
         if jax.process_index() == 0 and importlib.util.find_spec("IPython") is not None:
-            from IPython.display import display  # there where notebooks are
+            from IPython.display import display  # an optional dependency
 
             self._handle = display(self._data(), raw=True, display_id=True)
 
     def on_step_end(self, context: StepContext) -> None:
-        """Draws, where that is due."""
+        """Update the display if it is due."""
         self._step, now = context.step, time.monotonic()
         if self._begun is None:
             self._begun = context.step, now
         if now - self._drawn >= self._seconds:
             self._trained.append((context.step, context.loss))
-            if len(self._trained) > _MOST:
+            if len(self._trained) > _MOST_POINTS:
                 self._trained = self._trained[::2]
             self._draw()
 
     def on_eval_end(
         self, metrics: dict[str, float], step: int, context: EvalContext | None = None
     ) -> None:
-        """Add a point to the curve of evaluations, if all sets were evaluated."""
+        """Add a point to the evaluation curve, if all sets were evaluated."""
         if "eval/loss" in metrics:
             self._evaluated.append((step, metrics["eval/loss"]))
         self._draw()
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Leaves the last state there."""
+        """Show the final state."""
         self._step = step
         self._state = "failed" if reason is None else reason.name.lower().replace("_", " ")
         self._draw()
@@ -87,7 +87,7 @@ class LivePlot(Hook):
             print(self.text())
 
     def text(self) -> str:
-        """Return the position of the run in one line."""
+        """Return the progress of the run in one line."""
         share = self._step / self._max_steps if self._max_steps else 0.0
         parts = [self._state, f"step {self._step:,} of {self._max_steps:,} ({share:.0%})"]
         parts += [f"loss {loss:.4f}" for _, loss in self._trained[-1:]]
@@ -97,11 +97,11 @@ class LivePlot(Hook):
         return ", ".join(parts)
 
     def _seconds_left(self) -> float | None:
-        """By the steps of this start; pauses count."""
+        """Return the estimated remaining time, from the steps since this start, pauses included."""
         if self._begun is None or self._step <= self._begun[0]:
             return None
-        of_one = (time.monotonic() - self._begun[1]) / (self._step - self._begun[0])
-        return of_one * (self._max_steps - self._step)
+        per_step = (time.monotonic() - self._begun[1]) / (self._step - self._begun[0])
+        return per_step * (self._max_steps - self._step)
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
@@ -109,7 +109,7 @@ class LivePlot(Hook):
             self._handle.update(self._data(), raw=True)
 
     def _data(self) -> dict[str, str]:
-        """Return the series that a notebook chooses from."""
+        """Return the display in each MIME type."""
         bar = f'<progress style="width:{_WIDTH}px" max="{self._max_steps}" value="{self._step}">'
         curves = curve_svg(self._trained, self._evaluated, self._max_steps)
         html = f"<div>{escape(self.text())}</div><div>{bar}</progress></div>{curves}"
@@ -117,7 +117,7 @@ class LivePlot(Hook):
 
 
 def curve_svg(trained: Sequence[Point], evaluated: Sequence[Point], max_steps: int) -> str:
-    """The curves as a picture; empty as long as there is nothing to draw."""
+    """Return the curves as SVG; empty with fewer than two finite points."""
     finite = [loss for _, loss in (*trained, *evaluated) if math.isfinite(loss)]
     if len(finite) < 2:
         return ""

@@ -29,7 +29,7 @@ SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_host_checksum_equals_device_checksum_on_any_mesh(shape, dtype, small, monkeypatch):
-    monkeypatch.setattr(host_checksum, "_SMALL", small)  # elements up to which NumPy is used
+    monkeypatch.setattr(host_checksum, "SMALL", small)  # elements up to which NumPy is used
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
     whole = int(jax.jit(checksum)(x))

@@ -200,7 +200,7 @@ def addresses(tree):
 
 def test_state_is_split_into_data_files(tmp_path, monkeypatch):
     ours = setup(tiny_config())
-    monkeypatch.setattr(layout, "_LEAST", 4096)
+    monkeypatch.setattr(layout, "LEAST", 4096)
     tree = layout.to_tree(ours.state())
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
     assert layout.file_bytes(tree) == nbytes // 16
@@ -209,7 +209,7 @@ def test_state_is_split_into_data_files(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert layout.file_bytes(tree) == 64 << 20  # small states have few files
 
-    monkeypatch.setattr(layout, "_LEAST", 4096)
+    monkeypatch.setattr(layout, "LEAST", 4096)
     saved = checkpoints(tmp_path, ours)
     saved.save(Progress(), ours.state())
     saved.close()

@@ -43,9 +43,9 @@ SEQ = 96
 @pytest.fixture(autouse=True)
 def small(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(ingest, "_BATCH_BYTES", 900)
-    monkeypatch.setattr(stream, "_BLOCK_TOKENS", 4 * SEQ)
-    monkeypatch.setattr(stream, "_ANCHOR_SECONDS", 0.0)
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 900)
+    monkeypatch.setattr(stream, "BLOCK_TOKENS", 4 * SEQ)
+    monkeypatch.setattr(stream, "ANCHOR_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_shards_hold_whole_conversations(files, tokenizer, tmp_path):
 def test_interrupted_runs_give_same_shards(files, tokenizer, tmp_path, monkeypatch):
     options = ("--shard-tokens", "300", "--validation-fraction", "0.2")
     run(files, tokenizer, tmp_path / "whole", *options)
-    monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
     encode = ingest.encode_conversations
     for limit in (1, 2, 5):
         done = []
@@ -227,7 +227,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.cli.running import run_main
 from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
-    ingest._COMMIT_SECONDS, ingest._BATCH_PARTS = 0.0, 5
+    ingest.COMMIT_SECONDS, ingest.BATCH_PARTS = 0.0, 5
     if slow := sys.argv.pop(1) == "slow":
         encode = ingest.encode_conversations
         ingest.encode_conversations = lambda *args: (time.sleep(0.05), encode(*args))[1]
@@ -256,7 +256,7 @@ def test_killed_run_resumes(files, tokenizer, tmp_path):
 def test_another_template_starts_over(files, tmp_path, monkeypatch, capsys):
     tokenizer = tmp_path / "tokenizer"
     save_tokenizer(tokenizer, CHATML)
-    monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
     with (files / "b.jsonl").open("a") as file:
         file.write('{"messages": [{"role": "user", "content": "?"}]}\n')
     with pytest.raises(UserError, match=r"b\.jsonl:21: the assistant says nothing.*--skip-bad"):

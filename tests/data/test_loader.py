@@ -143,7 +143,7 @@ def test_several_evaluation_sets_go_by_name(shards, tmp_path):
 
 
 def test_next_batch_is_transferred_ahead(shards, monkeypatch):
-    monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
+    monkeypatch.setattr(loader, "ITEM_TOKENS", 1)
     given = config(shards, data={"num_workers": 0})
     mesh = make_mesh(given, jax.devices()[:1])
     dataset = sources.open_training_data(given)
@@ -157,7 +157,7 @@ def test_next_batch_is_transferred_ahead(shards, monkeypatch):
 
 def test_going_on_reads_nothing_of_what_came_before(shards, monkeypatch):
     """Others skip by reading: a resume that takes as long as the run."""
-    monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
+    monkeypatch.setattr(loader, "ITEM_TOKENS", 1)
     given = config(shards, data={"num_workers": 0, "shuffle": False})
     mesh = make_mesh(given, jax.devices()[:1])
     dataset, read = sources.open_training_data(given), []
@@ -188,7 +188,7 @@ def test_torch_order_drops_partial_microbatch(shards):
 @pytest.mark.parametrize("item_tokens", [1, 3 * 8 * SEQ, 1 << 20])
 def test_read_ahead_does_not_change_batches(shards, item_tokens, monkeypatch):
     expected = windows(batches(config(shards, accum=2, batch=4), 10))
-    monkeypatch.setattr(loader, "_ITEM_TOKENS", item_tokens)
+    monkeypatch.setattr(loader, "ITEM_TOKENS", item_tokens)
     got = batches(config(shards, accum=2, batch=4), 10)
     assert len(got) == 10
     np.testing.assert_array_equal(windows(got), expected)

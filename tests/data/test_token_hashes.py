@@ -136,7 +136,7 @@ def test_token_beyond_vocabulary_raises_without_hashes(tmp_path, caplog, monkeyp
 
 
 def test_scanned_token_beyond_vocabulary_raises_with_its_place(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxforge.data.tokens._CHUNK", 1000)
+    monkeypatch.setattr("jaxforge.data.tokens.CHUNK", 1000)
     tokens = TOKENS.astype(np.uint16)
     tokens[[50_001, 70_000]] = 999
     np.save(tmp_path / "a.npy", tokens)

@@ -59,7 +59,7 @@ def test_bin_and_npy_read_the_same(tmp_path):
 
 
 def test_writer_streams_across_chunks_and_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 7)
+    monkeypatch.setattr("jaxforge.data.corpus.writer.CHUNK", 7)
     tokens = np.random.default_rng(1).integers(0, 300, 100)
     with ShardWriter(tmp_path / "a", vocab_size=300, dtype="uint32", shard_tokens=30) as writer:
         for start in range(0, 100, 9):

@@ -44,5 +44,5 @@ def test_first_process_prints(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    command._leave_results_to_the_first()
+    command.limit_output_to_first_process()
     assert os.environ["LOCAL_RANK"] == "1"

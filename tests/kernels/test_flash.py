@@ -22,7 +22,7 @@ FOUR_SINKS = np.arange(4, dtype=np.float32)
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(flash, "_INTERPRET", True)
+    monkeypatch.setattr(flash, "INTERPRET", True)
     monkeypatch.setattr(flash, "_tiles", lambda kernel, *_: TILES)
 
 
@@ -71,7 +71,7 @@ def test_flash_attention_matches_reference(heads, h, length, packed, window, opt
 
 @pytest.mark.parametrize("programs", [0, 10**6])
 def test_head_gradients_are_summed_in_or_after_kernel(monkeypatch, programs):
-    monkeypatch.setattr(flash, "_PROGRAMS", programs)
+    monkeypatch.setattr(flash, "PROGRAMS", programs)
     qkv = random_heads(64, (6, 2), 16)
     loss = lambda *qkv: jnp.sum(flash.flash_attention(*qkv, None))  # noqa: E731
     is_summed_after = "2,64,2,3,16]" in str(jax.make_jaxpr(jax.grad(loss))(*qkv))

@@ -195,7 +195,7 @@ def test_multiplied_rows_are_at_most_ten_percent_padding():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("rows", "sizes"), [SIZES["uneven"], (300, [10, 0, 250, 20])])
 def test_interpreted_megablox_matches_reference(monkeypatch, rows, sizes, dtype):
-    monkeypatch.setattr(megablox, "_INTERPRET", True)
+    monkeypatch.setattr(megablox, "INTERPRET", True)
     x, w, dy = random(rows, dtype=dtype, inp=64, out=136)
     total, sizes = sum(sizes), np.asarray(sizes, np.int32)
     matmul = functools.partial(grouped_matmul, backend="megablox")

@@ -26,8 +26,8 @@ HALF = 10  # keys of the first part; neither part is a multiple of a tile
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(partial_attention, "_TILE", 4)
-    monkeypatch.setattr(flash, "_INTERPRET", True)
+    monkeypatch.setattr(partial_attention, "TILE", 4)
+    monkeypatch.setattr(flash, "INTERPRET", True)
 
 
 @functools.cache

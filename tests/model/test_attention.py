@@ -204,8 +204,8 @@ def test_blockwise_capped_gradients_match_reference(window, scoring):
 )
 def test_splash_matches_reference(monkeypatch, kv_heads, packed, window, chunk, scoring):
     """The TPU kernel is interpreted."""
-    monkeypatch.setattr(splash, "_INTERPRET", True)
-    monkeypatch.setattr(splash, "_BLOCK", 128)  # two blocks
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash, "BLOCK", 128)  # two blocks
     options = {"h": 128, "scoring": scoring, "chunk": chunk}
     ours = values_and_gradients("splash", 256, kv_heads, packed, window, **options)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **options)
@@ -215,8 +215,8 @@ def test_splash_matches_reference(monkeypatch, kv_heads, packed, window, chunk, 
 @pytest.mark.parametrize("window", [None, 300])
 def test_splash_skips_tiles_of_other_documents(monkeypatch, window):
     """NaN in tiles that are masked instead of skipped would reach results and gradients."""
-    monkeypatch.setattr(splash, "_INTERPRET", True)
-    monkeypatch.setattr(splash, "_BLOCK", 128)
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash, "BLOCK", 128)
     ids = np.repeat([[3, 5, 9]], 256, axis=1)
     broken = (ids == 5)[..., None, None]
     rng = np.random.default_rng(0)

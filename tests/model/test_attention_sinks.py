@@ -109,8 +109,8 @@ def test_infinitely_negative_sink_has_no_effect(backend):
 )
 def test_splash_sinks_and_gradients_match_formula(monkeypatch, kv_heads, seen, packed):
     """The TPU kernel is interpreted."""
-    monkeypatch.setattr(splash, "_INTERPRET", True)
-    monkeypatch.setattr(splash, "_BLOCK", 128)
+    monkeypatch.setattr(splash, "INTERPRET", True)
+    monkeypatch.setattr(splash, "BLOCK", 128)
     segment_ids = random_documents(256) if packed else None
 
     def attend(q, k, v, sinks):

@@ -199,7 +199,7 @@ def test_padding_is_limited_to_max_seq_len():
 
 
 def test_batch_ends_when_all_rows_have_enough(monkeypatch):
-    monkeypatch.setattr(decoding, "_TURNS", 3)
+    monkeypatch.setattr(decoding, "TURNS", 3)
     result, checked_lengths = generated(PROMPTS, n=12), []
 
     def is_enough(tokens):

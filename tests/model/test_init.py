@@ -165,7 +165,7 @@ def expected_names(variant):
 def test_names_match_kempnerforge_and_cover_all_parameters(variant):
     named = to_torch(params(variant), tied=variant == "tied")
     assert named.keys() == expected_names(variant)
-    assert all(KEMPNERFORGE.their_name(name) == name for name in named)
+    assert all(KEMPNERFORGE.key_for(name) == name for name in named)
     covered = sum(array.size for array in named.values())
     twice = named["output_head.proj.weight"].size if variant == "tied" else 0
     assert covered - twice == parameter_count(model(variant).abstract)

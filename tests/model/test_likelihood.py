@@ -76,7 +76,7 @@ def check(result):
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_likelihoods_match_full_forward(rows, monkeypatch):
-    monkeypatch.setattr(likelihood, "_LOGITS", 64 * 32)  # a few positions at a time
+    monkeypatch.setattr(likelihood, "LOGITS", 64 * 32)  # a few positions at a time
     config, params = toy(dp_shard=1)
     check(Scorer(Model(config.model), params, MAX_LENGTH, rows=rows).score(CONTINUATIONS))
 

@@ -75,6 +75,10 @@ def test_top_p_counts_equally_likely_tokens_one_by_one():
     assert len(drawn([0.25, 0.25, 0.25, 0.25], top_p=0.6)) == 3
 
 
+def test_top_p_stops_exactly_at_p():
+    assert len(drawn([0.25, 0.25, 0.25, 0.25], top_p=0.5)) == 2
+
+
 @pytest.mark.parametrize("how", [{"top_k": 1}, {"top_p": 0.3}], ids=str)
 def test_each_row_has_its_own_threshold(how):
     logits = np.log(np.array([[0.9, 0.05, 0.05], [0.2, 0.3, 0.5]] * 100, np.float32))

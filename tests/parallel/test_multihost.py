@@ -131,7 +131,7 @@ def test_non_numeric_process_count_raises():
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(multihost, "JOIN_SEC", 0.05)
-    monkeypatch.setattr(multihost, "_CONNECT_SEC", 0.05)
+    monkeypatch.setattr(multihost, "CONNECT_SEC", 0.05)
 
 
 @pytest.fixture

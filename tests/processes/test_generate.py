@@ -143,7 +143,7 @@ def test_results_are_written_in_order_as_soon_as_they_are_known(run, tmp_path, m
         return complete(decoder, prompts, numbers)
 
     monkeypatch.setattr(Decoder, "complete", fails)
-    monkeypatch.setattr(completion, "_WINDOW", 1)
+    monkeypatch.setattr(completion, "WINDOW", 1)
     arguments = ["--prompts", tmp_path / "p.txt", "--output", tmp_path / "o.jsonl"]
     with pytest.raises(KeyboardInterrupt):
         generate.main([str(run.directory), *map(str, arguments), "--batch-size=2",

@@ -33,7 +33,7 @@ def test_killed_sweep_goes_on(tmp_path):
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "[1/2] seed=1: goes on" in done.stdout
+    assert "[1/2] seed=1: resumes" in done.stdout
     for run in (first, runs / "seed=2"):
         assert steps(run) == list(range(1, STEPS + 1))
         assert (run / "finished.json").exists()

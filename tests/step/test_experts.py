@@ -76,7 +76,7 @@ def run(job):
 @pytest.fixture(autouse=True)
 def small_capacity(monkeypatch):
     """Limit the capacity of a round, so that most tests need several rounds."""
-    monkeypatch.setattr(experts, "_HEADROOM", 0.2)
+    monkeypatch.setattr(experts, "HEADROOM", 0.2)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
-from jaxforge.tools.plan.hlo import first_group
+from jaxforge.tools.plan.hlo import first_replica_group
 from tests.conftest import tiny_config
 from tests.helpers import (
     LEARNED,
@@ -247,7 +247,7 @@ def reduced_dtypes(config, directory):
     (path,) = directory.glob("*train_step*after_spmd-partitioning*.txt")
     reductions = re.findall(r"= (.+?) (?:all-reduce|reduce-scatter)\((.+)", path.read_text())
     among_devices = [
-        result for result, remaining in reductions if len(first_group(remaining, 4)) > 1
+        result for result, remaining in reductions if len(first_replica_group(remaining, 4)) > 1
     ]
     shapes = [
         shape

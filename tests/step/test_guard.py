@@ -80,6 +80,12 @@ def test_spike_is_relative_to_recent_losses():
     assert all(judge([*NORMAL, 2.5])[0])  # off by default
 
 
+def test_infinite_loss_is_nonfinite_and_no_spike():
+    applied, _, state = judge([*NORMAL, np.inf], **{**SPIKES, "on_nonfinite": "warn"})
+    assert applied[-1]
+    assert (int(state.nonfinite), int(state.spikes)) == (1, 0)
+
+
 def test_spikes_are_ignored_during_warmup():
     applied, _, _ = judge([*NORMAL[:19], 50.0, *NORMAL[:20], 50.0], **SPIKES)
     assert applied == [True] * 40 + [False]

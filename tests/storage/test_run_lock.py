@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_device")
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 0.05)
-    monkeypatch.setattr(run_lock, "_POLL_SEC", 0.01)
-    monkeypatch.setattr(run_lock, "_SETTLE_SEC", 0.0)
+    monkeypatch.setattr(run_lock, "POLL_SEC", 0.01)
+    monkeypatch.setattr(run_lock, "SETTLE_SEC", 0.0)
 
 
 def write_stale_lock(directory, **changed):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from run_config import CONFIG
 
 from jaxforge.checkpoint.paths import find
 from jaxforge.commands import evaluate, generate, train
@@ -18,29 +19,6 @@ from jaxforge.errors import UserError
 from jaxforge.runs.reading import MetricsFile
 from jaxforge.storage import COMMITTED, urls
 from torch_compat import __main__ as torch_compat
-
-CONFIG = """
-[model]
-dim = 32
-n_layers = 1
-n_heads = 2
-vocab_size = 300
-max_seq_len = 64
-[train]
-batch_size = 1
-seq_len = 16
-max_steps = 12
-mixed_precision = "fp32"
-[scheduler]
-name = "constant"
-warmup_steps = 2
-[checkpoint]
-interval = 4
-[metrics]
-log_interval = 1
-[data]
-dataset_type = "synthetic"
-"""
 
 
 def losses(run) -> dict[int, float]:

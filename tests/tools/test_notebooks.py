@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run, one after the other, as their readers run them."""
+"""The notebooks of examples/ run in order."""
 
 import json
 import subprocess

@@ -41,7 +41,7 @@ def checksums_of(run):
 
 
 @pytest.mark.parametrize("name", ["curve_dense_1rank", "curve_dense_fsdp2"])
-def test_golden_run_comes_back_bit_for_bit(golden, tmp_path, name, capsys):
+def test_golden_run_roundtrip_is_bit_exact(golden, tmp_path, name, capsys):
     source = golden(name)
     settings = [f"--config={source / 'config.toml'}", "--data.shuffle=false"]
     assert main(["import", str(source), str(tmp_path / "run"), *settings]) == 0
@@ -66,7 +66,7 @@ def test_golden_run_comes_back_bit_for_bit(golden, tmp_path, name, capsys):
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
 @pytest.mark.parametrize("layout", ["nested", "flat"])
-def test_every_optimizer_goes_to_torch_and_back(tmp_path, name, layout):
+def test_all_optimizers_roundtrip_through_torch(tmp_path, name, layout):
     scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
     config = trained(tmp_path / "a", optimizer={"name": name}, scheduler=scheduler)
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", f"--layout={layout}"])
@@ -74,7 +74,7 @@ def test_every_optimizer_goes_to_torch_and_back(tmp_path, name, layout):
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
-def test_moments_in_eight_bits_leave_as_float32_and_do_not_come_back(tmp_path):
+def test_eight_bit_moments_are_exported_as_float32(tmp_path):
     retained = {"opt_state_dtype": "8bit", "param_dtype": "bfloat16", "param_rounding": "kahan"}
     ours = setup(tiny_config(model={"n_layers": 1}, train=retained))
     rng = np.random.default_rng(0)
@@ -104,7 +104,7 @@ def test_moments_in_eight_bits_leave_as_float32_and_do_not_come_back(tmp_path):
 
 @pytest.mark.parametrize("dialect", ["kempnerforge", "torchtitan", "torchtitan-2025", "hf-llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_dialect_comes_back_bit_for_bit(tmp_path, dialect, dtype):
+def test_all_dialects_roundtrip_bit_exactly(tmp_path, dialect, dtype):
     config = trained(tmp_path / "a", train={"param_dtype": dtype, "opt_state_dtype": dtype})
     arguments = ["--to=dcp", f"--dialect={dialect}"]
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), *arguments])
@@ -116,7 +116,7 @@ def test_every_dialect_comes_back_bit_for_bit(tmp_path, dialect, dtype):
     assert (step.step, step.tokens) == (2, 512)
 
 
-def test_verify_names_what_differs(tmp_path, capsys):
+def test_verify_names_differences(tmp_path, capsys):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     tensor = open_dcp(Directory(tmp_path / "dcp" / "step_2")).tensors["model.norm.weight"]
@@ -137,7 +137,7 @@ def test_verify_names_what_differs(tmp_path, capsys):
     ]
 
 
-def test_inspect_opens_a_checkpoint_once(tmp_path, monkeypatch):
+def test_inspect_opens_checkpoint_once(tmp_path, monkeypatch):
     """Opening takes most of the time for many tensors."""
     trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
@@ -151,7 +151,7 @@ def test_inspect_opens_a_checkpoint_once(tmp_path, monkeypatch):
     assert json.loads(inspection.as_json(report)) == report
 
 
-def test_inspect_tells_what_there_is(tmp_path, capsys):
+def test_inspect_describes_contents(tmp_path, capsys):
     trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", "--ranks=2"])
     main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
@@ -186,7 +186,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_groups_of_an_export_decay_as_ours_do(tmp_path):
+def test_exported_groups_decay_like_jaxforge(tmp_path):
     patterns = {"no_decay_patterns": ["token_embedding"], "decay_patterns": ["mlp_norm"]}
     trained(tmp_path / "run", optimizer=patterns)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
@@ -200,7 +200,7 @@ def test_groups_of_an_export_decay_as_ours_do(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "schedule_free_adamw"])
-def test_rates_by_pattern_and_frozen_parameters_survive_a_round_trip(tmp_path, name):
+def test_lr_patterns_and_frozen_parameters_roundtrip(tmp_path, name):
     optimizer = {"name": name, "lr_patterns": {"token_embedding": 0.1}, "freeze_patterns": ["head"]}
     config = trained(tmp_path / "a", optimizer=optimizer)
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
@@ -217,7 +217,7 @@ def test_rates_by_pattern_and_frozen_parameters_survive_a_round_trip(tmp_path, n
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
-def test_weights_alone_start_at_step_0(tmp_path):
+def test_weights_only_import_starts_at_step_0(tmp_path):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
@@ -228,7 +228,7 @@ def test_weights_alone_start_at_step_0(tmp_path):
     assert {t.dtype.name for t in checkpoint.params.values()} == {"bfloat16"}
 
 
-def test_missing_optimizer_state_is_said_and_filled_on_request(tmp_path, capsys):
+def test_missing_optimizer_state_is_filled_on_request(tmp_path, capsys):
     config = trained(tmp_path / "a", optimizer={"name": "muon"})
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     result = open_dcp(Directory(tmp_path / "dcp" / "step_2"))
@@ -274,7 +274,7 @@ def run_and_export(tmp_path_factory):
     [
         (["import", "nowhere", "b"], "no checkpoint there"),
         (["import", "dcp", "b"], "give the run's config, --config FILE"),
-        (["import", "a", "b"], "is a run of jaxforge already"),
+        (["import", "a", "b"], "is already a run of jaxforge"),
         (["import", "dcp", "b", "--config=a/config.toml", "--model.n_layers=3"],
          "missing: layers.2"),
         (["import", "dcp", "b", "--config=a/config.toml", "--model.n_layers=1"],
@@ -290,14 +290,14 @@ def run_and_export(tmp_path_factory):
         (["import", "dcp", "b", "--config=a/config.toml", "--model.num_experts=4"],
          "missing: layers.0.mlp.experts.0.down_proj"),
         (["export", "a", "s3:/bucket/b", "--to=dcp"], "write s3://bucket/b"),
-        (["export", "dcp", "b", "--to=dcp"], "export takes a run of jaxforge"),
+        (["export", "dcp", "b", "--to=dcp"], "not a run of jaxforge. Import it first"),
         (["export", "a", "dcp", "--to=dcp"], "is there already"),
         (["export", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
         (["export", "a", "b", "--to=hf", "--model.n_layers=1"],
          "does not match this config; .*\n  left over: layers.1"),
         (["export", "a", "b", "--to=hf", "--model.n_layers=3"], "missing: layers.2"),
         (["export", "a", "b", "--to=dcp", "--model.vocab_size=64"],
-         r"token_embedding.embedding.weight is \[256, 64\], in the model \[64, 64\]"),
+         r"token_embedding.embedding.weight is \[256, 64\], but \[64, 64\] in the model"),
         (["export", "a", "b", "--to=hf", "--model.n_heads=2", "--model.n_kv_heads=1"],
          "model.n_heads is 2 and the weights were trained with 4"),
         (["export", "a", "b", "--to=dcp", "--model.n_heads=8"], "model.n_heads is 8"),
@@ -310,14 +310,14 @@ def run_and_export(tmp_path_factory):
         (["export", "a", "b", "--to=dcp", "--train.batch_size=3"], "no whole number of batches"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(run_and_export, monkeypatch, arguments, message):
+def test_invalid_command_raises(run_and_export, monkeypatch, arguments, message):
     monkeypatch.chdir(run_and_export)
     with pytest.raises(UserError, match=message):
         main(arguments)
     assert not Path("b").exists() or not list(Path("b").glob("step*"))
 
 
-def test_constants_may_be_others_and_it_is_said(tmp_path, capsys):
+def test_other_optimizer_constants_are_noted(tmp_path, capsys):
     trained(tmp_path / "a")
     arguments = ["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"]
     assert main([*arguments, "--model.rope_theta=5e5", "--dry-run"]) == 0
@@ -366,7 +366,7 @@ def big(tmp_path_factory):
 
 
 @pytest.mark.processes
-def test_to_torch_and_to_look_no_jax_is_needed(big, tmp_path):
+def test_export_and_inspect_do_not_import_jax(big, tmp_path):
     """Importing JAX takes as long as copying a gigabyte."""
     run, dcp = str(big[0] / "run"), str(big[0] / "dcp")
     commands = [
@@ -388,7 +388,7 @@ SMALL_BLOCKS = "--max-memory=1MB"  # many units of work, so that there is a midd
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", ["import", "export"])
-def test_killed_in_the_middle_it_goes_on_where_it_was(big, tmp_path, command, monkeypatch):
+def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
     from torch_compat.formats import dcp_writer
 
     directory, config = big
@@ -433,7 +433,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(big, tmp_path, command, mo
 
 @pytest.mark.processes
 @pytest.mark.parametrize("command", ["import", "export"])
-def test_full_disk_leaves_no_checkpoint_and_the_next_try_cleans_up(big, tmp_path, command):
+def test_full_disk_leaves_no_checkpoint(big, tmp_path, command):
     directory, config = big
     arguments = {
         "import": ["import", directory / "dcp", tmp_path / "b", f"--config={config}"],
@@ -451,7 +451,7 @@ def test_full_disk_leaves_no_checkpoint_and_the_next_try_cleans_up(big, tmp_path
 
 
 @pytest.mark.processes
-def test_several_processes_share_the_work(big, tmp_path):
+def test_processes_share_conversion(big, tmp_path):
     directory, config = big
     arguments = ["import", directory / "dcp", tmp_path / "b", f"--config={config}", SMALL_BLOCKS]
     assert compat(*arguments, "--processes=2").returncode == 0
@@ -467,7 +467,7 @@ def test_several_processes_share_the_work(big, tmp_path):
     assert main(["verify", str(tmp_path / "hf"), str(directory / "run")]) == 0
 
 
-def test_partial_conversion_of_something_else_is_begun_anew(tmp_path):
+def test_partial_conversion_of_other_source_is_discarded(tmp_path):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     partial = tmp_path / "b/checkpoints/.step_2.partial"
@@ -478,7 +478,7 @@ def test_partial_conversion_of_something_else_is_begun_anew(tmp_path):
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
 
 
-def test_imported_run_goes_on_as_if_it_had_never_left(tmp_path):
+def test_imported_run_resumes_bit_exactly(tmp_path):
     config_path = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])

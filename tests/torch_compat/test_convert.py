@@ -129,7 +129,7 @@ def test_convert_equals_import_and_export(sources, run, tmp_path, name, target):
     assert {path.name for path in tmp_path.iterdir()} == (result or {"direct", "steps"})
 
 
-def test_experts_change_their_layout_in_one_go(tmp_path):
+def test_convert_changes_layout_of_experts(tmp_path):
     run = write_run(tmp_path / "run", model=MIXTURE)
     config = f"--config={run / 'config.toml'}"
     main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp"])
@@ -143,7 +143,7 @@ def test_experts_change_their_layout_in_one_go(tmp_path):
     assert main(["verify", str(run), str(tmp_path / "hf")]) == 0
 
 
-def test_run_that_compensates_rounding_begins_with_zeros(sources, run, tmp_path):
+def test_rounding_compensation_starts_at_zero(sources, run, tmp_path):
     options = ["--train.param_rounding=kahan", "--train.param_dtype=bfloat16", "--dtype=bfloat16"]
     source, config = sources["kempnerforge"][0], f"--config={run / 'config.toml'}"
     assert main(["import", str(source), str(tmp_path / "b"), config, *options]) == 0
@@ -160,7 +160,7 @@ def test_run_that_compensates_rounding_begins_with_zeros(sources, run, tmp_path)
     assert all(not leaf.any() for leaf in jax.tree.leaves(jax.device_get(lost)))
 
 
-def test_weights_alone_keep_the_step_of_a_dcp_and_start_a_run_at_0(sources, run, tmp_path):
+def test_weights_only_dcp_keeps_step_and_run_starts_at_0(sources, run, tmp_path):
     source, config = str(sources["kempnerforge"][0]), f"--config={run / 'config.toml'}"
     for to in ("dcp", "jaxforge", "hf"):
         arguments = ["convert", source, str(tmp_path / to), f"--to={to}", "--weights-only", config]
@@ -172,7 +172,7 @@ def test_weights_alone_keep_the_step_of_a_dcp_and_start_a_run_at_0(sources, run,
     assert (checkpoint.progress.step, checkpoint.moments, checkpoint.scalars) == (0, None, {})
 
 
-def test_run_of_a_run_is_another_one_with_its_tokenizer_and_documents(run, tmp_path):
+def test_copied_run_has_new_id_and_same_documents(run, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(run, source)
     ByteTokenizer().save(source / "tokenizer")
@@ -195,7 +195,7 @@ def test_run_of_a_run_is_another_one_with_its_tokenizer_and_documents(run, tmp_p
         main(["convert", str(source), str(tmp_path / "c"), "--to=jaxforge", *wrong])
 
 
-def test_run_of_mup_stays_one_and_is_standard_elsewhere(tmp_path):
+def test_mup_run_is_standard_in_other_formats(tmp_path):
     run = write_run(tmp_path / "run", model={"mup_base_width": 16})
     assert main(["convert", str(run), str(tmp_path / "b"), "--to=jaxforge"]) == 0
     assert load_config(tmp_path / "b" / "config.toml").model.mup_base_width == 16
@@ -208,7 +208,7 @@ def test_run_of_mup_stays_one_and_is_standard_elsewhere(tmp_path):
     np.testing.assert_array_equal(head[0]["lm_head.weight"].all(), halved)
 
 
-def test_model_of_hugging_face_keeps_its_documents(run, tmp_path):
+def test_hugging_face_documents_are_kept(run, tmp_path):
     """Family, tokenizer and end-of-text ids stay; the card says nothing about data."""
     tokenizers = pytest.importorskip("tokenizers")
     hf, dst = tmp_path / "mine", tmp_path / "dst"
@@ -238,7 +238,7 @@ def test_model_of_hugging_face_keeps_its_documents(run, tmp_path):
         main(["convert", str(hf), str(tmp_path / "stolen"), "--to=hf"])
 
 
-def test_tokenizer_of_the_data_goes_with_a_dcp(sources, run, tmp_path):
+def test_tokenizer_of_data_is_imported_with_dcp(sources, run, tmp_path):
     ByteTokenizer().save(tmp_path / "tokenizer")
     options = [f"--config={run / 'config.toml'}", f"--data.tokenizer_path={tmp_path}/tokenizer"]
     source = str(sources["kempnerforge"][0])
@@ -250,19 +250,27 @@ def test_tokenizer_of_the_data_goes_with_a_dcp(sources, run, tmp_path):
     ("source", "arguments", "message"),
     [
         ("kempnerforge", ["--to=hf"], "give the run's config, --config FILE"),
-        ("hf", ["--to=hf", "--ranks=2"], "--ranks is for --to dcp: remove it with --to hf"),
-        ("hf", ["--to=dcp", "--max-shard-size=1GB"], "--max-shard-size is for --to hf"),
-        ("hf", ["--to=jaxforge", "--stages=2"], "--stages is for --to dcp"),
-        ("hf", ["--to=jaxforge", "--dialect=hf-llama"], "a run has jaxforge's own: remove it"),
+        (
+            "hf",
+            ["--to=hf", "--ranks=2"],
+            "--ranks only applies to --to dcp. Remove it",
+        ),
+        ("hf", ["--to=dcp", "--max-shard-size=1GB"], "--max-shard-size only applies to --to hf"),
+        ("hf", ["--to=jaxforge", "--stages=2"], "--stages only applies to --to dcp"),
+        (
+            "hf",
+            ["--to=jaxforge", "--dialect=hf-llama"],
+            "run always has jaxforge's names. Remove it",
+        ),
         ("run", ["--to=hf", "--from-dialect=hf-llama"], "--from-dialect: .*is a run of jaxforge"),
         ("run", ["--to=hf", "--resize-vocab"], "--resize-vocab: .*is a run of jaxforge"),
-        ("hf", ["--to=dcp", "--fill-optimizer"], "no optimizer state is converted here"),
+        ("hf", ["--to=dcp", "--fill-optimizer"], "no optimizer state is converted"),
         ("hf", ["--to=dcp", "--stages=9"], "there are model.n_layers = 5"),
         ("hf", ["--to=hf", "--dialect=torchtitan"], "not torchtitan"),
         ("hf", ["--to=jaxforge", "--model.n_layers=4"], "left over: model.layers.4"),
     ],
 )
-def test_mistakes_are_named(sources, tmp_path, source, arguments, message):
+def test_ineffective_option_raises(sources, tmp_path, source, arguments, message):
     with pytest.raises(UserError, match=message):
         main(["convert", str(sources[source][0]), str(tmp_path / "b"), *arguments])
     assert not list(tmp_path.iterdir())
@@ -279,7 +287,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.processes
-def test_killed_in_the_middle_it_goes_on_where_it_was(large, tmp_path, monkeypatch):
+def test_killed_conversion_resumes(large, tmp_path, monkeypatch):
     source, config = large
     destination = tmp_path / "hf"
     arguments = [str(source), str(destination), "--to=hf", f"--config={config}"]
@@ -308,7 +316,7 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(large, tmp_path, monkeypat
 
 
 @pytest.mark.processes
-def test_from_a_dcp_to_safetensors_no_jax_is_needed(large, tmp_path):
+def test_dcp_to_safetensors_does_not_import_jax(large, tmp_path):
     source, config = large
     arguments = ["convert", str(source), str(tmp_path / "hf"), "--to=hf", f"--config={config}"]
     code = (
@@ -320,7 +328,7 @@ def test_from_a_dcp_to_safetensors_no_jax_is_needed(large, tmp_path):
 
 
 @pytest.mark.processes
-def test_several_processes_share_the_work(large, tmp_path):
+def test_processes_share_conversion(large, tmp_path):
     source, config = large
     arguments = ["convert", source, tmp_path / "hf", "--to=hf", f"--config={config}"]
     command = [sys.executable, "-m", "torch_compat", *map(str, arguments), "--processes=2"]

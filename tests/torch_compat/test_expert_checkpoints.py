@@ -25,7 +25,7 @@ from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.checkpoint.stacking import Stacking, layer_of
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.formats.lazy import from_array
-from torch_compat.names.kempnerforge import unknown
+from torch_compat.names.kempnerforge import incompatibilities
 
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
 SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 2, "n_layers": 3}
@@ -167,7 +167,7 @@ def test_other_router_imports_bias_without_its_state(kempnerforge, tmp_path, cap
     ("setting", "message"),
     [
         ("--model.moe_bias_update=none", "left over: layers.0.mlp.router.expert_bias"),
-        ("--model.num_experts=8", "router has 4 rows there and model.num_experts is 8: that is"),
+        ("--model.num_experts=8", "4 rows in the checkpoint and model.num_experts is 8: set it"),
         ("--model.moe_frequency=2", "missing: layers.0.mlp.down_proj.weight"),
         ("--model.num_experts=0", "left over: layers.0.mlp.experts.0"),
     ],
@@ -294,10 +294,12 @@ def test_overwritten_expert_shards_are_refused(tmp_path, packed):
 def test_features_unknown_to_kempnerforge_are_listed():
     def said(**keys):
         model = tiny_config(model={"ffn_hidden_dim": 64, **MIXTURE, **keys}).model
-        return [note.removeprefix("KempnerForge has no model.") for note in unknown(model)]
+        return [
+            note.removeprefix("KempnerForge has no model.") for note in incompatibilities(model)
+        ]
 
     own = {"moe_router": "sigmoid_topk", "moe_bias_update": "kempnerforge"}
-    assert said() == ["moe_expert_dim: model.moe_expert_ffn_multiplier = 0.5 there"]
+    assert said() == ["moe_expert_dim: set model.moe_expert_ffn_multiplier = 0.5 in its config"]
     assert said(moe_expert_dim=None) == []
     assert said(moe_expert_dim=None, **own) == []
     (width,) = said(moe_expert_dim=24)
@@ -308,7 +310,7 @@ def test_features_unknown_to_kempnerforge_are_listed():
                        "moe_groups": 2, "moe_first_dense_layers": 1, "swiglu_limit": 7.0,
                        "attention_sinks": True}.items():  # fmt: skip
         (note,) = said(moe_expert_dim=None, **{key: value})
-        assert note == f"{key}: it would load these weights and compute something else"
+        assert note == f"{key}: it would load these weights and compute a different model"
     (note,) = said(moe_expert_dim=None, activation="swiglu_oai")
     assert note.startswith('activation = "swiglu_oai": it would')
     (note,) = said(moe_expert_dim=None, moe_router="sigmoid_topk", moe_bias_update="sign")

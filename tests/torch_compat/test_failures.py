@@ -68,7 +68,7 @@ def is_durable(sources, to):
         ("dcp", "fsync"), ("dcp", "rename"), ("dcp", "symlink"),
     ],
 )  # fmt: skip
-def test_disk_that_fills_up_leaves_all_or_nothing(sources, tmp_path, monkeypatch, command, call):
+def test_full_disk_leaves_complete_result_or_none(sources, tmp_path, monkeypatch, command, call):
     """At the first and at the last call of each kind; then the same command goes on."""
     with monkeypatch.context() as patched:
         counted = Disk(patched, call)
@@ -93,14 +93,14 @@ def test_disk_that_fills_up_leaves_all_or_nothing(sources, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK])
-def test_file_systems_without_hard_links(sources, tmp_path, monkeypatch, number):
+def test_conversion_works_without_hard_links(sources, tmp_path, monkeypatch, number):
     disk = Disk(monkeypatch, "link", "always", number)
     convert(sources, tmp_path / "to", "import")
     assert disk.calls
     assert is_durable(sources, tmp_path / "to")
 
 
-def test_import_that_was_killed_at_its_end_is_whole_at_the_next_try(sources, tmp_path, monkeypatch):
+def test_import_killed_at_end_is_completed(sources, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(orbax_store, "finish_import", lambda run, at: at.exists() and 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -114,9 +114,7 @@ def test_import_that_was_killed_at_its_end_is_whole_at_the_next_try(sources, tmp
 
 
 @pytest.mark.parametrize("command", ["import", "hf", "dcp"])
-def test_source_that_vanishes_is_not_called_a_destination_that_cannot_be_written(
-    sources, tmp_path, monkeypatch, command
-):
+def test_vanished_source_is_not_reported_as_destination(sources, tmp_path, monkeypatch, command):
     own = tmp_path / "own"
     shutil.copytree(sources, own)
     write = Staging.write
@@ -131,7 +129,7 @@ def test_source_that_vanishes_is_not_called_a_destination_that_cannot_be_written
     assert "written" not in str(raised.value)
 
 
-def test_source_that_becomes_shorter_is_named(tmp_path):
+def test_truncated_source_is_named(tmp_path):
     (tmp_path / "x").write_bytes(bytes(10_000))
     file = files.Directory(tmp_path).open("x")
     os.truncate(tmp_path / "x", 100)
@@ -139,7 +137,7 @@ def test_source_that_becomes_shorter_is_named(tmp_path):
         file(5000, 10)
 
 
-def test_directories_that_cannot_be_synced_are_left_to_the_file_system(tmp_path, monkeypatch):
+def test_unsyncable_directories_are_accepted(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     Disk(monkeypatch, "fsync", "always", errno.EINVAL)
     files.sync(tmp_path)
@@ -147,7 +145,7 @@ def test_directories_that_cannot_be_synced_are_left_to_the_file_system(tmp_path,
         files.sync(tmp_path / "file")
 
 
-def test_failure_without_a_place_to_link_names_the_checkpoint(sources, tmp_path, monkeypatch):
+def test_failed_latest_link_names_checkpoint(sources, tmp_path, monkeypatch):
     Disk(monkeypatch, "symlink", "always", errno.EPERM)
     with pytest.raises(StorageError, match=r"step_3 is whole, but .*latest"):
         convert(sources, tmp_path / "to", "dcp")

@@ -22,14 +22,14 @@ from tests.conftest import tiny_config
 from tests.helpers import placed, setup
 from torch_compat.checkpoint import checkpoints, hf_config
 from torch_compat.checkpoint.dcp_state import ReadOptions
-from torch_compat.families import FAMILIES, NOT_BUILT
+from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402 (transformers needs it)
 
-from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs torch)
+from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
     ROOT,
     TEXTS,
     assert_same_bits,
@@ -228,7 +228,7 @@ def assert_close(ours, theirs, what="logits"):
     assert np.abs(np.asarray(ours) - theirs).max() < 1e-5 * np.abs(theirs).max(), what
 
 
-def test_logits_are_the_same(imported):
+def test_logits_match_transformers(imported):
     _, _, network, (model, params) = imported
     theirs = their_logits(network, tokens_of())
     assert_close(compiled(model)(params, tokens_of()), theirs)
@@ -248,7 +248,7 @@ CACHED = [
 
 
 @pytest.mark.parametrize("imported", CACHED, indirect=True)
-def test_logits_are_the_same_with_a_cache(imported):
+def test_cached_logits_match_transformers(imported):
     """A prompt, then token by token."""
     case, _, _, (model, params) = imported
     tokens, first = tokens_of(), 20
@@ -268,7 +268,7 @@ def test_logits_are_the_same_with_a_cache(imported):
     assert_close(np.concatenate(logits, axis=1), torch.cat(theirs, dim=1).numpy())
 
 
-def test_export_is_the_same_again(imported, tmp_path):
+def test_export_of_import_is_identical(imported, tmp_path):
     """The export has the imported family, keys and generation settings."""
     _, path, network, (model, _) = imported
     back = export(path / "run", tmp_path / "back")
@@ -307,7 +307,7 @@ EPS = 1e-6  # so that no rounding decides which way an element steps
 
 
 @pytest.mark.parametrize("imported", TRAINED, indirect=True)
-def test_ten_updates_are_torchs(imported):
+def test_ten_updates_match_torch(imported):
     case, _, _, (model, params) = imported
     config = tiny_config(
         model={**model.model_dump(), **WITHOUT_BALANCE},
@@ -390,22 +390,22 @@ def minimal(model_type, **keys):
         (minimal("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
         (minimal("gpt2", layer_norm_epsilon=-1), "layer_norm_epsilon = -1 is not possible"),
         (minimal("arcee"), "hidden_act = 'relu2'"),
-        (minimal("llama", hidden_act="quick_gelu"), "hidden_act = 'quick_gelu'; here are silu"),
+        (minimal("llama", hidden_act="quick_gelu"), "'quick_gelu'; supported are silu"),
         (minimal("llama", partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (minimal("llama", rope_parameters=rope("proportional")), "of type 'proportional'"),
         (minimal("llama", rope_parameters=rope("linear")), "rope_parameters does not give factor"),
         (minimal("llama", rope_parameters=rope("default", mrope_section=[1])), "has mrope_section"),
         (minimal("phi3", rope_scaling={**LONGROPE, "long_factor": [1, "x"]}), "has long_factor"),
         (minimal("gemma3_text", rope_parameters={"sliding_attention": LLAMA3}),
-         "sliding layers have no scaling of their own"),
+         "a scaling of sliding layers is not supported"),
         (minimal("olmoe", clip_qkv=8.0), "no counterpart of clip_qkv = 8.0 in olmoe"),
-        (minimal("olmoe", head_dim=16), "head_dim = 16: its heads divide hidden_size"),
+        (minimal("olmoe", head_dim=16), "head_dim = 16: all heads must add up to"),
         (minimal("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[2]), "mlp_only_layers = .2."),
         (minimal("qwen3_moe", decoder_sparse_step=3), "no layer has experts with decoder_sparse"),
-        (minimal("qwen2_moe", sliding_window=0, use_sliding_window=True), "sliding_window = 0 is"),
+        (minimal("qwen2_moe", sliding_window=0, use_sliding_window=True), "must be at least 1"),
         (minimal("qwen2_moe", shared_expert_intermediate_size=0), "_size = 0 is not possible"),
         (minimal("dots1"), "does not give n_routed_experts, num_experts_per_tok, n_shared"),
-        (minimal("dots1", **{**DEEPSEEK, "n_group": 8}), "n_group = 8: a group is judged by two"),
+        (minimal("dots1", **{**DEEPSEEK, "n_group": 8}), "n_group = 8: a group needs at least two"),
         (minimal("glm4_moe", n_routed_experts=None), "n_routed_experts = None is not possible"),
         (minimal("mixtral", expert_capacity=4), "counterpart of expert_capacity = 4 in mixtral"),
         (minimal("gpt_oss", swiglu_alpha=1.5), "no counterpart of swiglu_alpha = 1.5 in gpt_oss"),
@@ -415,7 +415,7 @@ def minimal(model_type, **keys):
          r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
         (minimal("ernie4_5_moe"), "takes rotary positions of neighbouring channels: not built"),
         (minimal("deepseek_v2"), "takes multi-head latent attention: not built yet"),
-        (minimal("bert"), "'bert' takes an encoder, with attention to both sides: not built yet"),
+        (minimal("bert"), "'bert' takes an encoder, with bidirectional attention: not built yet"),
         (minimal("deepseek_v3"), "takes multi-head latent attention: not built yet"),
         (minimal("mamba2"), "takes state-space or recurrent layers: not built yet"),
         (minimal("gemma3"), "takes an encoder of images or sound: not built yet"),
@@ -458,7 +458,7 @@ OLDER = [
 @pytest.mark.parametrize(
     ("model_type", "keys"), [*((name, {}) for name in FAMILIES), *OLDER], ids=str
 )
-def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(model_type, keys):
+def test_minimal_and_old_configs_match_transformers(model_type, keys):
     """transformers fills in every key of its current version."""
     given = {**(FEW_OF_GPT2 if model_type == "gpt2" else FEW), **keys}
     if model_type == "arcee":  # whose default is not built
@@ -472,7 +472,7 @@ def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(m
 
 
 @pytest.mark.parametrize("kind", ["su", "yarn"])
-def test_first_phi3_had_other_names_for_longrope(kind):
+def test_old_longrope_names_of_phi3_are_read(kind):
     old, new = (
         hf_config.model_table(minimal("phi3", rope_scaling={**LONGROPE, "type": each}), "")
         for each in (kind, "longrope")
@@ -484,7 +484,7 @@ NONSENSE = [None, "x", -1, 0, 10**400, 1e300, True, [], [1, "x"], {}, {"a": []}]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_nonsense_is_refused_and_breaks_nothing(model_type):
+def test_invalid_values_raise_user_error(model_type):
     """Each key of each family with values of any kind, at the top and among rotary parameters."""
     keys = set(FAMILIES[model_type].defaults) | FAMILIES[model_type].names.keys()
     inner = ("rope_type", "factor", "rope_theta", "short_factor", "mscale", "full_attention")
@@ -499,10 +499,10 @@ def test_nonsense_is_refused_and_breaks_nothing(model_type):
 
 
 def test_supported_families_are_not_listed_as_unsupported():
-    assert not FAMILIES.keys() & NOT_BUILT.keys()
+    assert not FAMILIES.keys() & UNSUPPORTED_FAMILIES.keys()
 
 
-def test_keys_of_null_and_false_ask_for_nothing():
+def test_null_and_false_keys_are_ignored():
     config = minimal("llama", sliding_window=None, rope_interleaved=False, layer_types=None)
     assert hf_config.model_table(config, "") == hf_config.model_table(minimal("llama"), "")
 
@@ -558,7 +558,7 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
     ],
     ids=str,
 )
-def test_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
+def test_export_selects_matching_family(tmp_path, keys, family):
     """KempnerForge's models among them; the logits are transformers'."""
     model = ModelConfig(**{**OURS, **keys}, init_std=0.2)
     assert hf_config.select_family(model) == family
@@ -569,7 +569,7 @@ def test_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
     assert_close(compiled(model)(variables, tokens_of()), theirs)
 
 
-def test_gemma_of_the_docs_is_one():
+def test_documented_gemma_config_is_exported_as_gemma():
     page = (ROOT / "docs" / "configs.md").read_text()
     (text,) = re.findall(r"```toml\n(\[model\]\ndim.*?)```", page, re.DOTALL)
     assert hf_config.select_family(ModelConfig(**tomllib.loads(text)["model"])) == "gemma2"
@@ -605,12 +605,12 @@ def test_gemma_of_the_docs_is_one():
     ],
     ids=str,
 )
-def test_model_without_a_family_is_not_exported(keys, message):
+def test_export_without_matching_family_raises(keys, message):
     with pytest.raises(UserError, match=message):
         hf_config.select_family(ModelConfig(**OURS, **keys))
 
 
-def test_losses_of_experts_and_their_kernel_make_no_other_model():
+def test_expert_losses_do_not_affect_family():
     """Losses and kernels of experts are settings of a run, not of a file."""
     plain = ModelConfig(**OURS, **MIXTURE)
     other = plain.model_copy(update={
@@ -637,7 +637,7 @@ OF_FILES = {
 
 
 @pytest.mark.parametrize("name", OF_FILES)
-def test_keys_are_those_of_published_files(name):
+def test_exported_keys_match_published_files(name):
     """vLLM and transformers 4 know no others, and would take their defaults."""
     more = SIGN if "n_routed_experts" in OF_FILES[name] else SHARED
     more = SINKS if name == "gpt_oss" else more
@@ -648,7 +648,7 @@ def test_keys_are_those_of_published_files(name):
     assert len(of_experts & written.keys()) == 1
 
 
-def test_bias_of_a_router_stays_float32(tmp_path):
+def test_router_bias_stays_float32(tmp_path):
     """transformers stores it in float32 for weights of any dtype."""
     network = network_of("dots1").to(torch.bfloat16)
     router = network.model.layers[1].mlp.gate
@@ -667,7 +667,7 @@ def test_bias_of_a_router_stays_float32(tmp_path):
     assert torch.equal(again.e_score_correction_bias, router.e_score_correction_bias)
 
 
-def test_files_in_mxfp4_are_refused_with_what_to_do(tmp_path):
+def test_mxfp4_files_are_refused_with_advice(tmp_path):
     """Published ones have blocks and scales in place of `gate_up_proj` and `down_proj`."""
     network_of("gpt_oss").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
@@ -682,7 +682,7 @@ def test_files_in_mxfp4_are_refused_with_what_to_do(tmp_path):
         load(tmp_path / "hf", tmp_path / "run")
 
 
-def test_layers_that_predict_further_tokens_are_left_out_and_it_is_said(tmp_path):
+def test_multi_token_prediction_layers_are_left_out(tmp_path):
     """GLM 4.5's files have them after the last; transformers passes over them as well."""
     network = network_of("glm4_moe")
     network.save_pretrained(tmp_path / "hf")
@@ -774,7 +774,7 @@ def logits_of_ours(directory, params):
 
 
 @pytest.mark.parametrize("imported", FIRST, indirect=True)
-def test_each_key_of_config_json_does_what_it_does_in_transformers(imported, tmp_path):
+def test_config_keys_have_same_effect_as_in_transformers(imported, tmp_path):
     _, path, network, (model, params) = imported
     config, weights = config_json(path / "hf"), network.state_dict()
     shutil.copy(path / "hf" / "model.safetensors", tmp_path)
@@ -821,7 +821,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("imported", FIRST, indirect=True)
-def test_prefixes_of_wrappers_and_of_the_base_class_make_no_difference(imported):
+def test_wrapper_prefixes_are_ignored(imported):
     _, path, *_ = imported
     plain = read_as(path, str)
     for what, rename in WRAPPERS.items():
@@ -832,7 +832,7 @@ def test_prefixes_of_wrappers_and_of_the_base_class_make_no_difference(imported)
 
 
 @pytest.mark.parametrize("imported", ["llama"], indirect=True)
-def test_names_of_the_file_are_listed_among_many_that_do_not_fit(imported):
+def test_unused_file_keys_are_listed(imported):
     _, path, *_ = imported
     with pytest.raises(UserError, match=r"(?s)missing: .*left over: encoder\.model\.layers\.\d"):
         read_as(path, lambda key: f"encoder.{key}")
@@ -843,7 +843,7 @@ def test_names_of_the_file_are_listed_among_many_that_do_not_fit(imported):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_keys_of_generation_and_of_trainers_are_passed_over(model_type):
+def test_generation_and_trainer_keys_are_ignored(model_type):
     left = {"unsloth_fixed": True, "unsloth_version": "2024.9", "neftune_noise_alpha": 5,
             "pad_to_multiple_of": 8, "max_length": 20, "temperature": 0.6, "top_p": 0.9,
             "do_sample": True, "pruned_heads": {}, "use_bfloat16": True}  # fmt: skip

@@ -52,7 +52,7 @@ def test_writing_starts_sync_of_each_part(source, tmp_path, monkeypatch):
     assert copied(source, tmp_path / "target") == expected(source)
 
 
-@pytest.mark.parametrize("number", sorted(files._CANNOT_COPY))
+@pytest.mark.parametrize("number", sorted(files.CANNOT_COPY))
 def test_kernel_copy_falls_back_to_write(source, tmp_path, monkeypatch, number):
     def refuse(*_):
         raise OSError(number, os.strerror(number))

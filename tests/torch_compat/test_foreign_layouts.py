@@ -58,11 +58,11 @@ def read(path, state, *, tied=False, **options):
 
 def assert_state_of(checkpoint, model, optimizer=None):
     """Assert that weights and moments equal those of torch for each parameter."""
-    their_name = NAME_MAPS["hf-llama"].their_name
+    key_for = NAME_MAPS["hf-llama"].key_for
     parameters = dict(model.named_parameters())
-    assert {their_name(name) for name in checkpoint.params} == parameters.keys()
+    assert {key_for(name) for name in checkpoint.params} == parameters.keys()
     for name, tensor in checkpoint.params.items():
-        parameter = parameters[their_name(name)]
+        parameter = parameters[key_for(name)]
         np.testing.assert_array_equal(tensor.all(), parameter.detach().numpy())
         for field, theirs in {"mu": "exp_avg", "nu": "exp_avg_sq"}.items() if optimizer else ():
             moment = checkpoint.moments[field][name].all()

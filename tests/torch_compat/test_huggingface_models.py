@@ -1,33 +1,26 @@
 """Models to and from Hugging Face directories, judged by what `transformers` makes of them."""
 
-import dataclasses
-import functools
 import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxforge import inference
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.commands import generate, train
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.data.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
+from jaxforge.data.corpus.tokenizer import END_OF_TEXT, load_tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference.evaluation import evaluate
 from jaxforge.model.transformer import Model
 from jaxforge.runs import run_directory
-from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import init_train_state
 from jaxforge.training.hooks import Hook
-from tests.conftest import tiny_config
 from tests.helpers import setup
 from torch_compat.checkpoint import checkpoints, hf_config, hf_state, restore
 from torch_compat.checkpoint.dcp_state import ReadOptions
@@ -35,16 +28,33 @@ from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.convert import conversion
 from torch_compat.convert.source import Request
 from torch_compat.formats.files import Directory
-from torch_compat.formats.workers import Share, Workers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.machine import PATIENCE  # noqa: E402 (needs torch)
-from tests.model.test_transformers_parity import SHAPE, hugging_face  # noqa: E402 (needs torch)
+from tests.model.transformers_models import SHAPE as SMALL_SHAPE  # noqa: E402 (needs torch)
+from tests.model.transformers_models import hugging_face  # noqa: E402
+from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
+    ROOT,
+    TEXTS,
+    assert_same_bits,
+    bpe,
+    config_json,
+    config_of,
+    export,
+    load,
+    open_theirs,
+    our_logits,
+    params_of,
+    random_params,
+    save_run,
+    tensors_of,
+    their_logits,
+    tokens_of,
+)
 
-ROOT = Path(__file__).parents[2]
-SHAPE = {**SHAPE, "max_seq_len": 256, "init_std": 0.1}
+SHAPE = {**SMALL_SHAPE, "max_seq_len": 256, "init_std": 0.1}
 QK_NORM = {"qk_norm": True, "norm_eps": 1e-6, "qk_norm_eps": 1e-6}
 MODELS = {
     "Llama": {},
@@ -58,7 +68,6 @@ MODELS = {
     "Qwen3": QK_NORM,
     "Qwen3, wide heads, tied": {**QK_NORM, "head_dim": 32, "tie_embeddings": True},
 }
-TEXTS = ["the quick brown fox jumps over the lazy dog. " * 8, "Ein Käse, zwei Käse – 3 €  ?\n"]
 
 
 def family(case):
@@ -69,107 +78,8 @@ def model_of(case):
     return ModelConfig(**{**SHAPE, **MODELS[case]})
 
 
-def config_of(model, **sections):
-    keys = {"model": model.model_dump(exclude_unset=True), "train": {"mixed_precision": "fp32"}}
-    return tiny_config(**{**keys, **sections})
-
-
-def random_params(model):
-    """Norms and biases too: at 1 and 0, as they are made, they could be swapped unnoticed."""
-    rng = np.random.default_rng(0)
-
-    def leaf(path, like):
-        names = [part.key for part in path]
-        if any("norm" in name for name in names):
-            return rng.uniform(0.5, 1.5, like.shape).astype(np.float32)
-        scale = 0.5 if names[-1] == "bias" else 0.1
-        return (scale * rng.standard_normal(like.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(leaf, Model(model).abstract)
-
-
-def save_run(path, config, params=None):
-    """A run directory of jaxforge at step 3, which has moved no moment: nothing is compiled."""
-    ours, params = setup(config), params or random_params(config.model)
-    like = jax.eval_shape(lambda given: init_train_state(ours.model, given, ours.optimizer), params)
-    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-    state = jax.device_put(dataclasses.replace(state, params=params))
-    run_directory.prepare(path, config)
-    section = config.checkpoint.model_copy(update={"async_mode": "disabled"})
-    saved = Checkpoints(path, section, ours.model.axes, config.model_dump(mode="json"))
-    saved.save(Progress(step=3), state)
-    saved.close()
-    return path
-
-
-def export(run, directory, **options):
-    convert(Request(checkpoints.find(run), directory, "hf", **options), directory)
-    return directory
-
-
 def export_notes(run, **options):
     return conversion.plan(Request(checkpoints.find(run), run / "never", "hf", **options)).notes
-
-
-def load(source, run, *overrides, dtype=None):
-    """Imports; the plan's notes."""
-    request = Request(checkpoints.find(source), run, "jaxforge", overrides=overrides, dtype=dtype)
-    return convert(request, run / "checkpoints" / "step_0").notes
-
-
-def convert(request, expected):
-    """Convert to an expected path; the plan."""
-    plan = conversion.plan(request)
-    assert conversion.run(request, plan, Share(), lambda _: None, Workers()) == expected
-    return plan
-
-
-def params_of(run):
-    trained = inference.open_run(run, devices=jax.devices()[:1])
-    with trained.in_use() as params:
-        return trained.config.model, jax.device_get(params)
-
-
-@functools.lru_cache(16)  # programs take memory
-def compiled(model):
-    network = Model(model)
-    return jax.jit(lambda params, tokens: network.logits(params, network.hidden(params, tokens)))
-
-
-def our_logits(model, params, tokens):
-    return np.asarray(compiled(model)(params, tokens))
-
-
-def tokens_of(model, n=24):
-    return np.random.default_rng(1).integers(0, model.vocab_size, (2, n))
-
-
-def their_logits(network, tokens):
-    with torch.no_grad():
-        logits = network.float()(torch.from_numpy(tokens)).logits.numpy()
-    assert logits.std() > 0.1
-    return logits
-
-
-def open_theirs(directory, **options):
-    """Return the network; every weight must come from the files."""
-    network, info = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, output_loading_info=True, attn_implementation="eager",
-        **{"dtype": torch.float32, **options},
-    )  # fmt: skip
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return network
-
-
-def tensors_of(directory):
-    return {k: t.all() for k, t in checkpoints.find(directory).raw().items()}
-
-
-def assert_same_bits(first, other):
-    assert first.keys() == other.keys()
-    for name in first:
-        assert first[name].dtype == other[name].dtype
-        assert first[name].tobytes() == other[name].tobytes(), name
 
 
 def normal(model):
@@ -182,15 +92,11 @@ def normal(model):
     })  # fmt: skip
 
 
-def config_json(directory):
-    return json.loads((directory / "config.json").read_text())
-
-
 # Export
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_export_is_the_same_model_in_transformers(tmp_path, case):
+def test_export_matches_transformers(tmp_path, case):
     model = model_of(case)
     run = save_run(tmp_path / "run", config_of(model))
     dialect = "hf-mistral" if case == "Mistral" else None
@@ -201,7 +107,7 @@ def test_export_is_the_same_model_in_transformers(tmp_path, case):
     np.testing.assert_allclose(ours, their_logits(network, tokens), rtol=0, atol=1e-5)
 
 
-def test_command_exports(tmp_path):
+def test_export_command_writes_model(tmp_path):
     model = model_of("Qwen2")
     run = save_run(tmp_path / "run", config_of(model))
     command = [sys.executable, "-m", "torch_compat", "export", run, tmp_path / "hf", "--to", "hf"]
@@ -218,7 +124,7 @@ def test_command_exports(tmp_path):
 @pytest.mark.parametrize(
     "dialect", ["hf-llama", "hf-qwen2", "hf-qwen3", "hf-qwen3-moe", "kempnerforge"]
 )
-def test_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
+def test_export_with_missing_parameters_raises(tmp_path, dialect):
     """A Qwen2 of a model without biases would have biases of chance in transformers."""
     case = "Qwen3" if dialect == "hf-llama" else "Llama"
     run = save_run(tmp_path / "run", config_of(model_of(case)))
@@ -237,7 +143,7 @@ def test_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
     ],
     ids=str,
 )
-def test_model_without_a_family_is_refused(tmp_path, keys, message):
+def test_model_without_family_raises(tmp_path, keys, message):
     with pytest.raises(UserError, match=message):
         hf_config.select_family(ModelConfig(**{**SHAPE, **keys}))
     if "num_experts" not in keys:
@@ -264,7 +170,7 @@ def imported(request, tmp_path_factory):
     return case, path, network
 
 
-def test_import_is_the_same_model(imported):
+def test_import_matches_transformers(imported):
     case, path, _ = imported
     model, params = params_of(path / "run")
     assert model == normal(model_of(case))
@@ -273,7 +179,7 @@ def test_import_is_the_same_model(imported):
     np.testing.assert_allclose(ours, their_logits(network, tokens), rtol=0, atol=1e-5)
 
 
-def test_there_and_back_every_bit_is_kept(imported, tmp_path):
+def test_import_and_export_roundtrip_bit_exactly(imported, tmp_path):
     case, path, _ = imported
     dialect = "hf-mistral" if family(case) == "Mistral" else None
     back = export(path / "run", tmp_path / "hf", dialect=dialect)
@@ -297,7 +203,7 @@ def starting_params(config, directory):
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 4, "tp": 2}], ids=str)
 @pytest.mark.parametrize("imported", [("Qwen2", "bfloat16")], indirect=True)
-def test_run_starts_with_the_weights(imported, tmp_path, distributed):
+def test_run_starts_from_imported_weights(imported, tmp_path, distributed):
     """Weights of an imported run and of the directory itself are equal."""
     case, path, network = imported
     config = config_of(model_of(case), distributed={"dp_shard": 1, **distributed})
@@ -317,7 +223,7 @@ class Look(Hook):
 
 
 @pytest.mark.parametrize("imported", [("Llama", "float32")], indirect=True)
-def test_training_goes_on_from_an_import(imported, tmp_path):
+def test_training_continues_from_import(imported, tmp_path):
     """A step of no length, so that the weights are what they were."""
     _, path, _ = imported
     shutil.copytree(path / "run", tmp_path / "run")
@@ -332,7 +238,7 @@ def test_training_goes_on_from_an_import(imported, tmp_path):
 
 
 @pytest.mark.parametrize("imported", [("Llama", "float32")], indirect=True)
-def test_direct_start_keeps_the_documents_of_the_model(imported, tmp_path):
+def test_direct_start_keeps_model_documents(imported, tmp_path):
     """Exports of both have equal configs, as after an import."""
     case, path, _ = imported
     config = config_of(model_of(case), distributed={"dp_shard": -1})
@@ -358,14 +264,8 @@ def test_direct_start_keeps_the_documents_of_the_model(imported, tmp_path):
 # Tokenizers
 
 
-def bpe(path):
-    tokenizer = train_bpe(TEXTS, 300)
-    tokenizer.save(path)
-    return tokenizer
-
-
 @pytest.mark.parametrize("case", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_tokenizer_is_exported_with_its_model(tmp_path, case):
+def test_tokenizer_is_exported_with_model(tmp_path, case):
     ours = bpe(tmp_path / "tokenizer")
     model = model_of(case).model_copy(update={"vocab_size": 300})
     data = {"tokenizer_path": str(tmp_path / "tokenizer")}
@@ -390,7 +290,7 @@ def test_tokenizer_is_exported_with_its_model(tmp_path, case):
     assert load_tokenizer(directory).fingerprint == ours.fingerprint
 
 
-def test_bytes_have_no_tokenizer_there(tmp_path):
+def test_byte_tokenizer_is_not_exported(tmp_path):
     config = config_of(model_of("Llama").model_copy(update={"vocab_size": 257}),
                        data={"tokenizer_path": "byte"})  # fmt: skip
     directory = export(save_run(tmp_path / "run", config), tmp_path / "hf")
@@ -418,7 +318,7 @@ def with_tokenizer(tmp_path_factory):
     return path, network
 
 
-def test_import_has_the_tokenizer(with_tokenizer, tmp_path):
+def test_import_keeps_tokenizer(with_tokenizer, tmp_path):
     path, _ = with_tokenizer
     tokenizer, theirs = run_directory.read_tokenizer(path / "run"), load_tokenizer(path / "hf")
     assert (tokenizer.fingerprint, tokenizer.eos_id) == (theirs.fingerprint, 0)
@@ -429,7 +329,7 @@ def test_import_has_the_tokenizer(with_tokenizer, tmp_path):
     assert run_directory.read_tokenizer(tmp_path / "other").eos_id == 256  # one's own wins
 
 
-def test_import_generates_and_is_evaluated(with_tokenizer, tmp_path, capsysbinary):
+def test_import_can_be_generated_from_and_evaluated(with_tokenizer, tmp_path, capsysbinary):
     path, network = with_tokenizer
     precise = "--train.mixed_precision=fp32"
     arguments = ["--prompt=the lazy fox", "--max-tokens=6", "--temperature=0", precise]
@@ -487,7 +387,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("keys", CONFIGS, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_config_json_means_what_transformers_takes_it_for(kind, keys):
+def test_config_json_matches_transformers(kind, keys):
     """Defaults of each family; the forms of transformers 4 and 5."""
     given = minimal(kind, **keys)
     if not kind.startswith("qwen") and {"layer_types", "use_sliding_window"} & keys.keys():
@@ -530,7 +430,7 @@ def test_config_json_means_what_transformers_takes_it_for(kind, keys):
                                  original_max_seq_len=33)},
     {"qkv_bias": True}, {**QK_NORM}, {"n_layers": 5},
 ], ids=str)  # fmt: skip
-def test_exported_config_gives_the_model_back(tmp_path, keys):
+def test_exported_config_roundtrips(tmp_path, keys):
     """Also after transformers has rewritten it, and by what version 4 or 5 alone looks at."""
     model = ModelConfig(**{**SHAPE, **keys})
     family = hf_config.select_family(model)
@@ -565,7 +465,7 @@ def test_exported_config_gives_the_model_back(tmp_path, keys):
         ("llama", {"hidden_size": "64"}, "does not give hidden_size"),
     ],
 )  # fmt: skip
-def test_tensors_unknown_to_the_model_are_refused(tmp_path, kind, keys, message):
+def test_unknown_tensors_raise(tmp_path, kind, keys, message):
     (tmp_path / "config.json").write_text(json.dumps(minimal(kind, **keys)))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(UserError, match=message) as error:
@@ -574,7 +474,7 @@ def test_tensors_unknown_to_the_model_are_refused(tmp_path, kind, keys, message)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{"])
-def test_config_that_is_none_is_refused(tmp_path, text):
+def test_invalid_config_json_raises(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json: not"):
         hf_state.read_config(Directory(tmp_path))
@@ -592,7 +492,7 @@ WINDOWS = pytest.mark.parametrize(
 
 
 @WINDOWS
-def test_layers_that_see_a_window_go_both_ways(tmp_path, case, keys, windows):
+def test_sliding_window_layers_roundtrip(tmp_path, case, keys, windows):
     """Shorter than the sequence and longer, whole and with a cache."""
     network = hugging_face(family(case), model_of(case))
     network.save_pretrained(tmp_path / "hf")
@@ -622,13 +522,13 @@ def one_by_one(config, params, tokens):
     return np.concatenate(logits, axis=1)
 
 
-def test_other_windows_than_the_weights_were_trained_with_are_noted(tmp_path):
+def test_changed_windows_are_noted(tmp_path):
     hugging_face(family("Mistral"), model_of("Mistral")).save_pretrained(tmp_path / "hf")
     (note,) = load(tmp_path / "hf", tmp_path / "run", "--model.sliding_window=8")
     assert "layers that see all tokens and [model] 8: the weights were trained" in note
 
 
-def test_config_of_ones_own_that_differs_is_noted(tmp_path, caplog):
+def test_different_user_config_is_noted(tmp_path, caplog):
     """Shapes tell nothing of these keys."""
     hugging_face("Qwen3", model_of("Qwen3")).save_pretrained(tmp_path / "hf")
     notes = load(tmp_path / "hf", tmp_path / "run", "--model.norm_eps=1e-3",
@@ -647,7 +547,7 @@ def test_config_of_ones_own_that_differs_is_noted(tmp_path, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_cast_is_torchs_own(tmp_path):
+def test_cast_matches_torch(tmp_path):
     """To the nearest, ties to even; what would become infinite is refused (see test_limits)."""
     model = model_of("Llama")
     params = random_params(model)
@@ -664,7 +564,7 @@ def test_cast_is_torchs_own(tmp_path):
         assert open_theirs(tmp_path / dtype, dtype="auto").dtype == getattr(torch, dtype)
 
 
-def test_import_casts_too(tmp_path):
+def test_import_casts_weights(tmp_path):
     network = hugging_face("Llama", model_of("Llama"))
     network.save_pretrained(tmp_path / "hf")
     load(tmp_path / "hf", tmp_path / "run", dtype="bfloat16")
@@ -674,7 +574,7 @@ def test_import_casts_too(tmp_path):
     assert config_json(back)["dtype"] == "bfloat16"
 
 
-def test_mixed_dtypes_stay_and_none_is_narrowed_on_loading(tmp_path):
+def test_mixed_dtypes_are_preserved(tmp_path):
     network = hugging_face("Llama", model_of("Llama")).to(torch.bfloat16)
     for name, module in network.named_modules():
         if name.endswith("norm"):
@@ -691,7 +591,7 @@ def test_mixed_dtypes_stay_and_none_is_narrowed_on_loading(tmp_path):
         np.testing.assert_array_equal(loaded[name].float().numpy(), tensor.astype(np.float32))
 
 
-def test_layers_of_several_dtypes_are_refused(tmp_path):
+def test_layers_with_different_dtypes_raise(tmp_path):
     network = hugging_face("Llama", model_of("Llama"))
     network.model.layers[1].self_attn.q_proj.to(torch.bfloat16)
     network.save_pretrained(tmp_path / "hf")
@@ -700,7 +600,7 @@ def test_layers_of_several_dtypes_are_refused(tmp_path):
     load(tmp_path / "hf", tmp_path / "run", dtype="float32")
 
 
-def test_files_are_cut_where_they_get_too_large(tmp_path):
+def test_large_export_is_split_into_files(tmp_path):
     run = save_run(tmp_path / "run", config_of(model_of("Llama")))
     item = tensors_of(export(run, tmp_path / "one"))
     directory = export(run, tmp_path / "several", largest_file=50_000)

@@ -52,9 +52,7 @@ def replace(old, new):
 
 
 @pytest.mark.parametrize("form", ["hf", "dcp"])
-def test_weights_that_were_replaced_under_the_same_names_are_all_new(
-    runs, tmp_path, monkeypatch, form
-):
+def test_replaced_weights_restart_conversion(runs, tmp_path, monkeypatch, form):
     for name, run in zip(("old", "new"), runs, strict=True):
         main(["export", str(run), str(tmp_path / name), f"--to={form}", "--weights-only"])
     config = [] if form == "hf" else [f"--config={runs[0] / 'config.toml'}"]
@@ -76,7 +74,7 @@ def add_step_5(steps, run):
 
 
 @pytest.mark.parametrize("change", ["another step", "a newer step", "another tokenizer"])
-def test_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change):
+def test_changed_run_restarts_export(runs, tmp_path, monkeypatch, change):
     run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
     shutil.copytree(runs[0], run)
     arguments = ["export", str(run), str(tmp_path / "hf"), "--to=hf"]
@@ -94,7 +92,7 @@ def test_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change):
     assert eos_id == (ByteTokenizer().eos_id if has_tokenizer else None)
 
 
-def test_config_that_was_corrected_in_its_file_makes_all_tensors_anew(runs, tmp_path, monkeypatch):
+def test_changed_config_restarts_conversion(runs, tmp_path, monkeypatch):
     """torchtitan's rotary layout goes by the number of heads."""
     config = tmp_path / "run.toml"
     right = (runs[0] / "config.toml").read_text()
@@ -108,7 +106,7 @@ def test_config_that_was_corrected_in_its_file_makes_all_tensors_anew(runs, tmp_
     assert_same(values(tmp_path / "run"), values(runs[0]))
 
 
-def test_source_that_changes_while_it_is_read_makes_nothing(runs, tmp_path, monkeypatch):
+def test_source_changed_during_conversion_raises(runs, tmp_path, monkeypatch):
     main(["export", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
     weights, results = tmp_path / "hf" / "model.safetensors", Staging.results
 
@@ -151,7 +149,7 @@ def test_located_checkpoint_stays_the_same(runs, tmp_path):
     assert [checkpoints.find(tmp_path / n).directory.name for n in ("run", "dcp")] == ["step_5"] * 2
 
 
-def test_workers_take_what_process_0_has_found(runs, tmp_path, monkeypatch):
+def test_workers_use_source_of_process_0(runs, tmp_path, monkeypatch):
     """A run that gains a step while they start."""
     shutil.copytree(runs[0], tmp_path / "run")
     steps = tmp_path / "run" / "checkpoints"
@@ -180,7 +178,7 @@ def test_workers_take_what_process_0_has_found(runs, tmp_path, monkeypatch):
     assert main(["verify", str(tmp_path / "hf"), str(runs[0])]) == 0
 
 
-def test_worker_that_sees_another_source_ends_at_once(tmp_path):
+def test_worker_with_other_source_exits(tmp_path):
     with (
         Staging(tmp_path / "a", {"step": 3}, Share(0, 2)),
         pytest.raises(UserError, match="has changed since process 0 looked"),
@@ -188,7 +186,7 @@ def test_worker_that_sees_another_source_ends_at_once(tmp_path):
         Staging(tmp_path / "a", {"step": 5}, Share(1, 2, parent=os.getppid()))
 
 
-def test_worker_ends_when_process_0_has(tmp_path):
+def test_worker_exits_with_process_0(tmp_path):
     with Staging(tmp_path / "a", {}, Share(0, 2)):
         pass
     orphan = Staging(tmp_path / "a", {}, Share(1, 2, parent=1234567))
@@ -197,7 +195,7 @@ def test_worker_ends_when_process_0_has(tmp_path):
         orphan.write(units, lambda nbytes: None)
 
 
-def test_second_conversion_to_one_destination_is_refused(tmp_path):
+def test_concurrent_conversion_to_same_destination_raises(tmp_path):
     with Staging(tmp_path / "a", {"of": 1}, Share()) as first:
         for plan in ({"of": 1}, {"of": 2}):
             with pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
@@ -211,7 +209,7 @@ def test_second_conversion_to_one_destination_is_refused(tmp_path):
             Staging(tmp_path / "a", {"of": 1}, share)
 
 
-def test_nothing_is_imported_into_a_run_that_trains(runs, tmp_path):
+def test_import_into_training_run_raises(runs, tmp_path):
     main(["export", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
     arguments = ["import", str(tmp_path / "hf"), str(tmp_path / "run")]
     with RunLock(tmp_path / "run") as job:
@@ -222,7 +220,7 @@ def test_nothing_is_imported_into_a_run_that_trains(runs, tmp_path):
     assert not list((tmp_path / "run").rglob("*lock*"))
 
 
-def test_one_that_failed_or_was_refused_leaves_no_lock(tmp_path, monkeypatch):
+def test_failed_conversion_releases_lock(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "_set_mark", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -231,10 +229,10 @@ def test_one_that_failed_or_was_refused_leaves_no_lock(tmp_path, monkeypatch):
         pass
 
 
-def test_helpers_of_another_conversion_keep_a_new_one_from_beginning(tmp_path, monkeypatch):
+def test_running_workers_block_new_conversion(tmp_path, monkeypatch):
     """Workers of a killed process 0 may be in the middle of a file."""
-    monkeypatch.setattr(staging, "_LEAVE", 0.1)
-    monkeypatch.setattr(staging, "_JOIN", 0.1)
+    monkeypatch.setattr(staging, "LEAVE", 0.1)
+    monkeypatch.setattr(staging, "JOIN", 0.1)
     with Staging(tmp_path / "a", {"of": 1}, Share(0, 2)):
         pass
     with Staging(tmp_path / "a", {"of": 1}, Share(1, 2)) as helper:
@@ -251,7 +249,7 @@ def test_helpers_of_another_conversion_keep_a_new_one_from_beginning(tmp_path, m
         assert not other._mark("unit").exists()
 
 
-def test_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog):
+def test_conversion_works_without_file_locks(tmp_path, monkeypatch, caplog):
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
@@ -259,7 +257,7 @@ def test_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog)
     with Staging(tmp_path / "a", {}, Share()) as item:
         item.commit()
     assert (tmp_path / "a").is_dir()
-    assert "no locks ([Errno 95] Operation not supported)" in caplog.text
+    assert "locks are not supported ([Errno 95] Operation not supported)" in caplog.text
 
 
 def test_workers_start_with_the_resolved_source(monkeypatch):

@@ -213,7 +213,7 @@ def test_continued_run_follows_torch(runs, tmp_path, router, mesh):
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_import_and_export_change_no_number(runs, tmp_path, capsys, router):
+def test_import_and_export_preserve_counts(runs, tmp_path, capsys, router):
     torchs = runs(router)
     directory = imported(torchs, tmp_path)
     assert "optimizer.skip_idle_experts is set to true" in " ".join(capsys.readouterr().err.split())
@@ -236,7 +236,7 @@ def test_import_and_export_change_no_number(runs, tmp_path, capsys, router):
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_torch_resumes_an_export_with_the_counts(runs, tmp_path, router):
+def test_torch_resumes_export_with_counts(runs, tmp_path, router):
     torchs = runs(router)
     directory = imported(torchs, tmp_path)
     assert main(["export", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
@@ -253,14 +253,14 @@ def test_torch_resumes_an_export_with_the_counts(runs, tmp_path, router):
     assert steps_of(module, training) == torchs.steps
 
 
-def test_config_that_skips_no_expert_is_refused(torchs, tmp_path):
+def test_config_without_skipping_raises(torchs, tmp_path):
     with pytest.raises(
         UserError, match=r"experts\.\d.* fewer updates .*skip_idle_experts is false"
     ):
         imported(torchs, tmp_path, "--optimizer.skip_idle_experts=false")
 
 
-def test_counts_that_differ_do_not_fit_one_packed_tensor(torchs, tmp_path):
+def test_different_counts_of_packed_experts_raise(torchs, tmp_path):
     directory = imported(torchs, tmp_path)
     options = ["--to=dcp", "--dialect=kempnerforge-packed"]
     with pytest.raises(UserError, match=r"_w holds several experts"):
@@ -268,7 +268,7 @@ def test_counts_that_differ_do_not_fit_one_packed_tensor(torchs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["schedule_free_adamw", "lion", "muon"])
-def test_other_optimizers_come_back_with_what_torch_keeps(tmp_path, name):
+def test_other_optimizers_roundtrip_with_counts(tmp_path, name):
     """Schedule-free AdamW has a sum of weights per parameter; Lion and Muon do not count."""
     sections = config_of("softmax").model_dump(mode="json")
     sections["optimizer"] |= {"name": name, "skip_idle_experts": True}
@@ -307,7 +307,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_counts_that_no_run_can_have_are_refused(torchs, tmp_path, damage):
+def test_impossible_counts_raise(torchs, tmp_path, damage):
     tensors = open_dcp(Directory(torchs.directory / f"step_{SAVED}")).tensors
     state = {key: torch.tensor(tensor.all()) for key, tensor in tensors.items()}
     steps = {key: float(t) for key, t in state.items() if re.search(f"{UP}.step", key)}
@@ -323,7 +323,7 @@ def test_counts_that_no_run_can_have_are_refused(torchs, tmp_path, damage):
         main(["import", str(tmp_path / "odd"), str(tmp_path / "run"), config])
 
 
-def test_direct_start_skips_as_the_checkpoint_did(torchs, tmp_path):
+def test_direct_start_skips_like_checkpoint(torchs, tmp_path):
     """From PyTorch's checkpoint, from its import, and again from the run's own checkpoint."""
     config = load_config(torchs.directory / "run.toml")
 
@@ -341,7 +341,7 @@ def test_direct_start_skips_as_the_checkpoint_did(torchs, tmp_path):
     assert started(dir=directory) is True
 
 
-def test_dry_run_shows_that_a_start_skips_as_the_checkpoint_did(torchs, tmp_path, capsys):
+def test_dry_run_shows_skipping_of_checkpoint(torchs, tmp_path, capsys):
     command = ["--config", str(torchs.directory / "run.toml"), "--dry-run", "--devices=1"]
     key, new = "optimizer.skip_idle_experts", f"--checkpoint.dir={tmp_path / 'new'}"
     directory = imported(torchs, tmp_path)
@@ -361,7 +361,7 @@ def test_dry_run_shows_that_a_start_skips_as_the_checkpoint_did(torchs, tmp_path
     assert f"{key}: a start sets it as gs://bucket/run has it" in capsys.readouterr().out
 
 
-def test_restore_without_the_option_names_it(torchs, tmp_path):
+def test_restore_without_option_names_option(torchs, tmp_path):
     directory = imported(torchs, tmp_path)
     ours = setup(config_of("softmax"))
     with pytest.raises(

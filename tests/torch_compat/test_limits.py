@@ -492,7 +492,7 @@ def test_non_float_weights_are_refused(dtype):
     declared = abstract_target(make_config({"model": {"dim": 16, "n_layers": 1, "n_heads": 2}}))
     into = Translation(NAME_MAPS["hf-llama"], declared.config.model, False, "here")
     weights = {name: zeros(shape, np.dtype(np.float32)) for name, shape in declared.params.items()}
-    theirs = into.dialect.to_theirs(weights, declared.config.model)
+    theirs = into.dialect.to_dialect(weights, declared.config.model)
     assert translate(theirs, declared.params, into).keys() == declared.params.keys()
     theirs |= {"model.norm.weight": zeros((16,), DTYPES[dtype])}
     with pytest.raises(UserError, match=rf"norm\.weight is {dtype}, which no weight can be"):

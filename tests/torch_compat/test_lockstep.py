@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 
 from tests.torch_compat import llama_torch  # noqa: E402
 from tests.torch_compat.llama_torch import MODEL, Llama, adamw, loss_over_all  # noqa: E402
-from torch_compat.lockstep import batches, command, ours  # noqa: E402
-from torch_compat.lockstep.theirs import Built  # noqa: E402
+from torch_compat.lockstep import batches, command, jaxforge_model  # noqa: E402
+from torch_compat.lockstep.torch_model import TorchSubject  # noqa: E402
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -54,20 +54,20 @@ def our_side(directory):
         result, its = checkpoints.find(directory), config(precision)
         checkpoint = result.read(its, ReadOptions(weights_only=True))
         batch, _ = batches.batch(its, None, (2, 32))
-        return its, ours.compute(its, checkpoint, batch), batch, checkpoint
+        return its, jaxforge_model.compute(its, checkpoint, batch), batch, checkpoint
 
     return of
 
 
 def report_of(our_side, built, precision="float32"):
     its, edge, batch, checkpoint = our_side(precision)
-    command.load(built, checkpoint.params, KEMPNERFORGE, its)
-    return command.compared(edge, built, KEMPNERFORGE, its, batch)
+    command.load_weights(built, checkpoint.params, KEMPNERFORGE, its)
+    return command.compare_models(edge, built, KEMPNERFORGE, its, batch)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_nothing_differs_where_nothing_is_wrong(our_side, precision):
-    report = report_of(our_side, Built(Llama(), adamw), precision)
+def test_equal_models_have_no_difference(our_side, precision):
+    report = report_of(our_side, TorchSubject(Llama(), adamw), precision)
     assert report.same, first_difference(report.rows)
     stages = [row.stage for row in report.rows]
     assert [stages.count(s) for s in ("forward", "loss", "updates")] == [15, 1, 26]
@@ -84,37 +84,37 @@ FORWARD = {
     "q bias": ("layers.0.attention", "queries, keys"),
     "v bias": ("layers.0.attention", "biases"),
     "second rope base": ("layers.1.attention", "rope_theta"),
-    "embedding multiplier": ("embed", "0.333333 times ours"),
-    "residual scale": ("layers.0.after_attention", "theirs is 2 times ours"),
+    "embedding multiplier": ("embed", "0.333333 times jaxforge's"),
+    "residual scale": ("layers.0.after_attention", "PyTorch's is 2 times jaxforge's"),
     "gate and up": ("layers.0.mlp", "gate and up"),
     "final norm": ("final_norm", "norm's eps"),
 }
 
 
 @pytest.mark.parametrize("fault", FORWARD)
-def test_fault_of_the_model_is_named(our_side, fault):
+def test_model_fault_is_located(our_side, fault):
     point, hint = FORWARD[fault]
-    result = first_difference(report_of(our_side, Built(Llama(fault))).rows)
+    result = first_difference(report_of(our_side, TorchSubject(Llama(fault))).rows)
     assert (result.stage, result.name) == ("forward", point)
     assert hint in result.hint
 
 
 @pytest.mark.parametrize("fault", ["rope base", "heads", "embedding multiplier", "gate and up"])
-def test_large_faults_are_seen_in_bfloat16(our_side, fault):
-    result = first_difference(report_of(our_side, Built(Llama(fault)), "bfloat16").rows)
+def test_large_faults_are_detected_in_bfloat16(our_side, fault):
+    result = first_difference(report_of(our_side, TorchSubject(Llama(fault)), "bfloat16").rows)
     assert result.name == FORWARD[fault][0]
 
 
-def test_head_that_is_not_tied_is_named(our_side):
-    result = first_difference(report_of(our_side, Built(Llama("untied"), adamw)).rows)
+def test_untied_head_is_reported(our_side):
+    result = first_difference(report_of(our_side, TorchSubject(Llama("untied"), adamw)).rows)
     assert (result.stage, result.name) == ("gradients", "token_embedding.embedding.weight")
     assert "parameter of its own" in result.hint
 
 
-def test_another_division_of_the_loss_is_named(our_side):
-    result = first_difference(report_of(our_side, Built(Llama(), adamw, loss_over_all)).rows)
+def test_different_loss_normalization_is_reported(our_side):
+    result = first_difference(report_of(our_side, TorchSubject(Llama(), adamw, loss_over_all)).rows)
     assert result.stage == "loss"
-    assert "48/64 times ours: divided by all 64 labels" in result.hint
+    assert "48/64 times jaxforge's: divided by all 64 labels" in result.hint
 
 
 OPTIMIZERS = {
@@ -126,10 +126,10 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("hint", OPTIMIZERS)
-def test_another_setting_of_the_optimizer_is_named(our_side, hint):
+def test_different_optimizer_setting_is_reported(our_side, hint):
     settings, stage = OPTIMIZERS[hint]
     optimizer = functools.partial(adamw, **settings)
-    result = first_difference(report_of(our_side, Built(Llama(), optimizer)).rows)
+    result = first_difference(report_of(our_side, TorchSubject(Llama(), optimizer)).rows)
     assert result.stage == stage
     assert hint in result.hint
 
@@ -141,7 +141,7 @@ def lockstep(directory, factory, *options):
     ])  # fmt: skip
 
 
-def test_command_tells_the_first_difference(directory, capsys):
+def test_command_reports_first_difference(directory, capsys):
     assert lockstep(directory, "build") == 0
     assert "nothing differs" in capsys.readouterr().out
     tokens = np.arange(64).reshape(2, 32)
@@ -158,10 +158,10 @@ def test_command_tells_the_first_difference(directory, capsys):
         ("build_without_bias", "only in the checkpoint: layers.0.attention.q_proj.bias"),
         ("no_such", "has no function no_such"),
         ("build_with_a_fall", "failed: ZeroDivisionError"),
-        ("rotated", "wants x, base: it must take nothing"),
+        ("rotated", "requires x, base: it may only require the config"),
     ],
 )
-def test_users_mistakes_are_said(directory, factory, message):
+def test_invalid_factory_raises(directory, factory, message):
     with pytest.raises(UserError, match=message):
         lockstep(directory, factory)
 
@@ -176,7 +176,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_modules_of_transformers_are_found_by_their_names(tmp_path, monkeypatch, family):
+def test_transformers_modules_are_located_by_name(tmp_path, monkeypatch, family):
     """Norms after the parts, tokens of padding; fused projections, names that have changed."""
     transformers = pytest.importorskip("transformers")
     its = getattr(transformers, f"{family}Config")(**SHAPE, **FAMILIES[family])

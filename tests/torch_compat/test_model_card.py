@@ -69,7 +69,7 @@ def test_front_matter_is_yaml():
     assert "datasets" not in card().split("---\n", 2)[1]
 
 
-def test_data_go_by_name_and_count(tmp_path):
+def test_card_lists_data_with_counts(tmp_path):
     path = tmp_path / "secret" / "web" / "train"
     path.mkdir(parents=True)
     Manifest(1, "uint16", 1_500_000, 20, 9, 9, 10, "byte", "0", ()).write(path)
@@ -101,7 +101,7 @@ def named(name):
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
-def test_text_of_a_config_stays_text(name):
+def test_config_text_is_escaped(name):
     """In a heading, a list and a table, as CommonMark and GitHub's tables have them."""
     parse = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table").parse
     plain, tokens = parse(named("web")), parse(named(name))
@@ -114,12 +114,12 @@ def test_text_of_a_config_stays_text(name):
     assert f"{shown}, weight 0.5" in texts
 
 
-def test_only_a_tokenizer_that_is_there_is_loaded():
+def test_card_loads_only_existing_tokenizer():
     assert "AutoTokenizer" in section(card(), "Use")
     assert "AutoTokenizer" not in section(card(has_tokenizer=False), "Use")
 
 
-def test_human():
+def test_human_formats_counts():
     assert [human(n) for n in (7, 999, 1500, 5_300_000, 70e9)] == [
         "7",
         "999",

@@ -16,7 +16,7 @@ from torch_compat.convert.source import Request
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs torch)
+from tests.torch_compat.huggingface import (  # noqa: E402 (needs torch)
     export,
     load,
     open_theirs,
@@ -45,7 +45,7 @@ def config(**model):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_transformers_computes_the_same(family, tmp_path):
+def test_mup_export_matches_transformers(family, tmp_path):
     of = config(**MODELS[family])
     params = random_params(of.model)
     run = save_run(tmp_path / "run", of, params)
@@ -65,7 +65,7 @@ def test_inexpressible_mup_model_is_refused(tmp_path):
         export(run, tmp_path / "out")
 
 
-def test_torch_job_gets_weights_alone(tmp_path):
+def test_mup_dcp_export_requires_weights_only(tmp_path):
     of = config(mup_base_head_dim=4)
     params = random_params(of.model)
     run = save_run(tmp_path / "run", of, params)
@@ -78,7 +78,7 @@ def test_torch_job_gets_weights_alone(tmp_path):
     assert plan.source.target.config.model.mup_base_width is None
 
 
-def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
+def test_standard_weights_with_mup_config_raise(tmp_path):
     plain = config(mup_base_width=None)
     out = export(save_run(tmp_path / "run", plain), tmp_path / "out")
     with pytest.raises(UserError, match=r"standard parametrisation.*remove it.*model.dim = 64"):
@@ -89,7 +89,7 @@ def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
         checkpoints.find(out).read(config(), options)
 
 
-def test_base_itself_is_standard():
+def test_base_width_is_standard_parametrisation():
     at_base = ModelConfig(**{**SHAPE, "mup_base_width": 64, "mup_base_head_dim": 16})
     assert mup.is_standard(at_base)
     assert hf_config.select_family(mup.to_standard(at_base)) == "llama"
@@ -115,7 +115,7 @@ def built_as_llama(config):
     ))  # fmt: skip
 
 
-def test_in_lockstep_a_torch_model_has_the_folded_weights(tmp_path):
+def test_lockstep_compares_folded_weights(tmp_path):
     of = config(mup_base_head_dim=4)
     run = save_run(tmp_path / "run", of)
     job = command.Job(f"{__name__}:built_as_llama", str(run), size=(2, 16))

@@ -122,7 +122,7 @@ def test_shards_have_index_and_size_limit(tmp_path):
 
 def test_parts_may_be_written_in_any_order(tmp_path, monkeypatch):
     expected = {f"w{i}": random_array("float32", (10, i), i) for i in range(4)}
-    monkeypatch.setattr(safetensors, "_UNIT", 50)
+    monkeypatch.setattr(safetensors, "UNIT", 50)
     units, _ = safetensors.units(
         {n: from_array(a) for n, a in expected.items()}, tmp_path, 10**9, 64
     )

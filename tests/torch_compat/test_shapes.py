@@ -46,7 +46,7 @@ MIXTURES = {
 }  # fmt: skip
 
 
-def test_parameters_of_every_model():
+def test_parameters_have_documented_shapes():
     # Each value with each value of another option: a declaration looks at two at most.
     settings = [
         dict(zip(OPTIONS, values, strict=True)) for values in zip(*OPTIONS.values(), strict=True)
@@ -61,7 +61,7 @@ def test_parameters_of_every_model():
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_parameters_and_the_state_of_experts(name):
+def test_expert_state_has_documented_shapes(name):
     config = tiny_config(model={**MODEL, **MIXTURES[name]})
     params, model_state = training_state.model_shapes(config)
     assert list(parameters(config.model).items()) == list(params.items())
@@ -73,7 +73,7 @@ def test_parameters_and_the_state_of_experts(name):
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
 @pytest.mark.parametrize("mixture", ["in some", "KempnerForge's bias", "biases"])
-def test_optimizers_state_of_experts(name, mixture):
+def test_optimizer_state_of_experts_has_documented_shapes(name, mixture):
     scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
     model = {**MODEL, **MIXTURES[mixture]}
     config = tiny_config(model=model, optimizer={"name": name}, scheduler=scheduler)
@@ -82,7 +82,7 @@ def test_optimizers_state_of_experts(name, mixture):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
-def test_state_of_every_optimizer(name):
+def test_optimizer_state_has_documented_shapes(name):
     scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
     config = tiny_config(model=MODEL, optimizer={"name": name}, scheduler=scheduler)
     moments, scalars = training_state.fields(config)

@@ -41,7 +41,7 @@ from torch_compat.formats.dcp_reader import open_dcp
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import from_array
 from torch_compat.formats.safetensors import open_directory
-from torch_compat.names.kempnerforge import KEMPNERFORGE, unknown
+from torch_compat.names.kempnerforge import KEMPNERFORGE, incompatibilities
 from torch_compat.names.table import NameMap, Rule
 from torch_compat.names.translation import Translation
 
@@ -113,7 +113,7 @@ def state_of(run):
 
 
 @pytest.mark.parametrize("options", [[], ["--layout=flat"], ["--stages=2"]], ids=str)
-def test_run_that_was_away_goes_on_bit_for_bit(run, tmp_path, options):
+def test_reimported_run_resumes_bit_exactly(run, tmp_path, options):
     run, config = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged", *options)
     keys = open_dcp(Directory(dcp / "step_2")).tensors.keys()
@@ -126,7 +126,7 @@ def test_run_that_was_away_goes_on_bit_for_bit(run, tmp_path, options):
     jax.tree.map(np.testing.assert_array_equal, gone_on(again, config), gone_on(run, config))
 
 
-def test_run_starts_from_it_directly(run, tmp_path):
+def test_run_starts_from_untrained_state(run, tmp_path):
     run, path = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
     ours = setup(load_config(path))
@@ -142,7 +142,7 @@ def test_run_starts_from_it_directly(run, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_safetensors_hold_it_in_float32(run, tmp_path, dtype):
+def test_safetensors_store_untrained_state_in_float32(run, tmp_path, dtype):
     run, config = run
     of_weights = [f"--dtype={dtype}"] if dtype else []
     hf = export(run, tmp_path / "hf", "--to=hf", "--dialect=hf-gauged", *of_weights)
@@ -157,7 +157,7 @@ def test_safetensors_hold_it_in_float32(run, tmp_path, dtype):
         assert main(["verify", str(run), str(hf)]) == 0
 
 
-def test_unnamed_state_is_refused_not_dropped(run, tmp_path):
+def test_unnamed_state_raises(run, tmp_path):
     run, _ = run
     with pytest.raises(UserError, match=r"(gauge|drift) has no counterpart in kempner"):
         main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp"])
@@ -175,7 +175,7 @@ def without(tmp_path):
     return export(tmp_path / "plain", tmp_path / "dcp", "--to=dcp"), config
 
 
-def test_run_does_not_go_on_without_it(without, tmp_path):
+def test_resume_without_untrained_state_raises(without, tmp_path):
     dcp, config = without
     message = r"state is missing \(.*drift.*cannot resume without it; --weights-only starts a run"
     with pytest.raises(UserError, match=message):
@@ -184,7 +184,7 @@ def test_run_does_not_go_on_without_it(without, tmp_path):
         open_foreign(str(dcp), load_config(config))
 
 
-def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_path, capsys):
+def test_weights_only_import_uses_initial_state(without, tmp_path, capsys):
     dcp, path = without
     run = bring(dcp, tmp_path / "run", path, "--weights-only")
     said = "non-trainable state is missing"
@@ -200,7 +200,7 @@ def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_pa
     assert said in capsys.readouterr().err
 
 
-def test_declaration_says_names_and_shapes():
+def test_declaration_has_names_and_shapes():
     config = tiny_config(**SECTIONS)
     target = abstract_target(config)
     assert target.model_state == NAMES
@@ -211,7 +211,7 @@ def test_declaration_says_names_and_shapes():
 def arrays(**changed):
     target = abstract_target(tiny_config(**SECTIONS))
     shapes = {**target.params, **NAMES}
-    named = {DCP.their_name(n): from_array(np.ones(s, np.float32)) for n, s in shapes.items()}
+    named = {DCP.key_for(n): from_array(np.ones(s, np.float32)) for n, s in shapes.items()}
     named |= {name: from_array(array) for name, array in changed.items() if array is not None}
     gone = [name for name, array in changed.items() if array is None]
     named = {name: tensor for name, tensor in named.items() if name not in gone}
@@ -225,14 +225,14 @@ def arrays(**changed):
         (
             "layers.1.router.bias",
             np.ones(63, np.float32),
-            r"layers.1.drift is \[63\], in .* \[64\]",
+            r"layers.1.drift is \[63\], but \[64\]",
         ),
         ("layers.1.router.bias", None, "missing: layers.1.drift"),
         ("layers.2.router.bias", np.ones(64, np.float32), "left over: layers.2.router.bias"),
         ("gauge.buffer", np.ones(3, np.int64), "gauge is int64"),
     ],
 )
-def test_all_of_it_is_there_as_it_is_declared(key, array, message):
+def test_state_that_differs_from_declaration_raises(key, array, message):
     with pytest.raises(UserError, match=message):
         arrays(**{key: array})
 
@@ -247,11 +247,9 @@ def test_untrained_state_is_float32():
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(4, r"gauge is \[3\], in the model \[4\]"), (None, "left over: gauge")],
+    [(4, r"gauge is \[3\], but \[4\] in the model"), (None, "left over: gauge")],
 )
-def test_run_whose_state_is_another_models_is_not_exported(
-    run, tmp_path, monkeypatch, size, message
-):
+def test_export_with_state_of_other_model_raises(run, tmp_path, monkeypatch, size, message):
     run, _ = run
 
     def declare(network, config, declare):
@@ -264,7 +262,7 @@ def test_run_whose_state_is_another_models_is_not_exported(
         main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp", "--dialect=gauged"])
 
 
-def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys):
+def test_inspect_and_verify_include_untrained_state(run, tmp_path, capsys):
     run, config = run
     capsys.readouterr()
     assert main(["inspect", str(run), "--json"]) == 0
@@ -284,7 +282,7 @@ def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys):
         assert [d["name"] for d in result] == ["model_state.gauge"]
 
 
-def test_stages_hold_that_of_their_layers():
+def test_stages_have_state_of_their_layers():
     named = {name: from_array(np.ones(shape, np.float32)) for name, shape in NAMES.items()}
     parts = stages.split(CheckpointState({}, model_state=named), 2, 2)
     assert [set(part.model_state) for part in parts.values()] == [
@@ -292,17 +290,17 @@ def test_stages_hold_that_of_their_layers():
     ]  # fmt: skip
 
 
-def test_model_of_ones_own_is_no_other_family_and_it_is_said():
+def test_custom_model_matches_no_family():
     """Even one that has Llama's very parameters: it computes something else with them."""
     register_model("same_parameters")(type("Same", (aux_model.Model,), {}))
     model = tiny_config(model={"model_type": "same_parameters"}).model
     with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
         select_family(model)
-    (note,) = unknown(model)
+    (note,) = incompatibilities(model)
     assert "KempnerForge has no model.model_type" in note
 
 
-def test_name_is_registered_once():
+def test_registering_name_twice_raises():
     with pytest.raises(UserError, match="dialect 'gauged' is registered already"):
         name_maps.register_name_map(DCP)
     with pytest.raises(UserError, match="family 'gauged' is registered already"):
@@ -324,7 +322,7 @@ PLUGIN = """
 
 
 @pytest.mark.processes
-def test_plugin_of_the_config_brings_model_and_names(run, tmp_path):
+def test_plugin_registers_model_and_names(run, tmp_path):
     run, config = run
     (tmp_path / "gauged_plugin.py").write_text(textwrap.dedent(PLUGIN))
     env = environment(1, PYTHONPATH=f"{ROOT}:{tmp_path}")

@@ -45,7 +45,7 @@ def with_place(dcp, directory, change):
     return directory
 
 
-def test_export_says_the_same_as_the_run_of_all_that_both_know(run, dcp, capsys):
+def test_run_and_export_have_equal_facts(run, dcp, capsys):
     for item, other in ((run, dcp), (dcp, run), (dcp, dcp), (run, run)):
         assert verify(capsys, item, other)[:2] == (0, {})
     assert main(["verify", str(run), str(dcp)]) == 0
@@ -60,7 +60,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_another_place_is_named(run, dcp, tmp_path, capsys, name):
+def test_different_progress_is_reported(run, dcp, tmp_path, capsys, name):
     other = with_place(dcp, tmp_path / "step_3", POSITIONS[name])
     for item in (run, dcp):
         code, result, _ = verify(capsys, item, other)
@@ -81,7 +81,7 @@ def test_another_place_is_named(run, dcp, tmp_path, capsys, name):
         ("--scheduler.warmup_steps=8", {"optimizer.lr"}),  # the schedule, as far as DCP tells it
     ],
 )
-def test_other_settings_are_named(run, dcp, tmp_path, capsys, setting, names):
+def test_different_settings_are_reported(run, dcp, tmp_path, capsys, setting, names):
     main(["export", str(run), str(tmp_path), "--to=dcp", setting])
     for item in (run, dcp):
         code, result, _ = verify(capsys, item, tmp_path)
@@ -89,7 +89,7 @@ def test_other_settings_are_named(run, dcp, tmp_path, capsys, setting, names):
         assert verify(capsys, item, tmp_path, "--weights-only")[:2] == (0, {})
 
 
-def test_runs_are_compared_by_what_no_other_format_says(run, dcp, tmp_path, capsys):
+def test_runs_are_compared_by_all_settings(run, dcp, tmp_path, capsys):
     settings = ["--scheduler.decay_steps=9", "--train.max_steps=50", "--model.rope_theta=5e5"]
     config = f"--config={run / 'config.toml'}"
     main(["import", str(dcp), str(tmp_path / "run"), config, *settings])
@@ -102,7 +102,7 @@ def test_runs_are_compared_by_what_no_other_format_says(run, dcp, tmp_path, caps
     }
 
 
-def test_ranks_count_the_place_in_their_own_way(run, dcp, tmp_path, capsys):
+def test_batches_are_compared_for_equal_ranks(run, dcp, tmp_path, capsys):
     main(["export", str(run), str(tmp_path), "--to=dcp", "--ranks=3"])
     code, result, notes = verify(capsys, dcp, tmp_path)
     assert (code, result) == (0, {})
@@ -110,7 +110,7 @@ def test_ranks_count_the_place_in_their_own_way(run, dcp, tmp_path, capsys):
     assert verify(capsys, run, tmp_path)[:2] == (0, {})
 
 
-def test_weights_alone_may_be_of_any_step_and_optimizer(run, dcp, tmp_path, capsys):
+def test_weights_only_comparison_ignores_progress(run, dcp, tmp_path, capsys):
     main(["export", str(run), str(tmp_path / "hf"), "--to=hf"])
     config = f"--config={run / 'config.toml'}"
     main(["import", str(dcp), str(tmp_path / "run"), config, "--weights-only"])
@@ -118,12 +118,12 @@ def test_weights_alone_may_be_of_any_step_and_optimizer(run, dcp, tmp_path, caps
         assert verify(capsys, run, other, "--weights-only")[:2] == (0, {})
     code, result, notes = verify(capsys, run, tmp_path / "run")
     assert (code, result) == (0, {})
-    assert notes == ["only one has optimizer state: weights were compared, nothing else"]
+    assert notes == ["only one checkpoint has optimizer state, so that only weights were compared"]
     other = write_run(tmp_path / "other", seed=2)
     result = verify(capsys, run, other, "--weights-only")[1]
     assert {name.partition(".")[0] for name in result} == {"params"}
 
 
-def test_model_that_is_to_compute_otherwise_is_noted(run, tmp_path, capsys):
+def test_changed_computation_is_noted(run, tmp_path, capsys):
     main(["export", str(run), str(tmp_path / "hf"), "--to=hf", "--model.rope_theta=5e5"])
     assert np.any(["rope_theta = 500000" in n for n in verify(capsys, run, tmp_path / "hf")[2]])

@@ -77,7 +77,7 @@ def test_waiting_callbacks_ignore_steps_after_halt():
 
 
 def test_halt_is_noticed_without_frequent_logging(monkeypatch):
-    monkeypatch.setattr(tracker, "_MOST", 8)
+    monkeypatch.setattr(tracker, "MOST", 8)
     events, reason, _ = run(steps=100, log=10**6, hooks=False, bad={3, 4, 5})
     assert reason is Exit.NON_FINITE
     assert "launch 10" not in events

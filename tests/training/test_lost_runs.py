@@ -106,7 +106,7 @@ def test_config_of_moved_run_raises_at_old_path(run, option):
 def test_dry_run_reports_failures_of_a_start(run, capsys):
     assert dry(run) == 0
     out = capsys.readouterr().out
-    assert "run: goes on from step 2\n" in out, out
+    assert "run: resumes from step 2\n" in out, out
     with pytest.raises(UserError, match=r"step_2 does not fit \[model\]: "):
         dry(run, "--model.dim=32")
     with pytest.raises(UserError, match=r"another optimizer than optimizer\.name"):

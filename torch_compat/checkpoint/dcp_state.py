@@ -29,7 +29,7 @@ from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.dcp_writer import Entry
 from torch_compat.formats.lazy import LazyTensor, from_array, to_number, zeros
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
-from torch_compat.names.translation import Translation, some, translate
+from torch_compat.names.translation import Translation, summarize_names, translate
 
 _OPTIMIZER = re.compile(
     r"(?:.*\.)?optim(?:izers?)?(?:_state_dict|_\d+|\.[A-Z]\w*)?\.(state|param_groups)\.(.+)"
@@ -134,7 +134,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
         raise UserError(unknown(keys.params, dcp.where))
     notes: list[str] = []
     if keys.left_out:
-        notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
+        notes.append(f"left out: {summarize_names(keys.left_out)}, which are no part of the model")
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
     alone = options.weights_only or not keys.state
     params, state, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
@@ -153,7 +153,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
             progress = Progress(step=where.step, tokens=where.tokens or 0)
         return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
     if numbered_state.is_numbered(keys.state):
-        trained = {keys.dialect.their_name(name) for name in target.params}
+        trained = {keys.dialect.key_for(name) for name in target.params}
         of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
         keys = keys._replace(state=numbered_state.state_by_name(keys.state, of_model, dcp))
     states, more = untrained.drop_untrained_moments(keys.state, target, by.dialect)
@@ -206,8 +206,8 @@ def entries(
         UserError: a parameter has no counterpart in the dialect.
     """
     config = target.config.model
-    params = dialect.to_theirs(checkpoint.params, config)
-    state = dialect.to_theirs(checkpoint.model_state, config)
+    params = dialect.to_dialect(checkpoint.params, config)
+    state = dialect.to_dialect(checkpoint.model_state, config)
     written: dict[str, Entry] = {}
     root = tuple(prefix.rstrip(".").split(".")) if prefix else ()
 
@@ -217,14 +217,14 @@ def entries(
 
     with_head = params | state
     if config.tie_embeddings and dialect.writes_tied_head:
-        with_head[dialect.their_name(HEAD)] = params[dialect.their_name(EMBEDDING)]
+        with_head[dialect.key_for(HEAD)] = params[dialect.key_for(EMBEDDING)]
     for key, tensor in with_head.items():
         add((*root, key), tensor)
     if weights_only or checkpoint.moments is None:
         return written
     kind = optimizer_layout(target.config)
     fields = {
-        kind.fields[field]: dialect.to_theirs(tensors, config)
+        kind.fields[field]: dialect.to_dialect(tensors, config)
         for field, tensors in checkpoint.moments.items()
         if field in kind.fields
     }
@@ -273,7 +273,7 @@ def group_settings(
         array = target.stacking.array_of(name)
         if optimizer.freezes(array):
             continue
-        key, is_matrix = dialect.their_name(name), len(tensor.shape) > 1
+        key, is_matrix = dialect.key_for(name), len(tensor.shape) > 1
         decays = dialect.has_one_group or optimizer.decays(array, is_matrix=is_matrix)
         of_name = GroupKey(decays, optimizer.lr_factor(array))
         before = settings.get(key, of_name)
@@ -309,8 +309,8 @@ def torchtitan_notes(target: AbstractTarget) -> list[str]:
     spared = [name for name, is_matrix in names.items() if not decays(name, is_matrix=is_matrix)]
     if spared:
         notes.append(
-            f"torchtitan's one parameter group decays {some(spared)} too, unless its config has "
-            "other groups; here they did not decay"
+            f"torchtitan's one parameter group decays {summarize_names(spared)} too, unless its "
+            "config has other groups; here they did not decay"
         )
     return notes
 
@@ -344,13 +344,14 @@ def _moments(
             if isinstance(value := state.get(theirs), LazyTensor)
         }
         shapes = target.moments[ours]
-        present_names = by.dialect.to_ours(tensors, shapes, by.model).keys()
+        present_names = by.dialect.to_jaxforge(tensors, shapes, by.model).keys()
         absent = [
             name for name in shapes if name not in present_names and name not in never_updated
         ]
         if absent and not fill:
             raise UserError(
-                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), "
+                f"{by.where}: {theirs} of {len(absent)} parameters is missing "
+                f"({summarize_names(absent)}), "
                 "for example of frozen ones, or of those that Muon leaves to AdamW; "
                 "--fill-optimizer starts them from zero"
             )

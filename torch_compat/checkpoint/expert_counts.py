@@ -19,7 +19,7 @@ from torch_compat.checkpoint.optimizer_state import optimizer_layout
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor, from_array
 from torch_compat.names.table import NameMap
-from torch_compat.names.translation import Translation, some
+from torch_compat.names.translation import Translation, summarize_names
 
 States = Mapping[str, Mapping[str, Any]]
 """Their parameter name -> field of its optimizer state -> value."""
@@ -35,7 +35,7 @@ NOTE = (
 def expert_keys(target: AbstractTarget, dialect: NameMap) -> dict[str, str]:
     """Return our name -> their key for all parameters of experts."""
     names = (name for name in target.params if target.stacking.expert_of(name))
-    return {name: dialect.their_name(name) for name in names}
+    return {name: dialect.key_for(name) for name in names}
 
 
 def group_by_expert(names: Iterable[str], target: AbstractTarget) -> list[list[str]]:
@@ -77,7 +77,8 @@ def resolve_skip_idle_experts(
         return target.with_idle_experts_skipped() if skips else target
     if own and common:
         raise UserError(
-            f"{by.where}: {some(own)} have had fewer updates than other parameters, as the run "
+            f"{by.where}: {summarize_names(own)} have had fewer updates than other parameters, as "
+            "the run "
             "skipped experts without tokens, and optimizer.skip_idle_experts is false; leave it "
             "out, or set it to true"
         )
@@ -180,7 +181,7 @@ def counts_by_torch_key(
     shared = checkpoint.scalars[field]
     names: dict[str, float] = {}
     for name in checkpoint.params:
-        key = dialect.their_name(name)
+        key = dialect.key_for(name)
         value = float(own[name].all() if name in own else shared)
         if names.setdefault(key, value) != value:
             raise UserError(

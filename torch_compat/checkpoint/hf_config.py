@@ -8,7 +8,7 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.families import FAMILIES, NOT_BUILT, Family
+from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
 from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
 from torch_compat.formats import limits
 from torch_compat.formats.limits import is_name
@@ -78,7 +78,9 @@ def further_layers(config: Mapping[str, Any], where: str) -> range:
     family = _family(config, where)
     complete = _complete(config, family, where)
     first = complete["num_hidden_layers"]
-    return range(first, first + (complete[family.further] if family.further else 0))
+    return range(
+        first, first + (complete[family.further_layers_key] if family.further_layers_key else 0)
+    )
 
 
 def select_family(
@@ -177,7 +179,7 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
     )
     if not all(_same(read[key], wanted[key]) for key in wanted):
         return keys
-    further = {key: 0 for key in before if family.usual_name(key) == family.further}
+    further = {key: 0 for key in before if family.llama_name(key) == family.further_layers_key}
     return {**before, **further}
 
 
@@ -187,7 +189,7 @@ def _dialect(family: str) -> str:
 
 def _lacks(family: Family, model: ModelConfig) -> list[str]:
     """Return the properties of a model that a family's config cannot express."""
-    if family.divides and model.dim % model.n_heads:
+    if family.requires_head_divisor and model.dim % model.n_heads:
         return ["heads that do not divide model.dim"]
     try:
         written = {"model_type": family.model_type, **family.keys(model)}
@@ -254,9 +256,10 @@ def _effective_spans(spans: Sequence[int | None], model: ModelConfig) -> tuple[i
 def _family(config: Mapping[str, Any], where: str) -> Family:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        if isinstance(family, str) and family in NOT_BUILT:
+        if isinstance(family, str) and family in UNSUPPORTED_FAMILIES:
             raise UserError(
-                f"{where}: model_type {family!r} takes {NOT_BUILT[family]}: not built yet; "
+                f"{where}: model_type {family!r} takes {UNSUPPORTED_FAMILIES[family]}: not built "
+                "yet; "
                 f"supported are {', '.join(FAMILIES)}"
             )
         raise UserError(
@@ -279,14 +282,14 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
         )
     usual = _by_usual_names(config, family, where)
     needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
-    missing = [family.their_name(key) for key in needed if type(usual.get(key)) is not int]
+    missing = [family.name_in_family(key) for key in needed if type(usual.get(key)) is not int]
     if missing:
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
     for key, value in usual.items():
         is_fine = _RANGES.get(key)
         is_wrong = key in _NEVER_NULL if value is None else is_fine and not is_fine(value)
         if is_wrong:
-            name = family.their_name(key)
+            name = family.name_in_family(key)
             raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
     problems = list(_unknown(usual, family))
     if problems:
@@ -306,7 +309,7 @@ def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> di
     """
     usual: dict[str, Any] = {}
     for key, value in config.items():
-        name = family.usual_name(key)
+        name = family.llama_name(key)
         if usual.get(name) is not None and value is None:
             continue
         if usual.get(name, value) not in (None, value):
@@ -338,7 +341,7 @@ def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
         else:
             wrong = not (key in known or value in (None, False, [], {}) or _is_irrelevant(key))
         if wrong:
-            name = family.their_name(key) if is_name(key) else reprlib.repr(key)
+            name = family.name_in_family(key) if is_name(key) else reprlib.repr(key)
             yield f"{name} = {reprlib.repr(value)}"
 
 

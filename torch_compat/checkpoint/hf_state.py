@@ -31,7 +31,7 @@ from torch_compat.formats.files import Directory, sync
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.formats.staging import Unit
 from torch_compat.names.table import EMBEDDING, NameMap, strip_wrappers
-from torch_compat.names.translation import Translation, some
+from torch_compat.names.translation import Translation, summarize_names
 
 _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
@@ -94,7 +94,7 @@ def read(directory: Directory, target: AbstractTarget, options: ReadOptions) -> 
     )
     contents = tensors(directory)
     if quantized := [key for key in contents if key.endswith(_MXFP4)]:
-        raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
+        raise UserError(f"{directory}: {summarize_names(quantized)} are in MXFP4: {DEQUANTIZED}")
     by_name = _rename_to_dialect(contents, dialect, str(directory))
     by_name, left_out = _drop_layers(by_name, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
@@ -227,8 +227,8 @@ def units(
         before: JSON files of the model from which the run was imported.
     """
     dialect = FAMILIES[family].dialect
-    tensors = dialect.to_theirs(checkpoint.variables, config.model)
-    weights = dialect.to_theirs(checkpoint.params, config.model)
+    tensors = dialect.to_dialect(checkpoint.variables, config.model)
+    weights = dialect.to_dialect(checkpoint.params, config.model)
     result, index = safetensors.units(tensors, directory, largest, block)
     documents = _documents(config, family, _common_dtype(weights), tokenizer, before)
     if index is not None:
@@ -275,10 +275,10 @@ def _rename_to_dialect(
     Raises:
         UserError: two keys belong to one parameter.
     """
-    base = dialect.their_name(EMBEDDING).partition(".")[0]
+    base = dialect.key_for(EMBEDDING).partition(".")[0]
     tensors: dict[str, LazyTensor] = {}
     for key, tensor in contents.items():
-        name = dialect.current(strip_wrappers(key))
+        name = dialect.current_key(strip_wrappers(key))
         if not dialect.knows(name) and dialect.knows(f"{base}.{name}"):
             name = f"{base}.{name}"
         if name in tensors:

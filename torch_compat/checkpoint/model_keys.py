@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.formats.lazy import LazyTensor
-from torch_compat.names.table import NameMap, detect
-from torch_compat.names.translation import some
+from torch_compat.names.table import NameMap, detect_dialect
+from torch_compat.names.translation import summarize_names
 
 PREFIXES = (
     "state_dict.model.", "state.model.model.", "state.model.", "model_state_dict.", "app.model.",
@@ -60,7 +60,7 @@ def find_model(tensors: Mapping[str, LazyTensor], name: str | None = None) -> Mo
         if location.dialect:
             return location
     dotted = {key: tensor for key, tensor in tensors.items() if "." in key}
-    if dialect := detect(list(dotted), candidates):
+    if dialect := detect_dialect(list(dotted), candidates):
         return ModelKeys(dialect, dotted, "", tuple(key for key in tensors if key not in dotted))
     return ModelKeys(name_map(name) if name else None, dict(tensors))
 
@@ -73,7 +73,7 @@ def _below(tensors: Mapping[str, LazyTensor], prefix: str, candidates: list[Name
         if key.startswith(prefix)
     }
     others = tuple(key for key in tensors if not key.startswith(prefix))
-    return ModelKeys(detect(list(params), candidates), params, prefix, others)
+    return ModelKeys(detect_dialect(list(params), candidates), params, prefix, others)
 
 
 def _tails(prefix: str) -> Iterator[str]:
@@ -96,5 +96,5 @@ def unknown(tensors: Mapping[str, LazyTensor], where: str) -> str:
     unknown_keys = [key for key in tensors if not is_known(nearest, key)]
     return (
         f"{where}: these names are none of {', '.join(NAME_MAPS)}; nearest is {nearest.name}, "
-        f"which does not know {some(unknown_keys or tensors)}"
+        f"which does not know {summarize_names(unknown_keys or tensors)}"
     )

@@ -9,7 +9,7 @@ from jaxforge.errors import UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, Tensors
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.names.table import NameMap
-from torch_compat.names.translation import Translation, some, translate
+from torch_compat.names.translation import Translation, summarize_names, translate
 
 _DTYPE = np.dtype(np.float32)  # dtype of `model.linear.Declare.untrained`
 
@@ -33,13 +33,13 @@ def translate_model(
             non-trainable state.
     """
     theirs, more = _needed(theirs, target, by)
-    names = {name for name in target.model_state if by.dialect.their_key(name) in theirs}
+    names = {name for name in target.model_state if by.dialect.find_key(name) in theirs}
     wanted = {**target.params, **(target.model_state if names else {})}
     translated = translate(theirs, wanted, by)
     notes = more + ([] if names else missing(target, by.where, goes_on=goes_on))
     state = {name: translated.pop(name) for name in (target.model_state if names else ())}
     if wide := [name for name, tensor in state.items() if tensor.dtype == np.float64]:
-        notes.append(f"{some(wide)}: float64, but non-trainable state is float32 here")
+        notes.append(f"{summarize_names(wide)}: float64, but non-trainable state is float32 here")
     return translated, {name: tensor.cast(_DTYPE) for name, tensor in state.items()}, notes
 
 
@@ -47,16 +47,16 @@ def _needed(
     theirs: Mapping[str, LazyTensor], target: AbstractTarget, by: Translation
 ) -> tuple[Mapping[str, LazyTensor], list[str]]:
     """Return the tensors without state that this model lacks, and notes about it."""
-    declared = {by.dialect.their_key(name) for name in target.model_state}
+    declared = {by.dialect.find_key(name) for name in target.model_state}
     spare = {
         key: why
         for key in theirs
-        if key not in declared and (why := by.dialect.goes_with(key)) is not None
+        if key not in declared and (why := by.dialect.group_of_optional(key)) is not None
     }
     if not spare:
         return theirs, []
     needed = {key: tensor for key, tensor in theirs.items() if key not in spare}
-    return needed, [f"left out: {some(spare)}; {next(iter(spare.values()))}"]
+    return needed, [f"left out: {summarize_names(spare)}; {next(iter(spare.values()))}"]
 
 
 def drop_untrained_moments(
@@ -69,12 +69,12 @@ def drop_untrained_moments(
         target: state that the config declares.
         dialect: dialect of the names.
     """
-    untrained = {dialect.their_key(name) for name in target.model_state}
+    untrained = {dialect.find_key(name) for name in target.model_state}
     spare = [key for key in states if key in untrained]
     if not spare:
         return dict(states), []
     needed = {key: state for key, state in states.items() if key not in untrained}
-    return needed, [f"left out: the moments of {some(spare)}, which is not trained here"]
+    return needed, [f"left out: the moments of {summarize_names(spare)}, which is not trained here"]
 
 
 def check_present(checkpoint: CheckpointState, target: AbstractTarget, where: str) -> list[str]:
@@ -104,7 +104,7 @@ def missing(target: AbstractTarget, where: str, *, goes_on: bool) -> list[str]:
     """
     if not target.model_state:
         return []
-    what = f"non-trainable state is missing ({some(target.model_state)})"
+    what = f"non-trainable state is missing ({summarize_names(target.model_state)})"
     if goes_on:
         raise UserError(
             f"{where}: {what}, and the run cannot resume without it; --weights-only starts a run "

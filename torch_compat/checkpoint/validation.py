@@ -7,7 +7,7 @@ from jaxforge.errors import StorageError, UserError
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.lazy import LazyTensor
 from torch_compat.names.table import differences
-from torch_compat.names.translation import shortened
+from torch_compat.names.translation import shorten_problems
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
               "moe_router")  # fmt: skip
@@ -45,7 +45,7 @@ def check_fits(
         name = target.config.optimizer.name
         problems.append(f'its optimizer has {fields[0]}; optimizer.name = "{name}" has {fields[1]}')
     if problems:
-        listed = "\n  ".join(shortened(problems))
+        listed = "\n  ".join(shorten_problems(problems))
         raise UserError(
             f"{where} does not match this config; the config that is stored in it does:\n  {listed}"
         )

@@ -1,7 +1,7 @@
-"""Conversions of a checkpoint of any format to any format: each is planned, then run in shares.
+"""Conversion of checkpoints between all formats: planned once, then run by one or more processes.
 
-Tensors flow from the source to the result, a block at a time: nothing lies in between. The
-destination may be in a bucket; `upload` runs such a conversion.
+Tensors are read and written a block at a time, without intermediate files. `upload` runs
+conversions whose destination is in a bucket.
 """
 
 import contextlib
@@ -23,31 +23,32 @@ from torch_compat.formats.workers import Share, Workers
 
 Advance = Callable[[int], None]
 
-_NOT_OPTIONS = ("source", "config", "overrides")  # the two latter are in the resolved config
+_NOT_OPTIONS = ("source", "config", "overrides")  # the resolved config covers the last two
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """A conversion that can be run.
+class ConversionPlan:
+    """Conversion that is ready to run.
 
     Attributes:
-        summary: what it does, in a line.
-        notes: what the user should know.
+        summary: description in one line.
+        notes: notes for the user.
         source: the opened source.
-        within: the directory in the destination that is made; "" is the destination itself.
+        subdirectory: directory to create in the destination; "" is the destination itself.
     """
 
     summary: str
     notes: tuple[str, ...]
     source: Source
-    within: str
+    subdirectory: str
 
 
-def plan(request: Request) -> Plan:
+def plan(request: Request) -> ConversionPlan:
     """Open the source and check everything that can be checked without reading tensors.
 
     Raises:
-        UserError: it is damaged, not of the config, or has no counterpart in the format asked for.
+        UserError: the source is damaged, does not match the config, or has no counterpart in the
+            requested format.
     """
     if request.to == "jaxforge":
         check_path(request.destination)
@@ -59,20 +60,20 @@ def plan(request: Request) -> Plan:
         summary = f"{start} ({dialect}, {writer.label}, {size}) -> {request.destination}"
     else:
         summary = f"{start} -> {writer.path} ({writer.label}, {size})"
-    return Plan(summary, (*source.notes, *writer.notes()), source, writer.within)
+    return ConversionPlan(summary, (*source.notes, *writer.notes()), source, writer.subdirectory)
 
 
 def run(
-    request: Request, plan: Plan, share: Share, advance: Advance, workers: Workers
+    request: Request, plan: ConversionPlan, share: Share, advance: Advance, workers: Workers
 ) -> Path | None:
-    """Write a share of the result; process 0 waits for the others, and commits.
+    """Write this process's share of the result; process 0 waits for all others and commits.
 
     Returns:
-        What was made, from process 0.
+        The path of the result in process 0, None in others.
 
     Raises:
-        UserError: the destination is there, another conversion writes to it, or the source changes.
-        StorageError: the destination cannot be written; the same command goes on.
+        UserError: the destination exists, another conversion writes to it, or the source changes.
+        StorageError: the destination cannot be written; the same command resumes the conversion.
     """
     is_run, is_first = request.to == "jaxforge", not share.process
     with RunLock(request.destination) if is_run else contextlib.nullcontext() as lock:
@@ -81,9 +82,9 @@ def run(
         writer = WRITERS[request.to](request, plan.source)
         with writer.stage(identity(request, plan.source), share) as staging:
             workers.start()
-            with ThreadPoolExecutor(1) as beside:
-                if is_run and is_first:  # the disk is busy for longer than this takes
-                    beside.submit(_load_orbax)
+            with ThreadPoolExecutor(1) as background:
+                if is_run and is_first:  # takes less time than writing the tensors
+                    background.submit(_load_orbax)
                 staging.write(writer.units, advance)
             if not is_first:
                 return None
@@ -96,10 +97,10 @@ def run(
 
 
 def identity(request: Request, source: Source) -> dict[str, Any]:
-    """Return JSON that is the same in every process of a conversion, and in no other conversion.
+    """Return JSON that identifies a conversion: equal in all its processes and in no other one.
 
-    A command goes on with another's pieces if this is the same: the files of the source by size,
-    time and inode, the config with every default and override in it, and what the user asks for.
+    A command resumes an interrupted conversion of the same identity. It covers the source files by
+    size, time and inode, the config with all defaults and overrides, and the requested options.
     """
     names = [f.name for f in dataclasses.fields(request) if f.name not in _NOT_OPTIONS]
     progress = source.progress
@@ -113,9 +114,10 @@ def identity(request: Request, source: Source) -> dict[str, Any]:
 
 
 def _load_orbax() -> None:
-    """Import Orbax next to writing threads, which need the interpreter only briefly.
+    """Import Orbax while other threads write tensors.
 
-    They would wait for five milliseconds each time: 3.6 s for 4 GB, instead of 3.3.
+    Writing threads need the interpreter often and briefly. With the default switch interval they
+    wait for five milliseconds each time: 3.6 s for 4 GB instead of 3.3 s.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.0002)
@@ -123,4 +125,4 @@ def _load_orbax() -> None:
         importlib.import_module("torch_compat.checkpoint.orbax_commit")
     finally:
         sys.setswitchinterval(interval)
-    gc.freeze()  # to look through what was loaded takes a third of a second, when Python ends too
+    gc.freeze()  # a collection over the imported modules takes a third of a second, also at exit

@@ -1,6 +1,7 @@
-"""`README.md` of an export: Hugging Face's model card, from what the run says of itself.
+"""Hugging Face's model card (`README.md`) of an export.
 
-What the run does not tell is left out, and so are paths of this machine.
+It is built from the config, the progress and the metrics of the run. Unknown facts and
+local paths are left out.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ _EVALUATED = ("loss", "perplexity", "bits_per_byte")
 
 
 class Logged(NamedTuple):
-    """Last logged values of a run up to a step.
+    """Last logged metrics of a run up to a step.
 
     Attributes:
-        train: of the last logged step.
-        evaluation: of the last evaluation; empty without one.
-        evaluated: its step.
+        train: metrics of the last logged step.
+        evaluation: metrics of the last evaluation; empty if there is none.
+        evaluated: step of the last evaluation.
     """
 
     train: Mapping[str, Any]
@@ -41,7 +42,7 @@ class Logged(NamedTuple):
 
 
 def read_logged(run: Path, step: int) -> Logged:
-    """Reads `metrics.jsonl`, as far as it goes; there may be none."""
+    """Return the last metrics in `metrics.jsonl`; the file may be missing or truncated."""
     train: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as lines:
@@ -66,20 +67,19 @@ def model_card(
     """Return the text of the model card.
 
     Args:
-        name: of the run.
-        config: that of the checkpoint.
-        progress: where it stands; None where it does not say.
-        parameters: how many there are.
-        model_type: Hugging Face's word for the family.
-        logged: what the run has logged; None where the config does not say how the model was
-            trained.
-        has_tokenizer: whether a tokenizer lies next to the card.
+        name: name of the run.
+        config: config of the checkpoint.
+        progress: progress of the checkpoint; None if unknown.
+        parameters: number of parameters.
+        model_type: Hugging Face's name of the family.
+        logged: metrics of the run; None if the config does not describe how the model was trained.
+        has_tokenizer: whether the directory of the card has a tokenizer.
     """
     m = config.model
     size = human(parameters)
     trained = f", trained for {progress.step:,} steps" if progress and progress.step else ""
     sections = {
-        "Use": _WITH_TOKENIZER if has_tokenizer else _ALONE,
+        "Use": _WITH_TOKENIZER if has_tokenizer else _WITHOUT_TOKENIZER,
         "Model": _table({
             "parameters": f"{parameters:,}",
             "architecture": model_type,
@@ -107,7 +107,7 @@ def model_card(
 
 
 def _front_matter(config: JobConfig, model_type: str) -> str:
-    """YAML; strings as JSON has them, which YAML reads."""
+    """Return the YAML front matter; its strings are JSON, a subset of YAML."""
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     lines += [f"- {json.dumps(tag)}" for tag in ("jaxforge", model_type)]
     if names := list(dict.fromkeys(_hub_names(config))):
@@ -122,7 +122,7 @@ def _hub_names(config: JobConfig) -> Iterator[str]:
     yield from (name.hf_name for name in data.datasets if name.hf_name and not name.path)
 
 
-_ALONE = """\
+_WITHOUT_TOKENIZER = """\
 ```python
 from transformers import AutoModelForCausalLM
 
@@ -154,13 +154,15 @@ def _data(config: JobConfig) -> Iterator[str]:
 
 
 def _last_parts(path: str) -> str:
-    """The end of a path, which says nothing of where it is."""
+    """Return the last two parts of a path, which reveal no local directory."""
     return "/".join(Path(redacted(path)).parts[-2:]).lstrip("/") if path else ""
 
 
 def _counts(path: str) -> str:
     """Return the counts in a manifest of token shards, if it still exists."""
-    from jaxforge.data.corpus.manifest import Manifest  # here, for data of the Hub have none
+    from jaxforge.data.corpus.manifest import (
+        Manifest,  # imported here: data of the Hub have no manifest
+    )
 
     try:
         manifest = Manifest.read(Path(path)) if path else None
@@ -176,11 +178,11 @@ def _training(
 ) -> dict[str, Any]:
     t, o, s = config.train, config.optimizer, config.scheduler
     batch = t.global_batch_size or t.batch_size * t.grad_accum_steps
-    of_rank = "" if t.global_batch_size else " for each data-parallel rank"
+    per_rank = "" if t.global_batch_size else " for each data-parallel rank"
     return {
         "steps": f"{progress.step:,} of {t.max_steps:,}" if progress else None,
         "tokens": f"{progress.tokens:,}" if progress else None,
-        "update": f"{batch:,} sequences of {t.seq_len:,} tokens{of_rank}",
+        "update": f"{batch:,} sequences of {t.seq_len:,} tokens{per_rank}",
         "optimizer": o.name,
         "peak learning rate": f"{o.lr:g}",
         "weight decay": f"{o.weight_decay:g}",
@@ -192,7 +194,7 @@ def _training(
 
 
 def _evaluation(logged: Logged) -> str:
-    """The sets of the last evaluation, all together first."""
+    """Return the table of the last evaluation: all sets together first, then each set."""
     metrics = {name.removeprefix("eval/"): value for name, value in logged.evaluation.items()
              if name.startswith("eval/") and _is_number(value)}  # fmt: skip
     sets = list(dict.fromkeys(name.rpartition("/")[0] for name in metrics))
@@ -201,17 +203,17 @@ def _evaluation(logged: Logged) -> str:
         return ""
     rows = [
         [
-            _plain(of) or "all",
-            *(_shown(metrics.get(f"{of}/{item}" if of else item)) for item in columns),
+            _plain(name) or "all",
+            *(_format(metrics.get(f"{name}/{item}" if name else item)) for item in columns),
         ]
-        for of in sets
+        for name in sets
     ]
     lines = [["set", *columns], ["---"] * (1 + len(columns)), *rows]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\nOf step {logged.evaluated:,}."
 
 
-def _shown(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
@@ -220,7 +222,7 @@ def _is_number(value: object) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return text of a config as Markdown that shows it on one line and means nothing else."""
+    """Return text of a config on one line, with all Markdown syntax escaped."""
     line = " ".join(_printable(text).split())
     return _AT_START.sub(r"\1\\\2", _PUNCTUATION.sub(_escaped, line))
 
@@ -230,21 +232,21 @@ def _printable(text: str) -> str:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    """HTML's characters as entities, for renderers that pass it on; others behind a backslash."""
+    """Escape HTML characters as entities, as renderers may pass HTML on, and others with \\."""
     return html.escape(match[0]) if match[0] in "<>&" else f"\\{match[0]}"
 
 
 _PUNCTUATION = re.compile(r"[!-+;-@\[-`{-~]")
-"""All of ASCII's but for `,-./:`, which mean nothing within a line."""
+"""ASCII punctuation except `,-./:`, which has no meaning within a line."""
 _AT_START = re.compile(r"^(\d{1,9}(?=\.(?: |$))|(?=-))([-.])")
-"""Of these, what begins an item of a list, or a rule, at the start of a line."""
+"""Characters that begin a list item or a rule at the start of a line."""
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    """Return a table of the rows that are known."""
-    shown = [
+    """Return a table of the rows whose value is not None."""
+    lines = [
         f"| {name} | {f'{value:,}' if isinstance(value, int) else _plain(value)} |"
         for name, value in rows.items()
         if value is not None
     ]
-    return "\n".join(["| | |", "|---|---|", *shown])
+    return "\n".join(["| | |", "|---|---|", *lines])

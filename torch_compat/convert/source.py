@@ -1,4 +1,4 @@
-"""The request for a conversion, and its source: a checkpoint of any format, opened and checked."""
+"""Request for a conversion, and its source: an opened and checked checkpoint of any format."""
 
 import dataclasses
 import functools
@@ -22,23 +22,23 @@ _DEFAULTS = ReadOptions()
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A conversion as the user asks for it.
+    """Conversion that the user requests.
 
     Attributes:
         source: the checkpoint.
-        destination: for "jaxforge" the run directory, for "hf" the directory to make, for "dcp" the
-            directory in which `step_<n>` appears.
-        to: the format of the result.
-        config: a config file; None takes the config in the source, which a DCP has not.
-        overrides: settings over the config.
-        options: how to read the source.
-        dialect: whose names to write; None takes KempnerForge's, or the model's first family.
-        layout: of optimizer state in a DCP; None takes the dialect's.
-        ranks: data-parallel ranks that will go on with a DCP.
-        stages: pipeline stages that will; with several, each gets a checkpoint of its own.
-        dtype: dtype of the weights; None keeps theirs.
-        largest_file: bytes of a safetensors file.
-        max_memory: bytes for tensors on their way.
+        destination: for "jaxforge" the run directory, for "hf" the directory to create, for "dcp"
+            the parent directory of `step_<n>`.
+        to: format of the result.
+        config: config file; None: the config in the source, which a DCP lacks.
+        overrides: settings that override the config.
+        options: options of reading the source.
+        dialect: dialect of the result; None: KempnerForge's, or the first family that fits.
+        layout: layout of optimizer state in a DCP; None: the dialect's.
+        ranks: data-parallel ranks that will resume from a DCP.
+        stages: pipeline stages that will resume; each of several gets its own checkpoint.
+        dtype: dtype of the weights; None: unchanged.
+        largest_file: maximum bytes of a safetensors file.
+        max_memory: bytes of memory for tensors in transit.
     """
 
     source: CheckpointRef
@@ -58,15 +58,15 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint that was opened for a conversion.
+    """Checkpoint that is opened for a conversion.
 
     Attributes:
         ref: the checkpoint.
-        files: its files, as they were before it was opened (`CheckpointRef.stamps`).
-        trained: the config that its model was trained with.
-        checkpoint: its state, as it is to be written.
-        target: what the config of the result declares.
-        notes: what the user should know.
+        files: stamps of its files before it was opened (`CheckpointRef.stamps`).
+        trained: config with which the model was trained.
+        checkpoint: state to write.
+        target: arrays that the config of the result declares.
+        notes: notes for the user.
     """
 
     ref: CheckpointRef
@@ -78,7 +78,7 @@ class Source:
 
     @property
     def progress(self) -> Progress:
-        """Progress of the checkpoint's run; the beginning if it holds weights only."""
+        """Progress of the checkpoint's run; the initial progress if it holds only weights."""
         return self.checkpoint.progress or Progress()
 
     @property
@@ -88,23 +88,25 @@ class Source:
 
     @functools.cached_property
     def imported(self) -> hf_state.ImportedDocuments | None:
-        """The JSON files of the Hugging Face model that it is, or was imported from."""
+        """JSON files of the Hugging Face model that the source is or was imported from."""
         if self.ref.format == "jaxforge":
             return hf_state.read_imported_documents(self.ref.run)
         return hf_state.read_documents(self.ref.directory) if self.ref.format == "hf" else None
 
     @functools.cached_property
     def tokenizer(self) -> Path | None:
-        """Return the directory of the tokenizer: the run's, that of the config's data, or the
-        model's.
+        """Directory of the tokenizer: of the run, the config's data, or the Hugging Face model.
 
         Raises:
-            UserError: the config's data name one that does not exist.
+            UserError: the config's data name a tokenizer that does not exist.
         """
         if self.ref.format == "jaxforge":
-            of_run = self.ref.run / hf_state.TOKENIZER
-            return of_run if of_run.is_dir() else None
-        from jaxforge.data.corpus.tokenizer import load_tokenizer, tokenizer_of  # here: 0.3 seconds
+            directory = self.ref.run / hf_state.TOKENIZER
+            return directory if directory.is_dir() else None
+        from jaxforge.data.corpus.tokenizer import (  # imported here: 0.3 s
+            load_tokenizer,
+            tokenizer_of,
+        )
 
         copy = Path(self._scratch.name, hf_state.TOKENIZER)
         if spec := tokenizer_of(self.target.config.data):
@@ -118,23 +120,24 @@ class Source:
         return tempfile.TemporaryDirectory(prefix="jaxforge-")
 
     def check_unchanged(self) -> None:
-        """Check that the files are those that the conversion began with.
+        """Check that no file has changed since the conversion began.
 
         Raises:
-            UserError: some were replaced, came or went.
+            UserError: files were replaced, added or removed.
         """
         if self.ref.stamps() != self.files:
             raise UserError(
-                f"{self.ref} changed while it was converted: nothing is there under the "
-                "name of the result; run the same command again when the source is at rest"
+                f"{self.ref} changed while it was converted, so that no result was "
+                "written. Run the same command again when the source no longer changes"
             )
 
 
 def open_source(request: Request) -> Source:
-    """Open the source, and check all that can be checked without reading tensors.
+    """Open the source and check everything that can be checked without reading tensors.
 
     Raises:
-        UserError: it is damaged, not of the config, or has no counterpart in the format asked for.
+        UserError: the source is damaged, does not match the config, or has no counterpart in the
+            requested format.
     """
     ref, to = request.source, request.to
     config = ref.required_config(request.config, request.overrides)
@@ -157,7 +160,7 @@ def open_source(request: Request) -> Source:
     elif checkpoint.counts_experts:
         config = config.with_idle_experts_skipped()
     if to == "jaxforge":
-        checkpoint = _of_new_run(checkpoint, goes_on=has_moments)
+        checkpoint = _for_new_run(checkpoint, resumes=has_moments)
     else:
         checkpoint = dataclasses.replace(
             checkpoint, params=mup.fold_multipliers(checkpoint.params, config.model)
@@ -169,9 +172,9 @@ def open_source(request: Request) -> Source:
     return Source(ref, files, trained, checkpoint, abstract_target(config), tuple(notes))
 
 
-def _of_new_run(checkpoint: CheckpointState, *, goes_on: bool) -> CheckpointState:
-    """Return the state for a run directory; weights alone start at step 0."""
-    progress = checkpoint.progress if goes_on else None
+def _for_new_run(checkpoint: CheckpointState, *, resumes: bool) -> CheckpointState:
+    """Return the state for a run directory; without moments the run starts at step 0."""
+    progress = checkpoint.progress if resumes else None
     if progress is None:
         return CheckpointState(
             checkpoint.params,

@@ -1,4 +1,4 @@
-"""Writer of checkpoints of PyTorch's DCP, with the position of the run."""
+"""Writer of checkpoints in PyTorch's DCP format."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ from torch_compat.names import kempnerforge
 
 
 class DcpWriter(Writer):
-    """A `step_<n>` of PyTorch's DCP, with the place of the run."""
+    """Writer of a DCP directory `step_<n>` with tensors and the training state."""
 
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
@@ -33,27 +33,31 @@ class DcpWriter(Writer):
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None
-        self._has_place = self._has_moments and not self._is_titan
+        self._has_train_state = self._has_moments and not self._is_titan
         many = f", {request.stages} stages" if request.stages > 1 else ""
         self.label = f"{self._dialect}{many}"
-        self.within = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
+        self.subdirectory = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
 
     def notes(self) -> list[str]:
         """Return notes for the user.
 
         Raises:
-            UserError: the position in the data falls within a batch of this many ranks.
+            UserError: the data position is not at a batch boundary of the requested ranks.
         """
-        if self._has_place:
+        if self._has_train_state:
             self._train_state()
         if self._is_titan and self._has_moments:
             return dcp_state.torchtitan_notes(self.source.target)
-        is_theirs = self._dialect.startswith("kempnerforge")
-        return list(kempnerforge.unknown(self.source.target.config.model)) if is_theirs else []
+        is_kempnerforge = self._dialect.startswith("kempnerforge")
+        return (
+            list(kempnerforge.incompatibilities(self.source.target.config.model))
+            if is_kempnerforge
+            else []
+        )
 
     @functools.cached_property
     def _units(self) -> dict[str, list[Unit]]:
-        """The work for each pipeline stage."""
+        """Units of each pipeline stage."""
         return {
             stage: dcp_writer.units(entries, self.staging.path / stage, self.block, prefix=stage)
             for stage, entries in self._stages.items()
@@ -61,13 +65,13 @@ class DcpWriter(Writer):
 
     @property
     def units(self) -> Sequence[Unit]:
-        """Files of tensors."""
+        """Files of tensors of all stages."""
         return list(itertools.chain.from_iterable(self._units.values()))
 
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Write the metadata, and where the run stands."""
+        """Write the metadata and the training state."""
         directory = self.staging.path
-        if self._has_place:
+        if self._has_train_state:
             with (directory / train_state.TRAIN_STATE).open("wb") as file:
                 file.writelines(torch_zip.archive_blocks(self._train_state()))
             progress = self.source.progress
@@ -81,13 +85,13 @@ class DcpWriter(Writer):
         check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
 
     def commit(self) -> None:
-        """Give the checkpoint its name, and point `latest` to it."""
+        """Rename the checkpoint to its final name and point `latest` to it."""
         super().commit()
         _point_latest(self.staging.destination)
 
     @functools.cached_property
     def _stages(self) -> dict[str, dict[str, Entry]]:
-        """The entries of each pipeline stage, by the name of its directory."""
+        """Entries of each pipeline stage by the name of its directory."""
         target, layout = self.source.target, self.request.layout
         entries = functools.partial(
             dcp_state.entries, target=target, dialect=name_map(self._dialect),
@@ -110,10 +114,10 @@ class DcpWriter(Writer):
 
 
 def _point_latest(checkpoint: Path) -> None:
-    """Make `latest` as KempnerForge has it: a relative link, replaced in one step.
+    """Atomically replace `latest`, which in KempnerForge is a relative link.
 
     Raises:
-        StorageError: the file system has no links, or is full; the checkpoint is whole.
+        StorageError: the file system is full or has no links; the checkpoint is complete.
     """
     temporary = checkpoint.parent / "latest.tmp"
     try:
@@ -122,6 +126,6 @@ def _point_latest(checkpoint: Path) -> None:
         temporary.replace(checkpoint.parent / "latest")
     except OSError as error:
         raise StorageError(
-            f"{checkpoint} is whole, but {temporary.with_name('latest')} could not be made to "
-            f"point to it ({error.strerror}): name the checkpoint itself to who loads it"
+            f"{checkpoint} is complete, but {temporary.with_name('latest')} could not be linked to "
+            f"it ({error.strerror}). Load the checkpoint by its own path"
         ) from error

@@ -21,24 +21,24 @@ from torch_compat.formats.staging import Unit
 
 
 class HfWriter(Writer):
-    """A directory that `AutoModelForCausalLM.from_pretrained` opens, with a model card."""
+    """Writer of a directory for `AutoModelForCausalLM.from_pretrained`, with a model card."""
 
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
-        before = source.imported
+        imported = source.imported
         self._family = hf_config.select_family(
-            source.target.config.model, request.dialect, before and before.config
+            source.target.config.model, request.dialect, imported and imported.config
         )
         self.label = FAMILIES[self._family].dialect.name
         self._check_names(self.label)
 
     def notes(self) -> list[str]:
-        """Return what the user should know."""
+        """Return notes for the user."""
         return list(hf_state.notes(self.label, self.source.tokenizer))
 
     @functools.cached_property
     def units(self) -> Sequence[Unit]:
-        """Parts of safetensors files, and the documents."""
+        """Parts of safetensors files, and the JSON and tokenizer files."""
         return hf_state.units(
             self.source.checkpoint, self.source.target.config, self.staging.path,
             family=self._family, largest=self.request.largest_file, block=self.block,
@@ -46,9 +46,9 @@ class HfWriter(Writer):
         )  # fmt: skip
 
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Write the model card."""
+        """Check the written tensors and write the model card."""
         directory, model = self.staging.path, self.source.target.config.model
-        written = name_map(self.label).to_theirs(self.source.checkpoint.variables, model)
+        written = name_map(self.label).to_dialect(self.source.checkpoint.variables, model)
         check_written(safetensors.open_directory(Directory(directory)), written, str(directory))
         (directory / model_card.FILE).write_text(self._card(directory), "utf-8")
 

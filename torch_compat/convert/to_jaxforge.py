@@ -15,16 +15,16 @@ from torch_compat.formats.workers import Share
 
 
 class RunWriter(Writer):
-    """A run directory of jaxforge."""
+    """Writer of a run directory of jaxforge with a checkpoint."""
 
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
         step = source.progress.step
-        self.label = f"step {step}" if source.checkpoint.moments else "weights alone, step 0"
-        self.within = f"{SUBDIRECTORY}/{PREFIX}_{step}"
+        self.label = f"step {step}" if source.checkpoint.moments else "weights only, step 0"
+        self.subdirectory = f"{SUBDIRECTORY}/{PREFIX}_{step}"
 
     def stage(self, plan: dict[str, Any], share: Share) -> Staging:
-        """Begin a checkpoint of the run."""
+        """Begin or resume the checkpoint of the run."""
         self._import = orbax_store.stage(
             self.source.checkpoint, self.source.target, self.request.destination, plan, share,
             self.block,
@@ -38,8 +38,8 @@ class RunWriter(Writer):
         return self._import.units
 
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Write `config.toml` and `tokenizer/`, for when the checkpoint is there."""
-        from jaxforge.runs import run_directory  # here, as it imports JAX
+        """Write `config.toml` and `tokenizer/`, which `commit` publishes with the checkpoint."""
+        from jaxforge.runs import run_directory  # imported here: it imports JAX
 
         beside, ref = self._import.run_files, self.source.ref
         if ref.format == "jaxforge":
@@ -47,27 +47,27 @@ class RunWriter(Writer):
                 _copy_files(ref.run / name, beside / name)
         try:
             run_directory.prepare(
-                beside, of_run(self.source.target.config, self.request.destination)
+                beside, config_for_run(self.source.target.config, self.request.destination)
             )
         except UserError as error:
-            raise error.__cause__ or error from None  # the disk's fault, and no setting's
+            raise error.__cause__ or error from None  # a disk error, not an error of a setting
         if ref.format == "hf":
             hf_state.copy_tokenizer(ref.directory, beside / hf_state.TOKENIZER)
             hf_state.copy_documents(ref.directory, beside)
 
     def commit(self) -> None:
-        """Let Orbax make the checkpoint."""
+        """Let Orbax commit the checkpoint."""
         self._import.commit()
 
 
-def of_run(config: JobConfig, run: Path) -> JobConfig:
-    """Return the config that a run directory gets, which names the directory."""
+def config_for_run(config: JobConfig, run: Path) -> JobConfig:
+    """Return the config for a run directory, with the directory as `checkpoint.dir`."""
     checkpoint = config.checkpoint.model_copy(update={"dir": str(run), "load_path": None})
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy the files of a directory, which may be in a bucket; nothing if there is none."""
+    """Copy the files of a directory, which may be in a bucket or may not exist."""
     for path in filter(Path.is_file, source.iterdir() if source.is_dir() else ()):
         target.mkdir(parents=True, exist_ok=True)
         (target / path.name).write_bytes(path.read_bytes())

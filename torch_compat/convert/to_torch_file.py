@@ -24,11 +24,11 @@ class TorchFileWriter(Writer):
     """A file such as `checkpoint.pt`, which `torch.load(weights_only=True)` opens.
 
         model         state dict, its keys in the order of the modules
-        optimizer     as `optimizer.state_dict()` has it: state by number, two parameter groups
-        scheduler     as `LambdaLR.state_dict()` has it
+        optimizer     like `optimizer.state_dict()`: state by number, two parameter groups
+        scheduler     like `LambdaLR.state_dict()`
         step, tokens_seen, samples_seen
 
-    Weights alone make a file with `model` only.
+    Without moments, the file only has `model`.
     """
 
     def __init__(self, request: Request, source: Source) -> None:
@@ -36,7 +36,7 @@ class TorchFileWriter(Writer):
         name = request.destination.name
         if not name.endswith(torch_file.SUFFIXES):
             raise UserError(
-                f"{request.destination}: --to pt writes one file: name it with the suffix .pt"
+                f"{request.destination}: --to pt writes one file. Its name must end with .pt"
             )
         self._file = name
         self._dialect = request.dialect or usual_dialect(source.target.config.model)
@@ -45,7 +45,7 @@ class TorchFileWriter(Writer):
         self.label = f"{self._dialect}, torch.save"
 
     def notes(self) -> list[str]:
-        """Return what the user should know."""
+        """Return notes for the user."""
         if not self._has_moments:
             return []
         return [
@@ -56,13 +56,13 @@ class TorchFileWriter(Writer):
 
     @property
     def units(self) -> Sequence[Unit]:
-        """The file."""
+        """Unit that writes the file."""
         path, block = self.staging.path / self._file, self.block
         write = functools.partial(torch_zip.write_file, self._state, path, block)
         return [Unit("file", self.source.nbytes, write)]
 
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Check that the file reads back."""
+        """Check that the file can be read back."""
         directory = Directory(self.staging.path)
         written = torch_file.open_file(directory, self._file)
         expected = dict(torch_file.flatten(self._state, written.where))
@@ -70,7 +70,7 @@ class TorchFileWriter(Writer):
         check_written(written.tensors, tensors, written.where)
 
     def commit(self) -> None:
-        """Give the file its name."""
+        """Rename the file to its final name."""
         self.staging.commit(self._file)
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class TorchFileWriter(Writer):
                 inner = inner.setdefault(parent, {})
             inner[entry.path[-1]] = entry.value
         model = nested["model"]
-        others = [key for key in model if key not in set(order)]  # buffers, a tied head
+        others = [key for key in model if key not in set(order)]  # buffers and a tied head
         nested["model"] = {key: model[key] for key in (*order, *others)}
         if self._has_moments:
             progress = self.source.progress
@@ -110,11 +110,11 @@ def module_order(params: Mapping[str, LazyTensor], dialect: NameMap) -> list[str
     last norm and the output head.
 
     Args:
-        params: our name -> tensor.
-        dialect: whose keys to return.
+        params: jaxforge's name -> tensor.
+        dialect: dialect of the returned keys.
     """
-    rows = {rule.ours: i for i, rule in enumerate(dialect.rules)}
-    first_expert = min((i for ours, i in rows.items() if "{j}" in ours), default=0)
+    rows = {rule.name: i for i, rule in enumerate(dialect.rules)}
+    first_expert = min((i for name, i in rows.items() if "{j}" in name), default=0)
 
     def position(name: str) -> tuple[int, int, int, int, int]:
         match = _LAYER.match(name)
@@ -128,11 +128,11 @@ def module_order(params: Mapping[str, LazyTensor], dialect: NameMap) -> list[str
         row = rows[pattern]
         return 2, int(match[1]), first_expert if expert else row, int(expert or 0), row
 
-    return list(dict.fromkeys(dialect.their_name(name) for name in sorted(params, key=position)))
+    return list(dict.fromkeys(dialect.key_for(name) for name in sorted(params, key=position)))
 
 
 def _numbered(optimizer: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
-    """Return optimizer state by number, as `torch.optim.Optimizer.state_dict` has it."""
+    """Return optimizer state by parameter number, like `torch.optim.Optimizer.state_dict`."""
     rank = {name: i for i, name in enumerate(order)}
     groups: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}

@@ -1,13 +1,14 @@
-"""Conversions into a bucket, where nothing can be renamed.
+"""Conversion into a bucket, in which objects cannot be renamed.
 
-The result gathers on this machine, in the directory that it always has for that destination, so
-that a conversion which was killed goes on. Then its files are copied:
+The result is first written to a local staging directory, which depends only on the destination:
+an interrupted conversion resumes there. Then its files are copied in this order:
 
-DST/.unfinished     first: names the conversion whose files lie there, whole or not
-DST/...             several at a time
-what is looked for  last: `commit_success.txt`, `.metadata`, `config.json`; a run's `config.toml`
+    1. DST/.unfinished    identity of the conversion that owns the incomplete files
+    2. DST/...            all other files, several at a time
+    3. marker files       `commit_success.txt`, `.metadata`, `config.json`; `config.toml` of a run
 
-Without the first, what lies at a destination is somebody's, and stays as it is.
+Readers look for the marker files, so an incomplete result is never taken for a complete one. Files
+at a destination without `.unfinished` belong to somebody else and are never changed.
 """
 
 import dataclasses
@@ -24,9 +25,9 @@ from jaxforge.errors import UserError
 from jaxforge.storage import COMMITTED, buckets, mirror, run_lock, trust
 from torch_compat.checkpoint import hf_config, hf_state, orbax_store
 from torch_compat.convert import conversion
-from torch_compat.convert.conversion import Advance, Plan, identity
+from torch_compat.convert.conversion import Advance, ConversionPlan, identity
 from torch_compat.convert.source import Request
-from torch_compat.convert.to_jaxforge import of_run
+from torch_compat.convert.to_jaxforge import config_for_run
 from torch_compat.formats import safetensors
 from torch_compat.formats.dcp_reader import METADATA
 from torch_compat.formats.staging import for_each
@@ -34,133 +35,133 @@ from torch_compat.formats.workers import Share, Workers
 
 UNFINISHED = ".unfinished"
 
-_LAST = (safetensors.INDEX, COMMITTED, f"pp*/{METADATA}", METADATA, hf_config.CONFIG)
-_AT_ONCE = 8  # files of this many bytes in all: each passes through memory whole
-_MEMORY = 1 << 30
+_MARKERS = (safetensors.INDEX, COMMITTED, f"pp*/{METADATA}", METADATA, hf_config.CONFIG)
+_MAX_UPLOADS = 8  # concurrent uploads
+_MAX_MEMORY = 1 << 30  # bytes of all concurrent uploads: each file is read into memory
 
 
 def notes(request: Request) -> list[str]:
     """Return notes for the user of a conversion into a bucket."""
     notes_ = [
-        f"it gathers in {_gathering(request.destination)} before it is copied: that disk must hold "
-        "it once (TMPDIR names another)"
+        f"the result is written to {_staging_directory(request.destination)} before it is copied, "
+        "and that disk must hold it once (TMPDIR selects another disk)"
     ]
     if request.to == "dcp":
-        notes_.append("a bucket has no links, so there will be no `latest`: name the step itself")
+        notes_.append(
+            "a bucket has no links, so `latest` is not created: load the step by its path"
+        )
     return notes_
 
 
 def run(
-    request: Request, plan: Plan, share: Share, advance: Advance, workers: Workers
+    request: Request, plan: ConversionPlan, share: Share, advance: Advance, workers: Workers
 ) -> Path | None:
-    """Do what `conversion.run` does, for a destination in a bucket.
+    """Run a conversion like `conversion.run`, for a destination in a bucket.
 
     Returns:
-        What was made, from process 0.
+        The path of the result in process 0, None in others.
 
     Raises:
-        UserError: something is there already, or another process writes there.
-        StorageError: the disk or the bucket does not take it; the same command goes on.
+        UserError: the destination exists, or another process writes to it.
+        StorageError: a write to the disk or the bucket fails; the same command resumes.
     """
-    destination, gathering = request.destination, _gathering(request.destination)
-    here = dataclasses.replace(request, destination=gathering / destination.name)
+    destination, staging = request.destination, _staging_directory(request.destination)
+    local = dataclasses.replace(request, destination=staging / destination.name)
     if share.process:
-        return conversion.run(here, plan, share, advance, workers)
+        return conversion.run(local, plan, share, advance, workers)
     with run_lock.RunLock(destination) as lock:
         lock.take()
-        name = _name(here, plan)
-        _check_free(destination / plan.within, name, gathering)
-        _begin(gathering, name)
-        directory = here.destination / plan.within
+        name = _name(local, plan)
+        _check_free(destination / plan.subdirectory, name, staging)
+        _claim(staging, name)
+        directory = local.destination / plan.subdirectory
         if not directory.exists():
-            conversion.run(here, plan, share, advance, workers)
-        orbax_store.finish_import(
-            here.destination, directory
-        )  # what a kill just after its commit left
-        _Copy(here.destination, destination, plan.within, name).run(lock)
-        shutil.rmtree(gathering, ignore_errors=True)  # workers take their locks away meanwhile
-    return destination / plan.within
+            conversion.run(local, plan, share, advance, workers)
+        orbax_store.finish_import(local.destination, directory)  # if a kill interrupted the commit
+        _Upload(local.destination, destination, plan.subdirectory, name).run(lock)
+        shutil.rmtree(staging, ignore_errors=True)  # workers remove their locks meanwhile
+    return destination / plan.subdirectory
 
 
-class _Copy:
-    """From this machine to the bucket.
+class _Upload:
+    """Upload of a local result to the bucket.
 
     Args:
-        here: what was the destination on this machine.
-        there: what it is in the bucket.
-        within: the directory in it that is made.
-        name: of the conversion.
+        local: the destination on this machine.
+        remote: the destination in the bucket.
+        subdirectory: the directory to create in the destination.
+        name: the identity of the conversion.
     """
 
-    def __init__(self, here: Path, there: Path, within: str, name: str) -> None:
-        self._here, self._there, self._name = here, there, name
-        self._directory, self._target = here / within, there / within
+    def __init__(self, local: Path, remote: Path, subdirectory: str, name: str) -> None:
+        self._local, self._remote, self._name = local, remote, name
+        self._directory, self._target = local / subdirectory, remote / subdirectory
 
     def run(self, lock: run_lock.RunLock) -> None:
-        """Copies all, the lock willing."""
-        self._begin()
-        last = [path for pattern in _LAST for path in sorted(self._directory.glob(pattern))]
-        beside = (_files(self._here / name) for name in (hf_state.TOKENIZER, hf_state.IMPORTED))
-        self._put({*_files(self._directory), *itertools.chain(*beside)} - {*last})
-        ours = {path.relative_to(self._directory).as_posix() for path in _files(self._directory)}
-        for key in _keys(self._target) - ours - {UNFINISHED}:  # of another that was not finished
+        """Copy all files, the markers last, if the lock is still valid then."""
+        self._mark_unfinished()
+        markers = [path for pattern in _MARKERS for path in sorted(self._directory.glob(pattern))]
+        further = (_files(self._local / name) for name in (hf_state.TOKENIZER, hf_state.IMPORTED))
+        self._put({*_files(self._directory), *itertools.chain(*further)} - {*markers})
+        keys = {path.relative_to(self._directory).as_posix() for path in _files(self._directory)}
+        for key in _keys(self._target) - keys - {UNFINISHED}:  # of another, incomplete conversion
             (self._target / key).unlink()
         lock.check()
-        for path in last:
+        for path in markers:
             self._put([path])
-        config = self._here / "config.toml"
-        if config.exists():  # of a run
-            named = of_run(load_config(config, trusts=trust.never), self._there)
-            (self._there / config.name).write_text(named.to_toml())
+        config = self._local / "config.toml"
+        if config.exists():  # the result is a run
+            remote = config_for_run(load_config(config, trusts=trust.never), self._remote)
+            (self._remote / config.name).write_text(remote.to_toml())
         (self._target / UNFINISHED).unlink()
 
-    def _begin(self) -> None:
-        """From now on what lies there is unfinished; a run that is there keeps its tokenizer."""
+    def _mark_unfinished(self) -> None:
+        """Mark the destination as unfinished; an existing run keeps its tokenizer."""
         mark = self._target / UNFINISHED
-        if not mark.exists() and (self._there / hf_state.TOKENIZER).is_dir():
-            shutil.rmtree(self._here / hf_state.TOKENIZER, ignore_errors=True)
+        if not mark.exists() and (self._remote / hf_state.TOKENIZER).is_dir():
+            shutil.rmtree(self._local / hf_state.TOKENIZER, ignore_errors=True)
         mark.write_text(self._name)
-        for key in _visible(_keys(self._target)):
+        for key in _marker_keys(_keys(self._target)):
             (self._target / key).unlink()
 
     def _put(self, paths: Iterable[Path]) -> None:
         files = sorted(paths)
         largest = max((path.stat().st_size for path in files), default=0)
-        at_once = max(1, min(_AT_ONCE, _MEMORY // max(1, largest)))
+        n_uploads = max(1, min(_MAX_UPLOADS, _MAX_MEMORY // max(1, largest)))
 
         def put(path: Path) -> None:
-            url = self._there / path.relative_to(self._here).as_posix()
+            url = self._remote / path.relative_to(self._local).as_posix()
             buckets.write(url, path.read_bytes())
 
-        for_each(put, files, at_once)
+        for_each(put, files, n_uploads)
 
 
-def _gathering(destination: Path) -> Path:
+def _staging_directory(destination: Path) -> Path:
     return mirror.directory(destination, "conversion")
 
 
-def _name(request: Request, plan: Plan) -> str:
-    about = json.dumps(identity(request, plan.source), sort_keys=True)
-    return hashlib.sha256(about.encode()).hexdigest()
+def _name(request: Request, plan: ConversionPlan) -> str:
+    text = json.dumps(identity(request, plan.source), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_free(target: Path, name: str, gathering: Path) -> None:
+def _check_free(target: Path, name: str, staging: Path) -> None:
     keys = _keys(target)
     if not keys:
         return
-    if UNFINISHED in keys and (not _visible(keys) or (target / UNFINISHED).read_text() == name):
+    if UNFINISHED in keys and (not _marker_keys(keys) or (target / UNFINISHED).read_text() == name):
         return
-    if UNFINISHED not in keys:  # a conversion that was killed here had copied all, or is late
-        shutil.rmtree(gathering, ignore_errors=True)
-    raise UserError(f"{target} is there already; remove it or name another place")
+    if UNFINISHED not in keys:  # an interrupted conversion has copied all files, or was overtaken
+        shutil.rmtree(staging, ignore_errors=True)
+    raise UserError(f"{target} already exists. Remove it or choose another destination")
 
 
-def _begin(gathering: Path, name: str) -> None:
-    """Lets what another conversion left on this machine go."""
-    mirror.claim(gathering)
-    label = gathering / "conversion"
+def _claim(staging: Path, name: str) -> None:
+    """Claim the staging directory and remove files of other conversions."""
+    mirror.claim(staging)
+    label = staging / "conversion"
     if not label.exists() or label.read_text() != name:
-        mirror.clear(gathering)
+        mirror.clear(staging)
         label.write_text(name)
 
 
@@ -172,6 +173,6 @@ def _keys(target: Path) -> set[str]:
     return set(buckets.keys(str(target))) - {run_lock.NAME}
 
 
-def _visible(keys: Iterable[str]) -> list[str]:
-    """Return the keys by which a reader finds the result."""
-    return [key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in _LAST)]
+def _marker_keys(keys: Iterable[str]) -> list[str]:
+    """Return the keys of marker files, by which readers recognize a complete result."""
+    return [key for key in keys if any(fnmatch.fnmatchcase(key, pattern) for pattern in _MARKERS)]

@@ -1,4 +1,4 @@
-"""Two checkpoints of any formats compared: their tensors, and what their runs say of themselves."""
+"""Comparison of two checkpoints of any formats: tensors, progress and optimizer settings."""
 
 import dataclasses
 import math
@@ -17,24 +17,25 @@ from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.checkpoint.validation import INVISIBLE_KEYS
 from torch_compat.formats.lazy import LazyTensor, blocks
 
-_FRACTION = 24  # of the memory allowed, for one block of either checkpoint
-_NEAR = 1e-6  # of one number to another: PyTorch's settings are float64, JAX's schedule is float32
-# Keys of [optimizer] that parameter groups have too, or that do nothing.
+_BLOCKS_IN_MEMORY = 24  # a block of either checkpoint is this fraction of the memory limit
+_RTOL = 1e-6  # of settings: PyTorch's are float64, JAX's schedule is float32
+# Keys of [optimizer] that parameter groups also have, or that have no effect.
 _IN_GROUPS = {"lr", "betas", "eps", "weight_decay", "muon_momentum", "fused"}
 
 Facts = Mapping[str, Any]
-"""What a checkpoint says beside its tensors: name -> number, text, or a few of them."""
+"""Facts of a checkpoint other than its tensors: name -> number, text, or a list of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Difference of one tensor between two checkpoints.
+    """Difference of a tensor or setting between two checkpoints.
 
     Attributes:
-        name: its name.
-        what: "missing" (only in the first), "unexpected" (only in the second), "shape", "values".
-        largest: the largest absolute difference; inf where one is not finite and the other is.
-        note: shapes or dtypes, where they differ.
+        name: name of the tensor or setting.
+        what: "missing" (only in the first), "unexpected" (only in the second), "shape", "values" or
+            "settings".
+        largest: largest absolute difference; inf if only one of two values is finite.
+        note: shapes or dtypes if they differ.
     """
 
     name: str
@@ -44,14 +45,14 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verified:
+class VerificationResult:
     """Result of a comparison.
 
     Attributes:
-        compared: tensors, and numbers of the optimizer, that were looked at.
-        settings: numbers of the place, the schedule and the optimizer that were.
-        differences: those that are not the same.
-        notes: what was not compared.
+        compared: number of compared tensors and optimizer scalars.
+        settings: number of compared facts of the progress, schedule and optimizer.
+        differences: everything that differs.
+        notes: notes on what was not compared.
     """
 
     compared: int
@@ -79,36 +80,38 @@ def verify(
     overrides: Sequence[str],
     options: ReadOptions,
     max_memory: int,
-) -> Verified:
-    """Compares two checkpoints of any formats.
+) -> VerificationResult:
+    """Compare two checkpoints of any formats.
 
     Args:
-        a: one.
-        b: the other.
-        config: the config that they are of; without one, that of either, or their own keys.
-        overrides: settings over it.
-        options: how to read them.
-        max_memory: bytes for tensors on their way.
+        a: the first checkpoint.
+        b: the second checkpoint.
+        config: the config of both; None: the config of either, or else a comparison by keys.
+        overrides: settings that override the config.
+        options: options of reading both.
+        max_memory: bytes of memory for tensors in transit.
 
     Raises:
-        UserError: one of them is damaged, or not of that config.
+        UserError: a checkpoint is damaged or does not match the config.
     """
     declared = next(
-        (c for result in (a, b) if (c := result.config(config, overrides, is_compared=True))), None
+        (c for ref in (a, b) if (c := ref.config(config, overrides, is_compared=True))), None
     )
     if declared is None:
         notes = ["compared by their own keys; --config FILE compares by parameter"]
-        first, other = (_by_own_keys(result, options.weights_only) for result in (a, b))
+        first, other = (_by_own_keys(ref, options.weights_only) for ref in (a, b))
     else:
         first, other, notes = _by_parameter(a, b, declared, options)
     both = {
         name: (first.facts[name], other.facts[name]) for name in first.facts.keys() & other.facts
     }
-    differences = compare(first.tensors, other.tensors, max_memory // _FRACTION)
+    differences = compare(first.tensors, other.tensors, max_memory // _BLOCKS_IN_MEMORY)
     differences += _scalar_differences(first.scalars, other.scalars) + _fact_differences(both)
     scalars = first.scalars.keys() | other.scalars.keys()
     count = len(first.tensors.keys() | other.tensors.keys()) + len(scalars)
-    return Verified(count, len(both), differences, notes + _told_by_one(first.facts, other.facts))
+    return VerificationResult(
+        count, len(both), differences, notes + _uncompared(first.facts, other.facts)
+    )
 
 
 def compare(
@@ -116,15 +119,15 @@ def compare(
     b: Mapping[str, LazyTensor],
     block: int,
 ) -> list[Difference]:
-    """Return every tensor that is not the same in both, in the order of the names.
+    """Return the differences of all tensors, sorted by name.
 
-    Values count, not dtypes: a bfloat16 tensor equals its float32 copy, and a note says so where
-    the values differ.
+    Values are compared, not dtypes: a bfloat16 tensor equals its float32 copy. If values differ, a
+    note names differing dtypes.
 
     Args:
-        a: one checkpoint.
-        b: the other.
-        block: bytes of each to hold at a time.
+        a: tensors of the first checkpoint.
+        b: tensors of the second checkpoint.
+        block: bytes of each tensor to read at a time.
     """
     differences = []
     for name in sorted(a.keys() | b.keys()):
@@ -154,24 +157,24 @@ def _largest_difference(a: LazyTensor, b: LazyTensor, block: int) -> float:
             continue
         wide = np.float64 if np.float64 in (x.dtype, y.dtype) else np.float32
         x, y = np.asarray(x, wide), np.asarray(y, wide)
-        same = (x == y) | (np.isnan(x) & np.isnan(y))
-        if not same.all():
+        is_equal = (x == y) | (np.isnan(x) & np.isnan(y))
+        if not is_equal.all():
             with np.errstate(invalid="ignore"):
-                distance = np.abs(x - y)[~same]
+                distance = np.abs(x - y)[~is_equal]
             largest = max(largest, float(np.where(np.isfinite(distance), distance, np.inf).max()))
     return largest
 
 
 def _by_own_keys(reference: CheckpointRef, weights_only: bool) -> _Contents:
-    """A DCP checkpoint without a config."""
+    """Return the contents of a DCP checkpoint by its own keys, without a config."""
     dcp = reference.dcp()
     keys = dcp_state.sort_keys(dcp)
     if weights_only:
         return _Contents(keys.params, {})
-    where = train_state.read_train_state(dcp)
-    facts = _of_place(where) | _prefixed(common_settings(keys.groups))
-    if where.batches is not None:  # which other ranks count otherwise
-        facts[f"place.batches of {where.ranks} ranks"] = (where.epoch, where.batches)
+    train = train_state.read_train_state(dcp)
+    facts = _progress_facts(train) | _prefixed(common_settings(keys.groups))
+    if train.batches is not None:  # batches are only comparable for the same number of ranks
+        facts[f"place.batches of {train.ranks} ranks"] = (train.epoch, train.batches)
     return _Contents(dcp.tensors, facts)
 
 
@@ -179,12 +182,15 @@ def _by_parameter(
     a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: ReadOptions
 ) -> tuple[_Contents, _Contents, list[str]]:
     x, y = a.read(config, options), b.read(config, options)
-    notes = [note for h in (x, y) if h.dialect.startswith("hf") for note in h.notes]
-    alone = options.weights_only
-    if not alone and (x.moments is None) != (y.moments is None):
-        notes.append("only one has optimizer state: weights were compared, nothing else")
-        alone = True
-    return _contents(a, x, weights_only=alone), _contents(b, y, weights_only=alone), notes
+    notes = [note for state in (x, y) if state.dialect.startswith("hf") for note in state.notes]
+    weights_only = options.weights_only
+    if not weights_only and (x.moments is None) != (y.moments is None):
+        notes.append("only one checkpoint has optimizer state, so that only weights were compared")
+        weights_only = True
+    first, other = (
+        _contents(ref, state, weights_only=weights_only) for ref, state in ((a, x), (b, y))
+    )
+    return first, other, notes
 
 
 def _contents(
@@ -194,29 +200,29 @@ def _contents(
         return _Contents(dict(checkpoint.model_tensors()), {})
     facts: dict[str, Any] = {}
     if reference.is_torch:
-        facts = _of_place(train_state.read_train_state(reference.dcp())) | _prefixed(
+        facts = _progress_facts(train_state.read_train_state(reference.dcp())) | _prefixed(
             checkpoint.settings
         )
     elif reference.format == "jaxforge":
         config = reference.config(None, is_compared=True)
         assert config is not None
-        facts = _of_run(checkpoint, config)
+        facts = _run_facts(checkpoint, config)
     if checkpoint.progress is not None and facts:
         facts["place.sequences"] = checkpoint.progress.samples
     return _Contents(dict(checkpoint.tensors()), facts, checkpoint.scalars)
 
 
-def _of_place(where: train_state.TorchTrainState) -> dict[str, Any]:
+def _progress_facts(train: train_state.TorchTrainState) -> dict[str, Any]:
     facts = {
-        "place.step": where.step,
-        "place.tokens": where.tokens,
-        "schedule.updates": where.updates,
+        "place.step": train.step,
+        "place.tokens": train.tokens,
+        "schedule.updates": train.updates,
     }
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _of_run(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
-    """Return the settings of a run of jaxforge, as a parameter group of PyTorch names them."""
+def _run_facts(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
+    """Return the facts of a run of jaxforge, under the names of PyTorch's parameter groups."""
     assert checkpoint.progress is not None
     facts: dict[str, Any] = {
         "place.step": checkpoint.progress.step,
@@ -228,8 +234,8 @@ def _of_run(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
     facts["schedule.updates"] = updates
     if config.optimizer.name in LAYOUTS:
         facts |= _prefixed(common_settings(groups(config, updates, {})))
-    of_optimizer = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
-    facts |= {f"optimizer.{key}": value for key, value in of_optimizer.items()}
+    further = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
+    facts |= {f"optimizer.{key}": value for key, value in further.items()}
     facts |= {f"schedule.{key}": value for key, value in config.scheduler}
     facts |= {f"model.{key}": getattr(config.model, key) for key in INVISIBLE_KEYS}
     return {**facts, "schedule.max_steps": config.train.max_steps}
@@ -260,7 +266,7 @@ def _fact_differences(facts: Mapping[str, tuple[Any, Any]]) -> list[Difference]:
     return differences
 
 
-def _distance(x: Any, y: Any) -> float:  # noqa: ANN401 (numbers, texts, or some of them)
+def _distance(x: Any, y: Any) -> float:  # noqa: ANN401 (number, text, or a list of them)
     """Return the distance of two numbers; inf for other values that differ."""
     try:
         a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -268,17 +274,19 @@ def _distance(x: Any, y: Any) -> float:  # noqa: ANN401 (numbers, texts, or some
         return 0.0 if x == y else float("inf")
     if a.shape != b.shape:
         return float("inf")
-    near = 0.0 if isinstance(x, int) and isinstance(y, int) else _NEAR
-    if np.allclose(a, b, rtol=near, atol=0.0, equal_nan=True):
+    rtol = 0.0 if isinstance(x, int) and isinstance(y, int) else _RTOL
+    if np.allclose(a, b, rtol=rtol, atol=0.0, equal_nan=True):
         return 0.0
     largest = float(np.max(np.abs(a - b)))
     return largest if math.isfinite(largest) else float("inf")
 
 
-def _told_by_one(first: Facts, other: Facts) -> list[str]:
-    """Notes of what every format may say and only one of the two does."""
+def _uncompared(first: Facts, other: Facts) -> list[str]:
+    """Return a note on important facts that only one of the two checkpoints has."""
     if not first or not other:
         return []
     shown = ("place.", "schedule.updates", "optimizer.lr", "optimizer.weight_decay")
     names = [name for name in sorted(first.keys() ^ other.keys()) if name.startswith(shown)]
-    return [f"only one says, so that it was not compared: {', '.join(names)}"] if names else []
+    return (
+        [f"not compared, because only one checkpoint has it: {', '.join(names)}"] if names else []
+    )

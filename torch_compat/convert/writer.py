@@ -1,4 +1,4 @@
-"""The interface of writers: units of work, then what makes them a checkpoint."""
+"""Interface of writers: units that processes share, then the commit."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,22 @@ from torch_compat.formats.staging import Staging, Unit
 from torch_compat.formats.workers import Share
 from torch_compat.names.table import NameMap
 
-_FRACTION = 24  # of the memory allowed, for one block: three are under way, each read and copied
+_BLOCKS_IN_MEMORY = 24  # memory limit / block: three are in transit, each read, cast and copied
 
 
 class Writer(abc.ABC):
-    """The result of a conversion; `stage` comes before all that writes.
+    """Writer of a conversion's result in one format.
+
+    The order of calls is `stage`, the units, `complete`, `commit`.
 
     Args:
-        request: what the user asks for.
+        request: the request of the user.
         source: the opened source.
 
     Attributes:
-        staging: where files gather.
-        label: the result in words, such as its dialect.
-        within: the directory in the destination that is made; "" is the destination itself.
+        staging: directory in which the files are written before the commit.
+        label: description of the result, such as its dialect.
+        subdirectory: directory to create in the destination; "" is the destination itself.
 
     Raises:
         UserError: the source has no counterpart in the format.
@@ -33,19 +35,19 @@ class Writer(abc.ABC):
 
     staging: Staging
     label: str
-    within = ""
+    subdirectory = ""
 
     def __init__(self, request: Request, source: Source) -> None:
         self.request, self.source = request, source
-        self.block = request.max_memory // _FRACTION
+        self.block = request.max_memory // _BLOCKS_IN_MEMORY
 
     @property
     def path(self) -> Path:
-        """The directory that is made."""
-        return self.request.destination.absolute() / self.within
+        """Directory to create."""
+        return self.request.destination.absolute() / self.subdirectory
 
     def notes(self) -> list[str]:
-        """Return what the user should know.
+        """Return notes for the user.
 
         Raises:
             UserError: the source has no counterpart in the format.
@@ -53,37 +55,37 @@ class Writer(abc.ABC):
         return []
 
     def stage(self, plan: dict[str, Any], share: Share) -> Staging:
-        """Begin to write, or go on with a conversion of the same plan."""
+        """Begin the conversion, or resume a conversion of the same plan."""
         self.staging = Staging(self.path, plan, share)
         return self.staging
 
     @property
     @abc.abstractmethod
     def units(self) -> Sequence[Unit]:
-        """The work, in the same order in every process."""
+        """Units to write, in the same order in every process."""
 
     @abc.abstractmethod
     def complete(self, results: Mapping[str, Any]) -> None:
-        """Write what goes with the units, by process 0, and check that all of it reads back.
+        """Write the remaining files in process 0, and check that the result can be read back.
 
         Args:
-            results: what each unit returned, by its name.
+            results: name of a unit -> its return value.
 
         Raises:
-            StorageError: it does not.
+            StorageError: the written files cannot be read back.
         """
 
     def commit(self) -> None:
-        """Give the result its name."""
+        """Rename the staging directory to the result."""
         self.staging.commit()
 
     def _lr_factors(self, dialect: NameMap) -> list[float]:
-        """Return the factor on the learning rate of each parameter group."""
+        """Return the learning-rate factor of each parameter group."""
         settings = dcp_state.group_settings(self.source.checkpoint, self.source.target, dialect)
         return [key.lr_factor for key in optimizer_state.group_keys(settings)]
 
     def _check_names(self, dialect: str) -> None:
-        """Check that the dialect has a name for everything."""
+        """Check that the dialect has a key for every tensor."""
         model = self.source.target.config.model
         stages.check(self.request.stages, name_map(dialect), model)
-        name_map(dialect).to_theirs(self.source.checkpoint.variables, model)
+        name_map(dialect).to_dialect(self.source.checkpoint.variables, model)

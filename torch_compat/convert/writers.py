@@ -1,4 +1,4 @@
-"""Writers of conversions, one for each format."""
+"""Registry of writers by format."""
 
 from collections.abc import Mapping
 
@@ -14,4 +14,4 @@ WRITERS: Mapping[str, type[Writer]] = {
     "pt": TorchFileWriter,
     "hf": HfWriter,
 }
-"""The writer of each format."""
+"""Format -> writer."""

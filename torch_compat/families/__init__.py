@@ -1,18 +1,18 @@
-"""Families of Hugging Face's transformers, one file each: `config.json` and parameter names."""
+"""Families of Hugging Face's transformers: `config.json` and parameter names, one file each."""
 
 import importlib
 
 from torch_compat.families.family import Family
-from torch_compat.families.not_built import NOT_BUILT
+from torch_compat.families.unsupported import UNSUPPORTED_FAMILIES
 
-__all__ = ["FAMILIES", "NOT_BUILT", "Family"]
+__all__ = ["FAMILIES", "UNSUPPORTED_FAMILIES", "Family"]
 
 _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3",
     "granite", "phi3", "stablelm", "gpt_neox", "gpt2", "starcoder2", "arcee", "mixtral",
     "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss",
 )  # fmt: skip
-"""Files of this directory by preference: an export takes the first family that fits."""
+"""Modules of this package in order of preference: an export uses the first matching family."""
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

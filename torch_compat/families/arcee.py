@@ -1,4 +1,4 @@
-"""Arcee's AFM: Llama with two matrices; KempnerForge's RMSNorm with GELU or ReLU."""
+"""Arcee's AFM: Llama with an ungated feed-forward, as KempnerForge has with GELU or ReLU."""
 
 from torch_compat.families import common
 from torch_compat.families.common import BIASES, COMMON
@@ -30,5 +30,5 @@ FAMILY = Family(
     {**COMMON, **BIASES, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     read=_read,
     write=lambda model: {**common.llama_keys(model), **common.bias_keys(model)},
-    divides=True,
+    requires_head_divisor=True,
 )

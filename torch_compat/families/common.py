@@ -1,4 +1,8 @@
-"""Keys of `config.json` that several families share, read and written."""
+"""Reading and writing of `config.json` keys that several families share.
+
+Functions that read take the config and return keys of `[model]`; functions named `*_keys` are their
+inverses.
+"""
 
 import math
 import reprlib
@@ -18,15 +22,15 @@ PLAIN = {
     "ffn_hidden_dim": "intermediate_size",
     "max_seq_len": "max_position_embeddings",
 }
-"""Our key -> theirs, where both mean the same and neither has a default worth taking."""
+"""Key of `[model]` -> required key of `config.json` with the same meaning."""
 NEEDED: Mapping[str, Any] = dict.fromkeys(PLAIN.values())
-"""Keys that every file has."""
+"""Keys that every file must have."""
 COMMON: Mapping[str, Any] = {
     **NEEDED, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
     "rope_parameters": None, "tie_word_embeddings": False, "initializer_range": 0.02,
     "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
 }  # fmt: skip
-"""Llama's keys, and what it takes for those that are absent."""
+"""Llama's keys and their defaults in transformers."""
 BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -43,7 +47,7 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
                  "attention_factor": "attention_factor", "short_factor": "short_factor",
                  "long_factor": "long_factor"},
 }  # fmt: skip
-"""Kind of rotary scaling -> our key -> theirs."""
+"""Type of rotary scaling -> key of `[model.rope_scaling]` -> key of `config.json`."""
 _MAY_BE_ABSENT = ("attention_factor", "beta_fast", "beta_slow", "truncate")
 _ROTARY = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim",
@@ -53,11 +57,12 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "ge
                 "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}  # fmt: skip
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh",
                       "relu": "relu", "swiglu_oai": "silu"}  # fmt: skip
-"""gpt-oss's files say silu, which its model does not look at; no other has what it is."""
+"""gpt-oss's files say silu, which its model ignores; transformers has no name for its "
+"activation."""
 
 
 def shape(c: Config) -> Table:
-    """The sizes of a model with RMSNorm, its ties and its initial weights."""
+    """Read the sizes, norms, ties and initialization of a model with RMSNorm."""
     heads, head = c["num_attention_heads"], c.get("head_dim")
     table = {ours: c[theirs] for ours, theirs in PLAIN.items()} | {
         "n_kv_heads": c.get("num_key_value_heads") or heads,
@@ -71,63 +76,62 @@ def shape(c: Config) -> Table:
 
 
 def head_size(c: Config) -> int:
-    """Width of a head."""
+    """Return the width of a head."""
     return c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
 
 
 def feed_forward(c: Config, where: str, key: str = "hidden_act", *, gated: bool = True) -> Table:
-    """The activation, and whether there is a gate.
+    """Read the activation, and whether the feed-forward is gated.
 
     Raises:
-        UserError: the activation is none of ours.
+        UserError: the activation is not supported.
     """
     activation = _ACTIVATIONS.get(c[key]) if isinstance(c[key], str) else None
     if activation is None:
         raise UserError(
-            f"{where}: jaxforge's model has no counterpart of {key} = {reprlib.repr(c[key])}; here "
-            f"are {', '.join(_ACTIVATIONS)}"
+            f"{where}: jaxforge's model has no counterpart of {key} = {reprlib.repr(c[key])}; "
+            f"supported are {', '.join(_ACTIVATIONS)}"
         )
     table: Table = {"activation": activation}
     return table if gated == (activation == "silu") else {**table, "gated_mlp": gated}
 
 
 def biases(c: Config) -> Table:
-    """Return the biases of attention and feed-forward, as Llama names them."""
+    """Read the biases of attention and feed-forward from Llama's keys."""
     attention = {"qkv_bias": True, "o_bias": True} if c["attention_bias"] else {}
     return {**attention, "mlp_bias": True} if c.get("mlp_bias") else attention
 
 
 def scale(value: float, c: Config) -> Table:
-    """Return the scale of attention scores, if it is not the usual one."""
+    """Return the scale of attention scores if it is not the default."""
     return {} if value == head_size(c) ** -0.5 else {"attention_scale": value}
 
 
 def llama(c: Config, where: str) -> Table:
-    """A model such as Llama, with biases where it has keys for them."""
+    """Read a model such as Llama, with biases if the family has keys for them."""
     table = shape(c) | rotary(c, where) | feed_forward(c, where)
     return table | (biases(c) if "attention_bias" in c else {})
 
 
 def rotary(c: Config, where: str, *, partial: float | None = None) -> Table:
-    """Rotary positions that are the same in all layers.
+    """Read rotary positions that are the same in all layers.
 
     Args:
-        c: the config; transformers 4 has `rope_theta` and `rope_scaling`, 5 both in
-            `rope_parameters`.
-        where: the file.
-        partial: share of a head that turns where the file does not say; None: always all of it.
+        c: the config: `rope_theta` and `rope_scaling` in transformers 4, `rope_parameters` in 5.
+        where: the file, for messages.
+        partial: default of the rotated fraction of a head; None: all of it is always rotated.
 
     Raises:
-        UserError: they are of a kind that is not built, or not complete.
+        UserError: the rotary positions are of an unsupported type or incomplete.
     """
     key = "rope_scaling" if c.get("rope_scaling") else "rope_parameters"
     given = c.get(key) or {}
     if any(isinstance(value, dict) for value in given.values()):
         raise UserError(
-            f"{where}: {key} = {reprlib.repr(given)}: here all layers have the same positions"
+            f"{where}: {key} = {reprlib.repr(given)}: all layers must have the same positions"
         )
     share = given.get("partial_rotary_factor", c.get("partial_rotary_factor"))
-    table = one_rotary(given, c, f"{where}: {key}")
+    table = rotary_from_table(given, c, f"{where}: {key}")
     if partial is None and share not in (None, 1):
         raise UserError(
             f"{where}: jaxforge's model has no counterpart of partial_rotary_factor = "
@@ -137,21 +141,21 @@ def rotary(c: Config, where: str, *, partial: float | None = None) -> Table:
     return table if share in (None, 1) else {**table, "partial_rotary_factor": share}
 
 
-def one_rotary(given: Config, c: Config, what: str) -> Table:
-    """`rope_theta` and `rope_scaling` of one table of rotary parameters.
+def rotary_from_table(given: Config, c: Config, what: str) -> Table:
+    """Read `rope_theta` and `rope_scaling` from a table of rotary parameters.
 
     Args:
         given: the table.
-        c: the config around it.
-        what: the table in words.
+        c: the config that contains the table.
+        what: description of the table, for messages.
 
     Raises:
-        UserError: it is of a kind that is not built, or not complete.
+        UserError: the table is of an unsupported type or incomplete.
     """
     if unknown := given.keys() - _ROTARY:
-        raise UserError(f"{what} has {min(unknown)}, which is not built")
+        raise UserError(f"{what} has {min(unknown)}, which is not supported")
     for key, value in given.items():
-        if key not in ("rope_type", "type", "truncate", "finetuned") and not _is_fine(key, value):
+        if key not in ("rope_type", "type", "truncate", "finetuned") and not _is_valid(key, value):
             raise UserError(f"{what} has {key} = {reprlib.repr(value)}")
     theta = given.get("rope_theta", c["rope_theta"])
     kind = given.get("rope_type", given.get("type", "default"))
@@ -159,8 +163,8 @@ def one_rotary(given: Config, c: Config, what: str) -> Table:
         return {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise UserError(
-            f"{what}: rotary positions of type {reprlib.repr(kind)}; here are default, "
-            f"{', '.join(_SCALINGS)}"
+            f"{what}: rotary positions of type {reprlib.repr(kind)}; supported are "
+            f"default, {', '.join(_SCALINGS)}"
         )
     return {"rope_theta": theta, "rope_scaling": _scaling(kind, given, c, what)}
 
@@ -187,14 +191,14 @@ def _scaling(kind: str, given: Config, c: Config, what: str) -> Table:
 
 
 def _attention_factor(full: Config) -> float:
-    """YaRN's, of a file with `mscale` and `mscale_all_dim`."""
+    """Return YaRN's attention factor for a file with `mscale` and `mscale_all_dim`."""
     longer = 0.1 * math.log(max(1.0, full["factor"]))
     if not full.get("mscale"):
         return 1 + longer
     return (1 + full["mscale"] * longer) / (1 + full["mscale_all_dim"] * longer)
 
 
-def _is_fine(key: str, value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+def _is_valid(key: str, value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
     if value is None:
         return key != "rope_theta"
     if key in ("short_factor", "long_factor"):
@@ -202,56 +206,56 @@ def _is_fine(key: str, value: Any) -> bool:  # noqa: ANN401 (whatever the file h
     return is_size(value)
 
 
-def is_size(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
-    """A number above zero that a float32 still holds."""
+def is_size(value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
+    """Return whether a value is a positive number within the range of float32."""
     return type(value) in (int, float) and 1e-30 < value < 1e30
 
 
 def windows(c: Config, kinds: Sequence[str], where: str, *, differ: bool = False) -> Table:
-    """The keys of `[model]` that say which layers see a window of tokens alone.
+    """Return the keys of `[model]` for layers with a sliding window.
 
     Args:
         c: the config.
-        kinds: of each layer.
-        where: the file.
-        differ: whether layers with a window differ in more than that, so that one of all positions
-            is still one.
+        kinds: kind of attention of each layer.
+        where: the file, for messages.
+        differ: whether layers with a window differ from others in further settings, so that a
+            window of all positions must be kept.
 
     Raises:
-        UserError: there are others, or not as many as layers.
+        UserError: a kind is unknown, or their number is not the number of layers.
     """
     n_layers, window = c["num_hidden_layers"], c.get("sliding_window")
     if len(kinds) != n_layers or not set(kinds) <= {FULL, SLIDING}:
         raise UserError(
             f"{where}: layer_types has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
-            f"here are {n_layers}, of {FULL} and {SLIDING}"
+            f"it must have {n_layers}, of {FULL} and {SLIDING}"
         )
-    if SLIDING in kinds and window == 0:  # which some write where no layer has one
-        raise UserError(f"{where}: sliding_window = 0 is not possible for a model")
+    if SLIDING in kinds and window == 0:  # some files have 0 without layers with a window
+        raise UserError(f"{where}: sliding_window must be at least 1, not 0")
     longest = c["max_position_embeddings"]
     if window is None or SLIDING not in kinds or (window >= longest and not differ):
-        return {}  # a window of everything is none
+        return {}  # a window of all positions is no window
     window = min(window, longest)
     pattern = [] if FULL not in kinds else [kind.removesuffix("_attention") for kind in kinds]
     return {"sliding_window": window, "attention_pattern": pattern}
 
 
-def everywhere(c: Config, where: str) -> Table:
-    """A window in every layer, or in none."""
+def uniform_window(c: Config, where: str) -> Table:
+    """Read a window in every layer, or in none."""
     return windows(c, [SLIDING] * c["num_hidden_layers"], where)
 
 
-def two_rotaries(c: Config, where: str, local_theta: float | None) -> Table:
-    """Rotary positions of full layers, and of sliding ones where they are others.
+def rotary_by_layer_kind(c: Config, where: str, local_theta: float | None) -> Table:
+    """Read rotary positions that may differ between full and sliding layers.
 
     Args:
-        c: the config: `rope_parameters` by the kind of layer, or what transformers 4 had, in which
-            `rope_scaling` is for full layers alone.
-        where: the file.
-        local_theta: base in sliding layers, where the file does not say; None: that of full ones.
+        c: the config: `rope_parameters` by kind of layer, or the keys of transformers 4, in which
+            `rope_scaling` only applies to full layers.
+        where: the file, for messages.
+        local_theta: default of the base in sliding layers; None: the base of full layers.
 
     Raises:
-        UserError: they are not such that sliding layers have none of their scaling.
+        UserError: sliding layers have a scaling of their own.
     """
     key, scaling = "rope_parameters", c.get("rope_scaling") or {}
     given = c.get(key) or {}
@@ -259,24 +263,24 @@ def two_rotaries(c: Config, where: str, local_theta: float | None) -> Table:
     if not given.keys() & by_kind.keys():
         by_kind = {FULL: given, SLIDING: {}}
     elif given.keys() - by_kind.keys() or not all(isinstance(t, dict) for t in by_kind.values()):
-        raise UserError(f"{where}: {key} = {reprlib.repr(given)}: here are {FULL} and {SLIDING}")
-    full = one_rotary({**by_kind[FULL], **scaling}, c, f"{where}: {key} of {FULL}")
-    inner = c if local_theta is None else {**c, "rope_theta": local_theta}
-    local = one_rotary(by_kind[SLIDING], inner, f"{where}: {key} of {SLIDING}")
+        raise UserError(f"{where}: {key} = {reprlib.repr(given)}: must have {FULL} and {SLIDING}")
+    full = rotary_from_table({**by_kind[FULL], **scaling}, c, f"{where}: {key} of {FULL}")
+    local_config = c if local_theta is None else {**c, "rope_theta": local_theta}
+    local = rotary_from_table(by_kind[SLIDING], local_config, f"{where}: {key} of {SLIDING}")
     if local == full:
         return full
     if "rope_scaling" in local:
-        raise UserError(f"{where}: {key}: sliding layers have no scaling of their own here")
+        raise UserError(f"{where}: {key}: a scaling of sliding layers is not supported")
     return {**full, "local_rope_theta": local["rope_theta"]}
 
 
 def layer_kinds(model: ModelConfig) -> list[str]:
-    """The name of each layer's attention in transformers."""
+    """Return the kind of each layer's attention, as transformers names it."""
     return [FULL if window is None else SLIDING for window in model.windows]
 
 
 def shape_keys(model: ModelConfig) -> Table:
-    """The keys of `shape`."""
+    """Return the keys that `shape` reads."""
     return {
         **{theirs: getattr(model, ours) for ours, theirs in PLAIN.items()},
         "intermediate_size": model.ffn_dim,
@@ -290,22 +294,22 @@ def shape_keys(model: ModelConfig) -> Table:
 
 
 def activation_key(model: ModelConfig) -> str:
-    """The name of the activation in transformers."""
+    """Return the name of the activation in transformers."""
     return _THEIR_ACTIVATIONS[model.activation]
 
 
 def bias_keys(model: ModelConfig) -> Table:
-    """The keys of `biases`."""
+    """Return the keys that `biases` reads."""
     return {"attention_bias": model.qkv_bias and model.o_bias, "mlp_bias": model.mlp_bias}
 
 
 def llama_keys(model: ModelConfig) -> Table:
-    """The keys of `llama`, but for biases."""
+    """Return the keys that `llama` reads, except biases."""
     return {**shape_keys(model), **rotary_keys(model), "hidden_act": activation_key(model)}
 
 
 def rotary_keys(model: ModelConfig, *, partial: bool = False) -> Table:
-    """The keys of `rotary`, for transformers 4 and 5."""
+    """Return the keys that `rotary` reads, for transformers 4 and 5."""
     table = _rotary_table(model.rope_theta, model.rope_scaling)
     scaling = {key: value for key, value in table.items() if key != "rope_theta"}
     share = {"partial_rotary_factor": model.partial_rotary_factor} if partial else {}
@@ -317,8 +321,8 @@ def rotary_keys(model: ModelConfig, *, partial: bool = False) -> Table:
     }
 
 
-def two_rotary_keys(model: ModelConfig) -> Table:
-    """The keys of `two_rotaries`."""
+def rotary_by_layer_kind_keys(model: ModelConfig) -> Table:
+    """Return the keys that `rotary_by_layer_kind` reads."""
     full = _rotary_table(model.rope_theta, model.rope_scaling)
     local = model.local_rope_theta
     return {"rope_parameters": {
@@ -338,7 +342,7 @@ def _rotary_table(theta: float, scaling: RopeScaling | None) -> Table:
 
 
 def window_keys(model: ModelConfig) -> Table:
-    """The window, if there is one."""
+    """Return the key of the window, null without one."""
     return {"sliding_window": model.sliding_window if any(model.windows) else None}
 
 
@@ -349,6 +353,6 @@ def scaling_keys(scaling: RopeScaling | None) -> Table:
     }  # fmt: skip
 
 
-def check_table(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+def check_table(value: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
     """Return whether a value is an object with printable keys."""
     return isinstance(value, dict) and all(map(is_name, value))

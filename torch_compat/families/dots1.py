@@ -15,7 +15,7 @@ from torch_compat.families.family import (
 
 
 def _windows(c: Config, where: str) -> Table:
-    """Layers from `max_window_layers` on see a window, or those of `layer_types`."""
+    """Read windows from `layer_types`; by default layers from `max_window_layers` on have one."""
     layers = range(c["num_hidden_layers"])
     kinds = [SLIDING if i >= c["max_window_layers"] else FULL for i in layers]
     return common.windows(c, c["layer_types"] or kinds, where)

@@ -1,7 +1,7 @@
-"""Names and layers of experts that several families share."""
+"""Parameter names and config keys of experts that several families share."""
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxforge.config.model import ModelConfig
@@ -25,7 +25,7 @@ EXPERTS = (
 
 
 def shared(name: str) -> tuple[Rule, ...]:
-    """The shared expert, which has a name of theirs."""
+    """Return the rules of the shared expert, which each family names differently."""
     return tuple(
         Rule(f"{OURS}mlp.shared_expert.{m}_proj.weight", f"{THEIRS}mlp.{name}.{m}_proj.weight")
         for m in _PROJECTIONS
@@ -33,21 +33,21 @@ def shared(name: str) -> tuple[Rule, ...]:
 
 
 SOFTMAX: Mapping[str, Any] = {"norm_topk_prob": False, "num_experts_per_tok": 8}
-"""Keys of a router by softmax, and what transformers takes for absent ones."""
+"""Keys of a softmax router and their defaults in transformers."""
 SPARSE: Mapping[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
-"""Qwen's keys of which layers have experts."""
+"""Qwen's keys that select the layers with experts."""
 SIGMOID: Mapping[str, Any] = {
     "n_routed_experts": None, "num_experts_per_tok": None, "n_shared_experts": None,
     "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 0, "moe_intermediate_size": 1408,
 }  # fmt: skip
-"""DeepSeek-V3's keys, and what those who took them over take for absent ones."""
+"""DeepSeek-V3's keys and their defaults in the families that adopted them."""
 LOSSES = ("output_router_logits", "router_aux_loss_coef")
-"""Keys of losses, which are settings of a run here."""
+"""Keys of auxiliary losses, which jaxforge sets per run."""
 
 
 def softmax(c: Config, count: str, width: str) -> Table:
-    """A router by softmax, and its experts.
+    """Read a softmax router and its experts.
 
     Args:
         c: the config.
@@ -63,7 +63,7 @@ def softmax(c: Config, count: str, width: str) -> Table:
 
 
 def softmax_keys(model: ModelConfig, count: str, width: str) -> Table:
-    """The keys of `softmax`."""
+    """Return the keys that `softmax` reads."""
     return {
         count: model.num_experts,
         "num_experts_per_tok": model.moe_top_k,
@@ -73,10 +73,10 @@ def softmax_keys(model: ModelConfig, count: str, width: str) -> Table:
 
 
 def sparse(c: Config, where: str) -> Table:
-    """Read a period of layers with experts, with exceptions.
+    """Read the period of layers with experts, and leading layers without.
 
     Raises:
-        UserError: those are not the first ones.
+        UserError: other layers than the first ones are excepted from the period.
     """
     step, dense = c["decoder_sparse_step"], set(c["mlp_only_layers"] or ())
     layers = range(c["num_hidden_layers"])
@@ -87,30 +87,30 @@ def sparse(c: Config, where: str) -> Table:
     if any((i + 1) % step == 0 and not has for i, has in enumerate(kinds) if i >= first):
         raise UserError(
             f"{where}: jaxforge's model has no counterpart of mlp_only_layers = "
-            f"{reprlib.repr(c['mlp_only_layers'])}: here, layers without experts are the first "
-            "ones, or those of decoder_sparse_step"
+            f"{reprlib.repr(c['mlp_only_layers'])}: only the first layers may lack "
+            "experts, and those between decoder_sparse_step"
         )
     return {"moe_frequency": step, "moe_first_dense_layers": first}
 
 
 def sparse_keys(model: ModelConfig) -> Table:
-    """The keys of `sparse`."""
+    """Return the keys that `sparse` reads."""
     step = model.moe_frequency
     skipped = range(step - 1, min(model.moe_first_dense_layers, model.n_layers), step)
     return {"decoder_sparse_step": step, "mlp_only_layers": list(skipped)}
 
 
 def sigmoid(c: Config, where: str) -> Table:
-    """DeepSeek-V3's router, experts and shared experts (arXiv:2412.19437).
+    """Read DeepSeek-V3's router, experts and shared experts (arXiv:2412.19437).
 
     Raises:
-        UserError: it has no number of experts, or a shared one is missing.
+        UserError: the number of experts or of shared experts is missing.
     """
     needed = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")
     if missing := [key for key in needed if c[key] is None]:
-        raise UserError(f"{where}: it does not give {', '.join(missing)}")
+        raise UserError(f"{where}: the config does not give {', '.join(missing)}")
     if c["n_routed_experts"] < 2 * c["n_group"]:
-        raise UserError(f"{where}: n_group = {c['n_group']}: a group is judged by two experts")
+        raise UserError(f"{where}: n_group = {c['n_group']}: a group needs at least two experts")
     width = c["moe_intermediate_size"]
     return {
         "moe_router": "sigmoid_topk",
@@ -129,7 +129,7 @@ def sigmoid(c: Config, where: str) -> Table:
 
 
 def sigmoid_keys(model: ModelConfig) -> Table:
-    """The keys of `sigmoid`."""
+    """Return the keys that `sigmoid` reads."""
     return {
         "n_routed_experts": model.num_experts,
         "num_experts_per_tok": model.moe_top_k,
@@ -139,10 +139,5 @@ def sigmoid_keys(model: ModelConfig) -> Table:
         "routed_scaling_factor": model.moe_routed_scaling,
         "n_group": model.moe_groups,
         "topk_group": model.moe_top_k_groups,
-        "first_k_dense_replace": first_with(model.has_experts),
+        "first_k_dense_replace": (*model.has_experts, True).index(True),
     }
-
-
-def first_with(has_experts: Sequence[bool]) -> int:
-    """The first layer that has experts; as many as there are layers, if none has."""
-    return has_experts.index(True) if True in has_experts else len(has_experts)

@@ -1,4 +1,4 @@
-"""Description of a transformers family, and the parameter names that most families share."""
+"""Description of a family of transformers, and parameter names that most families share."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
@@ -8,7 +8,7 @@ from jaxforge.config.model import ModelConfig
 from torch_compat.names.table import EMBEDDING, HEAD, Fused, Layout, NameMap, Rule
 
 Config = Mapping[str, Any]
-"""A `config.json` with what transformers takes for absent keys, by the keys that Llama has."""
+"""`config.json` with the defaults of transformers, under Llama's names of keys."""
 Table = dict[str, Any]
 """Keys of `[model]`."""
 
@@ -18,19 +18,20 @@ class Family:
     """Architecture of transformers.
 
     Attributes:
-        model_type: of `config.json`.
-        dialect: how its parameters are called; `about` is the class in transformers.
-        defaults: all its keys, with what transformers takes for one that is absent; None, where a
-            file has it, means otherwise.
-        read: (config, where it is from) -> `[model]`.
-        write: `[model]` -> its keys by Llama's names (`keys` has its own); reading them again tells
-            whether the family can be that model.
+        model_type: value in `config.json`.
+        dialect: name map of its parameters; `about` is the class in transformers.
+        defaults: all its keys with the defaults of transformers; None: no default, or a null value
+            has a meaning of its own.
+        read: (config, file for messages) -> `[model]`.
+        write: `[model]` -> its keys by Llama's names; a model fits if reading the keys again gives
+            the same `[model]`.
         only: keys with a single supported value.
-        names: its own name of a key -> Llama's, which transformers does not read in this family.
-        aliases: another name of a key that transformers reads as well -> the usual one.
-        unused: keys that its files have and its model does not look at.
-        divides: whether transformers insists on heads that divide the width.
-        further: key of how many layers its files have after the last, to predict further tokens.
+        names: the family's name of a key -> Llama's name, which transformers does not accept here.
+        aliases: alternative name of a key that transformers also accepts -> the usual name.
+        unused: keys of its files that the model ignores.
+        requires_head_divisor: whether transformers requires that the number of heads divides the
+            width.
+        further_layers_key: key of the number of layers after the last that predict further tokens.
     """
 
     model_type: str
@@ -42,25 +43,25 @@ class Family:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unused: Collection[str] = ()
-    divides: bool = False
-    further: str | None = None
+    requires_head_divisor: bool = False
+    further_layers_key: str | None = None
 
     @property
     def has_experts(self) -> bool:
         """True if the feed-forward has experts."""
         return "num_experts_per_tok" in self.defaults
 
-    def their_name(self, key: str) -> str:
-        """The family's own name of a key of Llama's."""
+    def name_in_family(self, key: str) -> str:
+        """Return the family's name of a key of Llama."""
         return next((own for own, usual in self.names.items() if usual == key), key)
 
-    def usual_name(self, key: str) -> str:
+    def llama_name(self, key: str) -> str:
         """Return Llama's name of a key of the family."""
         return self.names.get(key) or self.aliases.get(key, key)
 
     def keys(self, model: ModelConfig) -> Table:
         """Return the keys of `config.json` for a model, by the names that transformers reads."""
-        return {self.their_name(key): value for key, value in self.write(model).items()}
+        return {self.name_in_family(key): value for key, value in self.write(model).items()}
 
 
 OURS, THEIRS = "layers.{i}.", "model.layers.{i}."
@@ -102,7 +103,7 @@ GATED_BIASES = tuple(
     for m in ("gate", "up", "down")
 )
 LLAMA = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *GATED)
-"""Llama's table, without biases."""
+"""Rules of Llama without biases."""
 
 _IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\..*")
 _REFUSED = {
@@ -119,30 +120,30 @@ _REFUSED = {
 
 def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
             renamed: tuple[tuple[str, str], ...] = ()) -> NameMap:  # fmt: skip
-    """Return a family's table of names.
+    """Return the name map of a family.
 
     Args:
-        name: what the command line calls it.
+        name: name on the command line.
         about: the class in transformers.
         rules: the table.
-        ignored: patterns of keys that hold nothing to keep, in addition to frequencies.
-        renamed: pattern of older names -> what they are now.
+        ignored: patterns of keys without trained values, in addition to rotary frequencies.
+        renamed: (pattern of outdated keys, current key) pairs.
     """
     return NameMap(name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed)
 
 
-def fused(ours: tuple[str, ...], theirs: str, layout: Layout, *, transposed: bool = False,
+def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool = False,
           optional: bool = False) -> tuple[Rule, ...]:  # fmt: skip
-    """Rules of some parameters that are one of theirs.
+    """Return the rules of parameters that the dialect stores in one tensor.
 
     Args:
-        ours: our names, in the order that `layout` has.
-        theirs: their name.
-        layout: which of their rows are whose.
-        transposed: whether theirs is [in, out].
-        optional: whether not every model has them.
+        names: jaxforge's names, in the order of `layout`.
+        key: the dialect's key.
+        layout: the rows of each parameter.
+        transposed: whether the dialect's tensor is [in, out].
+        optional: whether models may lack the parameters.
     """
     return tuple(
-        Rule(name, theirs, Fused(part, layout, transposed), optional)
-        for part, name in enumerate(ours)
+        Rule(name, key, Fused(part, layout, transposed), optional)
+        for part, name in enumerate(names)
     )

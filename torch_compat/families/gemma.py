@@ -16,23 +16,23 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
 }  # fmt: skip
 ONLY = {"use_bidirectional_attention": False}
-"""Encoders have the same types of model."""
+"""Encoders share these model types."""
 
 
 def read(c: Config, where: str) -> Table:
-    """Read the keys that all Gemmas share, without positions.
+    """Read the keys that all Gemma models share, except rotary positions.
 
-    Files may have null as the activation, which means the default.
+    A null activation means the default.
     """
-    given = {**c, "hidden_activation": c["hidden_activation"] or DEFAULTS["hidden_activation"]}
-    table = common.shape(c) | common.feed_forward(given, where, "hidden_activation")
+    config = {**c, "hidden_activation": c["hidden_activation"] or DEFAULTS["hidden_activation"]}
+    table = common.shape(c) | common.feed_forward(config, where, "hidden_activation")
     return table | common.biases(c) | {
         "norm_unit_offset": True, "embedding_multiplier": c["hidden_size"] ** 0.5
     }  # fmt: skip
 
 
 def write(model: ModelConfig) -> Table:
-    """The keys of `read`."""
+    """Return the keys that `read` reads."""
     return {
         **common.shape_keys(model),
         "hidden_activation": common.activation_key(model),
@@ -48,7 +48,7 @@ def _activation(c: Config, where: str) -> str:
     of transformers 4 read `hidden_activation`.
 
     Raises:
-        UserError: releases of transformers take the file for different models.
+        UserError: releases of transformers read different activations from the file.
     """
     act, other = c["hidden_act"] or _TANH, c["hidden_activation"]
     act = _TANH if act == "gelu" else act
@@ -62,8 +62,8 @@ def _activation(c: Config, where: str) -> str:
 
 
 def _read(c: Config, where: str) -> Table:
-    given = {**c, "hidden_activation": _activation(c, where)}
-    return read(given, where) | common.rotary(c, where)
+    config = {**c, "hidden_activation": _activation(c, where)}
+    return read(config, where) | common.rotary(c, where)
 
 
 FAMILY = Family(
@@ -73,5 +73,5 @@ FAMILY = Family(
     read=_read,
     write=lambda model: {**write(model), **common.rotary_keys(model)},
     only=ONLY,
-    divides=True,
+    requires_head_divisor=True,
 )

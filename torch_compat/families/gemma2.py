@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): sandwich norms, soft caps, every second layer with a window."""
+"""Gemma 2 (arXiv:2408.00118): sandwich norms, soft caps, a window in every second layer."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, gemma
@@ -29,7 +29,7 @@ def read(c: Config, where: str) -> Table:
 
 
 def write(model: ModelConfig) -> Table:
-    """The keys of `read`."""
+    """Return the keys that `read` reads."""
     scale = model.attention_scale or model.head_size**-0.5
     return {
         **gemma.write(model),
@@ -57,5 +57,5 @@ FAMILY = Family(
     write=lambda model: {**write(model), **common.rotary_keys(model)},
     only=gemma.ONLY,
     unused=UNUSED,
-    divides=True,
+    requires_head_divisor=True,
 )  # fmt: skip

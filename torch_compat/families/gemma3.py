@@ -11,7 +11,7 @@ _LOCAL_THETA = 10000.0
 def _read(c: Config, where: str) -> Table:
     n_layers, period = c["num_hidden_layers"], c["sliding_window_pattern"]
     kinds = c["layer_types"] or [SLIDING if (i + 1) % period else FULL for i in range(n_layers)]
-    positions = common.two_rotaries(c, where, c["rope_local_base_freq"])
+    positions = common.rotary_by_layer_kind(c, where, c["rope_local_base_freq"])
     differ = "local_rope_theta" in positions
     table = gemma2.read(c, where) | common.windows(c, kinds, where, differ=differ)
     if "sliding_window" not in table:
@@ -22,7 +22,7 @@ def _read(c: Config, where: str) -> Table:
 def _write(model: ModelConfig) -> Table:
     local = model.rope_theta if model.local_rope_theta is None else model.local_rope_theta
     old = {"rope_theta": model.rope_theta, "rope_local_base_freq": local}  # transformers 4
-    return {**gemma2.write(model), **old, **common.two_rotary_keys(model)}
+    return {**gemma2.write(model), **old, **common.rotary_by_layer_kind_keys(model)}
 
 
 FAMILY = Family(
@@ -37,5 +37,5 @@ FAMILY = Family(
     only={**gemma.ONLY, "attn_logit_softcapping": None},  # transformers has it and ignores it
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     unused=gemma2.UNUSED,
-    divides=True,
+    requires_head_divisor=True,
 )  # fmt: skip

@@ -48,5 +48,5 @@ FAMILY = Family(
     write=_write,
     aliases={"num_mtp_layers": "num_nextn_predict_layers"},
     unused=("output_router_logits",),
-    further="num_nextn_predict_layers",
+    further_layers_key="num_nextn_predict_layers",
 )  # fmt: skip

@@ -68,7 +68,7 @@ FAMILY = Family(
     name_map(
         "hf-gpt2", "GPT2LMHeadModel", *_RULES,
         ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
-        # The first files have no name before those of the model's parts.
+        # The first files lack the prefix `transformer.`.
         renamed=((r"^(wte|wpe|h|ln_f)\.", r"transformer.\1."),),
     ),
     {

@@ -12,8 +12,8 @@ _LAYER = "gpt_neox.layers.{i}."
 _UP, _DOWN = f"{_LAYER}mlp.dense_h_to_4h", f"{_LAYER}mlp.dense_4h_to_h"
 
 
-def _head_by_head(model: ModelConfig) -> list[np.ndarray]:
-    """Queries, keys and values of one head, then those of the next."""
+def _rows_by_head(model: ModelConfig) -> list[np.ndarray]:
+    """Return the rows of `query_key_value`: q, k and v of one head, then of the next."""
     rows = np.arange(3 * model.n_heads * model.head_size)
     return list(rows.reshape(model.n_heads, 3, -1).swapaxes(0, 1).reshape(3, -1))
 
@@ -21,7 +21,7 @@ def _head_by_head(model: ModelConfig) -> list[np.ndarray]:
 def _qkv(what: str, *, optional: bool = False) -> tuple[Rule, ...]:
     ours = tuple(f"{OURS}attention.{m}_proj.{what}" for m in "qkv")
     theirs = f"{_LAYER}attention.query_key_value.{what}"
-    return fused(ours, theirs, _head_by_head, optional=optional)
+    return fused(ours, theirs, _rows_by_head, optional=optional)
 
 
 _RULES = (
@@ -55,7 +55,7 @@ def _read(c: Config, where: str) -> Table:
 
 def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
-    for key in ("head_dim", "num_key_value_heads"):  # it has none
+    for key in ("head_dim", "num_key_value_heads"):  # not keys of GPT-NeoX
         del keys[key]
     return {**keys, "attention_bias": model.qkv_bias and model.o_bias,
             "use_parallel_residual": model.parallel_residual, "hidden_dropout": 0.0}  # fmt: skip
@@ -75,5 +75,5 @@ FAMILY = Family(
     names={"layer_norm_eps": "rms_norm_eps", "rotary_pct": "partial_rotary_factor",
            "rotary_emb_base": "rope_theta"},
     unused=("classifier_dropout",),
-    divides=True,
+    requires_head_divisor=True,
 )  # fmt: skip

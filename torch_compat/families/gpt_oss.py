@@ -25,18 +25,18 @@ _ALPHA = 1.702  # of swiglu_oai
 _SIZES = ("num_local_experts", "intermediate_size")
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
          "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
-"""Rotary positions of a file that says nothing of them."""
+"""Rotary positions of a file without `rope_parameters`."""
 
 
-def _in_turn(model: ModelConfig) -> list[np.ndarray]:
-    """Rows of `gate_up_proj`: a channel of the gate, then what it multiplies."""
+def _alternating_rows(model: ModelConfig) -> list[np.ndarray]:
+    """Return the rows of `gate_up_proj`: channels of gate and up alternate."""
     rows = np.arange(2 * model.expert_dim)
     return [rows[::2], rows[1::2]]
 
 
 def _gate_up(what: str, theirs: str) -> tuple[Rule, ...]:
     ours = tuple(f"{OURS}mlp.experts.{{j}}.{m}_proj.{what}" for m in ("gate", "up"))
-    return fused(ours, f"{_EXPERTS}{theirs}", _in_turn, transposed=True)
+    return fused(ours, f"{_EXPERTS}{theirs}", _alternating_rows, transposed=True)
 
 
 _RULES = (
@@ -77,7 +77,7 @@ def _write(model: ModelConfig) -> Table:
     keys = {
         **common.llama_keys(model),
         **experts.softmax_keys(model, *_SIZES),
-        "sliding_window": model.sliding_window or model.max_seq_len,  # never null there
+        "sliding_window": model.sliding_window or model.max_seq_len,  # never null in gpt-oss
         "layer_types": common.layer_kinds(model),
         "attention_bias": model.qkv_bias and model.o_bias,
     }

@@ -16,5 +16,5 @@ FAMILY = Family(
     read=llama,
     write=lambda model: {**llama_keys(model), **bias_keys(model)},
     unused=("is_llama_config", "max_sequence_length", "max_window_layers", "pretraining_tp"),
-    divides=True,
+    requires_head_divisor=True,
 )

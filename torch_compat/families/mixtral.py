@@ -2,7 +2,7 @@
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import experts
-from torch_compat.families.common import COMMON, everywhere, llama, llama_keys, window_keys
+from torch_compat.families.common import COMMON, llama, llama_keys, uniform_window, window_keys
 from torch_compat.families.family import (
     ATTENTION,
     OURS,
@@ -28,7 +28,7 @@ _SIZES = ("num_local_experts", "intermediate_size")
 
 
 def _read(c: Config, where: str) -> Table:
-    table = llama(c, where) | everywhere(c, where)
+    table = llama(c, where) | uniform_window(c, where)
     return table | experts.softmax({**c, "norm_topk_prob": True}, *_SIZES)
 
 

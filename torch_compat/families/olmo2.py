@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv:2501.00656): norms after attention and feed-forward, and of all queries at once."""
+"""OLMo 2 (arXiv:2501.00656): post-norms, and norms over all queries and keys at once."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
@@ -21,7 +21,7 @@ DEFAULTS = {**COMMON, "rms_norm_eps": 1e-5, "attention_bias": False}
 
 
 def norms(c: Config) -> Table:
-    """Return the placement and extent of norms."""
+    """Return the settings of norms."""
     return {"norm_placement": "post", "qk_norm": True, "qk_norm_scope": "projection",
             "qk_norm_eps": c["rms_norm_eps"]}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with sliding windows, whose layers have rotary positions without a scaling."""
+"""OLMo 3: OLMo 2 with sliding windows, whose layers have unscaled rotary positions."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
@@ -11,7 +11,7 @@ def _read(c: Config, where: str) -> Table:
     n_layers = c["num_hidden_layers"]
     every_fourth = [SLIDING if (i + 1) % 4 else FULL for i in range(n_layers)]
     table = common.shape(c) | common.feed_forward(c, where) | common.biases(c) | norms(c)
-    positions = common.two_rotaries(c, where, None)
+    positions = common.rotary_by_layer_kind(c, where, None)
     differ = "local_rope_theta" in positions
     table |= common.windows(c, c["layer_types"] or every_fourth, where, differ=differ)
     if "sliding_window" not in table:
@@ -21,7 +21,12 @@ def _read(c: Config, where: str) -> Table:
 
 def _write(model: ModelConfig) -> Table:
     window = {"sliding_window": model.sliding_window, "layer_types": common.layer_kinds(model)}
-    return {**keys(model), "rope_scaling": None, **common.two_rotary_keys(model), **window}
+    return {
+        **keys(model),
+        "rope_scaling": None,
+        **common.rotary_by_layer_kind_keys(model),
+        **window,
+    }
 
 
 FAMILY = Family(

@@ -21,7 +21,9 @@ _SIZES = ("num_experts", "intermediate_size")
 
 def _read(c: Config, where: str) -> Table:
     if common.head_size(c) * c["num_attention_heads"] != c["hidden_size"]:
-        raise UserError(f"{where}: head_dim = {c['head_dim']}: its heads divide hidden_size")
+        raise UserError(
+            f"{where}: head_dim = {c['head_dim']}: all heads must add up to hidden_size"
+        )
     norms = {"qk_norm": True, "qk_norm_scope": "projection", "qk_norm_eps": c["rms_norm_eps"]}
     return common.llama(c, where) | norms | experts.softmax(c, *_SIZES)
 

@@ -19,15 +19,15 @@ from torch_compat.families.family import (
 from torch_compat.names.table import Rule
 
 
-def in_order(*sizes: int) -> list[np.ndarray]:
-    """Rows of parts that follow each other."""
+def consecutive_rows(*sizes: int) -> list[np.ndarray]:
+    """Return the rows of parts that follow each other."""
     return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
 
 
 def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
-    """Rows of `qkv_proj`."""
+    """Return the rows of q, k and v in `qkv_proj`."""
     keys = model.kv_heads * model.head_size
-    return in_order(model.n_heads * model.head_size, keys, keys)
+    return consecutive_rows(model.n_heads * model.head_size, keys, keys)
 
 
 _QKV = tuple(f"{OURS}attention.{m}_proj.weight" for m in "qkv")
@@ -37,7 +37,11 @@ _RULES = (
     *PRE_NORMS,
     *fused(_QKV, f"{THEIRS}self_attn.qkv_proj.weight", queries_keys_values),
     Rule(f"{OURS}attention.o_proj.weight", f"{THEIRS}self_attn.o_proj.weight"),
-    *fused(_GATE_UP, f"{THEIRS}mlp.gate_up_proj.weight", lambda m: in_order(m.ffn_dim, m.ffn_dim)),
+    *fused(
+        _GATE_UP,
+        f"{THEIRS}mlp.gate_up_proj.weight",
+        lambda m: consecutive_rows(m.ffn_dim, m.ffn_dim),
+    ),
     Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}mlp.down_proj.weight"),
 )
 
@@ -46,16 +50,16 @@ def _read(c: Config, where: str) -> Table:
     key = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
     given = dict(c[key] or {})
     kind = given.pop("type", "default") if "rope_type" not in given else given["rope_type"]
-    # Files of the first Phi-3 say "su", and some "yarn".
+    # The first files of Phi-3 say "su" or "yarn" for LongRoPE.
     given["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
-    table = common.shape(c) | common.feed_forward(c, where) | common.everywhere(c, where)
+    table = common.shape(c) | common.feed_forward(c, where) | common.uniform_window(c, where)
     return table | common.rotary({**c, key: given}, where, partial=1.0)
 
 
 def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
     keys |= common.window_keys(model)
-    if scaling := model.rope_scaling:  # these three keys alone, in transformers 4
+    if scaling := model.rope_scaling:  # transformers 4 allows only these three keys
         factors = {key: list(getattr(scaling, key)) for key in ("short_factor", "long_factor")}
         keys["rope_scaling"] = {"type": scaling.rope_type, **factors}
         keys["original_max_position_embeddings"] = scaling.original_max_seq_len

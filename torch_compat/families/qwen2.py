@@ -9,30 +9,30 @@ from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, name_map
 from torch_compat.names.table import Rule
 
-WINDOWED: dict[str, Any] = {
+WINDOW_DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
     "layer_types": None,
 }  # fmt: skip
-"""Keys of Qwen's windows, with what transformers takes for absent ones."""
+"""Keys of Qwen's windows and their defaults in transformers."""
 
 
 def windows(c: Config, where: str) -> Table:
-    """Layers from `max_window_layers` on see a window, or those of `layer_types`, if any does."""
+    """Read windows from `layer_types`; by default layers from `max_window_layers` on have one."""
     n_layers = c["num_hidden_layers"]
     full = [FULL] * min(c["max_window_layers"], n_layers)
-    return windows_if_used(c, full + [SLIDING] * (n_layers - len(full)), where)
+    return optional_windows(c, full + [SLIDING] * (n_layers - len(full)), where)
 
 
-def windows_if_used(c: Config, usual: list[str], where: str) -> Table:
+def optional_windows(c: Config, usual: list[str], where: str) -> Table:
     """Return the keys of `[model]` for windows that `use_sliding_window` turns on.
 
     Args:
         c: the config.
-        usual: kind of each layer where `layer_types` does not say it.
-        where: the file.
+        usual: kind of each layer without `layer_types`.
+        where: the file, for messages.
 
     Raises:
-        UserError: `layer_types` names layers with a window and there is to be none.
+        UserError: `layer_types` has layers with a window, but `use_sliding_window` is false.
     """
     kinds, is_used = c.get("layer_types"), c["use_sliding_window"]
     if kinds and SLIDING in kinds and not is_used:
@@ -45,7 +45,7 @@ def windows_if_used(c: Config, usual: list[str], where: str) -> Table:
 
 
 def window_keys(model: ModelConfig) -> Table:
-    """The keys of `windows`."""
+    """Return the keys that `windows` reads."""
     kinds = common.layer_kinds(model)
     if SLIDING not in kinds:
         return {"sliding_window": None, "use_sliding_window": False,
@@ -60,14 +60,14 @@ BIASES = tuple(
 
 
 def _read(c: Config, where: str) -> Table:
-    without = {**c, "attention_bias": False}  # which it does not look at
-    return common.llama(without, where) | {"qkv_bias": True} | windows(c, where)
+    config = {**c, "attention_bias": False}  # transformers ignores the key in this family
+    return common.llama(config, where) | {"qkv_bias": True} | windows(c, where)
 
 
 FAMILY = Family(
     "qwen2",
     name_map("hf-qwen2", "Qwen2ForCausalLM", *LLAMA, *BIASES),
-    {**COMMON, **WINDOWED, "num_key_value_heads": 32},
+    {**COMMON, **WINDOW_DEFAULTS, "num_key_value_heads": 32},
     read=_read,
     write=lambda model: {**common.llama_keys(model), **window_keys(model)},
     unused=("attention_bias",),

@@ -4,7 +4,7 @@ from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, name_map
-from torch_compat.families.qwen2 import BIASES, WINDOWED, window_keys, windows_if_used
+from torch_compat.families.qwen2 import BIASES, WINDOW_DEFAULTS, optional_windows, window_keys
 from torch_compat.names.table import Rule
 
 _SIZES = ("num_experts", "moe_intermediate_size")
@@ -13,10 +13,10 @@ _GATE = Rule(f"{OURS}mlp.shared_expert_gate.weight", f"{THEIRS}mlp.shared_expert
 
 
 def _windows(c: Config, where: str) -> Table:
-    """Every second layer below `max_window_layers` sees a window, or those of `layer_types`."""
+    """Read windows from `layer_types`; the default is every second layer, up to a maximum."""
     layers = range(c["num_hidden_layers"])
     kinds = [FULL if i % 2 or i >= c["max_window_layers"] else SLIDING for i in layers]
-    return windows_if_used(c, kinds, where)
+    return optional_windows(c, kinds, where)
 
 
 def _read(c: Config, where: str) -> Table:
@@ -44,7 +44,7 @@ FAMILY = Family(
         *experts.shared("shared_expert"), _GATE,
         *(rule._replace(optional=True) for rule in BIASES),
     ),
-    {**COMMON, **WINDOWED, **experts.SOFTMAX, **experts.SPARSE, "num_key_value_heads": 16,
+    {**COMMON, **WINDOW_DEFAULTS, **experts.SOFTMAX, **experts.SPARSE, "num_key_value_heads": 16,
      "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, _WIDTH: 5632,
      "qkv_bias": True},
     read=_read,

@@ -1,4 +1,4 @@
-"""Qwen 3 (arXiv:2505.09388): norms of queries and keys, head by head."""
+"""Qwen 3 (arXiv:2505.09388): norms of queries and keys per head."""
 
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
@@ -11,7 +11,7 @@ from torch_compat.families.family import (
     Table,
     name_map,
 )
-from torch_compat.families.qwen2 import WINDOWED, window_keys, windows
+from torch_compat.families.qwen2 import WINDOW_DEFAULTS, window_keys, windows
 
 
 def _read(c: Config, where: str) -> Table:
@@ -22,7 +22,8 @@ def _read(c: Config, where: str) -> Table:
 FAMILY = Family(
     "qwen3",
     name_map("hf-qwen3", "Qwen3ForCausalLM", *LLAMA, *QK_NORMS, *ATTENTION_BIASES),
-    {**COMMON, **WINDOWED, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+    {**COMMON, **WINDOW_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128,
+     "attention_bias": False},
     read=_read,
     write=lambda model: {
         **common.llama_keys(model), **window_keys(model),

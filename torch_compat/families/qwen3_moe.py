@@ -18,7 +18,7 @@ _SIZES = ("num_experts", "moe_intermediate_size")
 
 def _read(c: Config, where: str) -> Table:
     table = common.llama(c, where) | {"qk_norm": True, "qk_norm_eps": c["rms_norm_eps"]}
-    windows = common.everywhere(c, where) if c["use_sliding_window"] else {}
+    windows = common.uniform_window(c, where) if c["use_sliding_window"] else {}
     return table | windows | experts.softmax(c, *_SIZES) | experts.sparse(c, where)
 
 

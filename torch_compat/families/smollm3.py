@@ -17,25 +17,25 @@ from torch_compat.families.family import (
 
 def _read(c: Config, where: str) -> Table:
     n_layers, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
-    turns = c["no_rope_layers"] or [(i + 1) % every != 0 for i in range(n_layers)]
-    if len(turns) < n_layers:
-        raise UserError(f"{where}: no_rope_layers has {len(turns)} of {n_layers} layers")
-    slides = c["use_sliding_window"] and c["sliding_window"] is not None
-    kinds = [FULL if turn or not slides else SLIDING for turn in turns[:n_layers]]
+    has_rope = c["no_rope_layers"] or [(i + 1) % every != 0 for i in range(n_layers)]
+    if len(has_rope) < n_layers:
+        raise UserError(f"{where}: no_rope_layers has {len(has_rope)} of {n_layers} layers")
+    has_windows = c["use_sliding_window"] and c["sliding_window"] is not None
+    kinds = [FULL if turn or not has_windows else SLIDING for turn in has_rope[:n_layers]]
     table = common.llama(c, where) | common.windows(c, c["layer_types"] or kinds, where)
-    pattern = [bool(turn) for turn in turns[:n_layers]]
+    pattern = [bool(turn) for turn in has_rope[:n_layers]]
     return table if all(pattern) else {**table, "rope_pattern": pattern}
 
 
 def _write(model: ModelConfig) -> Table:
-    turns, n_layers = model.rope_pattern or (True,), model.n_layers
+    has_rope, n_layers = model.rope_pattern or (True,), model.n_layers
     return {
         **common.llama_keys(model),
         **common.bias_keys(model),
         **common.window_keys(model),
         "use_sliding_window": any(model.windows),
         "layer_types": common.layer_kinds(model),
-        "no_rope_layers": [int(turns[i % len(turns)]) for i in range(n_layers)],
+        "no_rope_layers": [int(has_rope[i % len(has_rope)]) for i in range(n_layers)],
     }
 
 

@@ -25,7 +25,7 @@ def _read(c: Config, where: str) -> Table:
 
 def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
-    del keys["head_dim"]  # it has none of its own
+    del keys["head_dim"]  # not a key of StableLM
     return {**keys, "use_qkv_bias": model.qkv_bias, "qk_layernorm": False,
             "use_parallel_residual": False, "hidden_dropout": 0.0}  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""StarCoder 2 (arXiv:2402.19173): LayerNorm, two matrices; KempnerForge's LayerNorm with GELU."""
+"""StarCoder 2 (arXiv:2402.19173): LayerNorm and an ungated feed-forward."""
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
@@ -32,7 +32,7 @@ _RULES = (*OUTSIDE, *PRE_NORMS, *_NORM_BIASES, *ATTENTION, *ATTENTION_BIASES, *_
 
 
 def _read(c: Config, where: str) -> Table:
-    table = common.shape(c) | common.rotary(c, where) | common.everywhere(c, where)
+    table = common.shape(c) | common.rotary(c, where) | common.uniform_window(c, where)
     table |= common.feed_forward(c, where, gated=False) | {"norm_type": "layernorm"}
     return table | common.biases({"attention_bias": c["use_bias"], "mlp_bias": c["use_bias"]})
 

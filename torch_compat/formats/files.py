@@ -22,7 +22,7 @@ from torch_compat.formats.lazy import Index, LazyTensor, index_shape
 from torch_compat.formats.limits import shown
 
 _LARGE = 64 << 10  # bytes from which on the kernel copies from file to file
-_CANNOT_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+CANNOT_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
 class Bytes(Protocol):
@@ -328,7 +328,7 @@ def _copy_in_kernel(data: np.ndarray, descriptor: int, at: int) -> bool:
             try:
                 copied = os.copy_file_range(file.fileno(), descriptor, left, source, at)
             except OSError as error:
-                if error.errno in _CANNOT_COPY:
+                if error.errno in CANNOT_COPY:
                     return False
                 raise
             if not copied:

@@ -24,7 +24,7 @@ from torch_compat.formats.staging import Unit
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_UNIT = 64 << 20  # bytes of a file that are written and synced together
+UNIT = 64 << 20  # bytes of a file that are written and synced together
 
 _CODES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -181,7 +181,7 @@ def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) ->
     parts: list[list[_Part]] = [[]]
     for tensor in tensors.values():
         for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
-            if sum(chunk.nbytes for chunk in parts[-1]) >= _UNIT:
+            if sum(chunk.nbytes for chunk in parts[-1]) >= UNIT:
                 parts.append([])
             parts[-1].append(_Part(tensor, index, len(header) + at))
             at += parts[-1][-1].nbytes

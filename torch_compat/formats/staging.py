@@ -33,7 +33,7 @@ T = TypeVar("T")
 _MARKS = "marks"
 _PLAN = "plan.json"
 _OS_ERROR = re.compile(r"\[os_error_code='?(\d+)")  # in messages of tensorstore
-_JOIN, _LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for others to end
+JOIN, LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for others to end
 
 AT_ONCE = 3
 """Number of units written concurrently: while one is synced to disk, others are read."""
@@ -76,7 +76,7 @@ class Staging:
             if share.process == 0:
                 self._prepare()
             else:
-                seconds = _JOIN if share.parent is None else _LEAVE
+                seconds = JOIN if share.parent is None else LEAVE
                 what = f"for process 0 to begin this at {self.path}"
                 locks.wait_until(self._has_joined, seconds, what)
             self._locks = self._locks.pop_all()
@@ -159,7 +159,7 @@ class Staging:
         what = f"for other processes that write to {self.path} to end"
         with contextlib.ExitStack() as helpers:
             for i in range(1, stored.get("processes", 1)):
-                locks.wait_until(functools.partial(self._take, i, helpers), _LEAVE, what)
+                locks.wait_until(functools.partial(self._take, i, helpers), LEAVE, what)
             if stored.get("fingerprint") != self._fingerprint and self.path.exists():
                 shutil.rmtree(self.path)
             (self.path / _MARKS).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The batch that both models get: from a file, from the config's data, or random tokens."""
+"""Batch for both models: from a file, from the config's data, or random tokens."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -12,32 +12,33 @@ from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 
 _SEED = 0
-_IGNORED = -100
+_IGNORED = -100  # label of tokens without a loss
 
-Named = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
+"""Arrays in host memory by name."""
 
 
 def batch(
     config: JobConfig, path: Path | None, size: tuple[int, int], avoided: Collection[int] = ()
-) -> tuple[Named, str]:
-    """`input_ids` and `labels` [b, s], and where they are from.
+) -> tuple[Arrays, str]:
+    """Return a batch with `input_ids` and `labels` [b, s], and a description of its origin.
 
     Args:
-        config: the run's.
-        path: an .npz file.
-        size: rows and tokens of what is drawn.
-        avoided: tokens that are not drawn at random.
+        config: the config of the run.
+        path: an .npz file; None: the config's data, or random tokens without data.
+        size: number of sequences and tokens of a batch that is not from a file.
+        avoided: tokens that a random batch must not contain.
 
     Raises:
-        UserError: the file is none, or does not fit the model.
+        UserError: the file cannot be read or does not match the model.
     """
     rows, tokens = size
     tokens = min(tokens, config.train.seq_len, config.model.max_seq_len)
     has_data = config.data.datasets or config.data.dataset_path or config.data.hf_dataset_name
     if path is not None:
-        arrays, where = _of_file(path), str(path)
+        arrays, where = _load_file(path), str(path)
     elif has_data or config.data.dataset_type != "auto":
-        arrays, where = _of_data(config, rows, tokens), "the first of the config's data"
+        arrays, where = _from_data(config, rows, tokens), "the first sequences of the config's data"
     else:
         arrays, where = (
             _random(config.model.vocab_size, rows, tokens, avoided),
@@ -48,47 +49,48 @@ def batch(
     return arrays, f"batch: {b} x {s} tokens, {where}"
 
 
-def _of_file(path: Path) -> Named:
+def _load_file(path: Path) -> Arrays:
     try:
         with np.load(path) as archive:
             return {name: archive[name] for name in ("input_ids", "labels")}
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
-            f"--batch {path}: {error}; it must be an .npz of input_ids and labels, both [b, s], as "
-            "numpy.savez writes it"
+            f"--batch {path}: {error}. The file must be an .npz of input_ids and labels, both [b, "
+            "s], as written by numpy.savez"
         ) from error
 
 
-def _of_data(config: JobConfig, rows: int, tokens: int) -> Named:
-    """The beginnings of the first sequences, in one batch; documents are not kept apart."""
+def _from_data(config: JobConfig, rows: int, tokens: int) -> Arrays:
+    """Return the beginnings of the first sequences, without document masks."""
     train = config.train.model_copy(update={"batch_size": rows})
     config = config.model_copy(update={"train": train})
     mesh = make_mesh(config, jax.devices()[:1])
     dataset = sources.open_training_data(config)
-    drawn = next(loader.training_batches(config, mesh, dataset, 0, 1))
-    return {name: np.asarray(drawn[name])[0, :, :tokens] for name in ("input_ids", "labels")}
+    batch = next(loader.training_batches(config, mesh, dataset, 0, 1))
+    return {name: np.asarray(batch[name])[0, :, :tokens] for name in ("input_ids", "labels")}
 
 
-def _random(vocab: int, rows: int, tokens: int, avoided: Collection[int]) -> Named:
-    """The last labels do not count, as of padded sequences."""
-    drawn_from = np.setdiff1d(np.arange(vocab), list(avoided))
-    drawn = np.random.default_rng(_SEED).choice(drawn_from, (rows, tokens + 1))
-    labels = drawn[:, 1:].copy()
+def _random(vocab: int, rows: int, tokens: int, avoided: Collection[int]) -> Arrays:
+    """Return random tokens; the last quarter of the labels is ignored, as in padded sequences."""
+    choices = np.setdiff1d(np.arange(vocab), list(avoided))
+    sample = np.random.default_rng(_SEED).choice(choices, (rows, tokens + 1))
+    labels = sample[:, 1:].copy()
     labels[:, tokens - tokens // 4 :] = _IGNORED
-    return {"input_ids": drawn[:, :-1], "labels": labels}
+    return {"input_ids": sample[:, :-1], "labels": labels}
 
 
-def _check(arrays: Named, config: JobConfig, where: str) -> None:
+def _check(arrays: Arrays, config: JobConfig, where: str) -> None:
     shapes = {name: x.shape for name, x in arrays.items()}
     if len(set(shapes.values())) > 1 or arrays["labels"].ndim != 2 or not arrays["labels"].size:
-        raise UserError(f"{where}: input_ids and labels must be [b, s] alike, not {shapes}")
+        raise UserError(f"{where}: input_ids and labels must both be [b, s], not {shapes}")
     vocab, length = config.model.vocab_size, arrays["labels"].shape[1]
     least, most = int(arrays["input_ids"].min()), int(arrays["input_ids"].max())
     if least < 0 or max(most, int(arrays["labels"].max())) >= vocab:
         raise UserError(f"{where}: tokens must be from 0 to {vocab - 1} (model.vocab_size)")
     if length > config.model.max_seq_len:
         raise UserError(
-            f"{where}: {length} tokens, and model.max_seq_len is {config.model.max_seq_len}"
+            f"{where}: sequences have {length} tokens, but model.max_seq_len is "
+            f"{config.model.max_seq_len}"
         )
     if not np.any(arrays["labels"] >= 0):
-        raise UserError(f"{where}: no label counts: all are negative")
+        raise UserError(f"{where}: all labels are negative, so that there is no loss")

@@ -1,4 +1,4 @@
-"""`python -m torch_compat lockstep`: which value of a PyTorch model is the first to differ."""
+"""`python -m torch_compat lockstep`: find the first value in which a PyTorch model differs."""
 
 import dataclasses
 import json
@@ -19,19 +19,16 @@ from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
-from torch_compat.lockstep import batches, ours, theirs
-from torch_compat.lockstep.compared import Comparison, rows_of
-from torch_compat.lockstep.module_locations import by_path, locations
-from torch_compat.lockstep.ours import Ours
-from torch_compat.lockstep.theirs import Built
-from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect
-from torch_compat.names.translation import some
+from torch_compat.lockstep import batches, jaxforge_model, torch_model
+from torch_compat.lockstep.batches import Arrays
+from torch_compat.lockstep.comparison import Comparison, comparison_rows
+from torch_compat.lockstep.jaxforge_model import JaxforgeValues
+from torch_compat.lockstep.module_locations import locations, modules_by_path
+from torch_compat.lockstep.torch_model import TorchSubject
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect_dialect
+from torch_compat.names.translation import summarize_names
 
-Named = dict[str, np.ndarray]
-
-_IN_BFLOAT16 = (
-    "in bfloat16 small faults hide behind rounding: --train.mixed_precision=fp32 sees them"
-)
+_IN_BFLOAT16 = "in bfloat16 rounding hides small faults: --train.mixed_precision=fp32 reveals them"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _ONE_DEVICE = (
     *(f"--distributed.{axis}=1"
@@ -43,17 +40,17 @@ _ONE_DEVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Request of the user.
+    """Comparison that the user requests.
 
     Attributes:
         spec: MODULE:FACTORY.
-        checkpoint: where the weights are.
-        config: the config file, if named.
-        overrides: settings over it.
-        batch: an .npz file, if named.
-        size: rows and tokens of a batch that is drawn.
-        dialect: whose names the module has, if named.
-        loaded: whether the factory has loaded the weights itself.
+        checkpoint: path of the checkpoint with the weights.
+        config: config file, or None.
+        overrides: settings that override the config.
+        batch: .npz file of the batch, or None.
+        size: number of sequences and tokens of a batch that is not from a file.
+        dialect: dialect of the module's names; None: detected.
+        loaded: whether the factory loads the weights itself.
     """
 
     spec: str
@@ -71,8 +68,8 @@ class Report:
     """Result of the comparison.
 
     Attributes:
-        rows: every value, in the order in which they are made.
-        notes: what was not compared, and what the user should know.
+        rows: a row for each compared value, in the order of computation.
+        notes: notes for the user, such as values that were not compared.
     """
 
     rows: list[Row]
@@ -85,72 +82,81 @@ class Report:
 
 
 def lockstep(job: Job) -> Report:
-    """Runs both and compares them.
+    """Run both models on the same weights and batch, and compare their values.
 
     Raises:
-        UserError: something of it cannot be read, or names do not match.
+        UserError: an input cannot be read, or names do not match.
     """
     reference = checkpoints.find(job.checkpoint)
-    config = config_of(reference, job)
+    config = load_config(reference, job)
     standard = config.model_copy(update={"model": mup.to_standard(config.model)})
-    built = theirs.build(job.spec, standard)
-    # The dialect that the user names is the module's; a checkpoint of other names has its own.
+    subject = torch_model.build(job.spec, standard)
+    # The dialect option is about the module; only a DCP has no other record of its names.
     dialect_of_keys = job.dialect if reference.is_torch else None
     checkpoint = reference.read(config, ReadOptions(weights_only=True, dialect=dialect_of_keys))
     params = mup.fold_multipliers(checkpoint.params, config.model)
-    checkpoint, notes = dataclasses.replace(checkpoint, params=params), _parametrisation(config)
+    checkpoint, notes = dataclasses.replace(checkpoint, params=params), _mup_notes(config)
     config = standard
-    batch, of_batch = batches.batch(config, job.batch, job.size, theirs.padding(built))
-    if built.loss is None:
-        config = without_further_terms(config)
-    our_side = ours.compute(config, checkpoint, batch)
-    dialect = dialect_of(built, checkpoint, job.dialect)
-    built = dataclasses.replace(built, current=dialect.current)
+    batch, batch_note = batches.batch(config, job.batch, job.size, torch_model.padding(subject))
+    if subject.loss is None:
+        config = with_cross_entropy_only(config)
+    jaxforge_values = jaxforge_model.compute(config, checkpoint, batch)
+    dialect = choose_dialect(subject, checkpoint, job.dialect)
+    subject = dataclasses.replace(subject, current_key=dialect.current_key)
     if job.loaded:
-        theirs.in_precision(built, ours.dtype_of(config))
+        torch_model.cast_module(subject, jaxforge_model.activation_dtype(config))
     else:
-        load(built, weights_for(built, reference, checkpoint, dialect, config), dialect, config)
-    report = compared(our_side, built, dialect, config, batch)
-    notes += [*checkpoint.notes, of_batch]
-    if ours.dtype_of(config) != "float32":
+        load_weights(
+            subject,
+            select_weights(subject, reference, checkpoint, dialect, config),
+            dialect,
+            config,
+        )
+    report = compare_models(jaxforge_values, subject, dialect, config, batch)
+    notes += [*checkpoint.notes, batch_note]
+    if jaxforge_model.activation_dtype(config) != "float32":
         notes.append(_IN_BFLOAT16)
     return Report(report.rows, [*notes, *report.notes])
 
 
-def compared(
-    our_side: Ours, built: Built, dialect: NameMap, config: JobConfig, batch: Named
+def compare_models(
+    jaxforge_values: JaxforgeValues,
+    subject: TorchSubject,
+    dialect: NameMap,
+    config: JobConfig,
+    batch: Arrays,
 ) -> Report:
-    """Runs the module, which has its weights, and compares it with what ours made."""
-    modules = by_path(built.module.named_modules())
-    at = locations(our_side.params, dialect, config.model, set(modules))
-    held = theirs.values(built)
-    their_side = theirs.run(built, batch, at)
+    """Run the module, whose weights are loaded, and compare it with jaxforge's values."""
+    modules = modules_by_path(subject.module.named_modules())
+    at = locations(jaxforge_values.params, dialect, config.model, set(modules))
+    weights = torch_model.state_values(subject)
+    torch_values = torch_model.run(subject, batch, at)
     updates = None
-    if built.optimizer is not None:
-        updates = _updates(our_side, built, dialect, config)
+    if subject.optimizer is not None:
+        updates = _updates(jaxforge_values, subject, dialect, config)
     comparison = Comparison(
-        our_side, their_side, held, updates, dialect, config, batch["labels"], at
+        jaxforge_values, torch_values, weights, updates, dialect, config, batch["labels"], at
     )
-    return Report(*rows_of(comparison))
+    return Report(*comparison_rows(comparison))
 
 
-def config_of(reference: CheckpointRef, job: Job) -> JobConfig:
-    """The config of the checkpoint, for one device.
+def load_config(reference: CheckpointRef, job: Job) -> JobConfig:
+    """Return the config of the checkpoint, for one device.
 
     Raises:
-        UserError: there is none, or it is of a precision that is not compared.
+        UserError: no config exists, or its precision is not supported.
     """
     config = reference.required_config(job.config, (*_ONE_DEVICE, *job.overrides))
     if config.train.mixed_precision not in ("fp32", "bf16"):
         raise UserError(
             f'train.mixed_precision = "{config.train.mixed_precision}": lockstep compares in fp32 '
-            "and bf16; add --train.mixed_precision=fp32"
+            "and bf16. Add --train.mixed_precision=fp32"
         )
     return config
 
 
-def without_further_terms(config: JobConfig) -> JobConfig:
-    """With a loss that is the cross-entropy alone, as theirs is where the factory gives none."""
+def with_cross_entropy_only(config: JobConfig) -> JobConfig:
+    """Return the config with plain cross-entropy, the default loss of the torch model."""
     model = {"moe_aux_loss_weight": 0.0, "moe_sequence_aux_loss_weight": 0.0,
              "moe_router_z_loss_weight": 0.0}  # fmt: skip
     return config.model_copy(
@@ -161,101 +167,105 @@ def without_further_terms(config: JobConfig) -> JobConfig:
     )
 
 
-def dialect_of(built: Built, checkpoint: CheckpointState, named: str | None) -> NameMap:
-    """Whose names the module has: the checkpoint's own, if they fit.
+def choose_dialect(
+    subject: TorchSubject, checkpoint: CheckpointState, named: str | None
+) -> NameMap:
+    """Return the dialect of the module's names, preferably the checkpoint's.
 
     Raises:
-        UserError: nobody's.
+        UserError: no dialect matches.
     """
     if named is not None:
         return name_map(named)
-    keys = list(built.trained)
+    keys = list(subject.trained)
     own = NAME_MAPS.get(checkpoint.dialect)
     if own is not None and all(map(own.knows, keys)):
         return own
-    reference = detect(keys, NAME_MAPS.values())
-    if reference is None and own is not None and any(map(own.knows, keys)):
-        return own  # of a model of it that has more, or other names of experts
-    if reference is None:
+    dialect = detect_dialect(keys, NAME_MAPS.values())
+    if dialect is None and own is not None and any(map(own.knows, keys)):
+        return own  # the module has further tensors, or other names of experts
+    if dialect is None:
         raise UserError(
-            f"the module's names ({some(keys)}) are those of no dialect: return the module that "
-            "has a dialect's names at its root, or register a name map and say --dialect "
+            f"the module's names ({summarize_names(keys)}) match no dialect. Return the module "
+            "that has a dialect's names at its root, or register a name map and add --dialect "
             "(docs/torch_compat.md, Models of your own)"
         )
-    return reference
+    return dialect
 
 
-def weights_for(
-    built: Built, reference: CheckpointRef, checkpoint: CheckpointState, dialect: NameMap,
+def select_weights(
+    subject: TorchSubject, reference: CheckpointRef, checkpoint: CheckpointState, dialect: NameMap,
     config: JobConfig,
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
-    """The checkpoint's tensors by the module's names: by their own where those are the module's."""
-    own, names = _raw(reference, built.current), set(built.trained)
-    tied = {dialect.their_key(HEAD)} if config.model.tie_embeddings else set()
+    """Return the checkpoint's tensors by the module's names: unchanged if the names match."""
+    own, names = _raw_tensors(reference, subject.current_key), set(subject.trained)
+    tied = {dialect.find_key(HEAD)} if config.model.tie_embeddings else set()
     if own.keys() >= names - tied:
         return own
-    weights = dialect.to_theirs(checkpoint.variables, config.model)
+    weights = dialect.to_dialect(checkpoint.variables, config.model)
     return max(own, weights, key=lambda tensors: len(tensors.keys() & names))
 
 
-def load(
-    built: Built, tensors: Mapping[str, LazyTensor], dialect: NameMap, config: JobConfig
+def load_weights(
+    subject: TorchSubject, tensors: Mapping[str, LazyTensor], dialect: NameMap, config: JobConfig
 ) -> None:
-    """Fills the module; a head that the checkpoint leaves to the embedding gets its values."""
-    kind = ours.dtype_of(config)
-    arrays = {n: t.cast(DTYPES[kind]).all() for n, t in tensors.items() if t.dtype.name in _FLOATS}
-    keys, allowed = set(built.state), set[str]()
+    """Load the weights; a tied head that the checkpoint lacks gets the embedding's values."""
+    dtype = jaxforge_model.activation_dtype(config)
+    arrays = {n: t.cast(DTYPES[dtype]).all() for n, t in tensors.items() if t.dtype.name in _FLOATS}
+    keys, allowed = set(subject.state), set[str]()
     if config.model.tie_embeddings:
-        head, table = dialect.their_key(HEAD), dialect.their_key(EMBEDDING)
+        head, table = dialect.find_key(HEAD), dialect.find_key(EMBEDDING)
         allowed |= {head} if head else set()
         if head in keys and head not in arrays and table in arrays:
             arrays[head] = arrays[table]
     allowed |= {key for key in (*keys, *arrays) if dialect.ignores(key)}
-    untrained = keys - built.trained.keys()
-    allowed |= {key for key in untrained if not dialect.knows(key)}  # tables that are computed
-    theirs.fill(built, arrays, kind, allowed)
+    untrained = keys - subject.trained.keys()
+    allowed |= {key for key in untrained if not dialect.knows(key)}  # computed tables
+    torch_model.fill(subject, arrays, dtype, allowed)
 
 
 def print_report(report: Report, as_json: bool) -> None:
-    """The table, or JSON, on stdout."""
+    """Print the report to stdout, as a table or as JSON."""
     if as_json:
         print(json.dumps({**compare.as_json(report.rows), "notes": report.notes}, indent=2))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    compare.show(console, report.rows, ("ours", "PyTorch"))
+    compare.print_rows(console, report.rows, ("jaxforge", "PyTorch"))
     for note in report.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def _updates(
-    our_side: Ours, built: Built, dialect: NameMap, config: JobConfig
-) -> tuple[Named, Named] | None:
-    """Theirs by our gradients, by our names; None where gradients have no names of theirs."""
-    lazy = {name: from_array(grad) for name, grad in our_side.grads.items()}
-    grads = {key: t.all() for key, t in dialect.to_theirs(lazy, config.model).items()}
-    names = built.trained
-    head = dialect.their_key(HEAD)
+    jaxforge_values: JaxforgeValues, subject: TorchSubject, dialect: NameMap, config: JobConfig
+) -> tuple[Arrays, Arrays]:
+    """Return two updates of the torch optimizer for the gradients of jaxforge."""
+    lazy = {name: from_array(grad) for name, grad in jaxforge_values.grads.items()}
+    grads = {key: t.all() for key, t in dialect.to_dialect(lazy, config.model).items()}
+    names = subject.trained
+    head = dialect.find_key(HEAD)
     if head in names and head not in grads and config.model.tie_embeddings:
-        grads[head] = grads[dialect.their_name(EMBEDDING)]
+        grads[head] = grads[dialect.key_for(EMBEDDING)]
     if missing := [name for name in names if name not in grads]:
         for name in missing:
             grads[name] = np.zeros(tuple(names[name].shape), np.float32)
-    return theirs.two_updates(built, grads)
+    return torch_model.compute_two_updates(subject, grads)
 
 
-def _raw(reference: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, LazyTensor]:
-    """Tensors of the model by the checkpoint's names, prefixes taken off; none of a run of ours."""
+def _raw_tensors(
+    reference: CheckpointRef, current_key: Callable[[str], str]
+) -> Mapping[str, LazyTensor]:
+    """Return the tensors of a DCP or Hugging Face checkpoint by their keys, without prefixes."""
     if reference.is_torch:
         return dcp_state.sort_keys(reference.dcp()).params
     if reference.format == "hf":
-        return {current(key): tensor for key, tensor in reference.raw().items()}
+        return {current_key(key): tensor for key, tensor in reference.raw().items()}
     return {}
 
 
-def _parametrisation(config: JobConfig) -> list[str]:
+def _mup_notes(config: JobConfig) -> list[str]:
     if mup.is_standard(config.model):
         return []
     return [
-        "the multipliers of muP are in the weights of both, as an export has them; updates are "
-        "those of the standard parametrisation"
+        "the weights of both models contain the multipliers of muP, as in an export; updates use "
+        "the standard parametrisation"
     ]

@@ -1,4 +1,13 @@
-"""Locations in a torch module of the values that `model.capture` names, by parameter names."""
+"""Locations in a torch module of the values that `model.capture` names.
+
+They follow from the names of the parameters:
+
+    embed               input of layer 0
+    layers.N.*_norm     output of the module that owns the norm's weight
+    layers.N.attention  output of the common parent of its parameters, or of its post-norm
+    after_attention     input of the norm before the feed-forward
+    layers.N.residual   output of layer N
+"""
 
 import dataclasses
 import re
@@ -13,13 +22,14 @@ _NORM = "norm.weight"
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLocation:
-    """A value of a torch module.
+    """Location of a value in a torch module.
 
     Attributes:
-        point: our name of it: "embed", "layers.3.attention", ..., "final_norm".
-        module: the path of the module, without wrappers.
-        is_input: whether it is what the module is given, rather than what it gives.
-        factor: what ours is times theirs: a multiplier that they apply elsewhere.
+        point: name of the value: "embed", "layers.3.attention", ..., "final_norm".
+        module: path of the module, without wrappers.
+        is_input: whether the value is the input of the module instead of its output.
+        factor: jaxforge's value divided by the module's: a multiplier that the torch model applies
+            elsewhere.
     """
 
     point: str
@@ -31,18 +41,18 @@ class ModuleLocation:
 def locations(
     entries: Collection[str], dialect: NameMap, model: ModelConfig, modules: Collection[str]
 ) -> list[ModuleLocation]:
-    """Return the locations of values in the module; values without one are left out.
+    """Return the locations of values in the module; values without a module are left out.
 
     Args:
-        entries: our names of the parameters.
-        dialect: how the module calls them.
+        entries: names of jaxforge's parameters.
+        dialect: dialect of the module's names.
         model: the `[model]` section.
-        modules: paths of its modules.
+        modules: paths of the submodules.
     """
-    keys = {name: key for name in entries if (key := dialect.their_key(name)) is not None}
+    keys = {name: key for name in entries if (key := dialect.find_key(name)) is not None}
     locations = [ModuleLocation("embed", _layer(keys, 0), is_input=True)]
     for i in range(model.n_layers):
-        locations += _of_layer(keys, i, model)
+        locations += _layer_locations(keys, i, model)
     scale = 1 / model.logits_scaling
     locations.append(ModuleLocation("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
     locations = [_in_memory(location, modules) for location in locations]
@@ -56,7 +66,7 @@ def _in_memory(location: ModuleLocation, modules: Collection[str]) -> ModuleLoca
     return dataclasses.replace(location, module=f"{_owner(location.module)}.mlp")
 
 
-def _of_layer(keys: dict[str, str], i: int, model: ModelConfig) -> list[ModuleLocation]:
+def _layer_locations(keys: dict[str, str], i: int, model: ModelConfig) -> list[ModuleLocation]:
     at, times = f"layers.{i}", model.residual_multiplier
     norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("attention", "mlp")}
     locations = [ModuleLocation(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
@@ -73,7 +83,7 @@ def _of_layer(keys: dict[str, str], i: int, model: ModelConfig) -> list[ModuleLo
 
 
 def _part(keys: dict[str, str], part: str) -> str:
-    """The module of attention or feed-forward, or that of the norm after it."""
+    """Return the module of attention or feed-forward, or of the norm after it."""
     if (after := keys.get(f"{part}_post_norm.weight")) is not None:
         return _owner(after)
     return _common(key for name, key in keys.items() if name.startswith(f"{part}."))
@@ -84,22 +94,22 @@ def _layer(keys: dict[str, str], i: int) -> str:
 
 
 def _common(keys: Iterable[str]) -> str:
-    """The path that the modules of some parameters begin with."""
+    """Return the longest common path of the modules that own parameters."""
     paths = [_owner(key).split(".") for key in keys]
-    same = []
+    prefix = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:
             break
-        same.append(parts[0])
-    return ".".join(same)
+        prefix.append(parts[0])
+    return ".".join(prefix)
 
 
 def _owner(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def by_path(named: Iterable[tuple[str, object]]) -> dict[str, object]:
-    """Modules by their paths without wrappers; of a wrapper and what is in it, the wrapper."""
+def modules_by_path(named: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Return modules by their paths without wrappers; a wrapper takes the path of its content."""
     locations: dict[str, object] = {}
     for name, module in named:
         locations.setdefault(strip_wrappers(name), module)
@@ -107,6 +117,6 @@ def by_path(named: Iterable[tuple[str, object]]) -> dict[str, object]:
 
 
 def layer_number(point: str) -> int | None:
-    """The layer of a point."""
+    """Return the layer of a point, or None."""
     match = re.match(r"layers\.(\d+)\.", point)
     return int(match[1]) if match else None

@@ -1,11 +1,11 @@
-"""KempnerForge: our own names, since ours were taken from it."""
+"""Names of KempnerForge, which are also jaxforge's own."""
 
 from collections.abc import Iterator
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 
-LACKS = (
+UNSUPPORTED_KEYS = (
     "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
     "norm_unit_offset", "parallel_residual", "gated_mlp",
@@ -17,10 +17,10 @@ LACKS = (
 """Keys of `[model]` that KempnerForge does not have."""
 
 _ACTIVATIONS = ("silu", "gelu", "relu")
-_OTHERWISE = "it would load these weights and compute something else"
-_NONE = "its experts have one width, a multiple of 16, and it could not load these weights"
+_OTHERWISE = "it would load these weights and compute a different model"
+_ONE_WIDTH = "its experts have one width, a multiple of 16, and it could not load these weights"
 
-_SAME = (
+_COMMON = (
     EMBEDDING,
     HEAD,
     "norm.weight",
@@ -46,16 +46,16 @@ _SAME = (
 )
 _EXPERTS = tuple(f"layers.{{i}}.mlp.experts.{{j}}.{m}_proj.weight" for m in ("gate", "up", "down"))
 
-_STATE = {
+_OPTIONAL_STATE = {
     r"layers\.\d+\.mlp\.router\.expert_ema": "KempnerForge's bias follows this mean, and is within "
-    "the sigmoid, so that it weighs experts as well as choosing them: here is another router"
+    "the sigmoid, where it weighs experts as well as choosing them: jaxforge's router differs"
 }
 
 KEMPNERFORGE = NameMap(
     "kempnerforge",
     "KempnerForge's text model",
-    tuple(Rule(name, name) for name in (*_SAME, *_EXPERTS)),
-    dispensable=_STATE,
+    tuple(Rule(name, name) for name in (*_COMMON, *_EXPERTS)),
+    optional_groups=_OPTIONAL_STATE,
     writes_tied_head=True,
     has_stages=True,
 )
@@ -64,7 +64,7 @@ KEMPNERFORGE_PACKED = NameMap(
     "kempnerforge-packed",
     "KempnerForge with model.moe_packed_experts: all experts of a block in one [E, in, out] tensor",
     (
-        *(Rule(name, name) for name in _SAME),
+        *(Rule(name, name) for name in _COMMON),
         *(
             Rule(
                 f"layers.{{i}}.mlp.experts.{{j}}.{m}_proj.weight",
@@ -74,27 +74,28 @@ KEMPNERFORGE_PACKED = NameMap(
             for m in ("gate", "up", "down")
         ),
     ),
-    dispensable=_STATE,
+    optional_groups=_OPTIONAL_STATE,
     writes_tied_head=True,
 )
 
 
-def unknown(model: ModelConfig) -> Iterator[str]:
+def incompatibilities(model: ModelConfig) -> Iterator[str]:
     """Yield the reasons why KempnerForge could not load a model."""
     plain = ModelConfig()
-    own = "kempnerforge" if model.moe_router == "sigmoid_topk" else "none"
-    for key in LACKS:
+    bias_update = "kempnerforge" if model.moe_router == "sigmoid_topk" else "none"
+    for key in UNSUPPORTED_KEYS:
         if getattr(model, key) != getattr(plain, key):
             yield f"KempnerForge has no model.{key}: {_OTHERWISE}"
     if model.activation not in _ACTIVATIONS:
         yield f'KempnerForge has no model.activation = "{model.activation}": {_OTHERWISE}'
     if not model.is_moe:
         return
-    if model.bias_update != own:
+    if model.bias_update != bias_update:
         yield f'KempnerForge has no model.moe_bias_update = "{model.bias_update}": {_OTHERWISE}'
     if model.moe_expert_dim is not None:
         ratio = model.expert_dim / model.ffn_dim
-        how = f"model.moe_expert_ffn_multiplier = {ratio:.12g} there"
-        yield f"KempnerForge has no model.moe_expert_dim: {_NONE if model.expert_dim % 16 else how}"
+        equivalent = f"set model.moe_expert_ffn_multiplier = {ratio:.12g} in its config"
+        reason = _ONE_WIDTH if model.expert_dim % 16 else equivalent
+        yield f"KempnerForge has no model.moe_expert_dim: {reason}"
     if model.shared_expert_dim not in (0, model.expert_dim):
-        yield f"KempnerForge has no model.moe_shared_expert_dim: {_NONE}"
+        yield f"KempnerForge has no model.moe_shared_expert_dim: {_ONE_WIDTH}"

@@ -1,7 +1,13 @@
-"""Dialects: tables of names, read in both directions.
+"""Name maps: tables that translate parameter names in both directions.
 
-Ours are the paths of `jaxforge.model`'s parameters with one entry per layer and expert, such as
-`layers.{i}.attention.q_proj.weight`. Moments have their parameter's name and are laid out as it is.
+A "name" is jaxforge's: the path of a parameter of `jaxforge.model` with one entry per layer and
+expert, such as `layers.{i}.attention.q_proj.weight`. A "key" is the name of the same tensor in a
+"dialect", the naming scheme of another code base. Optimizer moments have the name and the layout of
+their parameter.
+
+    name (jaxforge)                              key (hf-llama)
+    layers.3.attention.q_proj.weight       <->   model.layers.3.self_attn.q_proj.weight
+    layers.3.mlp.experts.0.up_proj.weight  <->   one key per expert, or one packed tensor [E, ...]
 """
 
 import dataclasses
@@ -24,111 +30,116 @@ _ROUTER = re.compile(r"layers\.\d+\.mlp\.router\.gate\.weight")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-class Change(Protocol):
-    """A difference in how two code bases lay one tensor out."""
+class LayoutChange(Protocol):
+    """Conversion between the layouts of a tensor in jaxforge and in a dialect."""
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """From the dialect's layout to ours."""
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return the tensor in jaxforge's layout."""
         ...
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """From our layout to the dialect's."""
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return the tensor in the dialect's layout."""
         ...
 
 
 class InterleavedRotary:
-    """Meta's layout of q and k: channels 2i and 2i+1 are a pair, where ours are i and i + h/2."""
+    """Meta's layout of q and k: channels 2i and 2i + 1 of a head are rotated as a pair.
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """Gathers the even channels of each head before the odd ones."""
+    jaxforge and transformers rotate channels i and i + h/2 of a head of h channels.
+    """
+
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Move the even channels of each head before the odd ones."""
         if not tensor.shape or tensor.shape[0] % config.head_size:
-            return tensor  # not the model's, which its shape will tell
+            return tensor  # of another model: the check of shapes reports it
         return tensor.rows(_even_then_odd(tensor.shape[0], config.head_size))
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """Interleaves the two halves of each head."""
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Interleave the two halves of each head."""
         return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config.head_size)))
 
 
 class Transposed:
-    """Matrices as [in, out]."""
+    """Matrices stored as [in, out]."""
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """[in, out] -> [out, in]."""
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Transpose [in, out] to [out, in]."""
         return tensor.transposed()
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """[out, in] -> [in, out]."""
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Transpose [out, in] to [in, out]."""
         return tensor.transposed()
 
 
 Layout = Callable[[ModelConfig], list[np.ndarray]]
-"""The rows of a fused tensor that are each part's, in the order that the part has them."""
+"""Function from the config to the rows of each part in a fused tensor, in the part's order."""
 
 
 class Fused(NamedTuple):
-    """Some of the rows of a tensor that holds several of ours.
+    """Rows of a fused tensor, which holds several of jaxforge's parameters.
 
     Attributes:
-        part: which of the parts of `layout` it is.
-        layout: which rows are whose.
-        is_transposed: whether theirs is [in, out].
+        part: index of the parameter in `layout`.
+        layout: the rows of each part.
+        is_transposed: whether the fused tensor is stored as [in, out].
     """
 
     part: int
     layout: Layout
     is_transposed: bool = False
 
-    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """The part's rows."""
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return the part's rows of the fused tensor."""
         rows = self.layout(config)
-        whole = tensor.transposed() if self._turns(tensor) else tensor
+        whole = tensor.transposed() if self._is_stored_transposed(tensor) else tensor
         if whole.shape[:1] != (sum(map(len, rows)),):
-            return tensor  # not the model's, which its shape will tell
+            return tensor  # of another model: the check of shapes reports it
         return whole.rows(rows[self.part])
 
-    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """The part as it is: `joined` makes the whole of all."""
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return the part unchanged: `merge_parts` builds the fused tensor from all parts."""
         return tensor
 
-    def joined(self, parts: Mapping[int, LazyTensor], config: ModelConfig, key: str) -> LazyTensor:
-        """The whole of all parts.
+    def merge_parts(
+        self, parts: Mapping[int, LazyTensor], config: ModelConfig, key: str
+    ) -> LazyTensor:
+        """Return the fused tensor of all parts.
 
         Raises:
-            UserError: some are missing, or of another dtype.
+            UserError: parts are missing or have different dtypes.
         """
         rows = self.layout(config)
         if len(parts) < len(rows) or len({part.dtype for part in parts.values()}) > 1:
             raise UserError(
-                f"{key} holds {len(rows)} parameters in one tensor, and {len(parts)} are there, or "
-                "of several dtypes: export the weights alone, with --dtype float32 or another"
+                f"{key} holds {len(rows)} parameters in one tensor, but only {len(parts)} exist, "
+                "or their dtypes differ. Export with --weights-only and a --dtype such as float32"
             )
         whole = interleave_rows([parts[i] for i in range(len(rows))], rows)
-        return whole.transposed() if self._turns(whole) else whole
+        return whole.transposed() if self._is_stored_transposed(whole) else whole
 
-    def _turns(self, tensor: LazyTensor) -> bool:
+    def _is_stored_transposed(self, tensor: LazyTensor) -> bool:
         return self.is_transposed and len(tensor.shape) == 2
 
 
 class Rule(NamedTuple):
-    """One row of a table.
+    """Row of a name map.
 
     Attributes:
-        ours: our name, `{i}` for the layer and `{j}` for the expert.
-        theirs: the dialect's name; without the `{j}` that ours has, it holds all experts, stacked.
-        change: how its layout differs.
-        optional: whether models of the dialect may well be without it.
+        name: jaxforge's name, with `{i}` for the layer and `{j}` for the expert.
+        key: the dialect's key; without the `{j}` of `name`, its tensor holds all experts, stacked.
+        change: the conversion of the layout; None: both layouts are the same.
+        optional: whether models of the dialect may lack the parameter.
     """
 
-    ours: str
-    theirs: str
-    change: Change | Fused | None = None
+    name: str
+    key: str
+    change: LayoutChange | Fused | None = None
     optional: bool = False
 
     @property
     def is_packed(self) -> bool:
-        """True if one tensor of the dialect holds all experts."""
-        return "{j}" in self.ours and "{j}" not in self.theirs
+        """Return whether one tensor of the dialect holds all experts."""
+        return "{j}" in self.name and "{j}" not in self.key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,17 +147,17 @@ class NameMap:
     """Parameter names of a code base.
 
     Attributes:
-        name: what the command line calls it.
-        about: which code base, and which of its versions.
+        name: name on the command line.
+        about: the code base and its versions.
         rules: the table.
-        ignored: patterns of keys that hold nothing to keep (tables that are computed).
-        refused: pattern of our names that have no counterpart -> why not.
+        ignored: patterns of keys without trained values (computed tables).
+        refused: pattern of jaxforge's names without a counterpart -> reason.
         writes_tied_head: whether a tied output head is written as a copy of the embedding.
-        has_stages: whether a pipeline job of it saves a checkpoint per stage.
-        has_one_group: whether its optimizer has one parameter group, for which torch refuses
+        has_stages: whether its pipeline jobs save a checkpoint per stage.
+        has_one_group: whether its optimizer has a single parameter group, in which torch rejects
             settings that differ between parameters.
-        renamed: pattern of an older key of theirs -> the key that the table has.
-        dispensable: pattern of keys that a model may well be without -> what goes with them.
+        renamed: pattern of an outdated key -> the key in the table.
+        optional_groups: pattern of keys that a model may lack -> what is lost without them.
     """
 
     name: str
@@ -158,119 +169,119 @@ class NameMap:
     has_stages: bool = False
     has_one_group: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
-    dispensable: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional_groups: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def current(self, key: str) -> str:
-        """A key of theirs as the table has it."""
+    def current_key(self, key: str) -> str:
+        """Return the key in the table for a key that may be outdated."""
         for pattern, name in self.renamed:
             key = re.sub(pattern, name, key)
         return key
 
     def knows(self, key: str) -> bool:
-        """Return whether a dialect's key is in the table."""
+        """Return whether a key is in the table."""
         return self.ignores(key) or any(pattern.fullmatch(key) for pattern in self._patterns)
 
     def ignores(self, key: str) -> bool:
-        """Return whether a dialect's key holds nothing to import."""
+        """Return whether a key has no trained values to import."""
         return any(re.fullmatch(pattern, key) for pattern in self.ignored)
 
-    def goes_with(self, key: str) -> str | None:
-        """Return the group of an optional key, or None if it is required."""
-        return next((why for p, why in self.dispensable.items() if re.fullmatch(p, key)), None)
+    def group_of_optional(self, key: str) -> str | None:
+        """Return what is lost without an optional key; None for a required key."""
+        return next((why for p, why in self.optional_groups.items() if re.fullmatch(p, key)), None)
 
-    def their_name(self, ours: str) -> str:
-        """Their key for one of our names.
+    def key_for(self, name: str) -> str:
+        """Return the dialect's key of a parameter.
 
         Raises:
-            UserError: there is none.
+            UserError: the dialect has no such parameter.
         """
-        return self._find(ours)[1]
+        return self._find(name)[1]
 
-    def their_key(self, ours: str) -> str | None:
+    def find_key(self, name: str) -> str | None:
         """Return the dialect's key of a parameter, or None."""
-        return (
-            self.their_name(ours) if any(p.fullmatch(ours) for p, _ in self._our_patterns) else None
-        )
+        is_known = any(pattern.fullmatch(name) for pattern, _ in self._name_patterns)
+        return self.key_for(name) if is_known else None
 
-    def to_ours(
-        self, theirs: Mapping[str, LazyTensor], wanted: Iterable[str], config: ModelConfig
+    def to_jaxforge(
+        self, tensors: Mapping[str, LazyTensor], names: Iterable[str], config: ModelConfig
     ) -> dict[str, LazyTensor]:
-        """Our names for a dialect's tensors, as many as there are.
+        """Return a dialect's tensors by jaxforge's names, in jaxforge's layout.
+
+        Names without a tensor are left out.
 
         Args:
-            theirs: key -> tensor, without prefixes.
-            wanted: our names.
+            tensors: key without prefixes -> tensor.
+            names: jaxforge's names.
             config: the model.
         """
-        tensors = {}
-        for name in wanted:
+        result = {}
+        for name in names:
             rule, key, expert = self._find(name)
-            if key not in theirs:
+            if key not in tensors:
                 continue
-            tensor = theirs[key]
+            tensor = tensors[key]
             if rule.is_packed:
                 if tensor.shape[:1] != (config.num_experts,):
-                    tensors[name] = tensor  # not the model's, which its shape will tell
+                    result[name] = tensor  # of another model: the check of shapes reports it
                     continue
                 tensor = tensor.part(expert)
-            tensors[name] = rule.change.to_ours(tensor, config) if rule.change else tensor
-        return tensors
+            result[name] = rule.change.to_jaxforge(tensor, config) if rule.change else tensor
+        return result
 
-    def to_theirs(
-        self, ours: Mapping[str, LazyTensor], config: ModelConfig
+    def to_dialect(
+        self, tensors: Mapping[str, LazyTensor], config: ModelConfig
     ) -> dict[str, LazyTensor]:
-        """Their keys for our tensors.
+        """Return jaxforge's tensors by the dialect's keys, in the dialect's layout.
 
         Raises:
             UserError: a tensor has no counterpart.
         """
         rules: dict[str, Rule] = {}
-        tensors: dict[
-            str, dict[int, dict[int, LazyTensor]]
-        ] = {}  # key, expert, part of a fused one
-        for name, tensor in ours.items():
+        parts: dict[str, dict[int, dict[int, LazyTensor]]] = {}  # [key][expert][part if fused]
+        for name, tensor in tensors.items():
             rule, key, expert = self._find(name)
-            changed = rule.change.to_theirs(tensor, config) if rule.change else tensor
+            changed = rule.change.to_dialect(tensor, config) if rule.change else tensor
             part = rule.change.part if isinstance(rule.change, Fused) else 0
-            tensors.setdefault(key, {}).setdefault(expert, {})[part] = changed
+            parts.setdefault(key, {}).setdefault(expert, {})[part] = changed
             rules[key] = rule
-        return {key: _whole(rules[key], of_key, config, key) for key, of_key in tensors.items()}
+        return {key: _merge(rules[key], by_expert, config, key) for key, by_expert in parts.items()}
 
     def distance(self, keys: Iterable[str]) -> tuple[int, int]:
-        """Return the distance of known keys from the dialect's usual model; the least is the
-        nearest.
+        """Return how far known keys are from the dialect's usual model; less is nearer.
+
+        The first number counts optional parameters among the keys, the second required rules.
         """
-        extra = [_pattern(rule.theirs) for rule in self.rules if rule.optional]
+        extra = [_pattern(rule.key) for rule in self.rules if rule.optional]
         used = sum(any(pattern.fullmatch(key) for pattern in extra) for key in keys)
         return used, len(self.rules) - len(extra)
 
     @functools.cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
-        return [_pattern(rule.theirs) for rule in self.rules]
+        return [_pattern(rule.key) for rule in self.rules]
 
     @functools.cached_property
-    def _our_patterns(self) -> list[tuple[re.Pattern[str], Rule]]:
-        return [(_pattern(rule.ours), rule) for rule in self.rules]
+    def _name_patterns(self) -> list[tuple[re.Pattern[str], Rule]]:
+        return [(_pattern(rule.name), rule) for rule in self.rules]
 
-    def _find(self, ours: str) -> tuple[Rule, str, int]:
-        """The rule of one of our names, their key, and the expert."""
-        for pattern, rule in self._our_patterns:
-            if match := pattern.fullmatch(ours):
+    def _find(self, name: str) -> tuple[Rule, str, int]:
+        """Return the rule of a name, the dialect's key, and the number of the expert."""
+        for pattern, rule in self._name_patterns:
+            if match := pattern.fullmatch(name):
                 numbers = match.groupdict()
-                return rule, rule.theirs.format(**numbers), int(numbers.get("j") or 0)
+                return rule, rule.key.format(**numbers), int(numbers.get("j") or 0)
         for refused, why in self.refused.items():
-            if re.fullmatch(refused, ours):
-                raise UserError(f"{ours} cannot be written as {self.name}: {why}")
-        raise UserError(f"{ours} has no counterpart in {self.name} ({self.about})")
+            if re.fullmatch(refused, name):
+                raise UserError(f"{name} cannot be written as {self.name}: {why}")
+        raise UserError(f"{name} has no counterpart in {self.name} ({self.about})")
 
 
 def strip_wrappers(key: str) -> str:
-    """A key without what DDP, FSDP, torch.compile and activation checkpointing put into it."""
+    """Remove the parts that DDP, FSDP, torch.compile and activation checkpointing add to a key."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
-def detect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
-    """The dialect whose table has every key; the nearest where several have."""
+def detect_dialect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
+    """Return the dialect whose table has every key, or the nearest of several such dialects."""
     candidates = [d for d in dialects if keys and all(d.knows(key) for key in keys)]
     candidates = [d for d in candidates if any(d.knows(k) and not d.ignores(k) for k in keys)]
     return min(candidates, key=lambda d: d.distance(keys), default=None)
@@ -281,70 +292,70 @@ def differences(
     tensors: Mapping[str, LazyTensor],
     left_over: Iterable[str],
 ) -> Iterator[str]:
-    """Yield the reasons why tensors are not exactly those of the model.
+    """Yield the reasons why tensors do not match the model.
 
     Args:
-        wanted: our name -> shape.
-        tensors: our name -> tensor.
-        left_over: keys of theirs that nothing uses.
+        wanted: name -> shape, for every tensor of the model.
+        tensors: name -> tensor.
+        left_over: unused keys of the dialect.
     """
     lost = _lost_experts(wanted, tensors)
     if lost:
-        there, total = lost
+        n_present, total = lost
         yield (
-            f"only {there} of {total} experts are there: a job with distributed.ep = "
-            f"{total // there} wrote those of every rank under the same keys, so that the others "
-            "are lost; nothing can bring them back"
+            f"only {n_present} of {total} experts exist: a job with distributed.ep = "
+            f"{total // n_present} wrote the experts of every rank under the same keys, so that "
+            "the others are lost and cannot be recovered"
         )
         wanted = {name: shape for name, shape in wanted.items() if not _EXPERT.fullmatch(name)}
     yield from (f"missing: {name}" for name in wanted if name not in tensors)
     yield from (f"left over: {key}" for key in left_over)
     for name, shape in wanted.items():
         if name in tensors and tensors[name].shape != shape:
-            yield f"{name} is {list(tensors[name].shape)}, in the model {list(shape)}"
+            yield f"{name} is {list(tensors[name].shape)}, but {list(shape)} in the model"
         if name in tensors and tensors[name].dtype.kind == "c":
-            yield f"{name} is {tensors[name].dtype}: only tables that are computed may be complex"
+            yield f"{name} is {tensors[name].dtype}: only computed tables may be complex"
 
 
 def _lost_experts(
     wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, LazyTensor]
 ) -> tuple[int, int] | None:
-    """Return the present and expected numbers of experts if they look like one rank's share.
+    """Return the present and expected numbers of experts if only one rank's share exists.
 
-    In every layer it is the same share, from the first one on, next to a router of all: that one no
-    expert-parallel job divides.
+    A share is the same in every layer, begins at expert 0 and divides the number of experts. The
+    router is complete: expert-parallel jobs do not shard it.
     """
     numbers = {name: int(m[1]) for name in wanted if (m := _EXPERT.fullmatch(name))}
     routers = [name for name in wanted if _ROUTER.fullmatch(name)]
     if not all(name in tensors and tensors[name].shape == wanted[name] for name in routers):
         return None
 
-    def is_there(name: str) -> bool:
+    def is_present(name: str) -> bool:
         tensor, shape = tensors.get(name), wanted[name]
         if tensor is not None and len(tensor.shape) == len(shape) + 1:  # packed: [E, in, out]
             return tensor.shape[1:] == shape[::-1] and numbers[name] < tensor.shape[0]
         return tensor is not None
 
-    there = {j for name, j in numbers.items() if is_there(name)}
-    n, total = len(there), 1 + max(numbers.values(), default=-1)
-    is_share = there == set(range(n)) and 0 < n < total and total % n == 0
-    alike = all(is_there(name) == (j in there) for name, j in numbers.items())
-    return (n, total) if is_share and alike else None
+    present = {j for name, j in numbers.items() if is_present(name)}
+    n, total = len(present), 1 + max(numbers.values(), default=-1)
+    is_share = present == set(range(n)) and 0 < n < total and total % n == 0
+    is_uniform = all(is_present(name) == (j in present) for name, j in numbers.items())
+    return (n, total) if is_share and is_uniform else None
 
 
-def _whole(
-    rule: Rule, of_experts: Mapping[int, Mapping[int, LazyTensor]], config: ModelConfig, key: str
+def _merge(
+    rule: Rule, by_expert: Mapping[int, Mapping[int, LazyTensor]], config: ModelConfig, key: str
 ) -> LazyTensor:
-    """One tensor of theirs, of each expert's parts."""
+    """Return a tensor of the dialect from the parts of each expert."""
     change = rule.change
-    wholes = {
-        expert: change.joined(parts, config, key) if isinstance(change, Fused) else parts[0]
-        for expert, parts in of_experts.items()
+    tensors = {
+        expert: change.merge_parts(parts, config, key) if isinstance(change, Fused) else parts[0]
+        for expert, parts in by_expert.items()
     }
     if rule.is_packed:
-        return stack([wholes[expert] for expert in range(len(wholes))])
-    (whole,) = wholes.values()
-    return whole
+        return stack([tensors[expert] for expert in range(len(tensors))])
+    (tensor,) = tensors.values()
+    return tensor
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -1,4 +1,4 @@
-"""torchtitan's Llama: Meta's names and Meta's pairing of rotary channels."""
+"""Names of torchtitan's Llama, with Meta's interleaved rotary channels."""
 
 from torch_compat.names.table import EMBEDDING, HEAD, InterleavedRotary, NameMap, Rule
 

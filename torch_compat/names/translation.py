@@ -1,4 +1,7 @@
-"""A dialect's tensors by our names: every key and parameter exactly once, or what is wrong."""
+"""Translation of a checkpoint's tensors to jaxforge's names.
+
+Every key and every parameter is used exactly once; all problems are reported together.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -8,10 +11,10 @@ from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, equal
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, differences
 
-_SHOWN = 20
+_MAX_SHOWN = 20
 _KINDS = ("missing: ", "left over: ")
-"""What keeps many problems from being alike: names of ours, and names of the file."""
-_RESIZE = "--resize-vocab cuts padding off, or adds rows of zeros"
+"""Prefixes by which problems are grouped before they are shortened."""
+_RESIZE = "--resize-vocab truncates padding, or adds rows of zeros"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -19,9 +22,9 @@ class Translation(NamedTuple):
     """Parameters of a translation.
 
     Attributes:
-        dialect: whose names the tensors have.
-        model: the model they are of.
-        resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
+        dialect: the name map of the checkpoint's keys.
+        model: the model config.
+        resize_vocab: whether to truncate a padded vocabulary, or pad it with zeros.
         where: the checkpoint, for messages.
     """
 
@@ -32,19 +35,19 @@ class Translation(NamedTuple):
 
 
 def translate(
-    theirs: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]], by: Translation
+    tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]], by: Translation
 ) -> dict[str, LazyTensor]:
-    """Our names for all tensors of a dialect.
+    """Return all tensors of a checkpoint by jaxforge's names.
 
     Args:
-        theirs: key -> tensor, prefixes taken off.
-        shapes: our names -> shapes, all that there must be.
-        by: what to go by.
+        tensors: key of the dialect, without prefixes -> tensor.
+        shapes: jaxforge's name -> shape, for every tensor of the model.
+        by: the parameters of the translation.
 
     Raises:
-        UserError: tensors are missing, left over, or of another shape; all of them are listed.
+        UserError: tensors are missing, unused, or have other shapes; the message lists them.
     """
-    translated = by.dialect.to_ours(theirs, shapes, by.model)
+    translated = by.dialect.to_jaxforge(tensors, shapes, by.model)
     if by.resize_vocab:
         translated = {
             name: tensor.resized(by.model.vocab_size)
@@ -52,49 +55,49 @@ def translate(
             else tensor
             for name, tensor in translated.items()
         }
-    used = {by.dialect.their_name(name) for name in translated}
-    left = [key for key in theirs if key not in used and not by.dialect.ignores(key)]
-    if by.model.tie_embeddings and (head := by.dialect.their_name(HEAD)) in left:
-        left.remove(head)
+    used = {by.dialect.key_for(name) for name in translated}
+    unused = [key for key in tensors if key not in used and not by.dialect.ignores(key)]
+    if by.model.tie_embeddings and (head := by.dialect.key_for(HEAD)) in unused:
+        unused.remove(head)
         if EMBEDDING in translated and not equal(
-            theirs[by.dialect.their_name(EMBEDDING)], theirs[head]
+            tensors[by.dialect.key_for(EMBEDDING)], tensors[head]
         ):
             raise UserError(
                 f"{by.where}: model.tie_embeddings is true, but the output head differs from the "
-                "embedding; set it to false"
+                "embedding. Set it to false"
             )
-    problems = list(differences(shapes, translated, left))
+    problems = list(differences(shapes, translated, unused))
     problems += [
-        f"{name} is {tensor.dtype.name}, which no weight can be without scales: quantized, or "
-        "not the model's"
+        f"{name} is {tensor.dtype.name}, which no weight can be without scales: it is "
+        "quantized, or not a tensor of the model"
         for name, tensor in translated.items()
         if tensor.dtype.name not in _FLOATS
     ]
     if problems:
-        listed = "\n  ".join(shortened(problems) + _advice(translated, by.model))
+        listed = "\n  ".join(shorten_problems(problems) + _advice(translated, by.model))
         raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
     return {name: translated[name] for name in shapes}
 
 
-def some(names: Iterable[str]) -> str:
-    """A few names and how many more there are."""
+def summarize_names(names: Iterable[str]) -> str:
+    """Return the first three names and the number of others."""
     names = list(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def shortened(problems: list[str]) -> list[str]:
-    """Return the first problems of each kind, and how many more there are."""
-    if len(problems) <= _SHOWN:
+def shorten_problems(problems: list[str]) -> list[str]:
+    """Return the first problems of each kind and the number of others."""
+    if len(problems) <= _MAX_SHOWN:
         return problems
     kinds: dict[str, list[str]] = {}
     for problem in problems:
         kind = next((kind for kind in _KINDS if problem.startswith(kind)), "")
         kinds.setdefault(kind, []).append(problem)
-    most = _SHOWN // len(kinds)
+    most = _MAX_SHOWN // len(kinds)
     lines = []
-    for alike in kinds.values():
-        more = len(alike) - most
-        lines += [*alike[:most], *([f"... and {more} more"] if more > 0 else [])]
+    for group in kinds.values():
+        more = len(group) - most
+        lines += [*group[:most], *([f"... and {more} more"] if more > 0 else [])]
     return lines
 
 
@@ -102,11 +105,12 @@ def _advice(translated: Mapping[str, LazyTensor], model: ModelConfig) -> list[st
     router = next((name for name in translated if name.endswith(".router.gate.weight")), "")
     counts = {
         EMBEDDING: ("the vocabulary has", "vocab_size", _RESIZE),
-        router: ("the router has", "num_experts", "that is how many experts there are"),
+        router: ("the router has", "num_experts", "set it to the number of experts"),
     }
     advice = []
     for name, (what, key, how) in counts.items():
         rows, wanted = translated[name].shape[:1] if name in translated else (), getattr(model, key)
         if rows not in ((), (wanted,)):
-            advice.append(f"{what} {rows[0]} rows there and model.{key} is {wanted}: {how}")
+            found_rows = f"{what} {rows[0]} rows in the checkpoint"
+            advice.append(f"{found_rows} and model.{key} is {wanted}: {how}")
     return advice

@@ -16,8 +16,8 @@ from typing import BinaryIO, NamedTuple, TypeVar
 from jaxforge.data.corpus.records import READ_ERRORS, Input, Record
 from jaxforge.errors import UserError
 
-_PART_BYTES = 1 << 20
-_LINE_BYTES = 1 << 20  # by which the last line may exceed a part
+PART_BYTES = 1 << 20
+LINE_BYTES = 1 << 20  # by which the last line may exceed a part
 _Input = TypeVar("_Input", bound=Input)
 
 
@@ -201,7 +201,7 @@ def _size(file: BinaryIO) -> int:
 
 def _line_before(file: BinaryIO, offset: int) -> int:
     """Return the last line start up to an offset, or the start of a character if none is near."""
-    start = max(0, offset - _PART_BYTES)
+    start = max(0, offset - PART_BYTES)
     file.seek(start)
     data = file.read(offset - start + 1)
     line = data.rfind(b"\n", 0, offset - start) + 1
@@ -224,11 +224,11 @@ def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes,
 
 def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
     """Read about a MiB up to the end of a line, or `limit` bytes and the end of their line."""
-    data = file.read(min(limit, _PART_BYTES))
+    data = file.read(min(limit, PART_BYTES))
     if data and not data.endswith(b"\n"):
-        tail = file.readline(_LINE_BYTES)
+        tail = file.readline(LINE_BYTES)
         data += tail
-        if len(tail) == _LINE_BYTES and not tail.endswith(b"\n"):
+        if len(tail) == LINE_BYTES and not tail.endswith(b"\n"):
             whole = _cut(data)
             file.seek(whole - len(data), os.SEEK_CUR)
             data = data[:whole]

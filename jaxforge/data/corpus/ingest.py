@@ -32,9 +32,9 @@ from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage.atomic_directory import AtomicDirectory
 
-_BATCH_BYTES = 4 << 20  # of text per call of a tokenizer
-_BATCH_PARTS = 4096
-_COMMIT_SECONDS = 5.0  # of work that a killed run may lose
+BATCH_BYTES = 4 << 20  # of text per call of a tokenizer
+BATCH_PARTS = 4096
+COMMIT_SECONDS = 5.0  # of work that a killed run may lose
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def ingest(
                 tokens = _hold_out(corpus, batch, tokens, options, tokenizer)
             corpus.add(batch, tokens)
             show(corpus)
-            if time.monotonic() - committed >= _COMMIT_SECONDS:
+            if time.monotonic() - committed >= COMMIT_SECONDS:
                 destination.commit(corpus.journal())
                 committed = time.monotonic()
         _finish(corpus, tokenizer, tokenizer_name, options)
@@ -268,7 +268,7 @@ def batches(chunks: Iterable[TextPart]) -> Iterator[Batch]:
     for chunk in chunks:
         batch.append(chunk)
         size += chunk.size
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_PARTS:
+        if size >= BATCH_BYTES or len(batch) == BATCH_PARTS:
             yield batch
             batch, size = [], 0
     if batch:

@@ -32,7 +32,7 @@ from jaxforge.errors import UserError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-_ROWS = 64  # of a dataset converted to Python objects at a time
+ROWS = 64  # of a dataset converted to Python objects at a time
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 
 
@@ -187,6 +187,6 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _rows(dataset: "Dataset | IterableDataset") -> Iterator[dict[str, Any]]:
-    for batch in dataset.iter(_ROWS):
+    for batch in dataset.iter(ROWS):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))

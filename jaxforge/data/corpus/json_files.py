@@ -14,7 +14,7 @@ from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.records import File, Record, bad_record
 from jaxforge.errors import UserError
 
-_CHUNK = 1 << 16
+CHUNK = 1 << 16
 _SKIPPED = 1 << 20  # bytes per read of data that are only counted
 _QUICKLY_UNPACKED = 1 << 20  # size below which a file is unpacked once before it is parsed
 _BYTES_PER_VALUE = 16  # of a record, at least: parsed values take up to 70 bytes
@@ -172,7 +172,7 @@ class _Values:
         while True:
             left = len(self._text) - self._at
             if left > limit or (
-                left > 2 * _CHUNK and self._text.count(",", self._at) > limit // _BYTES_PER_VALUE
+                left > 2 * CHUNK and self._text.count(",", self._at) > limit // _BYTES_PER_VALUE
             ):
                 raise ValueError(f"larger than {limit:,} characters: see --max-record-bytes")
             try:
@@ -197,7 +197,7 @@ class _Values:
 
     def _read_more(self) -> None:
         """Double the buffer, so that parsing a large value again at most doubles the cost."""
-        data = self._file.read(max(_CHUNK, len(self._text) - self._at))
+        data = self._file.read(max(CHUNK, len(self._text) - self._at))
         self._size += len(data)
         self._source.check_growth(self._size)
         self._text = self._text[self._at :] + self._decode(data, final=not data)

@@ -18,7 +18,7 @@ MAX_RECORD_BYTES = 16 << 20
 READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors of reading an input (no access, damaged data), in addition to UserError."""
 
-_UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
+UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
 _LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
 _CHATS = ("messages", "conversations", "conversation")
 _TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")
@@ -219,7 +219,7 @@ class File(Input):
         Raises:
             UserError: the ratio is too large.
         """
-        if size > _UNSUSPICIOUS_BYTES and size > _LARGEST_RATIO * self.size:
+        if size > UNSUSPICIOUS_BYTES and size > _LARGEST_RATIO * self.size:
             raise UserError(
                 f"{self.path}: {self.size:,} bytes unpack to more than {_LARGEST_RATIO} times as "
                 "much, as no text does; unpack the file yourself if that is right"

@@ -29,7 +29,7 @@ from jaxforge.data.corpus.manifest import (
 )
 from jaxforge.errors import UserError
 
-_CHUNK = 1 << 20  # tokens held before they are written
+CHUNK = 1 << 20  # tokens held before they are written
 
 
 def token_dtype(name: str | None, vocab_size: int) -> str:
@@ -115,7 +115,7 @@ class ShardWriter:
         self._held.append(np.asarray(tokens, self._dtype))
         self.documents += documents
         self.tokens += len(tokens)
-        if self.tokens - self._written >= _CHUNK:
+        if self.tokens - self._written >= CHUNK:
             self._write_held()
 
     def sync(self) -> dict[str, Any]:

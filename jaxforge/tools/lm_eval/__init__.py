@@ -1,5 +1,5 @@
-"""Tasks of EleutherAI's lm-evaluation-harness (`lm_eval`), answered by a run's model.
+"""Evaluation of a run's model on tasks of EleutherAI's lm-evaluation-harness (`lm_eval`).
 
-`adapter` registers the model "jaxforge" there, and is the only module that imports `lm_eval`;
-`python -m jaxforge.lm_eval` is its command.
+`adapter` registers the model "jaxforge" with lm_eval. It is the only module that imports `lm_eval`.
+The command is `python -m jaxforge.lm_eval`.
 """

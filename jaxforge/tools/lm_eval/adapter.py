@@ -1,20 +1,20 @@
-"""The model "jaxforge" of lm_eval: importing this module registers it.
+"""Model "jaxforge" for lm_eval, registered by importing this module.
 
     import lm_eval
     import jaxforge.tools.lm_eval.adapter
 
     lm_eval.simple_evaluate("jaxforge", "run=runs/mine,step=4000", tasks=["lambada_openai"])
 
-Answers are those of lm_eval's backend "hf" for the run's export to Hugging Face: the same special
-tokens at the ends of texts, the same cuts, the same stop sequences.
+Results equal those of lm_eval's backend "hf" on the run's export to Hugging Face: special tokens at
+the ends of texts, truncation and stop sequences are the same.
 
-Several processes work together as in training: each has all requests, in the same order, and gets
-all answers. To lm_eval they are one (rank 0 of 1), so that it does not share out requests among
-them, as it does among data-parallel processes.
+Several processes cooperate as in training: each receives all requests in the same order and returns
+all results. lm_eval sees a single rank in each process (rank 0 of 1), so it does not distribute
+requests as it does among data-parallel processes.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
@@ -50,20 +50,21 @@ class JaxforgeLM(TemplateLM):
 
     Args:
         run: a run directory, or one of its checkpoints.
-        step: the checkpoint; by default the newest, or the one that `run` names.
-        batch_size: sequences at a time, over all devices.
-        max_length: tokens that the model reads at most; by default `model.max_seq_len`.
-        max_gen_toks: tokens to generate, for tasks that do not say how many.
-        add_bos_token: whether texts begin with BOS; by default as the tokenizer's file has it.
-        prefix_token_id: what comes before texts that are scored from their first token on; by
-            default BOS, or EOS where the tokenizer has none.
-        seed: of draws, for tasks that sample.
-        device: PyTorch's; without effect, for JAX says which there are (`JAX_PLATFORMS`).
-        max_batch_size: lm_eval's; without effect, for there is no batch_size = "auto".
-        settings: over the run's config, such as `**{"distributed.tp": 2}`.
+        step: step of the checkpoint; by default the newest, or the checkpoint that `run` names.
+        batch_size: sequences per batch, over all devices.
+        max_length: maximum number of tokens that the model reads; by default `model.max_seq_len`.
+        max_gen_toks: tokens to generate, for tasks without a number of their own.
+        add_bos_token: begin texts with BOS; by default as in the tokenizer's file.
+        prefix_token_id: token before texts that are scored from their first token on; by default
+            BOS, or EOS if the tokenizer has no BOS.
+        seed: random seed, for tasks that sample.
+        device: PyTorch's device; without effect. JAX chooses devices (`JAX_PLATFORMS`).
+        max_batch_size: limit for lm_eval's batch_size = "auto", which does not exist here; without
+            effect.
+        settings: settings over the run's config, such as `**{"distributed.tp": 2}`.
 
     Raises:
-        UserError: there is no such checkpoint, or it cannot be used as asked.
+        UserError: the checkpoint does not exist, or cannot be used with these arguments.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class JaxforgeLM(TemplateLM):
         overrides = [f"--{key}={value}" for key, value in settings.items()]
         self._trained = inference.open_run(urls.path(run), _settings(overrides), step=step)
         self._text = run_directory.read_tokenizer(self._trained.run)
-        self._rows = _batch_size(batch_size)
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise UserError(f"batch_size={batch_size}: must be an integer of at least 1")
+        self._rows = int(batch_size)
         check({"seed": seed}, spelt=str)
         self._max_gen_toks, self._add_bos, self._seed = max_gen_toks, add_bos_token, seed
         self._max_length = max_length or self._trained.config.model.max_seq_len
@@ -94,7 +97,7 @@ class JaxforgeLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """EOS."""
+        """Id of EOS."""
         return _first_known(self._text.eos_id)
 
     @property
@@ -104,7 +107,7 @@ class JaxforgeLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most."""
+        """Maximum number of tokens that the model reads."""
         return self._max_length
 
     @property
@@ -115,12 +118,12 @@ class JaxforgeLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        """Ids of a text, as lm_eval's "hf" has them.
+        """Encode a text as lm_eval's "hf" does.
 
         Args:
-            string: the text; if it begins with the prefix, nothing is added to it.
-            add_special_tokens: whether anything may be; what it is, `add_bos_token` says.
-            kwargs: of other models; without effect.
+            string: the text. By default nothing is added if it begins with the prefix token.
+            add_special_tokens: add special tokens, as chosen by `add_bos_token`.
+            kwargs: arguments of other models; without effect.
         """
         if add_special_tokens is None:
             prefix = self._text.decode([self._prefix], special_tokens=True) or None
@@ -134,29 +137,32 @@ class JaxforgeLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each text, every token of it once, in windows of `max_length`."""
-        windows = [self._windows(text) for (text,) in (request.args for request in requests)]
-        likelihoods = iter(self._score([window for of_text in windows for window in of_text]))
-        sums = [sum(next(likelihoods).log_probability for _ in of_text) for of_text in windows]
+        """Return the log-probability of each text, scored in windows of `max_length` tokens.
+
+        Every token is scored exactly once.
+        """
+        texts = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(
+                tokens, self._prefix, self._max_length, context_len=1
+            )
+            texts.append([Continuation(*make_disjoint_window(window)) for window in rolling])
+        likelihoods = iter(self._score([window for windows in texts for window in windows]))
+        sums = [sum(next(likelihoods).log_probability for _ in windows) for windows in texts]
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
-    def _windows(self, text: str) -> list[Continuation]:
-        rolling = get_rolling_token_windows(
-            self.tok_encode(text), self._prefix, self._max_length, context_len=1
-        )
-        return [Continuation(*make_disjoint_window(window)) for window in rolling]
-
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
-        """Compute lm_eval's `loglikelihood` of tokenized texts."""
+        """Return log-probability of each continuation, and True if it is the greedy one."""
         for (_, text), _, tokens in requests:
             if len(tokens) > self._max_length:
                 raise UserError(
-                    f"a continuation has {len(tokens)} tokens, and the model reads "
-                    f"{self._max_length}: {text[:60]!r} cannot be scored"
+                    f"a continuation has {len(tokens)} tokens, more than the {self._max_length} "
+                    f"that the model reads: {text[:60]!r} cannot be scored"
                 )
         scores = self._score([Continuation(*tokens) for _, *tokens in requests])
         answers = [(score.log_probability, score.is_greedy) for score in scores]
@@ -171,7 +177,7 @@ class JaxforgeLM(TemplateLM):
             return scorer.score(continuations)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations, each up to the first of its stop sequences."""
+        """Generate a continuation for each request, up to its first stop sequence."""
         numbered = [(*request.args, number) for number, request in enumerate(requests)]
         collator = Collator(
             numbered,
@@ -182,56 +188,58 @@ class JaxforgeLM(TemplateLM):
         texts: list[str] = []
         rows = padded_batch(len(requests), self._rows, self._trained.mesh)
         for chunk in collator.get_batched(n=rows):
-            contexts, (how, *_), numbers = zip(*chunk, strict=True)
-            generated = self._generate(contexts, how, numbers, rows)
+            contexts, (settings, *_), numbers = zip(*chunk, strict=True)
+            generated = self._generate(contexts, settings, numbers, rows)
             for context, text in zip(contexts, generated, strict=True):
-                self.cache_hook.add_partial("generate_until", (context, how), text)
+                self.cache_hook.add_partial("generate_until", (context, settings), text)
             texts += generated
         return collator.get_original(texts)
 
     def _generate(
-        self, contexts: Sequence[str], how: dict[str, Any], numbers: Sequence[int], rows: int
+        self,
+        contexts: Sequence[str],
+        gen_kwargs: dict[str, Any],
+        numbers: Sequence[int],
+        rows: int,
     ) -> list[str]:
-        """A batch of contexts that are continued alike, filled up to `rows`."""
-        settings = dict(normalize_gen_kwargs(how, self._max_gen_toks))
+        """Continue a batch of contexts with the same settings; the batch is padded to `rows`."""
+        settings = dict(normalize_gen_kwargs(gen_kwargs, self._max_gen_toks))
         until, count = settings.pop("until"), settings.pop("max_gen_toks")
-        room = self._max_length - count
-        if room < 1:
+        max_context = self._max_length - count
+        if max_context < 1:
             raise UserError(
-                f"{count} tokens are to be generated, and the model reads {self._max_length} with "
-                "what comes before them: set max_gen_toks lower (--gen_kwargs max_gen_toks=N)"
+                f"max_gen_toks = {count} leaves no room for a context: the model reads "
+                f"{self._max_length} tokens. Lower it (--gen_kwargs max_gen_toks=N)"
             )
         eos = self._text.decode([self.eot_token_id], special_tokens=True)
         stops = handle_stop_sequences(until, eos=eos)
-        prompts = [self.tok_encode(context)[-room:] or [self._prefix] for context in contexts]
+
+        def should_stop(tokens: list[int]) -> bool:
+            text = self._text.decode(tokens)
+            return any(stop and stop in text for stop in stops)
+
+        prompts = [
+            self.tok_encode(context)[-max_context:] or [self._prefix] for context in contexts
+        ]
         trained = self._trained
         decoder = Decoder(trained.model, self._params, count, _sampling(settings),
                           self._text.eos_ids, self._seed, trained.mesh, rows)  # fmt: skip
         with trained.in_use(self._params):
-            completions = decoder.complete(prompts, numbers, self._meets(stops))
+            completions = decoder.complete(prompts, numbers, should_stop)
         texts = [self._text.decode(completion.tokens) for completion in completions]
         return [postprocess_generated_text(text, stops, None) for text in texts]
 
-    def _meets(self, stops: Sequence[str]) -> Callable[[list[int]], bool]:
-        """Return a predicate that tells whether a completion contains a stop sequence."""
-
-        def meets(tokens: list[int]) -> bool:
-            text = self._text.decode(tokens)
-            return any(stop and stop in text for stop in stops)
-
-        return meets
-
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's own, for lm_eval's records."""
+        """Return the tokenizer's chat template, for lm_eval's records."""
         return self._text.chat.get("chat_template") if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text, by the tokenizer's chat template.
+        """Format a conversation with the tokenizer's chat template.
 
         Raises:
-            UserError: it has none, or cannot write this conversation.
+            UserError: the tokenizer has no template, or it cannot format this conversation.
         """
         options = {"add_generation_prompt": add_generation_prompt}
         try:
@@ -244,7 +252,9 @@ class JaxforgeLM(TemplateLM):
         from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
 
         if not self._text.chat:
-            raise UserError("the run's tokenizer has no chat template: leave --apply_chat_template")
+            raise UserError(
+                "the run's tokenizer has no chat template. Remove --apply_chat_template"
+            )
         return IsolatedTemplate(self._text.chat)
 
     def get_model_info(self) -> dict[str, Any]:
@@ -254,7 +264,7 @@ class JaxforgeLM(TemplateLM):
 
 
 def _settings(overrides: list[str]) -> list[str]:
-    """Settings of the config; others are meant for this class and misspelled."""
+    """Return settings of the config; raise UserError for unknown arguments of the model."""
     for override in overrides:
         if "." not in override.partition("=")[0]:
             known = "run, step, batch_size, max_length, max_gen_toks, add_bos_token, "
@@ -266,28 +276,22 @@ def _settings(overrides: list[str]) -> list[str]:
     return overrides
 
 
-def _batch_size(batch_size: int | str) -> int:
-    if not str(batch_size).isdigit() or int(batch_size) < 1:
-        raise UserError(f"batch_size={batch_size}: expected a number, 1 or more")
-    return int(batch_size)
-
-
 def _first_known(*ids: int | None) -> int:
     first = next((id_ for id_ in ids if id_ is not None), None)
     if first is None:
-        raise UserError("the run's tokenizer names no end-of-text token, which lm_eval needs")
+        raise UserError("the run's tokenizer has no end-of-text token, which lm_eval needs")
     return first
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
-    """By arguments as transformers has them.
+    """Return the sampling for generation arguments of transformers.
 
     Raises:
-        UserError: there are others, which would change what is drawn.
+        UserError: an argument that would change the samples is not supported.
     """
     if others := settings.keys() - {*_SAMPLING, "do_sample"}:
         raise UserError(
-            f"generation arguments {', '.join(sorted(others))} are not built: there are until, "
+            f"unsupported generation arguments: {', '.join(sorted(others))}. Use until, "
             f"max_gen_toks, do_sample, {', '.join(_SAMPLING)}"
         )
     if not settings.pop("do_sample"):

@@ -1,1 +1,1 @@
-"""HTML pages that tools write: their parts, style and scripts."""
+"""Parts, style and scripts of the HTML pages that tools write."""

@@ -1,4 +1,4 @@
-// How charts are drawn with uPlot: numbers, curves, marks, heat maps. `page.js` follows in the same
+// Drawing of charts with uPlot: numbers, curves, marks, heat maps. `page.js` follows in the same
 // function.
 "use strict";
 
@@ -33,7 +33,7 @@ const decode = () => {
   }
 };
 
-const after = (xs, x) => { // the first place whose value is not below x
+const after = (xs, x) => { // index of the first value that is not below x
   let low = 0, high = xs.length;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -56,8 +56,8 @@ const places = (chart, curve, column) => {
 };
 const nullable = (values) => Array.from(values, (value) => (Number.isFinite(value) ? value : null));
 
-// The mean of the nearest values: the same number before and after, so that the start is not blurred.
-// A spike of one value alone does not count.
+// Moving average over the same number of values on either side, so that the start is not blurred.
+// Spikes of a single value are ignored.
 const middle = (a, b, c) => (a === null || b === null || c === null ? b : Math.max(Math.min(a, b), Math.min(Math.max(a, b), c)));
 const smoothed = (logged, percent) => {
   const values = logged.map((value, i) => middle(logged[i - 1] ?? value, value, logged[i + 1] ?? value));
@@ -87,7 +87,7 @@ const ticks = (values) => {
     ? value.toExponential().replace("e+", "e") : `${+(value / unit).toPrecision(6)}${suffix}`);
 };
 
-// What a chart is made of
+// Parts of a chart
 
 const lookOf = (curve) => curve.shade === undefined
   ? { stroke: colour(`c${curve.colour % FEW}`), dash: DASHES[Math.floor(curve.colour / FEW) % DASHES.length] }
@@ -98,10 +98,10 @@ const mixed = (part) => {
   return `#${[16, 8, 0].map((shift) => channel(shift).toString(16).padStart(2, "0")).join("")}`;
 };
 
-// The curves of a chart as uPlot takes them: of a noisy one what was logged, faint, and its mean.
+// Curves in the format of uPlot: a noisy curve is drawn faint, with its moving average above it.
 const linesOf = (chart, curves) => {
   const faint = state.smooth > 0 && curves.length <= FEW;
-  const found = [];
+  const lines = [];
   for (const curve of curves) {
     const { stroke, dash } = lookOf(curve);
     const xs = places(chart, curve, curve.x), ys = nullable(curve.ys);
@@ -109,12 +109,12 @@ const linesOf = (chart, curves) => {
     const raw = { curve, xs, ys, raw: true, line: { stroke, dash, width: 1.5 } };
     if (curve.dots && chart.wide && !chart.x) raw.line.paths = () => null;
     raw.line.points = { show: Boolean(curve.dots) || ys.length < 3, size: curves.length > MANY ? 3 : 6, fill: stroke };
-    if (!noisy) { found.push(raw); continue; }
+    if (!noisy) { lines.push(raw); continue; }
     const base = curve.smooth ? [places(chart, curve, curve.smooth[0]), nullable(curve.smoothYs)] : [xs, ys];
-    if (faint) found.push({ ...raw, faint: true, line: { stroke: `${stroke}${curves.length > 2 ? "30" : "48"}`, width: 1, points: { show: false } } });
-    found.push({ curve, xs: base[0], ys: smoothed(base[1], state.smooth), line: { stroke, dash, width: 2, points: { show: false } } });
+    if (faint) lines.push({ ...raw, faint: true, line: { stroke: `${stroke}${curves.length > 2 ? "30" : "48"}`, width: 1, points: { show: false } } });
+    lines.push({ curve, xs: base[0], ys: smoothed(base[1], state.smooth), line: { stroke, dash, width: 2, points: { show: false } } });
   }
-  return found.sort((a, b) => Boolean(b.faint) - Boolean(a.faint)); // below the others
+  return lines.sort((a, b) => Boolean(b.faint) - Boolean(a.faint)); // faint curves are drawn first
 };
 
 const rangeOf = (chart, lines) => () => {
@@ -141,20 +141,20 @@ const rangeOf = (chart, lines) => () => {
   return [chart.zero && low >= 0 ? 0 : low - air, high + air];
 };
 
-// Round values of a logarithmic axis: of equal ratios, or of equal distances within a power of ten
+// Round ticks of a logarithmic axis: equal ratios, or equal distances within a power of ten
 const logSplits = (plot, axis, low, high) => {
-  const found = [], power = (value) => 10 ** Math.floor(Math.log10(value));
+  const ticks = [], power = (value) => 10 ** Math.floor(Math.log10(value));
   if (high < 10 * low) {
     const rough = (high - low) / 5, step = [1, 2, 5, 10].find((m) => m * power(rough) >= rough) * power(rough);
-    for (let i = Math.ceil(low / step); i * step <= high; i++) found.push(i * step);
+    for (let i = Math.ceil(low / step); i * step <= high; i++) ticks.push(i * step);
   } else {
     const few = high > 1e4 * low ? [1] : [1, 2, 5];
-    for (let at = power(low); at <= high; at *= 10) found.push(...few.map((m) => m * at));
+    for (let at = power(low); at <= high; at *= 10) ticks.push(...few.map((m) => m * at));
   }
-  return found.filter((value) => value >= low && value <= high);
+  return ticks.filter((value) => value >= low && value <= high);
 };
 
-// The nearest point of a curve that has none where the pointer is
+// The nearest point of a curve without a point at the pointer
 const nearest = (plot, series, i) => {
   const ys = plot.data[series], xs = plot.data[0];
   if (ys[i] !== undefined) return i;
@@ -168,7 +168,7 @@ const nearest = (plot, series, i) => {
 const common = () => ({ stroke: colour("soft"), font: "12px system-ui, sans-serif", ticks: { stroke: colour("hair"), width: 1, size: 5 } });
 const some = (values) => values.filter((_, i) => i % Math.ceil(values.length / 12) === 0);
 const axesOf = (chart, yTicks, lines = []) => {
-  const own = chart.x && { // ticks where its points are
+  const own = chart.x && { // ticks at the chart's own points
     label: chart.x.label, labelSize: 20, labelFont: common().font, labelGap: 0,
     splits: () => some([...new Set(lines.filter(({ curve }) => curve.dots).flatMap(({ xs }) => xs))].sort((a, b) => a - b)),
     values: (plot, values) => values.map((value) => chart.x.names?.[value] ?? ticks([chart.x.log ? Number((10 ** value).toPrecision(3)) : value])[0]),
@@ -199,7 +199,7 @@ const selected = (plot) => {
   plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
 };
 
-// Resumes are dashed lines, steps that were skipped and values that are not finite triangles
+// Marks: dashed lines for resumes, triangles for skipped steps and values that are not finite
 const drawMarks = (chart, curves) => (plot) => {
   if (curves.length > MANY) return;
   const { ctx, bbox: { left, top, width, height } } = plot, unit = devicePixelRatio;
@@ -241,7 +241,7 @@ const drawChart = (panel) => {
   const lines = linesOf(chart, curves), log = state.log.has(chart.title);
   panel.curves = lines.map(({ curve }) => curve);
   if (!lines.length) return null;
-  const told = (plot) => tell(panel, plot);
+  const showValues = (plot) => tell(panel, plot);
   const focus = (plot, i) => {
     panel.focused = i === null ? null : panel.curves[i - 1];
     tell(panel, plot);
@@ -254,11 +254,11 @@ const drawChart = (panel) => {
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: rangeOf(chart, lines) } },
     axes: axesOf(chart, { values: (plot, values) => ticks(values), ...(log ? { splits: logSplits, filter: (plot, values) => values } : {}) }, lines),
     series: [{}, ...lines.map(({ line, curve }) => ({ ...line, label: curve.label }))],
-    hooks: { setSelect: [selected], setCursor: [told], setSeries: [focus], draw: chart.x ? [] : [drawMarks(chart, curves)] },
+    hooks: { setSelect: [selected], setCursor: [showValues], setSeries: [focus], draw: chart.x ? [] : [drawMarks(chart, curves)] },
   }, uPlot.join(lines.map(({ xs, ys }) => [xs, ys])), panel.frame);
 };
 
-// What the pointer is told stands in the legend
+// The legend shows the values at the pointer
 const unit = () => data.axes[state.axis].split(" ")[0];
 const tell = (panel, plot) => {
   const { idx, idxs } = plot.cursor, values = new Map();
@@ -273,7 +273,7 @@ const tell = (panel, plot) => {
   if (pointed && panel.focused?.name) panel.where.textContent += `, ${panel.focused.name}`;
 };
 
-// Heat maps: a column for each place that was logged, experts downwards
+// Heat maps: a column for each logged step, experts downwards
 
 const levelsOf = async (map) => {
   const packed = Uint8Array.from(atob(map.levels), (character) => character.charCodeAt(0));
@@ -314,14 +314,14 @@ const drawMap = (panel) => {
     }
     ctx.restore();
   };
-  const told = (plot) => {
-    const { idx, top } = plot.cursor, found = idx ?? n - 1;
-    const row = Math.floor(plot.posToVal(top ?? -1, "y")), level = map.bytes[row * n + found];
+  const showValues = (plot) => {
+    const { idx, top } = plot.cursor, column = idx ?? n - 1;
+    const row = Math.floor(plot.posToVal(top ?? -1, "y")), level = map.bytes[row * n + column];
     const pointed = idx !== null && idx !== undefined, inside = row >= 0 && row < map.experts;
-    panel.where.textContent = pointed ? `${unit()} ${exact(xs[found])}` : "";
+    panel.where.textContent = pointed ? `${unit()} ${exact(xs[column])}` : "";
     if (pointed && inside) panel.where.textContent += `, expert ${row}: ${data.bands[level]?.name ?? "not finite"}`;
-    panel.entries.get("least").value.textContent = exact(least[found]);
-    panel.entries.get("most").value.textContent = exact(most[found]);
+    panel.entries.get("least").value.textContent = exact(least[column]);
+    panel.entries.get("most").value.textContent = exact(most[column]);
   };
   return new uPlot({
     ...sizeOf(panel),
@@ -330,6 +330,6 @@ const drawMap = (panel) => {
     scales: { x: { time: false }, y: { range: () => [0, map.experts], dir: -1 } },
     axes: axesOf(map, { grid: { show: false }, incrs: [1, 2, 4, 8, 16, 32, 64, 128, 256] }),
     series: [{}, { stroke: "transparent", points: { show: false } }],
-    hooks: { setSelect: [selected], setCursor: [told], drawClear: [paint] },
+    hooks: { setSelect: [selected], setCursor: [showValues], drawClear: [paint] },
   }, [xs, least], panel.frame);
 };

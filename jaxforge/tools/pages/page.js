@@ -1,5 +1,5 @@
-// What the reader sees and does: charts with their heads, drawn once they are near the window; choices,
-// tables, and with `--watch` newer data. It follows `drawing.js` in the same function.
+// User interface: charts with their heads, drawn when they come near the window; controls, tables, and
+// with `--watch` newer data. It follows `drawing.js` in the same function.
 
 // Panels: a chart with its head
 
@@ -18,7 +18,7 @@ const redraw = (panel) => {
 const redrawAll = () => panels.forEach(redraw);
 const seen = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
-    const panel = panels.find((one) => one.frame === target);
+    const panel = panels.find((item) => item.frame === target);
     if (!panel) continue;
     panel.near = isIntersecting;
     if (isIntersecting && panel.dirty) redraw(panel);
@@ -26,7 +26,7 @@ const seen = new IntersectionObserver((entries) => {
 }, { rootMargin: "600px" });
 const resized = new ResizeObserver((entries) => {
   for (const { target } of entries) {
-    const panel = panels.find((one) => one.frame === target);
+    const panel = panels.find((item) => item.frame === target);
     if (panel?.plot && panel.plot.width !== target.clientWidth) panel.plot.setSize(sizeOf(panel));
   }
 });
@@ -67,7 +67,7 @@ const panelOf = (chart) => {
   panel.frame = make("div", { className: "plot", tabIndex: 0 });
   if (chart.experts) panel.frame.style.height = `${Math.min(Math.max(0.5 * chart.experts, 4), 9) + 4}rem`;
   panel.frame.setAttribute("role", "img");
-  panel.frame.setAttribute("aria-label", `${chart.title}, ${chart.unit} ${chart.told ?? ""}`);
+  panel.frame.setAttribute("aria-label", `${chart.title}, ${chart.unit} ${chart.description ?? ""}`);
   panel.frame.addEventListener("keydown", (event) => stepPointer(panel, event));
   const bad = (chart.curves ?? []).reduce((sum, curve) => sum + (curve.bad_count ?? 0), 0);
   const legend = make("ul", { className: "legend" }, ...legendOf(panel));
@@ -115,7 +115,7 @@ const scaleOf = () => make("ol", { className: "bands" }, ...data.bands.map((band
   return make("li", { title: band.name }, swatch, make("span", { className: i % 2 ? "odd" : "", textContent: band.name.split(" ")[0] }));
 }));
 
-// What the reader chooses
+// Controls
 
 const VIEWS = [["close-up", "close-up", "after the first tenth, but for one value in fifty"],
   ["most", "no outliers", "all but one value in fifty"], ["all", "all values", ""]];
@@ -127,7 +127,7 @@ const controls = () => {
   const axis = make("select", {}, ...Object.entries(data.axes).map(([key, label]) =>
     make("option", { value: key, selected: key === state.axis, textContent: label })));
   const smooth = make("input", { type: "range", min: 0, max: 20, step: 1, value: state.smooth });
-  const told = make("output", { textContent: `${state.smooth} %` });
+  const output = make("output", { textContent: `${state.smooth} %` });
   const view = make("select", {}, ...VIEWS.map(([value, text, title]) =>
     make("option", { value, title, selected: value === state.view, textContent: text })));
   const whole = make("button", { type: "button", textContent: "whole run" });
@@ -137,9 +137,9 @@ const controls = () => {
       control("x", axis, () => { state.axis = axis.value; state.range = null; redrawAll(); }),
       make("span", {}, control("smooth", smooth, () => {
         state.smooth = Number(smooth.value);
-        told.textContent = `${state.smooth} %`;
+        output.textContent = `${state.smooth} %`;
         redrawAll();
-      }), " ", told),
+      }), " ", output),
       control("y", view, () => { state.view = view.value; redrawAll(); }),
       make("span", { className: "hint" }, "drag to zoom, double click or ", whole)),
     ...(data.runs.length > 1 ? [make("ul", { className: "chips" }, ...data.runs.map(chip))] : []));
@@ -173,12 +173,12 @@ const highlight = (run) => {
   }
 };
 
-// Tables of runs: colours, and sorted by the column that is clicked
+// Tables of runs: colours, and sorting by a clicked column
 
 const SIZES = { K: 1e3, M: 1e6, B: 1e9, T: 1e12 };
 const number = (text) => {
-  const found = /^(-?[\d,.]+(?:e-?\d+)?)([KMBT]?)\b/.exec(text);
-  return found ? Number(found[1].replaceAll(",", "")) * (SIZES[found[2]] ?? 1) : NaN;
+  const match = /^(-?[\d,.]+(?:e-?\d+)?)([KMBT]?)\b/.exec(text);
+  return match ? Number(match[1].replaceAll(",", "")) * (SIZES[match[2]] ?? 1) : NaN;
 };
 const dressTables = () => {
   for (const row of document.querySelectorAll("tr[data-run]")) {
@@ -205,8 +205,8 @@ const dressTables = () => {
 
 const EVERY = 4000;
 const replaced = (id, html) => {
-  const open = new Set([...$(id).querySelectorAll("details[open] > summary")].map((one) => one.textContent));
-  $(id).innerHTML = html; // made by Python, which escapes what runs have said
+  const open = new Set([...$(id).querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
+  $(id).innerHTML = html; // HTML from Python, which escapes the text of runs
   for (const summary of $(id).querySelectorAll("summary")) summary.parentNode.open = open.has(summary.textContent);
 };
 const refresh = async (version) => {
@@ -214,21 +214,21 @@ const refresh = async (version) => {
   try {
     const answer = await fetch(`data.json?since=${version}`, { cache: "no-store" });
     if (answer.status === 200) {
-      const found = await answer.json();
-      next = found.version;
-      const place = scrollY;
-      data = { ...found.data, axis: state.axis, watch: true };
+      const update = await answer.json();
+      next = update.version;
+      const scrolled = scrollY;
+      data = { ...update.data, axis: state.axis, watch: true };
       decode();
-      replaced("facts", found.facts);
-      replaced("below", found.below);
+      replaced("facts", update.facts);
+      replaced("below", update.below);
       dressTables();
-      document.title = document.querySelector("h1").textContent = found.title;
+      document.title = document.querySelector("h1").textContent = update.title;
       controls();
       lay();
-      scrollTo({ top: place, behavior: "instant" });
+      scrollTo({ top: scrolled, behavior: "instant" });
     }
     document.body.classList.toggle("lost", !answer.ok && answer.status !== 304);
-  } catch { // the server has ended: what is here stays, and it may come back
+  } catch { // the server has ended: the page stays, and the server may come back
     document.body.classList.add("lost");
   }
   setTimeout(refresh, EVERY, next);

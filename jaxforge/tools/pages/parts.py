@@ -1,6 +1,6 @@
 """Parts of the HTML pages that tools write.
 
-A page loads nothing: style, script and data stand in it.
+Pages are self-contained: style, script and data are inline.
 """
 
 import base64
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Rows = Iterable[Sequence[str]]
-"""Cells of the rows of a table, as text."""
+"""Rows of a table, as cells of text."""
 
-_LONG_FACT = 40  # characters; a longer text takes two columns
+_LONG_FACT = 40  # characters; a longer text spans two columns
 
 
 def document(
@@ -26,11 +26,11 @@ def document(
     """Return a page of charts.
 
     Args:
-        title: of the page, as text.
-        data: what `drawing.js` draws.
-        above: HTML before the charts.
-        below: HTML after them.
-        watch: the page asks its server for newer data.
+        title: title of the page, as text.
+        data: data that `drawing.js` draws.
+        above: HTML above the charts.
+        below: HTML below the charts.
+        watch: the page polls its server for newer data.
     """
     own = _file("drawing.js") + _file("page.js")
     body = Template(_file("charts.html")).substitute(
@@ -46,7 +46,7 @@ def document(
 def chart_document(
     title: str, charts: Iterable[Mapping[str, Any]], pool: "Pool", above: str, below: str
 ) -> str:
-    """Return a page of charts that are not of runs; `charts` are read before `pool`."""
+    """Return a page of charts without runs; `charts` is consumed before `pool` is read."""
     data = {"charts": list(charts), "columns": pool.columns, "runs": []}
     return document(title, data, above, below)
 
@@ -55,16 +55,16 @@ def plain_document(title: str, style: str, body: str) -> str:
     """Return a page without scripts.
 
     Args:
-        title: of the page, as text.
+        title: title of the page, as text.
         style: name of a CSS file of this package.
-        body: HTML under the title.
+        body: HTML below the title.
     """
     return _framed(title, _file(style), f"</header>\n{body}\n", "'none'")
 
 
 def _framed(title: str, style: str, body: str, connect: str) -> str:
     return Template(_file("page.html")).substitute(
-        title=encodable(escape(title)),
+        title=escape_surrogates(escape(title)),
         style=_file("base.css") + style,
         body=body,
         connect=connect,
@@ -75,7 +75,7 @@ def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def encodable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Escape lone surrogates, which JSON may have and UTF-8 cannot."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -87,21 +87,21 @@ def as_json(data: object) -> str:
 
 def paragraphs(messages: Iterable[str]) -> str:
     """Return messages as paragraphs."""
-    return encodable("".join(f"<p>{escape(message)}</p>" for message in messages))
+    return escape_surrogates("".join(f"<p>{escape(message)}</p>" for message in messages))
 
 
 def fact_list(facts: Mapping[str, str]) -> str:
     """Return names with their texts as a list of terms."""
-    return f"<dl>{''.join(_fact(*fact) for fact in facts.items())}</dl>"
-
-
-def _fact(name: str, text: str) -> str:
-    wide = " class=long" if len(text) > _LONG_FACT else ""
-    return f"<div{wide}><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+    items = (
+        f"<div{' class=long' if len(text) > _LONG_FACT else ''}>"
+        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+        for name, text in facts.items()
+    )
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def details(title: str, body: str) -> str:
-    """Return HTML that a click on its title unfolds."""
+    """Return a collapsed HTML section, which a click on its title expands."""
     return f"<details><summary>{escape(title)}</summary>{body}</details>"
 
 
@@ -117,12 +117,12 @@ def table(
     """Return a table of text.
 
     Args:
-        title: above it; none if empty.
+        title: caption; none if empty.
         head: names of the columns.
-        rows: as many cells each.
-        runs: which run each row is of: rows have their colours, and a click on a column sorts.
-        sorts: a click on a column sorts, also without runs.
-        aligns: cells that begin with a digit stand on the right.
+        rows: cells of each row.
+        runs: index of each row's run, for its colour; implies `sorts`.
+        sorts: a click on a column head sorts the rows.
+        aligns: align cells that begin with a digit to the right.
     """
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
@@ -140,7 +140,7 @@ def table(
     )
 
 
-def encoded(values: np.ndarray, kind: str) -> str:
+def encode_column(values: np.ndarray, kind: str) -> str:
     """Return numbers as `drawing.js` reads them: their kind, then little-endian bytes in base64.
 
     Args:
@@ -152,14 +152,14 @@ def encoded(values: np.ndarray, kind: str) -> str:
 
 
 class Pool:
-    """Columns that several curves share, each stored once."""
+    """Deduplicated columns of a page, shared by its curves."""
 
     def __init__(self) -> None:
         self._indices: dict[str, int] = {}
 
     def add(self, values: np.ndarray, kind: str) -> int:
-        """Return the index of a column among `columns`; args as of `encoded`."""
-        return self._indices.setdefault(encoded(values, kind), len(self._indices))
+        """Return the index of a column in `columns`; arguments as for `encode_column`."""
+        return self._indices.setdefault(encode_column(values, kind), len(self._indices))
 
     @property
     def columns(self) -> list[str]:
@@ -170,20 +170,26 @@ class Pool:
 def curve(
     pool: Pool, label: str, x: ArrayLike, y: ArrayLike, *, dots: bool, colour: int
 ) -> dict[str, Any]:
-    """Return a curve as `drawing.js` takes it; points that are not finite are left out.
+    """Return a curve in the format of `drawing.js`, without points that are not finite.
 
     Args:
-        pool: takes the column of x.
-        label: in the legend.
+        pool: pool for the column of x.
+        label: label in the legend.
         x: [n].
         y: [n].
-        dots: points are drawn as dots.
-        colour: number of a colour of the style.
+        dots: draw points as dots.
+        colour: index of a colour of the style.
     """
     points = np.array([x, y], float)
-    along, values = points[:, np.isfinite(points[1])]
-    return {"label": label, "x": pool.add(along, "f8"), "y": encoded(values, "f8"), "dots": dots,
-            "colour": colour, "last": float(values[-1]) if values.size else None}  # fmt: skip
+    finite_x, values = points[:, np.isfinite(points[1])]
+    return {
+        "label": label,
+        "x": pool.add(finite_x, "f8"),
+        "y": encode_column(values, "f8"),
+        "dots": dots,
+        "colour": colour,
+        "last": float(values[-1]) if values.size else None,
+    }
 
 
 def chart(
@@ -195,14 +201,14 @@ def chart(
     group: str = "",
     wide: bool = False,
 ) -> dict[str, Any]:
-    """Return a chart as `drawing.js` takes it.
+    """Return a chart in the format of `drawing.js`.
 
     Args:
-        title: above the chart.
-        unit: of the values.
-        curves: as of `curve`.
-        axis: the horizontal axis: `label`; `log`, whether it is logarithmic; `names` of its places.
-        group: heading of the charts that belong together.
+        title: title above the chart.
+        unit: unit of the values.
+        curves: curves, from `curve`.
+        axis: the horizontal axis: its `label`, `log` for a logarithmic scale, `names` of its ticks.
+        group: heading above charts that belong together.
         wide: the chart takes the width of the page.
     """
     return {"title": title, "unit": unit, "group": group, "wide": wide, "curves": curves, "x": axis}

@@ -1,6 +1,6 @@
-"""Warnings about allowed but unlikely settings: absent data, small disks.
+"""Warnings about valid but unlikely settings: absent data, small disks.
 
-What a config tells by itself is in `config.ineffective_settings`.
+`config.ineffective_settings` has the warnings that follow from the config alone.
 """
 
 import math
@@ -23,22 +23,22 @@ from jaxforge.storage import urls
 
 
 def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
-    """One sentence each, with the keys to look at.
+    """Yield one sentence per warning, with the keys concerned.
 
     Args:
-        config: that `rules.check` has passed.
-        n_devices: of the whole job.
+        config: a config that `rules.check` has passed.
+        n_devices: number of devices of the whole job.
 
     Raises:
-        UserError: the training data are here, and damaged or of another vocabulary.
+        UserError: the training data exist but are damaged or have another vocabulary.
     """
-    yield from data(config, n_devices)
-    yield from disk(config)
+    yield from _data_warnings(config, n_devices)
+    yield from disk_warnings(config)
 
 
-def data(config: JobConfig, n_devices: int) -> Iterator[str]:
+def _data_warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
     """Yield warnings about the source of the tokens, and about repeated epochs."""
-    missing = list(absent(config))
+    missing = list(missing_data_warnings(config))
     yield from missing
     if missing or not _paths(config):
         return
@@ -48,23 +48,25 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
     length = sequences_per_epoch(config, rows, dataset)
     if length == 0:
         yield f"the training data have fewer sequences than a microbatch of {rows:,}"
-    elif length and (epochs := _sequences(config, dp) / length) > 1:
-        yield (
-            f"train.max_steps = {config.train.max_steps:,} is {epochs:.3g} epochs of "
-            f"{length:,} sequences"
-        )
+    elif length:
+        per_update = rows * config.train.grad_accum_steps  # as if batches were always full
+        if (epochs := config.train.max_steps * per_update / length) > 1:
+            yield (
+                f"train.max_steps = {config.train.max_steps:,} is {epochs:.3g} epochs of "
+                f"{length:,} sequences"
+            )
 
 
-def absent(config: JobConfig) -> Iterator[str]:
-    """Training data that are elsewhere."""
+def missing_data_warnings(config: JobConfig) -> Iterator[str]:
+    """Yield a warning for each directory of training data that this machine does not have."""
     for key, path in _paths(config).items():
         if urls.in_bucket(path) or not Path(path).exists():
             hint = path_hint(path, '"')
-            yield f"{key} = {short_toml(path)} is not on this machine: not looked at{hint}"
+            yield f"{key} = {short_toml(path)} is not on this machine: not checked{hint}"
 
 
 def _paths(config: JobConfig) -> dict[str, str]:
-    """Directories of training data by the keys that name them."""
+    """Return the directories of training data by config key."""
     section = config.data
     paths = {"data.dataset_path": section.dataset_path} | {
         f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
@@ -72,29 +74,22 @@ def _paths(config: JobConfig) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path}
 
 
-def _sequences(config: JobConfig, dp: int) -> int:
-    """Return the sequences of the whole run, as if batches were always full."""
-    train = config.train
-    return train.max_steps * train.microbatch_size(dp) * train.grad_accum_steps
-
-
-def disk(config: JobConfig) -> Iterator[str]:
+def disk_warnings(config: JobConfig) -> Iterator[str]:
     """Yield warnings about the disk space for retained checkpoints."""
     directory = config.checkpoint.dir
     if urls.in_bucket(directory):
         return
     size, n_kept = checkpoint_bytes(config), kept_checkpoints(config)
-    here = next(
-        p for p in (Path(directory).absolute(), *Path(directory).absolute().parents) if p.exists()
-    )
-    free = shutil.disk_usage(here).free
+    path = Path(directory).absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
     if size * (n_kept + 1) > free:
         room = free // size - 1 - config.checkpoint.keep_best_n
         fewer = [describe_change({"checkpoint.keep_last_n": room})] if room > 0 else []
         yield (
             f"checkpoint.keep_last_n = {config.checkpoint.keep_last_n}: {n_kept:,} checkpoints of "
             f"{gigabytes(size)} and one being written need {gigabytes(size * (n_kept + 1))}, and "
-            f"checkpoint.dir = {short_toml(directory)} has {gigabytes(free)} on {here}: change "
+            f"checkpoint.dir = {short_toml(directory)} has {gigabytes(free)} on {existing}: change "
             f"{' or '.join([*fewer, 'checkpoint.dir'])}"
         )
 

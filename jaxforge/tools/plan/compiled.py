@@ -1,4 +1,4 @@
-"""The real step of a config, compiled for a machine that is not here, and what it needs."""
+"""Ahead-of-time compilation of a config's train step for target hardware, and its memory."""
 
 import math
 import re
@@ -22,22 +22,22 @@ from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import CompiledStep
 from jaxforge.step.grad_sync import GradSync
-from jaxforge.tools.plan.hlo import HloProgram, arrays
+from jaxforge.tools.plan.hlo import HloProgram, parse_arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import named_callbacks
 
 
 class Memory(NamedTuple):
-    """Bytes of one device.
+    """Memory of one device, in bytes.
 
     Attributes:
-        peak: at the fullest moment, as the compiler says.
-        capacity: that a program may use.
-        parameters: those that are trained.
-        optimizer: moments and what else goes with them.
-        gradients: float32, as they are added up.
-        activations: saved by the layers for the backward pass.
+        peak: peak usage, as the compiler reports it.
+        capacity: memory that a program may use.
+        parameters: trained parameters.
+        optimizer: optimizer state.
+        gradients: accumulated gradients, float32.
+        activations: activations that the layers save for the backward pass.
         other: batch, gathered weights, working space of operations.
     """
 
@@ -51,7 +51,7 @@ class Memory(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Return whether the peak fits the device."""
+        """True if the peak fits the device."""
         return self.peak <= self.capacity
 
 
@@ -59,12 +59,12 @@ class Step(NamedTuple):
     """A compiled step.
 
     Attributes:
-        mesh: that it is for.
+        mesh: mesh of the step.
         grad_sync: how gradients are reduced, and why.
-        program: optimized; None where the compiler gave up for lack of memory.
-        memory: of one device.
-        seconds: that compiling took.
-        executables: by the number of microbatches; empty where there is no program.
+        program: the optimized program; None if the compiler ran out of device memory.
+        memory: memory of one device.
+        seconds: compile time.
+        executables: compiled steps by number of microbatches; empty if there is no program.
     """
 
     mesh: Mesh
@@ -76,10 +76,10 @@ class Step(NamedTuple):
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
-    """To make a mesh of; but for a CPU's, nothing can run on them.
+    """Return the devices of a topology, for a mesh. Only those of `cpu` can run programs.
 
     Raises:
-        UserError: the compiler is not installed, or knows no such slice.
+        UserError: the compiler is not installed, or does not know the slice.
     """
     if topology.chip == CPU:
         devices = jax.devices(CPU)
@@ -98,10 +98,10 @@ def compile_step(
     """Compile the step as a run would.
 
     Args:
-        config: that `rules.check` has passed for this many devices.
-        topology: the machine.
-        devices: of it, from `devices_of`.
-        every_size: the smaller batches of a ramp as well.
+        config: a config that `rules.check` has passed for the number of devices.
+        topology: the target hardware.
+        devices: its devices, from `devices_of`.
+        every_size: compile the smaller batches of a ramp as well.
 
     Raises:
         UserError: a parameter does not divide, an axis does not fit the network, or the compiler
@@ -127,35 +127,41 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        memory = parts.memory(_wanted(str(error), parts.state), None)
+        memory = parts.memory(_required_bytes(str(error), parts.state), None)
         return Step(mesh, sync, None, memory, time.perf_counter() - start, {})
     seconds, compiled = time.perf_counter() - start, steps[largest].compiled
     text = compiled.as_text()
     assert text is not None
     program = HloProgram(text, len(devices))
-    memory = parts.memory(peak_of(compiled, device.platform), program)
+    memory = parts.memory(peak_memory(compiled, device.platform), program)
     return Step(mesh, sync, program, memory, seconds, steps)
 
 
-def peak_of(compiled: jax.stages.Compiled, platform: str) -> int:
-    """Bytes of a device at the fullest moment of a program, as the compiler says."""
+def peak_memory(compiled: jax.stages.Compiled, platform: str) -> int:
+    """Return a program's peak memory on a device, in bytes, as the compiler reports it."""
     stats = compiled.memory_analysis()
     assert stats is not None
     if platform != CPU:
-        return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes  # it counts those
+        # The reported peak includes arguments in host memory.
+        return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes
+    # The reported peak of XLA:CPU leaves arguments and outputs out.
     output = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return (
-        stats.argument_size_in_bytes + output + stats.temp_size_in_bytes
-    )  # the peak leaves it out
+    return stats.argument_size_in_bytes + output + stats.temp_size_in_bytes
 
 
 def _compiled(
     lowered: jax.stages.Lowered, options: dict[str, Option], own: Mapping[str, str], platform: str
 ) -> jax.stages.Compiled:
-    """Without the flags of our table that this XLA does not take, as a run would be.
+    """Compile without the default flags that this version of XLA refuses, as a run does.
+
+    Args:
+        lowered: the step.
+        options: all compiler options.
+        own: options that the user has set.
+        platform: name of the platform, for messages.
 
     Raises:
-        UserError: it does not take one of the user's own.
+        UserError: XLA refuses one of the user's own flags.
     """
     try:
         return lowered.compile(options)
@@ -169,26 +175,26 @@ def _compiled(
     return _compiled(lowered, others, own, platform)
 
 
-def _wanted(said: str, state: TrainState) -> int:
-    """Bytes that the compiler for TPU would have needed, by its message."""
+def _required_bytes(message: str, state: TrainState) -> int:
+    """Parse the required bytes from an out-of-memory message of the TPU compiler; 0 if none."""
     number = r"([\d.]+)([KMG])"
     scale = {"K": 2**10, "M": 2**20, "G": 2**30}
-    if whole := re.search(rf"Used {number} of", said):
-        return int(float(whole[1]) * scale[whole[2]])
-    if besides := re.search(rf"HLO temporaries \({number}\)", said):
-        return bytes_per_device(state) + int(float(besides[1]) * scale[besides[2]])
+    if total := re.search(rf"Used {number} of", message):
+        return int(float(total[1]) * scale[total[2]])
+    if temporaries := re.search(rf"HLO temporaries \({number}\)", message):
+        return bytes_per_device(state) + int(float(temporaries[1]) * scale[temporaries[2]])
     return 0
 
 
 class _Parts(NamedTuple):
-    """Parts of a device's memory."""
+    """Attribution of a device's memory to parameters, gradients, activations, ..."""
 
     train: Program
     state: TrainState
     capacity: int
 
     def memory(self, peak: int, program: HloProgram | None) -> Memory:
-        """The parts of the peak; what the program saves is known where there is one."""
+        """Split the peak into its parts; activations are 0 without a program."""
         parameters, optimizer = (
             bytes_per_device(self.state.params),
             bytes_per_device(self.state.opt_state),
@@ -199,33 +205,52 @@ class _Parts(NamedTuple):
         return Memory(peak, self.capacity, parameters, optimizer, gradients, activations, other)
 
     @property
-    def _is_whole(self) -> bool:
+    def _gathers_weights(self) -> bool:
+        """True if weights and gradients are unsharded over the data axes for a whole update."""
         return self.train.grad_sync.mode == "update" and token_parallel_size(self.train.mesh) > 1
 
     def _gradients(self) -> int:
-        """Return the bytes of summed gradients; whole ones if they are reduced once per update."""
+        """Return the bytes of accumulated gradients."""
 
         def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
-            spec = partition_spec(compute_axes(axes) if self._is_whole else axes)
+            spec = partition_spec(compute_axes(axes) if self._gathers_weights else axes)
             return 4 * math.prod(NamedSharding(self.train.mesh, spec).shard_shape(leaf.shape))
 
         sizes = jax.tree.map(size, self.state.params, self.train.model.axes)
         return sum(jax.tree.leaves(sizes))
 
     def _saved(self, program: HloProgram) -> int:
-        """Return the bytes that the largest loop over layers saves per layer, apart from weights.
+        """Return the bytes that the largest loop over layers saves for the backward pass.
 
-        Those have the shapes of parameters, whole, of one device, or whole over the data axes; in
-        the dtype of products only where they are gathered for the whole update.
+        Saved activations are arrays in a loop's carry, [layers, ...], that are not weights.
         """
         stacks = {len(rows) for rows in self.train.model.config.stacks.values()}
         layers = stacks | {-(-n // self.train.mesh.shape[STAGES]) for n in stacks}
         weights = set(self._weights())
-        return max((_of_layers(shape, layers, weights) for shape in _carried(program)), default=0)
+
+        def saved(carry: str) -> float:
+            return sum(
+                math.prod(dims) * size
+                for dims, size in parse_arrays(carry)
+                if len(dims) > 2 and dims[0] in layers and (dims, size) not in weights
+            )
+
+        carries = (
+            operation.shape
+            for operations in program.computations.values()
+            for operation in operations.values()
+            if operation.kind == "while"
+        )
+        return int(max(map(saved, carries), default=0))
 
     def _weights(self) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Dimensions, and bytes of an element."""
-        sizes = {4, *([jnp.dtype(self.train.model.dtype).itemsize] if self._is_whole else [])}
+        """Yield dimensions and bytes per element that a weight, or its gradient, may have.
+
+        Weights are whole, sharded as stored, or unsharded over the data axes. They have the
+        compute dtype only if they are gathered for the whole update.
+        """
+        compute = jnp.dtype(self.train.model.dtype).itemsize
+        sizes = {4, compute} if self._gathers_weights else {4}
         leaves = jax.tree.leaves(self.state.params)
         axes = jax.tree.leaves(self.train.model.axes, is_leaf=lambda node: isinstance(node, tuple))
         for leaf, names in zip(leaves, axes, strict=True):
@@ -234,20 +259,3 @@ class _Parts(NamedTuple):
                 yield leaf.shape, size
                 yield leaf.sharding.shard_shape(leaf.shape), size
                 yield used.shard_shape(leaf.shape), size
-
-
-def _of_layers(shape: str, layers: set[int], weights: set[tuple[tuple[int, ...], float]]) -> int:
-    return int(
-        sum(
-            math.prod(dims) * size
-            for dims, size in arrays(shape)
-            if len(dims) > 2 and dims[0] in layers and (dims, size) not in weights
-        )
-    )
-
-
-def _carried(program: HloProgram) -> Iterator[str]:
-    for operations in program.computations.values():
-        for operation in operations.values():
-            if operation.kind == "while":
-                yield operation.shape

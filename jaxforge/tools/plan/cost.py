@@ -1,14 +1,14 @@
 """Cost model: durations of operations, collectives and whole updates on a chip.
 
-Operations: by the compiler's cycles on TPU, by a roofline on GPU (Williams et al., 2009): the
-longer of FLOPs over the chip's rate and bytes over that of its memory, each times what kernels
-reach of it (`REACHED`; docs/plan.md holds the sum against published runs). Collectives: by the
-bytes that they send and the links that they use.
+On TPU, an operation takes the compiler's cycles. On GPU, a roofline (Williams et al., 2009) gives
+the time: the longer of FLOPs / peak FLOP/s and bytes / memory bandwidth, with both rates multiplied
+by the fraction that kernels reach (`EFFICIENCY`). docs/plan.md compares the sums with published
+runs. A collective takes the time in which its bytes pass the links that it uses.
 
-`update_seconds` needs no program: it is the model of jax-ml.github.io/scaling-book, from sizes
-alone, for what a search compiles first. Products run at a part of the peak; weights are gathered
-and gradients reduced next to them where every microbatch does it; tensor-parallel exchanges and the
-pipeline's bubble come on top.
+`update_seconds` needs no program. It is the model of jax-ml.github.io/scaling-book, from sizes
+alone, and ranks the candidates of a search before they are compiled. Matrix products run at a
+fraction of the peak. If every microbatch gathers weights and reduces gradients, these collectives
+overlap with the products. Tensor-parallel exchanges and the pipeline's bubble are added.
 """
 
 import functools
@@ -25,8 +25,14 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.parallel.hardware import Chip
 from jaxforge.telemetry.flops import causal_flops_per_token
-from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, first_group, sent_by_ring
-from jaxforge.tools.plan.work import Workload
+from jaxforge.tools.plan.hlo import (
+    Computation,
+    HloProgram,
+    Operation,
+    first_replica_group,
+    sent_bytes,
+)
+from jaxforge.tools.plan.workload import Workload
 
 _BF16, _F32 = 2, 4
 _RECOMPUTED = {
@@ -38,20 +44,20 @@ _RECOMPUTED = {
     "full": 0.22,
     "nothing_saveable": 0.22,
 }
-"""Recomputed part of the FLOPs of forward and backward; heads are not recomputed."""
+"""Recomputed fraction of the FLOPs of forward and backward pass; heads are not recomputed."""
 
 
-class Reached(NamedTuple):
-    """Reached fractions of a data sheet's figures.
+class Efficiency(NamedTuple):
+    """Fractions of a data sheet's figures that programs reach.
 
     Attributes:
-        by_kind: part of the peak FLOP/s, by kind of work, and by `Work.by` where that says one.
-        memory: part of the memory's bandwidth.
-        launch: seconds between the end of a kernel and the beginning of the next.
+        by_kind: fraction of the peak FLOP/s, by `OperationCost.kind`, or by `OperationCost.by`.
+        memory: fraction of the memory bandwidth.
+        launch: seconds between the end of a kernel and the start of the next.
         latency: seconds until the first byte of a collective has gone around.
-        waited: of the exchanges next to a microbatch's work, the part that is waited for.
-        links: part of the links' rate that large collectives reach (0.75 to 0.9 in the makers' own
-            tests).
+        waited: fraction of the collectives of a microbatch that its computation does not hide.
+        links: fraction of the links' rate that large collectives reach (0.75 to 0.9 in the
+            vendors' own tests).
     """
 
     by_kind: dict[str, float]
@@ -70,9 +76,9 @@ _ON_GPU = {
     "masked cudnn": 0.16,  # on H100 (jax-ml/jax#35114)
 }
 _ON_TPU = {"products": 0.9, "attention": 0.45, "experts": 0.6}
-REACHED = {
-    "gpu": Reached(_ON_GPU, 0.85, 1.5e-6, latency=12e-6, waited=0.5),
-    "tpu": Reached(_ON_TPU, 0.8, 0, latency=2e-6, waited=0.1),
+EFFICIENCY = {
+    "gpu": Efficiency(_ON_GPU, 0.85, 1.5e-6, latency=12e-6, waited=0.5),
+    "tpu": Efficiency(_ON_TPU, 0.8, 0, latency=2e-6, waited=0.1),
 }
 
 
@@ -80,35 +86,35 @@ class Roofline:
     """Rates of a device whose compiler writes no times into its programs.
 
     Args:
-        work: of the program.
+        workload: costs of the program's operations.
         chip: the device.
     """
 
     def __init__(self, workload: Workload, chip: Chip) -> None:
-        self._workload, self._chip, self._reached = workload, chip, REACHED[chip.platform]
+        self._workload, self._chip, self._efficiency = workload, chip, EFFICIENCY[chip.platform]
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
-        """Return the kind of the work, and seconds."""
+        """Return an operation's kind and seconds."""
         cost = self._workload.of(operation, within)
         if cost.kind == "nothing":
             return cost.kind, 0
         products = 0.0
         if cost.flops:
-            part = self._reached.by_kind[cost.by or cost.kind]
-            products = cost.flops / (self._chip.peak_flops * part)
-        moved = cost.bytes / (self._chip.bandwidth * self._reached.memory)
-        return cost.kind, max(products, moved) + self._reached.launch
+            fraction = self._efficiency.by_kind[cost.by or cost.kind]
+            products = cost.flops / (self._chip.peak_flops * fraction)
+        transfers = cost.bytes / (self._chip.bandwidth * self._efficiency.memory)
+        return cost.kind, max(products, transfers) + self._efficiency.launch
 
 
 class Cycles:
-    """Rates of a TPU, by the compiler's cycles; Pallas kernels have none.
+    """Rates of a TPU, by the compiler's cycles; Pallas kernels have none and use the roofline.
 
-    Of what has no products, the shorter of its estimate and the roofline's: it charges memory-bound
-    operations two to ten times what the memory needs.
+    The compiler's estimate for a memory-bound operation is two to ten times the time that the
+    memory needs. Operations without products therefore take the shorter of both estimates.
 
     Args:
-        program: whose operations are asked for.
-        work: of the program.
+        program: program of the operations.
+        workload: costs of its operations.
         chip: the device.
     """
 
@@ -117,7 +123,7 @@ class Cycles:
         self._roofline = Roofline(workload, chip)
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
-        """Return the kind of the work, and seconds."""
+        """Return an operation's kind and seconds."""
         if operation.kind == "custom-call":
             return self._roofline.seconds(operation, within)
         if not operation.cycles:
@@ -128,18 +134,26 @@ class Cycles:
         return "memory", min(seconds, self._roofline.seconds(operation, within)[1] or seconds)
 
 
-class Unknown:
+class UnknownRates:
     """Rates of an unknown device."""
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
-        """Return no work and no time."""
+        """Return kind "nothing" and 0 seconds."""
         return "nothing", 0
 
 
-def rates_of(program: HloProgram, chip: Chip | None, visible: float) -> Unknown | Cycles | Roofline:
-    """Return the rates for a program on a chip; `visible` as in `Workload`."""
+def rates_of(
+    program: HloProgram, chip: Chip | None, visible: float
+) -> UnknownRates | Cycles | Roofline:
+    """Return the rates of a program's operations on a chip.
+
+    Args:
+        program: the program.
+        chip: the device; None if it is unknown.
+        visible: fraction of visible pairs of attention, as in `Workload`.
+    """
     if chip is None:
-        return Unknown()
+        return UnknownRates()
     workload = Workload(program, visible)
     return Cycles(program, workload, chip) if chip.platform == "tpu" else Roofline(workload, chip)
 
@@ -148,10 +162,10 @@ class Collective(NamedTuple):
     """One execution of a collective.
 
     Attributes:
-        kind: as XLA names it.
-        axes: the axes of the mesh that it goes over.
+        kind: XLA's name, such as "all-gather".
+        axes: mesh axes of its groups.
         sent: bytes that a device sends.
-        seconds: that it takes by itself.
+        seconds: duration without overlap.
     """
 
     kind: str
@@ -164,8 +178,8 @@ class Network:
     """Links between the devices of a mesh.
 
     Args:
-        mesh: of devices, which may be described ones.
-        chip: what they are; None where links are not known, as between CPU devices.
+        mesh: mesh of the devices, which may be compile-only.
+        chip: their kind; None if the links are unknown, as between CPU devices.
     """
 
     def __init__(self, mesh: Mesh, chip: Chip | None) -> None:
@@ -173,11 +187,11 @@ class Network:
         self._devices = list(mesh.devices.flat)
 
     def collective(self, operation: Operation, within: Computation) -> Collective:
-        """Return what a collective, or the first half of one, will take."""
+        """Return the cost of a collective, or of the first half (`-start`) of one."""
         kind = operation.collective or operation.kind
-        group = first_group(operation.line, len(self._devices))
+        group = first_replica_group(operation.line, len(self._devices))
         size = sum(within[name].bytes for name in operation.operands)
-        sent = sent_by_ring(kind, size, len(group))
+        sent = sent_bytes(kind, size, len(group))
         return Collective(kind, self._axes(group), sent, self._seconds(kind, group, sent))
 
     def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
@@ -190,30 +204,32 @@ class Network:
         if self._chip is None or len(group) == 1:
             return 0
         rate = _rate(self._chip, kind, [self._devices[i] for i in group], self._devices)
-        return REACHED[self._chip.platform].latency + sent / rate
+        return EFFICIENCY[self._chip.platform].latency + sent / rate
 
 
 @functools.cache
 def rate_along(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
-    """Return bytes/s that a device sends to the others along some axes of a mesh."""
-    along = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
-    members = np.atleast_1d(mesh.devices[along]).flat
+    """Return the bytes/s that a device sends in a group along some axes of a mesh."""
+    first_group = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
+    members = np.atleast_1d(mesh.devices[first_group]).flat
     return _rate(chip, "all-gather", list(members), list(mesh.devices.flat))
 
 
 def _rate(
     chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
 ) -> float:
-    """Return bytes/s that each member sends."""
-    is_gpu, links = chip.platform == "gpu", REACHED[chip.platform].links
+    """Return the bytes/s that each member of a group sends."""
+    is_gpu, links = chip.platform == "gpu", EFFICIENCY[chip.platform].links
     return links * (
         _between_gpus(chip, members) if is_gpu else _between_tpus(chip, kind, members, everyone)
     )
 
 
 def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
-    """Return bytes/s of a GPU: all adapters of a node serve a ring through all its GPUs."""
-    nodes = {_node(device) for device in members}
+    """Return the bytes/s of a GPU: all adapters of a node serve a ring through all its GPUs."""
+    # The first two coordinates of a compile-only GPU are its node. Else a process is a node.
+    positions = ((device, getattr(device, "coords", None)) for device in members)
+    nodes = {tuple(coords[:2]) if coords else device.process_index for device, coords in positions}
     if len(nodes) == 1:
         return chip.link
     return min(chip.link, chip.network * len(members) / len(nodes))
@@ -222,7 +238,7 @@ def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:
 def _between_tpus(
     chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
 ) -> float:
-    """Return bytes/s of a TPU, over the links of each direction that the group extends in."""
+    """Return the bytes/s of a TPU, over the links of each dimension that the group spans."""
     slices = {getattr(device, "slice_index", 0) or 0 for device in members}
     if len(slices) > 1:
         return chip.network * len(members) / len(slices)
@@ -231,67 +247,63 @@ def _between_tpus(
         size = len({device.coords[axis] for device in members})
         whole = len({device.coords[axis] for device in everyone})
         if size > 1:
-            closed = size == whole and whole % chip.torus_side == 0
-            both_ways = 2 if closed or size > 2 else 1
-            rates.append(chip.link * _share(kind, size, closed) * both_ways)
+            is_ring = size == whole and whole % chip.torus_side == 0
+            directions = 2 if is_ring or size > 2 else 1
+            rates.append(chip.link * _usable_links(kind, size, is_ring) * directions)
     return sum(rates) or chip.link
 
 
-def _share(kind: str, size: int, closed: bool) -> float:
-    """Return the part of both links of a direction that a collective can use.
+def _usable_links(kind: str, size: int, is_ring: bool) -> float:
+    """Return the fraction of a dimension's two links per device that a collective can use.
 
-    A line has one neighbour at its ends. In an all-to-all, the busiest link of a ring of n carries
-    n / 8 of what each device sends to all others, that of a line n / 4.
+    The ends of a line have one neighbour. In an all-to-all over n devices, the busiest link of a
+    ring carries n / 8 of the bytes that each device sends, the busiest link of a line n / 4.
     """
     if kind == "all-to-all" and size > 2:
-        return min(1.0, (4 if closed else 2) / size)
-    return 1.0 if closed or size == 2 else 0.5
-
-
-def _node(device: jax.Device) -> object:
-    # Described GPUs have the node before their own number; of others, a process is one.
-    coords = getattr(device, "coords", None)
-    return tuple(coords[:2]) if coords is not None else device.process_index
+        return min(1.0, (4 if is_ring else 2) / size)
+    return 1.0 if is_ring or size == 2 else 0.5
 
 
 def update_seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:
-    """Return roughly how long an update takes: good for ranking what is then compiled.
+    """Return a rough estimate of an update's seconds, good enough to rank candidates.
 
     Args:
-        config: that `rules.check` has passed.
-        model: of the config.
-        mesh: of the target devices.
+        config: a config that `rules.check` has passed.
+        model: model of the config.
+        mesh: mesh of the target devices.
         chip: the device.
     """
     train, c, sizes = config.train, config.model, mesh.shape
-    dp, rounds = data_parallel(sizes), train.grad_accum_steps
-    # Of a microbatch on one device.
+    dp, microbatches = data_parallel(sizes), train.grad_accum_steps
+    # tokens: of a microbatch on one device. tp and pp split the products of each token.
     tokens = train.microbatch_size(dp) // dp * train.seq_len // sizes["cp"]
-    cut = sizes["tp"] * sizes["pp"]
-    peak = chip.peak_flops * REACHED[chip.platform].by_kind["products"]
-    again = 1 + _RECOMPUTED[train.activation_checkpointing]
-    computing = tokens / cut * causal_flops_per_token(c, train.seq_len) * again / peak
-    # Activations go out and come back twice in each half of a layer; rows go to experts and back.
-    passed = 8 * c.n_layers / sizes["pp"] * tokens * c.dim * _BF16
-    computing += _exchange(passed, mesh, ("tp",), chip)
-    # Queries, keys, values and results: in the forward, when that is repeated, and backwards.
+    split = sizes["tp"] * sizes["pp"]
+    peak = chip.peak_flops * EFFICIENCY[chip.platform].by_kind["products"]
+    recompute = 1 + _RECOMPUTED[train.activation_checkpointing]
+    computing = tokens / split * causal_flops_per_token(c, train.seq_len) * recompute / peak
+    # tp: each half of a layer (attention, feed-forward) gathers and scatters the residual stream,
+    # in the forward and in the backward pass: 2 halves x 2 collectives x 2 passes = 8.
+    stream = 8 * c.n_layers / sizes["pp"] * tokens * c.dim * _BF16
+    computing += _exchange(stream, mesh, ("tp",), chip)
+    # cp: queries, keys, values and outputs in the forward pass, its recomputation and the backward.
     heads = 2 * (c.n_heads + c.kv_heads) * c.head_size
-    shared = 3 * c.n_layers / cut * tokens * heads * _BF16
-    computing += _exchange(shared, mesh, ("cp",), chip)
+    attention = 3 * c.n_layers / split * tokens * heads * _BF16
+    computing += _exchange(attention, mesh, ("cp",), chip)
     if c.is_moe:
+        # ep: rows go to their experts and back, in the forward and in the backward pass.
         rows = 4 * c.n_layers * tokens * c.moe_top_k * c.dim * _BF16
         computing += _exchange(rows, mesh, ("ep",), chip)
-    bubble = 1 + (sizes["pp"] - 1) / (rounds * config.distributed.chunks)
-    weights = _used_by_one(model, sizes)
+    bubble = 1 + (sizes["pp"] - 1) / (microbatches * config.distributed.chunks)
+    weights = _weights_per_device(model, sizes)
     gathers = _exchange(weights * _BF16, mesh, ("dp_shard", "cp"), chip)
     reduces = gathers * model.runtime.reduce_dtype.itemsize / _BF16
     stored = weights / (sizes["dp_shard"] * sizes["cp"])
-    copies = _exchange(2 * _F32 * stored, mesh, ("dp_replicate",), chip)
+    replicas = _exchange(2 * _F32 * stored, mesh, ("dp_replicate",), chip)
     if train.grad_sync == "update":
-        return rounds * computing * bubble + gathers + reduces + copies
-    exchanging = 2 * gathers + reduces + copies  # weights are gathered again in the backward pass
-    waiting = max(exchanging - computing, REACHED[chip.platform].waited * exchanging)
-    return rounds * (computing + waiting) * bubble
+        return microbatches * computing * bubble + gathers + reduces + replicas
+    exchanging = 2 * gathers + reduces + replicas  # the backward pass gathers weights again
+    waiting = max(exchanging - computing, EFFICIENCY[chip.platform].waited * exchanging)
+    return microbatches * (computing + waiting) * bubble
 
 
 def _exchange(sent: float, mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
@@ -300,8 +312,8 @@ def _exchange(sent: float, mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> flo
     return sent * (n - 1) / n / rate_along(mesh, axes, chip)
 
 
-def _used_by_one(model: Model, mesh: Mapping[str, int]) -> float:
-    """Return how many parameters a device multiplies with; of experts, its own."""
-    every, active = parameter_count(model.abstract), active_parameter_count(model)
-    experts = every - active if model.config.is_moe else 0
-    return (every - experts + experts / mesh["ep"]) / (mesh["tp"] * mesh["pp"])
+def _weights_per_device(model: Model, mesh: Mapping[str, int]) -> float:
+    """Return the number of parameters that a device multiplies with; experts are split over ep."""
+    total, active = parameter_count(model.abstract), active_parameter_count(model)
+    experts = total - active if model.config.is_moe else 0
+    return (total - experts + experts / mesh["ep"]) / (mesh["tp"] * mesh["pp"])

@@ -1,9 +1,8 @@
 """Dry run of a start: `python -m jaxforge.train --config FILE --dry-run`.
 
-Config, data, mesh and model are read and built as `launch` and `build` do it, with the same
-messages for what is wrong; nothing is compiled, and nothing is written. With `--devices` the
-machine is pretended: a mesh without devices, on which shapes and shardings are those of the real
-one.
+Config, data, mesh and model are read and built as `launch` and `build` do it, with the same error
+messages. Nothing is compiled, and nothing is written. `--devices` plans for other hardware: the
+mesh then has no devices, but the shapes and shardings of the real mesh.
 """
 
 import sys
@@ -29,11 +28,11 @@ from jaxforge.tools.plan.dry_run_checkpoint import run_directory_row
 from jaxforge.tools.plan.dry_run_data import epoch_length, open_data
 from jaxforge.tools.plan.dry_run_memory import (
     AnyMesh,
-    fits_of,
-    here,
-    machine,
+    fits_by_device,
     memory_rows,
     model_rows,
+    parse_devices,
+    this_device,
     too_large,
 )
 from jaxforge.training.hooks import named_hook
@@ -42,12 +41,12 @@ from jaxforge.training.summary import schedule_summary
 
 
 def run(config: UnresolvedConfig, devices: str) -> int:
-    """Prints what a start would do.
+    """Print what a start would do.
 
     Args:
-        config: as read.
-        devices: "" for those that are here, a number of pretended ones of any kind, or a machine
-            as `jaxforge plan --topology` has it.
+        config: the config, not yet resolved.
+        devices: "" for the local devices, a number of absent devices of any kind, or a machine
+            in the form of `jaxforge plan --topology`.
 
     Returns:
         0.
@@ -55,35 +54,35 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     Raises:
         UserError: a start would be refused; the message is the start's.
     """
-    pretended = machine(devices)
+    target = parse_devices(devices)
     run_directory.check_not_moved(config)
-    if not pretended:
+    if not target:
         multihost.open_devices()
-    n = pretended[0] if pretended else jax.device_count()
+    n = target[0] if target else jax.device_count()
     resolved = config.resolve(n, epoch_length)
     rules.check(resolved, n)
     check_libraries(resolved.metrics)
     for hook in resolved.plugins.hooks:
-        if hook.rpartition(".")[0] in sys.modules:  # else it was not to be imported
+        if hook.rpartition(".")[0] in sys.modules:  # otherwise the plugin is not trusted
             named_hook(hook)
-    mesh: AnyMesh = abstract_mesh(resolved, n) if pretended else make_mesh(resolved)
+    mesh: AnyMesh = abstract_mesh(resolved, n) if target else make_mesh(resolved)
     if unknown := _unknown(resolved):
         _show("config, where it is not the default", _differences(resolved))
         _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
         _show("run", [run_directory_row(resolved, mesh, None, None)])
         _show("not known without plugins", unknown)
         return 0
-    kinds = pretended[1] if pretended else [here()]
-    missing = list(checks.absent(resolved)) if pretended else []
-    resolved, notes = _as_started(resolved, is_pretended=pretended is not None)
-    data, data_rows = open_data(resolved, opens=not missing, is_pretended=pretended is not None)
-    if not pretended:
-        missing = list(checks.disk(resolved))
+    kinds = target[1] if target else [this_device()]
+    missing = list(checks.missing_data_warnings(resolved)) if target else []
+    resolved, notes = _as_started(resolved, is_elsewhere=target is not None)
+    data, data_rows = open_data(resolved, opens=not missing, is_elsewhere=target is not None)
+    if not target:
+        missing = list(checks.disk_warnings(resolved))
     dp = data_parallel_size(mesh)
     per_epoch = None
     if data is not None:
         per_epoch = sequences_per_epoch(resolved, resolved.train.microbatch_size(dp), data)
-    model, fits = fits_of(resolved, mesh, kinds)
+    model, fits = fits_by_device(resolved, mesh, kinds)
     run_row = run_directory_row(resolved, mesh, model, data)
     _show("config, where it is not the default", _differences(resolved))
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
@@ -101,12 +100,12 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         *too_large(resolved, mesh, fits),
     ]
     _show("warnings", warnings or ["none"])
-    print("nothing was written; `jaxforge plan` compiles the step for a machine, and knows more")
+    print("nothing was written; `jaxforge plan` compiles the step for a machine and reports more")
     return 0
 
 
-def _as_started(config: JobConfig, *, is_pretended: bool) -> tuple[JobConfig, list[str]]:
-    """Return the config with what a start would set in it, and notes of that.
+def _as_started(config: JobConfig, *, is_elsewhere: bool) -> tuple[JobConfig, list[str]]:
+    """Return the config with the settings that a start would make, and a note on each setting.
 
     Raises:
         UserError: the checkpoint that a run would start from is damaged, or of another model.
@@ -116,18 +115,18 @@ def _as_started(config: JobConfig, *, is_pretended: bool) -> tuple[JobConfig, li
         return config, []
     for location in filter(None, (section.dir, section.load_path)):
         is_named = location is section.load_path
-        if urls.in_bucket(location) or (is_pretended and is_named and not Path(location).exists()):
-            return config, [f"optimizer.skip_idle_experts: a start sets it as {location} has it, "
-                            "which was not looked at"]  # fmt: skip
+        if urls.in_bucket(location) or (is_elsewhere and is_named and not Path(location).exists()):
+            return config, [f"optimizer.skip_idle_experts: a start takes it from {location}, "
+                            "which was not read"]  # fmt: skip
     started = resolve_skip_idle_experts(config)
     if started is config:
         return config, []
-    return started, ["optimizer.skip_idle_experts: a start sets it to true, as the checkpoint has "
-                     "it that the run starts from"]  # fmt: skip
+    return started, ["optimizer.skip_idle_experts: a start sets it to true, as in the checkpoint "
+                     "that the run starts from"]  # fmt: skip
 
 
 def _unknown(config: JobConfig) -> list[str]:
-    """The names that only plugins can register, and how they are imported."""
+    """Describe registered names that only plugins can provide, and how to import the plugins."""
     rows = []
     for registry in REGISTRIES:
         section, _, key = registry.key.partition(".")
@@ -135,14 +134,14 @@ def _unknown(config: JobConfig) -> list[str]:
         if name not in registry.names():
             rows.append(f'{registry.key} = "{name}"')
     modules = ", ".join(config.plugins.names.all_modules())
-    about = f"--trust-plugins imports {modules}: data, model and memory are looked at then"
+    about = f"--trust-plugins imports {modules}: data, model and memory are then checked"
     return [*rows, about] if rows else []
 
 
 def _differences(config: JobConfig) -> Iterator[str]:
-    usual = JobConfig().settings
+    defaults = JobConfig().settings
     for key, value in config.settings.items():
-        if value != usual[key]:
+        if value != defaults[key]:
             yield redacted(f"{key} = {toml(value)}")
 
 

@@ -1,8 +1,6 @@
-"""Run directory of a dry run: where a start would resume."""
+"""Run directory of a dry run: the step at which a start would resume."""
 
 from pathlib import Path
-
-from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.checkpoint import paths
 from jaxforge.checkpoint.manager import Checkpoints
@@ -10,41 +8,39 @@ from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.config.job import JobConfig
 from jaxforge.data.fingerprint import check_random_tokens, check_unchanged, fingerprints
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import (
-    Model,
-)
+from jaxforge.model.transformer import Model
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
 from jaxforge.tools.plan.dry_run_data import Data
-
-AnyMesh = Mesh | AbstractMesh
+from jaxforge.tools.plan.dry_run_memory import AnyMesh
 
 
 def run_directory_row(config: JobConfig, mesh: AnyMesh, model: Model | None, data: Data) -> str:
-    """Return where a start would go on.
+    """Describe where a start would resume.
 
     Args:
         config: the config.
-        mesh: the devices.
-        model: the model; None if only a plugin can tell, and the checkpoint is not checked.
+        mesh: the mesh of the run.
+        model: the model; None if only a plugin can build it. The checkpoint is then not checked.
         data: the training data; None if they are not opened.
 
     Raises:
-        UserError: a start would be refused: the checkpoint is of another model, optimizer or data,
-            or lost.
+        UserError: a start would be refused: the checkpoint is lost, or has another model,
+            optimizer or data.
     """
     directory = config.checkpoint.dir
     if urls.in_bucket(directory):
-        return f"{directory}: not looked at"
+        return f"{directory}: not checked"
     run = run_directory.root(config).absolute()
     try:
         _, step = paths.find(Path(directory))
     except UserError:
         run_directory.check_not_lost(run)
         return f"{run}: a new run"
+    resumes = f"{run}: resumes from step {step:,}"
     if model is None:
-        return f"{run}: goes on from step {step:,}"
+        return resumes
     checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
     try:
         like = Program(config, mesh, model=model).abstract_state()
@@ -56,4 +52,4 @@ def run_directory_row(config: JobConfig, mesh: AnyMesh, model: Model | None, dat
         check_unchanged(
             config.data.on_change, progress.data, fingerprints(config.data, data, {}), step
         )
-    return f"{run}: goes on from step {step:,}"
+    return resumes

@@ -1,4 +1,4 @@
-"""Data of a dry run: opened as a start does it, without writing."""
+"""Data of a dry run, opened as a start opens them but without writing."""
 
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
@@ -7,37 +7,42 @@ from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 
 Data = Dataset | Mixture | Streaming | None
-"""An opened training set; None: not opened."""
+"""An opened training set; None if it was not opened."""
 
 
 def epoch_length(config: JobConfig, rows: int) -> int | None:
-    """Return the epoch length as a start would, without tokenizing a dataset for it."""
-    if _from_hugging_face(config):
+    """Return the epoch length that a start would use, without tokenizing a dataset."""
+    if name := _from_hugging_face(config):
         raise UserError(
-            f"--dry-run: lengths in epochs are known once {_from_hugging_face(config)} is "
-            "tokenized, which a start does; give updates or tokens here"
+            f"--dry-run: the length of an epoch is unknown before a start tokenizes {name}. "
+            "Give lengths in updates or tokens"
         )
     return sequences_per_epoch(config, rows)
 
 
-def open_data(config: JobConfig, *, opens: bool, is_pretended: bool) -> tuple[Data, list[str]]:
-    """The training set, if it can be opened without writing, and what is said of all sets.
+def open_data(config: JobConfig, *, opens: bool, is_elsewhere: bool) -> tuple[Data, list[str]]:
+    """Open the training set if that needs no writing, and describe all datasets.
+
+    Args:
+        config: the config.
+        opens: open the data at all.
+        is_elsewhere: the run is planned for another machine.
 
     Raises:
         UserError: data are missing, damaged or do not fit the model.
     """
     if not opens:
-        return None, ["not on this machine: not looked at"]
+        return None, ["not on this machine: not checked"]
     if name := _from_hugging_face(config):
         how = "streams it" if config.data.hf_streaming else "tokenizes it once"
-        return None, [f"Hugging Face dataset {name}: not looked at; a start {how}"]
-    if is_pretended and not config.data.has_source and config.data.dataset_type == "auto":
-        return None, ["none are named: a start here would be refused"]
+        return None, [f"Hugging Face dataset {name}: not checked; a start {how}"]
+    if is_elsewhere and not config.data.has_source and config.data.dataset_type == "auto":
+        return None, ["no data are named: a start would be refused"]
     data = sources.open_training_data(config)
     rows = [f"training: {_set(data)}"]
     source = config.eval.sources().values() if config.eval.reads_data else ()
     if any(not dataset.dataset_path for dataset in source):
-        rows.append("evaluation: a Hugging Face dataset is not looked at; a start tokenizes it")
+        rows.append("evaluation: a Hugging Face dataset is not checked; a start tokenizes it")
     elif config.eval.reads_data:
         for name, dataset in sources.open_eval_data(config).items():
             rows.append(f"evaluation{f' {name}' if name else ''}: {_set(dataset)}")
@@ -45,7 +50,7 @@ def open_data(config: JobConfig, *, opens: bool, is_pretended: bool) -> tuple[Da
 
 
 def _from_hugging_face(config: JobConfig) -> str:
-    """The dataset that a start would load, or "" where it reads shards alone."""
+    """Return the name of the Hub dataset that a start would load, or "" if it reads shards only."""
     data = config.data
     if data.datasets:
         return next(

@@ -1,4 +1,4 @@
-"""Devices of a dry run, and how the step fits them."""
+"""Devices of a dry run, and the memory that the step needs on them."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -21,21 +21,21 @@ from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.program import Program
-from jaxforge.step.fitting import SLACK, Fit, fit
 from jaxforge.telemetry.numbers import human
+from jaxforge.tools.plan.memory_fit import SLACK, Fit, estimate_fit
 from jaxforge.tools.plan.topology import CPU, Topology
 
 AnyMesh = Mesh | AbstractMesh
 
 
 class Device(NamedTuple):
-    """A kind of device that the run may have.
+    """Kind of device that the run may have.
 
     Attributes:
-        name: for a reader.
-        platform: JAX's.
+        name: name in messages.
+        platform: name of JAX's platform.
         capacity: bytes that a program may use.
-        capability: of GPUs.
+        capability: compute capability of a GPU.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Device(NamedTuple):
     capability: str | None = None
 
 
-def machine(devices: str) -> tuple[int, list[Device]] | None:
+def parse_devices(devices: str) -> tuple[int, list[Device]] | None:
     """Parse `--devices`: number of devices and their possible kinds; None if it is empty.
 
     Raises:
@@ -64,7 +64,7 @@ def machine(devices: str) -> tuple[int, list[Device]] | None:
     return n, [_chip(topology.chip)]
 
 
-def here() -> Device:
+def this_device() -> Device:
     """Return the kind of this machine's devices."""
     device = jax.devices()[0]
     capacity = device_memory.capacity_per_device()
@@ -77,29 +77,29 @@ def _chip(name: str) -> Device:
     return Device(name, chip.platform, chip.memory, capability)
 
 
-def fits_of(
+def fits_by_device(
     config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
 ) -> tuple[Model, dict[Device, Fit]]:
-    """The model, and how it fits each kind of device that has the kernels it asks for.
+    """Return the model, and its fit on each kind of device that has the required kernels.
 
     Raises:
-        UserError: no kind has them, or a parameter does not divide.
+        UserError: no kind of device has the kernels, or a parameter does not divide.
     """
     fits: dict[Device, Fit] = {}
-    built, refused = None, None
+    first_model, first_error = None, None
     for device in kinds:
         try:
             model = build_model(config, device.platform, device.capability)
         except UserError as error:
-            refused = refused or error
+            first_error = first_error or error
             continue
         state = Program(config, mesh, model=model).abstract_state()
-        fits[device] = fit(config, model, state, mesh, device.capacity)
-        built = built or model
-    if built is None:
-        assert refused is not None
-        raise refused
-    return built, fits
+        fits[device] = estimate_fit(config, model, state, mesh, device.capacity)
+        first_model = first_model or model
+    if first_model is None:
+        assert first_error is not None
+        raise first_error
+    return first_model, fits
 
 
 def model_rows(model: Model) -> Iterator[str]:
@@ -109,7 +109,7 @@ def model_rows(model: Model) -> Iterator[str]:
         f"{c.n_layers} layers, dim {c.dim}, {c.n_heads}/{c.kv_heads} heads of {c.head_size}, "
         f"vocabulary {c.vocab_size:,}"
     )
-    active = f"; a token meets {human(active_parameter_count(model))}" if c.is_moe else ""
+    active = f", {human(active_parameter_count(model))} active per token" if c.is_moe else ""
     yield f"{human(parameter_count(model.abstract))} parameters{active}"
 
 
@@ -118,7 +118,7 @@ def memory_rows(fits: dict[Device, Fit]) -> Iterator[str]:
     parts = next(iter(fits.values())).memory._asdict()
     yield ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
     for device, estimate in fits.items():
-        most = f"{estimate.most_rows:,} at most fit" if estimate.most_rows else "not one fits"
+        most = f"at most {estimate.most_rows:,} fit" if estimate.most_rows else "not even 1 fits"
         yield (
             f"{device.name}: {gigabytes(estimate.memory.total)} of {gigabytes(device.capacity)}; "
             f"{estimate.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced "

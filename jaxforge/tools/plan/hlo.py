@@ -1,4 +1,4 @@
-"""An optimized program, read from its text: which operations run, how often, and in which loops."""
+"""Parser of optimized HLO text: operations, their shapes, and the trip counts of loops."""
 
 import functools
 import math
@@ -23,7 +23,14 @@ _RULES: dict[str, Callable[..., int]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One instruction: its name, its kind, the text of its result's shape, and the whole line."""
+    """One HLO instruction.
+
+    Attributes:
+        name: name of its result.
+        kind: opcode, such as "fusion".
+        shape: text of the result's shape.
+        line: text of the instruction.
+    """
 
     name: str
     kind: str
@@ -32,40 +39,40 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Size of its result, of all arrays."""
-        return int(sum(math.prod(dims) * size for dims, size in arrays(self.shape)))
+        """Bytes of the result, over all arrays."""
+        return int(sum(math.prod(dims) * size for dims, size in parse_arrays(self.shape)))
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of the result, over all arrays."""
-        return sum(math.prod(dims) for dims, _ in arrays(self.shape))
+        """Number of elements of the result, over all arrays."""
+        return sum(math.prod(dims) for dims, _ in parse_arrays(self.shape))
 
     def text(self, name: str) -> str:
-        """Value of `name="..."`; empty where there is none."""
+        """Return the value of an attribute `name="..."`; empty if absent."""
         match = re.search(rf'\b{name}="([^"]*)"', self.line)
         return match[1] if match else ""
 
     @property
     def collective(self) -> str | None:
-        """Its kind without `-start`, if it is a collective or the first half of one."""
+        """Kind without `-start` if this is a collective or the first half of one, else None."""
         kind = self.kind.removesuffix("-start")
         return kind if _COLLECTIVE.fullmatch(kind) else None
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate; 0 where it has none."""
+        """Cycles that the compiler estimates; 0 without an estimate."""
         match = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(match[1]) if match else 0
 
     def attribute(self, name: str) -> str:
-        """Return the value of `name=...`, as of a computation that is called."""
+        """Return the value of an attribute `name=...`, such as the name of a called computation."""
         match = re.search(rf"\b{name}=%?([\w.\-]+)", self.line)
         assert match, self.line[:200]
         return match[1]
 
     @property
     def arguments(self) -> str:
-        """Text inside the parentheses."""
+        """Text between the parentheses."""
         start = self.line.index(f" {self.kind}(") + len(self.kind) + 2
         depth = 1
         for end in range(start, len(self.line)):
@@ -76,20 +83,20 @@ class Operation:
 
     @functools.cached_property
     def operands(self) -> list[str]:
-        """Names of the operations whose results it takes."""
+        """Names of the operations whose results this operation reads."""
         return re.findall(r"%([\w.\-]+)", self.arguments)
 
 
 Computation = dict[str, Operation]
-"""Operations by name, in the order in which they run."""
+"""Operations by name, in execution order."""
 
 
 class HloProgram:
-    """An optimized program, from `compiled.as_text()`.
+    """An optimized program.
 
     Args:
-        text: of the program.
-        devices: that it runs on.
+        text: the program's text, from `compiled.as_text()`.
+        devices: number of devices that it runs on.
     """
 
     def __init__(self, text: str, devices: int) -> None:
@@ -98,7 +105,7 @@ class HloProgram:
         self._matmuls: dict[str, bool] = {}
 
     def category(self, operation: Operation) -> str:
-        """`matmul`, `fusion` without one, `copy` or `other`."""
+        """Return "matmul", "fusion" (without a matmul inside), "copy" or "other"."""
         if operation.kind in ("dot", "convolution"):
             return "matmul"
         if operation.kind == "fusion":
@@ -110,9 +117,10 @@ class HloProgram:
         return "copy" if operation.kind.startswith("copy") else "other"
 
     def trips(self, loop: Operation, name: str) -> int:
-        """Iterations of a loop of computation `name`.
+        """Return the number of iterations of a loop in computation `name`.
 
-        What the compiler says of it, else found by running the integers that it carries.
+        The compiler's annotation is used if there is one. Otherwise the integer scalars of the
+        loop's carry are evaluated until its condition is false.
         """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(known[1])
@@ -123,23 +131,23 @@ class HloProgram:
             if not self._integer(condition, _root(condition), state):
                 return trips
             state = self._integers(body, _root(body).operands, state)
-        raise ValueError(f"no end of the loop {loop.line[:80]}")
+        raise ValueError(f"the loop does not end: {loop.line[:80]}")
 
     def _integers(
         self, operations: Computation, names: list[str], state: dict[int, int]
     ) -> dict[int, int]:
-        """The integer scalars among the elements of a tuple, by index."""
-        match = {
+        """Evaluate the integer scalars among the elements of a tuple, by index."""
+        values = {
             index: self._integer(operations, operations[name], state)
             for index, name in enumerate(names)
             if re.match(r"(pred|[su]\d+)\[\]", operations[name].shape)
         }
-        return {index: value for index, value in match.items() if value is not None}
+        return {index: value for index, value in values.items() if value is not None}
 
     def _integer(
         self, operations: Computation, operation: Operation, state: dict[int, int]
     ) -> int | None:
-        """Value of an integer scalar where the loop state is `state`; None if it hangs on data."""
+        """Evaluate an integer scalar for a loop carry `state`; None if it depends on data."""
         if operation.kind == "constant":
             literal = operation.arguments
             if re.fullmatch(r"-?\d+", literal):
@@ -184,7 +192,7 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Shape and kind of `f32[2]{0} add(...)` or `(f32[2], s32[]) while(...)`."""
+    """Return shape and opcode of `f32[2]{0} add(...)` or `(f32[2], s32[]) while(...)`."""
     depth = 0
     for i, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -193,21 +201,35 @@ def _split(text: str) -> tuple[str, str]:
     raise ValueError(f"no instruction: {text[:80]}")
 
 
-def arrays(shape: str) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Dimensions and bytes an element of each array in the text of a shape."""
+def parse_arrays(shape: str) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield dimensions and bytes per element of each array in the text of a shape."""
     for name, bits, dims in _ARRAY.findall(shape):
         yield tuple(map(int, filter(None, dims.split(",")))), 1 if name == "pred" else int(bits) / 8
 
 
-def sent_by_ring(kind: str, size: float, group: int) -> float:
-    """Bytes that a device sends in a collective whose operands have `size` bytes on each."""
+def sent_bytes(kind: str, size: float, group: int) -> float:
+    """Return the bytes that a device sends in a ring collective.
+
+    Args:
+        kind: kind of collective.
+        size: bytes of its operands on each device.
+        group: devices of a group.
+    """
+    # Of a ring of n devices, each holding `size` bytes:
+    #   all-gather       passes on every shard but one:    size * (n - 1)
+    #   reduce-scatter   passes on n - 1 of n parts:       size * (n - 1) / n    (also all-to-all)
+    #   all-reduce       is a reduce-scatter and an all-gather of the parts: twice that
     share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group,
              "collective-permute": 1}  # fmt: skip
     return size * share.get(kind, (group - 1) / group)
 
 
-def first_group(line: str, devices: int) -> list[int]:
-    """Positions in the mesh of the devices that exchange something, those of one group."""
+def first_replica_group(line: str, devices: int) -> list[int]:
+    """Return the positions in the mesh of the devices of a collective's first group.
+
+    XLA writes groups in four forms: pairs of source and target, lists, a transposed iota
+    (`[4,2]<=[2,4]T(1,0)`), or axes of a mesh.
+    """
     if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
         return [int(pairs[1]), int(pairs[2])]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):

@@ -1,4 +1,4 @@
-"""Plans: checks, compiled step and estimated speed of a run before it starts."""
+"""Plan of a run before it starts: checks, compiled step, estimated speed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,33 +17,33 @@ from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token, pa
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
 from jaxforge.tools.plan.cost import Network, rates_of
-from jaxforge.tools.plan.timeline import Key, Simulation, Timeline, Traffic
+from jaxforge.tools.plan.timeline import CollectiveKey, Simulation, Timeline, Traffic
 from jaxforge.tools.plan.topology import Topology
 from jaxforge.training.health import out_of_memory
 
-_MADE_FROM = {
+_ESTIMATED_FROM = {
     "tpu": "the compiler's cycles; attention, experts and collectives by FLOPs, bytes and links",
     "gpu": "a roofline over the compiled program; collectives by bytes and links",
 }
 
 
 class Estimate(NamedTuple):
-    """Speed of a step that was not run, as `--json` has it.
+    """Estimated speed of a step, with the fields of `--json`.
 
     Attributes:
-        estimated_from: in words.
-        seconds: of an update.
-        tokens: of an update, over all devices.
-        tokens_per_second: of all devices.
-        tokens_per_second_per_device: of each.
-        mfu: model FLOPs over the peak, in KempnerForge's convention; attention counted in full.
-        mfu_causal: in Megatron's, attention half.
-        flops_per_token: KempnerForge's convention.
-        flops_per_token_causal: Megatron's.
-        seconds_by_kind: of a device, by kind of work.
-        waited_seconds: of a device, for collectives.
-        hours_to_max_steps: without evaluation and checkpoints.
-        device_hours: on all devices.
+        estimated_from: method of the estimate.
+        seconds: duration of an update.
+        tokens: tokens of an update, over all devices.
+        tokens_per_second: throughput of all devices.
+        tokens_per_second_per_device: throughput per device.
+        mfu: model FLOPs over peak FLOPs in KempnerForge's convention: attention counts in full.
+        mfu_causal: the same in Megatron's convention: attention counts half.
+        flops_per_token: model FLOPs in KempnerForge's convention.
+        flops_per_token_causal: model FLOPs in Megatron's convention.
+        seconds_by_kind: busy time of a device by kind of work.
+        waited_seconds: time in which a device waits for collectives.
+        hours_to_max_steps: duration of the run without evaluation and checkpoints.
+        device_hours: the same, summed over all devices.
     """
 
     estimated_from: str
@@ -66,14 +66,14 @@ class Plan:
     """Plan of one configuration on one machine.
 
     Attributes:
-        topology: the machine.
-        config: resolved; None where it could not be.
-        errors: why a run would be refused.
-        warnings: what is allowed and hardly meant.
-        step: compiled; None where a run would be refused.
-        timeline: of the step; None where it was not compiled to the end.
-        estimate: of its speed; None where too little is known of the device.
-        advice: changes that may make it fit, the cheapest first; empty where it does.
+        topology: the target hardware.
+        config: the resolved config; None if it cannot be resolved.
+        errors: reasons for which a run would be refused.
+        warnings: valid but unlikely settings.
+        step: the compiled step; None if a run would be refused.
+        timeline: timeline of the step; None if compilation failed.
+        estimate: estimated speed; None if the device's rates are unknown.
+        advice: changes that may make the run fit, the cheapest first; empty if it fits.
     """
 
     topology: Topology
@@ -94,11 +94,13 @@ class Plan:
 def plan(
     config: JobConfig | UnresolvedConfig, topology: Topology, *, every_size: bool = False
 ) -> Plan:
-    """Check, compile and estimate a configuration, whose mistakes are in the plan.
+    """Check a configuration, compile its step and estimate the speed.
+
+    Mistakes in the configuration become `Plan.errors`.
 
     Args:
-        config: as read.
-        topology: the machine.
+        config: the configuration, resolved or not.
+        topology: the target hardware.
         every_size: compile the smaller batches of a ramp as well.
 
     Raises:
@@ -127,16 +129,16 @@ def plan(
 
 
 def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
-    """Return the step in time; of unknown devices, its collectives alone.
+    """Simulate a step; for devices with unknown rates, only its collectives.
 
     Args:
-        config: of the step.
-        topology: that it was compiled for.
-        step: compiled; it has a program.
+        config: config of the step.
+        topology: the hardware that it was compiled for.
+        step: a compiled step with a program.
     """
     assert step.program is not None
     chip, model, length = CHIPS.get(topology.chip), config.model, config.train.seq_len
-    # Pairs of a query and a key that see each other, over all pairs, on average over layers.
+    # Fraction of query-key pairs that the masks allow, averaged over layers.
     visible = pairs_twice(model, length) / (2 * model.n_layers * length**2)
     rates = rates_of(step.program, chip, visible)
     network = Network(step.mesh, chip)
@@ -145,12 +147,12 @@ def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
 
 
 def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) -> Estimate | None:
-    """Return the speed of a step; None for unknown devices.
+    """Return the estimated speed of a step; None for devices with unknown rates.
 
     Args:
-        config: of the step.
-        topology: that it was compiled for.
-        step: compiled.
+        config: config of the step.
+        topology: the hardware that it was compiled for.
+        step: the compiled step.
         line: its timeline.
     """
     chip, train = CHIPS.get(topology.chip), config.train
@@ -163,7 +165,7 @@ def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) 
     causal = causal_flops_per_token(config.model, train.seq_len)
     per_device = tokens / line.seconds / topology.n_devices
     return Estimate(
-        estimated_from=_MADE_FROM[chip.platform],
+        estimated_from=_ESTIMATED_FROM[chip.platform],
         seconds=line.seconds,
         tokens=tokens,
         tokens_per_second=per_device * topology.n_devices,
@@ -181,15 +183,15 @@ def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) 
 
 def _advice(config: JobConfig, step: Step) -> Iterator[str]:
     memory, train = step.memory, config.train
-    whole_state = 2 * memory.parameters + memory.optimizer  # gradients are as large
+    state = 2 * memory.parameters + memory.optimizer  # gradients are as large as parameters
     yield from out_of_memory.fewer_copies(config, step.mesh)
-    if whole_state > memory.capacity:
-        yield from out_of_memory.smaller_state(config, whole_state, memory.capacity)
+    if state > memory.capacity:
+        yield from out_of_memory.smaller_state(config, state, memory.capacity)
         return
     dp = data_parallel_size(step.mesh)
-    whole = step.grad_sync.mode == "update" and token_parallel_size(step.mesh) > 1
+    reduces_whole = step.grad_sync.mode == "update" and token_parallel_size(step.mesh) > 1
     yield from out_of_memory.smaller_step(
-        config, train.microbatch_size(dp) // dp, reduces_whole=whole
+        config, train.microbatch_size(dp) // dp, reduces_whole=reduces_whole
     )
 
 
@@ -197,8 +199,8 @@ def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
     """Return a plan as plain values: bytes, seconds, and numbers without a unit.
 
     Args:
-        planned: a plan.
-        price: of a device and hour.
+        planned: the plan.
+        price: price of a device hour.
     """
     report: dict[str, Any] = {
         "topology": str(planned.topology),
@@ -225,7 +227,7 @@ def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
                 "seconds": traffic.seconds,
                 "waited_seconds": traffic.waited,
             }
-            for key, traffic in by_time(planned.timeline)
+            for key, traffic in collectives_by_wait(planned.timeline)
         ]
     if planned.estimate is not None:
         cost = None if price is None else planned.estimate.device_hours * price
@@ -234,14 +236,14 @@ def as_json(planned: Plan, price: float | None = None) -> dict[str, Any]:
 
 
 def bubble(planned: Plan) -> float:
-    """Return the part of the time in which stages have no work; 0 without stages."""
+    """Return the fraction of the time in which pipeline stages are idle; 0 without stages."""
     assert planned.config is not None
     d, accum = planned.config.distributed, planned.config.train.grad_accum_steps
     return SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks).bubble() if d.pp > 1 else 0.0
 
 
-def by_time(timeline: Timeline) -> Sequence[tuple[Key, Traffic]]:
-    """Return collectives, longest waits first, then the slowest."""
+def collectives_by_wait(timeline: Timeline) -> Sequence[tuple[CollectiveKey, Traffic]]:
+    """Return collectives, the longest waits first, then the slowest."""
     return sorted(
         timeline.traffic.items(), key=lambda item: (-item[1].waited, -item[1].seconds, item[0])
     )

@@ -1,4 +1,4 @@
-"""`--html`: a plan as one page that loads nothing."""
+"""HTML page of a plan (`--html`), self-contained."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxforge.parallel.pipeline.drawing import as_svg
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.tools.pages.parts import fact_list, plain_document, table
-from jaxforge.tools.plan.plan import Plan, bubble, by_time
+from jaxforge.tools.plan.plan import Plan, bubble, collectives_by_wait
 from jaxforge.tools.plan.timeline import Span
 
 COLOURS = {
@@ -27,19 +27,19 @@ _COLLECTIVE = ("kind", "over", "times", "sent", "seconds", "waited", "where")
 _ALTERNATIVE = ("plan", "memory", "tokens/s", "MFU", "waiting")
 _PARAMETER = ("parameter", "shape", "split over", "on a device")
 _WIDTH, _ROW, _LEFT = 1000, 22, 120
-_THINNEST = 0.4  # of the picture's units: what is narrower is drawn with its neighbours
-_LOOPS = 3  # that are drawn inside as well, the longest
+_THINNEST = 0.4  # SVG units; narrower spans are merged with their neighbours
+_LOOPS = 3  # longest loops whose bodies are drawn as well
 
 Alternatives = Sequence[tuple[str, Mapping[str, Any]]]
-"""Names of plans, and what they say to machines."""
+"""Names of plans, and their `--json` reports."""
 
 
 def page(plan: Plan, alternatives: Alternatives = ()) -> str:
-    """The page of a plan.
+    """Return the page of a plan.
 
     Args:
-        plan: whatever became of it.
-        alternatives: others on the same machine, the best first.
+        plan: the plan, complete or refused.
+        alternatives: other plans for the same machine, the best first.
     """
     title = f"A run on {plan.topology}, planned"
     body = [fact_list(dict(_facts(plan))), *_notes(plan), *_sections(plan, alternatives)]
@@ -54,7 +54,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.estimate is not None:
         estimate = plan.estimate
         yield "a step (an estimate)", f"{estimate.seconds:.3f} s, {estimate.tokens:,} tokens"
-        yield "tokens/s a device (an estimate)", f"{estimate.tokens_per_second_per_device:,.0f}"
+        yield "tokens/s per device (an estimate)", f"{estimate.tokens_per_second_per_device:,.0f}"
         yield "MFU (an estimate)", f"{estimate.mfu:.1%}; {estimate.mfu_causal:.1%} causal"
         yield (
             "to max_steps (an estimate)",
@@ -83,10 +83,10 @@ def _sections(plan: Plan, alternatives: Alternatives) -> Iterator[str]:
     if plan.step is not None and plan.config is not None:
         d, accum = plan.config.distributed, plan.config.train.grad_accum_steps
         if d.pp > 1:
-            yield f"<h2>Pipeline <small>{bubble(plan):.1%} of it empty</small></h2>"
+            yield f"<h2>Pipeline <small>{bubble(plan):.1%} idle</small></h2>"
             schedule = SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks)
             yield f'<div class="scroll">{as_svg(schedule)}</div>'
-        yield "<h2>Parameters <small>what of each a device holds</small></h2>"
+        yield "<h2>Parameters <small>and their shards</small></h2>"
         yield table("", _PARAMETER, _parameters(plan), aligns=True)
 
 
@@ -94,9 +94,9 @@ def _memory(plan: Plan) -> Iterator[str]:
     assert plan.step is not None
     memory = plan.step.memory
     parts = {name: getattr(memory, name) for name in memory._fields[2:]}
-    whole = max(memory.peak, memory.capacity)
+    full_width = max(memory.peak, memory.capacity)
     yield f"<h2>Memory of a device <small>{_gb(memory.peak)} of {_gb(memory.capacity)}</small></h2>"
-    yield _bar(parts, whole, _gb, limit=memory.capacity)
+    yield _bar(parts, full_width, _gb, limit=memory.capacity)
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _time(plan: Plan) -> Iterator[str]:
     loops = {(span.times, round(span.seconds, 6)): span for span in _all(line.spans) if span.inside}
     for loop in sorted(loops.values(), key=lambda span: -span.seconds)[:_LOOPS]:
         each = loop.seconds / loop.times
-        name = f"{loop.name}: one of {loop.times} iterations"
+        name = f"{loop.name}: 1 of {loop.times} iterations"
         yield f'<div class="scroll">{picture(name, loop.inside, each)}</div>'
 
 
@@ -120,20 +120,20 @@ def _all(spans: Iterable[Span]) -> Iterator[Span]:
         yield from _all(span.inside)
 
 
-def _bar(parts: Mapping[str, float], whole: float, shown: Any, limit: float = 0) -> str:  # noqa: ANN401
-    chunks = "".join(
-        f'<i style="--c: {_colour(name)}; width: {100 * part / whole:.2f}%" '
+def _bar(parts: Mapping[str, float], total: float, shown: Any, limit: float = 0) -> str:  # noqa: ANN401
+    segments = "".join(
+        f'<i style="--c: {_colour(name)}; width: {100 * part / total:.2f}%" '
         f'title="{escape(name)}: {shown(part)}"></i>'
         for name, part in parts.items()
         if part
     )
-    mark = f'<u style="left: {100 * limit / whole:.2f}%"></u>' if limit else ""
+    mark = f'<u style="left: {100 * limit / total:.2f}%"></u>' if limit else ""
     key = "".join(
         f'<li><i style="--c: {_colour(name)}"></i>{escape(name)}<b>{shown(part)}</b></li>'
         for name, part in parts.items()
         if part
     )
-    return f'<div class="bar">{chunks}{mark}</div><ul class="key">{key}</ul>'
+    return f'<div class="bar">{segments}{mark}</div><ul class="key">{key}</ul>'
 
 
 def _colour(name: str) -> str:
@@ -141,12 +141,12 @@ def _colour(name: str) -> str:
 
 
 def picture(title: str, spans: Sequence[Span], seconds: float) -> str:
-    """Return a timeline picture: the device in the first row, then the links of each mesh axis.
+    """Return a timeline as SVG: the device in the first row, then the links of each mesh axis.
 
     Args:
-        title: of the picture.
-        spans: of a computation.
-        seconds: that it takes.
+        title: title of the picture.
+        spans: spans of a computation.
+        seconds: duration of the computation.
     """
     lanes = list(dict.fromkeys(["device", *(span.lane for span in spans)]))
     height = _ROW * (len(lanes) + 2)
@@ -162,7 +162,7 @@ def picture(title: str, spans: Sequence[Span], seconds: float) -> str:
 
 
 def _boxes(spans: Sequence[Span], y: float, scale: float) -> Iterator[str]:
-    """One for each span, or for several of a kind that are too thin to be seen alone."""
+    """Yield a box for each span; spans too thin to be seen are merged with their neighbours."""
     drawn = -math.inf
     for span in sorted(spans, key=lambda inner: inner.start):
         start, width = _LEFT + span.start * scale, span.seconds * scale
@@ -170,11 +170,11 @@ def _boxes(spans: Sequence[Span], y: float, scale: float) -> Iterator[str]:
             continue
         drawn = start + width
         kind = _main_kind(span)
-        what = f"{span.name}: {kind}, {1e3 * span.seconds:.3f} ms"
-        what += f", {span.times} iterations" if span.times > 1 else ""
+        label = f"{span.name}: {kind}, {1e3 * span.seconds:.3f} ms"
+        label += f", {span.times} iterations" if span.times > 1 else ""
         yield (
             f'<rect x="{start:.2f}" y="{y}" width="{max(width, _THINNEST):.2f}" height="16" '
-            f'style="--c: {_colour(kind)}"><title>{escape(what)}</title></rect>'
+            f'style="--c: {_colour(kind)}"><title>{escape(label)}</title></rect>'
         )
 
 
@@ -192,9 +192,9 @@ def _main_kind(span: Span) -> str:
 
 def _collectives(plan: Plan) -> Iterator[Sequence[str]]:
     assert plan.timeline is not None
-    for key, item in by_time(plan.timeline):
+    for key, item in collectives_by_wait(plan.timeline):
         where = "in a loop" if key.in_loop else "once"
-        how = "beside work" if key.overlapped else "alone"
+        how = "overlapped" if key.overlapped else "exposed"
         yield (
             key.kind, " x ".join(key.axes), f"{item.count:,.0f}", _gb(item.bytes),
             f"{item.seconds:.4f}", f"{item.waited:.4f}", f"{where}, {how}",
@@ -204,11 +204,11 @@ def _collectives(plan: Plan) -> Iterator[Sequence[str]]:
 def _alternative(named: tuple[str, Mapping[str, Any]]) -> Sequence[str]:
     name, report = named
     memory, step = report.get("memory_per_device"), report.get("step")
-    held = _gb(memory["peak_bytes"]) if memory else "-"
+    peak = _gb(memory["peak_bytes"]) if memory else "-"
     if not step or not report["fits"]:
-        return name, held, "does not run", "", ""
+        return name, peak, "does not run", "", ""
     waiting = step["waited_seconds"] / step["seconds"]
-    return name, held, f"{step['tokens_per_second']:,.0f}", f"{step['mfu']:.1%}", f"{waiting:.0%}"
+    return name, peak, f"{step['tokens_per_second']:,.0f}", f"{step['mfu']:.1%}", f"{waiting:.0%}"
 
 
 def _parameters(plan: Plan) -> Iterator[Sequence[str]]:
@@ -235,8 +235,8 @@ def _parameters(plan: Plan) -> Iterator[Sequence[str]]:
 
 
 def _names(names: Any, sizes: Mapping[str, int]) -> list[str]:  # noqa: ANN401
-    every = (names,) if isinstance(names, str) else names or ()
-    return [name for name in every if sizes[name] > 1]
+    axes = (names,) if isinstance(names, str) else names or ()
+    return [name for name in axes if sizes[name] > 1]
 
 
 def _gb(n: float) -> str:

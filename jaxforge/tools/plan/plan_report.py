@@ -1,4 +1,4 @@
-"""Output of `python -m jaxforge.plan`."""
+"""Execution and output of `python -m jaxforge.plan`."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from jaxforge.parallel.mesh import describe_mesh
 from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
-from jaxforge.tools.plan.plan import Plan, as_json, bubble, by_time, plan
+from jaxforge.tools.plan.plan import Plan, as_json, bubble, collectives_by_wait, plan
 from jaxforge.tools.plan.plan_page import page
 from jaxforge.tools.plan.topology import Topology
 
@@ -31,12 +31,12 @@ _COLLECTIVES_SHOWN = 8
 
 
 def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) -> int:
-    """Plans, compares or searches, and prints what is found; the exit code.
+    """Plan, compare or search, print the result, and return the exit code.
 
     Args:
-        args: of the command line.
-        topology: the machine; `Topology.prepare` has made the environment ready.
-        overrides: settings.
+        args: parsed command line.
+        topology: the target hardware; `Topology.prepare` has set the environment.
+        overrides: settings over the config.
 
     Raises:
         UserError: a configuration cannot be read, or the compiler is not installed.
@@ -56,19 +56,19 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
         for path, planned in zip((args.config, args.compare), plans, strict=False):
             if args.compare:
                 console.rule(path, align="left")
-            show(console, planned, args.price)
+            print_plan(console, planned, args.price)
         if args.compare:
             console.print(
-                alternatives(zip((args.config, args.compare), map(as_json, plans), strict=True))
+                comparison_table(zip((args.config, args.compare), map(as_json, plans), strict=True))
             )
-    _keep(args, plans[0])
+    _write_files(args, plans[0])
     return Exit.COMPLETED.code if all(planned.fits for planned in plans) else Exit.USER_ERROR.code
 
 
 def _planned(
     path: str, overrides: Sequence[str], topology: Topology, *, every_size: bool = False
 ) -> Plan:
-    """The plan of a file; what makes it unreadable is among its errors."""
+    """Return the plan of a config file; errors of reading it are `Plan.errors`."""
     try:
         config = load.load_unresolved(path, list(overrides))
     except UserError as error:
@@ -91,9 +91,8 @@ def _search(
             ]
         )
     else:
-        console.print(
-            alternatives((_name(candidate.candidate), candidate.report) for candidate in candidates)
-        )
+        named = [(_name(candidate.candidate), candidate.report) for candidate in candidates]
+        console.print(comparison_table(named))
         console.print("The best:", *search.settings(candidates[0].candidate), soft_wrap=True)
     if not candidates[0].tokens_per_second:
         return Exit.USER_ERROR.code
@@ -103,7 +102,7 @@ def _search(
         saves = args.save_executable is not None
         best = plan(candidates[0].candidate.config, topology, every_size=saves)
         named = [(_name(candidate.candidate), candidate.report) for candidate in candidates]
-        _keep(args, best, named)
+        _write_files(args, best, named)
     return Exit.COMPLETED.code
 
 
@@ -115,10 +114,10 @@ def _name(candidate: search.Candidate) -> str:
     return "; ".join([*parts, *flags])
 
 
-def _keep(
+def _write_files(
     args: argparse.Namespace, planned: Plan, others: Sequence[tuple[str, dict[str, Any]]] = ()
 ) -> None:
-    """Writes the files that were asked for."""
+    """Write the files that the command line asks for."""
     if args.html:
         _write("--html", args.html, page(planned, others))
     path, step = args.save_executable, planned.step
@@ -136,7 +135,7 @@ def _write(option: str, path: str, text: str) -> None:
 
 @contextlib.contextmanager
 def _reporting(option: str, path: str) -> Iterator[None]:
-    """A file that cannot be written is a mistake of the command line."""
+    """Turn an OSError into a UserError that names the option."""
     try:
         yield
     except OSError as error:
@@ -148,8 +147,8 @@ def _print_json(value: object) -> None:
     print()
 
 
-def alternatives(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
-    """A row for each plan, from what it says to machines."""
+def comparison_table(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
+    """Return a table of plans, one row per name and `--json` report."""
     table = Table(title="estimates", title_justify="left")
     table.add_column("plan")
     for name in ("memory", "of the device", "tokens/s", "MFU", "waiting", "compiled in"):
@@ -159,7 +158,7 @@ def alternatives(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
         cells = ["-"] * 6
         if memory:
             share = memory["peak_bytes"] / memory["capacity_bytes"]
-            cells[:2] = gb(memory["peak_bytes"]), f"{share:.0%}"
+            cells[:2] = format_gb(memory["peak_bytes"]), f"{share:.0%}"
             cells[5] = f"{report['compile_seconds']:.0f} s"
         if step:
             waiting = step["waited_seconds"] / step["seconds"]
@@ -168,8 +167,8 @@ def alternatives(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
     return table
 
 
-def show(console: Console, planned: Plan, price: float | None) -> None:
-    """Prints a plan for a reader."""
+def print_plan(console: Console, planned: Plan, price: float | None) -> None:
+    """Print a plan as tables and a verdict."""
     for error in planned.errors:
         console.print(f"[red]error[/]: {escape(error)}", highlight=False, soft_wrap=True)
     for warning in planned.warnings:
@@ -188,25 +187,22 @@ def show(console: Console, planned: Plan, price: float | None) -> None:
 
 
 def verdict(planned: Plan) -> str:
-    """One sentence."""
+    """Return in one sentence whether the run fits."""
     if planned.step is None:
         return f"{planned.topology}: a run would be refused"
     memory = planned.step.memory
-    share = f"{gb(memory.peak)} of {gb(memory.capacity)} a device"
+    share = f"{format_gb(memory.peak)} of {format_gb(memory.capacity)} per device"
     if planned.fits:
         return f"{planned.topology}: it fits, {share} ({memory.peak / memory.capacity:.0%})"
     return f"{planned.topology}: it does not fit, {share}. What helps:"
 
 
-def gb(n: float) -> str:
-    """Bytes, in units of 10^9."""
+def format_gb(n: float) -> str:
+    """Format bytes in units of 10^9."""
     return f"{n / 1e9:,.1f} GB"
 
 
-Rows = list[tuple[str, str, str]]
-
-
-def _parts(planned: Plan, price: float | None) -> Iterator[tuple[str, Rows]]:
+def _parts(planned: Plan, price: float | None) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     if planned.step is not None:
         mesh = describe_mesh(planned.step.mesh.shape)
         yield f"Memory of a device ({planned.topology}, {mesh})", list(_memory(planned))
@@ -220,26 +216,26 @@ def _memory(planned: Plan) -> Iterator[tuple[str, str, str]]:
     assert planned.step is not None
     memory = planned.step.memory
     for name in ("parameters", "optimizer", "gradients", "activations", "other"):
-        yield name, gb(getattr(memory, name)), ""
-    yield "at the peak", gb(memory.peak), f"of {gb(memory.capacity)}"
+        yield name, format_gb(getattr(memory, name)), ""
+    yield "at the peak", format_gb(memory.peak), f"of {format_gb(memory.capacity)}"
     sync = planned.step.grad_sync
     yield "gradients", f"per {sync.mode}", sync.why
-    if part := bubble(planned):
-        yield "pipeline", f"{part:.1%}", "empty"
+    if idle := bubble(planned):
+        yield "pipeline", f"{idle:.1%}", "idle"
     yield "compiled in", f"{planned.step.seconds:.1f} s", ""
 
 
 def _collectives(planned: Plan) -> Iterator[tuple[str, str, str]]:
     assert planned.timeline is not None
-    every = by_time(planned.timeline)
-    for key, item in every[:_COLLECTIVES_SHOWN]:
+    collectives = collectives_by_wait(planned.timeline)
+    for key, item in collectives[:_COLLECTIVES_SHOWN]:
         where = "in a loop" if key.in_loop else "once"
-        how = "beside work" if key.overlapped else "waited for"
+        how = "overlapped" if key.overlapped else "exposed"
         times = f"{item.count:,.0f} x {key.kind} over {' x '.join(key.axes) or 'nothing'}"
         waits = f", {1e3 * item.waited:.1f} ms of waiting" if item.waited else ""
-        yield times, gb(item.bytes), f"{where}, {how}{waits}"
-    if len(every) > _COLLECTIVES_SHOWN:
-        yield f"and {len(every) - _COLLECTIVES_SHOWN} kinds more", "", ""
+        yield times, format_gb(item.bytes), f"{where}, {how}{waits}"
+    if len(collectives) > _COLLECTIVES_SHOWN:
+        yield f"and {len(collectives) - _COLLECTIVES_SHOWN} more kinds", "", ""
 
 
 def _step(planned: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
@@ -250,11 +246,11 @@ def _step(planned: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
         yield f"  {kind}", f"{seconds:.3f}", f"{seconds / estimate.seconds:.0%}"
     waited = estimate.waited_seconds
     yield "  waiting for collectives", f"{waited:.3f}", f"{waited / estimate.seconds:.0%}"
-    yield "tokens/s a device", f"{estimate.tokens_per_second_per_device:,.0f}", ""
+    yield "tokens/s per device", f"{estimate.tokens_per_second_per_device:,.0f}", ""
     yield "tokens/s", human(estimate.tokens_per_second), ""
     peak = CHIPS[planned.topology.chip].peak_flops / 1e12
     yield "MFU", f"{estimate.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {estimate.mfu_causal:.1%} causal"
     hours = f"{estimate.device_hours:,.0f} device hours"
     yield "hours to max_steps", f"{estimate.hours_to_max_steps:,.1f}", hours
     if price is not None:
-        yield "cost", f"{estimate.device_hours * price:,.0f}", f"at {price:g} a device and hour"
+        yield "cost", f"{estimate.device_hours * price:,.0f}", f"at {price:g} per device hour"

@@ -1,8 +1,8 @@
-"""The best mesh, batch split and rematerialisation for a model on a machine.
+"""Search for the best mesh, batch split and rematerialisation of a model on a machine.
 
-The update stays the same: as many sequences, of the same length. Candidates are ranked by
-`cost.update_seconds`, those that cannot fit are left out by `step.memory`, and the best are
-compiled, each in a process of its own: a compiler that aborts ends its own candidate.
+The update stays the same: the same number of sequences, of the same length. Candidates are ranked
+by `cost.update_seconds`. Candidates that cannot fit by `step.memory` are dropped. The best are
+compiled, each in a process of its own, so that a crash of the compiler ends one candidate only.
 """
 
 import functools
@@ -33,18 +33,18 @@ from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.executable import installed_version
-from jaxforge.step.fitting import SLACK
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import safe_files
 from jaxforge.tools.plan import cost
 from jaxforge.tools.plan.compiled import devices_of
+from jaxforge.tools.plan.memory_fit import SLACK
 from jaxforge.tools.plan.topology import Topology
 
 REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
 _MOST_ROWS = 16
 _MOST_TP = 8
 _MOST_STAGES = 8
-_LEAST_TOKENS = 8192  # of a sequence, that a device of `cp` has
+_LEAST_TOKENS = 8192  # of a sequence on each device of `cp`
 _FLAGS = {
     "gpu": (
         {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL"},
@@ -58,17 +58,17 @@ _FLAGS = {
         },
     ),
 }
-"""What is tried with the best mesh, over the flags of the table (docs/xla_flags.md)."""
+"""Compiler flags to try with the best mesh, over the default flags (docs/xla_flags.md)."""
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
 class Candidate(NamedTuple):
-    """A way to run the same update.
+    """A configuration that runs the same update.
 
     Attributes:
-        config: the whole of it.
+        config: the complete config.
         mesh: size of each axis.
-        seconds: of an update, by sizes alone.
+        seconds: estimated seconds of an update, from sizes alone.
     """
 
     config: JobConfig
@@ -77,11 +77,11 @@ class Candidate(NamedTuple):
 
 
 class CompiledCandidate(NamedTuple):
-    """A candidate and what compiling it gave.
+    """A candidate and its plan.
 
     Attributes:
-        candidate: as proposed.
-        report: of the plan, as `--json` writes it.
+        candidate: the candidate.
+        report: its plan, as `--json` writes it.
     """
 
     candidate: Candidate
@@ -89,7 +89,7 @@ class CompiledCandidate(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all devices; 0 if it does not run."""
+        """Tokens per second of all devices; 0 if the candidate does not run."""
         fits = self.report.get("fits") and "step" in self.report
         return self.report["step"]["tokens_per_second"] if fits else 0.0
 
@@ -97,29 +97,32 @@ class CompiledCandidate(NamedTuple):
 def search(
     config: JobConfig, topology: Topology, *, most: int, jobs: int, console: Console
 ) -> list[CompiledCandidate]:
-    """Compiles the most promising candidates, and what is given; the best comes first.
+    """Compile the given config and the most promising candidates, and sort them by speed.
 
-    The best of them is then compiled with other flags.
+    The best candidate is compiled with other compiler flags as well.
 
     Args:
-        config: whose update it is.
-        topology: the machine.
-        most: candidates to compile.
-        jobs: compilers at a time.
-        console: for the progress.
+        config: config of the update.
+        topology: the target hardware.
+        most: number of candidates to compile.
+        jobs: number of concurrent compilers.
+        console: console for the progress bar.
+
+    Returns:
+        All compiled candidates, the fastest first.
 
     Raises:
-        UserError: nothing is known of the machine's speed, or no candidate is valid.
+        UserError: the machine's speed is unknown, or no candidate is valid.
     """
     if topology.chip not in CHIPS:
         raise UserError(
-            f"--search: too little is known of {topology.chip}; there are {', '.join(CHIPS)}"
+            f"--search: the speed of {topology.chip} is unknown. Choose one of {', '.join(CHIPS)}"
         )
-    proposed = itertools.islice(that_fit(config, topology), most)
-    chosen = [*as_given(config, topology), *proposed]
+    proposed = itertools.islice(fitting_candidates(config, topology), most)
+    chosen = [*given_candidate(config, topology), *proposed]
     if not chosen:
         raise UserError(
-            f"--search: no mesh of {topology} holds this update: fewer sequences, or more devices"
+            f"--search: no mesh of {topology} fits this update. Use fewer sequences or more devices"
         )
     with (
         Progress(
@@ -133,14 +136,14 @@ def search(
         task = progress.add_task("compiling", total=len(chosen))
 
         def compile_candidate(candidate: Candidate) -> CompiledCandidate:
-            ranked = CompiledCandidate(candidate, compiled(candidate.config, topology))
+            result = CompiledCandidate(candidate, compiled_report(candidate.config, topology))
             progress.advance(task)
-            return ranked
+            return result
 
         ranked = _best_first(pool.map(compile_candidate, chosen))
         if not ranked[0].tokens_per_second:
             return ranked
-        variants = list(with_other_flags(ranked[0].candidate, CHIPS[topology.chip].platform))
+        variants = list(flag_variants(ranked[0].candidate, CHIPS[topology.chip].platform))
         progress.update(task, total=len(chosen) + len(variants))
         return _best_first([*ranked, *pool.map(compile_candidate, variants)])
 
@@ -149,23 +152,23 @@ def _best_first(compiled_candidates: Iterable[CompiledCandidate]) -> list[Compil
     return sorted(compiled_candidates, key=lambda candidate: -candidate.tokens_per_second)
 
 
-def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]:
+def flag_variants(candidate: Candidate, platform: str) -> Iterator[Candidate]:
     """Yield the candidate with other compiler flags, except those that the user has set."""
     given = candidate.config.train.xla_flags
     for flags in _FLAGS[platform]:
         if not given.keys() & flags.keys():
             both = Table({**given, **flags})
-            yield candidate._replace(config=changed(candidate.config, {"xla_flags": both}, {}))
+            yield candidate._replace(config=replaced(candidate.config, {"xla_flags": both}, {}))
 
 
-def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
-    """The config itself, if it is valid: what is found is then never worse."""
+def given_candidate(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+    """Yield the config itself if it is valid, so that the result is never worse."""
     if not rules.allows(config, topology.n_devices):
         return
     mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
     model, dp = build_model(config, chip.platform), axes.data_parallel(mesh)
-    rows = config.train.microbatch_size(dp) // dp  # which batch_size need not say
-    given = changed(config, {"batch_size": rows}, {})
+    rows = config.train.microbatch_size(dp) // dp  # batch_size is ignored with global_batch_size
+    given = replaced(config, {"batch_size": rows}, {})
     try:
         placed = make_mesh(given, devices_of(topology))
     except UserError:
@@ -173,8 +176,8 @@ def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     yield Candidate(given, mesh, cost.update_seconds(given, model, placed, chip))
 
 
-def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
-    """The valid candidates that may fit, the fastest by their sizes first."""
+def fitting_candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+    """Yield the valid candidates that may fit, the fastest by `cost.update_seconds` first."""
     chip = CHIPS[topology.chip]
 
     @functools.cache
@@ -187,7 +190,7 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
 
     @functools.cache
     def state_of(mesh: Mesh) -> int | None:
-        """Bytes of a device; None if a parameter does not divide."""
+        """Return the bytes of the state on a device; None if a parameter does not divide."""
         model = model_of("full", mesh.shape["pp"])
         try:
             return bytes_per_device(Program(config, mesh, model=model).abstract_state())
@@ -205,27 +208,27 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
 
 
 def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidate, Mesh]]:
-    """All valid ways to run the update and where each would run, in no order."""
+    """Yield all valid candidates with their meshes, in no particular order."""
     chip, devices = CHIPS[topology.chip], devices_of(topology)
     model = build_model(config, chip.platform)
     for mesh in meshes(config, topology.n_devices):
         try:
-            placed = make_mesh(changed(config, {}, mesh), devices)
-        except UserError:  # an axis goes across the torus
+            placed = make_mesh(replaced(config, {}, mesh), devices)
+        except UserError:  # an axis does not map to the torus
             continue
         for split in splits(config, topology, mesh):
             yield Candidate(split, mesh, cost.update_seconds(split, model, placed, chip)), placed
 
 
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
-    """All valid ways to run the update on a mesh."""
+    """Yield the config with every valid batch split, rematerialisation and gradient reduction."""
     rows, dp = sequences(config, topology.n_devices), axes.data_parallel(mesh)
     syncs = ("update", "microbatch") if axes.token_parallel(mesh) > 1 else ("update",)
     for each, save, sync in itertools.product(_powers(_MOST_ROWS), REMAT, syncs):
         if rows % (dp * each):
             continue
         split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}
-        variant = changed(
+        variant = replaced(
             config, {**split, "activation_checkpointing": save, "grad_sync": sync}, mesh
         )
         if rules.allows(variant, topology.n_devices):
@@ -233,10 +236,10 @@ def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> It
 
 
 def sequences(config: JobConfig, n_devices: int) -> int:
-    """Return the sequences of an update.
+    """Return the number of sequences of an update.
 
     Raises:
-        UserError: they follow from a mesh that does not fit the machine.
+        UserError: the number depends on a mesh that does not fit the machine.
     """
     if config.train.global_batch_size:
         return config.train.global_batch_size
@@ -245,7 +248,10 @@ def sequences(config: JobConfig, n_devices: int) -> int:
 
 
 def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of the axes; sequences are not cut into short parts, unless they are already."""
+    """Yield meshes of this size.
+
+    `cp` splits no sequence into parts shorter than `_LEAST_TOKENS`, unless the config does.
+    """
     experts = _powers(config.model.num_experts) if config.model.is_moe else [1]
     context = {*_powers(config.train.seq_len // _LEAST_TOKENS), config.distributed.cp}
     stages, tensor = _powers(_MOST_STAGES), _powers(_MOST_TP)
@@ -258,8 +264,8 @@ def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
             yield {**sizes, "ep": ep, "tp": tp}
 
 
-def changed(config: JobConfig, train: Mapping[str, Any], mesh: Mapping[str, int]) -> JobConfig:
-    """The config with other values in `[train]` and the axes of `[distributed]`."""
+def replaced(config: JobConfig, train: Mapping[str, Any], mesh: Mapping[str, int]) -> JobConfig:
+    """Return the config with other values in `[train]` and in the axes of `[distributed]`."""
     return config.model_copy(
         update={
             "train": config.train.model_copy(update=train),
@@ -272,7 +278,7 @@ def _powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 
-def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
+def compiled_report(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """Return the `--json` plan of a config, cached because compilation takes minutes."""
     text = config.to_toml()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -288,7 +294,7 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
         )
     if done.returncode not in (0, 2) or not done.stdout:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"fits": False, "errors": [f"the compiler ended with {done.returncode}: {last}"]}
+        return {"fits": False, "errors": [f"the compiler failed ({done.returncode}): {last}"]}
     report = json.loads(done.stdout)
     cached.parent.mkdir(parents=True, exist_ok=True)
     safe_files.replace_text(cached, done.stdout)
@@ -296,7 +302,7 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
 
 
 def _key(text: str, topology: Topology) -> str:
-    """Return the cache key of a config, a machine, the compilers and the code that uses them."""
+    """Return a cache key of the config, the topology, the compilers and jaxforge's own code."""
     parts = [text, str(topology), *map(installed_version, _PACKAGES)]
     root = Path(jaxforge.__file__).parent
     parts += [path.read_text() for path in sorted(root.rglob("*.py"))]

@@ -1,9 +1,15 @@
 """Timeline of a step: operations in sequence, collectives in parallel with them.
 
-A device computes in the order that the compiler has scheduled. A collective in two halves runs
-next to what stands between them, after those over the same axes that began earlier; where its
-second half comes too early, the device waits. A loop takes as long as its body as many times, and
-what its iterations begin they are taken to end.
+A device computes in the order that the compiler has scheduled. An asynchronous collective overlaps
+with the operations between its two halves. It starts after earlier collectives over the same axes.
+The device waits if the second half is reached before the collective ends:
+
+    device     | op 1 | op 2 | wait | op 3 |
+    dp_shard          | all-gather  |
+                      ^ -start      ^ -done
+
+A loop takes its body's time in each iteration. Every iteration is assumed to end the collectives
+that it starts.
 """
 
 import re
@@ -20,18 +26,18 @@ class Rates(Protocol):
     """Durations of operations on a device."""
 
     def seconds(self, operation: Operation, within: Computation) -> tuple[str, float]:
-        """Its kind, and seconds by itself."""
+        """Return the kind of an operation and its seconds without overlap."""
 
 
 class Links(Protocol):
     """Durations of collectives."""
 
     def collective(self, operation: Operation, within: Computation) -> Collective:
-        """Return the isolated duration of a collective, or of its first half."""
+        """Return the cost of a collective, or of the first half of one."""
 
 
-class Key(NamedTuple):
-    """Collectives that are told of together."""
+class CollectiveKey(NamedTuple):
+    """Group of collectives that are reported together."""
 
     kind: str
     axes: tuple[str, ...]
@@ -41,13 +47,13 @@ class Key(NamedTuple):
 
 @dataclass
 class Traffic:
-    """Sum of all collectives of a step with one key, on one device.
+    """Sums over all collectives of a step with one key, on one device.
 
     Attributes:
-        count: executions.
-        bytes: sent.
-        seconds: that they take by themselves.
-        waited: seconds that the device does nothing else.
+        count: number of executions.
+        bytes: bytes sent.
+        seconds: duration without overlap.
+        waited: seconds in which the device is idle.
     """
 
     count: float = 0
@@ -57,16 +63,16 @@ class Traffic:
 
 
 class Span(NamedTuple):
-    """A piece of the picture of a step; of a loop, of its first iteration.
+    """Box in the picture of a computation.
 
     Attributes:
-        name: of the operation.
-        kind: of the work, or of the collective.
+        name: name of the operation.
+        kind: kind of work or of collective.
         lane: "device", or the axes of a collective.
-        start: seconds since the beginning of the computation that it stands in.
-        seconds: that it takes; of a loop, all iterations.
+        start: seconds since the start of the enclosing computation.
+        seconds: duration; for a loop, of all iterations.
         times: iterations of a loop.
-        inside: of a loop's body.
+        inside: spans of the first iteration of a loop.
     """
 
     name: str
@@ -83,15 +89,15 @@ class Timeline:
     """Timeline of a computation.
 
     Attributes:
-        seconds: from its beginning to its end.
+        seconds: total duration.
         busy: seconds of the device by kind of work.
-        traffic: of its collectives.
-        spans: in the order in which they begin.
+        traffic: sums of its collectives.
+        spans: boxes of its picture, in order of their start.
     """
 
     seconds: float = 0
     busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    traffic: dict[Key, Traffic] = field(default_factory=dict)
+    traffic: dict[CollectiveKey, Traffic] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
     @property
@@ -100,26 +106,26 @@ class Timeline:
         return sum(traffic.waited for traffic in self.traffic.values())
 
     def add(self, other: "Timeline", times: int = 1) -> None:
-        """Add the sums of a repeated timeline; time and picture do not change."""
+        """Add the sums of a repeated timeline, but not its duration and its spans."""
         for kind, seconds in other.busy.items():
             self.busy[kind] += seconds * times
-        for key, theirs in other.traffic.items():
-            mine = self.traffic.setdefault(key, Traffic())
-            mine.count += theirs.count * times
-            mine.bytes += theirs.bytes * times
-            mine.seconds += theirs.seconds * times
-            mine.waited += theirs.waited * times
+        for key, added in other.traffic.items():
+            traffic = self.traffic.setdefault(key, Traffic())
+            traffic.count += added.count * times
+            traffic.bytes += added.bytes * times
+            traffic.seconds += added.seconds * times
+            traffic.waited += added.waited * times
 
 
 class Simulation:
-    """Runs a program in time.
+    """Simulated execution of a program.
 
     Args:
-        program: optimized and scheduled.
-        rates: of the device.
-        network: between devices.
-        longest: whether of the branches of a condition the longest is taken, as in stages of a
-            pipeline that all have work, or the shortest, as an even load of experts does.
+        program: an optimized and scheduled program.
+        rates: rates of the device.
+        network: links between devices.
+        longest: take the longest branch of a conditional, as pipeline stages with work do. By
+            default the shortest is taken, as with an even load of experts.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class Simulation:
         self._longest = longest
 
     def run(self) -> Timeline:
-        """The whole program, once."""
+        """Return the timeline of the whole program."""
         return self._run(self._program.entry, in_loop=False)
 
     def _run(self, name: str, *, in_loop: bool) -> Timeline:
@@ -145,7 +151,7 @@ class Simulation:
                 clock.begin(operation, *begun)
             elif operation.collective:
                 collective = self._network.collective(operation, within)
-                if collective.axes:  # else every device is alone
+                if collective.axes:  # otherwise each group has one device
                     clock.exchange(operation, collective)
             else:
                 clock.run(operation, *self._rates.seconds(operation, within))
@@ -168,7 +174,11 @@ class Simulation:
         return None
 
     def _begun_by(self, operation: Operation, within: Computation) -> tuple[str, Collective] | None:
-        """A collective that begins here and ends elsewhere, by what its end will name."""
+        """Return an asynchronous collective that starts here, and the key of its second half.
+
+        Three forms start one: `all-gather-start`, `async-start`, and on TPU a fusion with a custom
+        call AsyncCollectiveStart, whose second half has the same channel.
+        """
         if operation.collective and operation.kind.endswith("-start"):
             return operation.name, self._network.collective(operation, within)
         if operation.kind in ("async-start", "fusion"):
@@ -193,29 +203,33 @@ class Simulation:
 
 
 class _Clock:
-    """Time while a computation runs, and what it is spent on."""
+    """Clock of a running computation.
+
+    `_free` has the time at which the links of some axes are free, `_running` the end of each
+    collective that has started.
+    """
 
     def __init__(self, in_loop: bool) -> None:
         self._in_loop = in_loop
         self._line = Timeline()
         self._free: dict[tuple[str, ...], float] = {}
-        self._running: dict[str, tuple[float, Key]] = {}
+        self._running: dict[str, tuple[float, CollectiveKey]] = {}
 
     def stop(self) -> Timeline:
-        """Waits for what still runs."""
+        """End all running collectives and return the timeline."""
         for name in list(self._running):
             self.end(name)
         return self._line
 
     def run(self, operation: Operation, kind: str, seconds: float) -> None:
-        """The device computes."""
+        """Append an operation of the device."""
         if seconds:
-            self._picture(operation.name, kind, "device", seconds)
+            self._draw(operation.name, kind, "device", seconds)
             self._line.busy[kind] += seconds
             self._line.seconds += seconds
 
     def nest(self, operation: Operation, inner: Timeline, times: int) -> None:
-        """Append a loop of this many iterations, or a call."""
+        """Append a loop with this number of iterations, or a call."""
         line, seconds = self._line, inner.seconds * times
         if seconds:
             span = Span(operation.name, operation.kind, "device", line.seconds, seconds)
@@ -225,16 +239,19 @@ class _Clock:
 
     def exchange(self, operation: Operation, collective: Collective) -> None:
         """Append a collective that overlaps with nothing."""
-        self._picture(operation.name, collective.kind, _lane(collective), collective.seconds)
+        self._draw(operation.name, collective.kind, _lane(collective), collective.seconds)
         self._count(collective, overlapped=False).waited += collective.seconds
         self._line.seconds += collective.seconds
 
     def begin(self, operation: Operation, name: str, collective: Collective) -> None:
-        """A collective that `end` will wait for by that name."""
+        """Start an asynchronous collective, which `end` waits for by this name."""
         start = max(self._line.seconds, self._free.get(collective.axes, 0.0))
         self._free[collective.axes] = end = start + collective.seconds
         self._count(collective, overlapped=True)
-        self._running[name] = end, Key(collective.kind, collective.axes, self._in_loop, True)
+        self._running[name] = (
+            end,
+            CollectiveKey(collective.kind, collective.axes, self._in_loop, True),
+        )
         self._line.spans.append(
             Span(operation.name, collective.kind, _lane(collective), start, collective.seconds)
         )
@@ -245,7 +262,7 @@ class _Clock:
             self._running[new] = self._running.pop(old)
 
     def end(self, name: str) -> None:
-        """Waits for what was begun by that name; an earlier iteration's has ended."""
+        """Wait for the collective of this name; without effect if it is not running."""
         if name in self._running:
             end, key = self._running.pop(name)
             waited = max(0.0, end - self._line.seconds)
@@ -253,14 +270,14 @@ class _Clock:
             self._line.seconds += waited
 
     def _count(self, collective: Collective, *, overlapped: bool) -> Traffic:
-        key = Key(collective.kind, collective.axes, self._in_loop, overlapped)
+        key = CollectiveKey(collective.kind, collective.axes, self._in_loop, overlapped)
         traffic = self._line.traffic.setdefault(key, Traffic())
         traffic.count += 1
         traffic.bytes += collective.sent
         traffic.seconds += collective.seconds
         return traffic
 
-    def _picture(self, name: str, kind: str, lane: str, seconds: float) -> None:
+    def _draw(self, name: str, kind: str, lane: str, seconds: float) -> None:
         self._line.spans.append(Span(name, kind, lane, self._line.seconds, seconds))
 
 

@@ -1,1 +1,1 @@
-"""A step of a run made again from its nearest checkpoint, and what happened in it."""
+"""Replay of a run's steps from the nearest checkpoint, and an account of what happened."""

@@ -1,4 +1,4 @@
-"""Account of a step: repeated, and compared with the log and with neighbouring steps."""
+"""Account of a step: a replay, compared with the log and with neighbouring steps."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jaxforge.storage.untrusted_json import Field, is_number, is_step, read_line
 from jaxforge.tools.replay.documents import (
     Document,
     find_documents,
-    oddness,
+    outlier_scores,
     token_loss_function,
     token_spread,
 )
@@ -29,9 +29,9 @@ from jaxforge.tools.replay.layers import (
     LayerNorms,
     activation_norms,
     layer_norms,
-    stands_out,
+    rank_deviations,
 )
-from jaxforge.tools.replay.past import Past, Walk, open_past
+from jaxforge.tools.replay.past import PastRun, Walk, open_past
 
 _SHOWN = 160  # characters of a text
 
@@ -44,19 +44,19 @@ LOGGED = {
         lambda norm: norm is None or is_number(norm), "a number", required=False
     ),
 }
-"""What of a line of metrics.jsonl a step that is made again is compared with."""
+"""Fields of metrics.jsonl that a replayed step is compared with."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RepeatedStep:
-    """A step made again.
+    """A replayed step.
 
     Attributes:
-        step: from 1.
-        loss: of the update.
-        grad_norm: before clipping.
-        applied: whether the guard let it through.
-        logged: loss and gradient norm as the run logged them; None where it logged none.
+        step: number of the step, from 1.
+        loss: loss of the update.
+        grad_norm: gradient norm before clipping.
+        applied: True if the guard accepted the update.
+        logged: loss and gradient norm that the run logged; None if it logged none.
     """
 
     step: int
@@ -67,14 +67,14 @@ class RepeatedStep:
 
     @property
     def difference(self) -> float | None:
-        """The larger of the relative differences from what was logged; 0: the same bits."""
+        """Larger relative difference from the logged values; 0 if bit-identical, None if none."""
         if self.logged is None:
             return None
         return max(map(_relative, (self.loss, self.grad_norm), self.logged))
 
     @property
     def comparison(self) -> str:
-        """The step compared with its line in the log, in words."""
+        """Comparison with the log in words."""
         if self.difference is None:
             return "not logged"
         return f"{self.difference:.1e} apart" if self.difference else "the same"
@@ -86,14 +86,14 @@ class RepeatedStep:
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A document of the step, and what it does to it.
+    """A document of the step, and its influence.
 
     Attributes:
-        document: where it is, and its loss.
-        name: the sequence of the data that it is in.
-        text: how it begins; empty without a tokenizer.
-        worst_text: the range of it whose loss is largest.
-        influence: on the gradient; None where that was not looked at.
+        document: position and loss of the document.
+        name: name of its sequence in the dataset.
+        text: beginning of the document; empty without a tokenizer.
+        worst_text: text of the range with the largest loss.
+        influence: influence on the gradient; None if it was not measured.
     """
 
     document: Document
@@ -105,14 +105,14 @@ class Suspect:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Account of what happened in a step.
+    """Account of a step.
 
     Attributes:
-        made: the step.
-        suspects: its documents, what stands out most first (`documents.oddness`).
-        without_first: loss and gradient norm of the step without the first of them.
-        norms: layer by layer, by step: of this one and its neighbours.
-        odd: (part, norm, ratio to the median of the neighbours), what differs most first.
+        step: the replayed step.
+        suspects: its documents, by decreasing `documents.outlier_scores`.
+        without_first: loss and gradient norm of the step without the first suspect.
+        norms: norms by layer, for this step and its neighbours, by step.
+        odd: (part, norm, ratio to the median of the neighbours), the largest deviations first.
     """
 
     step: RepeatedStep
@@ -125,7 +125,7 @@ class Account:
 def replayed(
     run: Path, first: int, last: int, overrides: Sequence[str] = ()
 ) -> Iterator[RepeatedStep]:
-    """Steps of a run made again, one by one, each with the config that it had."""
+    """Replay steps of a run, each with its own config, and yield them one by one."""
     logged = logged_steps(run)
     for begin, end in run_directory.steps_by_start(run, first, last):
         with open_past(run, end, overrides) as past:
@@ -134,96 +134,95 @@ def replayed(
                 yield _repeated_step(walk.advance(), logged)
 
 
-def account(past: Past, step: int, *, around: int, rows: int) -> Account:
-    """Makes a step again and looks at it from all sides.
+def account(past: PastRun, step: int, *, around: int, rows: int) -> Account:
+    """Replay a step and analyse its documents and layers.
 
     Args:
         past: the run.
-        step: from 1.
-        around: how many steps before and after it to compare with, as far as they had its config:
-            layers with both, the losses of documents with those before.
-        rows: how many rows of the batch to take apart into documents.
+        step: number of the step, from 1.
+        around: number of steps before and after to compare with, as far as they have the same
+            config. Layers are compared with both, losses of documents with steps before.
+        rows: number of rows of the batch whose documents are measured separately.
     """
     reader, before = _Reader(past), list[Document]()
-    logged, looking = logged_steps(past.run), past.step_function(("grads", *NORMS))
+    logged, collecting = logged_steps(past.run), past.step_function(("grads", *NORMS))
     activations = jax.jit(lambda params, batch: activation_norms(past.model, params, batch))
     walk, norms = past.walk(max(past.start + 1, step - around)), {}
     last = min(step + around, past.config.train.max_steps)
-    created, suspects, without_first = None, [], None
+    replayed_step, suspects, without_first = None, [], None
     while walk.progress.step < last:
-        at = walk.progress.step + 1
-        metrics = walk.look(looking)
-        seen = activations(walk.state.variables, walk.batch)
-        norms[at] = layer_norms(metrics, seen)
-        if at == step:
+        number = walk.progress.step + 1
+        metrics = walk.measure(collecting)
+        norms[number] = layer_norms(metrics, activations(walk.state.variables, walk.batch))
+        if number == step:
             influences = Influences(past, walk, metrics["grads"])
             suspects = reader.suspects(walk, influences, before, rows)
             without_first = influences.without([suspects[0].document]) if suspects else None
-        elif at < step:
+        elif number < step:
             before += reader.documents(walk)[0]
-        del metrics
-        again = _repeated_step(walk.advance(), logged)
-        created = again if at == step else created
-    assert created is not None
+        del metrics  # gradients are as large as parameters
+        result = _repeated_step(walk.advance(), logged)
+        replayed_step = result if number == step else replayed_step
+    assert replayed_step is not None
     others = [norm for number, norm in norms.items() if number != step]
-    odd = stands_out(norms[step], others) if others else []
-    return Account(created, suspects, without_first, norms, odd)
+    odd = rank_deviations(norms[step], others) if others else []
+    return Account(replayed_step, suspects, without_first, norms, odd)
 
 
-def in_order(
+def rank_documents(
     documents: Sequence[Document],
     losses: Float[np.ndarray, "m b s"],
-    of_rows: Sequence[Influence],
+    row_influences: Sequence[Influence],
     influence_of: Callable[[Document], Influence],
     *,
     before: Sequence[Document] = (),
     rows: int,
 ) -> list[tuple[Document, Influence | None]]:
-    """The documents of a batch, what stands out most first (`documents.oddness`).
+    """Return the documents of a batch by decreasing `documents.outlier_scores`.
+
+    Measuring every document would take too long. Whole rows are measured first. Then the documents
+    of the `rows` rows with the highest scores are measured, by the score of the row or of a
+    document's loss.
 
     Args:
-        documents: all of them.
-        losses: of the tokens.
-        of_rows: the influence of each row.
-        influence_of: that of a document; asked for those of some rows alone, as it takes long.
+        documents: all documents of the batch.
+        losses: losses of the tokens.
+        row_influences: influence of each row.
+        influence_of: measures the influence of a document.
         before: documents of other batches, to compare losses with.
-        rows: how many those are: the ones that stand out most, whole or by a document.
+        rows: number of rows whose documents are measured.
     """
     known = [(document.loss, document.tokens) for document in before]
-    odd_of = functools.partial(oddness, spread=token_spread(documents, losses))
+    scores_of = functools.partial(outlier_scores, spread=token_spread(documents, losses))
     tokens, means = (
         [document.tokens for document in documents],
         [document.loss for document in documents],
     )
-    where, n = [document.row for document in documents], len(of_rows)
-    nats = np.bincount(where, np.multiply(means, tokens), n)
-    counts = np.bincount(where, tokens, n)
-    of_row = (nats / np.maximum(counts, 1)).tolist(), counts.astype(int).tolist()
-    odd_rows = odd_of(*of_row, [document.norm for document in of_rows])
-    by_loss = odd_of(means, tokens, [math.nan] * len(documents), before=known)
-    np.maximum.at(odd_rows, where, by_loss)
-    most = set(np.argsort(-odd_rows)[:rows].tolist())
-    whole = 0, losses.shape[-1]
+    row_of, n = [document.row for document in documents], len(row_influences)
+    nats = np.bincount(row_of, np.multiply(means, tokens), n)
+    counts = np.bincount(row_of, tokens, n)
+    row_losses = (nats / np.maximum(counts, 1)).tolist(), counts.astype(int).tolist()
+    row_scores = scores_of(*row_losses, [influence.norm for influence in row_influences])
+    by_loss = scores_of(means, tokens, [math.nan] * len(documents), before=known)
+    np.maximum.at(row_scores, row_of, by_loss)
+    selected = set(np.argsort(-row_scores)[:rows].tolist())
+    full_row = 0, losses.shape[-1]
 
-    def influence(document: Document) -> Influence | None:
-        if (document.start, document.end) == whole:
-            return of_rows[document.row]
-        return influence_of(document) if document.row in most else None
+    def measured(document: Document) -> Influence | None:
+        if (document.start, document.end) == full_row:
+            return row_influences[document.row]
+        return influence_of(document) if document.row in selected else None
 
-    result = [influence(document) for document in documents]
-    odd = odd_of(
-        means,
-        tokens,
-        [document.norm if document else math.nan for document in result],
-        before=known,
-    )
-    return [(documents[i], result[i]) for i in np.argsort(-odd, kind="stable")]
+    influences = [measured(document) for document in documents]
+    norms = [influence.norm if influence else math.nan for influence in influences]
+    scores = scores_of(means, tokens, norms, before=known)
+    return [(documents[i], influences[i]) for i in np.argsort(-scores, kind="stable")]
 
 
 class _Reader:
-    """Takes batches apart into documents with their losses."""
+    """Reader of a batch's documents and their losses."""
 
-    def __init__(self, past: Past) -> None:
+    def __init__(self, past: PastRun) -> None:
         self._tokenizer = run_directory.find_tokenizer(past.run)
         self._losses = token_loss_function(past.model, past.mesh)
 
@@ -237,7 +236,7 @@ class _Reader:
     def suspects(
         self, walk: Walk, influences: Influences, before: Sequence[Document], rows: int
     ) -> list[Suspect]:
-        """All documents; those of the rows that matter most are taken apart."""
+        """Return all documents in the order of `rank_documents`."""
         documents, losses = self.documents(walk)
         batch = jax.device_get(walk.batch["input_ids"])
         tokens = batch.reshape(-1, batch.shape[-1])
@@ -245,7 +244,7 @@ class _Reader:
         def influence_of(document: Document) -> Influence:
             return influences.of(document.row, document.start, document.end)
 
-        order = in_order(
+        order = rank_documents(
             documents, losses, influences.of_rows(), influence_of, before=before, rows=rows
         )
         return [
@@ -274,7 +273,7 @@ def _repeated_step(metrics: Metrics, logged: dict[int, tuple[float, float]]) -> 
 
 
 def logged_steps(run: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm of every logged step; of one that was made twice, the latest."""
+    """Return loss and gradient norm of every logged step; of repeated steps, the latest."""
     return {
         int(values["step"]): (_number(values["train/loss"]), _number(values["train/grad_norm"]))
         for values in logged_values(run)
@@ -282,7 +281,7 @@ def logged_steps(run: Path) -> dict[int, tuple[float, float]]:
 
 
 def logged_values(run: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl that have loss and gradient norm; log which are damaged."""
+    """Read the lines of metrics.jsonl with loss and gradient norm; log damaged lines."""
     lines, messages = read_lines(run / "metrics.jsonl", LOGGED)
     for message in messages:
         log.warning("%s", printable(message))
@@ -293,14 +292,14 @@ def _number(logged: float | None) -> float:
     return math.nan if logged is None else logged
 
 
-def _relative(here: float, there: float) -> float:
-    if here == there or (math.isnan(here) and math.isnan(there)):
+def _relative(value: float, logged: float) -> float:
+    if value == logged or (math.isnan(value) and math.isnan(logged)):
         return 0.0
-    return abs(here - there) / abs(there) if there else math.inf
+    return abs(value - logged) / abs(logged) if logged else math.inf
 
 
 def as_json(result: Account) -> dict[str, Any]:
-    """All of it as plain values; numbers that are not finite become null."""
+    """Return an account as plain values; numbers that are not finite become null."""
     return _finite(
         {
             "step": result.step.as_json(),
@@ -308,10 +307,10 @@ def as_json(result: Account) -> dict[str, Any]:
             "without_the_first": result.without_first,
             "norms": {
                 step: {
-                    "parts": suspect.parts,
-                    **{name: x.tolist() for name, x in suspect.norms.items()},
+                    "parts": norms.parts,
+                    **{name: x.tolist() for name, x in norms.norms.items()},
                 }
-                for step, suspect in result.norms.items()
+                for step, norms in result.norms.items()
             },
             "odd": result.odd,
         }

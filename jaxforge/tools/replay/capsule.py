@@ -1,8 +1,8 @@
-"""Capsules: what a run is made of and its curve in one file, and steps replayed by such a file.
+"""Capsules: the ingredients of a run and its loss curve in a file, and their verification.
 
-Where program, machine, mesh, flags and JAX are the same, so must be every bit of the losses. Where
-one of them differs, sums are made in another order: losses may then differ by as much as
-`compare.tolerance` allows gradients, and as much again with each further step.
+Replayed losses must be bit-identical if program, machine, mesh, flags and JAX are the same. If one
+of them differs, the order of sums may differ. Losses may then differ by the `compare.tolerance` of
+gradients, multiplied by the number of replayed steps.
 """
 
 import argparse
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 _BITS = ("program", "machine", "mesh", "environment", "JAX")
 """Ingredients on which the last digits depend."""
 
-_STEPS = 3  # replayed, unless a number is given
-_SHOWN = 8  # differences of an ingredient
+_STEPS = 3  # replayed by default
+_SHOWN = 8  # printed differences of an ingredient
 
 
 def make(args: argparse.Namespace) -> int:
@@ -65,13 +65,13 @@ def make(args: argparse.Namespace) -> int:
 
 
 def capsule_of(run: Path) -> Capsule:
-    """Return the capsule of a run, where it was trained.
+    """Return the capsule of a run; must be called on the devices of the run.
 
     Args:
-        run: its directory.
+        run: the run directory.
 
     Raises:
-        UserError: there is no such run, it has logged nothing, or it had other devices.
+        UserError: the run does not exist, has logged nothing, or had other devices.
     """
     run_directory.read_config(run)
     if not (steps := logged_steps(run)):
@@ -83,8 +83,8 @@ def capsule_of(run: Path) -> Capsule:
         with open_past(run, last, _mesh_settings(config)) as past:
             if config.distributed != past.config.distributed:
                 raise UserError(
-                    f"the run's mesh was {config.distributed}, which {jax.device_count()} devices "
-                    "do not make: make its capsule where it was trained"
+                    f"the run's mesh was {config.distributed}, which does not fit "
+                    f"{jax.device_count()} devices: make the capsule where the run was trained"
                 )
             about = ingredients_of(past)
             train = past.config.train
@@ -97,20 +97,22 @@ def capsule_of(run: Path) -> Capsule:
         "checkpoints": sorted(durable_steps(run)),
     }
     files = _files(run, about["packages"])
-    return Capsule(redacted_value(about), {name: redacted(x) for name, x in files.items()})
+    # Names of packages such as google-auth look like keys of secrets; versions are none.
+    ingredients = redacted_value(about) | {"packages": about["packages"]}
+    return Capsule(ingredients, {name: redacted(x) for name, x in files.items()})
 
 
 def _mesh_settings(config: JobConfig) -> list[str]:
-    """Return settings that take all devices, where nothing says how many the run had."""
+    """Return settings that use all devices if the run's number of devices is unknown."""
     left = [axis for axis in axes.AXES if getattr(config.distributed, axis) == -1]
     if not left or not (config.train.global_batch_size or config.train.batch_ramp):
         return []
-    log.info("distributed.%s = -1: taken to be the %d devices here", left[0], jax.device_count())
+    log.info("distributed.%s = -1: assuming the %d local devices", left[0], jax.device_count())
     return [f"--distributed.{left[0]}=-1"]
 
 
 def _files(run: Path, packages: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts of a capsule; its curve has loss and gradient norm digit for digit."""
+    """Return the text files of a capsule; the curve has all digits of loss and gradient norm."""
     files = {"config.toml": (run / "config.toml").read_text()}
     for start in sorted((run / "configs").glob("from_step_*.toml")):
         files[f"configs/{start.name}"] = start.read_text()
@@ -121,11 +123,11 @@ def _files(run: Path, packages: Mapping[str, str]) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Ingredient:
-    """One ingredient, in the capsule and here.
+    """Comparison of an ingredient with this process.
 
     Attributes:
-        name: what it is.
-        differences: in words; none where it is the same.
+        name: name of the ingredient.
+        differences: differences in words; empty if it is the same.
     """
 
     name: str
@@ -137,10 +139,9 @@ class Verification:
     """Result of replaying the steps of a capsule.
 
     Attributes:
-        ingredients: all of them.
-        steps: replayed steps that were logged; none where the data differ, for they would prove
-            nothing.
-        tolerances: for each step the relative difference that is allowed; 0: not a bit.
+        ingredients: comparisons of all ingredients.
+        steps: replayed steps that the run has logged; empty if the data differ.
+        tolerances: allowed relative difference of each step; 0: bit-identical.
     """
 
     ingredients: list[Ingredient]
@@ -149,14 +150,14 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """True if every step matches the log."""
+        """True if steps were replayed and each matches the log."""
         return bool(self.steps) and all(
             step.difference is not None and step.difference <= allowed
             for step, allowed in zip(self.steps, self.tolerances, strict=True)
         )
 
     def differing(self, names: Sequence[str] | None = None) -> list[str]:
-        """Return names of the ingredients that differ here; of some, or of all."""
+        """Return the names of the ingredients that differ, among `names` or all."""
         differing = [ingredient.name for ingredient in self.ingredients if ingredient.differences]
         return [name for name in differing if names is None or name in names]
 
@@ -164,15 +165,15 @@ class Verification:
     def verdict(self) -> str:
         """The result in a sentence."""
         if self.differing(["data"]):
-            return ("the data are not those of the run: nothing was repeated; name the right "
-                    "ones (--data.dataset_path=DIR)")  # fmt: skip
+            return ("the data have changed since the capsule was made: nothing was replayed. Name "
+                    "the run's data (--data.dataset_path=DIR)")  # fmt: skip
         names = ", ".join(self.differing())
         if self.holds:
-            exact = not any(self.tolerances)
-            how = "bit for bit" if exact else f"to within rounding; what differs: {names}"
-            return f"{len(self.steps)} steps came out as they were logged, {how}"
-        why = f"what differs: {names}" if names else "although every ingredient is the same"
-        return f"not every step came out as it was logged; {why}"
+            is_exact = not any(self.tolerances)
+            how = "bit for bit" if is_exact else f"up to rounding; different: {names}"
+            return f"{len(self.steps)} steps match the log, {how}"
+        why = f"different: {names}" if names else "although all ingredients are the same"
+        return f"not every step matches the log; {why}"
 
 
 def run_verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -192,16 +193,16 @@ def run_verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def verify(
     capsule: Capsule, steps: int, run: Path | None = None, overrides: Sequence[str] = ()
 ) -> Verification:
-    """Replay the first steps, or those after a checkpoint.
+    """Replay the first steps of a run, or the steps after a checkpoint.
 
     Args:
-        capsule: of the run.
-        steps: how many; fewer where fewer were logged.
-        run: a run directory, or one of its checkpoints, to begin from.
+        capsule: capsule of the run.
+        steps: number of steps; fewer if the run has logged fewer.
+        run: run directory or checkpoint to start from; None: start from the beginning.
         overrides: settings over the config, such as "--data.dataset_path=…".
 
     Raises:
-        UserError: the data are not here, or there is nothing to begin from.
+        UserError: the data do not exist, or no state to start from does.
     """
     first, last = _range(capsule, steps, run)
     with _unpacked(capsule, run) as directory, open_past(directory, last, overrides) as past:
@@ -212,28 +213,34 @@ def verify(
             return result
         config = past.config
         repeated = [step for step in replayed(directory, first, last, overrides) if step.logged]
-    allowed = _tolerance(config) if result.differing(_BITS) else 0.0
+    allowed = 0.0
+    if result.differing(_BITS):  # sums may be in another order
+        model = config.model
+        dtype = "float32" if config.train.mixed_precision == "fp32" else "bfloat16"
+        allowed = compare.tolerance(dtype, max(model.dim, model.ffn_dim), 6 * model.n_layers)
     tolerances = [allowed * (step.step - first + 1) for step in repeated]
     return Verification(result.ingredients, repeated, tolerances)
 
 
 def _range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:
-    """Return the first step to replay and the last: logged ones, after a checkpoint of `run`."""
+    """Return the first and the last step to replay, after a checkpoint of `run` if it is given."""
     logged = sorted(json.loads(line)["step"] for line in capsule.files[CURVE].splitlines())
     newest = 0
     if run is not None:
         directory, newest = find(run)
-        if directory == run.absolute():  # any of its checkpoints: the newest that steps follow
+        if directory == run.absolute():  # a run: its newest checkpoint with logged steps after it
             before = [step for step in durable_steps(directory) if step < logged[-1]]
             newest = max(before, default=newest)
     if run is not None and newest >= logged[-1]:
-        raise UserError(f"{run}: the capsule's curve ends at step {logged[-1]}, not after {newest}")
+        raise UserError(
+            f"{run}: the capsule's curve ends at step {logged[-1]}, not after step {newest}"
+        )
     return newest + 1, [step for step in logged if step > newest][:steps][-1]
 
 
 @contextmanager
 def _unpacked(capsule: Capsule, run: Path | None) -> Iterator[Path]:
-    """Make a run directory of the capsule's configs and curve, with another run's checkpoints."""
+    """Create a run directory from the capsule's configs and curve and the checkpoints of `run`."""
     with tempfile.TemporaryDirectory(prefix="jaxforge-capsule-") as name:
         directory = Path(name)
         capsule_file.unpack(capsule, directory, capsule.about["mesh"])
@@ -243,36 +250,29 @@ def _unpacked(capsule: Capsule, run: Path | None) -> Iterator[Path]:
 
 
 def _compared(then: Mapping[str, Any], now: Mapping[str, Any], start: str) -> Iterator[Ingredient]:
-    """Compare each ingredient; packages that decide the last digits are one of their own."""
+    """Compare each ingredient; packages that affect the last digits form the ingredient "JAX"."""
     then = {**then, "program": then["programs"].get(start, {})}
     for name in ("data", "program", "mesh", "machine", "environment", "code"):
         yield Ingredient(name, differences(then[name], now[name]))
-    of_jax = {name for names in PACKAGES.values() for name in names}
-    for title, wanted in (("JAX", True), ("packages", False)):
-        either = [
-            {name: x for name, x in all_["packages"].items() if (name in of_jax) == wanted}
-            for all_ in (then, now)
+    jax_packages = {name for names in PACKAGES.values() for name in names}
+    for title, is_jax in (("JAX", True), ("packages", False)):
+        versions = [
+            {name: x for name, x in each["packages"].items() if (name in jax_packages) == is_jax}
+            for each in (then, now)
         ]
-        yield Ingredient(title, differences(*either))
-
-
-def _tolerance(config: JobConfig) -> float:
-    """Return the relative difference of one step whose sums are in another order."""
-    dtype = "float32" if config.train.mixed_precision == "fp32" else "bfloat16"
-    model = config.model
-    return compare.tolerance(dtype, max(model.dim, model.ffn_dim), 6 * model.n_layers)
+        yield Ingredient(title, differences(*versions))
 
 
 def _print(result: Verification) -> None:
     console = wide_console()
-    table = Table("ingredient", "here", title="ingredients", title_justify="left")
+    table = Table("ingredient", "difference", title="ingredients", title_justify="left")
     for ingredient in result.ingredients:
         more = len(ingredient.differences) - _SHOWN
         lines = [*ingredient.differences[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
         table.add_row(ingredient.name, "\n".join(lines).replace("[", "\\[") or "the same")
     console.print(table)
     for step, allowed in zip(result.steps, result.tolerances, strict=True):
-        limit = f", up to {allowed:.1e} is rounding" if allowed else ""
+        limit = f", rounding up to {allowed:.1e}" if allowed else ""
         line = f"step {step.step:6}  loss {step.loss:.9g}  {step.comparison}{limit}"
         console.print(line, highlight=False)
     console.print(result.verdict, soft_wrap=True, markup=False)

@@ -1,10 +1,10 @@
 """Capsule files: zip archives.
 
 capsule.json        the ingredients, and a hash of each other entry
-config.toml         the run's resolved config, as of its latest start
-configs/            those of all its starts, by the step that each went on from
-curve.jsonl         step, loss and gradient norm, of each logged step
-packages.txt        all that was installed, as a lock
+config.toml         the resolved config of the run's latest start
+configs/            the configs of all starts, named by the step from which each start resumed
+curve.jsonl         step, loss and gradient norm of each logged step
+packages.txt        all installed packages with versions
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ CURVE = "curve.jsonl"
 _CONFIG = "config.toml"
 _ENTRY = re.compile(r"config\.toml|configs/from_step_[0-9]{1,10}\.toml|curve\.jsonl|packages\.txt")
 _ABOUT = "capsule.json"
-_SIZE = 1 << 28  # bytes of a file
-_UNPACKED = 4 << 20  # bytes that all entries may unpack to, and ...
-_UNPACKED_PER_BYTE = 50  # of the file; a curve and a config take a tenth of their bytes
+_SIZE = 1 << 28  # maximum bytes of a file
+_UNPACKED = 4 << 20  # maximum bytes of all unpacked entries, plus ...
+_UNPACKED_PER_BYTE = 50  # ... this per byte of the file; curves and configs shrink about tenfold
 _TABLES = ("data", "machine", "mesh", "environment", "code", "packages", "programs")
 
 
@@ -40,8 +40,8 @@ class Capsule:
     """Contents of a capsule file.
 
     Attributes:
-        about: the ingredients, by name: plain values.
-        files: the other entries, by name.
+        about: ingredients by name, as plain values.
+        files: texts of the other entries by name.
     """
 
     about: dict[str, Any]
@@ -49,10 +49,10 @@ class Capsule:
 
 
 def write(path: Path, capsule: Capsule) -> None:
-    """Write a new capsule file, whole or not at all.
+    """Write a new capsule file atomically.
 
     Raises:
-        UserError: there is one, or it cannot be written.
+        UserError: the file exists, or it cannot be written.
     """
     if path.exists():
         raise UserError(f"--output {path} exists: name a new file, or remove it first")
@@ -74,62 +74,57 @@ def read(path: Path) -> Capsule:
     """Read a file that `write` has written.
 
     Raises:
-        UserError: it is missing, torn, or of another version.
+        UserError: the file is missing, damaged, or has another format version.
     """
     try:
         if path.exists() and not path.is_file():
-            raise UserError(f"cannot read the capsule {path}: it is no file")
+            raise UserError(f"cannot read the capsule {path}: not a file")
         if path.stat().st_size > _SIZE:
-            raise UserError(f"{path} is no capsule: {path.stat().st_size:,} bytes are too many")
+            raise UserError(f"{path} is not a capsule: {path.stat().st_size:,} bytes are too many")
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read the capsule {path}: {error.strerror or error}") from error
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            _check_sizes(archive, len(content))
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+            if unpacked > _UNPACKED + _UNPACKED_PER_BYTE * len(content):
+                raise ValueError(f"{len(content):,} bytes would become {unpacked:,}")
             about = load_object(_entry(archive, _ABOUT), _ABOUT)
             format_, hashes = about.pop("format"), about.pop("files")
             if not isinstance(hashes, dict):
-                raise ValueError(f"the files of {_ABOUT} are no table")
-            if strange := [name for name in hashes if not _ENTRY.fullmatch(name)]:
-                raise ValueError(f"it has {excerpt(repr(strange[0]))}")
+                raise ValueError(f"the files of {_ABOUT} are not a table")
+            if unknown := [name for name in hashes if not _ENTRY.fullmatch(name)]:
+                raise ValueError(f"unknown entry {excerpt(repr(unknown[0]))}")
             files = {name: _entry(archive, name).decode() for name in hashes}
     except ARCHIVE_ERRORS as error:
         raise UserError(
-            f"{path} is no capsule, or torn ({excerpt(error)}): fetch it again"
+            f"{path} is not a capsule, or is damaged ({excerpt(error)}). Fetch it again"
         ) from error
     if format_ != FORMAT:
-        raise UserError(f"{path} is of format {excerpt(format_)}, and this jaxforge reads {FORMAT}")
+        raise UserError(f"{path} has format {excerpt(format_)}; this jaxforge reads {FORMAT}")
     for name, text in files.items():
         if _hash(text) != hashes[name]:
-            raise UserError(f"{path}: {name} is not what was written: fetch it again")
+            raise UserError(f"{path}: {name} does not match its hash. Fetch it again")
     if problem := _problem_of(about, files):
-        raise UserError(f"{path} is no capsule: {problem}; make it again from the run")
+        raise UserError(f"{path} is not a valid capsule: {problem}. Make it again from the run")
     return Capsule(about, files)
 
 
-def _check_sizes(archive: zipfile.ZipFile, nbytes: int) -> None:
-    """Raise ValueError where entries would unpack to far more than the file has bytes."""
-    unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > _UNPACKED + _UNPACKED_PER_BYTE * nbytes:
-        raise ValueError(f"{nbytes:,} bytes would become {unpacked:,}")
-
-
 def _entry(archive: zipfile.ZipFile, name: str) -> bytes:
-    """Read an entry up to the size that it declares; one that has more is torn."""
+    """Read an entry up to a byte more than its declared size, so that longer entries fail."""
     with archive.open(name) as entry:
         return entry.read(archive.getinfo(name).file_size + 1)
 
 
 def _problem_of(about: Mapping[str, Any], files: Mapping[str, str]) -> str:
-    """Return what keeps a capsule from being verified; empty where nothing does."""
+    """Return the first problem of a capsule's content; empty if there is none."""
     if missing := [name for name in (_CONFIG, CURVE) if name not in files]:
         return f"it has no {missing[0]}"
     for name in _TABLES:
         if not isinstance(about.get(name), dict):
             return f"{_ABOUT} has no table {name}"
     if not all(isinstance(program, dict) for program in about["programs"].values()):
-        return f"a program of {_ABOUT} is no table"
+        return f"a program of {_ABOUT} is not a table"
     sizes = about["mesh"]
     if not all(axis in AXES and is_step(size) and size > 0 for axis, size in sizes.items()):
         return f"the mesh of {_ABOUT} is not a size for each axis"
@@ -145,9 +140,9 @@ def unpack(capsule: Capsule, run: Path, mesh: Mapping[str, int]) -> None:
     """Write a run directory as `replay` reads it: configs and curve, no checkpoints.
 
     Args:
-        capsule: what to lay out.
-        run: the directory, which is there.
-        mesh: axes that the config leaves to the devices, which may be others here.
+        capsule: the capsule.
+        run: an existing directory.
+        mesh: sizes for axes that the config leaves to the devices.
     """
     for name, text in capsule.files.items():
         path = run / {CURVE: "metrics.jsonl"}.get(name, name)

@@ -1,4 +1,4 @@
-"""Ingredients of a step: code, packages, machine, mesh, program and data, of this process."""
+"""Ingredients of a step in this process: code, packages, machine, mesh, program and data."""
 
 import hashlib
 import os
@@ -22,12 +22,12 @@ from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, s
 from jaxforge.runs.starts import git_state
 from jaxforge.step.executable import fingerprint
 from jaxforge.storage import urls
-from jaxforge.tools.replay.past import Past
+from jaxforge.tools.replay.past import PastRun
 
-_UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' kernels differ
+_UNITS = ("avx2", "avx512f", "amx_bf16")  # which select kernels of XLA and its libraries
 
 
-def ingredients_of(past: Past) -> dict[str, Any]:
+def ingredients_of(past: PastRun) -> dict[str, Any]:
     """Return the ingredients of a run's steps on this machine, as plain values by name.
 
     Raises:
@@ -40,14 +40,14 @@ def ingredients_of(past: Past) -> dict[str, Any]:
         "data": _data(past.config),
         "machine": _machine(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        # By name and version: from where they are installed may have a password in it.
+        # Names and versions only: the URL of an installation may contain a password.
         "packages": dict(sorted(installed.items(), key=lambda package: package[0].lower())),
         "program": _program(past),
     }
 
 
 def _machine() -> dict[str, Any]:
-    """Return what computes here; a CPU's kernels and threads decide the last digits."""
+    """Return a description of the devices; on a CPU, kernels and threads affect the last digits."""
     device = jax.devices()[0]
     facts = {"platform": device.platform, "kind": device.device_kind,
              "devices": jax.device_count(), "processes": jax.process_count()}  # fmt: skip
@@ -60,7 +60,7 @@ def _processor() -> str:
     """Return the architecture of the processor and its widest units."""
     try:
         about = Path("/proc/cpuinfo").read_text()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return platform.machine()
     return " ".join([platform.machine(), *(unit for unit in _UNITS if f" {unit} " in about)])
 
@@ -68,14 +68,15 @@ def _processor() -> str:
 def _code(config: JobConfig) -> dict[str, dict[str, Any]]:
     """Return hashes and state in git of jaxforge and of the modules that `[plugins]` names."""
     folders = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
-    return {name: _code_at(folder) for name, folder in folders.items()}
+    return {name: code_state(folder) for name, folder in folders.items()}
 
 
-def _code_at(path: Path) -> dict[str, Any]:
+def code_state(path: Path) -> dict[str, Any]:
+    """Return the hash of a module's sources, and their state in git if they are in a repository."""
     return {"sha256": source_hash(path), **git_state(source_files(path)[0])}
 
 
-def _program(past: Past) -> dict[str, str]:
+def _program(past: PastRun) -> dict[str, str]:
     """Return the hash of the step's StableHLO, for each number of microbatches of an update."""
     sizes = {stage.accum for stage in past.config.train.ramp(data_parallel_size(past.mesh)).stages}
     lowered = past.lower_sizes(sizes)
@@ -83,7 +84,7 @@ def _program(past: Past) -> dict[str, str]:
 
 
 def _data(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return what is trained on, by the name of each source: files with their bytes and hashes."""
+    """Return the training data by the name of each source: files with bytes and hashes."""
     dataset = sources.open_training_data(config)
     named = dataset.datasets if isinstance(dataset, Mixture) else {"": dataset}
     return {name: _of_source(config, dataset) for name, dataset in named.items()}
@@ -93,20 +94,20 @@ def _of_source(config: JobConfig, dataset: Any) -> dict[str, Any]:  # noqa: ANN4
     source = dataset.source if isinstance(dataset, Dataset) else None
     if isinstance(source, TokenFiles):
         return {"files": dict(_files(source))}
-    what = source if source is not None else dataset
-    named = {"kind": type(what).__name__}  # made by a seed, streamed, or a user's own
+    # Without files: random tokens, a stream, or a plugin's dataset.
+    kind = {"kind": type(dataset if source is None else source).__name__}
     streamed = config.data.hf_dataset_name if config.data.hf_streaming else None
-    return named | ({"dataset": streamed} if streamed else {})
+    return kind | ({"dataset": streamed} if streamed else {})
 
 
 def _files(source: TokenFiles) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return shards and the files next to them; of a bucket, the bytes of tokens."""
+    """Yield shards and the files next to them; in a bucket, the sizes of shards only."""
     if urls.in_bucket(source.directory):
         for file in source.files:
             yield file.path.name, {"bytes": file.offset + file.tokens * file.dtype.itemsize}
         return
-    beside = [source.directory / name for name in (FILE_NAME, LENGTHS)]
-    paths = [*(file.path for file in source.files), *filter(Path.is_file, beside)]
+    others = [source.directory / name for name in (FILE_NAME, LENGTHS)]
+    paths = [*(file.path for file in source.files), *filter(Path.is_file, others)]
     with ThreadPoolExecutor() as pool:
         for path, digest in zip(paths, pool.map(_hash_of, paths), strict=True):
             yield path.name, {"bytes": path.stat().st_size, "sha256": digest}
@@ -118,7 +119,7 @@ def _hash_of(path: Path) -> str:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words where two values of one ingredient differ."""
+    """Return the differences of two values of an ingredient, in words."""
     names = dict.fromkeys([*then, *now])
     return [
         f"{name or 'value'}: {_short(then.get(name))} -> {_short(now.get(name))}"
@@ -128,7 +129,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _short(value: object) -> str:
-    """Return a value for a line: hashes by their first digits."""
+    """Format a value for a line; hashes are shortened."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} {_short(item)}" for key, item in value.items()) + "}"
     text = "none" if value is None else str(value)

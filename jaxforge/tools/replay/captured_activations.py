@@ -1,4 +1,4 @@
-"""Activations of sequences written to files: what `jaxforge activations` runs."""
+"""Execution of `jaxforge activations`, which writes activations of sequences to files."""
 
 import argparse
 import functools
@@ -30,13 +30,13 @@ from jaxforge.training.callbacks.activations import sequence_activations
 log = logging.getLogger(__name__)
 
 
-class Wanted(NamedTuple):
+class Selection(NamedTuple):
     """Selection of activations to capture.
 
     Attributes:
-        points: names (`config.points`).
-        layers: numbers from 0; None: all.
-        sequences: the number of first sequences; or sequence numbers, ascending.
+        points: names of points (`config.points`).
+        layers: indices of layers; None: all.
+        sequences: a number of sequences from the first, or ascending indices of sequences.
     """
 
     points: tuple[str, ...] = ("residual",)
@@ -45,11 +45,14 @@ class Wanted(NamedTuple):
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Captures, and says where."""
+    """Capture activations and return the exit code."""
+    patterns = args.points.split(",")
+    if problem := points.unknown(patterns):
+        raise UserError(f"--points: {problem}")
     sequences = _sequences(args.sequences)
-    wanted = Wanted(_points(args.points), _layers(args.layers), sequences)
+    wanted = Selection(points.matching(patterns), _layers(args.layers), sequences)
     if args.output.exists():
-        raise UserError(f"--output {args.output}: it exists already; name one that does not")
+        raise UserError(f"--output {args.output}: already exists. Name a new directory")
     setup_logging(Console(stderr=True))
     host_memory.keep_freed_memory()
     run = urls.path(args.run)
@@ -61,18 +64,19 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def from_step(
-    run: Path, step: int, wanted: Wanted, output: Path, overrides: Sequence[str] = ()
+    run: Path, step: int, wanted: Selection, output: Path, overrides: Sequence[str] = ()
 ) -> None:
-    """Activations of the batch of a training step, with the parameters before it.
+    """Write activations of a training step's batch, computed with the parameters before the step.
 
     Raises:
-        UserError: there is no such step, point, layer or sequence, or `output` cannot be made.
+        UserError: the step, a point, a layer or a sequence does not exist, or `output` cannot be
+            created.
     """
     with open_past(run, step, overrides) as past:
-        compute = _computing(past.model, past.mesh, wanted)
+        compute = _capture_function(past.model, past.mesh, wanted)
         walk = past.walk(step)
         microbatches, rows = walk.batch["labels"].shape[:2]
-        numbers = _there(wanted.sequences, microbatches * rows, "the step's batch")
+        numbers = _selected(wanted.sequences, microbatches * rows, "the step's batch")
         values = _of_batch(compute, walk.state.variables, walk.batch, numbers)
         about = {"run": str(run), "training_step": step}
         _write(output, values, wanted, numbers, past.model, about)
@@ -80,35 +84,35 @@ def from_step(
 
 def from_set(
     path: Path,
-    wanted: Wanted,
+    wanted: Selection,
     output: Path,
     overrides: Sequence[str] = (),
     *,
     sets: Sequence[str] = (),
 ) -> None:
-    """Activations of sequences of the run's evaluation set, or of `sets` ("NAME=DIR").
+    """Write activations of sequences of the run's evaluation sets, or of `sets` ("NAME=DIR").
 
-    Of several sets, the sequences of one are counted after those of the one before.
+    Sequences are numbered over the concatenated sets.
 
     Raises:
-        UserError: there is no such checkpoint, set, point, layer or sequence, or `output` cannot
-            be made.
+        UserError: the checkpoint, a set, a point, a layer or a sequence does not exist, or
+            `output` cannot be created.
     """
     trained = inference.open_run(path, [*overrides, *set_overrides(sets)])
-    compute = _computing(trained.model, trained.mesh, wanted)
+    compute = _capture_function(trained.model, trained.mesh, wanted)
     config = run_directory.read_config(trained.run, [*overrides, *set_overrides(sets)])
     config = trained.config.model_copy(update={"eval": config.eval})
     if not config.eval.sources():
-        raise UserError(f"{trained.run} has no [eval]: give --set NAME=DIR or --step N")
+        raise UserError(f"{trained.run} has no [eval] section. Give --set NAME=DIR or --step N")
     datasets = list(sources.open_eval_data(config).values())
-    numbers = _there(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
+    numbers = _selected(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
 
     def values(params: Params) -> Iterator[Values]:
-        of = functools.partial(sequence_activations, compute, params, config, trained.mesh)
+        capture = functools.partial(sequence_activations, compute, params, config, trained.mesh)
         first = 0
         for dataset in datasets:
             end = first + len(dataset)
-            yield from of(dataset, [n - first for n in numbers if first <= n < end])
+            yield from capture(dataset, [n - first for n in numbers if first <= n < end])
             first = end
 
     with trained.in_use() as params:
@@ -116,20 +120,22 @@ def from_set(
         _write(output, values(params), wanted, numbers, trained.model, about)
 
 
-def _computing(model: Model, mesh: Mesh, wanted: Wanted) -> Activations:
+def _capture_function(model: Model, mesh: Mesh, wanted: Selection) -> Activations:
     last = model.config.n_layers - 1
     if absent := [n for n in wanted.layers or () if n > last]:
         raise UserError(f"--layers: there is no layer {absent[0]}: the model has 0 to {last}")
     return Activations(model, wanted.points, wanted.layers, mesh)
 
 
-def _there(wanted: int | Sequence[int], n: int, what: str) -> Sequence[int]:
-    """Return the selected sequence numbers out of `n`."""
-    if isinstance(wanted, int):
-        return range(min(wanted, n))
-    if wanted[-1] >= n:
-        raise UserError(f"--sequences: there is no sequence {wanted[-1]}: {what} has 0 to {n - 1}")
-    return wanted
+def _selected(sequences: int | Sequence[int], n: int, source: str) -> Sequence[int]:
+    """Return the selected indices out of `n` sequences of a source."""
+    if isinstance(sequences, int):
+        return range(min(sequences, n))
+    if sequences[-1] >= n:
+        raise UserError(
+            f"--sequences: there is no sequence {sequences[-1]}: {source} has 0 to {n - 1}"
+        )
+    return sequences
 
 
 def _of_batch(
@@ -144,7 +150,7 @@ def _of_batch(
 
 
 def _write(
-    output: Path, values: Iterator[Values], wanted: Wanted, numbers: Sequence[int], model: Model,
+    output: Path, values: Iterator[Values], wanted: Selection, numbers: Sequence[int], model: Model,
     about: dict[str, Any],
 ) -> None:  # fmt: skip
     description = {
@@ -160,13 +166,6 @@ def _write(
     log.info("%d sequences in %s", n, output)
 
 
-def _points(text: str) -> tuple[str, ...]:
-    patterns = text.split(",")
-    if problem := points.unknown(patterns):
-        raise UserError(f"--points: {problem}")
-    return points.matching(patterns)
-
-
 def _layers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
@@ -177,7 +176,7 @@ def _layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _sequences(text: str) -> int | Sequence[int]:
-    """Parse the number of sequences, or their numbers."""
+    """Parse a number of sequences, a range, or a list of indices."""
     numbers, (first, colon, end) = text.split(","), text.partition(":")
     if text.isdecimal() and int(text) > 0:
         return int(text)
@@ -186,5 +185,5 @@ def _sequences(text: str) -> int | Sequence[int]:
     if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
         return sorted(set(map(int, numbers)))
     raise UserError(
-        f"--sequences {text}: expected how many, as 64, a range, as 10:20, or numbers, as 3,17"
+        f"--sequences {text}: expected a number (64), a range (10:20) or indices (3,17)"
     )

@@ -1,17 +1,18 @@
 """Comparison of two computations: the first value that differs, and by how much.
 
-Two programs that are right still round differently. How far that may take them apart:
+Two correct programs round differently. Bounds on the relative difference:
 
-    float32   a sum of n products in another order errs by about √n · 2^-24 of its size (a random
-              walk of n roundings; Higham and Mary, 2019), and the parts that a value has been
-              through add up in the same way: 2 · 2^-24 · √(width · parts), and 1e-5 at least, for
-              what exponentials and quotients make of it
-    bfloat16  products are added up in float32, and results rounded, by 2^-9 of themselves as a root
-              mean square. A part rounds about ten times, in either program: √20 · 2^-9 is 2^-7; and
-              where two values of one input are multiplied (gate by up, queries by keys), what was
-              wrong with it counts twice: 2^-6 · √parts
+    float32   A sum of n products in another order has a relative error of about √n · 2^-24 (a
+              random walk of n roundings; Higham and Mary, 2019). Errors of the parts that a value
+              has passed through add up in the same way: 2 · 2^-24 · √(width · parts). The bound is
+              at least 1e-5, to cover exponentials and quotients.
+    bfloat16  Products are accumulated in float32 and results are rounded, with a relative error of
+              2^-9 as a root mean square. A part rounds about ten times in each program, and
+              √20 · 2^-9 is about 2^-7. If two functions of an input are multiplied (gate by up,
+              queries by keys), its error counts twice: 2^-6 · √parts.
 
-Models may be worse than that, as with scores of attention in the hundreds: then the caller says so.
+Some models exceed these bounds, for example with attention scores in the hundreds. Callers then add
+a hint to the row.
 """
 
 import dataclasses
@@ -26,33 +27,29 @@ from rich.markup import escape
 from rich.table import Table
 
 SMALL = 0.1
-"""Of the gradients beside it (`gradients_beside`): a smaller one is compared with that."""
+"""Fraction of `gradient_scales`: smaller gradients are compared relative to this size."""
 
 _LEAST = 1e-5
 _ROUNDING = 2**-24  # of float32
 _HEAD = "output_head."
 _LAYER = re.compile(r"layers\.(\d+)\.([^.]+)")
-_OF_PARAMETERS = (
-    "weights",
-    "gradients",
-    "updates",
-    "second updates",
-)  # a row for each parameter: too many to show
+_PARAMETER_STAGES = ("weights", "gradients", "updates", "second updates")
+"""Stages with a row for each parameter, of which only some are printed."""
 _SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One value of both.
+    """Comparison of a value in both computations.
 
     Attributes:
         stage: "weights", "forward", "loss", "gradients", "updates" or "second updates".
-        name: the value, as the first calls it.
-        other: as the other does.
-        error: ‖other - first‖ / ‖first‖, inf where either is not finite.
+        name: name in the first computation.
+        other: name in the other computation.
+        error: ‖other - first‖ / ‖first‖; inf if either is not finite.
         largest: max |other - first| over the root mean square of the first.
-        tolerance: of `error`.
-        hint: what makes such a difference.
+        tolerance: largest `error` that rounding explains.
+        hint: likely cause of a difference.
     """
 
     stage: str
@@ -65,7 +62,7 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """True if the difference exceeds rounding."""
+        """True if rounding does not explain the difference."""
         return not self.error <= self.tolerance
 
 
@@ -74,8 +71,8 @@ def tolerance(dtype: str, width: int, parts: int) -> float:
 
     Args:
         dtype: "float32" or "bfloat16".
-        width: products in a sum.
-        parts: attentions and feed-forwards that the value has been through.
+        width: number of products in a sum.
+        parts: number of attention and feed-forward parts that the value has passed through.
     """
     if dtype == "bfloat16":
         return 2**-6 * math.sqrt(parts)
@@ -83,13 +80,13 @@ def tolerance(dtype: str, width: int, parts: int) -> float:
 
 
 def update_tolerance(update: np.ndarray, param: np.ndarray) -> float:
-    """Return the tolerance of an update by equal gradients: a difference of rounded parameters."""
+    """Return the tolerance of an update by equal gradients, a difference of rounded parameters."""
     size = root_mean_square(update)
     return _LEAST + (2 * _ROUNDING * root_mean_square(param) / size if size else 0.0)
 
 
-def from_the_loss(names: Iterable[str], layers: int) -> list[str]:
-    """Names of parameters in the order of the backward pass."""
+def in_backward_order(names: Iterable[str], layers: int) -> list[str]:
+    """Sort names of parameters in the order of the backward pass."""
 
     def order(name: str) -> tuple[int, bool]:
         if match := _LAYER.match(name):
@@ -99,15 +96,16 @@ def from_the_loss(names: Iterable[str], layers: int) -> list[str]:
     return sorted(names, key=order)
 
 
-def gradients_beside(grads: Mapping[str, np.ndarray]) -> dict[str, float]:
+def gradient_scales(grads: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Return for each parameter the RMS of the gradients in its part of the model.
 
-    What is zero but for rounding, as gradients of some biases are, is to be compared with these.
+    Gradients that are zero except for rounding, such as those of some biases, must be compared
+    relative to this scale.
     """
     parts: dict[str, list[np.ndarray]] = {}
     for name, grad in grads.items():
         parts.setdefault(_part(name), []).append(grad.ravel())
-    sizes = {part: root_mean_square(np.concatenate(of_part)) for part, of_part in parts.items()}
+    sizes = {part: root_mean_square(np.concatenate(x)) for part, x in parts.items()}
     return {name: sizes[_part(name)] for name in grads}
 
 
@@ -115,40 +113,40 @@ def row(
     stage: str, names: tuple[str, str], first: np.ndarray, other: np.ndarray, allowed: float,
     *, least: float = 0.0,
 ) -> Row:  # fmt: skip
-    """One value compared.
+    """Compare a value.
 
     Args:
-        stage: where.
-        names: what each calls it.
-        first: the value.
-        other: the other's; of another shape it differs.
-        allowed: tolerance.
-        least: root mean square below which the first counts as that large.
+        stage: stage of the step.
+        names: names in both computations.
+        first: value in the first computation.
+        other: value in the other computation; another shape is a difference.
+        allowed: tolerance of the relative error.
+        least: lower bound on the root mean square of the first value.
     """
     if first.shape != other.shape:
         shapes = f"{list(first.shape)} and {list(other.shape)}"
         return Row(stage, *names, math.inf, math.inf, allowed, f"shapes: {shapes}")
     a, b = (np.asarray(x, np.float64) for x in (first, other))
     size = max(root_mean_square(a), least)
-    apart = b - a
+    difference = b - a
     return Row(
-        stage, *names, _ratio(root_mean_square(apart), size),
-        _ratio(float(np.max(np.abs(apart), initial=0.0)), size), allowed,
+        stage, *names, _ratio(root_mean_square(difference), size),
+        _ratio(float(np.max(np.abs(difference), initial=0.0)), size), allowed,
     )  # fmt: skip
 
 
 def root_mean_square(x: np.ndarray) -> float:
-    """√(Σ x² / n)."""
+    """Return √(Σ x² / n); 0 for an empty array."""
     return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
 
 
 def first_difference(rows: Sequence[Row]) -> Row | None:
-    """The first that differs; None where none does."""
+    """Return the first row that differs; None if no row differs."""
     return next((row for row in rows if row.differs), None)
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """All of it, for a file; what is infinite is a text."""
+    """Return all rows as plain values; numbers that are not finite become text."""
     first = first_difference(rows)
     return {
         "same": first is None,
@@ -157,15 +155,16 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def show(console: Console, rows: Sequence[Row], names: tuple[str, str]) -> None:
-    """A table of what was compared, and the first difference.
+def print_rows(console: Console, rows: Sequence[Row], names: tuple[str, str]) -> None:
+    """Print a table of the rows, and the first difference.
 
     Args:
-        console: where.
-        rows: in the order in which they were made.
-        names: what the two are called.
+        console: console to print to.
+        rows: rows in the order of the computation.
+        names: names of the two computations.
     """
-    shown = [row for stage in dict.fromkeys(r.stage for r in rows) for row in _of(rows, stage)]
+    stages = dict.fromkeys(row.stage for row in rows)
+    shown = [row for stage in stages for row in _shown_rows(rows, stage)]
     table = Table("", *names, "error", "largest", "tolerance", "")
     for row in shown:
         figures = (f"{x:.2g}" for x in (row.error, row.largest, row.tolerance))
@@ -173,22 +172,22 @@ def show(console: Console, rows: Sequence[Row], names: tuple[str, str]) -> None:
         mark = "differs" if row.differs else ""
         table.add_row(row.stage, *map(escape, (row.name, row.other)), *figures, mark, style=style)
     console.print(table)
-    for stage in _OF_PARAMETERS:
-        of_stage = [row for row in rows if row.stage == stage]
-        if more := len(of_stage) - sum(row.stage == stage for row in shown):
-            console.print(f"{stage}: {more} more, none further apart than these", markup=False)
+    for stage in _PARAMETER_STAGES:
+        count = sum(row.stage == stage for row in rows)
+        if more := count - sum(row.stage == stage for row in shown):
+            console.print(f"{stage}: {more} more with smaller differences", markup=False)
     console.print(verdict(rows, names), markup=False, soft_wrap=True)
 
 
 def verdict(rows: Sequence[Row], names: tuple[str, str]) -> str:
-    """The first difference in words."""
+    """Describe the first difference."""
     first = first_difference(rows)
     if first is None:
         return f"nothing differs: {len(rows)} values, all within their tolerance"
     other = f" ({first.other} of {names[1]})" if first.other != first.name else ""
     text = (
-        f"first difference: {first.stage}, {first.name}{other}: {first.error:.3g} apart, where "
-        f"rounding makes {first.tolerance:.2g} at most"
+        f"first difference: {first.stage}, {first.name}{other}: {first.error:.3g} apart; "
+        f"rounding explains at most {first.tolerance:.2g}"
     )
     return f"{text}\n{first.hint}" if first.hint else text
 
@@ -198,14 +197,14 @@ def _part(name: str) -> str:
     return match[0] if match else name
 
 
-def _of(rows: Sequence[Row], stage: str) -> list[Row]:
-    """Return the rows to show of a stage: all, or the first difference and the largest ones."""
-    of_stage = [row for row in rows if row.stage == stage]
-    if stage not in _OF_PARAMETERS or len(of_stage) <= _SHOWN:
-        return of_stage
-    worst = sorted(of_stage, key=lambda row: -row.error)[:_SHOWN]
-    first = first_difference(of_stage)
-    return [row for row in of_stage if row in worst or row is first]
+def _shown_rows(rows: Sequence[Row], stage: str) -> list[Row]:
+    """Return the rows of a stage to print: all, or the first and the largest differences."""
+    stage_rows = [row for row in rows if row.stage == stage]
+    if stage not in _PARAMETER_STAGES or len(stage_rows) <= _SHOWN:
+        return stage_rows
+    worst = sorted(stage_rows, key=lambda row: -row.error)[:_SHOWN]
+    first = first_difference(stage_rows)
+    return [row for row in stage_rows if row in worst or row is first]
 
 
 def _entry(item: Row) -> dict[str, Any]:
@@ -216,9 +215,9 @@ def _entry(item: Row) -> dict[str, Any]:
     }
 
 
-def _ratio(apart: float, size: float) -> float:
-    if not (math.isfinite(apart) and math.isfinite(size)):
+def _ratio(difference: float, size: float) -> float:
+    if not (math.isfinite(difference) and math.isfinite(size)):
         return math.inf
-    if apart == 0:
+    if difference == 0:
         return 0.0
-    return apart / size if size else math.inf
+    return difference / size if size else math.inf

@@ -1,4 +1,4 @@
-"""The documents of a batch: where they are, what their loss is, what they say."""
+"""Documents of a batch: their positions, losses and outlier scores."""
 
 import functools
 import itertools
@@ -16,23 +16,23 @@ from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.gradients import Batch
 
-_LOGITS = 1 << 24  # at a time
-_WINDOW = 32  # tokens of the range whose loss is largest
-_USUAL = 3.0  # standard scores of norms that tables and lists have
-_HALF = 0.6745  # half of a normal distribution is within this many standard deviations
+_LOGITS = 1 << 24  # elements that are computed at once
+_WINDOW = 32  # tokens of the range with the largest loss
+_USUAL = 3.0  # standard score of norms that repetitive text, such as tables, reaches
+_HALF = 0.6745  # half of a normal distribution is within this number of standard deviations
 
 
 class Document(NamedTuple):
-    """A run of tokens that belong together, in one row of a batch.
+    """Tokens of a document in a row of a batch.
 
     Attributes:
-        row: counted over the microbatches.
-        start: its first token in the row.
-        end: after its last one.
-        tokens: how many of them are learned from.
-        loss: mean -log p over those, in nats.
-        worst: the range of its tokens, in the row, whose mean loss is largest.
-        worst_loss: that mean.
+        row: row of the batch, counted over the microbatches.
+        start: position of the first token in the row.
+        end: position after the last token.
+        tokens: number of tokens with loss.
+        loss: mean -log p over the tokens with loss, in nats.
+        worst: range of tokens in the row with the largest mean loss.
+        worst_loss: mean loss of that range.
     """
 
     row: int
@@ -47,11 +47,11 @@ class Document(NamedTuple):
 def token_loss_function(
     model: Model, mesh: Mesh
 ) -> Callable[[Params, Batch], Float[np.ndarray, "m b s"]]:
-    """Return a function that computes -log p(label) of every token, 0 where it is not learned.
+    """Return a function that computes -log p(label) of every token, 0 for ignored labels.
 
     Args:
         model: the model.
-        mesh: where parameters (with what is not trained: `TrainState.variables`) and batches lie.
+        mesh: mesh of the parameters (`TrainState.variables`) and of the batches.
     """
 
     def of_chunk(chunk: tuple[Array, Array], params: Params) -> Float[Array, "b s"]:
@@ -62,7 +62,8 @@ def token_loss_function(
 
     def of_microbatch(params: Params, microbatch: Batch) -> Float[Array, "b s"]:
         hidden, labels = model.forward(params, microbatch)[0], microbatch["labels"]
-        rows, length = labels.shape  # sequences are cut into equal parts for their logits
+        # Sequences are split into n equal parts, so that logits have at most `_LOGITS` elements.
+        rows, length = labels.shape
         least = -(-rows * length * model.config.vocab_size // _LOGITS)
         n = next(n for n in range(min(least, length), length + 1) if length % n == 0)
         split = [
@@ -74,10 +75,8 @@ def token_loss_function(
     def run(params: Params, batch: Batch) -> tuple[Array, Array]:
         length = batch["labels"].shape[-1]
         position = jnp.broadcast_to(jnp.arange(length), batch["labels"].shape)
-        batch = spread_sequences(
-            model, {**batch, "place": position}
-        )  # which may change their order
-        positions = batch.pop("place")
+        batch = spread_sequences(model, {**batch, "position": position})  # may reorder tokens
+        positions = batch.pop("position")
         return jax.lax.map(functools.partial(of_microbatch, params), batch), positions
 
     compiled = jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
@@ -94,10 +93,10 @@ def token_loss_function(
 def find_documents(
     batch: Mapping[str, np.ndarray], losses: Float[np.ndarray, "m b s"], eos: int | None
 ) -> list[Document]:
-    """The documents of a batch on the host that are learned from, in order.
+    """Return the documents of a host batch that have tokens with loss, in order.
 
-    They are told apart by their segments where rows are packed, else by the token that ends one; a
-    row without any is one document.
+    Packed rows are split by their segments, other rows after each `eos`. A row without either is a
+    single document.
     """
     rows = {name: x.reshape(-1, x.shape[-1]) for name, x in batch.items() if x.ndim == losses.ndim}
     nats = losses.reshape(-1, losses.shape[-1])
@@ -112,7 +111,7 @@ def find_documents(
 
 
 def token_spread(documents: Sequence[Document], losses: Float[np.ndarray, "m b s"]) -> float:
-    """The standard deviation of a token's loss about the mean of its document, over all of them."""
+    """Return the standard deviation of token losses about the mean of their document."""
     nats = losses.reshape(-1, losses.shape[-1])
     squares = [
         np.square(nats[document.row, document.start : document.end]).sum() for document in documents
@@ -125,7 +124,7 @@ def token_spread(documents: Sequence[Document], losses: Float[np.ndarray, "m b s
     return float(np.sqrt(about[finite].sum() / max(1, tokens[finite].sum())))
 
 
-def oddness(
+def outlier_scores(
     losses: Sequence[float],
     tokens: Sequence[int],
     norms: Sequence[float],
@@ -133,52 +132,57 @@ def oddness(
     spread: float | None = None,
     before: Sequence[tuple[float, int]] = (),
 ) -> Float[np.ndarray, "n"]:
-    """Return how much parts of a batch stand out by loss or gradient.
+    """Return how much each part of a batch stands out by its loss or its gradient.
 
-    The sum of two standard scores: of the mean loss, as far as it is above 0, and of the gradient's
-    norm by √tokens (as a sum grows whose terms point anywhere; NaN where it is not known), as far
-    as it is above 3: text that repeats itself, whose terms agree, has norms up to there.
+    The result is the sum of two standard scores:
 
-    A score is (x - median) / √(τ² + σ²/tokens). σ²/tokens is how far the mean of so few tokens
-    strays, τ by how much parts differ otherwise: half of all scores are within those of half of a
-    normal distribution. What is not finite stands out most.
+        max(score(loss), 0)                     of the mean loss
+        max(score(norm / √tokens) - 3, 0)       of the gradient norm; 0 if it is NaN
+
+    The norm of a sum of uncorrelated terms grows as √tokens. The terms of repetitive text agree,
+    and its score reaches about 3.
+
+    A score is (x - median) / √(τ² + σ²/tokens). σ²/tokens is the variance of a mean over the
+    part's tokens. τ is the remaining spread between parts, estimated such that half of all scores
+    lie within the central half of a normal distribution. The result is inf if the loss or the norm
+    is not finite (a NaN norm counts as unknown).
 
     Args:
-        losses: mean of each part.
-        tokens: of each.
-        norms: of the gradient of each one's sum.
-        spread: standard deviation of a token's loss in its part; by default the median loss. Norms
-            stray as much, relative to their median, and differ otherwise at least as much.
-        before: losses and tokens of parts of other batches, without norms: with them
-            median and τ of losses are better known.
+        losses: mean loss of each part.
+        tokens: number of tokens of each part.
+        norms: norm of the gradient of each part's summed loss; NaN if unknown.
+        spread: σ, the standard deviation of a token's loss in its part; by default the median
+            loss. σ of norms, relative to their median, is the same; τ is at least that of losses.
+        before: losses and tokens of parts of other batches, without norms, which improve the
+            estimates of median and τ of the losses.
     """
     loss, norm, n = np.array(losses), np.array(norms), np.maximum(tokens, 1)
     known = np.array([*zip(loss, n, strict=True), *before], float).reshape(-1, 2)
     with np.errstate(all="ignore"):
-        middle = np.nanmedian(known[:, 0])
-        strays = 1.0 if spread is None else spread / middle
-        differ = _differences(known[:, 0] / middle, known[:, 1], strays)
-        scores = _scores(loss / middle, n, strays, differ)
+        median = np.nanmedian(known[:, 0])
+        sigma = 1.0 if spread is None else spread / median
+        tau = _spread_of_parts(known[:, 0] / median, known[:, 1], sigma)
+        scores = _scores(loss / median, n, sigma, tau)
         if not np.isnan(norm).all():
             relative = norm / np.sqrt(n)
             relative /= np.nanmedian(relative)
-            differ = max(differ, _differences(relative, n, strays))
-            scores += np.fmax(_scores(relative, n, strays, differ) - _USUAL, 0)
+            tau = max(tau, _spread_of_parts(relative, n, sigma))
+            scores += np.fmax(_scores(relative, n, sigma, tau) - _USUAL, 0)
     return np.where(np.isfinite(loss) & ~np.isinf(norm), scores, np.inf)
 
 
-def _differences(
-    relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], strays: float
+def _spread_of_parts(
+    relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], sigma: float
 ) -> float:
-    """τ of values whose median is 1."""
-    besides = np.square((relative - 1) / _HALF) - strays**2 / tokens
-    return float(np.sqrt(max(0.0, np.nanmedian(besides))))
+    """Return τ of values whose median is 1."""
+    excess = np.square((relative - 1) / _HALF) - sigma**2 / tokens
+    return float(np.sqrt(max(0.0, np.nanmedian(excess))))
 
 
 def _scores(
-    relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], strays: float, differ: float
+    relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], sigma: float, tau: float
 ) -> Float[np.ndarray, "n"]:
-    return np.fmax((relative - 1) / np.sqrt(differ**2 + strays**2 / tokens), 0)
+    return np.fmax((relative - 1) / np.sqrt(tau**2 + sigma**2 / tokens), 0)
 
 
 def _ranges(

@@ -3,10 +3,10 @@
 With g = Σ g_d over documents d, each weighted as in the update's loss:
 
     norm        ‖g_d‖
-    without     ‖g - g_d‖, the norm of the gradient that the others make
+    without     ‖g - g_d‖, the gradient norm without the document
 
-Exact, except for what a loss adds to the terms of tokens (the balance of experts), which counts
-to no document.
+The sum is exact, except for loss terms that do not belong to tokens (the balance of experts), which
+no document contains.
 """
 
 import functools
@@ -28,15 +28,15 @@ from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
 from jaxforge.step.gradients import Batch, with_dataset_mask
 from jaxforge.tools.replay.documents import Document
-from jaxforge.tools.replay.past import Past, Walk
+from jaxforge.tools.replay.past import PastRun, Walk
 
 
 class Influence(NamedTuple):
     """Influence of a part of a batch on its gradient.
 
     Attributes:
-        norm: of its own gradient, ‖g_d‖.
-        without: of the gradient without it; NaN where either is not finite.
+        norm: norm of the part's own gradient, ‖g_d‖.
+        without: norm of the gradient without the part; NaN if either is not finite.
     """
 
     norm: float
@@ -44,22 +44,23 @@ class Influence(NamedTuple):
 
     @classmethod
     def of(cls, whole: float, square: float, product: float) -> "Influence":
-        """From ‖g‖, ‖g_d‖² and <g, g_d>."""
+        """Return the influence for ‖g‖, ‖g_d‖² and <g, g_d>."""
+        # ‖g - g_d‖² = ‖g‖² - 2 <g, g_d> + ‖g_d‖²
         if not (math.isfinite(square) and math.isfinite(product)):
             return cls(math.sqrt(square) if math.isfinite(square) else math.inf, math.nan)
         return cls(math.sqrt(square), math.sqrt(max(0.0, whole**2 - 2 * product + square)))
 
 
 class Influences:
-    """Influences of the parts of one batch.
+    """Influences of the parts of a batch.
 
     Args:
         past: the run.
-        walk: where it stands: before the batch is learned from.
-        whole: its gradient g, float32.
+        walk: walk that stands before the step of the batch.
+        whole: gradient g of the batch, float32.
     """
 
-    def __init__(self, past: Past, walk: Walk, whole: Params) -> None:
+    def __init__(self, past: PastRun, walk: Walk, whole: Params) -> None:
         self._batch, self._state, self._whole = walk.batch, walk.state, whole
         self._norm = float(global_norm(whole))
         self._gradients = past.gradients
@@ -76,7 +77,7 @@ class Influences:
         return [self.of(row, 0, length) for row in range(rows)]
 
     def of(self, row: int, start: int, end: int) -> Influence:
-        """Return the influence of tokens `start` to `end` of a row, counted over microbatches."""
+        """Return the influence of tokens `start` to `end` of a row, numbered over microbatches."""
         microbatch = row // self._rows
         part = np.array([microbatch, row % self._rows, start, end], np.int32)
         weight = self._weights[microbatch]
@@ -86,7 +87,7 @@ class Influences:
         return Influence.of(self._norm, float(square), float(product))
 
     def without(self, documents: Iterable[Document]) -> tuple[float, float]:
-        """Loss and gradient norm of the update, had these documents not been learned from."""
+        """Return loss and gradient norm of the update without the loss of these documents."""
         keep = np.ones(self._batch["labels"].shape, bool)
         for document in documents:
             keep[
@@ -105,7 +106,9 @@ class Influences:
         part: Int[Array, "4"],
         weight: Float[Array, ""],
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """‖g_d‖² and <g, g_d>: the row in question, and as many others as devices need to have."""
+        """Return ‖g_d‖² and <g, g_d>."""
+        # The row is repeated for each data-parallel group, since a batch has a row for each. Only
+        # the first copy has labels.
         microbatch, row, start, end = part
         specs = batch_specs(batch)
 
@@ -118,9 +121,9 @@ class Influences:
         is_in = (position >= start) & (position < end) & (jnp.arange(groups) == 0)[:, None]
         labels = jnp.where(is_in, rows["labels"], IGNORE)
         grads, _ = self._of({**rows, "labels": labels}, params, model_state)
-        share = weight * jnp.sum(labels != IGNORE)  # from the mean over its own tokens to its part
+        share = weight * jnp.sum(labels != IGNORE)  # scales the document's mean to its part of g
         square = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))
-        products = jax.tree.map(lambda g, all_of_it: jnp.sum(g * all_of_it), grads, whole)
+        products = jax.tree.map(lambda part_g, g: jnp.sum(part_g * g), grads, whole)
         return square * share**2, sum(jax.tree.leaves(products)) * share
 
     def _remade(

@@ -1,4 +1,4 @@
-"""Norms of a step, layer by layer: of activations, gradients, updates, parameters."""
+"""Norms of a step by layer: activations, gradients, updates, parameters."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ NORMS = {
     "update_norms_per_layer": "update",
     "params_norms_per_layer": "parameters",
 }
-"""What a step collects, by the name that a reader has for it."""
+"""Display names of the metrics that a step collects."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerNorms:
-    """Norms of the layers in one step.
+    """Norms of the layers in a step.
 
     Attributes:
-        parts: names: "layers.0", ..., and the parts that are no layers.
-        norms: by "gradient", "update", "parameters" (L2) and, of layers alone, the points of
-            `STREAM` (root mean square): [parts].
+        parts: names of the parts: "layers.0", ..., then parts outside of layers.
+        norms: norms of all parts, [parts], by kind: L2 norms of "gradient", "update" and
+            "parameters", and root mean squares of the points of `STREAM` (NaN outside of layers).
     """
 
     parts: list[str]
@@ -41,7 +41,7 @@ class LayerNorms:
 def activation_norms(
     model: Model, params: Params, batch: Batch
 ) -> dict[str, Float[Array, "layers"]]:
-    """Root mean square of what layers compute for a batch, by the points of `STREAM`."""
+    """Return the root mean square of each layer's activations at the points of `STREAM`."""
 
     def square(name: str, x: Array) -> Array:
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
@@ -55,7 +55,7 @@ def activation_norms(
 
 
 def layer_norms(metrics: Metrics, activations: dict[str, Array]) -> LayerNorms:
-    """From what a step collected (`NORMS`) and its activations."""
+    """Return the norms of a step from its metrics (`NORMS`) and its activation norms."""
     collected = jax.device_get({name: metrics[name] for name in NORMS})
     first = collected["grad_norms_per_layer"]
     others = [name for name in first if name != LAYERS]
@@ -64,18 +64,20 @@ def layer_norms(metrics: Metrics, activations: dict[str, Array]) -> LayerNorms:
         shown: np.array([*collected[name][LAYERS], *(collected[name][o] for o in others)])
         for name, shown in NORMS.items()
     }
-    nothing = np.full(len(others), np.nan)
-    for name, of_layers in jax.device_get(activations).items():
-        norms[name] = np.concatenate([of_layers, nothing])
+    outside = np.full(len(others), np.nan)
+    for name, layers in jax.device_get(activations).items():
+        norms[name] = np.concatenate([layers, outside])
     return LayerNorms(parts, norms)
 
 
-def stands_out(step: LayerNorms, neighbours: Sequence[LayerNorms]) -> list[tuple[str, str, float]]:
-    """Return the largest deviations from other steps: (part, norm, ratio to their median)."""
+def rank_deviations(
+    step: LayerNorms, neighbours: Sequence[LayerNorms]
+) -> list[tuple[str, str, float]]:
+    """Return (part, norm, ratio to the other steps' median), the largest deviations first."""
     deviations = []
     for name, values in step.norms.items():
-        usual = np.median([deviation.norms[name] for deviation in neighbours], axis=0)
-        for part, value, median in zip(step.parts, values, usual, strict=True):
+        medians = np.median([neighbour.norms[name] for neighbour in neighbours], axis=0)
+        for part, value, median in zip(step.parts, values, medians, strict=True):
             if not np.isnan(median):
                 ratio = float(value / median) if median else float("inf")
                 deviations.append((part, name, 1.0 if value == median else ratio))

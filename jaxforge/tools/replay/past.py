@@ -1,8 +1,11 @@
-"""A run as it was before any of its steps: its config then, its state, its batches.
+"""Reconstruction of a run before any of its steps: config, state and batches.
 
-A batch is a function of config, seed and position, and a step of state and batch. So the state
-before a step is that of the nearest checkpoint before it, stepped on; where there is none, that of
-the start. On the run's own mesh all is the same bit for bit.
+A batch is a function of config, seed and position, and a step is a function of state and batch. The
+state before a step is therefore replayed from the nearest checkpoint before it, or from the start
+if there is none. On the run's own mesh the result is bit-identical.
+
+    checkpoint 40                        step 43
+         | step 41 -> | step 42 -> | state and batch of step 43
 """
 
 import contextlib
@@ -40,12 +43,12 @@ from jaxforge.training.training_data import TrainingData, batches_from
 log = logging.getLogger(__name__)
 
 
-class Past(Program):
-    """A run whose steps can be made again, with the config of one of its steps.
+class PastRun(Program):
+    """A run whose steps can be replayed, with the config of a step.
 
     Attributes:
         run: the run directory.
-        start: the step that the run went on from with this config.
+        start: step from which the run was started with this config.
         overrides: settings over the run's config.
         checkpoints: the run's checkpoints.
     """
@@ -65,60 +68,56 @@ class Past(Program):
         return sources.open_training_data(self.config)
 
     def step_function(self, collect: Sequence[str]) -> TrainStep:
-        """Return the train step with more metrics."""
+        """Return the train step, collecting additional metrics."""
         return Program(self.config, self.mesh, model=self.model, collect=collect).step
 
     def walk(self, step: int) -> "Walk":
-        """Return the state before a step: the next attempted update is number `step`.
+        """Return a walk that stands before a step: the next attempted update is number `step`.
 
         Raises:
-            UserError: there is no such step, or the run began with files that no longer exist.
+            UserError: the step does not exist, or the run began with files that no longer exist.
         """
-        assert step > self.start, "that was made with another config"
+        assert step > self.start, "the step belongs to another config"
         walk = Walk(self, *self._nearest(step))
         if walk.progress.step < step - 1:
-            log.info("stepping from %d to %d", walk.progress.step, step - 1)
+            log.info("replaying from step %d to %d", walk.progress.step, step - 1)
         while walk.progress.step < step - 1:
             walk.advance()
         return walk
 
     def _nearest(self, step: int) -> tuple[TrainState, Progress]:
-        """The nearest state before a step that the run itself has had under this config."""
+        """Return the nearest stored or initial state before a step."""
         saved = max((step_ for step_ in self.checkpoints.steps() if step_ < step), default=None)
         if saved is not None and saved >= self.start:
             saved_state = Saved(self.checkpoints, saved)
             state, progress = start_from(saved_state, self)
             _catch_up(progress, self.checkpoints)
             return state, progress
-        if self.start > 0:  # that was made with another config
+        if self.start > 0:  # earlier steps belong to another config
             with open_past(self.run, self.start, self.overrides) as earlier:
                 walk = earlier.walk(self.start + 1)
             return jax.device_put(walk.state, self.shardings), walk.progress
-        state, progress = self._beginning()
+        no_checkpoints = Checkpoints(self.run / "none", self.config.checkpoint, read_only=True)
+        with contextlib.closing(no_checkpoints):
+            state, progress = starting_state(self, no_checkpoints, open_foreign)
         if progress.step >= step:
             raise UserError(
                 f"the run began at step {progress.step}, with {self.config.checkpoint.load_path}: "
-                f"there is no step {step} of it"
+                f"it has no step {step}"
             )
         return state, progress
 
-    def _beginning(self) -> tuple[TrainState, Progress]:
-        with contextlib.ExitStack() as stack:
-            nothing = Checkpoints(self.run / "none", self.config.checkpoint, read_only=True)
-            stack.callback(nothing.close)
-            return starting_state(self, nothing, open_foreign)
-
 
 class Walk:
-    """A place in the past that moves on, step by step.
+    """Replay of a run, step by step.
 
     Attributes:
-        state: before the next step.
-        progress: the same.
-        batch: of the next step.
+        state: state before the next step.
+        progress: progress before the next step.
+        batch: batch of the next step.
     """
 
-    def __init__(self, past: Past, state: TrainState, progress: Progress) -> None:
+    def __init__(self, past: PastRun, state: TrainState, progress: Progress) -> None:
         config, phases = past.config, Phases.of(past.config.data)
         ramp = config.train.ramp(data_parallel_size(past.mesh))
         self._past, self._step = past, past.step
@@ -132,12 +131,11 @@ class Walk:
 
     @property
     def controls(self) -> Controls:
-        """Return the host's decisions about the next step."""
-        left_out = self._past.config.train.iterations_to_skip
-        return self._data.controls(self.progress.step, left_out)
+        """Host's decisions about the next step."""
+        return self._data.controls(self.progress.step, self._past.config.train.iterations_to_skip)
 
     def advance(self) -> Metrics:
-        """Makes the next step, as the run did."""
+        """Apply the next step, as the run did, and return its metrics."""
         controls = self.controls
         batch = next(self._data)
         self._data.note_mixture(self.progress)
@@ -151,18 +149,18 @@ class Walk:
         if self.progress.step < self._past.config.train.max_steps:
             self.batch = self._data.peek()
 
-    def look(self, step: TrainStep) -> Metrics:
-        """Return the metrics of a collecting step function without applying the step."""
-        copies = jax.tree.map(
-            lambda x: x.copy(), (self.state.step, self.state.guard, self.state.counts)
-        )
+    def measure(self, step: TrainStep) -> Metrics:
+        """Return the metrics of a step function for the next step, without applying it."""
+        # A step donates its state. With apply=False parameters, moments and model state stay the
+        # same, but the counters and the guard advance: they are restored from copies.
+        counters = (self.state.step, self.state.guard, self.state.counts)
+        number, guard, counts = jax.tree.map(lambda x: x.copy(), counters)
         self.state, metrics = step(self.state, self.batch, self.controls._replace(apply=False))
-        at, guard, counts = copies
-        self.state = dataclasses.replace(self.state, step=at, guard=guard, counts=counts)
+        self.state = dataclasses.replace(self.state, step=number, guard=guard, counts=counts)
         return metrics
 
     def name_of(self, row: int) -> str:
-        """Return the sequence's name in a row of the next batch, counted over microbatches."""
+        """Return the name of the sequence in a row of the next batch, over all microbatches."""
         past, position = self._past, self.progress.samples + row
         drawn = [Segment(*mixture) for mixture in self.progress.mixtures]
         phases = Phases.of(past.config.data)
@@ -171,27 +169,28 @@ class Walk:
 
 
 @contextlib.contextmanager
-def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[Past]:
-    """Opens a run for a step.
+def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[PastRun]:
+    """Open a run with the config of a step.
 
     Args:
-        run: its directory.
-        step: from 1, whose config it is.
-        overrides: settings over that, such as "--distributed.tp=2".
+        run: the run directory.
+        step: number of the step, from 1.
+        overrides: settings over its config, such as "--distributed.tp=2".
 
     Raises:
-        UserError: there is no such run or step, or it cannot run on these devices.
+        UserError: the run or the step does not exist, or it cannot run on these devices.
     """
     config_file = run_directory.config_of_step(run, step)
     checkpoints = Checkpoints(run, config_file.checkpoint, read_only=True)
     try:
         config = _on_these_devices(config_file, step, checkpoints, overrides, trust.of_run(run))
-        devices = _devices(config)
+        sizes = _sizes(config)
+        devices = jax.devices()[: None if -1 in sizes else math.prod(sizes)]
         rules.check(config, len(devices))
         compilation.use_cache(config.train)
         mesh = make_mesh(config, devices)
         checkpoints.close()
-        past = Past(config, mesh, run, run_directory.start_before(run, step), overrides)
+        past = PastRun(config, mesh, run, run_directory.start_before(run, step), overrides)
         checkpoints = past.checkpoints
         with past.context():
             yield past
@@ -208,49 +207,55 @@ def _on_these_devices(
 ) -> JobConfig:
     if not 1 <= step <= config.train.max_steps:
         raise UserError(
-            f"there is no step {step}: they go from 1 to train.max_steps = {config.train.max_steps}"
+            f"step {step} does not exist: steps are 1 to train.max_steps = {config.train.max_steps}"
         )
     values = config.model_dump(mode="json", exclude_unset=True)  # two batch sizes must agree
     if any(override.startswith("--distributed.") for override in overrides):
-        there = make_config(values, overrides, "the run", trusts)
-        overrides = [*_same_rows(config, there, checkpoints, overrides), *overrides]
+        remeshed = make_config(values, overrides, "the run", trusts)
+        overrides = [*_same_rows(config, remeshed, checkpoints, overrides), *overrides]
     else:
         overrides = [*_same_batch(config, checkpoints), *overrides]
     return make_config(values, overrides, "the run", trusts)
 
 
 def _same_rows(
-    config: JobConfig, there: JobConfig, checkpoints: Checkpoints, overrides: Sequence[str]
+    config: JobConfig, remeshed: JobConfig, checkpoints: Checkpoints, overrides: Sequence[str]
 ) -> list[str]:
-    """The settings with which another mesh makes the same batch, unless its size is given."""
+    """Return settings that keep the batch on another mesh, unless its size is overridden.
+
+    Args:
+        config: config of the run.
+        remeshed: the same with the other mesh.
+        checkpoints: the run's checkpoints.
+        overrides: the user's settings.
+    """
     is_given = any(
         override.startswith(("--train.batch_size", "--train.global")) for override in overrides
     )
     groups = None if is_given else _known_groups(config, checkpoints)
     if groups is None or config.train.global_batch_size:
         return []
-    rows, mesh = config.train.microbatch_size(groups), _sizes(there)
-    left = jax.device_count() // -math.prod(mesh) if -1 in mesh else 1
-    here = axes.data_parallel(
-        {axis: left if size == -1 else size for axis, size in zip(axes.AXES, mesh, strict=True)}
-    )
-    if here < 1 or rows % here:
+    rows, mesh = config.train.microbatch_size(groups), _sizes(remeshed)
+    remaining = jax.device_count() // -math.prod(mesh) if -1 in mesh else 1  # the size of -1
+    sizes = (remaining if size == -1 else size for size in mesh)
+    dp = axes.data_parallel(dict(zip(axes.AXES, sizes, strict=True)))
+    if dp < 1 or rows % dp:
         raise UserError(
-            f"the step read {rows} sequences at a time, which {here} data-parallel devices cannot "
-            "share: choose another mesh, or give --train.batch_size for another batch"
+            f"a microbatch of {rows} sequences cannot be split over {dp} data-parallel devices. "
+            "Choose another mesh, or give --train.batch_size for another batch"
         )
-    return [f"--train.batch_size={rows // here}", *_same_order(config, groups)]
+    return [f"--train.batch_size={rows // dp}", *_same_order(config, groups)]
 
 
 def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:
-    """The settings with which the same batch runs on the devices that are here; none if it does."""
-    here, groups = jax.device_count(), _data_parallel_groups(config, checkpoints)
+    """Return settings that keep the batch on the local devices; none if their number fits."""
+    n_devices, groups = jax.device_count(), _data_parallel_groups(config, checkpoints)
     others = math.prod(max(1, size) for size in _sizes(config)) // max(1, _data_parallel(config))
-    if groups * others == here:
+    if groups * others == n_devices:
         return []
     rows = config.train.microbatch_size(groups)
-    most = max(n for n in range(1, here + 1) if rows % n == 0)
-    log.info("the run had %d devices: its batch is made on %d of those here", groups * others, most)
+    most = max(n for n in range(1, n_devices + 1) if rows % n == 0)
+    log.info("the run had %d devices: replaying on %d of the local devices", groups * others, most)
     settings = [f"--distributed.{axis}=1" for axis in axes.AXES if axis != "dp_shard"]
     settings.append(f"--distributed.dp_shard={most}")
     if not config.train.global_batch_size:
@@ -265,16 +270,16 @@ def _same_order(config: JobConfig, groups: int) -> list[str]:
 
 
 def _data_parallel_groups(config: JobConfig, checkpoints: Checkpoints) -> int:
-    """Return the number of data-parallel groups that the run had.
+    """Return the number of data-parallel groups of the run.
 
     Raises:
-        UserError: its config left that to the devices, and nothing else says it.
+        UserError: the config leaves it to the devices, and no checkpoint shows their number.
     """
     groups = _known_groups(config, checkpoints)
     if groups is None:
         raise UserError(
-            "the run's distributed.dp_shard = -1 stands for the devices that there were: say how "
-            "many (--distributed.dp_shard=N)"
+            "the run's distributed.dp_shard = -1 depends on its number of devices, which is "
+            "unknown. Set --distributed.dp_shard=N"
         )
     return groups
 
@@ -285,9 +290,10 @@ def _known_groups(config: JobConfig, checkpoints: Checkpoints) -> int | None:
     train, newest = config.train, checkpoints.latest()
     if newest is not None and not train.batch_ramp and not train.global_batch_size:
         progress = checkpoints.progress(newest)
-        each = train.batch_size * train.grad_accum_steps * progress.step
-        if not progress.rollbacks and each and progress.samples % each == 0:
-            return progress.samples // each
+        samples_per_group = train.batch_size * train.grad_accum_steps * progress.step
+        if not progress.rollbacks and samples_per_group:
+            groups, remainder = divmod(progress.samples, samples_per_group)
+            return None if remainder else groups
     return None
 
 
@@ -300,13 +306,8 @@ def _sizes(config: JobConfig) -> list[int]:
     return [getattr(config.distributed, axis) for axis in axes.AXES]
 
 
-def _devices(config: JobConfig) -> list[jax.Device]:
-    sizes = _sizes(config)
-    return jax.devices()[: None if -1 in sizes else math.prod(sizes)]
-
-
 def _catch_up(progress: Progress, checkpoints: Checkpoints) -> None:
-    """The data's place after rollbacks to this very step, which its checkpoint cannot know of."""
+    """Add the data skipped by later rollbacks to this step, which its checkpoint cannot contain."""
     newest = checkpoints.progress(checkpoints.steps()[-1])
     for jump in newest.rollbacks:
         if jump["to"] == progress.step and jump not in progress.rollbacks:

@@ -1,4 +1,4 @@
-"""Replay of steps: what `jaxforge replay` runs, and the tables that it prints."""
+"""Execution of `jaxforge replay`, and the tables that it prints."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -12,22 +12,22 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.console import begin_command
 from jaxforge.tools.replay import compare
 from jaxforge.tools.replay.account import Account, RepeatedStep, Suspect, account, as_json, replayed
-from jaxforge.tools.replay.against import ReplayedRun, against
 from jaxforge.tools.replay.past import open_past
+from jaxforge.tools.replay.step_comparison import ReplayedRun, compare_steps
 from jaxforge.tools.replay.step_page import page
 
 _SHOWN = 60  # characters of a text in the table
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
-    """Replays, prints tables, writes JSON; the exit code."""
+    """Replay steps, print tables, write JSON, and return the exit code."""
     begin_command()
     if args.against:
         return _against(args, overrides)
     run = urls.path(args.run)
     if args.steps:
-        exact = _print_steps(wide_console(), replayed(run, first, last, overrides))
-        return 0 if exact or not args.check else 1
+        is_exact = _print_steps(wide_console(), replayed(run, first, last, overrides))
+        return 0 if is_exact or not args.check else 1
     with open_past(run, first, overrides) as past:
         result = account(past, first, around=args.around, rows=args.rows)
     if jax.process_index() == 0:
@@ -37,26 +37,26 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
             write_text("--html", args.html, page(result, run.name))
         if args.json != STDOUT:
             _print(wide_console(), result, args.top)
-    exact = result.step.difference in (None, 0.0)
-    return 0 if exact or not args.check else 1
+    is_exact = result.step.difference in (None, 0.0)
+    return 0 if is_exact or not args.check else 1
 
 
 def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Exit code 1 where something differs."""
+    """Compare a step of two runs; return exit code 1 if a value differs."""
     first = ReplayedRun(urls.path(args.run), overrides)
     other = ReplayedRun(urls.path(args.against), [*overrides, *args.other])
-    rows, notes = against(first, other, args.step)
+    rows, notes = compare_steps(first, other, args.step)
     if args.json:
         write_json(args.json, {**compare.as_json(rows), "notes": notes})
     if args.json != STDOUT:
-        compare.show(wide_console(), rows, ("RUN", "OTHER"))
+        compare.print_rows(wide_console(), rows, ("RUN", "OTHER"))
         for note in notes:
             wide_console().print(f"note: {note}", markup=False)
     return 0 if compare.first_difference(rows) is None else 1
 
 
 def _print_steps(console: Console, steps: Iterable[RepeatedStep]) -> bool:
-    """A row each, as they are made; whether all are what was logged."""
+    """Print each step as it is replayed; return True if all match the log."""
     all_exact = True
     console.print(f"{'step':>8} {'loss':>14} {'grad norm':>14}  logged", highlight=False)
     for step in steps:
@@ -69,8 +69,8 @@ def _print_steps(console: Console, steps: Iterable[RepeatedStep]) -> bool:
 
 
 def _compared(step: RepeatedStep) -> str:
-    left_out = "" if step.applied or step.logged is None else ", update left out"
-    return f"{step.comparison}{left_out}"
+    skipped = "" if step.applied or step.logged is None else ", update skipped"
+    return f"{step.comparison}{skipped}"
 
 
 def _print(console: Console, result: Account, top: int) -> None:
@@ -93,7 +93,7 @@ def _print(console: Console, result: Account, top: int) -> None:
 def _documents(result: Account, top: int) -> Table:
     table = Table(title=f"documents of the step ({min(top, len(result.suspects))} of "
                   f"{len(result.suspects)})", title_justify="left")  # fmt: skip
-    table.add_column("where", overflow="fold")
+    table.add_column("position", overflow="fold")
     for name in ("tokens", "loss", "own norm", "norm without"):
         table.add_column(name, justify="right")
     table.add_column("text", overflow="fold")
@@ -109,23 +109,23 @@ def _cells(suspect: Suspect) -> tuple[str, ...]:
     text = _line(suspect.text)
     if document.worst_loss > document.loss and suspect.worst_text:
         text += f"\nworst ({document.worst_loss:.3g}): {_line(suspect.worst_text)}"
-    where = f"{suspect.name}, {document.start}:{document.end}"
-    return where, str(document.tokens), f"{document.loss:.4g}", own, without, text
+    position = f"{suspect.name}, {document.start}:{document.end}"
+    return position, str(document.tokens), f"{document.loss:.4g}", own, without, text
 
 
 def _line(text: str) -> str:
-    """On one line, without markup."""
+    """Return a text shortened to one line, without markup."""
     return repr(text)[1:-1][:_SHOWN].replace("[", "\\[")
 
 
 def _layers(result: Account, top: int) -> Table:
     steps = [step for step in result.norms if step != result.step.step]
-    table = Table(title=f"what differs most from steps {min(steps)} to {max(steps)}",
+    table = Table(title=f"largest deviations from steps {min(steps)} to {max(steps)}",
                   title_justify="left")  # fmt: skip
-    for name in ("part", "norm of", "here", "to their median"):
+    for name in ("part", "norm of", "value", "ratio to median"):
         table.add_column(name, justify="left" if name in ("part", "norm of") else "right")
-    here = result.norms[result.step.step]
+    own = result.norms[result.step.step]
     for part, name, ratio in result.odd[:top]:
-        value = here.norms[name][here.parts.index(part)]
+        value = own.norms[name][own.parts.index(part)]
         table.add_row(part, name, f"{value:.4g}", f"{ratio:.3g}")
     return table

@@ -1,4 +1,4 @@
-"""`--html`: the account of a step as one page that loads nothing."""
+"""HTML page with the account of a step (`--html`), self-contained."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -10,17 +10,17 @@ from jaxforge.telemetry.numbers import exact
 from jaxforge.tools.pages.parts import Pool, Rows, chart, chart_document, curve, fact_list, table
 from jaxforge.tools.replay.account import Account, Suspect
 
-_ODD = 12  # rows of what differs most
+_ODD = 12  # rows of layers that stand out
 _ODD_HEAD = ["part", "norm", "its median in the steps around"]
 _TELLING = 5  # documents with their text above the table
 
 
 def page(account: Account, run: str) -> str:
-    """The page of a step.
+    """Return the page of a step.
 
     Args:
-        account: what happened in it.
-        run: what the run is called.
+        account: account of the step.
+        run: name of the run.
     """
     pool, cards = Pool(), "".join(map(_card, account.suspects[:_TELLING]))
     rows = [[part, norm, f"{ratio:.3g} times"] for part, norm, ratio in account.odd[:_ODD]]
@@ -37,8 +37,8 @@ def _facts(account: Account) -> Mapping[str, str]:
     facts = {
         "loss": exact(step.loss),
         "gradient norm": exact(step.grad_norm),
-        "what was logged": step.comparison.replace("same", "same, bit for bit"),
-        "update": "applied" if step.applied else "left out by the guard",
+        "comparison with the log": step.comparison.replace("same", "same, bit for bit"),
+        "update": "applied" if step.applied else "skipped by the guard",
         "documents": f"{len(account.suspects):,}",
     }
     if account.without_first:
@@ -75,7 +75,7 @@ def _rows(account: Account) -> Rows:
 
 
 def _charts(account: Account, pool: Pool) -> Iterator[dict[str, Any]]:
-    """Each norm over the layers: of this step in colour, of its neighbours behind it."""
+    """Yield a chart per norm over the layers: this step in colour, its neighbours in grey."""
     step = account.step.step
     order = sorted(account.norms, key=lambda number: (number == step, number))
     parts = account.norms[step].parts

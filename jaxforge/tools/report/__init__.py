@@ -1,1 +1,1 @@
-"""A run as one HTML page, from its directory alone: `python -m jaxforge.report RUN`."""
+"""HTML page of runs, from their directories alone: `python -m jaxforge.report RUN`."""

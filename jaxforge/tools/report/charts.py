@@ -1,6 +1,6 @@
-"""Charts of the page: every metric except those that follow from others.
+"""Charts of the page: every metric except those that are derived from others.
 
-As JSON, which `drawing.js` makes charts of. What never changes is told in a table instead.
+They are JSON for `drawing.js`. Metrics that never change are listed in a table instead.
 """
 
 import re
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.runs.reading import Run, Series
-from jaxforge.tools.pages.parts import Pool, encoded
-from jaxforge.tools.report.names import LOSS, NAMES, Name, name_of
-from jaxforge.tools.report.thinning import BUCKETS, middles, thin
+from jaxforge.tools.pages.parts import Pool, encode_column
+from jaxforge.tools.report.names import LOSS, NAMES, Name, metric_name
+from jaxforge.tools.report.thinning import BUCKETS, bucket_medians, thin
 
-_PARTS = 30_000  # buckets of all curves together: what they may take of the page
-_FEWEST = 16  # buckets of a curve
-_MARKS = 200  # of a curve: they are some pixels wide
-_ALONG = 1000  # points that say how tokens and time go with the steps
+_PARTS = 30_000  # buckets over all curves, which bounds the size of the page
+_FEWEST = 16  # minimum number of buckets of a curve
+_MARKS = 200  # marks on a curve; each is a few pixels wide
+_AXIS_POINTS = 1000  # of the maps from steps to tokens and hours
 _DERIVED = re.compile(
     r"smoothed/.*|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?perplexity"
 )
@@ -28,11 +28,11 @@ _HEADLINE = ("train/loss", "eval/loss")
 
 
 class Constant(NamedTuple):
-    """A metric that has the same value throughout each run.
+    """Metric with the same value throughout each run.
 
     Attributes:
-        name: in words.
-        values: of each run; None where it was not logged.
+        name: display name.
+        values: value of each run; None if the run has not logged the metric.
     """
 
     name: str
@@ -46,7 +46,14 @@ class _Curve(NamedTuple):
 
 
 class _Drawing(NamedTuple):
-    """A chart before its points are chosen; `ordered`: curves are shades of one colour."""
+    """A chart before its points are chosen.
+
+    Attributes:
+        title: title above the chart.
+        name: display name of its first metric.
+        curves: its curves.
+        ordered: curves are shades of the same colour.
+    """
 
     title: str
     name: Name
@@ -55,11 +62,11 @@ class _Drawing(NamedTuple):
 
 
 def charts(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
-    """All charts in the order of the page; the first is the loss.
+    """Return all charts in the order of the page; the first shows the loss.
 
     Args:
-        runs: one, or several to compare.
-        pool: takes the columns.
+        runs: the runs, whose curves are overlaid.
+        pool: pool for the columns.
     """
     drawings = list(_drawings(runs))
     count = sum(len(drawing.curves) for drawing in drawings)
@@ -67,45 +74,45 @@ def charts(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
     return [_chart(drawing, runs, pool, buckets) for drawing in drawings]
 
 
-def along(run: Run) -> dict[str, str]:
+def axis_values(run: Run) -> dict[str, str]:
     """Return tokens and hours since the first step, as functions of steps."""
     step, time, tokens = run.series["train/tokens"]
-    chosen = np.unique(np.linspace(0, len(step) - 1, _ALONG).round().astype(int))
+    chosen = np.unique(np.linspace(0, len(step) - 1, _AXIS_POINTS).round().astype(int))
     columns = (("steps", step), ("tokens", tokens), ("hours", (time - time[0]) / 3600))
-    return {name: encoded(column[chosen], "f8") for name, column in columns}
+    return {name: encode_column(column[chosen], "f8") for name, column in columns}
 
 
-def skips(run: Run) -> list[int]:
-    """Logged steps at which more had been skipped than at the one before."""
+def steps_with_skips(run: Run) -> list[int]:
+    """Return the logged steps at which the number of skipped steps has grown."""
     step, _, skipped = run.series["train/skipped_steps"]
-    return _some(step[np.diff(skipped, prepend=0) > 0])
+    return _evenly_chosen(step[np.diff(skipped, prepend=0) > 0])
 
 
 def constants(runs: Sequence[Run]) -> list[Constant]:
-    """Return metrics that are constant and need no chart; equal layers appear once."""
+    """Return the metrics that are constant and need no chart; equal layers are merged."""
     by_value: dict[tuple[str, tuple[float | None, ...]], list[str]] = defaultdict(list)
     for metric in _metrics(runs):
         if _is_constant(metric, runs):
-            name = name_of(metric)
+            name = metric_name(metric)
             factor = 100 if name.percent else 1
             logged = (run.series.get(metric) for run in runs)
             values = (None if series is None else factor * series.last for series in logged)
             title = f"{name.title} ({name.unit})" if name.unit else name.title
             by_value[title, tuple(values)].append(name.label)
     return [
-        Constant(title + _which(labels), list(values))
+        Constant(title + _label_suffix(labels), list(values))
         for (title, values), labels in by_value.items()
     ]
 
 
-def _which(labels: Sequence[str]) -> str:
+def _label_suffix(labels: Sequence[str]) -> str:
     if len(labels) > 3:
         return f": {labels[0]} to {labels[-1]}"
     return f": {', '.join(labels)}" if any(labels) else ""
 
 
 def _metrics(runs: Sequence[Run]) -> list[str]:
-    """Return the logged metrics in page order, without those that follow from others."""
+    """Return the logged metrics in the order of the page, without derived metrics."""
     names = dict.fromkeys(metric for run in runs for metric in run.series)
     order = {metric: index for index, metric in enumerate(NAMES)}
     shown = [metric for metric in names if not _DERIVED.fullmatch(metric)]
@@ -122,12 +129,14 @@ def _is_constant(metric: str, runs: Sequence[Run]) -> bool:
 
 def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     metrics = [metric for metric in _metrics(runs) if not _is_constant(metric, runs)]
-    has_sets = any(metric.startswith("eval/") and metric.count("/") > 1 for metric in metrics)
+    has_several_sets = any(
+        metric.startswith("eval/") and metric.count("/") > 1 for metric in metrics
+    )
     yield _Drawing("Loss", NAMES["train/loss"], _headline(runs))
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
     for metric in metrics:
-        name = name_of(metric)
-        if metric not in _HEADLINE or (metric == "eval/loss" and has_sets):
+        name = metric_name(metric)
+        if metric not in _HEADLINE or (metric == "eval/loss" and has_several_sets):
             groups[name.group][name.title].append((metric, name))
     for titles in groups.values():
         for title, members in titles.items():
@@ -174,27 +183,27 @@ def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> 
         points = _points(series, 100 if name.percent else 1, pool, buckets)
         dots = curve.metric.startswith("eval/")
         marks = {"skips": True} if curve.metric in _MARKED else {}
-        of = f"{runs[curve.run].name} {curve.label}".strip() if len(runs) > 1 else ""
-        shown = {"run": curve.run, "label": curve.label, "name": of, "dots": dots}
+        full_name = f"{runs[curve.run].name} {curve.label}".strip() if len(runs) > 1 else ""
+        shown = {"run": curve.run, "label": curve.label, "name": full_name, "dots": dots}
         drawn.append({**shown, **colour, **marks, **points})
     return {"title": drawing.title, "unit": name.unit, "group": name.group, "zero": name.zero,
             "smooth": not name.exact, "wide": name.group == LOSS, "curves": drawn}  # fmt: skip
 
 
 def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[str, Any]:
-    """Return the points of a curve: `x`, `y`, and `smooth`, the middle of a long curve."""
+    """Return the points of a curve: `x`, `y`, and for a long curve its medians as `smooth`."""
     step, value = series.step, factor * series.value
     chosen = thin(step, value, buckets)
-    data = {"x": pool.add(step[chosen], "i4"), "y": encoded(value[chosen], "f4"),
+    data = {"x": pool.add(step[chosen], "i4"), "y": encode_column(value[chosen], "f4"),
              "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
     if len(chosen) < len(step):
-        x, y = middles(step, value, buckets)
-        data["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encoded(y, "f4")]
+        x, y = bucket_medians(step, value, buckets)
+        data["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encode_column(y, "f4")]
     bad = step[~np.isfinite(value)]
-    return data | ({"bad": _some(bad), "bad_count": len(bad)} if len(bad) else {})
+    return data | ({"bad": _evenly_chosen(bad), "bad_count": len(bad)} if len(bad) else {})
 
 
-def _some(steps: np.ndarray) -> list[int]:
-    """Return evenly chosen steps, few enough to be told apart, from first to last."""
+def _evenly_chosen(steps: np.ndarray) -> list[int]:
+    """Return at most `_MARKS` evenly chosen steps, with the first and the last."""
     chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MARKS)).round().astype(int))
     return steps[chosen].tolist() if len(steps) else []

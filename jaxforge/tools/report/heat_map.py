@@ -1,7 +1,7 @@
-"""The load of experts as pictures: one for each layer, experts downwards, the run to the right.
+"""Heat maps of the load of experts, one per layer: experts downwards, steps to the right.
 
-A load is shown by the colour of its band, blue below an even load and orange above: the two stay
-apart for colour-blind readers, and the further from even, the further from the page's lightness.
+The colour of a cell shows the band of its load: blue below an even load, orange above. Colour-blind
+readers can distinguish both. The contrast with the page grows with the distance from an even load.
 """
 
 import base64
@@ -14,18 +14,18 @@ import numpy as np
 from jaxforge.runs.loads import Loads
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import exact, short
-from jaxforge.tools.pages.parts import Pool, encoded
+from jaxforge.tools.pages.parts import Pool, encode_column
 
 EDGES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
-"""Where the next band of loads begins. The middle band is even; from the last on all look alike."""
+"""Edges between bands of loads. The middle band is an even load, the last is open-ended."""
 _EVEN = len(EDGES) // 2
-_NONE = len(EDGES) + 1  # what is not finite: transparent
+_NONE = len(EDGES) + 1  # band of values that are not finite, drawn transparent
 _MIDDLE = (244, 243, 238)
-_IDLE, _BUSY = ((0, 42, 82), (0, 114, 178)), ((92, 36, 0), (213, 94, 0))  # darkest, and half way
+_IDLE, _BUSY = ((0, 42, 82), (0, 114, 178)), ((92, 36, 0), (213, 94, 0))  # darkest, half-way
 
 
 def heat_maps(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
-    """A picture for each layer of each run that has experts, as `drawing.js` takes them."""
+    """Return a heat map per layer of each run with experts, in the format of `drawing.js`."""
     return [
         heat_map
         for i, run in enumerate(runs)
@@ -35,7 +35,7 @@ def heat_maps(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
 
 
 def bands() -> list[dict[str, Any]]:
-    """Each band's name, and its colours on light and on dark pages."""
+    """Return each band's name and its colours on light and dark pages."""
     lower = (0.0, *EDGES)
     names = [f"{short(a)} to {short(b)}" for a, b in zip(lower, EDGES, strict=False)]
     names.append(f"{short(EDGES[-1])} or more")
@@ -46,7 +46,7 @@ def bands() -> list[dict[str, Any]]:
 
 
 def palette() -> list[tuple[int, int, int]]:
-    """Red, green and blue of each band, from idle over even to overloaded."""
+    """Return red, green and blue of each band, from idle to overloaded."""
     arms = [
         [_between(dark, half, _MIDDLE, i / _EVEN) for i in range(_EVEN)]
         for dark, half in (_IDLE, _BUSY)
@@ -55,9 +55,10 @@ def palette() -> list[tuple[int, int, int]]:
 
 
 def inverted(colours: Sequence[tuple[int, int, int]]) -> list[list[int]]:
-    """Colours of the same hue and the other lightness (CSS: `invert(1) hue-rotate(180deg)`)."""
-    turned = 2 * np.outer(np.ones(3), [0.213, 0.715, 0.072]) - np.eye(3)
-    return np.clip((255 - np.array(colours, float)) @ turned.T, 0, 255).round().astype(int).tolist()
+    """Invert the lightness of colours but not their hue (CSS: `invert(1) hue-rotate(180deg)`)."""
+    rotation = 2 * np.outer(np.ones(3), [0.213, 0.715, 0.072]) - np.eye(3)
+    inverse = (255 - np.array(colours, float)) @ rotation.T
+    return np.clip(inverse, 0, 255).round().astype(int).tolist()
 
 
 def _between(
@@ -74,7 +75,7 @@ def _maps(number: int, name: str, loads: Loads, pool: Pool) -> Iterator[dict[str
     for i, layer in enumerate(loads.layers):
         values, last = loads.value[:, i], loads.last[i]
         levels = np.where(np.isfinite(values), np.digitize(values, EDGES), _NONE).astype(np.uint8)
-        least, most = (encoded(end(axis=-1), "f4") for end in (values.min, values.max))
+        least, most = (encode_column(end(axis=-1), "f4") for end in (values.min, values.max))
         yield {
             "title": f"Load of experts, layer {layer}{f': {name}' if name else ''}",
             "unit": f"mean of {loads.each} logged steps each" if loads.each > 1 else "",
@@ -84,6 +85,7 @@ def _maps(number: int, name: str, loads: Loads, pool: Pool) -> Iterator[dict[str
             "levels": base64.b64encode(zlib.compress(levels.T.tobytes(), 9)).decode(),
             "least": least,
             "most": most,
-            "told": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of expert "
-            f"{int(last.argmin())}, to {exact(float(last.max()))}, of expert {int(last.argmax())}",
+            "description": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of "
+            f"expert {int(last.argmin())}, to {exact(float(last.max()))}, of expert "
+            f"{int(last.argmax())}",
         }

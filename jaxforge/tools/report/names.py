@@ -9,19 +9,20 @@ AXES: Mapping[str, str] = {
     "tokens": "tokens",
     "hours": "hours since the first step",
 }
-"""Horizontal axes, with their labels."""
+"""Labels of the horizontal axes."""
 
 
 class Name(NamedTuple):
-    """A metric in words.
+    """Display name of a metric.
 
     Attributes:
-        title: what it is.
-        unit: of its values; empty for a mere number.
-        group: the heading it stands under.
-        label: which of several it is that share a title: a dataset, "layer 3"; empty if alone.
-        zero: 0 is part of its axis.
-        percent: logged as a part of 1, shown in per cent.
+        title: title of its chart.
+        unit: unit of its values; empty for plain numbers.
+        group: heading of its charts.
+        label: label of its curve among several with the same title, such as a dataset or "layer 3";
+            empty if there is only one curve.
+        zero: the axis includes 0.
+        percent: logged as a fraction, shown in percent.
     """
 
     title: str
@@ -33,7 +34,7 @@ class Name(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """True if the value is noise-free: set or counted."""
+        """True if the value is a setting or a count, without noise."""
         return self.unit in ("so far", "of the next update", "of the next step")
 
 
@@ -89,7 +90,7 @@ NAMES: Mapping[str, Name] = {
     "local_checkpoint/blocking_sec": Name("Held up by local saves", "seconds", SAVING, zero=True),
     "local_checkpoint/save_sec": Name("Time of a local save", "seconds", SAVING, zero=True),
 }
-"""Metrics that have a name of their own, in the order of the page."""
+"""Metrics with fixed names, in the order of the page."""
 
 _RULES: tuple[tuple[str, Name], ...] = (
     (r"eval/(.+)/loss", Name("Evaluation loss", _NATS, EVALUATION, "{}")),
@@ -97,22 +98,25 @@ _RULES: tuple[tuple[str, Name], ...] = (
     (r"eval/(.+)/perplexity", Name("Perplexity", "", EVALUATION, "{}")),
     (r"loss/(.+)", Name("Loss by dataset", _NATS, DATA, "{}")),
     (r"data/(.+)/tokens", Name("Tokens by dataset", "so far", DATA, "{}", zero=True)),
-    (r"train/grad_norm/layers\.(\d+)", Name("Gradient norm by layer", "", UPDATES, _PER_LAYER)),
+    (r"train/grad_norm/layers\.(\d+)",
+     Name("Gradient norm by layer", "", UPDATES, _PER_LAYER)),
     (r"train/grad_norm/(.+)", Name("Gradient norm of other parts", "", UPDATES, "{}")),
     (r"moe/balance/layers\.(\d+)",
-     Name("Balance by layer", "least over most loaded expert", EXPERTS, _PER_LAYER, zero=True)),
+     Name("Balance by layer", "least over most loaded expert", EXPERTS, _PER_LAYER,
+                zero=True)),
     (r"moe/router_entropy/layers\.(\d+)",
      Name("Router entropy by layer", "nats", EXPERTS, _PER_LAYER)),
     (r"moe/router_bias/layers\.(\d+)",
      Name("Largest router bias by layer", "", EXPERTS, _PER_LAYER)),
-    (r"moe/load/layers\.(\d+)", Name("Load of experts", "of an even load", EXPERTS, _PER_LAYER)),
+    (r"moe/load/layers\.(\d+)",
+     Name("Load of experts", "of an even load", EXPERTS, _PER_LAYER)),
 )  # fmt: skip
 _GROUPS = {"terms": "Terms of the loss", "model": MODEL, "data": DATA, "moe": EXPERTS,
            "eval": EVALUATION, "train": UPDATES, "gpu": MEMORY}  # fmt: skip
 
 
-def name_of(metric: str) -> Name:
-    """A metric in words; one that no table knows, from the parts of its name."""
+def metric_name(metric: str) -> Name:
+    """Return a metric's display name; for unknown metrics it is composed from the parts."""
     if metric in NAMES:
         return NAMES[metric]
     for pattern, name in _RULES:
@@ -122,7 +126,7 @@ def name_of(metric: str) -> Name:
 
 
 def _composed(metric: str) -> Name:
-    """`mine/head_entropy/layers.3` is "Head entropy by layer" of layer 3, under "Mine"."""
+    """Compose a name: `mine/head_entropy/layers.3` is "Head entropy by layer" in group "Mine"."""
     first, slash, tail = metric.partition("/")
     group = _GROUPS.get(first, _sentence(first)) if slash else "Other"
     of_layer = re.fullmatch(r"(.+)/layers\.(\d+)", tail)

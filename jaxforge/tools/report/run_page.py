@@ -1,4 +1,4 @@
-"""The page: its charts, the facts above them and the tables below."""
+"""HTML page of runs: charts, with facts above them and tables below."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,22 +6,22 @@ from typing import Any
 import numpy as np
 
 from jaxforge.runs.reading import Run
-from jaxforge.tools.pages.parts import Pool, document, encodable, paragraphs
+from jaxforge.tools.pages.parts import Pool, document, escape_surrogates, paragraphs
 from jaxforge.tools.report import charts, tables
 from jaxforge.tools.report.heat_map import bands, heat_maps
 from jaxforge.tools.report.names import AXES
 
 
 def page(runs: Sequence[Run], axis: str) -> str:
-    """The page as one HTML document that loads nothing.
+    """Return the page as a self-contained HTML document.
 
     Args:
-        runs: one, or several to lay over each other.
-        axis: a key of `AXES`.
+        runs: the runs, whose curves are overlaid.
+        axis: horizontal axis, a key of `AXES`.
     """
-    known = parts(runs)
+    content = parts(runs)
     title = title_of([run.name for run in runs])
-    return document(title, {**known["data"], "axis": axis}, known["facts"], known["below"])
+    return document(title, {**content["data"], "axis": axis}, content["facts"], content["below"])
 
 
 def title_of(names: Sequence[str]) -> str:
@@ -30,15 +30,15 @@ def title_of(names: Sequence[str]) -> str:
 
 
 def parts(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the changing parts of a page: HTML, and the data of the charts."""
+    """Return the parts of a page that change: HTML, and the data of the charts."""
     pool = Pool()
-    with np.errstate(over="ignore", invalid="ignore"):  # of values that float32 does not have
+    with np.errstate(over="ignore", invalid="ignore"):  # values outside float32's range
         drawn, maps = charts.charts(runs, pool), heat_maps(runs, pool)
         data = {
             "axes": AXES,
             "runs": [
-                {"name": run.name, "along": charts.along(run), "resumes": run.resumes,
-                 "skips": charts.skips(run)}
+                {"name": run.name, "along": charts.axis_values(run), "resumes": run.resumes,
+                 "skips": charts.steps_with_skips(run)}
                 for run in runs
             ],
             "charts": drawn,
@@ -49,7 +49,7 @@ def parts(runs: Sequence[Run]) -> dict[str, Any]:
         above, below = tables.facts(runs), tables.below(runs)
     messages = [message for run in runs for message in run.omissions]
     return {
-        "facts": encodable(above) + paragraphs(messages),
-        "below": encodable(below),
+        "facts": escape_surrogates(above) + paragraphs(messages),
+        "below": escape_surrogates(below),
         "data": data,
     }

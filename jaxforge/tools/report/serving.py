@@ -1,4 +1,4 @@
-"""`--watch`: the page of runs that go on, served to this machine alone."""
+"""Server of `--watch`: a live page of running jobs, for this machine only."""
 
 import contextlib
 import errno
@@ -21,40 +21,40 @@ from jaxforge.tools.report import run_page
 from jaxforge.tools.report.names import AXES
 
 ADDRESS = "127.0.0.1"
-_CONNECTIONS = 64  # at a time; each has a thread
-_SECONDS = 10  # that a connection may say nothing
+_CONNECTIONS = 64  # concurrent connections; each has a thread
+_SECONDS = 10  # timeout of an idle connection
 
 
-class Live:
-    """Runs in their current state; only appended data are read again.
+class LivePage:
+    """Page of runs in their current state; updates read appended data only.
 
     Args:
         paths: run directories, which need not exist yet.
-        axis: as of `run_page.page`.
+        axis: horizontal axis, a key of `AXES`.
     """
 
     def __init__(self, paths: Sequence[Path], axis: str) -> None:
         self._readers, self._axis, self._lock = readers(paths), axis, threading.Lock()
 
     def page(self) -> str:
-        """The whole page."""
+        """Return the complete page."""
         parts = self.parts()
         data = {**parts["data"], "axis": self._axis, "watch": True, "version": parts["version"]}
         return document(parts["title"], data, parts["facts"], parts["below"], watch=True)
 
     def parts(self) -> dict[str, Any]:
-        """`run_page.parts`, with its `title` and a `version`, which changes when anything does."""
+        """Return `run_page.parts` with `title` and `version`, a hash of the content."""
         with self._lock:
-            runs, said = [], []
+            runs, messages = [], []
             for reader in self._readers:
                 try:
                     runs.append(reader.read())
                 except NotYetError:
-                    said.append(f"{reader.name}: waiting for its first step")
+                    messages.append(f"{reader.name}: waiting for its first step")
                 except UserError as error:
-                    said.append(f"{reader.name}: {error}")
-        parts = run_page.parts(runs) if runs else _NOTHING
-        facts = parts["facts"] + paragraphs(said)
+                    messages.append(f"{reader.name}: {error}")
+        parts = run_page.parts(runs) if runs else _NO_RUNS
+        facts = parts["facts"] + paragraphs(messages)
         parts = {
             **parts,
             "facts": facts,
@@ -63,7 +63,7 @@ class Live:
         return parts | {"version": hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}
 
 
-_NOTHING: dict[str, Any] = {
+_NO_RUNS: dict[str, Any] = {
     "facts": "",
     "below": "",
     "data": {"axes": AXES, "runs": [], "charts": [], "maps": [], "bands": [], "columns": []},
@@ -71,11 +71,11 @@ _NOTHING: dict[str, Any] = {
 
 
 class Server(ThreadingHTTPServer):
-    """Answers this machine alone, by name as by address.
+    """HTTP server for this machine only, by name or by address.
 
     Args:
-        live: what it shows.
-        port: 0 takes any.
+        live: the page to serve.
+        port: port to listen on; 0: any free port.
 
     Raises:
         UserError: the port is taken.
@@ -84,21 +84,21 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = _CONNECTIONS
 
-    def __init__(self, live: Live, port: int) -> None:
+    def __init__(self, live: LivePage, port: int) -> None:
         self.live = live
         self._open: list[Any] = []  # connections, the oldest first
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
-            taken = getattr(error, "errno", None) == errno.EADDRINUSE
-            why = "is taken" if taken else f"cannot be served ({error})"
+            is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
+            why = "is taken" if is_taken else f"cannot be served ({error})"
             raise UserError(f"port {port} {why}; name another: --watch PORT") from error
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """Answer in a thread. Where there are too many, the oldest connection is closed."""
+        """Handle a request in a thread; beyond the limit, the oldest connection is closed."""
         if not self._slots.acquire(blocking=False):
-            with contextlib.suppress(OSError, IndexError):  # it may have ended by now
+            with contextlib.suppress(OSError, IndexError):  # the connection may have ended
                 self._open[0].shutdown(socket.SHUT_RDWR)
             if not self._slots.acquire(timeout=_SECONDS):
                 super().shutdown_request(request)
@@ -107,13 +107,13 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
-        """End a connection, and let another take its place."""
+        """Close a connection and release its slot."""
         super().shutdown_request(request)
         self._open.remove(request)
         self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """Print a traceback, but of a reader that went away nothing."""
+        """Print a traceback, except for clients that have disconnected."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -128,24 +128,24 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SECONDS
 
     def do_GET(self) -> None:
-        """Answer with the page, or with its data if they are newer than what the reader has."""
+        """Send the page, or its data if they are newer than the client's."""
         try:
             self._get()
         except ConnectionError:
             raise
-        except Exception:  # our own mistake: the terminal has its traceback
+        except Exception:  # a bug; the terminal shows the traceback
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", "failed: see the terminal")
             raise
 
     def _get(self) -> None:
         if self.headers.get("Host") not in {f"{name}:{self.server.port}" for name in _NAMES}:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page is for this machine alone")
-            return  # another site's name may have been made to point here
-        where = urlsplit(self.path)
-        if where.path == "/":
+            return  # DNS rebinding: a foreign host name may resolve to this machine
+        url = urlsplit(self.path)
+        if url.path == "/":
             self._answer(HTTPStatus.OK, "text/html", self.server.live.page())
-        elif where.path == "/data.json":
-            self._data(parse_qs(where.query).get("since", [""])[0])
+        elif url.path == "/data.json":
+            self._data(parse_qs(url.query).get("since", [""])[0])
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only /")
 
@@ -167,19 +167,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing of each request."""
+        """Suppress the log line of each request."""
 
 
 _NAMES = (ADDRESS, "localhost")
 
 
 def serve(paths: Sequence[Path], axis: str, port: int) -> None:
-    """Serves until Ctrl-C.
+    """Serve the page until Ctrl-C.
 
     Raises:
         UserError: the port is taken.
     """
-    with Server(Live(paths, axis), port) as server:
+    with Server(LivePage(paths, axis), port) as server:
         try:
             print(f"http://{ADDRESS}:{server.port}/ is the page; Ctrl-C ends it", flush=True)
             server.serve_forever()

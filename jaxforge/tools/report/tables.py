@@ -1,4 +1,4 @@
-"""Texts and tables of the page: facts, differences, evaluations, samples, configs."""
+"""Facts and tables of the page: differences, evaluations, samples, configs."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human
 from jaxforge.tools.pages.parts import Rows, details, fact_list, table
 from jaxforge.tools.report.charts import constants
-from jaxforge.tools.report.names import name_of
+from jaxforge.tools.report.names import metric_name
 
-_SAMPLES = 120  # of all runs together, the newest of each
+_SAMPLES = 120  # newest samples, over all runs
 _LONGEST = 4000  # characters of a sample
 
 
 def facts(runs: Sequence[Run]) -> str:
-    """The head of the page: a list for one run, a table of what differs for several."""
+    """Return the HTML above the charts: a list for one run, a table of differences for several."""
     if len(runs) > 1:
         return _comparison(runs)
     return fact_list(_facts_of_run(runs[0]))
@@ -90,7 +90,7 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _best(run: Run, name: str) -> tuple[float, int]:
-    """The lowest value, and its step; NaN where none is finite."""
+    """Return the lowest value, and its step; NaN if none is finite."""
     step, _, value = run.series[name]
     lowest = int(np.argmin(np.nan_to_num(value, nan=np.inf)))
     return float(value[lowest]), int(step[lowest])
@@ -107,7 +107,7 @@ def _resumed(run: Run) -> str:
 
 
 def _comparison(runs: Sequence[Run]) -> str:
-    """A row for each run, the best loss first: settings that differ, what it came to, its code."""
+    """Return a table of settings and results that differ, one row per run, the best loss first."""
     results = [_facts_of_run(run) for run in runs]
     names = list(dict.fromkeys(name for result in results for name in result))
     always = ("smoothed loss", "best evaluation loss", "tokens", "wall time")
@@ -132,10 +132,10 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
-    """Find settings that differ between runs, but for where they write to."""
+    """Yield the settings that differ between runs, except their output directories."""
     settings = [run.config.settings for run in runs]
     for key in settings[0]:
-        values = [short_toml(of_run[key]) for of_run in settings]
+        values = [short_toml(run_settings[key]) for run_settings in settings]
         if len(set(values)) > 1 and key != "checkpoint.dir":
             yield key, values
 
@@ -148,7 +148,7 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
         for name in run.series:
             if not name.startswith("eval/") or not name.endswith("/loss"):
                 continue
-            label, (lowest, step) = name_of(name).label, _best(run, name)
+            label, (lowest, step) = metric_name(name).label, _best(run, name)
             others = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
             yield [
                 label if len(runs) == 1 else f"{run.name}: {label}",
@@ -188,7 +188,7 @@ def _sample(sample: Mapping[str, Any]) -> str:
 
 
 def _experts(run: Run) -> str:
-    """Who was idle and who was busy at the last step: there are as many rows as layers."""
+    """Return a table of the least and most loaded experts of each layer at the last step."""
     if run.loads is None:
         return ""
     rows = []

@@ -1,25 +1,25 @@
-"""Fewer points that look the same: what a long run's curve is made of on the page.
+"""Downsampling of long curves that keeps their appearance.
 
-Deterministic: the same run gives the same page.
+It is deterministic: the same run gives the same page.
 """
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-BUCKETS = 1000  # about the columns of pixels that a chart has on most screens
-_ENOUGH = 64  # points of a bucket that a median is taken of
+BUCKETS = 1000  # about the number of pixel columns of a chart on most screens
+_ENOUGH = 64  # points of a bucket that enter its median
 
 
 def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
-    """Indices of the points to draw: the lowest and the highest of each bucket along x.
+    """Return indices of the points to draw: the lowest and the highest of each bucket along x.
 
-    So no spike is lost. A bucket with nothing finite keeps one point: a gap in the curve. Short
-    curves are kept whole.
+    No spike is lost. A bucket without finite values keeps one point, which is a gap in the curve.
+    Short curves keep all points.
 
     Args:
         x: [n], increasing.
         y: [n].
-        buckets: parts of equal width that the range of x is cut into.
+        buckets: number of intervals of equal width into which the range of x is split.
     """
     if len(x) <= 2 * buckets:
         return np.arange(len(x))
@@ -28,16 +28,18 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
     return np.unique(np.concatenate(ends))
 
 
-def middles(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
-    """The median of each bucket's finite points, and where it lies: what a smooth curve follows.
+def bucket_medians(
+    x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return x and y of the median of each bucket's finite points, for a smooth curve.
 
-    Unlike a mean it does not see spikes. Of full buckets some points are enough. Buckets with
-    nothing finite are left out.
+    Unlike a mean, a median ignores spikes. Large buckets are subsampled. Buckets without finite
+    values are left out.
 
     Args:
         x: [n], increasing.
         y: [n].
-        buckets: as of `thin`.
+        buckets: number of buckets, as in `thin`.
     """
     finite = np.flatnonzero(np.isfinite(y))
     some = finite[:: max(1, len(finite) // (buckets * _ENOUGH))]
@@ -52,7 +54,7 @@ def middles(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.nd
 
 
 def _split(x: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and one past the last index of each bucket that is not empty."""
+    """Return the first index, and one past the last index, of each nonempty bucket."""
     edges = np.linspace(x[0], x[-1], buckets + 1)[1:-1]
     starts = np.unique(np.concatenate([[0], np.searchsorted(x, edges)]))
     starts = starts[starts < len(x)]
@@ -60,7 +62,7 @@ def _split(x: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lowest(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Index of the lowest of each part; of its first point where none is finite."""
+    """Return the index of the lowest value of each bucket; of its first if none is finite."""
     ends = np.append(starts[1:], len(y))
     values = np.where(np.isfinite(y), y, np.inf)
     lowest = np.repeat(np.minimum.reduceat(values, starts), ends - starts)

@@ -1,1 +1,1 @@
-"""Configs to start with: of a size that suits data and machine, or a preset, as commented TOML."""
+"""Starter configs as commented TOML: sized for data and machine, or from a preset."""

@@ -1,4 +1,4 @@
-"""The config to start with, as tables of a commented file: of a size for data, or of a preset."""
+"""Starter configs as tables of a commented file: sized for data, or from a preset."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,36 +9,42 @@ from jaxforge.tools.starting.prepared import (
     TOKENIZER,
     TRAIN,
     VALIDATION,
-    Prepared,
+    PreparedData,
     longest_sequence,
     windows,
 )
 from jaxforge.tools.starting.presets import Preset
 from jaxforge.tools.starting.sizes import SHAPES
-from jaxforge.tools.starting.sizing import EPOCHS, TOKENS_PER_PARAMETER, Size, learning_rate, sized
-from jaxforge.tools.starting.toml_file import Line, Tables, written
+from jaxforge.tools.starting.sizing import (
+    EPOCHS,
+    TOKENS_PER_PARAMETER,
+    Size,
+    choose_size,
+    learning_rate,
+)
+from jaxforge.tools.starting.toml_file import Line, Tables, to_text
 
 FILE_NAME = "train.toml"
-"""The config in a prepared directory."""
+"""Name of the config in a prepared directory."""
 
-_LARGE_VOCABULARY = 16_384  # logits of this size take more memory than all else
-_EVALUATED = 20  # batches
-_LINES = 100  # of a log
+_LARGE_VOCABULARY = 16_384  # from here on, logits dominate the memory
+_EVAL_BATCHES = 20
+_LOG_LINES = 100
 _PLACEHOLDER = "data/mine"
 
 
-def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size]:
-    """A complete config for prepared data.
+def config_for_data(prepared: PreparedData, machine: Machine, run: Path) -> tuple[str, Size]:
+    """Return a complete config for prepared data.
 
     Args:
         prepared: the data.
-        machine: where it is to run.
+        machine: the target machine.
         run: the run directory.
 
     Returns:
-        The file's text, and what it comes to.
+        The file's text, and the size of the run.
     """
-    size = sized(prepared, machine)
+    size = choose_size(prepared, machine)
     tables: Tables = {
         "model": list(_model(prepared, size)),
         "train": list(_train(prepared, machine, size)),
@@ -47,7 +53,7 @@ def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size
         "data": list(_data(prepared)),
         "eval": list(_eval(prepared, size.seq_len)),
         "checkpoint": _checkpoint(run),
-        "metrics": [Line("log_interval", max(1, size.max_steps // _LINES))],
+        "metrics": [Line("log_interval", max(1, size.max_steps // _LOG_LINES))],
     }
     about = (
         f"{_in_millions(size.parameters)} parameters on {prepared.directory.name}, sized for "
@@ -56,31 +62,31 @@ def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size
     )
     if prepared.train.conversations:
         about += (
-            "\nThis learns from nothing. To fine-tune a model, take its shape and"
+            "\nThis trains from random weights. To fine-tune a model, set its shape and"
             " checkpoint.load_path as in\nconfigs/fine_tuning.toml."
         )
-    return written(about, tables), size
+    return to_text(about, tables), size
 
 
-def of_preset(name: str, preset: Preset, prepared: Prepared | None) -> str:
-    """A preset's config.
+def config_of_preset(name: str, preset: Preset, prepared: PreparedData | None) -> str:
+    """Return the config of a preset.
 
     Args:
-        name: of the preset.
-        preset: itself.
-        prepared: the data, if there are any yet.
+        name: name of the preset.
+        preset: the preset.
+        prepared: the data; None if they are not prepared yet.
     """
     vocab_size = prepared.train.vocab_size if prepared else preset.model["vocab_size"]
     model: dict[str, Any] = {**preset.model, "vocab_size": vocab_size}
-    why = {"vocab_size": "the tokenizer's" if prepared else "that of your tokenizer"}
+    comments = {"vocab_size": "the tokenizer's" if prepared else "that of your tokenizer"}
     tables: Tables = {
-        "model": [Line(key, value, why.get(key, "")) for key, value in model.items()],
+        "model": [Line(key, value, comments.get(key, "")) for key, value in model.items()],
         "train": list(_preset_train(preset, prepared)),
         "optimizer": [Line("lr", preset.lr)],
         "scheduler": _scheduler(),
         "distributed": [
             *(Line(key, value) for key, value in preset.distributed.items()),
-            Line("dp_shard", -1, "FSDP over the devices that are left"),
+            Line("dp_shard", -1, "FSDP over the remaining devices"),
         ],
         "data": list(_data(prepared)) if prepared else _no_data(),
         "eval": list(_eval(prepared, preset.seq_len)) if prepared else [],
@@ -88,66 +94,66 @@ def of_preset(name: str, preset: Preset, prepared: Prepared | None) -> str:
         "metrics": [Line("log_interval", 10)],
     }
     about = f"{name}: {preset.about}, on {preset.machine} (jaxforge init --preset {name})."
-    return written(about, tables)
+    return to_text(about, tables)
 
 
-def _model(prepared: Prepared, size: Size) -> Iterator[Line]:
+def _model(prepared: PreparedData, size: Size) -> Iterator[Line]:
     why = f"{_in_millions(size.parameters)} parameters: {_why_so_large(size)}"
     for key, value in size.shape._asdict().items():
         yield Line(key, value, why)
         why = ""
     yield Line("vocab_size", prepared.train.vocab_size, "the tokenizer's")
     yield Line("max_seq_len", size.seq_len)
-    yield Line("tie_embeddings", True, "embedding and head share a matrix: few are for tokens")
+    yield Line("tie_embeddings", True, "embedding and head share a matrix")
 
 
 def _why_so_large(size: Size) -> str:
     if size.shape == SHAPES[0]:
-        return "the smallest, as there is little text"
+        return "the smallest, for little text"
     if size.limit == "data":
         return f"{TOKENS_PER_PARAMETER} tokens each would be more than {EPOCHS} epochs"
     if size.limit == "time":
-        return "what a machine of this kind trains in its time"
-    return f"{TOKENS_PER_PARAMETER} tokens each suffice"
+        return "the largest for the time of such a machine"
+    return f"the data have {TOKENS_PER_PARAMETER} tokens for each"
 
 
-def _train(prepared: Prepared, machine: Machine, size: Size) -> Iterator[Line]:
+def _train(prepared: PreparedData, machine: Machine, size: Size) -> Iterator[Line]:
     mean = round(prepared.train.tokens / prepared.train.documents)
     yield Line("seq_len", size.seq_len, f"a document has {mean:,} tokens on average")
     yield Line("global_batch_size", size.batch, f"sequences: {size.tokens:,} tokens an update")
     if size.accum > 1:
-        yield Line("grad_accum_steps", size.accum, "microbatches, as memory has room for")
+        yield Line("grad_accum_steps", size.accum, "microbatches, so that each fits in memory")
     yield Line("max_steps", size.max_steps, _why_so_long(prepared, machine, size))
     if machine.is_cpu:
         yield Line("mixed_precision", "fp32", "CPUs have no fast bfloat16")
     else:
         yield Line("mixed_precision", "bf16", "weights, moments and gradients stay in float32")
         if size.recomputes:
-            yield Line("activation_checkpointing", "full", "without, a sequence does not fit")
+            yield Line("activation_checkpointing", "full", "otherwise no sequence fits in memory")
         if prepared.train.vocab_size >= _LARGE_VOCABULARY:
-            yield Line("loss_fn", "chunked_cross_entropy", "logits of all tokens never exist")
-    yield Line("seed", 42, "of weights and data: the same seed, the same run")
+            yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
+    yield Line("seed", 42, "of weights and data")
 
 
-def _why_so_long(prepared: Prepared, machine: Machine, size: Size) -> str:
+def _why_so_long(prepared: PreparedData, machine: Machine, size: Size) -> str:
     tokens = _in_millions(size.max_steps * size.tokens)
     read = f"{tokens} tokens, {in_epochs(size.epochs)}"
     return {
         "parameters": f"{read}: {TOKENS_PER_PARAMETER} for each parameter (Chinchilla)",
-        "data": f"{read}: more often, text teaches little",
+        "data": f"{read}: further epochs help little",
         "time": f"{read}: {'ten minutes' if machine.is_cpu else 'a day'} or so on {machine}",
-        "least": f"{read}: fewer updates would show nothing",
+        "least": f"{read}: the fewest updates that show learning",
     }[size.limit]
 
 
 def _scheduler() -> list[Line]:
     return [
         Line("name", "cosine"),
-        Line("warmup_steps", "2%", "of max_steps, as are all lengths in percent"),
+        Line("warmup_steps", "2%", "percentages are of max_steps"),
     ]
 
 
-def _data(prepared: Prepared) -> Iterator[Line]:
+def _data(prepared: PreparedData) -> Iterator[Line]:
     yield Line("dataset_path", prepared.at(TRAIN))
     if prepared.pattern != "*.npy":
         yield Line("file_pattern", prepared.pattern)
@@ -164,7 +170,7 @@ def _no_data() -> list[Line]:
     ]  # fmt: skip
 
 
-def _eval(prepared: Prepared, seq_len: int) -> Iterator[Line]:
+def _eval(prepared: PreparedData, seq_len: int) -> Iterator[Line]:
     held_out = prepared.validation
     if held_out is None:
         return
@@ -176,17 +182,17 @@ def _eval(prepared: Prepared, seq_len: int) -> Iterator[Line]:
     if prepared.pattern != "*.npy":
         yield Line("file_pattern", prepared.pattern)
     yield Line("interval", "10%")
-    yield Line("steps", _EVALUATED, "batches at most, always the same")
+    yield Line("steps", _EVAL_BATCHES, "batches at most, the same in each evaluation")
 
 
 def _checkpoint(run: Path) -> list[Line]:
     return [
-        Line("dir", str(run), "the run directory: the same command goes on there"),
+        Line("dir", str(run), "the run directory, from which the same command resumes"),
         Line("interval", "10%"),
     ]
 
 
-def _preset_train(preset: Preset, prepared: Prepared | None) -> Iterator[Line]:
+def _preset_train(preset: Preset, prepared: PreparedData | None) -> Iterator[Line]:
     per_update = preset.batch * preset.seq_len
     yield Line("seq_len", preset.seq_len)
     yield Line("global_batch_size", preset.batch, f"sequences: {per_update:,} tokens an update")
@@ -197,24 +203,24 @@ def _preset_train(preset: Preset, prepared: Prepared | None) -> Iterator[Line]:
         yield Line("grad_accum_steps", preset.accum, why)
     steps, why = preset.max_steps, f"{TOKENS_PER_PARAMETER} tokens for each parameter"
     if preset.active:
-        why += " that a token meets"
+        why = f"{TOKENS_PER_PARAMETER} tokens for each active parameter"
     if preset.steps:
         why = "ten minutes or so"
     if prepared:
         most = max(1, EPOCHS * windows(prepared.train, preset.seq_len) // preset.batch)
         if most < steps:
-            steps, why = most, f"{EPOCHS} epochs: more often, text teaches little"
+            steps, why = most, f"{EPOCHS} epochs: further epochs help little"
     yield Line("max_steps", steps, why)
     yield Line("mixed_precision", "fp32" if preset.is_on_cpu else "bf16")
     if preset.recomputes:
-        yield Line("activation_checkpointing", "full", "blocks are computed again: less memory")
+        yield Line("activation_checkpointing", "full", "recomputes blocks, for less memory")
     if preset.model["vocab_size"] >= _LARGE_VOCABULARY:
-        yield Line("loss_fn", "chunked_cross_entropy", "logits of all tokens never exist")
-    yield Line("seed", 42, "of weights and data: the same seed, the same run")
+        yield Line("loss_fn", "chunked_cross_entropy", "logits are never all in memory")
+    yield Line("seed", 42, "of weights and data")
 
 
 def in_epochs(epochs: float) -> str:
-    """For a reader."""
+    """Format a number of epochs."""
     return f"{epochs:,.0f} epochs" if epochs >= 10 else f"{epochs:.2g} epochs"
 
 

@@ -1,4 +1,4 @@
-"""Machine that a config is sized for: this one or a named one; without JAX."""
+"""Machine for which a config is sized, the local one or another; JAX is not imported."""
 
 import os
 import re
@@ -17,9 +17,9 @@ class Machine(NamedTuple):
     """Devices of one machine.
 
     Attributes:
-        devices: how many; a CPU is one.
-        memory: bytes of a device; of a CPU None, as its time is what runs out.
-        cores: of the CPU.
+        devices: number of devices; 1 for a CPU.
+        memory: bytes of a device; None for a CPU, where time is the limit.
+        cores: cores of the CPU.
     """
 
     devices: int = 1
@@ -32,7 +32,7 @@ class Machine(NamedTuple):
         return self.memory is None
 
     def __str__(self) -> str:
-        """For a reader."""
+        """Describe the machine in a few words."""
         if self.memory is None:
             return f"a CPU of {self.cores} core{'s' if self.cores > 1 else ''}"
         return (
@@ -41,10 +41,10 @@ class Machine(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Machine":
-        """Reads `cpu` or `8x80GB`.
+        """Parse `cpu` or the form `8x80GB`.
 
         Raises:
-            UserError: it is neither.
+            UserError: the text has neither form.
         """
         if text == "cpu":
             return cls(cores=_cores())
@@ -55,29 +55,24 @@ class Machine(NamedTuple):
 
     @classmethod
     def here(cls) -> "Machine":
-        """This one: its GPUs by their driver, its TPUs by their files, or else its CPU."""
+        """Detect this machine: GPUs by their driver, TPUs by their device files, else the CPU."""
         if os.environ.get("JAX_PLATFORMS", "").partition(",")[0] != "cpu":
             if gpus := gpu_memories():
                 return cls(len(gpus), min(gpus), _cores())
-            if tpus := _tpus():
-                return cls(tpus, SMALLEST_TPU_MEMORY, _cores())  # only JAX could ask for it
+            tpus = list(Path("/dev").glob("accel[0-9]*")) or list(Path("/dev/vfio").glob("[0-9]*"))
+            if tpus:  # only JAX could query their memory
+                return cls(len(tpus), SMALLEST_TPU_MEMORY, _cores())
         return cls(cores=_cores())
 
 
 def gpu_memories() -> list[float]:
-    """Bytes of each of NVIDIA's GPUs that the driver knows."""
+    """Return the bytes of each NVIDIA GPU, from the driver."""
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = said.stdout.split() if said.returncode == 0 else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.split() if done.returncode == 0 else []
     return [int(line) * 2.0**20 for line in lines if line.isdigit()]
-
-
-def _tpus() -> int:
-    """Chips of this host."""
-    by_driver = len(list(Path("/dev").glob("accel[0-9]*")))
-    return by_driver or len(list(Path("/dev/vfio").glob("[0-9]*")))
 
 
 def _cores() -> int:

@@ -1,4 +1,4 @@
-"""Documents in, token shards out: what `jaxforge.prepare` does when its command line is read."""
+"""Execution of `jaxforge.prepare`: documents to token shards, tokenizer and a config."""
 
 import argparse
 import functools
@@ -37,17 +37,17 @@ from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
-from jaxforge.tools.starting.config import for_data, in_epochs
+from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.sizing import Size
 
 
 def run(args: argparse.Namespace) -> int:
-    """All of the directory is written, or nothing.
+    """Prepare a directory, in full or not at all; return the exit code.
 
     Args:
-        args: as of `prepare.parser`.
+        args: parsed command line.
 
     Raises:
         UserError: an input, the tokenizer or the output cannot be used.
@@ -106,7 +106,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     if args.shuffle_documents is not None:
         inputs = _shuffled(inputs, args.shuffle_documents)
     inputs = first_bytes(inputs, args.max_bytes)
-    if _all_text(inputs) and not is_split_inside(inputs):  # else they are known when all is read
+    if _all_text(inputs) and not is_split_inside(inputs):  # otherwise known only after reading
         splits = [split_of(source.name, args.validation_fraction) for source in inputs]
         held_out = splits.count("validation")
         check_split(len(splits) - held_out, held_out, args.validation_fraction)
@@ -116,7 +116,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
 def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
     if not _all_text(inputs):
         raise UserError(
-            "--shuffle-documents is for text files: records keep their order; remove it, as "
+            "--shuffle-documents is for text files: records keep their order. Remove it; "
             "training shuffles anyway (data.shuffle)"
         )
     return shuffled(inputs, seed)
@@ -136,21 +136,21 @@ def _all_text(inputs: Iterable[Input]) -> bool:
 
 
 def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
-    """Bytes of text to come, where they are known."""
+    """Return the bytes of text to read; None if unknown."""
     if not _all_text(inputs):
         return max_bytes
     size = sum(source.text_size or 0 for source in inputs)
     return min(size, max_bytes or size)
 
 
-_BYTES_PER_TOKEN = 500  # of the text that a BPE is trained on, at least
+_BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
 _PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
             "validation_fraction", "validation_tokens", "max_bytes",
             "max_record_bytes")  # fmt: skip
 
 
 def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
-    """Return the plan that DIR depends on."""
+    """Return the options and inputs on which the content of DIR depends."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
     options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
     if args.conversations and tokenizer:
@@ -174,7 +174,7 @@ def _options(args: argparse.Namespace, vocab_size: int) -> Options:
 def _bpe(
     args: argparse.Namespace, inputs: Sequence[Input], destination: AtomicDirectory
 ) -> Tokenizer:
-    """The BPE of the training documents: of an earlier run, if that came so far."""
+    """Return a BPE of the training documents, or the one that an interrupted run has trained."""
     if destination.journal is not None:
         return load_tokenizer(destination.out / "tokenizer")
     read = functools.partial(
@@ -193,7 +193,7 @@ def _bpe(
 
 
 def _size_up_to(limit: int, read: Iterable[TextPart]) -> int:
-    """Return the bytes of text that are read, or some more than `limit` if there are as many."""
+    """Return the bytes of text; reading stops as soon as there are at least `limit`."""
     size = 0
     for part in read:
         size += part.size
@@ -203,9 +203,10 @@ def _size_up_to(limit: int, read: Iterable[TextPart]) -> int:
 
 
 def _vocab_size(text_size: int) -> int:
-    """Return the BPE vocabulary size for this many bytes: each token must occur often enough.
+    """Return the BPE vocabulary size for a number of bytes of text.
 
-    The power of two that leaves 500 bytes of text or more for each token, 512 at least.
+    It is the largest power of two with `_BYTES_PER_TOKEN` bytes of text for each token, and at
+    least 512.
     """
     fitting = 1 << max(512, text_size // _BYTES_PER_TOKEN).bit_length() - 1
     return min(BPE_VOCAB_SIZE, fitting)
@@ -215,10 +216,10 @@ def _why_so_many(args: argparse.Namespace, vocab_size: int) -> str:
     if args.vocab_size:
         return f"{vocab_size:,} tokens"
     if vocab_size == BPE_VOCAB_SIZE:
-        return f"{vocab_size:,} tokens, as there is much text (--vocab-size sets others)"
+        return f"{vocab_size:,} tokens, the default for much text (set by --vocab-size)"
     return (
-        f"{vocab_size:,} tokens, so that the text has {_BYTES_PER_TOKEN} bytes for each "
-        "(--vocab-size sets others)"
+        f"{vocab_size:,} tokens, for at least {_BYTES_PER_TOKEN} bytes of text per token "
+        "(set by --vocab-size)"
     )
 
 
@@ -226,16 +227,18 @@ def _given_tokenizer(spec: str) -> Tokenizer:
     tokenizer = load_tokenizer(spec)
     if tokenizer.eos_id is None:
         raise UserError(
-            f"the tokenizer {spec} names no end-of-text token for documents to end with; put a "
-            'tokenizer_config.json with "eos_token" beside its tokenizer.json'
+            f"the tokenizer {spec} names no end-of-text token, which ends documents. Put a "
+            'tokenizer_config.json with "eos_token" next to its tokenizer.json'
         )
     return tokenizer
 
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
-    """Writes the config to train on `output`, which is still `directory`; what it comes to."""
-    prepared = Prepared.read(directory, output)
-    text, size = for_data(prepared, machine, Path("runs", prepared.directory.name).absolute())
+    """Write the config into `directory`, which is renamed to `output`; return the run's size."""
+    prepared = PreparedData.read(directory, output)
+    text, size = config_for_data(
+        prepared, machine, Path("runs", prepared.directory.name).absolute()
+    )
     try:
         (directory / CONFIG).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -244,7 +247,7 @@ def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
 
 
 def _next(output: Path, size: Size) -> str:
-    """Return a summary of the output, and the next command to type."""
+    """Return a summary of the output, and the next command."""
     path = output.absolute() / CONFIG
     return (
         f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "

@@ -1,4 +1,4 @@
-"""Result of `jaxforge prepare`, as a config needs it."""
+"""Output directory of `jaxforge prepare`."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,16 +7,16 @@ from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.errors import UserError
 
 TRAIN, VALIDATION, TOKENIZER = "train", "validation", "tokenizer"
-"""What lies in a prepared directory."""
+"""Subdirectories of a prepared directory."""
 
 
-class Prepared(NamedTuple):
+class PreparedData(NamedTuple):
     """A prepared directory.
 
     Attributes:
-        place: where it is, or will be, from any working directory.
-        train: what is trained on.
-        validation: what was held out, if anything was.
+        directory: absolute path, present or future.
+        train: manifest of the training set.
+        validation: manifest of the held-out set; None if there is none.
     """
 
     directory: Path
@@ -24,21 +24,21 @@ class Prepared(NamedTuple):
     validation: Manifest | None = None
 
     @classmethod
-    def read(cls, directory: Path, path: Path | None = None) -> "Prepared":
-        """Reads the manifests.
+    def read(cls, directory: Path, path: Path | None = None) -> "PreparedData":
+        """Read the manifests.
 
         Args:
-            directory: as of `prepare --output`.
-            path: where it will be, if not there.
+            directory: the directory of `prepare --output`.
+            path: future path of the directory, if it will be renamed.
 
         Raises:
-            UserError: it is no such directory.
+            UserError: the directory was not made by `prepare`.
         """
         train = Manifest.read(directory / TRAIN)
         if train is None:
             raise UserError(
                 f"{directory} was not made by `jaxforge prepare`: {directory / TRAIN / FILE_NAME} "
-                "is not there; prepare the text first, and give the directory of --output"
+                "does not exist. Prepare the text first, and give the directory of --output"
             )
         validation = Manifest.read(directory / VALIDATION)
         return cls((path or directory).absolute(), train, validation)
@@ -49,15 +49,15 @@ class Prepared(NamedTuple):
         return "*.bin" if self.train.shards[0].file.endswith(".bin") else "*.npy"
 
     def at(self, name: str) -> str:
-        """The path of a part of it."""
+        """Return the path of a subdirectory."""
         return str(self.directory / name)
 
 
 def windows(manifest: Manifest, seq_len: int) -> int:
-    """Sequences of an epoch: each file is cut by itself, and a sequence has a label more."""
+    """Return the sequences of an epoch; each file is split separately into seq_len + 1 tokens."""
     return sum(shard.tokens // (seq_len + 1) for shard in manifest.shards)
 
 
 def longest_sequence(manifest: Manifest) -> int:
-    """Tokens of the longest sequence that some file has."""
+    """Return the tokens of the longest sequence that a single file can hold."""
     return max(shard.tokens for shard in manifest.shards) - 1

@@ -1,4 +1,4 @@
-"""Configs by name, for a kind of machine, whatever the data: `jaxforge init --preset NAME`."""
+"""Preset configs for kinds of machines, for any data: `jaxforge init --preset NAME`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,19 +12,19 @@ class Preset(NamedTuple):
     """Preset config without data.
 
     Attributes:
-        about: what it is, in a line.
-        devices: that it is for.
-        machine: the same in words.
-        model: `[model]`.
+        about: description in one line.
+        devices: number of devices.
+        machine: description of the machine.
+        model: settings of `[model]`.
         seq_len: tokens of a sequence.
         batch: sequences of an update.
         accum: microbatches of an update.
         lr: peak learning rate.
-        is_on_cpu: whether it computes in float32, as CPUs do best.
-        recomputes: whether blocks are computed again.
-        distributed: `[distributed]`, next to what is left to dp_shard.
-        active: parameters that a token meets, of a mixture of experts.
-        steps: updates, where 20 tokens for each parameter would take too long.
+        is_on_cpu: for CPUs, which are fastest in float32.
+        recomputes: recompute blocks in the backward pass.
+        distributed: settings of `[distributed]`, except dp_shard, which takes all other devices.
+        active: active parameters per token of a mixture of experts.
+        steps: number of updates, if 20 tokens per parameter would take too long.
     """
 
     about: str
@@ -43,12 +43,12 @@ class Preset(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of the model with this vocabulary."""
+        """Parameters of the model with the preset's vocabulary."""
         return parameters(ModelConfig(**self.model))
 
     @property
     def max_steps(self) -> int:
-        """Updates: `steps`, or for 20 tokens for each parameter that a token meets."""
+        """Number of updates: `steps`, or for 20 tokens per active parameter."""
         if self.steps is not None:
             return self.steps
         tokens = TOKENS_PER_PARAMETER * (self.active or self.parameters)
@@ -86,7 +86,7 @@ PRESETS: Mapping[str, Preset] = {
         4096, 1024, 64, 3e-4,
     ),
     "moe": Preset(
-        "the shape of OLMoE: 7B, of which a token meets 1.3B",
+        "the shape of OLMoE: 7B parameters, 1.3B of them active",
         8, "a node of 8 GPUs of 80 GB",
         {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "ffn_hidden_dim": 1024,
          "vocab_size": 50304, "max_seq_len": 4096, "qk_norm": True, "num_experts": 64,
@@ -94,4 +94,4 @@ PRESETS: Mapping[str, Preset] = {
         4096, 1024, 32, 4e-4, distributed={"ep": 8}, active=1_280_000_000,
     ),
 }  # fmt: skip
-"""By name, small to large."""
+"""Presets by name, from small to large."""

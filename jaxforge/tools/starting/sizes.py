@@ -1,4 +1,4 @@
-"""Shapes of dense models, small to large, and how many parameters they have."""
+"""Shapes of dense models, from small to large, and their numbers of parameters."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,12 +40,12 @@ SHAPES: Sequence[Shape] = (
     Shape(2560, 32, 32, 8),
     Shape(4096, 32, 32, 8),
 )
-"""From a million parameters to seven billion, each with about twice those before it."""
+"""Shapes from a million to seven billion parameters, growing by a factor of about two."""
 
 
 def parameters(model: ModelConfig) -> int:
     """Return the parameters of a Llama-style model, dense or with experts, without norm vectors."""
-    layers = matrix_elements(model, 2 + model.is_gated, model.num_experts)
+    matrices = matrix_elements(model, 2 + model.is_gated, model.num_experts)  # with the head
     routers = model.num_experts * model.dim * sum(model.has_experts)
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim  # next to the head
-    return layers + routers + embedding
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim
+    return matrices + routers + embedding

@@ -1,46 +1,46 @@
 """Size of a run: model, batch and length for the available data and machine.
 
-The rules are those of docs/configs.md ("A config to start with"), and each number's reason is
-written next to it in the config.
+docs/configs.md ("A config to start with") documents the rules. The config has the reason for each
+number in a comment.
 """
 
 import math
 from typing import NamedTuple
 
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import Prepared, longest_sequence, windows
+from jaxforge.tools.starting.prepared import PreparedData, longest_sequence, windows
 from jaxforge.tools.starting.sizes import SHAPES, Shape
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (arXiv:2203.15556)
-EPOCHS = 4  # as good as new text, nearly (Muennighoff et al., arXiv:2305.16264)
-FEWEST_UPDATES = 100  # below, there is nothing to see
+EPOCHS = 4  # almost as good as new text (Muennighoff et al., arXiv:2305.16264)
+FEWEST_UPDATES = 100  # fewer show no learning
 
-_SHORTEST = 64  # tokens, to which sequences are cut so that what is held out has one
-_CPU_FLOPS = 4e10  # of a core, as models of a few million parameters run
+_SHORTEST = 64  # tokens; sequences are shortened to the held-out set's, but not below this
+_CPU_FLOPS = 4e10  # of a core, for models of a few million parameters
 _CPU_SECONDS = 600
 _GPU_FLOPS = 1e14  # of a device: a third of an A100's peak
 _GPU_SECONDS = 86_400
 _LARGEST_ON_CPU = SHAPES[1]
-_STATE = 16  # bytes a parameter: weight, two moments and gradient, in float32
-_SPLIT, _WHOLE = 12, 8  # the same with several devices: what they share, and what each holds
-_USABLE = 0.75 * 0.85  # of a device: JAX takes three quarters, and estimates need room
+_STATE = 16  # bytes per parameter: weight, two moments and gradient, in float32
+_SPLIT, _WHOLE = 12, 8  # bytes per parameter that several devices share, and that each holds
+_USABLE = 0.75 * 0.85  # of a device: JAX preallocates three quarters; a margin for estimates
 _FOR_STATE = 0.5
-_ACTIVATIONS = 48  # bytes that a token leaves in a layer, for each of its width, in bfloat16
+_ACTIVATIONS = 48  # bytes of saved activations per token, layer and unit of width, in bfloat16
 
 
 class Size(NamedTuple):
     """Size of a run.
 
     Attributes:
-        shape: of the model.
-        parameters: of the model.
+        shape: shape of the model.
+        parameters: parameters of the model.
         seq_len: tokens of a sequence.
         batch: sequences of an update.
         accum: microbatches of an update.
-        recomputes: whether blocks are computed again, for want of memory.
-        max_steps: updates.
-        epochs: how often the data are read.
-        limit: what decided on the length: "parameters", "data", "time" or "least".
+        recomputes: recompute blocks in the backward pass, to save memory.
+        max_steps: number of updates.
+        epochs: number of epochs.
+        limit: limit that determines the length: "parameters", "data", "time" or "least".
     """
 
     shape: Shape
@@ -59,12 +59,12 @@ class Size(NamedTuple):
         return self.batch * self.seq_len
 
 
-def sized(prepared: Prepared, machine: Machine) -> Size:
-    """A run for data and machine.
+def choose_size(prepared: PreparedData, machine: Machine) -> Size:
+    """Choose the size of a run for data and a machine.
 
     Args:
         prepared: the data.
-        machine: where it is to run.
+        machine: the target machine.
     """
     available = EPOCHS * prepared.train.tokens
     shape = _shape(prepared, machine, available)
@@ -93,8 +93,8 @@ def _flops(machine: Machine) -> float:
     return machine.devices * _GPU_FLOPS * _GPU_SECONDS
 
 
-def _shape(prepared: Prepared, machine: Machine, available: int) -> Shape:
-    """The largest that data, memory and time suffice for; the smallest where none does."""
+def _shape(prepared: PreparedData, machine: Machine, available: int) -> Shape:
+    """Return the largest shape for which data, memory and time suffice; else the smallest."""
     vocab_size, largest = prepared.train.vocab_size, SHAPES[0]
     for shape in SHAPES:
         n = shape.parameters(vocab_size)
@@ -109,41 +109,44 @@ def _shape(prepared: Prepared, machine: Machine, available: int) -> Shape:
     return largest
 
 
-def _seq_len(prepared: Prepared, machine: Machine) -> int:
-    """The power of two that holds a document, where there are any so long."""
+def _seq_len(prepared: PreparedData, machine: Machine) -> int:
+    """Return a power of two that holds an average document, if the data have such a sequence."""
     mean = prepared.train.tokens / prepared.train.documents
     least, most = (128, 256) if machine.is_cpu else (512, 2048)
     wanted = min(most, max(least, 2 ** math.ceil(math.log2(mean))))
-    there, held_out = longest_sequence(prepared.train), prepared.validation
+    available, held_out = longest_sequence(prepared.train), prepared.validation
     if held_out is not None and longest_sequence(held_out) >= _SHORTEST:
-        there = min(there, longest_sequence(held_out))
-    return wanted if wanted <= there else _power_below(there)
+        available = min(available, longest_sequence(held_out))
+    return wanted if wanted <= available else _power_below(available)
 
 
 def _batch(
     shape: Shape, parameters: int, machine: Machine, seq_len: int, sequences: float, per_epoch: int
 ) -> tuple[int, int, bool]:
-    """Sequences and microbatches of an update, and whether blocks must be computed again."""
+    """Return sequences and microbatches of an update, and True if blocks must be recomputed."""
     if machine.memory is None:
         return min(8, _power_below(per_epoch)), 1, False
-    # About two thousand updates, of half a million tokens at most (as GPT-3's small models).
+    # About two thousand updates of at most half a million tokens (as GPT-3's small models).
     wanted = min(2**19 / seq_len, max(2**14 / seq_len, sequences / 2000), per_epoch)
-    of_device = _power_below(wanted / machine.devices)
+    per_device = _power_below(wanted / machine.devices)
     state = (_SPLIT / machine.devices + _WHOLE) * parameters
     saved = _ACTIVATIONS * shape.n_layers * shape.dim * seq_len
     rows = (machine.memory * _USABLE - state) / saved
     recomputes = rows < 1
-    at_once = min(of_device, _power_below(rows), 64)
-    return of_device * machine.devices, of_device // at_once, recomputes
+    microbatch = min(per_device, _power_below(rows), 64)
+    return per_device * machine.devices, per_device // microbatch, recomputes
 
 
 def _power_below(number: float) -> int:
-    """The largest power of two that is no larger, and at least 1."""
+    """Return the largest power of two up to a number; at least 1."""
     return 2 ** math.floor(math.log2(number)) if number >= 1 else 1
 
 
 def learning_rate(parameters: int) -> float:
-    """A peak that suits AdamW: by Kaplan et al. (arXiv:2001.08361, eq. D.1), and 2e-3 if small."""
+    """Return a peak learning rate for AdamW.
+
+    It follows Kaplan et al. (arXiv:2001.08361, eq. D.1); small models take 2e-3.
+    """
     if parameters < 2 * 10**7:
         return 2e-3
     return float(f"{3.239e-3 - 1.395e-4 * math.log(parameters):.1e}")

@@ -1,4 +1,4 @@
-"""A config as a commented file: tables of keys, each with its value and why it has that."""
+"""Config as a commented TOML file: tables of keys with values and their reasons."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 from jaxforge.config.job import toml
 
 _WIDTH = 100
-_COMMENT = 26  # column in which comments begin, where values leave room
+_COMMENT = 26  # column of comments, unless the value is longer
 
 
 class Line(NamedTuple):
-    """A key of a table.
+    """Line of a table.
 
     Attributes:
-        key: its name.
-        value: as `toml` writes it.
-        why: a comment, or "".
+        key: name of the key.
+        value: value, formatted by `toml`.
+        why: comment; "" for none.
     """
 
     key: str
@@ -24,26 +24,21 @@ class Line(NamedTuple):
 
 
 Tables = Mapping[str, Sequence[Line]]
-"""Lines by section; tables without lines are left out."""
+"""Lines by section; sections without lines are left out."""
 
 
-def written(about: str, tables: Tables) -> str:
-    """The file's text.
+def to_text(about: str, tables: Tables) -> str:
+    """Return the text of a config file.
 
     Args:
-        about: a few lines to begin with, which become comments.
-        tables: what it says.
+        about: first lines, written as comments.
+        tables: sections of the file.
     """
     parts = ["".join(f"# {line}".rstrip() + "\n" for line in about.splitlines())]
     for name, lines in tables.items():
         if lines:
             parts.append("\n".join([f"[{name}]", *map(_line, lines)]) + "\n")
     return "\n".join(parts)
-
-
-def values(tables: Tables) -> dict[str, dict[str, Any]]:
-    """Return the tables as a TOML reader would."""
-    return {name: {line.key: line.value for line in lines} for name, lines in tables.items()}
 
 
 def _line(line: Line) -> str:

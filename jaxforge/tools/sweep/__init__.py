@@ -1,1 +1,1 @@
-"""Many runs of one config: a grid of keys, or a ladder of sizes."""
+"""Sweeps: many runs of a config, over a grid of keys or a ladder of sizes."""

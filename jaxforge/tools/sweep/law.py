@@ -1,16 +1,19 @@
-"""L(N) = E + A N^-α through the losses of several sizes (arXiv:2001.08361, arXiv:2203.15556)."""
+"""Fit of a scaling law, L(N) = E + A N^-α, to the losses of several model sizes.
+
+References: arXiv:2001.08361, arXiv:2203.15556.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-NEEDED = 4
-"""Sizes that a law of three numbers takes, one of which tells whether it holds."""
+LEAST_SIZES = 4
+"""Fewest sizes for a fit: one more than the parameters, so that its error means something."""
 
-_DELTA = 1e-3  # Huber's, relative to the loss, as in arXiv:2203.15556
+_DELTA = 1e-3  # of Huber's loss, relative to L, as in arXiv:2203.15556
 _EXPONENTS = np.geomspace(0.01, 3.0, 40)
-_FINER = np.geomspace(0.8, 1.25, 60)  # of the best of these, which are 1.16 apart
+_FINER = np.geomspace(0.8, 1.25, 60)  # around the best exponent; their ratio is 1.16
 _ROUNDS = 30
 
 
@@ -18,10 +21,10 @@ class Law(NamedTuple):
     """Fitted scaling law.
 
     Attributes:
-        e: the loss of an infinite model.
-        a: factor of what size takes away.
-        alpha: exponent.
-        error: the mean of |L - L(N)| / L over the sizes.
+        e: E, the loss of an infinite model.
+        a: A, the factor of the power of size.
+        alpha: α, the exponent.
+        error: mean of |L - L(N)| / L over the sizes.
     """
 
     e: float
@@ -30,26 +33,28 @@ class Law(NamedTuple):
     error: float
 
     def __call__(self, n: float) -> float:
-        """The loss of a model of n parameters."""
+        """Return the loss of a model with n parameters."""
         return self.e + self.a * n**-self.alpha
 
 
 def fit(sizes: Sequence[float], losses: Sequence[float]) -> Law | None:
-    """The law that is nearest to the losses in the sum of Huber's loss of relative errors.
+    """Fit the law that minimizes the sum of Huber's loss of relative errors.
 
-    A point far off, of a run that diverged, counts hardly. E and A are not negative.
+    Outliers, such as diverged runs, have little weight. E and A are nonnegative.
 
     Args:
-        sizes: [n] parameters, > 0.
+        sizes: [n] numbers of parameters, > 0.
         losses: [n], > 0.
 
     Returns:
-        None of fewer than `NEEDED` different sizes.
+        The law; None with fewer than `LEAST_SIZES` different sizes.
     """
+    # E and A are linear for a fixed exponent: a grid over α, coarse and then fine, with a robust
+    # linear fit for each.
     n, y = np.asarray(sizes, float), np.asarray(losses, float)
-    if len(set(n.tolist())) < NEEDED:
+    if len(set(n.tolist())) < LEAST_SIZES:
         return None
-    scale = np.exp(np.mean(np.log(n)))  # powers of a number near 1
+    scale = np.exp(np.mean(np.log(n)))  # sizes relative to their mean keep powers near 1
     _, _, alpha = _best(n / scale, y, _EXPONENTS)
     e, a, alpha = _best(n / scale, y, alpha * _FINER)
     law = Law(e, float(a * scale**alpha), alpha, 0.0)
@@ -58,13 +63,13 @@ def fit(sizes: Sequence[float], losses: Sequence[float]) -> Law | None:
 
 
 def next_size(sizes: Sequence[float]) -> float:
-    """The size after the largest, as much larger as that is than the one before."""
+    """Extrapolate the sizes by one: the ratio of the two largest sizes continues."""
     *_, before, last = sorted(set(sizes))
     return last * last / before
 
 
 def _best(n: np.ndarray, y: np.ndarray, exponents: np.ndarray) -> tuple[float, float, float]:
-    """E, A and α with one of these exponents."""
+    """Return E, A and α of the best of these exponents."""
     fits = [(*_linear(n**-alpha, y), float(alpha)) for alpha in exponents]
     return min(
         fits, key=lambda candidate: _distance(candidate[0] + candidate[1] * n ** -candidate[2], y)
@@ -72,7 +77,7 @@ def _best(n: np.ndarray, y: np.ndarray, exponents: np.ndarray) -> tuple[float, f
 
 
 def _linear(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """E and A of y = E + A x, by least squares that are weighted anew each round."""
+    """Fit y = E + A x by iteratively reweighted least squares; return E and A."""
     weights, columns = 1 / y, np.stack([np.ones_like(x), x], axis=1)
     e = a = 0.0
     for _ in range(_ROUNDS):

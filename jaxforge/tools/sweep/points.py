@@ -1,4 +1,4 @@
-"""The points of a sweep: which keys get which values, and what each run is called."""
+"""Points of a sweep: the values of its keys, and the name of each run."""
 
 import itertools
 import re
@@ -12,18 +12,18 @@ from jaxforge.config.reading import toml
 from jaxforge.errors import UserError
 
 _UNSAFE = re.compile(r"[^\w.,=+-]+")
-_LONGEST = 200  # bytes of a name: file systems take 255
+_LONGEST = 200  # bytes of a name; file systems allow 255
 
 Values = Mapping[str, str]
 """Values by key (`model.dim`), as on the command line."""
 
 
 class Point(NamedTuple):
-    """One run.
+    """One run of a sweep.
 
     Attributes:
-        name: of its directory: `lr=1e-3,dim=128`, or what a ladder calls it.
-        values: what it sets over the base config.
+        name: name of its directory: `lr=1e-3,dim=128`, or the name in a ladder.
+        values: settings over the base config.
     """
 
     name: str
@@ -31,33 +31,35 @@ class Point(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        """Its values as `jaxforge.train` takes them."""
+        """Command-line settings of the point."""
         return [f"--{key}={value}" for key, value in self.values.items()]
 
 
 def points(grid: Sequence[str], ladder: Path | None) -> list[Point]:
-    """Every combination of a ladder's steps and the values of a grid, ladder first.
+    """Return every combination of a ladder's steps and a grid's values.
 
     Args:
-        grid: such as "optimizer.lr=1e-3,3e-3".
-        ladder: a TOML file of tables `[[point]]`, whose keys go together; `name` names one.
+        grid: axes of the grid, such as "optimizer.lr=1e-3,3e-3".
+        ladder: a TOML file of tables `[[point]]`, whose keys are set together; the key `name` is
+            the step's name.
 
     Raises:
-        UserError: a key is said twice, points are the same, or the file is not such a ladder.
+        UserError: a key is given twice, two points are equal, or the file is no ladder.
     """
     axes = [_axis(text) for text in grid]
     rungs = [Point("", {})] if ladder is None else _ladder(ladder)
     _check_keys([*(key for key, _ in axes), *{key for rung in rungs for key in rung.values}])
-    every = [
+    combinations = [
         (rung, dict(zip((key for key, _ in axes), values, strict=True)))
         for rung in rungs
         for values in itertools.product(*(values for _, values in axes))
     ]
-    keys = list(dict.fromkeys(k for rung, values in every for k in (*rung.values, *values)))
-    last = Counter(key.rpartition(".")[2] for key in keys)  # without its section, where unique
+    keys = list(dict.fromkeys(k for rung, values in combinations for k in (*rung.values, *values)))
+    last = Counter(key.rpartition(".")[2] for key in keys)  # names omit the section if unambiguous
     short = {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key in keys}
     result = [
-        Point(_name(rung, values, short), {**rung.values, **values}) for rung, values in every
+        Point(_name(rung, values, short), {**rung.values, **values})
+        for rung, values in combinations
     ]
     _check_names(result)
     return result
@@ -71,7 +73,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Values between commas; one in brackets, braces or quotes may have commas of its own."""
+    """Split at commas, except commas inside brackets, braces or quotes."""
     depth, quote, start = 0, "", 0
     for i, char in enumerate(text):
         if quote:
@@ -109,7 +111,7 @@ def _rung(table: Any, where: str) -> Point:  # noqa: ANN401 (whatever TOML holds
     name = table.pop("name", "")
     values = {key: x if isinstance(x, str) else repr(x) for key, x in _flat(table)}
     if alone := [key for key in values if "." not in key]:
-        raise UserError(f"{where}: {alone[0]} is in no section: write model.{alone[0]}, say")
+        raise UserError(f"{where}: {alone[0]} has no section. Write for example model.{alone[0]}")
     return Point(name, values)
 
 
@@ -124,9 +126,9 @@ def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 def _check_keys(keys: Sequence[str]) -> None:
     twice = [key for key, n in Counter(keys).items() if n > 1]
     if twice:
-        raise UserError(f"{twice[0]} is said twice: give all of its values in one place")
+        raise UserError(f"{twice[0]} is given twice: give all of its values together")
     if "checkpoint.dir" in keys:
-        raise UserError("checkpoint.dir is where all points are: it cannot be one of their keys")
+        raise UserError("checkpoint.dir holds all points: it cannot be a key of the sweep")
 
 
 def _check_names(points_: Sequence[Point]) -> None:

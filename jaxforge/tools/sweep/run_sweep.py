@@ -21,18 +21,21 @@ from jaxforge.tools.sweep.results import parameters, results, table
 from jaxforge.tools.sweep.runs import PlannedRun, Runner
 from jaxforge.tools.sweep.sweep_page import page
 
-_MOST_TOLD = 10
+_MOST_PROBLEMS = 10
 
 
 def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[str]) -> int:
-    """Runs the points, or lists them; the exit code."""
+    """Run the points, or list them; return the exit code."""
     jax.config.update("jax_platforms", "cpu")  # the devices are for the runs
     if args.slurm and args.devices is None:
-        raise UserError("--slurm needs --devices N: the GPUs of each run, which are not here")
+        raise UserError("--slurm needs --devices N, the number of GPUs of each run")
     devices = args.devices or _devices()
-    runs = planned(points(args.grid, args.ladder), args.config, settings, devices)
+    runs = plan_runs(points(args.grid, args.ladder), args.config, settings, devices)
     if args.dry_run:
-        print("\n".join(_listed(run) for run in runs))
+        for run_ in runs:
+            size = human(parameters(run_.config.model))
+            steps = run_.config.train.max_steps
+            print(f"{run_.point.name}  {size} parameters, {steps} steps, {run_.state}")
         return 0
     if args.slurm:
         _write_script(args.slurm, slurm.script(_for_tasks(arguments), len(runs), devices))
@@ -46,19 +49,20 @@ def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[s
     return code
 
 
-def planned(
+def plan_runs(
     every: Sequence[Point], config: str, settings: Sequence[str], devices: int
 ) -> list[PlannedRun]:
-    """All points, checked.
+    """Return the checked runs of all points.
 
     Args:
         every: the points.
-        config: the base config's file.
-        settings: over it, for all of them.
-        devices: of each run.
+        config: path of the base config.
+        settings: settings over the base config, for all points.
+        devices: number of devices of each run.
 
     Raises:
-        UserError: configs are wrong, or directories are of others; every point that is, is named.
+        UserError: configs are invalid, or directories belong to other runs; the message names
+            every such point.
     """
     runs, problems = [], []
     for point in every:
@@ -67,9 +71,9 @@ def planned(
         except UserError as error:
             problems.append(f"{point.name}: {error}".replace("\n", "\n    "))
     if problems:
-        more = len(problems) - _MOST_TOLD
-        said = [*problems[:_MOST_TOLD], *([f"and {more} more points"] if more > 0 else [])]
-        raise UserError("nothing is run:\n" + "\n".join(said))
+        more = len(problems) - _MOST_PROBLEMS
+        lines = [*problems[:_MOST_PROBLEMS], *([f"and {more} more points"] if more > 0 else [])]
+        raise UserError("nothing is run:\n" + "\n".join(lines))
     return runs
 
 
@@ -91,13 +95,13 @@ def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> 
 
 
 def report(runs: Sequence[PlannedRun]) -> None:
-    """Says what they came to, and writes the page."""
+    """Print the results, and write the page."""
     outcome = results(runs)
     root = runs[0].directory.parent
     print(table(outcome))
     root.mkdir(parents=True, exist_ok=True)
     safe_files.replace_text(root / "sweep.html", page(outcome, root.resolve().name))
-    print(f"drawn in {root / 'sweep.html'}")
+    print(f"charts: {root / 'sweep.html'}")
 
 
 def _devices() -> int:
@@ -109,14 +113,9 @@ def _devices() -> int:
     return int(done.stdout.split()[-1])
 
 
-def _listed(run: PlannedRun) -> str:
-    size = human(parameters(run.config.model))
-    return f"{run.point.name}  {size} parameters, {run.config.train.max_steps} steps, {run.state}"
-
-
 def _for_tasks(arguments: Sequence[str]) -> list[str]:
-    """The command line of an array task: without what asks for the script."""
-    arguments_, skip = [], False
+    """Return the command line of an array task: without the options that request the script."""
+    remaining, skip = [], False
     for i, argument in enumerate(arguments):
         if skip:
             skip = False
@@ -126,8 +125,8 @@ def _for_tasks(arguments: Sequence[str]) -> list[str]:
             following = arguments[i + 1] if i + 1 < len(arguments) else "--"
             skip = "=" not in argument and not following.startswith("--")
             continue
-        arguments_.append(argument)
-    return arguments_
+        remaining.append(argument)
+    return remaining
 
 
 def _write_script(target: str, text: str) -> None:

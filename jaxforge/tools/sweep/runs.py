@@ -1,8 +1,8 @@
-"""The runs of a sweep: each a process of `jaxforge.train`, and what became of it.
+"""Runs of a sweep: each is a process of `jaxforge.train`.
 
 <checkpoint.dir>/<name>/                run directories, as of any run
-<checkpoint.dir>/<name>/output.log      what the processes said, of all starts
-<checkpoint.dir>/<name>/finished.json   there once the run is over, and never before
+<checkpoint.dir>/<name>/output.log      output of the processes of all starts
+<checkpoint.dir>/<name>/finished.json   exists as soon as the run is finished
 """
 
 import dataclasses
@@ -31,23 +31,26 @@ _WITH_PARENT = """
 import os, sys
 from jaxforge.cli.process import stop_with_parent
 stop_with_parent()
-if os.getppid() == int(sys.argv[1]):  # else it was gone before
+if os.getppid() == int(sys.argv[1]):  # otherwise the parent has already ended
     os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Makes a process end with the sweep; not between fork and exec, as threads of JAX run here."""
-_FREE = ("checkpoint.", "metrics.", "profiling.", "distributed.", "train.watchdog_")
-"""Keys that may be other ones when a run goes on: they do not decide what it comes to."""
+"""Wrapper that ends a process with the sweep.
+
+A preexec_fn would be unsafe between fork and exec, because JAX's threads run in this process.
+"""
+_CHANGEABLE = ("checkpoint.", "metrics.", "profiling.", "distributed.", "train.watchdog_")
+"""Prefixes of keys that may change when a run resumes: they do not affect its results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A point, checked.
+    """Checked run of a point.
 
     Attributes:
-        point: of the sweep.
-        directory: its run directory.
-        config: what it trains, resolved.
-        command: the process that does.
+        point: point of the sweep.
+        directory: run directory.
+        config: resolved config.
+        command: command that trains it.
     """
 
     point: Point
@@ -62,23 +65,23 @@ class PlannedRun:
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """State: "finished", "begun" or "new"."""
         if self.is_finished:
             return "finished"
         return "begun" if (self.directory / "config.toml").exists() else "new"
 
     def check_directory(self) -> None:
-        """Looks whether what is there is of this config.
+        """Check that an existing run directory has this config.
 
         Raises:
-            UserError: it was begun with another one, and would go on with both.
+            UserError: the run was begun with another config.
         """
         if not (self.directory / "config.toml").exists():
             return
         changed = [
             change
             for change in changes(shown_config(self.directory), self.config)
-            if not change.startswith(_FREE)
+            if not change.startswith(_CHANGEABLE)
         ]
         if changed:
             raise UserError(
@@ -86,14 +89,14 @@ class PlannedRun:
                 "remove it, or give another checkpoint.dir"
             )
 
-    def last_words(self) -> str:
-        """The last line that its process said."""
+    def last_output_line(self) -> str:
+        """Return the last line of the run's output; empty if there is none."""
         path = self.directory / _OUTPUT
-        said = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        return said[-1] if said else ""
+        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        return lines[-1] if lines else ""
 
     def finish(self) -> None:
-        """Says that it is over."""
+        """Mark the run as finished."""
         text = json.dumps({"time": time.time(), **self.point.values}) + "\n"
         safe_files.replace_text(self.directory / _FINISHED, text)
 
@@ -103,10 +106,10 @@ def _say(line: str) -> None:
 
 
 class Runner:
-    """Runs points one after another; signals go to the one that runs, which saves and ends.
+    """Sequential execution of runs. Signals are forwarded to the current run, which saves and ends.
 
     Args:
-        say: where progress is told.
+        say: prints a line of progress.
     """
 
     def __init__(self, say: Callable[[str], None] = _say) -> None:
@@ -115,42 +118,44 @@ class Runner:
         self._stopping: signal.Signals | None = None
 
     def run(self, runs: Sequence[PlannedRun]) -> int:
-        """Runs all that are not finished, in order; a failed one does not stop the others.
+        """Run all unfinished runs in order; a failed run does not stop the others.
 
         Returns:
-            0, the exit code of the first that failed or was stopped, or that of a stop.
+            The exit code of the first run that failed or was stopped, `Exit.SIGNAL` after a
+            signal, else 0.
         """
         codes = []
         with listening(_STOPS, self._receive):
-            for i, item in enumerate(runs, 1):
-                at = f"[{i}/{len(runs)}] {item.point.name}"
-                codes.append(self._run_point(item, at))
+            for i, planned_run in enumerate(runs, 1):
+                label = f"[{i}/{len(runs)}] {planned_run.point.name}"
+                codes.append(self._run_point(planned_run, label))
                 if self._stopping is not None:
                     return Exit.SIGNAL.code if codes[-1] == 0 else codes[-1]
         return next((code for code in codes if code), 0)
 
-    def _run_point(self, planned_run: PlannedRun, at: str) -> int:
+    def _run_point(self, planned_run: PlannedRun, label: str) -> int:
         self._await_others(planned_run)
         if planned_run.is_finished:
-            self._say(f"{at}: finished before")
+            self._say(f"{label}: already finished")
             return 0
         if self._stopping is not None:
             return Exit.SIGNAL.code
-        self._say(f"{at}: {'goes on' if planned_run.state == 'begun' else 'begins'}")
+        self._say(f"{label}: {'resumes' if planned_run.state == 'begun' else 'begins'}")
         began = time.monotonic()
         code = self._train(planned_run)
-        took = f"after {time.monotonic() - began:.0f} s"
+        duration = f"after {time.monotonic() - began:.0f} s"
         if code == 0:
             planned_run.finish()
-            self._say(f"{at}: finished {took}")
+            self._say(f"{label}: finished {duration}")
         else:
-            what = f"code {code}, {exit_codes.meaning(code)}"
-            self._say(f"{at}: not finished {took}: {what}\n    {planned_run.last_words()}")
-            self._say(f"    all of it: {planned_run.directory / _OUTPUT}")
+            cause = f"exit code {code}, {exit_codes.meaning(code)}"
+            last = planned_run.last_output_line()
+            self._say(f"{label}: not finished {duration}: {cause}\n    {last}")
+            self._say(f"    full output: {planned_run.directory / _OUTPUT}")
         return code
 
     def _await_others(self, planned_run: PlannedRun) -> None:
-        """Until nobody trains there: a process of a sweep that was killed is saving, say."""
+        """Wait until no other process trains in the directory, such as a killed sweep's run."""
         last_message = None
         while self._stopping is None and (holder := run_lock.holder(planned_run.directory)):
             if last_message != holder:
@@ -166,7 +171,7 @@ class Runner:
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
                 env=new_command_env(),
             )  # fmt: skip
-            if self._stopping is not None:  # it came before there was a process to tell
+            if self._stopping is not None:  # the signal came before the process existed
                 self._process.send_signal(self._stopping)
             code = exit_codes.exit_code(self._process.wait())
         self._process = None

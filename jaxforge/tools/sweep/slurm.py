@@ -1,4 +1,4 @@
-"""A sweep as an array of Slurm jobs, one for each point, each on one node."""
+"""Slurm job array of a sweep: a task per point, each on a single node."""
 
 import shlex
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ def script(arguments: Sequence[str], count: int, devices: int) -> str:
     """Return the script for `sbatch`.
 
     Args:
-        arguments: of `jaxforge.sweep`.
-        count: points.
-        devices: GPUs of each.
+        arguments: arguments of `jaxforge.sweep`.
+        count: number of points.
+        devices: GPUs of each point.
     """
     command = shlex.join(["python", "-m", "jaxforge.sweep", *arguments, f"--devices={devices}"])
     return _SCRIPT.format(count=count, last=count - 1, devices=devices, command=command)

@@ -1,4 +1,4 @@
-"""`sweep.html`: the points of a sweep as one page that loads nothing."""
+"""HTML page of a sweep (`sweep.html`), self-contained."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,23 +9,23 @@ import numpy as np
 from jaxforge.tools.pages.parts import Pool, chart, chart_document, curve, paragraphs
 from jaxforge.tools.pages.parts import table as html_table
 from jaxforge.tools.sweep.law import next_size
-from jaxforge.tools.sweep.results import Result, Results, law_in_words, rows
+from jaxforge.tools.sweep.results import Result, Results, describe_law, rows
 
 _DRAWN = 100  # points of the law
 
 Curves = Mapping[str, tuple[Any, Any]]
-"""Places and values, each [n], by label."""
+"""x and y, each [n], by label."""
 
 
 def page(results: Results, title: str) -> str:
-    """The page: losses by size with their law, losses by each key that has numbers, all points."""
+    """Return the page: losses by size with the law, losses by each numeric key, all points."""
     head, *body = rows(results)
     pool = Pool()
     return chart_document(
         title,
         [*_by_size(results, pool), *_by_keys(results, pool)],
         pool,
-        paragraphs(law_in_words(results)),
+        paragraphs(describe_law(results)),
         html_table("Points", list(head), body),
     )
 
@@ -34,7 +34,7 @@ def _by_size(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
     best = results.best_by_size
     if len(best) < 2:
         return
-    n, y = ([float(getattr(point, of)) for point in best] for of in ("parameters", "loss"))
+    n, y = [float(point.parameters) for point in best], [point.loss for point in best]
     curves: dict[str, tuple[Any, Any]] = {"best of each size": (n, y)}
     if results.law is not None:
         sizes = np.geomspace(n[0], next_size(n), _DRAWN)
@@ -45,7 +45,7 @@ def _by_size(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
 
 
 def _by_keys(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
-    """A chart for each key of numbers, a curve for each combination of the others."""
+    """Yield a chart per numeric key, with a curve per combination of the other keys' values."""
     points = [point for point in results.points if np.isfinite(point.loss)]
     for key in dict.fromkeys(key for point in points for key in point.run.point.values):
         values = {_number(point, key) for point in points}
@@ -57,7 +57,7 @@ def _by_keys(results: Results, pool: Pool) -> Iterator[dict[str, Any]]:
 
 
 def _drawn(curves: Curves, pool: Pool) -> list[dict[str, Any]]:
-    """Return the curves as `drawing.js` takes them; a curve of few points has dots."""
+    """Return the curves in the format of `drawing.js`; curves of few points have dots."""
     return [
         curve(pool, label, x, y, dots=len(x) < _DRAWN, colour=i)
         for i, (label, (x, y)) in enumerate(curves.items())

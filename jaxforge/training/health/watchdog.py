@@ -50,7 +50,7 @@ _ACTIVITIES: dict[SectionName, str] = {
     "data": "loading data",
     "end": "finishing",
 }
-_POLL_SEC = 1.0
+POLL_SEC = 1.0
 _LINGER_SEC = 10.0  # between the report of a hang and the end of the process
 
 
@@ -192,8 +192,8 @@ class Watchdog:
         return _Section(name, self._limits.setup, "watchdog_setup_sec", _ACTIVITIES[name])
 
     def _watch(self) -> None:
-        while not self._stopped.wait(_POLL_SEC):
-            if message := self.idle(_POLL_SEC):
+        while not self._stopped.wait(POLL_SEC):
+            if message := self.idle(POLL_SEC):
                 self._expire(message)
                 return
 

@@ -125,7 +125,7 @@ def test_documents_begin_with_bos_and_end_with_eos(tmp_path, monkeypatch, capsys
     )
     texts = ["hello\n" * 9, "<s>world", "", "ünï\n"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    monkeypatch.setattr("jaxforge.data.corpus.documents._PART_BYTES", 20)  # the first in pieces
+    monkeypatch.setattr("jaxforge.data.corpus.documents.PART_BYTES", 20)  # the first in pieces
     expected = [i for t in ("hello\n" * 9, "world", "ünï\n") for i in theirs(t)["input_ids"]]
     output = prepared(tmp_path)
     assert tokens(output / "train") == expected

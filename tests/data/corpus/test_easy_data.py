@@ -33,7 +33,7 @@ def lines(n):
 
 @pytest.mark.parametrize("part_bytes", [50, 1 << 20])
 def test_single_file_holds_out_its_last_lines(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(documents, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(documents, "PART_BYTES", part_bytes)
     (tmp_path / "a.txt").write_text(lines(100), "utf-8")
     run(tmp_path / "a.txt", "--output", tmp_path / "out", "--validation-fraction", "0.1")
     train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
@@ -66,9 +66,9 @@ def test_cut_is_in_what_max_bytes_leaves(tmp_path):
 )
 @pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
 def test_interrupted_run_gives_same_shards(tmp_path, monkeypatch, options, tokenizer):
-    monkeypatch.setattr(ingest, "_BATCH_BYTES", 300)
-    monkeypatch.setattr(documents, "_PART_BYTES", 200)
-    monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 300)
+    monkeypatch.setattr(documents, "PART_BYTES", 200)
+    monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
     (tmp_path / "a.txt").write_text(lines(600), "utf-8")
     command = (tmp_path / "a.txt", *options, *tokenizer, "--output")
     run(*command, tmp_path / "whole")

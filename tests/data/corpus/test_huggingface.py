@@ -25,8 +25,8 @@ FILES, DOCUMENTS = 4, 30
 def cache(tmp_path, monkeypatch):
     """A cache of the library's own for each test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(stream, "_BLOCK_TOKENS", 5 * (SEQ + 1))
-    monkeypatch.setattr(stream, "_ANCHOR_SECONDS", 0.0)
+    monkeypatch.setattr(stream, "BLOCK_TOKENS", 5 * (SEQ + 1))
+    monkeypatch.setattr(stream, "ANCHOR_SECONDS", 0.0)
 
 
 def text(file, document):
@@ -143,7 +143,7 @@ def test_text_needs_a_tokenizer(directory, tmp_path):
 
 def test_streams_read_their_files_once_an_epoch(directory, tmp_path, monkeypatch):
     """4 files, 8 rows: rows 0 and 1 are the windows of file 0, epoch after epoch."""
-    monkeypatch.setattr(stream, "_ANCHOR_SECONDS", 1e9)
+    monkeypatch.setattr(stream, "ANCHOR_SECONDS", 1e9)
     given = streaming(directory, tmp_path / "run", data={"shuffle": False})
     windows = rows(batches(given, 60)).reshape(60, 4, 2 * (SEQ + 1))
     for file in range(4):
@@ -193,8 +193,8 @@ def test_resume_at_any_position_continues_stream(directory, tmp_path, shuffle, m
 
 
 def test_anchors_save_reading(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, "_ROWS", 5)
-    monkeypatch.setattr("jaxforge.data.corpus.ingest._BATCH_PARTS", 5)
+    monkeypatch.setattr(inputs, "ROWS", 5)
+    monkeypatch.setattr("jaxforge.data.corpus.ingest.BATCH_PARTS", 5)
     given = streaming(directory, tmp_path / "run")
     whole = batches(given, 40)
     read = reads(monkeypatch)

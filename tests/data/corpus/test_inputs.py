@@ -202,7 +202,7 @@ def test_lone_surrogate_becomes_a_question_mark(tmp_path):
 
 @pytest.mark.parametrize("part_bytes", [1, 30])
 def test_reading_resumes_within_record(tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(documents, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(documents, "PART_BYTES", part_bytes)
     write(tmp_path / "a.jsonl", TEXTS[:5])
     (tmp_path / "b.txt").write_text("".join(TEXTS[:5]))
     inputs = find_inputs([tmp_path])

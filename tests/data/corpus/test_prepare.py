@@ -145,8 +145,8 @@ def test_split_depends_on_names_only():
 
 @pytest.mark.parametrize("part_bytes", [1, 10, 1000])
 def test_long_documents_are_read_in_parts(corpus, tmp_path, monkeypatch, part_bytes):
-    monkeypatch.setattr(documents, "_PART_BYTES", part_bytes)
-    monkeypatch.setattr(ingest, "_BATCH_BYTES", 25)
+    monkeypatch.setattr(documents, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 25)
     text = "".join(f"line {i} ü\n" for i in range(50)) + "no newline at the end"
     (corpus / "b.txt").write_text(text, "utf-8")
     run(corpus / "b.txt", corpus / "a.py", "--output", tmp_path / "out", "--workers", 1)

@@ -84,7 +84,7 @@ def texts(directory):
 
 @pytest.mark.parametrize("name", FILES)
 def test_records_are_read_by_any_name(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(json_files, "_CHUNK", 7)  # values across chunks
+    monkeypatch.setattr(json_files, "CHUNK", 7)  # values across chunks
     (tmp_path / "data").mkdir()
     write(tmp_path / "data" / name, FILES[name])
     run(tmp_path / "data", "--output", tmp_path / "out", "--text-field", "text")
@@ -128,7 +128,7 @@ def test_json_without_text_is_refused(tmp_path, content):
 
 
 def test_bad_elements_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "_CHUNK", 1)  # within numbers
+    monkeypatch.setattr(json_files, "CHUNK", 1)  # within numbers
     write(tmp_path / "a.json", '[1, {"text": "a"}, "x", {"text": 3}, [], {"text": "b"}, 12]')
     with pytest.raises(UserError, match=r"a\.json:1: not a JSON object; .*--skip-bad"):
         run(tmp_path / "a.json", "--output", tmp_path / "out")
@@ -222,7 +222,7 @@ def test_records_beyond_the_limit_are_bad(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv"])
 def test_values_beyond_the_limit_end_the_file(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(json_files, "_CHUNK", 100)
+    monkeypatch.setattr(json_files, "CHUNK", 100)
     data = json.dumps([{"text": "a"}, {"text": LARGE}]) if name == "a.json" else f"text\na\n{LARGE}"
     with pytest.raises(UserError, match=r"larger than 4,000 characters: see --max-record-bytes"):
         run(write(tmp_path / name, data), "--output", tmp_path / "out", "--max-record-bytes", 4000)
@@ -272,8 +272,8 @@ def test_small_files_take_little_memory(tmp_path):
 
 
 def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_PART_BYTES", 30)
-    monkeypatch.setattr(documents, "_LINE_BYTES", 30)
+    monkeypatch.setattr(documents, "PART_BYTES", 30)
+    monkeypatch.setattr(documents, "LINE_BYTES", 30)
     for text in ("word " * 100, "ü" * 200, "€" * 99 + " end\nshort\n", "x" * 500):
         [source] = find_inputs([write(tmp_path / "a.txt", text)])
         every = list(text_parts([source]))
@@ -287,7 +287,7 @@ def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
 
 
 def test_implausible_compression_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "_UNSUSPICIOUS_BYTES", 1000)
+    monkeypatch.setattr(records, "UNSUSPICIOUS_BYTES", 1000)
     [source] = find_inputs([write(tmp_path / "a.jsonl", LINES)])
     source.check_growth(250 * source.size)
     with pytest.raises(UserError, match="unpack to more than 250 times"):

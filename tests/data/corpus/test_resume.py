@@ -37,8 +37,8 @@ def corpus(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(ingest, "_BATCH_BYTES", 900)
-    monkeypatch.setattr("jaxforge.data.corpus.documents._PART_BYTES", 1000)
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 900)
+    monkeypatch.setattr("jaxforge.data.corpus.documents.PART_BYTES", 1000)
 
 
 def run(corpus, output, *args):
@@ -53,7 +53,7 @@ def interrupt(monkeypatch):
     encoded = []
 
     def after(limit):
-        monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0 if limit else 1e9)
+        monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0 if limit else 1e9)
         encoded.clear()
 
         def limited(tokenizer, texts, dtype):
@@ -234,7 +234,7 @@ def test_existing_file_at_output_raises(tmp_path):
 
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
 def test_data_after_journal_are_truncated(tmp_path, monkeypatch, file_format):
-    monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 1)
+    monkeypatch.setattr("jaxforge.data.corpus.writer.CHUNK", 1)
     options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
     end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
     for name, more in (("killed", 30), ("whole", 0)):
@@ -267,7 +267,7 @@ from jaxforge import prepare
 from jaxforge.cli.running import run_main
 from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
-    ingest._COMMIT_SECONDS, ingest._BATCH_BYTES = 0.0, 1 << 18
+    ingest.COMMIT_SECONDS, ingest.BATCH_BYTES = 0.0, 1 << 18
     sys.exit(run_main(prepare.main))
 """
 
@@ -294,7 +294,7 @@ def test_killed_run_resumes_and_leaves_no_process(command, tmp_path, monkeypatch
     assert before["place"][2] > 0
     again = subprocess.run(command, capture_output=True, text=True)
     assert (again.returncode, "resuming from" in again.stderr) == (0, True), again.stderr
-    monkeypatch.setattr(ingest, "_BATCH_BYTES", 1 << 18)
+    monkeypatch.setattr(ingest, "BATCH_BYTES", 1 << 18)
     whole = ("--output", str(tmp_path / "whole"), "--workers", "1")
     assert prepare.main([str(tmp_path / "corpus.txt"), *whole]) == 0
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""`train --dry-run`: what a start would do is said, what it would refuse refused, nothing made."""
+"""`train --dry-run` describes a start, raises its errors and writes nothing."""
 
 import re
 
@@ -13,9 +13,9 @@ from jaxforge.model.transformer import build_model
 from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
-from jaxforge.step.fitting import fit, with_rows
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run_memory
+from jaxforge.tools.plan.memory_fit import estimate_fit, with_batch_size
 from tests.shipped_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"
@@ -23,8 +23,8 @@ DEBUG = "configs/debug.toml"
 
 @pytest.fixture
 def dry(capsys, tmp_path, request, monkeypatch):
-    """Runs it in an empty directory, which has to stay empty; the parts of what is printed."""
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as it sets itself
+    """Return a function that runs a dry run in an empty directory and parses its output."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # restored afterwards; the command sets it
     root = request.config.rootpath
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -47,12 +47,12 @@ def test_dry_run_describes_the_start_and_writes_nothing(dry):
     assert "random tokens" in said["data"]
     assert "random" in said["warnings"]
     assert re.search(
-        r"4 sequence\(s\) of a microbatch .* [\d,]+ at most fit", said["memory of a device"]
+        r"4 sequence\(s\) of a microbatch .* at most [\d,]+ fit", said["memory of a device"]
     )
     assert said["run"].endswith("here/runs/debug: a new run\n\n")
 
 
-def test_data_are_opened_and_counted(dry, tmp_path):
+def test_dry_run_opens_and_counts_data(dry, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint16) % 256)
     shards = f"--data.dataset_path={tmp_path}"
     said = dry(DEBUG, shards, "--eval.enabled", f"--eval.dataset_path={tmp_path}",
@@ -73,22 +73,22 @@ def test_data_are_opened_and_counted(dry, tmp_path):
         (["--plugins.hooks=nowhere.Hook"], "nowhere"),
         (["--devices=many"], "--devices: expected a number, or a machine: topology 'many'"),
         (["--data.hf_dataset_name=x", "--data.tokenizer_path=byte", "--train.max_steps=1ep"],
-         "--dry-run: lengths in epochs are known once x is tokenized"),
+         "--dry-run: the length of an epoch is unknown before a start tokenizes x"),
     ],
 )  # fmt: skip
-def test_dry_run_refuses_what_a_start_refuses(request, arguments, message):
+def test_dry_run_raises_errors_of_a_start(request, arguments, message):
     path = str(request.config.rootpath / DEBUG)
     with pytest.raises(UserError, match=message):
         train.main(["--config", path, "--dry-run", *arguments])
 
 
-def test_devices_are_pretended_in_dry_runs_alone(request):
+def test_devices_option_requires_dry_run(request):
     with pytest.raises(UserError, match="--devices 8 requires --dry-run"):
         train.main(["--config", str(request.config.rootpath / DEBUG), "--devices", "8"])
 
 
 @pytest.mark.parametrize("name", ["70b_gpu_512", "8b_128k_gpu_16", "13b_tpu_v5p_128"])
-def test_configs_for_clusters_go_through_anywhere(dry, name):
+def test_dry_run_of_cluster_configs_needs_no_cluster(dry, name):
     (path,) = (path for path in CONFIGS if path.stem == f"llama_{name}")
     devices = name.rpartition("_")[2]
     said = dry(path, "--devices", devices)
@@ -98,7 +98,7 @@ def test_configs_for_clusters_go_through_anywhere(dry, name):
     assert "What helps" not in said["warnings"]
 
 
-def test_machine_may_be_named_and_too_small(dry, tmp_path):
+def test_dry_run_warns_if_named_machine_is_small(dry, tmp_path):
     init.main(["--preset", "7b", "--output", str(tmp_path / "x.toml")])
     said = dry(tmp_path / "x.toml", "--devices", "h100:1x8")
     assert "h100" in said["memory of a device"]
@@ -113,34 +113,34 @@ def test_machine_may_be_named_and_too_small(dry, tmp_path):
     ["--train.opt_state_dtype=8bit --model.dim=1024", "--train.offload=optimizer",
      "--distributed.pp=2", "--distributed.tp=2", "--model.num_experts=8 --distributed.ep=4"],
 )  # fmt: skip
-def test_any_mesh_and_any_state_can_be_pretended(dry, setting):
+def test_dry_run_supports_every_mesh_and_state(dry, setting):
     settings = ("--model.n_layers=4", "--model.max_seq_len=64", *setting.split())
     assert dry(DEBUG, "--devices", "8", *settings)["memory of a device"]
 
 
-def test_largest_batch_fits_and_one_sequence_more_does_not(request):
+def test_most_rows_is_the_largest_batch_that_fits(request):
     config = load_config(request.config.rootpath / DEBUG)
     model, mesh = build_model(config, "gpu", "9.0"), abstract_mesh(config, 4)
     like, capacity = Program(config, mesh, model=model).abstract_state(), 50_000_000
-    result = fit(config, model, like, mesh, capacity)
+    result = estimate_fit(config, model, like, mesh, capacity)
     state = bytes_per_device(like)
 
     def needs(rows):
         modes = ("update", "microbatch")
-        of = with_rows(config, rows)
+        of = with_batch_size(config, rows)
         return min(step_memory(of, model, mesh, mode, state).total for mode in modes)
 
     assert result.rows == 4
     assert result.most_rows > 4
     assert needs(result.most_rows) <= capacity < needs(result.most_rows + 1)
-    assert fit(config, model, like, mesh, 1).most_rows == 0
+    assert estimate_fit(config, model, like, mesh, 1).most_rows == 0
 
 
-def test_machines():
-    assert dry_run_memory.machine("") is None
-    n, kinds = dry_run_memory.machine("512")
+def test_parse_devices_accepts_numbers_and_machines():
+    assert dry_run_memory.parse_devices("") is None
+    n, kinds = dry_run_memory.parse_devices("512")
     assert (n, len(kinds) > 3) == (512, True)
-    n, (kind,) = dry_run_memory.machine("v5e:4x4")
+    n, (kind,) = dry_run_memory.parse_devices("v5e:4x4")
     assert (n, kind.platform) == (16, "tpu")
-    n, (kind,) = dry_run_memory.machine("cpu:4")
+    n, (kind,) = dry_run_memory.parse_devices("cpu:4")
     assert (n, kind.platform) == (4, "cpu")

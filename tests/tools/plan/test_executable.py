@@ -1,4 +1,4 @@
-"""A step that a plan has compiled, and a run that starts with it or refuses it."""
+"""Steps compiled by a plan, and runs that load or refuse them."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def losses(directory):
 
 
 def arguments(location):
-    """To plan a config that says where its run goes, and to keep its steps."""
+    """Return arguments that plan a config and save its steps."""
     (location / "planned.toml").write_text(config(location / "planned").to_toml())
     return [f"--config={location / 'planned.toml'}", "--topology=cpu:8", "--json",
             f"--save-executable={location / 'step.zip'}"]  # fmt: skip
@@ -49,7 +49,7 @@ def arguments(location):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The file, written as the command does."""
+    """File of steps, written by the command."""
     location = tmp_path_factory.mktemp("plan")
     args, _ = plan_main.parser().parse(arguments(location))
     assert plan_report.run(args, Topology.parse("cpu:8"), []) == 0
@@ -57,7 +57,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_run_that_starts_with_it_compiles_no_step_and_is_the_same(tmp_path, monkeypatch):
+def test_saved_executable_is_not_recompiled_and_exact(tmp_path, monkeypatch):
     done = subprocess.run(
         [sys.executable, "-m", "jaxforge.plan", *arguments(tmp_path)],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
@@ -72,13 +72,13 @@ def test_run_that_starts_with_it_compiles_no_step_and_is_the_same(tmp_path, monk
     monkeypatch.setattr(compilation, "compile_step", compile_step)
     with pytest.raises(AssertionError, match="compiled"):
         train.run(config(tmp_path / "not"))
-    # What the step does not depend on may change.
+    # Keys that do not affect the step may change.
     train.run(config(tmp_path / "loaded", executable=str(saved), manual_gc_interval=3))
     assert losses(tmp_path / "loaded") == losses(tmp_path / "compiled")
-    assert len(losses(tmp_path / "loaded")) == 4  # of both sizes
+    assert len(losses(tmp_path / "loaded")) == 4  # with both batch sizes
 
 
-def test_another_config_is_refused_with_what_differs(saved, tmp_path):
+def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path):
     other = config(tmp_path / "run", executable=str(saved), grad_clip_norm=0.5)
     with pytest.raises(UserError, match=r"train\.grad_clip_norm was 1\.0 and is 0\.5") as refused:
         train.run(other)
@@ -88,7 +88,7 @@ def test_another_config_is_refused_with_what_differs(saved, tmp_path):
 
 
 def rewritten(saved, path, **changes):
-    """The file with other facts in it."""
+    """Copy the file with changes to its facts."""
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(path, "w") as new:
         for name in old.namelist():
             content = old.read(name)
@@ -107,28 +107,30 @@ def rewritten(saved, path, **changes):
         ({"format": 0}, "format 0"),
     ],
 )  # fmt: skip
-def test_other_surroundings_are_refused_before_anything_is_written(saved, tmp_path, changes, said):
+def test_executable_of_another_environment_is_refused_before_writing(
+    saved, tmp_path, changes, said
+):
     path = rewritten(saved, tmp_path / "other.zip", **changes)
     with pytest.raises(UserError, match=said):
         train.run(config(tmp_path / "run", executable=str(path)))
     assert not (tmp_path / "run").exists()
 
 
-def test_another_version_of_the_code_is_refused(saved, tmp_path):
+def test_executable_of_another_code_version_is_refused(saved, tmp_path):
     path = rewritten(saved, tmp_path / "other.zip", programs={"1": "", "2": ""})
     with pytest.raises(UserError, match="another version of the code"):
         train.run(config(tmp_path / "run", executable=str(path)))
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", None])
-def test_torn_file_is_told_of(saved, tmp_path, content):
+def test_truncated_executable_is_refused(saved, tmp_path, content):
     path, whole = tmp_path / "torn.zip", saved.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(UserError, match=r"torn\.zip: not a file of compiled steps, or damaged"):
         train.run(config(tmp_path / "run", executable=str(path)))
 
 
-def test_changed_bit_is_never_run(tmp_path):
+def test_bit_flip_in_executable_is_detected(tmp_path):
     settings, path = config(tmp_path), tmp_path / "step.zip"
     mesh, lowered = make_mesh(settings), jax.jit(lambda x: 2 * x).lower(1.0)
     compiled = lowered.compile()
@@ -142,18 +144,18 @@ def test_changed_bit_is_never_run(tmp_path):
             steps = Executable(str(path), mesh).load({1: lowered}, settings)
         except UserError as error:
             refused += "damaged" in str(error)
-        else:  # a date, say
+        else:  # the bit was in metadata, such as a date
             assert steps[1].as_text() == compiled.as_text()
     assert refused > 250
 
 
-def test_file_that_is_not_there_is_named(tmp_path):
+def test_missing_executable_is_named(tmp_path):
     path = str(tmp_path / "none.zip")
     with pytest.raises(UserError, match=r"train\.executable = .*none\.zip: No such file"):
         Executable(path, make_mesh(config(tmp_path)))
 
 
-def test_place_that_cannot_be_written_is_a_mistake_of_the_command_line(tmp_path):
+def test_unwritable_executable_path_raises_user_error(tmp_path):
     location = tmp_path / "none" / "step.zip"
     with (
         pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),

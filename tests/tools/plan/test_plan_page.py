@@ -31,7 +31,7 @@ def html():
     return page(plan(tiny_config(distributed=mesh, train={"grad_accum_steps": 4}), CPUS))
 
 
-def test_page_says_what_the_plan_says(html):
+def test_plan_page_shows_the_plan(html):
     text = str(Text(html))
     assert "pp 2 x dp_shard 2 x tp 2" in text
     assert "layers.attention.q_proj.weight" in text
@@ -40,7 +40,7 @@ def test_page_says_what_the_plan_says(html):
     assert re.search(r"parameters \d", text)
 
 
-def test_page_loads_nothing(html):
+def test_plan_page_is_self_contained(html):
     assert not re.findall(r"""(?:src|href)=|url[(]|@import""", html)
     assert html.count("<svg") == html.count("</svg>") >= 1
 
@@ -51,7 +51,7 @@ def test_refused_plan_has_a_page():
     assert "a <b> & c" in text
 
 
-def test_pieces_too_thin_to_see_are_drawn_once():
+def test_spans_too_thin_to_see_are_merged():
     spans = [Span(f"s{i}", "memory", "device", i * 1e-6, 1e-6) for i in range(10_000)]
     drawn = picture("many", [*spans, Span("long", "products", "device", 0.01, 1.0)], 1.01)
     assert drawn.count("<rect") < 30

@@ -22,7 +22,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def node(monkeypatch):
-    """A node whose devices are this machine's, as nothing is compiled."""
+    """A node with this machine's devices, since nothing is compiled."""
     monkeypatch.setattr(search, "devices_of", lambda topology: jax.devices()[:8])
 
 
@@ -30,7 +30,7 @@ def config():
     return tiny_config(train={"batch_size": 2, "grad_accum_steps": 4}, distributed={"dp_shard": -1})
 
 
-def test_candidates_are_valid_and_of_the_same_update(node):
+def test_candidates_are_valid_and_keep_the_update(node):
     result = [item for item, _ in search.candidates(config(), NODE)]
     assert len(result) > 50
     for item in result:
@@ -44,34 +44,34 @@ def test_candidates_are_valid_and_of_the_same_update(node):
     assert {item.config.train.grad_sync for item in result} == {"update", "microbatch"}
 
 
-def test_global_batch_says_how_large_the_update_is():
+def test_sequences_follow_global_batch_size():
     given = tiny_config(train={"global_batch_size": 48, "grad_accum_steps": 1, "batch_size": 6})
     assert search.sequences(given, 8) == 48
 
 
-def test_given_config_reports_its_rows(node):
+def test_given_candidate_has_batch_size(node):
     train = TrainConfig(global_batch_size=32, grad_accum_steps=2, seq_len=32)
     given = config().model_copy(update={"train": train})
-    (item,) = search.as_given(given, NODE)
+    (item,) = search.given_candidate(given, NODE)
     assert item.config.train.batch_size == 2
     rules.check(item.config, 8)
 
 
-def test_costlier_candidates_come_later(node):
-    result = list(search.that_fit(config(), NODE))
+def test_candidates_are_sorted_by_estimated_time(node):
+    result = list(search.fitting_candidates(config(), NODE))
     assert [item.seconds for item in result] == sorted(item.seconds for item in result)
     assert result[0].config.train.activation_checkpointing == "none"
 
 
-def test_candidates_that_cannot_fit_are_not_compiled(node, monkeypatch):
+def test_candidates_that_cannot_fit_are_dropped(node, monkeypatch):
     monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(capacity=10_000))
-    assert not list(search.that_fit(config(), NODE))
+    assert not list(search.fitting_candidates(config(), NODE))
     invalid = (
         config()
         .model_copy(update={"distributed": config().distributed.model_copy(update={"tp": 3})})
         .model_copy(update={"train": config().train.model_copy(update={"global_batch_size": 64})})
     )
-    with pytest.raises(UserError, match="no mesh of h100:1x8 holds this update"):
+    with pytest.raises(UserError, match="no mesh of h100:1x8 fits this update"):
         search.search(invalid, NODE, most=3, jobs=1, console=QUIET)
 
 
@@ -89,27 +89,29 @@ def report(tokens):
 def speeds(monkeypatch):
     """Return compile results: the third candidate is best, the second does not fit."""
     given = iter([50.0, 100.0, 0.0, 300.0, 200.0, 299.0, 10.0])
-    monkeypatch.setattr(search, "compiled", lambda *_: report(next(given)))
+    monkeypatch.setattr(search, "compiled_report", lambda *_: report(next(given)))
 
 
-def test_best_comes_first(node, speeds):
+def test_search_sorts_by_speed(node, speeds):
     match = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
     assert [item.tokens_per_second for item in match] == [300, 299, 200, 100, 50, 10, 0]
 
 
-def test_best_is_tried_with_other_flags(node, monkeypatch):
+def test_search_compiles_best_candidate_with_other_flags(node, monkeypatch):
     faster = {"optimization_level": "default"}
     monkeypatch.setattr(
-        search, "compiled", lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0)
+        search,
+        "compiled_report",
+        lambda item, _: report(2.0 if item.train.xla_flags == faster else 1.0),
     )
     best, *others = search.search(config(), NODE, most=1, jobs=1, console=QUIET)
     assert best.candidate.config.train.xla_flags == faster
     assert "--train.xla_flags.optimization_level=default" in search.settings(best.candidate)
     assert load_config_of(best) == best.candidate.config
-    assert len(others) == 3  # what was given, the one proposed, and that with the other flag
+    assert len(others) == 3  # given, proposed, and proposed with the other flags
     own = config().model_copy(update={"train": best.candidate.config.train})
     of_own = search.Candidate(own, best.candidate.mesh, 1.0)
-    assert len(list(search.with_other_flags(of_own, "gpu"))) == 1
+    assert len(list(search.flag_variants(of_own, "gpu"))) == 1
 
 
 def load_config_of(result):
@@ -119,22 +121,22 @@ def load_config_of(result):
         return load_config(path)
 
 
-def test_given_config_is_compiled_too(node, monkeypatch):
+def test_search_compiles_given_config(node, monkeypatch):
     monkeypatch.setattr(
-        search, "compiled", lambda item, _: report(2.0 if item == config() else 1.0)
+        search, "compiled_report", lambda item, _: report(2.0 if item == config() else 1.0)
     )
     match = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
     assert match[0].candidate.config == config()
     assert len(match) == 5
 
 
-def test_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
+def test_search_prints_and_writes_best_config(node, speeds, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: Resolved())
     args = command_line.parser().parse_args(
         ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
          f"--output={tmp_path}/best.toml"]
     )  # fmt: skip
-    best = list(search.that_fit(config(), NODE))[2].config
+    best = list(search.fitting_candidates(config(), NODE))[2].config
     assert plan_report.run(args, NODE, []) == 0
     monkeypatch.undo()
     written = load_config(tmp_path / "best.toml")
@@ -157,16 +159,16 @@ def test_compiled_candidates_are_cached(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search.subprocess, "run", run)
-    first = search.compiled(config(), NODE)
-    assert search.compiled(config(), NODE) == first == report(7.0)
+    first = search.compiled_report(config(), NODE)
+    assert search.compiled_report(config(), NODE) == first == report(7.0)
     assert len(runs) == 1
-    search.compiled(config(), Topology.parse("h100:2x4"))
+    search.compiled_report(config(), Topology.parse("h100:2x4"))
     assert len(runs) == 2
 
 
-def test_compiler_that_aborts_ends_its_own_candidate(monkeypatch, tmp_path):
+def test_compiler_crash_affects_its_candidate_only(monkeypatch, tmp_path):
     ended = argparse.Namespace(returncode=-6, stdout="", stderr="one\nCheck failed: two\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search.subprocess, "run", lambda *_, **__: ended)
-    result = search.compiled(config(), NODE)
-    assert result == {"fits": False, "errors": ["the compiler ended with -6: Check failed: two"]}
+    result = search.compiled_report(config(), NODE)
+    assert result == {"fits": False, "errors": ["the compiler failed (-6): Check failed: two"]}

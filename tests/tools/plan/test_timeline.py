@@ -1,24 +1,24 @@
-"""Programs of a few lines, whose times are known."""
+"""Timelines of small programs with known durations."""
 
 import numpy as np
 import pytest
 
 from jaxforge.tools.plan.cost import Collective
-from jaxforge.tools.plan.hlo import HloProgram, first_group
-from jaxforge.tools.plan.timeline import Key, Simulation
+from jaxforge.tools.plan.hlo import HloProgram, first_replica_group
+from jaxforge.tools.plan.timeline import CollectiveKey, Simulation
 
 PRODUCT = "multiply(%a, %a)"
 
 
 class Seconds:
-    """A second for each product."""
+    """Rates with a second per product."""
 
     def seconds(self, operation, within):
         return ("products", 1.0) if operation.kind == "multiply" else ("nothing", 0.0)
 
 
 class Wires:
-    """Collectives take as long as the first dimension of what they exchange."""
+    """Links on which a collective takes a second per element."""
 
     def collective(self, operation, within):
         rows = within[operation.operands[0]].elements
@@ -44,23 +44,23 @@ def product(name):
     return f"%{name} = f32[3]{{0}} {PRODUCT}"
 
 
-@pytest.mark.parametrize(("beside", "waited"), [(0, 3), (1, 2), (2, 1), (3, 0), (4, 0)])
-def test_operations_between_halves_hide_a_collective(beside, waited):
-    line = run(program(GATHER, *(product(f"p{i}") for i in range(beside)), DONE))
-    assert line.seconds == max(3, beside)
+@pytest.mark.parametrize(("n_products", "waited"), [(0, 3), (1, 2), (2, 1), (3, 0), (4, 0)])
+def test_operations_between_halves_hide_a_collective(n_products, waited):
+    line = run(program(GATHER, *(product(f"p{i}") for i in range(n_products)), DONE))
+    assert line.seconds == max(3, n_products)
     assert line.waited == waited
-    assert line.busy["products"] == beside
+    assert line.busy["products"] == n_products
     (traffic,) = line.traffic.values()
     assert (traffic.count, traffic.bytes, traffic.seconds) == (1, 30, 3)
 
 
-def test_collective_in_one_piece_is_waited_for():
+def test_synchronous_collective_is_exposed():
     line = run(program(product("p"), "%r = f32[3]{0} all-reduce(%a), channel_id=1", product("q")))
     assert line.seconds == 5
-    assert line.traffic[Key("all-reduce", ("dp_shard",), False, False)].waited == 3
+    assert line.traffic[CollectiveKey("all-reduce", ("dp_shard",), False, False)].waited == 3
 
 
-def test_collectives_over_the_same_axes_follow_each_other():
+def test_collectives_over_same_axes_are_sequential():
     second = GATHER.replace("%g", "%h").replace("channel_id=1", "channel_id=2")
     line = run(
         program(GATHER, second, product("p"), DONE, DONE.replace("%g", "%h").replace("%d", "%e"))
@@ -85,11 +85,11 @@ LOOP = (
 )
 
 
-def test_loop_takes_as_long_as_its_iterations():
+def test_loop_time_is_the_sum_of_its_iterations():
     line = run(program(LOOP, more=BODY))
     assert line.seconds == 7 * 4
     assert line.busy["products"] == 7
-    traffic = line.traffic[Key("all-reduce", ("dp_shard",), True, False)]
+    traffic = line.traffic[CollectiveKey("all-reduce", ("dp_shard",), True, False)]
     assert (traffic.count, traffic.waited) == (7, 21)
     (loop,) = line.spans
     assert loop.times == 7
@@ -109,7 +109,7 @@ BRANCHES = """%short (x: f32[3]) -> f32[3] {
 
 
 @pytest.mark.parametrize(("longest", "seconds"), [(False, 1), (True, 2)])
-def test_slowest_branch_is_taken(longest, seconds):
+def test_conditional_takes_longest_or_shortest_branch(longest, seconds):
     choice = "%c = f32[3]{0} conditional(%a, %a, %a), branch_computations={%short, %long}"
     assert run(program(choice, more=BRANCHES), longest=longest).seconds == seconds
 
@@ -127,7 +127,7 @@ FUSED = """%begin (x: f32[3]) -> f32[3] {
 """
 
 
-def test_halves_in_fusions_belong_together_by_their_channel():
+def test_fused_collective_halves_match_by_channel():
     start = "%f = f32[3]{0} fusion(%a), kind=kCustom, calls=%begin"
     done = "%e = f32[24]{0} fusion(%f), kind=kCustom, calls=%end"
     line = run(program(start, product("p"), done, more=FUSED))
@@ -147,11 +147,11 @@ def test_halves_in_fusions_belong_together_by_their_channel():
         ("replica_groups={}", list(range(8))),
     ],
 )
-def test_group_of_a_collective(text, group):
-    assert first_group(text, 8) == group
+def test_first_replica_group_parses_every_form(text, group):
+    assert first_replica_group(text, 8) == group
 
 
-def test_transposed_iota_is_that_of_numpy():
+def test_transposed_iota_groups_match_numpy():
     text = "replica_groups=[6,4]<=[2,3,4]T(2,0,1)"
     expected = np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1).reshape(6, 4)[0]
-    assert first_group(text, 24) == expected.tolist()
+    assert first_replica_group(text, 24) == expected.tolist()

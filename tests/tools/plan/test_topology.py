@@ -12,7 +12,7 @@ from jaxforge.tools.plan.topology import Topology
         ("cpu:8", "cpu", (8,), 1, 8),
     ],
 )
-def test_topology_is_read_and_written(text, chip, lengths, slices, devices):
+def test_topology_round_trips_through_text(text, chip, lengths, slices, devices):
     topology = Topology.parse(text)
     assert topology == (chip, lengths, slices)
     assert topology.n_devices == devices
@@ -30,8 +30,8 @@ def test_topology_is_read_and_written(text, chip, lengths, slices, devices):
         ("h100:8", "h100 has 2 nodes x GPUs"),
         ("cpu:2x2", "cpu has 1 number"),
         ("h100:2x8*2", "only TPUs have slices"),
-        ("v5e:0x4", "nothing may be 0"),
-        ("v5e:4x4*0", "nothing may be 0"),
+        ("v5e:0x4", "every number must be at least 1"),
+        ("v5e:4x4*0", "every number must be at least 1"),
     ],
 )
 def test_invalid_topology_is_explained(text, message):
@@ -39,7 +39,7 @@ def test_invalid_topology_is_explained(text, message):
         Topology.parse(text)
 
 
-def test_environment_is_that_of_the_compiler():
+def test_prepare_sets_compiler_environment():
     env = {"JAX_PLATFORMS": "tpu", "XLA_FLAGS": "--one"}
     Topology.parse("cpu:4").prepare(env)
     assert env["JAX_PLATFORMS"] == "cpu"

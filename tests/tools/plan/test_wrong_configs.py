@@ -1,6 +1,6 @@
-"""Mistakes that users make: what a plan says of each names key, value and a change that works.
+"""Wrong configs: a plan's message names key, value and a change that works.
 
-The change is read from the message alone, by the few forms that messages have.
+The change is parsed from the message alone.
 """
 
 import copy
@@ -35,7 +35,7 @@ RIGHT = {
     "checkpoint": {"interval": 50},
     "distributed": {},
 }
-"""Nothing is wrong with it."""
+"""A valid config."""
 
 needs_tpu = pytest.mark.skipif(
     not targets.has_tpu_compiler(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
@@ -48,11 +48,11 @@ class Wrong(NamedTuple):
     """Wrong config.
 
     Attributes:
-        values: what is wrong, on top of `RIGHT`.
-        key: that the message names.
-        value: as the message has it.
-        topology: of the plan.
-        is_compiled: whether the mistake shows when the step is built or compiled.
+        values: wrong settings, on top of `RIGHT`.
+        key: key in the message.
+        value: value in the message.
+        topology: topology of the plan.
+        is_compiled: the mistake is detected when the step is built or compiled.
     """
 
     values: Values
@@ -75,17 +75,17 @@ WRONG = {
         {"train": {"max_steps": "2 moons"}}, "train.max_steps", '"2 moons"'
     ),
     "out of range": Wrong({"scheduler": {"min_lr_ratio": 2}}, "scheduler.min_lr_ratio", "2"),
-    "a list too short": Wrong({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "[0.9]"),
+    "short list": Wrong({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "[0.9]"),
     "typo in a choice": Wrong({"scheduler": {"name": "cosin"}}, "scheduler.name", '"cosin"'),
-    "no such dtype": Wrong({"train": {"param_dtype": "fp12"}}, "train.param_dtype", '"fp12"'),
-    "no such optimizer": Wrong({"optimizer": {"name": "adam"}}, "optimizer.name", '"adam"'),
-    "more devices than there are": Wrong(
+    "unknown dtype": Wrong({"train": {"param_dtype": "fp12"}}, "train.param_dtype", '"fp12"'),
+    "unknown optimizer": Wrong({"optimizer": {"name": "adam"}}, "optimizer.name", '"adam"'),
+    "too many devices": Wrong(
         {"distributed": {"dp_shard": 8, "tp": 2}}, "distributed.dp_shard", "8"
     ),
-    "fewer devices than there are": Wrong(
+    "too few devices": Wrong(
         {"distributed": {"dp_shard": 2}}, "distributed.dp_shard", "2"
     ),
-    "an axis that divides no devices": Wrong(
+    "axis that does not divide devices": Wrong(
         {"distributed": {"dp_replicate": 3}}, "distributed.dp_replicate", "3"
     ),
     "heads and width": Wrong({"model": {"n_heads": 6}}, "n_heads", "6"),
@@ -120,18 +120,18 @@ WRONG = {
         {"model": {**EXPERTS, "moe_frequency": 2}, "distributed": PP, "train": FOUR},
         "distributed.pp", "2",
     ),
-    "experts that are not there": Wrong({"distributed": {"ep": 2}}, "distributed.ep", "2"),
+    "ep without experts": Wrong({"distributed": {"ep": 2}}, "distributed.ep", "2"),
     "experts and ep": Wrong(
         {"model": {"num_experts": 3}, "distributed": {"ep": 2}}, "model.num_experts", "3"
     ),
-    "more choices than experts": Wrong(
+    "top_k above experts": Wrong(
         {"model": {**EXPERTS, "moe_top_k": 5}}, "moe_top_k", "5"
     ),
     "groups of experts": Wrong({"model": {**EXPERTS, "moe_groups": 3}}, "moe_groups", "3"),
-    "the batch and the devices": Wrong(
+    "batch and devices": Wrong(
         {"train": {"batch_size": None, "global_batch_size": 12}}, "train.global_batch_size", "12"
     ),
-    "two sizes of the batch": Wrong(
+    "two batch sizes": Wrong(
         {"train": {"global_batch_size": 32}}, "train.global_batch_size", "32"
     ),
     "8-bit training of no layer": Wrong(
@@ -144,33 +144,33 @@ WRONG = {
     "heads over devices of a sequence": Wrong(
         {"distributed": {"cp": 8, "cp_strategy": "ulysses"}}, "distributed.cp_strategy", '"ulysses"'
     ),
-    "a ring of uneven parts": Wrong(
+    "ring of uneven parts": Wrong(
         {"train": {"seq_len": 36}, "distributed": {"cp": 4, "cp_strategy": "ring"}},
         "train.seq_len", "36",
     ),
-    "a sequence in as many parts": Wrong(
+    "sequence and cp": Wrong(
         {"train": {"seq_len": 30}, "distributed": {"cp": 4}}, "train.seq_len", "30"
     ),
-    "a schedule for what needs none": Wrong(
+    "schedule without effect": Wrong(
         {"optimizer": {"name": "schedule_free_adamw"}}, "scheduler.name", '"cosine"'
     ),
-    "a learning rate for no batch": Wrong(
+    "learning rate without batch": Wrong(
         {"optimizer": {"lr_scale_rule": "sqrt"}}, "lr_scale_rule", '"sqrt"'
     ),
-    "evaluation of nothing": Wrong({"eval": {"enabled": True}}, "eval.enabled", "true"),
+    "evaluation without data": Wrong({"eval": {"enabled": True}}, "eval.enabled", "true"),
     "typo in a metric": Wrong(
         {"eval": {"enabled": True, "dataset_path": "x"}, "checkpoint": {"best_metric": "eval/los"}},
         "checkpoint.best_metric", '"eval/los"',
     ),
-    "a mixture that streams": Wrong({"data": {"hf_streaming": True}}, "data.hf_streaming", "true"),
-    "a kernel of another machine": Wrong(
+    "streaming of files": Wrong({"data": {"hf_streaming": True}}, "data.hf_streaming", "true"),
+    "kernel of another machine": Wrong(
         {"model": {"sdpa_backend": "splash"}}, "model.sdpa_backend", '"splash"', is_compiled=True
     ),
     "a flag that XLA does not know": Wrong(
         {"train": {"xla_flags": {"xla_nope": "true"}}}, "train.xla_flags.xla_nope", "true",
         "cpu:1", is_compiled=True,
     ),
-    "a level that there is not": Wrong(
+    "unknown level": Wrong(
         {"train": {"xla_flags": {"optimization_level": "9"}}}, "train.xla_flags.optimization_level",
         "9", "cpu:1", is_compiled=True,
     ),
@@ -180,7 +180,7 @@ WRONG = {
     "plateau past the end": Wrong(
         {"scheduler": {"name": "wsd", "stable_steps": 90}}, "scheduler.stable_steps", "90"
     ),
-    "plateau left out": Wrong({"scheduler": {"name": "wsd"}}, "scheduler.name", '"wsd"'),
+    "missing plateau": Wrong({"scheduler": {"name": "wsd"}}, "scheduler.name", '"wsd"'),
     "phase past the end": Wrong(
         {"data": {"phases": [{"start_step": 50}, {"start_step": 100, "lr_scale": 0.5}]}},
         "data.phases[1].start_step", "100",
@@ -278,12 +278,12 @@ def proposed(message: str) -> Iterator[Change]:
                 yield {section + key: json.loads(value) for key, value in pairs}
     elif match := re.search(rf"did you mean ({VALUE})\?", text):
         yield {about: json.loads(match[1])}
-    elif match := re.search(r"expected (.*)", text):
+    elif match := re.search(r"(?:expected|must be(?= one of)) (.*)", text):
         yield {about: some(match[1])}
-    elif pairs := re.findall(rf"(?:needs|set|or) ({KEY}) = ({VALUE})", text):
+    elif pairs := re.findall(rf"(?:needs|requires|set|or) ({KEY}) = ({VALUE})", text):
         yield from ({key: json.loads(value)} for key, value in pairs)
-    elif match := re.search(r"set it to (\w+)", text):
-        yield {about: json.loads(match[1])}
+    elif match := re.search(rf"set (it|{KEY}) to ({VALUE})", text):
+        yield {about if match[1] == "it" else match[1]: json.loads(match[2])}
 
 
 def some(expected: str) -> Any:
@@ -296,7 +296,7 @@ def some(expected: str) -> Any:
         return float(match[1])
     if match := re.match(r"a list of (\d+) values", expected):
         return [0.5] * int(match[1])
-    raise AssertionError(f"{expected!r} says nothing of what to write")
+    raise AssertionError(f"{expected!r} does not describe a valid value")
 
 
 def applied(values: Values, change: Change) -> Values:
@@ -325,12 +325,12 @@ def take(values: Any, key: str) -> object:
     return functools.reduce(lambda table, part: table[part], method, values).pop(last)
 
 
-def test_nothing_is_wrong_with_what_is_right(plan_messages):
+def test_valid_config_has_no_messages(plan_messages):
     assert plan_messages(RIGHT, "cpu:8") == []
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_message_names_key_value_and_a_change_that_works(plan_messages, wrong):
+def test_message_names_key_value_and_working_change(plan_messages, wrong):
     values = merged(wrong.values)
     of = functools.partial(plan_messages, topology=wrong.topology)
     result = of(values, is_compiled=wrong.is_compiled)
@@ -347,7 +347,7 @@ def test_message_names_key_value_and_a_change_that_works(plan_messages, wrong):
 
 
 def mended(of, values: Values) -> bool:
-    """Return whether all problems are gone after the first proposal of each other message."""
+    """Return True if applying the first proposal of each remaining message solves everything."""
     for _ in range(4):
         left = of(values)
         if not left:
@@ -361,7 +361,7 @@ SAID = r"\b[a-z]\w*:\d+(?:x\d+)*(?:\*\d+)?\b"
 
 
 @pytest.mark.parametrize("text", TOPOLOGIES)
-def test_topology_that_is_none_is_named_with_one_that_is(text):
+def test_invalid_topology_message_names_valid_forms(text):
     with pytest.raises(UserError) as caught:
         topology_of(text)
     message = str(caught.value)
@@ -373,7 +373,7 @@ def test_topology_that_is_none_is_named_with_one_that_is(text):
 
 
 @needs_tpu
-def test_slice_that_there_is_not_is_named_with_one_that_there_is():
+def test_unknown_slice_message_suggests_existing_slice():
     with pytest.raises(UserError) as caught:
         devices_of(Topology.parse("v5e:3x5"))
     message = str(caught.value)
@@ -383,7 +383,7 @@ def test_slice_that_there_is_not_is_named_with_one_that_there_is():
 
 
 @needs_tpu
-def test_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(plan_messages):
+def test_axis_wider_than_slice_message_suggests_fitting_width(plan_messages):
     values = merged({"distributed": {"tp": 8}, "model": {"n_heads": 8, "n_kv_heads": 8}})
     (message,) = plan_messages(values, "v5e:2x2*2", is_compiled=True)
     assert "distributed.tp = 8" in message
@@ -393,9 +393,7 @@ def test_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(plan_me
     assert mesh.shape["tp"] == 4
 
 
-def test_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(
-    plan_messages, monkeypatch
-):
+def test_small_disk_message_suggests_fewer_checkpoints(plan_messages, monkeypatch):
     values = merged({"checkpoint": {"interval": 1, "keep_last_n": 50}})
     size = checkpoint_bytes(JobConfig.model_validate(RIGHT))
     disk = Disk(20 * size + 1)
@@ -405,7 +403,7 @@ def test_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(
     assert 'checkpoint.dir = "checkpoints"' in message
     (change,) = proposed(message)
     assert plan_messages(applied(values, change), "cpu:8") == []
-    assert change == {"checkpoint.keep_last_n": 19}  # and one that is being written
+    assert change == {"checkpoint.keep_last_n": 19}  # and a checkpoint being written
 
 
 class Disk(NamedTuple):
@@ -419,7 +417,7 @@ LARGE = merged(
 )
 
 
-def test_step_too_large_is_told_what_makes_it_fit(monkeypatch):
+def test_advice_for_oversized_step_makes_it_fit(monkeypatch):
     values, of = LARGE, on_cpus(2)
     peak = of(values).step.memory.peak
     monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_per_device", lambda: peak // 2)
@@ -436,7 +434,7 @@ def test_step_too_large_is_told_what_makes_it_fit(monkeypatch):
     assert config.train.ramp(2).rows * config.train.grad_accum_steps == 64  # the same update
 
 
-def test_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
+def test_advice_for_oversized_state_names_needed_devices(monkeypatch):
     small, wide = {"batch_size": 1, "seq_len": 8}, {"ffn_hidden_dim": 2048, "n_layers": 2}
     values = merged({"train": small, "model": wide})
     memory = on_cpus(1)(values).step.memory
@@ -451,7 +449,7 @@ def test_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", [{"sdpa_backend": "cudnn"}, {"moe_backend": "mosaic_gpu"}])
-def test_checkpoints_are_as_large_whatever_kernel_another_machine_has(backend):
+def test_checkpoint_bytes_do_not_depend_on_kernels(backend):
     experts = {"num_experts": 4, "moe_top_k": 2}
     plain, other = (
         JobConfig.model_validate({"model": {**experts, **more}}) for more in ({}, backend)
@@ -460,7 +458,7 @@ def test_checkpoints_are_as_large_whatever_kernel_another_machine_has(backend):
 
 
 def on_cpus(n: int):
-    """Return the plan on `n` CPU devices."""
+    """Return a function that plans for `n` CPU devices."""
     return lambda values: plan(JobConfig.model_validate(values), Topology("cpu", (n,)))
 
 

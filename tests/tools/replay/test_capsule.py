@@ -1,4 +1,4 @@
-"""Capsules: what they say of a run, what they keep to themselves, and steps made again by them."""
+"""Capsules: content, redaction, damage, and verification by replay."""
 
 import dataclasses
 import json
@@ -15,8 +15,8 @@ from jaxforge.commands import train
 from jaxforge.commands.capsule import main
 from jaxforge.errors import UserError
 from jaxforge.tools.replay import capsule_file as archive
-from jaxforge.tools.replay import capsule_ingredients as ingredients
 from jaxforge.tools.replay.capsule import _range, capsule_of, verify
+from jaxforge.tools.replay.capsule_ingredients import code_state
 from tests.conftest import tiny_config
 
 LENGTH, STEPS = 32, 8
@@ -55,11 +55,11 @@ def with_about(capsule, **changed):
     return dataclasses.replace(capsule, about={**capsule.about, **changed})
 
 
-def test_steps_come_out_bit_for_bit_from_the_beginning(capsule, tmp_path, capsys):
+def test_verify_from_start_is_bit_exact(capsule, tmp_path, capsys):
     file, said = tmp_path / "x.zip", tmp_path / "x.json"
     archive.write(file, capsule)
     assert main(["verify", str(file), "--steps", "2", "--json", str(said)]) == 0
-    assert "2 steps came out as they were logged, bit for bit" in capsys.readouterr().out
+    assert "2 steps match the log, bit for bit" in capsys.readouterr().out
     said = json.loads(said.read_text())
     assert said["holds"]
     assert not any(said["ingredients"].values())
@@ -67,37 +67,36 @@ def test_steps_come_out_bit_for_bit_from_the_beginning(capsule, tmp_path, capsys
     assert result == [(1, 0.0, 0.0), (2, 0.0, 0.0)]
 
 
-def test_steps_come_out_from_a_checkpoint(run, capsule):
+def test_verify_from_checkpoint_holds(run, capsule):
     result = verify(capsule, 2, run)
     assert [step.step for step in result.steps] == [5, 6]
     assert result.holds
 
 
-def test_which_steps_are_made_again(run, capsule):
+def test_verified_range_of_steps(run, capsule):
     assert _range(capsule, 3, None) == (1, 3)
     assert _range(capsule, 99, None) == (1, STEPS)
-    assert _range(capsule, 99, run) == (5, STEPS)  # the newest that something follows
+    assert _range(capsule, 99, run) == (5, STEPS)  # the newest checkpoint with later steps
     assert _range(capsule, 1, run / "checkpoints" / "step_4") == (5, 5)
-    with pytest.raises(UserError, match="the capsule's curve ends at step 8, not after 8"):
+    with pytest.raises(UserError, match="the capsule's curve ends at step 8, not after step 8"):
         _range(capsule, 1, run / "checkpoints" / "step_8")
 
 
-def test_curve_that_is_another_by_a_bit_is_told(capsule, tmp_path, capsys):
-    _, second, *remaining = capsule.files[
-        archive.CURVE
-    ].splitlines()  # the first was not logged, say
+def test_bit_flip_in_curve_fails_verification(capsule, tmp_path, capsys):
+    # A curve without the first step.
+    _, second, *remaining = capsule.files[archive.CURVE].splitlines()
     values = json.loads(second)
     values["train/loss"] *= ONE_MORE_BIT
     files = {**capsule.files, archive.CURVE: "\n".join([json.dumps(values), *remaining, ""])}
     archive.write(tmp_path / "x.zip", dataclasses.replace(capsule, files=files))
     assert main(["verify", str(tmp_path / "x.zip"), "--steps", "1"]) == 1
     said = capsys.readouterr().out
-    assert "not every step came out as it was logged; although every ingredient is" in said
+    assert "not every step matches the log; although all ingredients are" in said
     assert "step      2" in said
     assert "step      1" not in said
 
 
-def test_other_differences_are_named_and_allow_rounding(capsule):
+def test_other_ingredients_are_named_and_allow_rounding(capsule):
     about = capsule.about
     packages = {**about["packages"], "jaxlib": "0.9.0", "rich": "1.0"}
     code = {"jaxforge": {**about["code"]["jaxforge"], "sha256": "0" * 64}}
@@ -108,17 +107,17 @@ def test_other_differences_are_named_and_allow_rounding(capsule):
     assert said["JAX"] == [f"jaxlib: 0.9.0 -> {about['packages']['jaxlib']}"]
     assert result.holds
     assert 0 < result.tolerances[0] < result.tolerances[1]
-    assert "to within rounding; what differs: environment, code, JAX" in result.verdict
+    assert "up to rounding; different: environment, code, JAX" in result.verdict
 
 
-def test_on_another_mesh_sums_may_differ_by_rounding(capsule):
+def test_verify_on_another_mesh_allows_rounding(capsule):
     result = verify(capsule, 1, overrides=MESH)
     assert {"mesh", "program", "config"} <= set(result.differing())
     assert result.holds
     assert result.tolerances[0] > 0
 
 
-def test_other_data_are_told_and_nothing_is_made_again(capsule, tmp_path, capsys):
+def test_other_data_fail_verification_without_replay(capsule, tmp_path, capsys):
     write_data(tmp_path / "data", 1)
     archive.write(tmp_path / "x.zip", capsule)
     arguments = ["verify", str(tmp_path / "x.zip"), f"--data.dataset_path={tmp_path / 'data'}"]
@@ -127,10 +126,10 @@ def test_other_data_are_told_and_nothing_is_made_again(capsule, tmp_path, capsys
     assert not said["holds"]
     assert not said["steps"]
     assert "x.npy" in said["ingredients"]["data"][0]
-    assert "the data are not those of the run" in said["verdict"]
+    assert "the data have changed since the capsule was made" in said["verdict"]
 
 
-def test_data_that_are_not_there_are_asked_for(capsule):
+def test_verify_without_data_raises(capsule):
     with pytest.raises(UserError, match="/nowhere"):
         verify(capsule, 1, overrides=["--data.dataset_path=/nowhere"])
 
@@ -147,6 +146,7 @@ def test_capsule_lists_the_ingredients_of_a_step(run, capsule):
     assert about["checkpoints"] == [4, 8]
     assert tomllib.loads(capsule.files["configs/from_step_0.toml"])["optimizer"]["lr"] == 3e-3
     assert f"jax=={about['packages']['jax']}\n" in capsule.files["packages.txt"]
+    assert all(about["packages"].values())
     assert len(capsule.files[archive.CURVE].splitlines()) == STEPS
 
 
@@ -203,27 +203,27 @@ def test_capsule_contains_no_secrets(run, tmp_path, monkeypatch):
         ('name = "hf_abcdefghijklmnopqrst"', 'name = "removed"'),
     ],
 )
-def test_unpacked_files_equal_the_run(text, expected):
+def test_redaction_removes_secrets_from_text(text, expected):
     assert redacted(text, {}) == expected
 
 
-def test_secrets_of_the_environment_are_found_anywhere():
+def test_redaction_removes_secrets_of_the_environment():
     environment = {"MY_TOKEN": "s3cr3t-value", "HOME": "/home/me", "SHORT_KEY": "1"}
     assert redacted("/home/me/s3cr3t-value/1", environment) == "/home/me/removed/1"
 
 
-def test_torn_file_is_refused(capsule, tmp_path):
+def test_damaged_capsule_is_refused(capsule, tmp_path):
     file = tmp_path / "x.zip"
     archive.write(file, capsule)
     assert archive.read(file).files == capsule.files
     whole = file.read_bytes()
     for torn in (whole[: len(whole) // 2], whole[100:], b"", _flipped(whole, 200)):
         file.write_bytes(torn)
-        with pytest.raises(UserError, match="no capsule, or torn"):
+        with pytest.raises(UserError, match="not a capsule, or is damaged"):
             archive.read(file)
     with pytest.raises(UserError, match="cannot read the capsule"):
         archive.read(tmp_path / "none.zip")
-    with pytest.raises(UserError, match="it is no file"):
+    with pytest.raises(UserError, match="not a file"):
         archive.read(tmp_path)
     with file.open("wb") as vast:
         vast.truncate(1 << 40)
@@ -238,16 +238,16 @@ def _flipped(content, at):
 @pytest.mark.parametrize(
     ("about", "files", "message"),
     [
-        ({"format": 2, "files": {}}, {}, "is of format 2"),
-        ({"format": 1, "files": {"../x": "0"}}, {"../x": ""}, "it has '../x'"),
+        ({"format": 2, "files": {}}, {}, "has format 2"),
+        ({"format": 1, "files": {"../x": "0"}}, {"../x": ""}, "unknown entry '../x'"),
         (
             {"format": 1, "files": {"config.toml": "0"}},
             {"config.toml": ""},
-            "is not what was writt",
+            "does not match its hash",
         ),
     ],
 )
-def test_file_of_another_make_is_refused(tmp_path, about, files, message):
+def test_capsule_of_another_format_is_refused(tmp_path, about, files, message):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as result:
         result.writestr("capsule.json", json.dumps(about))
         for name, text in files.items():
@@ -257,7 +257,7 @@ def test_file_of_another_make_is_refused(tmp_path, about, files, message):
 
 
 def _rewritten(file, capsule, about=(), **files):
-    """A capsule with other ingredients and files, whose hashes are right."""
+    """Write a capsule with other ingredients and files, and valid hashes."""
     names = {"curve": "curve.jsonl", "config": "config.toml"}
     changed = {**capsule.files, **{names.get(name, name): text for name, text in files.items()}}
     retained = {name: text for name, text in changed.items() if text is not None}
@@ -276,23 +276,23 @@ def _rewritten(file, capsule, about=(), **files):
         ({"curve": '{"step": "x"}\n'}, "curve.jsonl:1: step is not the number of a step"),
         ({"curve": '{"step": 1}\n'}, "curve.jsonl:1: no loss or gradient norm"),
         ({"curve": '{"step": 1, "train/loss": "x"}\n'}, "curve.jsonl:1: train/loss is not a numb"),
-        ({"configs/from_step_" + "9" * 5000 + ".toml": "x"}, "no capsule, or torn .it has"),
+        ({"configs/from_step_" + "9" * 5000 + ".toml": "x"}, "is damaged .unknown entry"),
         ({"about": {"mesh": []}}, "capsule.json has no table mesh"),
         ({"about": {"packages": None}}, "capsule.json has no table packages"),
         ({"about": {"mesh": {"tp": "2"}}}, "mesh of capsule.json is not a size for each axis"),
         ({"about": {"mesh": {"x": 2}}}, "mesh of capsule.json is not a size for each axis"),
-        ({"about": {"programs": {"1": []}}}, "a program of capsule.json is no table"),
+        ({"about": {"programs": {"1": []}}}, "a program of capsule.json is not a table"),
     ],
 )
-def test_forged_capsule_is_refused_in_one_message(capsule, tmp_path, changes, message):
+def test_forged_capsule_is_refused_with_short_message(capsule, tmp_path, changes, message):
     file = _rewritten(tmp_path / "x.zip", capsule, **changes)
     with pytest.raises(UserError, match=message) as caught:
         archive.read(file)
     assert len(str(caught.value)) < 500
 
 
-def test_small_file_does_not_become_a_large_one(capsule, tmp_path, monkeypatch):
-    """By what entries declare, and where that is a lie, by what is read."""
+def test_decompression_bomb_is_refused(capsule, tmp_path, monkeypatch):
+    """The limit applies to declared sizes, and to the bytes read if the declared size is wrong."""
     file = tmp_path / "x.zip"
     large = {"curve.jsonl": " " * (8 << 20)}
     _rewritten(file, capsule, **large)
@@ -307,7 +307,7 @@ def test_small_file_does_not_become_a_large_one(capsule, tmp_path, monkeypatch):
         "read",
         lambda self, n=-1, read=zipfile.ZipExtFile.read: reads.append(n) or read(self, n),
     )
-    with pytest.raises(UserError, match=r"no capsule, or torn .*CRC"):
+    with pytest.raises(UserError, match=r"is damaged .*CRC"):
         archive.read(file)
     assert reads[-1] == 101
 
@@ -324,29 +324,29 @@ def test_small_file_does_not_become_a_large_one(capsule, tmp_path, monkeypatch):
         (["runs/x"], "no run at runs/x: it has no config.toml"),
     ],
 )
-def test_impossible_requests_are_refused(tmp_path, monkeypatch, arguments, message):
+def test_invalid_capsule_arguments_are_refused(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         main(arguments)
 
 
-def test_on_other_devices_no_capsule_is_made(run, monkeypatch):
+def test_capsule_on_other_devices_raises(run, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 3)
-    with pytest.raises(UserError, match="3 devices do not make: make its capsule where it was"):
+    with pytest.raises(UserError, match="does not fit 3 devices: make the capsule where"):
         capsule_of(run)
 
 
-def test_state_of_code_in_git(tmp_path, monkeypatch):
+def test_code_state_reflects_git(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text("x = 1\n")
-    assert set(ingredients._code_at(file)) == {"sha256"}
+    assert set(code_state(file)) == {"sha256"}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
         subprocess.run([*git, *arguments], check=True)
-    clean = ingredients._code_at(file)
+    clean = code_state(file)
     assert not clean["changed"]
     file.write_text("x = 2\n")
-    changed = ingredients._code_at(file)
+    changed = code_state(file)
     assert changed["commit"] == clean["commit"]
     assert changed["changed"]
     assert changed["sha256"] != clean["sha256"]

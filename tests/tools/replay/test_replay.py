@@ -1,4 +1,4 @@
-"""Steps of runs that are over: made again, and what is said of them."""
+"""Replay of steps of finished runs: exactness, accounts, influences, activations."""
 
 import json
 import math
@@ -18,10 +18,10 @@ from jaxforge.model.attention import Capture
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.runs import run_directory
 from jaxforge.tools.replay import past as the_past
-from jaxforge.tools.replay.account import account, in_order, replayed
+from jaxforge.tools.replay.account import account, rank_documents, replayed
 from jaxforge.tools.replay.documents import (
     find_documents,
-    oddness,
+    outlier_scores,
     token_loss_function,
     token_spread,
 )
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 
 LENGTH, ROWS, STEPS = 32, 8, 30
 AFTER_SAVE = 5
-"""A step that begins with what was saved: none has to be made before."""
+"""A step directly after a checkpoint, so that no step before it must be replayed."""
 POISON = 5
-"""The sequence of the data that is noise; all others count up."""
+"""The sequence of the data that is noise; the others are regular."""
 
 
 def write_data(directory):
-    """48 sequences: windows of their tokens and the one to predict last."""
+    """Write 48 sequences of LENGTH + 1 tokens."""
     directory.mkdir(exist_ok=True)
     counting = np.arange(48 * (LENGTH + 1)) % 7 + 1
     noise = np.random.default_rng(0).integers(1, 256, LENGTH // 2)
@@ -65,7 +65,7 @@ def config(tmp_path, **sections):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run that was stopped after step 18 and went on with another learning rate."""
+    """A run that stopped after step 18 and resumed with another learning rate."""
     tmp_path = tmp_path_factory.mktemp("replay")
     stopping = {"max_steps": STEPS, "batch_size": ROWS // 2, "exit_interval": 18}
     train.run(config(tmp_path, train=stopping))
@@ -77,32 +77,32 @@ def differences(run, first, last, *overrides):
     return {item.step: item.difference for item in replayed(run, first, last, overrides)}
 
 
-def test_steps_are_what_was_logged_bit_for_bit(run):
-    """Before the first checkpoint, after it, and after the run was started again."""
+def test_replayed_steps_match_log_bit_exactly(run):
+    """Steps before and after the first checkpoint, and after a restart."""
     assert differences(run, 2, 5) == dict.fromkeys(range(2, 6), 0.0)
     assert differences(run, 17, 21) == dict.fromkeys(range(17, 22), 0.0)
 
 
-def test_start_from_an_earlier_step_undoes_those_after_it(tmp_path):
+def test_earlier_start_replaces_later_configs(tmp_path):
     for step, lr in ((0, 0.1), (10, 0.2), (20, 0.3), (10, 0.4)):
         run_directory.record_start(tmp_path, config(tmp_path, optimizer={"lr": lr}), step)
     rates = [run_directory.config_of_step(tmp_path, n).optimizer.lr for n in (1, 10, 11, 30)]
     assert rates == [0.1, 0.1, 0.4, 0.4]
 
 
-def test_each_step_has_the_config_that_was_in_force(run):
+def test_open_past_uses_config_of_the_step(run):
     with open_past(run, 18) as past:
         assert past.config.optimizer.lr == 3e-3
     with open_past(run, 19) as past:
         assert past.config.optimizer.lr == 1e-2
 
 
-def test_on_another_mesh_steps_are_nearly_the_same(run):
+def test_replay_on_another_mesh_differs_by_rounding(run):
     mesh = ("--distributed.dp_shard=1", "--distributed.tp=2", "--train.batch_size=8")
     assert all(0 <= difference < 1e-6 for difference in differences(run, 13, 14, *mesh).values())
 
 
-def test_fewer_devices_make_the_same_batch(run, monkeypatch):
+def test_replay_on_fewer_devices_keeps_the_batch(run, monkeypatch):
     with open_past(run, 6) as past:
         before = past.config.train.microbatch_size(2)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -112,7 +112,7 @@ def test_fewer_devices_make_the_same_batch(run, monkeypatch):
 
 
 def last_step_with(run, sequence):
-    """The last step that read a sequence, and in which row: an epoch has six."""
+    """Return the last step that read a sequence, and its row; an epoch has six steps."""
     with open_past(run, STEPS - 5) as past:
         walk = past.walk(STEPS - 5)
         for step in range(STEPS - 5, STEPS + 1):
@@ -120,10 +120,10 @@ def last_step_with(run, sequence):
             if f"sequence {sequence}" in names:
                 return step, names.index(f"sequence {sequence}")
             walk.advance()
-    raise AssertionError("no step of the epoch did")
+    raise AssertionError("no step of the epoch read the sequence")
 
 
-def test_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeypatch):
+def test_account_ranks_noise_document_first(run, capsys, monkeypatch):
     step, row = last_step_with(run, POISON)
     with open_past(run, step) as past:
         result = account(past, step, around=1, rows=2)
@@ -144,7 +144,7 @@ def test_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeyp
     assert said["documents"][0]["name"] == f"sequence {POISON}"
     drawn = Page((run / "<o>.html").read_text())
     assert f"sequence {POISON}, row {row}" in drawn.all("p", class_="sample")[0]["text"]
-    assert drawn.facts()["what was logged"] == "the same, bit for bit"
+    assert drawn.facts()["comparison with the log"] == "the same, bit for bit"
     assert len(drawn.rows()) == 2 + min(12, len(result.odd)) + len(result.suspects)
     titles = {name.capitalize() for name in (*NORMS.values(), *STREAM)}
     assert {chart["title"] for chart in drawn.json()["charts"]} == titles
@@ -155,11 +155,11 @@ def test_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeyp
         command.main([str(run), "--steps", "1:2", "--html", "o.html"])
 
 
-def test_influences_are_those_of_the_gradients_themselves(run):
-    """‖g - g_d‖ by the gradient of what is left, times its share of the tokens."""
+def test_influences_match_gradients_without_the_document(run):
+    """‖g - g_d‖ is the gradient norm without the document, times the other tokens' share."""
     with open_past(run, AFTER_SAVE) as past:
         walk = past.walk(AFTER_SAVE)
-        metrics = walk.look(past.step_function(("grads",)))
+        metrics = walk.measure(past.step_function(("grads",)))
         influences = Influences(past, walk, metrics["grads"])
         [document] = find_documents(
             {name: x[:, 2:3] for name, x in jax.device_get(walk.batch).items()},
@@ -175,7 +175,7 @@ def test_influences_are_those_of_the_gradients_themselves(run):
     assert sum(row.norm for row in rows) >= float(metrics["grad_norm"])
 
 
-def test_losses_of_tokens_are_those_of_the_step(run):
+def test_token_losses_average_to_step_loss(run):
     with open_past(run, AFTER_SAVE) as past:
         walk = past.walk(AFTER_SAVE)
         losses = token_loss_function(past.model, past.mesh)(walk.state.variables, walk.batch)
@@ -183,56 +183,46 @@ def test_losses_of_tokens_are_those_of_the_step(run):
         assert losses.mean() == pytest.approx(float(walk.advance()["loss"]), rel=1e-6)
 
 
-def test_documents_end_with_their_token_or_their_segment():
+def test_documents_are_split_by_eos_or_segments():
     tokens = np.array([[[5, 6, 0, 7, 8, 0, 9, 9]]])
     labels = np.array([[[6, 0, 7, 8, 0, 9, -100, -100]]])
     losses = np.arange(8.0).reshape(1, 1, 8)
     batch = {"input_ids": tokens, "labels": labels}
     result = find_documents(batch, losses, eos=0)
-    assert [
-        (find_document.start, find_document.end, find_document.tokens, find_document.loss)
-        for find_document in result
-    ] == [
-        (0, 3, 3, 1.0),
-        (3, 6, 3, 4.0),
-    ]
+    summaries = [(doc.start, doc.end, doc.tokens, doc.loss) for doc in result]
+    assert summaries == [(0, 3, 3, 1.0), (3, 6, 3, 4.0)]
     packed = {**batch, "segment_ids": np.array([[[1, 1, 1, 1, 2, 2, 2, 2]]])}
-    assert [
-        (find_document.start, find_document.end)
-        for find_document in find_documents(packed, losses, eos=0)
-    ] == [
-        (0, 4),
-        (4, 8),
-    ]
+    ranges = [(doc.start, doc.end) for doc in find_documents(packed, losses, eos=0)]
+    assert ranges == [(0, 4), (4, 8)]
     [whole] = find_documents(batch, losses, eos=None)
     assert (whole.start, whole.end, whole.worst) == (0, 8, (0, 8))
 
 
-def test_outliers_differ_by_loss_or_gradient():
+def test_outlier_scores_detect_high_loss_or_gradient():
     losses, tokens, norms = [2.0, 2.1, 1.9, 2.0, 2.6], [64] * 5, [1.0, 1.1, 0.9, 3.0, 1.0]
-    assert np.argsort(-oddness(losses, tokens, norms))[:2].tolist() == [3, 4]
-    few = oddness([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
-    assert np.argmax(few) == 3  # of one token, a loss may be anything
-    assert np.argmax(oddness([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
-    assert np.argmax(oddness([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
+    assert np.argsort(-outlier_scores(losses, tokens, norms))[:2].tolist() == [3, 4]
+    few = outlier_scores([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
+    assert np.argmax(few) == 3  # the loss of a single token says little
+    assert np.argmax(outlier_scores([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
+    assert np.argmax(outlier_scores([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
 
 
-def test_few_tokens_with_a_high_loss_stand_out_less_than_many():
-    """Places and numbers as of real text: an end of five tokens, random characters, whole rows."""
+def test_short_documents_with_high_loss_score_lower():
+    """Losses and sizes as in real text: a tail of 5 tokens, random characters, full rows."""
     losses, tokens = [7.9, 6.9, 4.3, 4.5, 4.4, 4.0], [5, 167, 256, 256, 256, 256]
-    norms = 0.016 * np.sqrt(tokens)  # a gradient grows with the root of its tokens
-    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 1
-    norms[3] *= 1.3  # lines that repeat
-    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 1
+    norms = 0.016 * np.sqrt(tokens)  # gradients grow as √tokens
+    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
+    norms[3] *= 1.3  # repetitive text
+    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 1
     norms[3] *= 3
-    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 3
+    assert np.argmax(outlier_scores(losses, tokens, norms, spread=2.8)) == 3
 
 
-def test_documents_of_the_steps_before_say_what_is_usual():
+def test_documents_of_earlier_steps_improve_scores():
     losses, tokens = [6.4, 6.2, 5.5, 5.2, 5.0], [256] * 5
     before = [(4.0 + 0.1 * i, 256) for i in range(10)]
     alone, with_them = (
-        oddness(losses, tokens, [math.nan] * 5, spread=2.8, before=b) for b in ((), before)
+        outlier_scores(losses, tokens, [math.nan] * 5, spread=2.8, before=b) for b in ((), before)
     )
     assert 2 * alone[0] < with_them[0]
 
@@ -243,8 +233,8 @@ def test_token_spread_is_about_the_document_mean():
     assert token_spread(find_documents(batch, losses, eos=0), losses) == pytest.approx(0.5**0.5)
 
 
-def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
-    """The mean hides an odd document in a row with an easy remainder."""
+def test_row_with_outlier_document_is_measured():
+    """A row's mean loss hides an outlier if its other documents are easy."""
     losses = np.full((1, 4, 64), 4.0)
     losses[0, :, 32:] = [[4.1], [4.2], [4.0], [3.9]]
     losses[0, 2, :8], losses[0, 2, 8:] = 9.0, 3.0
@@ -257,7 +247,7 @@ def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
         asked.append(item.row)
         return Influence(item.tokens**0.5, 1.0)
 
-    order = in_order(
+    order = rank_documents(
         find_documents(batch, losses, eos=0), losses, [Influence(8.0, 1.0)] * 4, influence_of,
         rows=1,
     )  # fmt: skip
@@ -265,30 +255,30 @@ def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
     assert (order[0][0].row, order[0][0].start) == (2, 0)
 
 
-def test_look_changes_nothing(run):
+def test_measure_does_not_change_the_state(run):
     with open_past(run, AFTER_SAVE) as past:
         walk = past.walk(AFTER_SAVE)
         before = jax.device_get(walk.state)
-        walk.look(past.step_function(tuple(NORMS)))
+        walk.measure(past.step_function(tuple(NORMS)))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(walk.state), before)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "31"], "there is no step 31: they go from 1 to train.max_steps = 30"),
-        (["--step", "0"], "there is no step 0"),
+        (["--step", "31"], "step 31 does not exist: steps are 1 to train.max_steps = 30"),
+        (["--step", "0"], "step 0 does not exist"),
         (["--steps", "4-6"], "--steps 4-6: must be A:B"),
         (["--steps", "6:4"], "--steps 6:4: must be A:B"),
         (["--step", "2", "--around", "-1"], "--around -1: must be at least 0"),
     ],
 )
-def test_unrepeatable_step_is_refused(run, arguments, message):
+def test_invalid_replay_steps_are_refused(run, arguments, message):
     with pytest.raises(UserError, match=message):
         command.main([str(run), *arguments])
 
 
-def test_norms_are_of_the_values_at_their_points(run):
+def test_captured_points_add_up_to_residual_stream(run):
     with open_past(run, AFTER_SAVE) as past:
         walk = past.walk(AFTER_SAVE)
         tokens = walk.batch["input_ids"][0]
@@ -309,7 +299,7 @@ def test_norms_are_of_the_values_at_their_points(run):
         assert float(global_norm({"x": jnp.asarray(added)})) > 0
 
 
-def test_activations_of_a_training_step_are_written(run, tmp_path):
+def test_activations_of_training_step_match_forward_pass(run, tmp_path):
     output = tmp_path / "seen"
     arguments = [f"--step={AFTER_SAVE}", "--points=re*,logits", "--layers=1", "--sequences=5"]
     assert activations.main([str(run), "--output", str(output), *arguments]) == 0
@@ -335,11 +325,11 @@ def test_activations_of_a_training_step_are_written(run, tmp_path):
         np.testing.assert_allclose(logits, expected[:5], atol=1e-5)
         np.testing.assert_allclose(normed[:5], hidden[:5], atol=1e-5)
     assert json.loads((output / "activations.json").read_text())["training_step"] == AFTER_SAVE
-    with pytest.raises(UserError, match="it exists already"):
+    with pytest.raises(UserError, match="already exists"):
         activations.main([str(run), "--output", str(output)])
 
 
-def test_activations_of_a_set_are_those_of_its_first_sequences(run, tmp_path):
+def test_activations_of_set_cover_first_sequences(run, tmp_path):
     data = run.parent / "data"
     output = tmp_path / "seen"
     arguments = ["--set", f"x={data}", "--points", "mlp", "--sequences", "11"]
@@ -350,7 +340,7 @@ def test_activations_of_a_set_are_those_of_its_first_sequences(run, tmp_path):
     assert np.load(output / "mlp.npy").shape == (11, 2, LENGTH, 64)
 
 
-def test_activations_of_some_sequences_are_counted_over_all_sets(run, tmp_path):
+def test_activation_sequences_are_numbered_over_all_sets(run, tmp_path):
     data = run.parent / "data"
     sets = ["--set", f"x={data}", "--set", f"y={data}", "--points", "mlp", "--layers", "0"]
     for asked, numbers in (("50,3,47", [3, 47, 50]), ("46:49", [46, 47, 48])):
@@ -372,28 +362,28 @@ def test_activations_of_some_sequences_are_counted_over_all_sets(run, tmp_path):
         (["--points", "q*"], 'unknown point "q.*"; choose from attention, mlp, residual, att'),
         (["--points", "mlp,residul"], '"residul"; did you mean "residual".? Choose from attention'),
         (["--layers", "x"], "expected numbers of layers"),
-        (["--sequences", "0"], "--sequences 0: expected how many, as 64, a range, as 10:20, or"),
-        (["--sequences", "5:5"], "--sequences 5:5: expected how many"),
+        (["--sequences", "0"], "--sequences 0: expected a number .64., a range .10:20. or"),
+        (["--sequences", "5:5"], "--sequences 5:5: expected a number"),
         (["--step", "5", "--sequences", "2,8"], "no sequence 8: the step's batch has 0 to 7"),
         (["--step", "5", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
-        ([], "has no .eval.: give --set NAME=DIR or --step N"),
+        ([], "has no .eval. section. Give --set NAME=DIR or --step N"),
     ],
 )
-def test_activations_that_there_are_not_are_refused(run, tmp_path, arguments, message):
+def test_invalid_activation_selection_is_refused(run, tmp_path, arguments, message):
     with pytest.raises(UserError, match=message):
         activations.main([str(run), "--output", str(tmp_path / "seen"), *arguments])
     assert not (tmp_path / "seen").exists()
 
 
-def test_global_batch_is_as_large_on_other_devices():
-    """The replay does not fix the sequences per device that the config left open."""
+def test_replay_keeps_global_batch_on_other_devices():
+    """Replay does not fix the batch size per device that the config left open."""
     config = load_config(None, ["--train.global_batch_size=8", "--distributed.dp_shard=4"])
     there = the_past._on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])
     rules.check(there, 2)
     assert there.train.microbatch_size(2) == 8
 
 
-def test_on_another_mesh_the_batch_is_the_same_unless_it_is_said(monkeypatch):
+def test_replay_keeps_batch_on_another_mesh_unless_overridden(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     config = load_config(None, ["--train.batch_size=4", "--distributed.dp_shard=8"])
 
@@ -403,5 +393,5 @@ def test_on_another_mesh_the_batch_is_the_same_unless_it_is_said(monkeypatch):
     assert size("--distributed.dp_shard=4", "--distributed.tp=2") == 8
     assert size("--distributed.dp_shard=-1", "--distributed.tp=4") == 16
     assert size("--distributed.dp_shard=4", "--train.batch_size=4") == 4
-    with pytest.raises(UserError, match="the step read 32 sequences at a time, which 3 data-paral"):
+    with pytest.raises(UserError, match="a microbatch of 32 sequences cannot be split over 3"):
         size("--distributed.dp_shard=3")

@@ -1,4 +1,4 @@
-"""Runs for reports, and pages of reports."""
+"""Run directories for reports, and parsed pages."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ def numbers(text):
 
 
 class Page(HTMLParser):
-    """The elements of a page as dicts of attributes, with "tag", "text" and "inside"."""
+    """Elements of a page as dicts of attributes, with "tag", "text" and "inside"."""
 
     def __init__(self, text):
         super().__init__()
@@ -47,7 +47,7 @@ class Page(HTMLParser):
             element["text"] += data
 
     def all(self, tag, inside=None, **attributes):
-        """Elements of a tag; `class_` needs to be one of several."""
+        """Return elements by tag and attributes; `class_` may be one of several classes."""
         name = attributes.pop("class_", None)
         return [
             e for e in self.elements
@@ -64,7 +64,7 @@ class Page(HTMLParser):
         return [chart["title"] for chart in self.json()["charts"]]
 
     def curves(self, title):
-        """The curves of a chart, their columns as lists."""
+        """Return the curves of a chart with columns as lists."""
         data = self.json()
         (chart,) = (chart for chart in data["charts"] if chart["title"] == title)
         columns = [numbers(text) for text in data["columns"]]
@@ -125,7 +125,7 @@ addEventListener("securitypolicyviolation", (event) => { seen.errors += event.bl
 
 
 def in_a_browser(tmp_path, source, script):
-    """Return what a page and a script make of its first element in a browser."""
+    """Run a page with a script in a browser, and return its root element."""
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium on PATH")

@@ -1,4 +1,4 @@
-"""The page of a run: what stands on it, what a browser makes of it."""
+"""The report page of runs: its content, and its rendering in a browser."""
 
 import json
 import math
@@ -14,8 +14,8 @@ from jaxforge.runs import lines as lines_of
 from jaxforge.runs import uniform_json_lines
 from jaxforge.runs.reading import read_runs
 from jaxforge.telemetry.numbers import duration, exact
-from jaxforge.tools.report.names import NAMES, name_of
-from jaxforge.tools.report.thinning import middles, thin
+from jaxforge.tools.report.names import NAMES, metric_name
+from jaxforge.tools.report.thinning import bucket_medians, thin
 from tests.helpers import devices_here
 from tests.processes.conftest import Run
 from tests.tools.report.pages import in_a_browser, line, numbers, page_of, start, write_run
@@ -71,7 +71,7 @@ def test_constant_metrics_are_in_a_table(tmp_path):
     assert not {"Learning rate", "Throughput"} & set(page_of(item, two).titles())
 
 
-def test_several_evaluation_sets(tmp_path):
+def test_several_evaluation_sets_have_labels(tmp_path):
     sets = [{"eval/code.py/loss": x, "eval/loss": x + 0.5, "eval/web/loss": x + 1} for x in (5, 4)]
     lines = [line(1), *({"step": s, "time": 1e9, **item} for s, item in enumerate(sets, 1))]
     page = page_of(write_run(tmp_path / "run", lines))
@@ -83,7 +83,7 @@ def test_several_evaluation_sets(tmp_path):
     assert [row[0] for row in page.rows()][:4] == ["set", "code.py", "all sets", "web"]
 
 
-def test_page_asks_nobody_for_anything(tmp_path):
+def test_report_page_is_self_contained(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1)]))
     for element in page.elements:
         for name in ("src", "href", "data", "action", "poster", "srcset"):
@@ -113,7 +113,7 @@ def test_text_of_runs_is_escaped(tmp_path):
     assert not page.all("b", page.all("h1")[0])
 
 
-def test_samples_are_told_the_newest_first(tmp_path):
+def test_samples_are_listed_newest_first(tmp_path):
     path = write_run(tmp_path / "run", [line(1)])
     said = [{"step": s, "prompt": "So", "text": f" {s}", "time": 1e9} for s in range(200)]
     (path / "samples.jsonl").write_text("".join(json.dumps(item) + "\n" for item in said))
@@ -129,15 +129,15 @@ def test_nonfinite_values_break_the_curve_and_are_marked(tmp_path):
     assert [s for s, y in zip(train["x"], train["y"], strict=True) if math.isnan(y)] == [7, 9, 30]
 
 
-def test_steps_of_another_run_do_not_count_as_time(tmp_path):
-    """A run that began at step 5000 of a checkpoint."""
+def test_steps_before_the_run_do_not_count_as_time(tmp_path):
+    """A run that began from a checkpoint of step 5000."""
     page = page_of(write_run(tmp_path / "run", [line(s) for s in range(5001, 5005)], (5000,)))
     facts = page.facts()
     assert (facts["wall time"], facts["time in steps"]) == ("6.5 s", "2 s")
     assert facts["resumed"] == "never"
 
 
-def test_run_that_is_nowhere_finite_has_a_page(tmp_path):
+def test_run_without_finite_loss_has_a_page(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1, **{"train/loss": None})]))
     assert page.facts()["smoothed loss"] == page.facts()["last loss"] == "not finite"
     assert page.curves("Loss")[0]["last"] is None
@@ -158,18 +158,18 @@ def test_skipped_steps_are_marked(tmp_path):
         ((0,), []),
         ((0, 10, 20), [10, 20]),
         ((0, 10, 10), [10, 10]),
-        ((0, 10, 20, 15), [10, 15]),  # the curve after 15 is that of the last start
-        ((0, 10, 0, 20), [20]),  # the checkpoints were removed: it began anew
-        ((0, 10, 40), [10]),  # nothing was left to do
+        ((0, 10, 20, 15), [10, 15]),  # the last start replaced the curve after 15
+        ((0, 10, 0, 20), [20]),  # checkpoints were removed, and the run began again
+        ((0, 10, 40), [10]),  # the last start had no steps to run
     ],
 )
-def test_resumes_are_those_of_the_present_curve(tmp_path, begun, expected):
+def test_resumes_belong_to_the_current_curve(tmp_path, begun, expected):
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)], begun)
     (run,) = read_runs([path])
     assert run.resumes == page_of(path).json()["runs"][0]["resumes"] == expected
 
 
-def test_run_of_an_older_version_has_no_starts(tmp_path):
+def test_run_without_starts_file_has_a_page(tmp_path):
     path = write_run(tmp_path / "run", [line(1)])
     (path / "starts.jsonl").unlink()
     facts = page_of(path).facts()
@@ -179,7 +179,7 @@ def test_run_of_an_older_version_has_no_starts(tmp_path):
 
 
 @pytest.mark.processes
-def test_real_run_that_was_resumed(tmp_path):
+def test_resumed_run_has_a_page(tmp_path):
     run = Run(tmp_path, "real")
     with devices_here(1):
         for steps in (4, 8):
@@ -193,29 +193,29 @@ def test_real_run_that_was_resumed(tmp_path):
     assert train == pytest.approx(dict(enumerate(run.losses().values(), 1)), abs=1e-5)
 
 
-def test_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
+def test_incomplete_last_line_is_ignored(tmp_path):
     lines = [line(1), line(2)]
     page = page_of(write_run(tmp_path / "run", lines, tail=json.dumps(line(3))[:40]))
     assert list(page.points("Loss")[0]) == [1, 2]
 
 
-def test_lines_are_read_in_parts_and_by_processes(tmp_path, monkeypatch):
+def test_lines_are_read_in_blocks_and_by_processes(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS) / FILE
     whole = [part.values["train/loss"] for part in lines_of.read(path)]
-    monkeypatch.setattr(lines_of, "_BLOCK", 1000)
+    monkeypatch.setattr(lines_of, "BLOCK", 1000)
     parts = list(lines_of.read(path))
     assert (len(whole), len(parts) > 5, parts[-1].end) == (1, True, path.stat().st_size)
     result = lines_of.joined([p.values["train/loss"] for p in parts if "train/loss" in p.values])
     for item, other in zip(whole[0], result, strict=True):
         assert item.tolist() == other.tolist()
-    monkeypatch.setattr(lines_of, "_LARGE", 5000)
+    monkeypatch.setattr(lines_of, "LARGE", 5000)
     monkeypatch.setattr(lines_of.os, "cpu_count", lambda: 2)
     again = list(lines_of.read(path, processes=True))
     assert [part.end for part in again] == [part.end for part in parts]
 
 
-def test_lines_read_at_once_are_those_of_json():
-    """Other lines are interleaved in any form; values that are not numbers are left to `json`."""
+def test_uniform_lines_match_json_parser():
+    """Lines of other forms, or with other values than numbers, are left to `json`."""
     random = np.random.default_rng(0)
     values = [*(random.normal(0, 1, 200) * 10.0 ** random.integers(-9, 12, 200)).tolist(),
               0, -0.0, 7, -3, 1e300, 5e-324, 123456789012345678, None, 0.1]  # fmt: skip
@@ -237,8 +237,8 @@ def test_lines_read_at_once_are_those_of_json():
     assert uniform_json_lines.read(lists * 2) == ({}, lists * 2)
 
 
-def test_damaged_line_of_a_late_part_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(lines_of, "_BLOCK", 300)
+def test_damaged_line_in_late_block_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines_of, "BLOCK", 300)
     tail = '{"time": 3}\n' + json.dumps(line(9)) + "\n"
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 9)], tail=tail)
     (run,) = read_runs([path])
@@ -246,7 +246,7 @@ def test_damaged_line_of_a_late_part_is_named(tmp_path, monkeypatch):
     assert run.steps == 9
 
 
-def test_mistakes_in_the_name_of_a_run(tmp_path):
+def test_invalid_run_paths_are_explained(tmp_path):
     with pytest.raises(UserError, match=r"no run directory at .*nowhere; name the checkpoint.dir"):
         main([str(tmp_path / "nowhere")])
     path = write_run(tmp_path / "run", [])
@@ -257,17 +257,17 @@ def test_mistakes_in_the_name_of_a_run(tmp_path):
     (path / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match=r"has no metrics.jsonl yet; wait for the first step"):
         main([str(path)])
-    with pytest.raises(UserError, match=r"several runs share one page: .* --output FILE"):
+    with pytest.raises(UserError, match="--output FILE is required for several runs"):
         main([str(path), str(path)])
 
 
-def test_page_that_cannot_be_written(tmp_path):
+def test_unwritable_page_raises(tmp_path):
     path = write_run(tmp_path / "run", [line(1)])
     with pytest.raises(UserError, match=r"cannot write .*no/page.html: No such file"):
         main([str(path), "--output", str(tmp_path / "no" / "page.html")])
 
 
-def test_runs_are_laid_over_each_other(tmp_path):
+def test_several_runs_are_overlaid(tmp_path):
     lines = [line(s) for s in range(1, 11)]
     item = write_run(tmp_path / "one" / "run", lines + EVALUATIONS)
     better = [line(s, **{"train/loss": 2.0}) for s in range(1, 5)]
@@ -288,7 +288,7 @@ def test_runs_are_laid_over_each_other(tmp_path):
     assert [run["resumes"] for run in page.json()["runs"]] == [[], [2]]
 
 
-def test_horizontal_axes(tmp_path):
+def test_horizontal_axis_can_be_tokens(tmp_path):
     lines = [line(s, **{"train/tokens": 2.0**s}) for s in range(1, 5)]
     page = page_of(write_run(tmp_path / "run", lines), options=["--x", "tokens"])
     assert page.json()["axis"] == "tokens"
@@ -326,7 +326,7 @@ def test_long_run_keeps_its_spikes_and_gaps_in_a_small_page(tmp_path):
     assert len(page.source) < 400_000
 
 
-def test_many_curves_share_the_points_of_a_page(tmp_path):
+def test_many_curves_share_the_point_budget(tmp_path):
     random = np.random.default_rng(0).uniform(0, 1, (3000, 48)).tolist()
     lines = [line(s, **{f"moe/balance/layers.{i}": x for i, x in enumerate(values)})
              for s, values in enumerate(random, 1)]  # fmt: skip
@@ -338,7 +338,7 @@ def test_many_curves_share_the_points_of_a_page(tmp_path):
     assert 48 * 1000 < sum(len(curve["x"]) for curve in curves) < 48 * 1300
 
 
-def test_thinning():
+def test_thin_keeps_extremes_and_ends():
     x, y = np.arange(10_000), np.sin(np.arange(10_000) / 7)
     retained = thin(x, y, buckets=50)
     assert {0, 9_999, int(np.argmax(y)), int(np.argmin(y))} <= set(retained.tolist())
@@ -346,17 +346,17 @@ def test_thinning():
     assert (thin(x[:100], y[:100], buckets=50) == np.arange(100)).all()
 
 
-def test_middles_ignore_spikes_and_what_is_not_finite():
+def test_bucket_medians_ignore_spikes_and_nonfinite_values():
     y = 10 - np.arange(1000) / 100
     spiky = np.where(np.arange(1000) % 9 == 4, np.nan, y)
     spiky[500] = 1e6
-    x, middle = middles(np.arange(1000), spiky, buckets=50)
+    x, middle = bucket_medians(np.arange(1000), spiky, buckets=50)
     assert len(x) == 50
     np.testing.assert_allclose(middle, 10 - x / 100, atol=0.02)
-    assert not len(middles(np.arange(9), np.full(9, np.nan), 3)[0])
+    assert not len(bucket_medians(np.arange(9), np.full(9, np.nan), 3)[0])
 
 
-def test_numbers_in_words():
+def test_numbers_and_durations_are_formatted():
     values = [1234567.0, 12345.6, 2.5, 0.0003, 1.5e-7, math.nan, 0.0]
     assert [*map(exact, values)] == [
         "1,234,567", "12,346", "2.5000", "3e-4", "1.5e-7", "not finite", "0"
@@ -366,16 +366,16 @@ def test_numbers_in_words():
 
 
 def test_metrics_have_readable_names():
-    """All that docs/metrics.md lists."""
+    """All metrics of docs/metrics.md have names."""
     listed = re.findall(r"^\| `([\w/<>.]+)`", METRICS.read_text().partition("\n## ")[0], re.M)
     assert len(listed) > 45
     for metric in listed:
-        name = name_of(re.sub("<(name|part)>", "mine", metric.replace("<i>", "3")))
+        name = metric_name(re.sub("<(name|part)>", "mine", metric.replace("<i>", "3")))
         assert "/" not in name.title + name.group
         assert "_" not in name.title + name.group
         assert metric in NAMES or "<" in metric
-    assert name_of("mine/a_b/layers.12")[:4] == ("A b by layer", "", "Mine", "layer 12")
-    assert name_of("loss")[:3] == ("Loss", "", "Other")
+    assert metric_name("mine/a_b/layers.12")[:4] == ("A b by layer", "", "Mine", "layer 12")
+    assert metric_name("loss")[:3] == ("Loss", "", "Other")
 
 
 POINT = """<script>
@@ -404,7 +404,7 @@ addEventListener("load", function point() {  // on a busy machine, charts take t
 
 
 @pytest.mark.processes
-def test_browser_runs_it_without_errors_or_requests(tmp_path):
+def test_browser_renders_page_without_errors_or_requests(tmp_path):
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS)
     html = in_a_browser(tmp_path, page_of(path).source, POINT)
     assert html["data-errors"] == ""

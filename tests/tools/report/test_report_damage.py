@@ -1,4 +1,4 @@
-"""`report` of damaged runs: what is sound is shown, what is left out is named by file and line."""
+"""`report` of damaged runs shows intact lines and names damaged lines by file and number."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import read_metrics, read_runs
-from jaxforge.tools.report.serving import Live
+from jaxforge.tools.report.serving import LivePage
 from tests.tools.report.pages import Page, line, page_of, start, write_run
 
 SAMPLE = {"step": 1, "prompt": "once", "text": "upon", "time": 1.0}
@@ -21,7 +21,7 @@ STRANGE = [
     "1e300", "1e400", "NaN", "Infinity", "-Infinity", "9" * 400, "9" * 5000, "9223372036854775808",
     "253402300800", '"\\ud800"', '"\\u0000"', '"<script>"', "[null]", '["a"]', "[[]]", '[1, "x"]',
 ]  # fmt: skip
-"""JSON that stands where something else should."""
+"""Unexpected JSON values."""
 
 NAMES = ["", "\ud800", "\0", "x" * 100_000, "a/layers.x", "moe/load/layers.x", "eval//"]
 WHOLE_LINES = [
@@ -31,7 +31,7 @@ WHOLE_LINES = [
 
 
 def damaged_lines(sound):
-    """Lines that are a sound one with a part of it damaged, as bytes."""
+    """Yield copies of an intact line, each with a different damage, as bytes."""
     for name in sound:
         marked = json.dumps({**sound, name: "@"})
         for strange in STRANGE:
@@ -55,12 +55,12 @@ def cases():
             yield f"{file}.jsonl", damaged
 
 
-def test_every_damaged_line_leaves_a_page(tmp_path, capsys):
+def test_page_survives_every_damaged_line(tmp_path, capsys):
     """Intact lines are shown; damaged lines are named on the page and in the terminal."""
     run = write_run(tmp_path / "run", [{**line(step), **MOE} for step in (1, 2)])
-    (run / "config.toml").write_text("[model]\ndim = 64\n")  # a whole one takes long to read
+    (run / "config.toml").write_text("[model]\ndim = 64\n")  # a complete config takes long to read
     (run / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
-    live, count = Live([run], "steps"), 0
+    live, count = LivePage([run], "steps"), 0
     for count, (file, damaged) in enumerate(cases(), 1):
         sound = (run / file).read_bytes()
         (run / file).write_bytes(sound + damaged.replace(b"\n", b" ") + b"\n")
@@ -94,7 +94,7 @@ def test_every_damaged_line_leaves_a_page(tmp_path, capsys):
         ("samples", '{"step": 1, "text": "x"}', "no prompt"),
     ],
 )
-def test_damaged_line_is_named_and_the_others_are_shown(tmp_path, capsys, file, damaged, problem):
+def test_damaged_line_is_named_and_others_are_shown(tmp_path, capsys, file, damaged, problem):
     path = write_run(tmp_path / "run", [line(1), line(2)])
     (path / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
     sound = {"metrics": line(4), "starts": start(4), "samples": {**SAMPLE, "text": "beneath"}}[file]
@@ -110,7 +110,7 @@ def test_damaged_line_is_named_and_the_others_are_shown(tmp_path, capsys, file, 
     assert [row[1] for row in starts] == (["4", "0"] if file == "starts" else [])  # none of one
 
 
-def test_file_of_nothing_but_damage_is_named_once_and_counted(tmp_path, capsys):
+def test_many_damaged_lines_are_summarized(tmp_path, capsys):
     path = write_run(tmp_path / "run", [line(1)], tail="x\n" * 1000)
     page_of(path)
     messages = capsys.readouterr().err.splitlines()
@@ -122,8 +122,8 @@ def test_file_of_nothing_but_damage_is_named_once_and_counted(tmp_path, capsys):
     ]
 
 
-def test_loads_of_other_shapes_are_left_out(tmp_path, capsys):
-    """A picture has as many rows for each step; the first line says how many."""
+def test_loads_of_other_shapes_are_dropped(tmp_path, capsys):
+    """The first line determines the number of layers and experts."""
     lines = [{**line(1), **MOE}, {**line(2), **MOE, "moe/load/layers.1": []}]
     lines += [{**line(3), "moe/load/layers.0": [1.0, 1.0]}, {**line(4), **MOE}]
     page = page_of(write_run(tmp_path / "run", lines))
@@ -135,26 +135,26 @@ def test_loads_of_other_shapes_are_left_out(tmp_path, capsys):
     assert "step 3: the load of experts has other layers or experts than before" in warned
 
 
-def test_metric_that_is_a_number_here_and_a_list_there_keeps_its_numbers(tmp_path):
+def test_metric_with_mixed_types_keeps_numbers(tmp_path):
     lines = [line(1, **{"a/b": 1.0}), line(2, **{"a/b": [1.0]}), line(3, **{"a/b": 4.0})]
     series = read_metrics(write_run(tmp_path / "run", lines))["a/b"]
     assert (series.step.tolist(), series.value.tolist()) == ([1, 3], [1.0, 4.0])
 
 
-def test_metrics_in_python_leave_out_damaged_lines_with_a_warning(tmp_path):
+def test_read_metrics_warns_about_damaged_lines(tmp_path):
     path = write_run(tmp_path / "run", [line(1)], tail="x\n" + json.dumps(line(3)) + "\n")
     with pytest.warns(UserWarning, match=r"metrics.jsonl:2: not a JSON object"):
         assert read_metrics(path)["train/loss"].step.tolist() == [1, 3]
 
 
-def test_counts_are_the_last_that_were_numbers(tmp_path):
+def test_counts_use_last_finite_values(tmp_path):
     lines = [line(1), line(2), line(3, **{"train/tokens": None, "train/skipped_steps": None})]
     facts = page_of(write_run(tmp_path / "run", lines)).facts()
     assert (facts["tokens"], facts["skipped steps"]) == ("2,048", "none")
 
 
-def test_metrics_beyond_a_number_are_counted_out(tmp_path, capsys):
-    """A page of a hundred thousand charts is of no use."""
+def test_excess_metrics_are_dropped(tmp_path, capsys):
+    """The number of metrics on a page is limited."""
     many = {f"m/{i}": float(i) for i in range(5000)}
     path = write_run(tmp_path / "run", [line(1, **many), line(2, **many)])
     (run,) = read_runs([path])
@@ -163,17 +163,17 @@ def test_metrics_beyond_a_number_are_counted_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["[model", "x = " + "[" * 3000, "a" + ".a" * 3000 + " = 1"])
-def test_damaged_config_is_one_message(tmp_path, text):
+def test_damaged_config_raises_single_message(tmp_path, text):
     path = write_run(tmp_path / "run", [line(1)])
     (path / "config.toml").write_text(text + "\n")
     with pytest.raises(UserError, match=r"config.toml:1:"):
         main([str(path)])
-    page = Page(Live([path], "steps").page())
+    page = Page(LivePage([path], "steps").page())
     assert "config.toml:1:" in page.source
 
 
-def test_files_of_no_end_are_not_read_to_their_end(tmp_path, capsys):
-    """A hole of a terabyte takes no space: a line without an end, a config, a pipe."""
+def test_huge_files_are_not_read_completely(tmp_path, capsys):
+    """Sparse files of a terabyte: lines without an end, a config, a pipe."""
     path = write_run(tmp_path / "run", [line(1)])
     for name in ("metrics", "starts", "samples"):
         with (path / f"{name}.jsonl").open("a") as file:

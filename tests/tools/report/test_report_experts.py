@@ -1,4 +1,4 @@
-"""Experts on the page of a run: heat maps of their load, and charts of the rest of moe/*."""
+"""Experts on the report page: heat maps of their load, and charts of other metrics."""
 
 import base64
 import json
@@ -18,13 +18,13 @@ LOADS = [[0.0, 1.0, 2.5, 0.5], [1.0, 1.0, 1.0, 1.0]]
 
 
 def moe_line(step, loads=LOADS, layers=(1, 3), **more):
-    """A line of a run whose layers 1 and 3 have experts."""
+    """Return a line of metrics with loads of experts in layers 1 and 3."""
     metrics = {f"moe/load/layers.{i}": load for i, load in zip(layers, loads, strict=True)}
     return line(step, **metrics, **more)
 
 
 def maps(page):
-    """The pictures of a page, with their levels as [experts, columns]."""
+    """Return the heat maps of a page, with their levels as [experts, columns]."""
     data = page.json()
     pictures = []
     for item in data["maps"]:
@@ -34,7 +34,7 @@ def maps(page):
     return pictures
 
 
-def test_picture_has_a_row_for_each_expert_and_the_bands_of_its_loads(tmp_path):
+def test_heat_map_shows_load_bands_per_expert(tmp_path):
     page = page_of(write_run(tmp_path / "run", [moe_line(1), moe_line(2, [[4.0, 0, 0, 0]] * 2)]))
     first, second = maps(page)
     assert first["levels"].tolist() == [[0, 14], [EVEN, 0], [12, 0], [4, 0]]
@@ -44,17 +44,17 @@ def test_picture_has_a_row_for_each_expert_and_the_bands_of_its_loads(tmp_path):
     assert [item["title"] for item in (first, second)] == titles
 
 
-def test_least_and_the_most_loaded_are_told(tmp_path):
+def test_least_and_most_loaded_experts_are_listed(tmp_path):
     lines = [moe_line(1), moe_line(2, [[0.25, 0.75, 2.0, 1.0], [0.5, 1.5, 1, 1]])]
     page = page_of(write_run(tmp_path / "run", lines))
     ends = [(numbers(item["least"]), numbers(item["most"])) for item in maps(page)]
     assert ends == [([0, 0.25], [2.5, 2]), ([1, 0.5], [1, 1.5])]
     reported = "at step 2 from 0.25000, of expert 0, to 2, of expert 2"
-    assert maps(page)[0]["told"] == reported
+    assert maps(page)[0]["description"] == reported
     assert ["1", "0.25000 (expert 0)", "2 (expert 2)", "0"] in page.rows()
 
 
-def test_scale_says_what_its_colours_mean():
+def test_bands_have_names():
     names = [band["name"] for band in bands()]
     assert len(names) == len(palette()) == len(EDGES) + 1
     assert (names[0], names[EVEN], names[-1]) == ("0 to 0.05", "0.95 to 1.05", "4 or more")
@@ -66,8 +66,8 @@ def luminance(colours):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_further_from_even_the_further_from_the_page(dark):
-    """By lightness, which every reader sees; blue and orange tell the sides apart."""
+def test_contrast_grows_with_distance_from_even_load(dark):
+    """Lightness encodes the distance; blue and orange distinguish low and high loads."""
     colours = np.asarray(palette(), float)
     light = luminance(inverted(palette()) if dark else colours)
     away = light if dark else -light
@@ -84,7 +84,7 @@ def test_nonfinite_loads_have_no_band(tmp_path):
     assert maps(page)[0]["levels"][:, 0].tolist() == [NONE, EVEN, 12, EVEN]
 
 
-def test_columns_of_a_long_run_are_means_of_consecutive_steps():
+def test_heat_map_columns_are_means_of_consecutive_steps():
     reader, loads = LoadReader(), np.random.default_rng(0).uniform(0, 2, (1001, 1, 4))
     for step, load in enumerate(loads.tolist()):
         reader.take({"step": step, "moe/load/layers.0": load[0], "train/loss": 1.0})
@@ -96,8 +96,8 @@ def test_columns_of_a_long_run_are_means_of_consecutive_steps():
     assert (read.last_step, read.last.tolist()) == (1000, loads[-1].tolist())
 
 
-def test_many_experts_get_few_columns_and_a_small_page(tmp_path):
-    """48 layers of 128 experts at random, which no compression shortens; and twice the steps."""
+def test_page_of_many_experts_stays_small(tmp_path):
+    """Random loads do not compress."""
     random = np.random.default_rng(0)
     scalars = [f"moe/{name}/layers.{i}" for i in range(48)
                for name in ("balance", "router_entropy", "router_bias")]  # fmt: skip
@@ -114,7 +114,7 @@ def test_many_experts_get_few_columns_and_a_small_page(tmp_path):
     assert len(page.source) < 1_300_000
 
 
-def test_rest_is_told_by_titles(tmp_path):
+def test_other_expert_metrics_have_charts(tmp_path):
     more = {"moe/aux_loss": 2.0, "moe/dropped": 0.25, "model/width/layers.10": 3.0,
             "model/width/layers.9": 2.0}  # fmt: skip
     layers = {f"moe/router_entropy/layers.{i}": i / 10 for i in (3, 1, 10)}
@@ -129,7 +129,7 @@ def test_rest_is_told_by_titles(tmp_path):
     assert [c["label"] for c in page.curves("Width by layer")] == ["layer 9", "layer 10"]
 
 
-def test_each_run_has_its_maps_and_dense_ones_have_none(tmp_path):
+def test_heat_maps_exist_for_runs_with_experts_only(tmp_path):
     more = [{"moe/aux_loss": x, "moe/balance/layers.1": x} for x in (0.25, 0.5, 0.75)]
     item = write_run(tmp_path / "one", [moe_line(s, **more[s - 1]) for s in (1, 2, 3)])
     two = write_run(tmp_path / "two", [moe_line(s, **more[s]) for s in (1, 2)])
@@ -145,20 +145,20 @@ def test_each_run_has_its_maps_and_dense_ones_have_none(tmp_path):
     assert not page_of(dense).json()["maps"]
 
 
-def test_lists_of_other_names_are_left_out(tmp_path):
+def test_lists_of_other_metrics_are_dropped(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1, **{"mine/list": [1.0, 2.0]})]))
     assert "mine/list" not in page.source
     assert not page.json()["maps"]
 
 
-def test_torn_line_does_not_count(tmp_path):
+def test_incomplete_load_line_is_ignored(tmp_path):
     tail = json.dumps(moe_line(3, [[4.0, 0, 0, 0]] * 2))[:-3]
     page = page_of(write_run(tmp_path / "run", [moe_line(1), moe_line(2)], tail=tail))
     assert maps(page)[0]["x"] == [1, 2]
 
 
-def test_run_that_went_back_shows_what_it_did_then(tmp_path):
-    """The sink drops what came after the step that a run goes on from."""
+def test_heat_map_after_rollback_shows_new_steps(tmp_path):
+    """The sink drops steps after the step from which a run resumes."""
     path = write_run(tmp_path / "run", [])
     sink = JsonlSink(path / "metrics.jsonl", 0)
 
@@ -199,7 +199,7 @@ addEventListener("load", () => setTimeout(() => {
 
 
 @pytest.mark.processes
-def test_browser_tells_the_band_under_the_pointer(tmp_path):
+def test_browser_shows_band_under_pointer(tmp_path):
     lines = [moe_line(s) for s in (1, 2, 3)] + [moe_line(4, [[4.0, 0, 0, 0]] * 2)]
     source = page_of(write_run(tmp_path / "run", lines)).source
     html = in_a_browser(tmp_path, source, POINT)

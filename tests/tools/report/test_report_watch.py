@@ -1,4 +1,4 @@
-"""`report --watch`: what it serves, to whom, and what it reads again."""
+"""`report --watch`: served content, access, and incremental reading."""
 
 import contextlib
 import http.client
@@ -15,15 +15,15 @@ import pytest
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import MetricsFile
-from jaxforge.tools.report.serving import Live, Server, _Handler
+from jaxforge.tools.report.serving import LivePage, Server, _Handler
 from tests.machine import PATIENCE, wait_until
 from tests.tools.report.pages import line, write_run
 
 
 @pytest.fixture
 def served(tmp_path):
-    """Query a server of the run directory tmp_path/run, which does not exist yet."""
-    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+    """Return a function that queries a server of tmp_path/run, which does not exist yet."""
+    with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
         def ask(path, host=None):
@@ -41,7 +41,7 @@ def append(path, *lines):
         file.write("".join(json.dumps(item) + "\n" for item in lines))
 
 
-def test_run_that_goes_on(tmp_path, served):
+def test_watch_serves_updates_of_a_run(tmp_path, served):
     status, page, headers = served("/")
     assert (status, headers["Cache-Control"]) == (200, "no-store")
     assert "connect-src 'self'" in page
@@ -58,40 +58,40 @@ def test_run_that_goes_on(tmp_path, served):
     assert "5.9800" in json.loads(second)["facts"]
 
 
-def test_damaged_run_is_told(tmp_path, served):
+def test_watch_shows_damaged_lines(tmp_path, served):
     write_run(tmp_path / "run", [line(1)], tail="no <b>\n")
     status, page, _ = served("/")
     assert status == 200
     assert "metrics.jsonl:2: not a JSON object" in page
 
 
-def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
-    """Each has a thread; the oldest makes room, and all end when they say nothing for long."""
+def test_idle_connections_do_not_block_others(tmp_path, monkeypatch):
+    """Beyond the limit the oldest connection is closed, and idle connections time out."""
     write_run(tmp_path / "run", [line(1)])
     before = threading.active_count()
-    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+    with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        where = ("127.0.0.1", server.port)
+        address = ("127.0.0.1", server.port)
         with contextlib.ExitStack() as stack:
             idle = [
-                stack.enter_context(socket.create_connection(where, PATIENCE)) for _ in range(100)
+                stack.enter_context(socket.create_connection(address, PATIENCE)) for _ in range(100)
             ]
-            asked = http.client.HTTPConnection(*where, timeout=PATIENCE)
+            asked = http.client.HTTPConnection(*address, timeout=PATIENCE)
             asked.request("GET", "/")
             assert asked.getresponse().status == 200
             assert idle[0].recv(1) == b""  # it was closed
             assert threading.active_count() - before < 70
         server.shutdown()
     monkeypatch.setattr(_Handler, "timeout", 0.01)
-    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+    with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as silent:
             assert silent.recv(1) == b""
         server.shutdown()
 
 
-def test_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
-    monkeypatch.setattr(Live, "page", lambda self: 1 / 0)
+def test_server_error_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
+    monkeypatch.setattr(LivePage, "page", lambda self: 1 / 0)
     status, said, _ = served("/")
     assert (status, said) == (500, "failed: see the terminal")
     printed = []
@@ -103,13 +103,13 @@ def test_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, 
     wait_until(is_printed)
 
 
-def test_others_are_refused(served):
+def test_foreign_hosts_are_refused(served):
     assert served("/", host="evil.example")[0] == 403
     assert served("/data.json", host="evil.example:80")[0] == 403
     assert served("/../../etc/passwd")[0] == 404
 
 
-def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
+def test_update_reads_appended_lines_only(tmp_path, monkeypatch):
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
     metrics = MetricsFile(path)
     before, _ = metrics.read()
@@ -121,8 +121,8 @@ def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
     assert not began
 
 
-def test_run_that_went_back_is_read_anew(tmp_path):
-    """Its file is longer than it was, and other."""
+def test_rewritten_metrics_are_read_again(tmp_path):
+    """The rewritten file is longer than before."""
     path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
     metrics = MetricsFile(path)
     metrics.read()
@@ -133,8 +133,8 @@ def test_run_that_went_back_is_read_anew(tmp_path):
     assert loss.value.tolist() == [5.99, 5.98, *[1.0] * 5]
 
 
-def test_port_that_is_taken(tmp_path):
-    with Server(Live([tmp_path], "steps"), 0) as server:
+def test_occupied_port_raises(tmp_path):
+    with Server(LivePage([tmp_path], "steps"), 0) as server:
         with pytest.raises(UserError, match=f"port {server.port} is taken; name another") as error:
             main([str(tmp_path), "--watch", str(server.port)])
         assert error.value.exit_code == 2
@@ -143,7 +143,7 @@ def test_port_that_is_taken(tmp_path):
 
 
 @pytest.mark.processes
-def test_ctrl_c_ends_it(tmp_path):
+def test_ctrl_c_stops_server(tmp_path):
     command = [sys.executable, "-m", "jaxforge.report", str(tmp_path), "--watch", "0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Configs to start with: of a size for data and machine, and presets, which load and fit."""
+"""Starter configs: sized configs and presets load and fit their machine."""
 
 import math
 import re
@@ -18,13 +18,12 @@ from jaxforge.parallel.device_memory import bytes_per_device
 from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
-from jaxforge.tools.starting import machine
-from jaxforge.tools.starting.config import for_data
+from jaxforge.tools.starting.config import config_for_data
 from jaxforge.tools.starting.machine import Machine
-from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.presets import PRESETS
 from jaxforge.tools.starting.sizes import SHAPES
-from jaxforge.tools.starting.sizing import EPOCHS, FEWEST_UPDATES, TOKENS_PER_PARAMETER, sized
+from jaxforge.tools.starting.sizing import EPOCHS, FEWEST_UPDATES, TOKENS_PER_PARAMETER, choose_size
 
 PAGE = (Path(__file__).parents[3] / "docs" / "configs.md").read_text()
 CPU = Machine(cores=2)
@@ -40,7 +39,7 @@ def manifest(tokens, vocab_size=32768, documents=None, file="shard_00000.npy"):
 
 def prepared(tokens, held_out=0, **options):
     validation = manifest(held_out) if held_out else None
-    return Prepared(Path("/data/mine"), manifest(tokens, **options), validation)
+    return PreparedData(Path("/data/mine"), manifest(tokens, **options), validation)
 
 
 def loaded(tmp_path, text) -> JobConfig:
@@ -61,9 +60,9 @@ def share_of_memory(config: JobConfig, devices: int, memory: float) -> float:
 
 @pytest.mark.parametrize("words", ["cpu", "1x24GB", "1x80", "8x80GB", "6x40GB"])
 @pytest.mark.parametrize("tokens", [25, 10**6, 10**12])
-def test_any_data_on_any_machine_have_a_config_that_fits(tmp_path, tokens, words):
+def test_config_fits_any_data_and_machine(tmp_path, tokens, words):
     on = Machine.parse(words)
-    text, size = for_data(prepared(tokens, held_out=9000), on, tmp_path)
+    text, size = config_for_data(prepared(tokens, held_out=9000), on, tmp_path)
     config = loaded(tmp_path, text)
     check(config, on.devices)
     assert config.data.dataset_path == "/data/mine/train"
@@ -74,51 +73,53 @@ def test_any_data_on_any_machine_have_a_config_that_fits(tmp_path, tokens, words
         assert share_of_memory(config, on.devices, on.memory) < 0.85
 
 
-def test_model_is_as_large_as_its_data_suffice_for():
+def test_model_size_grows_with_data_and_machine():
     a_gpu = Machine.parse("1x80GB")
-    small, middle, large = (sized(prepared(n), a_gpu) for n in (10**7, 10**9, 10**12))
+    small, middle, large = (choose_size(prepared(n), a_gpu) for n in (10**7, 10**9, 10**12))
     assert small.parameters < middle.parameters < large.parameters
     for size in (middle, large):
         assert TOKENS_PER_PARAMETER * size.parameters == pytest.approx(
             size.max_steps * size.tokens, rel=0.01
         )
     assert small.epochs == pytest.approx(EPOCHS, rel=0.01)
-    assert sized(prepared(10**12), Machine.parse("8x80GB")).parameters > large.parameters
-    assert sized(prepared(10**12), CPU).shape == SHAPES[1]
-    assert sized(prepared(10**12), Machine.parse("1x2GB")).parameters < middle.parameters
+    assert choose_size(prepared(10**12), Machine.parse("8x80GB")).parameters > large.parameters
+    assert choose_size(prepared(10**12), CPU).shape == SHAPES[1]
+    assert choose_size(prepared(10**12), Machine.parse("1x2GB")).parameters < middle.parameters
 
 
-def test_little_text_is_read_more_often_and_the_file_says_so(tmp_path):
-    text, size = for_data(prepared(5000), CPU, tmp_path)
+def test_little_text_trains_more_epochs_with_comment(tmp_path):
+    text, size = config_for_data(prepared(5000), CPU, tmp_path)
     assert size.max_steps == FEWEST_UPDATES
     assert size.epochs > EPOCHS
-    assert re.search(r"max_steps = 100 .*# .* fewer updates would show nothing", text)
+    assert re.search(r"max_steps = 100 .*# .* the fewest updates that show learning", text)
 
 
-def test_sequences_follow_the_documents():
-    lengths = {mean: sized(prepared(10**8, documents=10**8 // mean), Machine.parse("1x80")).seq_len
-               for mean in (50, 700, 10**6)}  # fmt: skip
+def test_sequence_length_follows_document_length():
+    machine = Machine.parse("1x80")
+    lengths = {
+        mean: choose_size(prepared(10**8, documents=10**8 // mean), machine).seq_len
+        for mean in (50, 700, 10**6)
+    }
     assert lengths == {50: 512, 700: 1024, 10**6: 2048}
-    assert sized(prepared(100, documents=1), CPU).seq_len == 64
+    assert choose_size(prepared(100, documents=1), CPU).seq_len == 64
 
 
-def test_sequences_are_no_longer_than_a_validation_set_that_is_not_tiny(tmp_path):
+def test_sequences_fit_validation_set_unless_it_is_tiny(tmp_path):
     for held_out, seq_len in ((300, 256), (200, 128), (40, 256)):
-        config = loaded(tmp_path, for_data(prepared(10**6, held_out), CPU, tmp_path)[0])
+        config = loaded(tmp_path, config_for_data(prepared(10**6, held_out), CPU, tmp_path)[0])
         assert (config.train.seq_len, config.eval.enabled) == (seq_len, held_out > 64)
 
 
-def test_shards_of_another_format_are_found(tmp_path):
-    text, _ = for_data(prepared(10**6, file="shard_00000.bin"), CPU, tmp_path)
+def test_config_has_file_pattern_of_other_formats(tmp_path):
+    text, _ = config_for_data(prepared(10**6, file="shard_00000.bin"), CPU, tmp_path)
     assert loaded(tmp_path, text).data.file_pattern == "*.bin"
 
 
-def test_machines_are_read_and_found(monkeypatch, tmp_path):
+def test_machine_is_parsed_and_detected(monkeypatch, tmp_path):
     assert Machine.parse("8x80GB") == Machine(8, 80e9, Machine.parse("cpu").cores)
     with pytest.raises(UserError, match="--machine 8x: expected cpu, or GPUs"):
         Machine.parse("8x")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(machine, "_tpus", lambda: 0)
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\nprintf '81559\\n24564\\n'\n")
     driver.chmod(0o755)
@@ -143,7 +144,7 @@ def test_preset_loads_and_fits_its_machine(tmp_path, name):
         assert share_of_memory(config, preset.devices, memory) < 0.85
 
 
-def test_page_has_a_row_for_each_preset():
+def test_documentation_lists_every_preset():
     rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (\d+) \| (.*) \|$", PAGE, re.M)
     assert rows == [
         (name, item.about, item.machine, str(item.devices), f"{item.parameters / 1e6:,.0f}M")
@@ -166,7 +167,7 @@ def test_preset_takes_prepared_data(tmp_path, capsys):
         init.main(["--preset", "124m", "--data", str(tmp_path), "--output", "-"])
 
 
-def test_file_that_is_there_stays(tmp_path, capsys):
+def test_init_does_not_overwrite_files(tmp_path, capsys):
     (tmp_path / "x.toml").write_text("mine")
     with pytest.raises(UserError, match=r"x\.toml exists; choose another --output"):
         init.main(["--preset", "tiny", "--output", str(tmp_path / "x.toml")])

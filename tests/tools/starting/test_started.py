@@ -1,11 +1,11 @@
-"""From text to a run: what `prepare` writes is trained on as it is."""
+"""The output of `prepare` trains without changes."""
 
 import json
 
 from jaxforge.commands import prepare, train
 
 
-def test_config_that_prepare_writes_trains_from_any_directory(tmp_path, monkeypatch):
+def test_prepared_config_trains_from_any_directory(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("all work and no play\n" * 2000)
     monkeypatch.chdir(tmp_path)
     assert prepare.main(["text.txt", "--output", "mine", "--machine", "cpu"]) == 0

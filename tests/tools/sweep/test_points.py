@@ -32,7 +32,7 @@ def test_grid_has_every_combination():
     assert result[1].overrides == ["--optimizer.lr=1e-3", "--model.dim=128"]
 
 
-def test_commas_within_a_value_do_not_split_it():
+def test_commas_inside_values_do_not_split():
     (item, other) = points(["optimizer.betas=[0.9,0.95],(0.9,0.99)"], None)
     assert item.values == {"optimizer.betas": "[0.9,0.95]"}
     assert other.name == "betas=_0.9,0.99_"
@@ -41,12 +41,12 @@ def test_commas_within_a_value_do_not_split_it():
     ]  # fmt: skip
 
 
-def test_keys_of_the_same_end_keep_their_section():
+def test_ambiguous_keys_keep_their_section():
     (item,) = points(["optimizer.name=lion", "scheduler.name=linear"], None)
     assert item.name == "optimizer.name=lion,scheduler.name=linear"
 
 
-def test_keys_of_a_ladder_go_together_and_a_grid_multiplies_it(tmp_path):
+def test_grid_multiplies_steps_of_a_ladder(tmp_path):
     result = points(["optimizer.lr=1,2"], ladder(tmp_path))
     assert [point.name for point in result] == [
         "dim=128,n_heads=2,betas=_0.9,_0.95_,lr=1", "dim=128,n_heads=2,betas=_0.9,_0.95_,lr=2",
@@ -63,10 +63,10 @@ def test_keys_of_a_ladder_go_together_and_a_grid_multiplies_it(tmp_path):
     ("grid", "text", "message"),
     [
         (["model.dim"], LADDER, "expected section.key=value,value"),
-        (["model.dim=64"], LADDER, "model.dim is said twice"),
+        (["model.dim=64"], LADDER, "model.dim is given twice"),
         (["train.seed=1,1"], LADDER, "2 points are called"),
-        (["checkpoint.dir=a,b"], LADDER, "where all points are"),
-        ([], "[[point]]\ndim = 3", "point 1: dim is in no section: write model.dim"),
+        (["checkpoint.dir=a,b"], LADDER, "checkpoint.dir holds all points"),
+        ([], "[[point]]\ndim = 3", "point 1: dim has no section. Write for example model.dim"),
         ([], "[points]", r"expected tables \[\[point\]\]"),
         ([], "dim =", "sizes.toml: "),
     ],

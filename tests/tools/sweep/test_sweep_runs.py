@@ -1,4 +1,4 @@
-"""Runs of a sweep: begun, finished, failed, stopped; their table. The trainers here are fakes."""
+"""Runs of a sweep with fake trainers: finished, failed and stopped runs, and the results."""
 
 import functools
 import json
@@ -46,8 +46,8 @@ def base(tmp_path):
 
 
 def planned(base, *grid, code=LOGS, settings=()):
-    """A sweep whose processes run `code`, which has the run directory as d."""
-    runs = run_sweep.planned(points(grid, None), base, settings, 1)
+    """Plan a sweep whose processes run `code`, with the run directory as d."""
+    runs = run_sweep.plan_runs(points(grid, None), base, settings, 1)
     before = "import json, os, signal, sys; d = sys.argv[1]; "
     before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     return [
@@ -64,7 +64,7 @@ def run(runs):
     return Runner(said.append).run(runs), said
 
 
-def test_failed_run_is_reported_and_the_others_go_on(base):
+def test_failed_run_is_reported_and_others_continue(base):
     fails = "print('no memory'); sys.exit(3) if '=2' in d else " + LOGS
     code, said = run(runs := planned(base, "train.seed=1,2,3", code=fails))
     assert code == 3
@@ -78,10 +78,10 @@ def test_finished_runs_are_not_repeated(base):
     assert run(runs)[0] == 0
     code, said = run(planned(base, "train.seed=1,2,3", code="sys.exit('=3' not in d)"))
     assert code == 0
-    assert said[:2] == ["[1/3] seed=1: finished before", "[2/3] seed=2: finished before"]
+    assert said[:2] == ["[1/3] seed=1: already finished", "[2/3] seed=2: already finished"]
 
 
-def test_signal_goes_to_the_run_and_ends_the_sweep(base):
+def test_signal_stops_run_and_sweep(base):
     runs = planned(base, "train.seed=1,2", code=WAITS)
 
     def stop():
@@ -92,14 +92,14 @@ def test_signal_goes_to_the_run_and_ends_the_sweep(base):
     code, said = run(runs)
     assert code == 75
     assert not any("seed=2" in line for line in said)
-    assert runs[0].state == "new"  # this one made no config.toml
+    assert runs[0].state == "new"  # the fake trainer writes no config.toml
 
 
 def test_directory_of_another_config_is_refused(base):
     (item,) = planned(base, "train.seed=1")
     item.directory.mkdir(parents=True)
     (item.directory / "config.toml").write_text(item.config.to_toml())
-    planned(base, "train.seed=1", settings=["--checkpoint.interval=3"])  # decides nothing
+    planned(base, "train.seed=1", settings=["--checkpoint.interval=3"])  # does not affect results
     with pytest.raises(UserError, match=r"another config \(train.max_steps 8 -> 9\)"):
         planned(base, "train.seed=1", settings=["--train.max_steps=9"])
 
@@ -114,7 +114,7 @@ def test_all_configs_are_checked_before_the_first_run(base, capsys):
     assert re.match(r"dim=64  \S+ parameters, 8 steps, new\ndim=128  ", capsys.readouterr().out)
 
 
-def test_array_has_a_task_for_each_point(base, capsys, tmp_path):
+def test_slurm_array_has_a_task_per_point(base, capsys, tmp_path):
     script = tmp_path / "sweep.sbatch"
     arguments = ["--config", base, "--grid", "train.seed=1,2,3", "--train.max_steps=4"]
     assert sweep.main([*arguments, "--slurm", str(script), "--devices=8"]) == 0
@@ -143,7 +143,7 @@ def finished(item, losses, evaluated=None):
     item.finish()
 
 
-def test_points_are_sorted_by_their_validation_loss_where_there_is_one(base):
+def test_points_are_sorted_by_evaluation_loss(base):
     runs = planned(base, "train.seed=1,2,3")
     for item, loss in zip(runs, (3.0, None, 2.0), strict=True):
         finished(item, [5.0, 4.0], loss) if loss else None
@@ -161,7 +161,7 @@ def test_training_loss_is_the_mean_of_the_last_tenth(base):
     assert (result.metric, result.points[0].loss) == ("train/loss", 2.5)
 
 
-def test_ladder_has_a_law_and_a_page_that_draws_it(base):
+def test_ladder_results_have_law_and_page(base):
     runs = planned(base, "model.dim=64,128,256,512", "optimizer.lr=1e-3,3e-3")
     for item in runs:
         size = item.config.model.dim**2
@@ -180,12 +180,12 @@ def test_ladder_has_a_law_and_a_page_that_draws_it(base):
     assert "law, up to the next size" in drawn
     assert "a &lt;ladder&gt;" in drawn
     fewer = results(runs[:4])
-    assert "no law: it takes 4 sizes, and 2 are finished" in table(fewer)
+    assert "no law: it needs 4 sizes, and 2 are finished" in table(fewer)
 
 
-def test_base_loads_as_its_points_do(base):
+def test_point_command_loads_its_settings(base):
     """Settings of a point take effect."""
-    (item,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
+    (item,) = run_sweep.plan_runs(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
     again = load_config(base, item.command[item.command.index("--config") + 2 :])
     assert functools.reduce(getattr, ("model", "dim"), again) == 128
     assert (again.train.seed, again.checkpoint.dir) == (3, str(item.directory))

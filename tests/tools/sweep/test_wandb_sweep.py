@@ -1,4 +1,4 @@
-"""The file for W&B's sweeps gives command lines that `train` takes, each with its own directory."""
+"""The W&B sweep file yields valid command lines of `train` with separate directories."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ def argv(tmp_path):
     return argv
 
 
-def test_each_run_has_its_values_and_its_directory(argv, monkeypatch):
+def test_wandb_run_has_its_values_and_directory(argv, monkeypatch):
     monkeypatch.chdir(ROOT)
     for run_id, lr in (("abc123", 0.00051), ("def456", 1e-05)):
         values = {
@@ -60,7 +60,7 @@ def test_each_run_has_its_values_and_its_directory(argv, monkeypatch):
         assert config.metrics.enable_wandb
 
 
-def test_its_parameters_and_metric_are_ours(argv, monkeypatch):
+def test_wandb_sweep_parameters_and_metric_exist(argv, monkeypatch):
     monkeypatch.chdir(ROOT)
     values = {name: p["values"][0] if "values" in p else p["min"]
               for name, p in SWEEP["parameters"].items()}  # fmt: skip

@@ -101,7 +101,7 @@ from pathlib import Path
 from jaxforge.training.health import watchdog
 from jaxforge.training.health.watchdog import Limits, Watchdog
 
-watchdog._POLL_SEC = 0.05
+watchdog.POLL_SEC = 0.05
 logging.basicConfig()
 short, long = 0.1, 1e9
 where, stacks = sys.argv[1], Path(sys.argv[2])

@@ -1,4 +1,4 @@
-"""Plans for machines that are not here; `make test-gpu-compiler` brings the compiler for GPUs."""
+"""Plans for target hardware; `make test-gpu-compiler` installs the compiler for GPUs."""
 
 import json
 import subprocess
@@ -61,18 +61,18 @@ def check(report, devices):
 
 @needs_gpu
 @pytest.mark.parametrize("topology", ["h100:1x8", "h200:2x4", "b200:1x8"])
-def test_gpus(tmp_path, topology):
+def test_plan_for_gpus_is_consistent(tmp_path, topology):
     check(planned(tmp_path, topology), 8)
 
 
 @needs_tpu
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2"])
-def test_tpus(tmp_path, topology):
+def test_plan_for_tpus_is_consistent(tmp_path, topology):
     check(planned(tmp_path, topology, "--model.n_heads=4"), 8)
 
 
 @needs_tpu
-def test_model_that_is_too_large_for_a_tpu_says_by_how_much(tmp_path):
+def test_oversized_model_reports_peak_on_tpu(tmp_path):
     large = ["--model.dim=8192", "--model.n_layers=16", "--model.n_heads=64"]
     report = planned(tmp_path, "v5e:2x2", *large, code=2)
     memory = report["memory_per_device"]

@@ -1,4 +1,4 @@
-"""A step of two runs, value by value: the first that differs is named."""
+"""Comparison of a step of two runs: the first different value is named."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 from jaxforge.commands import replay as command
 from jaxforge.commands import train
 from jaxforge.errors import UserError
-from jaxforge.tools.replay.against import ReplayedRun, make, rows_of
 from jaxforge.tools.replay.compare import first_difference
+from jaxforge.tools.replay.step_comparison import ReplayedRun, compare_values, replay_step
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("two_devices")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("two_devices")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Six steps, with a checkpoint after each second."""
+    """A run of six steps with a checkpoint every two steps."""
     path = tmp_path_factory.mktemp("against") / "run"
     train.run(
         tiny_config(
@@ -29,13 +29,13 @@ def run(tmp_path_factory):
 
 
 def compared(capsys, run, *options, step=5):
-    """Exit code, and the report."""
+    """Return exit code and report of a comparison."""
     capsys.readouterr()
     code = command.main([str(run), f"--step={step}", f"--against={run}", "--json=-", *options])
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_another_mesh_makes_the_same_step(run, capsys):
+def test_step_on_another_mesh_has_no_difference(run, capsys):
     code, report = compared(
         capsys, run, "--other=--distributed.tp=2", "--other=--distributed.dp_shard=1",
         "--other=--train.batch_size=8",
@@ -55,20 +55,20 @@ FIRST = {
 
 @pytest.fixture(scope="module")
 def values_of(run):
-    """The step as it was."""
-    return make(ReplayedRun(run), 5)
+    """Values of the run's own step."""
+    return replay_step(ReplayedRun(run), 5)
 
 
 @pytest.mark.parametrize("setting", FIRST)
 def test_first_changed_value_is_named(run, values_of, setting):
-    other = make(ReplayedRun(run, [setting]), 5, values_of.whole_grads)
-    result = first_difference(list(rows_of(values_of, other)))
+    other = replay_step(ReplayedRun(run, [setting]), 5, values_of.grads_tree)
+    result = first_difference(list(compare_values(values_of, other)))
     stage, name = FIRST[setting]
     assert result.stage == stage
     assert result.name.startswith(name)
 
 
-def test_users_mistakes_are_said(run):
+def test_invalid_comparison_arguments_are_refused(run):
     with pytest.raises(UserError, match="--other requires --against"):
         command.main([str(run), "--step=5", "--other=--train.z_loss_weight=0.1"])
     with pytest.raises(UserError, match="supports one step only"):

@@ -1,4 +1,4 @@
-"""A step of two runs, or of one run in two ways, value by value: what differs first."""
+"""Comparison of a step of two runs, or of a run under two configs, value by value."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,18 +20,18 @@ from jaxforge.step.gradients import Batch
 from jaxforge.tools.replay.compare import (
     SMALL,
     Row,
-    from_the_loss,
-    gradients_beside,
+    gradient_scales,
+    in_backward_order,
     row,
     tolerance,
     update_tolerance,
 )
-from jaxforge.tools.replay.past import Past, Walk, open_past
+from jaxforge.tools.replay.past import PastRun, Walk, open_past
 
 Named = dict[str, np.ndarray]
-"""Arrays of the host by name; of stacked parameters, one for each layer."""
+"""Host arrays by name; stacked parameters have an array for each layer."""
 
-_ROWS, _TOKENS = 4, 64  # of the first microbatch, whose forward values are compared
+_ROWS, _TOKENS = 4, 64  # of the first microbatch, for forward values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +39,15 @@ class StepValues:
     """Inputs and results of a step.
 
     Attributes:
-        dtype: of activations: "float32" or "bfloat16".
-        width: of the residual stream.
-        params: before the step.
-        batch: its batch, [sequences, ...].
-        points: values of the forward pass; none where devices share sequences.
-        loss: what was minimised.
-        grads: before clipping.
-        whole_grads: the same as a tree, layers in their order.
-        updates: by gradients that both have.
+        dtype: dtype of activations: "float32" or "bfloat16".
+        width: width of the residual stream.
+        params: parameters before the step.
+        batch: batch of the step, [sequences, ...].
+        points: values of the forward pass; empty if devices share sequences.
+        loss: loss of the update.
+        grads: gradients before clipping.
+        grads_tree: the same gradients as a tree, with stacked layers in model order.
+        updates: updates of the parameters; both runs apply the gradients of the first.
     """
 
     dtype: str
@@ -57,41 +57,44 @@ class StepValues:
     points: Named
     loss: float
     grads: Named
-    whole_grads: PyTree
+    grads_tree: PyTree
     updates: Named
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayedRun:
-    """A run, and settings over its config."""
+    """A run and settings over its config."""
 
     run: Path
     overrides: Sequence[str] = ()
 
 
-def against(run: ReplayedRun, other: ReplayedRun, step: int) -> tuple[list[Row], list[str]]:
-    """A row for each value, in the order in which a step makes them, and notes.
+def compare_steps(run: ReplayedRun, other: ReplayedRun, step: int) -> tuple[list[Row], list[str]]:
+    """Compare a step of two runs.
 
     Args:
-        run: a run; its gradients make the updates of both.
-        other: the run that it is compared with.
-        step: from 1.
+        run: the first run, whose gradients make the updates of both.
+        other: the run to compare with.
+        step: number of the step, from 1.
+
+    Returns:
+        A row for each value, in the order of computation, and notes.
 
     Raises:
-        UserError: there is no such run or step.
+        UserError: the run or the step does not exist.
     """
     if jax.process_count() > 1:
-        raise UserError("--against compares on one process: start it on one host")
-    first = make(run, step)
-    second = make(other, step, first.whole_grads)
+        raise UserError("--against needs a single process: start it on one host")
+    first = replay_step(run, step)
+    second = replay_step(other, step, first.grads_tree)
     notes = []
     if not (first.points and second.points):
         notes.append("forward values were not compared: devices share sequences (distributed.cp)")
-    return list(rows_of(first, second)), notes
+    return list(compare_values(first, second)), notes
 
 
-def rows_of(a: StepValues, b: StepValues) -> Iterator[Row]:
-    """Yield the values of two steps side by side."""
+def compare_values(a: StepValues, b: StepValues) -> Iterator[Row]:
+    """Yield a row for each value of two steps."""
     dtype = "bfloat16" if "bfloat16" in (a.dtype, b.dtype) else "float32"
     layers = len({name.split(".")[1] for name in a.params if name.startswith(f"{LAYERS}.")})
     parts = 2 * layers + 2
@@ -104,9 +107,9 @@ def rows_of(a: StepValues, b: StepValues) -> Iterator[Row]:
         yield from _pairs("forward", x, y, x, tolerance(dtype, a.width, parts))
     loss = np.array([a.loss]), np.array([b.loss])
     yield row("loss", ("loss", "loss"), *loss, tolerance(dtype, a.width, parts))
-    beside, allowed = gradients_beside(a.grads), tolerance(dtype, a.width, 3 * parts)
-    for name in from_the_loss(a.grads.keys() & b.grads, layers):
-        least = SMALL * beside[name]
+    scales, allowed = gradient_scales(a.grads), tolerance(dtype, a.width, 3 * parts)
+    for name in in_backward_order(a.grads.keys() & b.grads, layers):
+        least = SMALL * scales[name]
         yield row("gradients", (name, name), a.grads[name], b.grads[name], allowed, least=least)
     for name in (name for name in a.updates if name in b.updates):
         update = a.updates[name], b.updates[name]
@@ -124,19 +127,19 @@ def _pairs(
             yield Row(stage, name, name, np.inf, np.inf, allowed, f"only in the {where} run")
 
 
-def make(run: ReplayedRun, step: int, grads: PyTree | None = None) -> StepValues:
-    """Makes a step of a run.
+def replay_step(run: ReplayedRun, step: int, grads: PyTree | None = None) -> StepValues:
+    """Replay a step of a run.
 
     Args:
         run: the run.
-        step: from 1.
-        grads: `whole_grads` of the other, which updates are by; None: its own.
+        step: number of the step, from 1.
+        grads: gradients to apply (`StepValues.grads_tree`); by default the step's own.
     """
     with open_past(run.run, step, run.overrides) as past:
         walk = past.walk(step)
         params = _named(past, walk.state.params)
-        metrics = walk.look(past.step_function(("grads",)))
-        whole = _in_order(past, metrics["grads"])
+        metrics = walk.measure(past.step_function(("grads",)))
+        own_grads = _in_order(past, metrics["grads"])
         batch = {  # all microbatches as one: [m, b, ...] -> [m b, ...]
             name: np.asarray(leaf).reshape(-1, *leaf.shape[2:]) for name, leaf in walk.batch.items()
         }
@@ -148,24 +151,25 @@ def make(run: ReplayedRun, step: int, grads: PyTree | None = None) -> StepValues
             {} if past.config.distributed.cp > 1 else _points(past, walk),
             float(metrics["loss"]),
             _named(past, metrics["grads"]),
-            whole,
-            _named(past, _updates(past, walk, whole if grads is None else grads)),
+            own_grads,
+            _named(past, _updates(past, walk, own_grads if grads is None else grads)),
         )
 
 
-def _points(past: Past, walk: Walk) -> Named:
-    """Values of the forward pass of the first microbatch, of some of its tokens."""
+def _points(past: PastRun, walk: Walk) -> Named:
+    """Return values of the forward pass for some tokens of the first microbatch."""
     model = past.model
 
-    def some(x: Array) -> Array:
+    def sample(x: Array) -> Array:
         return x[:_ROWS, :: max(1, x.shape[1] // _TOKENS)].astype(jnp.float32)
 
     def points(params: Params, batch: Batch) -> dict[str, PyTree]:
         first = {name: leaf[0] for name, leaf in batch.items()}
-        capture = Capture(STREAM, lambda name, x: some(x))
+        capture = Capture(STREAM, lambda name, x: sample(x))
         hidden, out = model.forward(params, first, capture=capture)
-        seen = {name: model.stack.unstack(x) for name, x in out.activations.items()}
-        return {"embed": some(model.embed(params, first)), "final_norm": some(hidden), LAYERS: seen}
+        layers = {name: model.stack.unstack(x) for name, x in out.activations.items()}
+        embedded = sample(model.embed(params, first))
+        return {"embed": embedded, "final_norm": sample(hidden), LAYERS: layers}
 
     values = jax.device_get(jax.jit(points)(walk.state.variables, walk.batch))
     flat = {"embed": values["embed"]}
@@ -174,8 +178,8 @@ def _points(past: Past, walk: Walk) -> Named:
     return flat | {"final_norm": values["final_norm"]}
 
 
-def _updates(past: Past, walk: Walk, grads: PyTree) -> PyTree:
-    """Updates by gradients whose layers are in their order."""
+def _updates(past: PastRun, walk: Walk, grads: PyTree) -> PyTree:
+    """Return the updates for gradients with layers in model order."""
     stacks, stack = past.config.model.stacks, past.model.stack
     laid_out = {
         name: jax.tree.map(lambda x: np.asarray(stack.stack(x)), part) if name in stacks else part
@@ -187,8 +191,8 @@ def _updates(past: Past, walk: Walk, grads: PyTree) -> PyTree:
     return update(jax.device_put(laid_out, shardings), state.opt_state, state.params)
 
 
-def _in_order(past: Past, tree: Params) -> PyTree:
-    """A tree of the host, the layers of each stack in their order."""
+def _in_order(past: PastRun, tree: Params) -> PyTree:
+    """Return a tree on the host, with the layers of each stack in model order."""
     stacks, stack = past.config.model.stacks, past.model.stack
     return {
         name: jax.tree.map(stack.unstack, part) if name in stacks else part
@@ -196,7 +200,7 @@ def _in_order(past: Past, tree: Params) -> PyTree:
     }
 
 
-def _named(past: Past, tree: Params) -> Named:
+def _named(past: PastRun, tree: Params) -> Named:
     named: Named = {}
     for name, leaf in flatten_dict(_in_order(past, tree), sep=".").items():
         stack, _, name_in_stack = name.partition(".")

@@ -1,8 +1,8 @@
 """Work of a program's operations: floating-point operations and bytes moved.
 
-For operations whose time the compiler does not write into the program: all of them on GPU, kernels
-of attention and experts on TPU. Bytes are those of the device's memory: of an array that an
-operation only cuts pieces from, or writes a piece into, the pieces.
+Used for operations whose time the compiler does not write into the program: all operations on GPU,
+the kernels of attention and experts on TPU. Bytes count traffic with the device's memory. For an
+operation that slices an array or updates a slice in place, only the slices count.
 """
 
 import functools
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, arrays
+from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, parse_arrays
 
 _NOTHING = frozenset(
     {
@@ -19,21 +19,24 @@ _NOTHING = frozenset(
         "partition-id", "replica-id", "opt-barrier", "domain", "add-dependency",
     }
 )  # fmt: skip
-_CUTS = ("dynamic-slice", "slice", "gather")
-_SAME = ("bitcast", "reshape")
+_SLICES = ("dynamic-slice", "slice", "gather")
+_VIEWS = ("bitcast", "reshape")
 _PRODUCTS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "bwd": 5}
-"""Products of a query-by-key size in attention's kernels; those of the backward pass make the
-scores and their gradient anew."""
+"""Matrix products of size [queries, keys, head] in each attention kernel.
+
+Forward: S = QK', PV. The backward kernels recompute S and dP = dO V':
+dq: S, dP, dQ; dkv: S, dP, dK, dV; bwd (both in one kernel): S, dP, dQ, dK, dV.
+"""
 
 
 class OperationCost(NamedTuple):
-    """Work of one execution on one device.
+    """Work of one execution of an operation on one device.
 
     Attributes:
-        kind: products, attention, experts, memory (all else), or nothing.
-        flops: of its matrix products.
-        bytes: read and written.
-        by: who made a kernel that is slower than others of its kind; "": nobody.
+        kind: "products", "attention", "experts", "memory" (all other work) or "nothing".
+        flops: FLOPs of its matrix products.
+        bytes: bytes read and written.
+        by: implementation, for kernels that are slower than others of their kind; "" otherwise.
     """
 
     kind: str
@@ -43,18 +46,18 @@ class OperationCost(NamedTuple):
 
 
 class Workload:
-    """The work of the operations of a program.
+    """Costs of the operations of a program.
 
     Args:
-        program: any.
-        visible: pairs of a query and a key that see each other, as a part of all pairs.
+        program: the program.
+        visible: fraction of query-key pairs that the attention mask allows.
     """
 
     def __init__(self, program: HloProgram, visible: float) -> None:
         self._program, self._visible = program, visible
 
     def of(self, operation: Operation, within: Computation) -> OperationCost:
-        """Return the work of an operation; the body of a loop or call is not included."""
+        """Return the cost of an operation, without the body of a loop or call."""
         if operation.kind in _NOTHING:
             return OperationCost("nothing", 0, 0)
         if operation.kind == "custom-call":
@@ -82,10 +85,14 @@ class Workload:
         if target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu"):
             flops = _grouped(operation, within)
             return OperationCost("experts" if flops else "memory", flops, moved)
-        return OperationCost("nothing", 0, 0)  # allocations and marks of the compiler's
+        return OperationCost("nothing", 0, 0)  # allocations and markers of the compiler
 
     def _attention(self, operation: Operation, within: Computation, name: str) -> float:
-        """By the sizes of the queries [..., S, D] or [B, S, H, D], and of scores where named."""
+        """Return the FLOPs of an attention kernel.
+
+        Sizes are those of the queries, [..., S, D] or [B, S, H, D], and of the scores if cuDNN's
+        configuration names them.
+        """
         backward = "backward" in name or "bwd" in name
         products = _PRODUCTS["bwd" if backward else "fwd"]
         for part in ("dkv", "dq"):
@@ -96,11 +103,13 @@ class Workload:
             pairs = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
             query = max((dims for dims, _ in _inputs(operation, within)), key=len)
             return 2 * products * pairs * query[-1] * self._visible
-        given = (dims for dims, size in _inputs(operation, within) if size > 1)  # masks: bytes
-        heads = [dims for dims in given if len(dims) >= 3]
-        widths = {dims[-1] for dims in heads}  # a logsumexp may be wider than a head
-        planned = (dims for dims, _ in arrays(operation.shape) if dims and dims[-1] in widths)
-        width = max(planned, key=math.prod)[-1]
+        inputs = (dims for dims, size in _inputs(operation, within) if size > 1)  # no masks
+        heads = [dims for dims in inputs if len(dims) >= 3]
+        # The largest output whose last dimension is one of an input's is [..., head size]; a
+        # logsumexp may have a larger last dimension.
+        widths = {dims[-1] for dims in heads}
+        outputs = (dims for dims, _ in parse_arrays(operation.shape) if dims and dims[-1] in widths)
+        width = max(outputs, key=math.prod)[-1]
         query, key, *_ = (dims for dims in heads if dims[-1] == width)
         pairs = math.prod(query[:-1]) * key[-2]
         return 2 * products * pairs * query[-1] * self._visible
@@ -112,16 +121,16 @@ class Workload:
         return 2 * _PRODUCTS[kernel] * math.prod(query) * key[1] * self._visible
 
     def _gemm(self, operation: Operation, within: Computation) -> float:
-        """A call of cuBLAS: the size that is summed over is written in its configuration."""
+        """Return the FLOPs of a cuBLAS call, whose configuration names the contracted dimension."""
         match = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', operation.line)
         lhs = next(_inputs(operation, within))[0]
-        result = next(arrays(operation.shape))[0]
+        result = next(parse_arrays(operation.shape))[0]
         return 2 * math.prod(result) * (lhs[int(match[1])] if match else lhs[-1])
 
     def _flops(self, operation: Operation, within: Computation) -> float:
         if operation.kind == "dot":
             lhs = within[operation.operands[0]].shape
-            dims = next(arrays(lhs))[0]
+            dims = next(parse_arrays(lhs))[0]
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.line)
             axes = [int(axis) for axis in contracted[1].split(",") if axis] if contracted else []
             return 2 * operation.elements * math.prod(dims[axis] for axis in axes)
@@ -136,7 +145,7 @@ class Workload:
 
     def _bytes(self, operation: Operation, within: Computation) -> float:
         operands = [within[name] for name in operation.operands]
-        if operation.kind in _CUTS:
+        if operation.kind in _SLICES:
             return 2 * operation.bytes
         if operation.kind == "dynamic-update-slice":
             return 2 * operands[1].bytes
@@ -145,28 +154,32 @@ class Workload:
         if operation.kind != "fusion":
             return operation.bytes + sum(operand.bytes for operand in operands)
         read, written = self._of_fusion(operation.attribute("calls"))
-        whole = sum(operand.bytes for i, operand in enumerate(operands) if i not in read)
-        return whole + sum(read.values()) + (operation.bytes if written is None else written)
+        in_full = sum(operand.bytes for i, operand in enumerate(operands) if i not in read)
+        return in_full + sum(read.values()) + (operation.bytes if written is None else written)
 
     @functools.cache  # noqa: B019
     def _of_fusion(self, name: str) -> tuple[dict[int, float], float | None]:
-        """Bytes read of the operands that are not read whole; those written, if less than all."""
+        """Return the partial traffic of a fusion with its operands and its result.
+
+        Returns:
+            Bytes read, by index, of the operands that are not read in full; bytes written, or None
+            if the result is written in full.
+        """
         inner = self._program.computations[name]
         users = _users(inner)
         read: dict[int, float] = {}
-        in_place: set[str] = set()
-        for update in inner.values():
-            if update.kind == "dynamic-update-slice":
-                in_place.add(_origin(inner, update.operands[0]))
-        for update in inner.values():
-            if update.kind != "parameter":
-                continue
-            ends = [(end, _origin(inner, end.operands[0])) for end in _ends(update.name, users)]
-            if update.name in in_place:
-                read[int(update.arguments)] = 0.0
-            elif ends and all(end.kind in _CUTS and cut == update.name for end, cut in ends):
-                read[int(update.arguments)] = float(sum(end.bytes for end, _ in ends))
         updates = [update for update in inner.values() if update.kind == "dynamic-update-slice"]
+        in_place = {_origin(inner, update.operands[0]) for update in updates}
+        for parameter in inner.values():
+            if parameter.kind != "parameter":
+                continue
+            uses = [(use, _origin(inner, use.operands[0])) for use in _uses(parameter.name, users)]
+            if parameter.name in in_place:
+                read[int(parameter.arguments)] = 0.0
+            elif uses and all(
+                use.kind in _SLICES and source == parameter.name for use, source in uses
+            ):
+                read[int(parameter.arguments)] = float(sum(use.bytes for use, _ in uses))
         if not updates:
             return read, None
         return read, float(sum(inner[update.operands[1]].bytes for update in updates))
@@ -174,15 +187,15 @@ class Workload:
 
 def _inputs(operation: Operation, within: Computation) -> Iterator[tuple[tuple[int, ...], float]]:
     for name in operation.operands:
-        yield from arrays(within[name].shape)
+        yield from parse_arrays(within[name].shape)
 
 
 def _grouped(operation: Operation, within: Computation) -> float:
-    """A product of rows with their experts' matrices: [rows, K] x [E, K, N], or its gradient."""
+    """Return the FLOPs of a grouped product, [rows, K] x [E, K, N], or of its gradients; else 0."""
     inputs = [
         dims for dims, _ in _inputs(operation, within) if len(dims) in (2, 3) and min(dims) > 1
     ]
-    results = [dims for dims, _ in arrays(operation.shape) if len(dims) in (2, 3)]
+    results = [dims for dims, _ in parse_arrays(operation.shape) if len(dims) in (2, 3)]
     if len(inputs) < 2 or not results:
         return 0
     result = max(results, key=math.prod)
@@ -203,16 +216,16 @@ def _users(inner: Computation) -> dict[str, list[Operation]]:
     return users
 
 
-def _ends(name: str, users: dict[str, list[Operation]]) -> Iterator[Operation]:
-    """The operations that use an array, those that only rename it followed."""
+def _uses(name: str, users: dict[str, list[Operation]]) -> Iterator[Operation]:
+    """Yield the operations that use an array, directly or through views."""
     for user in users.get(name, ()):
-        if user.kind in _SAME:
-            yield from _ends(user.name, users)
+        if user.kind in _VIEWS:
+            yield from _uses(user.name, users)
         else:
             yield user
 
 
 def _origin(inner: Computation, name: str) -> str:
-    while inner[name].kind in _SAME:
+    while inner[name].kind in _VIEWS:
         name = inner[name].operands[0]
     return name

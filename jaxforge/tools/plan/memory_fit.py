@@ -1,7 +1,7 @@
-"""Estimate of the largest batch that fits on a device, from shapes alone.
+"""Estimate, from shapes, of whether a step fits a device, and of the largest batch that fits.
 
-The estimate (`step.memory`) is exact for the state and approximate for everything else.
-`jaxforge plan` compiles the step and reports exact numbers.
+The estimate (`step.memory`) is exact for the state and a rule of thumb for everything else.
+`jaxforge plan` compiles the step and reports the compiler's figure.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.memory import StepMemory, step_memory
 
 SLACK = 1.1
-"""Factor by which the estimate may be too high: a larger estimate certainly does not fit."""
+"""Largest factor by which the estimate may be too high. A step that needs more does not fit."""
 
 _MAX_ROWS = 1 << 16
 
@@ -27,10 +27,10 @@ class Fit(NamedTuple):
     """Memory estimate of a config on devices of one kind.
 
     Attributes:
-        memory: estimate for a device.
+        memory: estimated memory of a device.
         grad_sync: "update" or "microbatch", as a run would choose.
         rows: sequences of a microbatch on a device.
-        most_rows: largest number of sequences that fits; 0 if none fits.
+        most_rows: largest number of such sequences that fits; 0 if not even one fits.
     """
 
     memory: StepMemory
@@ -39,7 +39,7 @@ class Fit(NamedTuple):
     most_rows: int
 
 
-def fit(
+def estimate_fit(
     config: JobConfig,
     model: Model,
     state: TrainState,
@@ -50,9 +50,9 @@ def fit(
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
-        model: result of `build_model`.
+        model: the model, from `build_model`.
         state: shapes and shardings of the state.
-        mesh: mesh with or without devices.
+        mesh: concrete or abstract mesh.
         capacity: bytes of a device.
     """
     sync = resolve_grad_sync(config, model, state, mesh, capacity).mode
@@ -62,7 +62,7 @@ def fit(
     modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
 
     def fits(n: int) -> bool:
-        resized = with_rows(config, n)
+        resized = with_batch_size(config, n)
         totals = (step_memory(resized, model, mesh, mode, stored).total for mode in modes)
         return min(totals) <= capacity
 
@@ -70,19 +70,20 @@ def fit(
     return Fit(memory, sync, rows, _largest(fits))
 
 
-def with_rows(config: JobConfig, rows: int) -> JobConfig:
+def with_batch_size(config: JobConfig, rows: int) -> JobConfig:
     """Return the config with this number of sequences per device in a microbatch."""
     changed = {"batch_size": rows, "global_batch_size": None}
     return config.model_copy(update={"train": config.train.model_copy(update=changed)})
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to `_MAX_ROWS` that fits; every smaller number must fit, too."""
+    """Return the largest number up to `_MAX_ROWS` that fits; every smaller number fits, too."""
     if not fits(1):
         return 0
     low, high = 1, 2
     while high <= _MAX_ROWS and fits(high):
         low, high = high, 2 * high
+    # Invariant of the bisection: `low` fits, `high` does not.
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -31,19 +31,19 @@ def tiny_plan():
     return plan(planned(), CPUS)
 
 
-def test_step_is_compiled_and_told_of(tiny_plan):
+def test_plan_reports_compiled_step(tiny_plan):
     report = as_json(tiny_plan)
     assert report["fits"] is True
     assert report["errors"] == []
     assert report["mesh"] == MESH
-    assert "step" not in report  # of a CPU too little is known
+    assert "step" not in report  # rates of CPUs are unknown
     assert {item["kind"] for item in report["collectives"]} >= {"all-gather", "all-reduce"}
     assert {axis for item in report["collectives"] for axis in item["axes"]} == set(MESH)
     assert all(item["count"] > 0 and item["bytes"] > 0 for item in report["collectives"])
     json.dumps(report)
 
 
-def test_parts_of_the_memory_are_those_of_the_state(tiny_plan):
+def test_memory_parts_match_state_sizes(tiny_plan):
     memory = tiny_plan.step.memory
     config = tiny_plan.config
     state = checkpoint_bytes(config)
@@ -55,10 +55,10 @@ def test_parts_of_the_memory_are_those_of_the_state(tiny_plan):
 
 
 class Stop(Exception):
-    """Nothing has to run."""
+    """Raised instead of compiling."""
 
 
-def test_live_step_is_the_planned_one(tiny_plan, tmp_path, monkeypatch):
+def test_run_compiles_the_planned_step(tiny_plan, tmp_path, monkeypatch):
     live = []
 
     def compile_step(lowered, flags):
@@ -104,7 +104,7 @@ def command_line(*arguments):
     )  # fmt: skip
 
 
-def test_command_makes_its_own_environment():
+def test_command_sets_compiler_environment():
     done = command_line("--config=configs/debug.toml", "--topology=cpu:4", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -112,7 +112,7 @@ def test_command_makes_its_own_environment():
     assert report["memory_per_device"]["peak_bytes"] > 0
 
 
-def test_mistakes_of_a_config_are_errors_of_its_plan(capsys):
+def test_config_mistakes_become_plan_errors(capsys):
     args, settings = plan_main.parser().parse(
         [f"--config={ROOT / 'configs' / 'debug.toml'}", "--topology=cpu:4", "--json",
          "--model.n_heads=3", "--train.batch_sizes=1"]
@@ -123,14 +123,14 @@ def test_mistakes_of_a_config_are_errors_of_its_plan(capsys):
     assert any("batch_size" in error for error in report["errors"])
 
 
-def test_mistake_is_one_message():
+def test_topology_mistake_prints_message_without_traceback():
     done = command_line("--config=configs/debug.toml", "--topology=v7:2x2")
     assert done.returncode == 2
     assert "--topology: topology 'v7:2x2': expected one of v5e" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_checkpoints_that_are_kept_are_counted():
+def test_kept_checkpoints_are_counted():
     config = tiny_config(train={"max_steps": 100}, checkpoint={"interval": 10, "keep_last_n": 3})
     assert kept_checkpoints(config) == 3
     every = tiny_config(train={"max_steps": 95}, checkpoint={"interval": 10, "keep_last_n": 0})
@@ -140,4 +140,4 @@ def test_checkpoints_that_are_kept_are_counted():
         == 3
         * sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(build_model(config).abstract))
         + 4
-    )  # and the count of updates
+    )  # plus the count of updates

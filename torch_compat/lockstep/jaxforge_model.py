@@ -1,4 +1,4 @@
-"""Our side: values on the model's way, gradients and updates, of one batch."""
+"""Values of jaxforge's model for a batch: forward pass, gradients and updates."""
 
 import dataclasses
 import math
@@ -25,78 +25,78 @@ from jaxforge.tools.replay.compare import root_mean_square
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState
 from torch_compat.formats.lazy import DTYPES, LazyTensor, from_array
-
-Named = dict[str, np.ndarray]
-"""Arrays of the host by name; parameters by ours, an entry per layer and expert."""
+from torch_compat.lockstep.batches import Arrays
 
 _NO_CLIP = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
-class Ours:
-    """Values that our model computes from a batch.
+class JaxforgeValues:
+    """Values that jaxforge's model computes from a batch.
+
+    Parameters are named with one entry per layer and expert.
 
     Attributes:
         params: the parameters.
-        points: values on its way: "embed", "layers.0.attention", ..., "logits".
-        loss: what is minimised.
-        grads: its gradient, float32.
-        unsure: how far points move, as a root mean square, when every weight is moved by rounding.
-        unsure_grads: the same of gradients.
-        updates: of the first update by these gradients, and of a second one by -1/2 of them, which
-            shows what the first hides: the decays of running means.
+        points: values of the forward pass: "embed", "layers.0.attention", ..., "logits".
+        loss: the training loss.
+        grads: gradients of the loss, float32.
+        updates: the first update for these gradients, and a second one for -1/2 of them, which
+            reveals the decay rates of running means.
+        point_drift: root mean square by which points change if all weights change by rounding.
+        gradient_drift: the same for gradients.
     """
 
-    params: Named
-    points: Named
+    params: Arrays
+    points: Arrays
     loss: float
-    grads: Named
-    updates: tuple[Named, Named]
-    unsure: Mapping[str, float]
-    unsure_grads: Mapping[str, float]
+    grads: Arrays
+    updates: tuple[Arrays, Arrays]
+    point_drift: Mapping[str, float]
+    gradient_drift: Mapping[str, float]
 
 
-def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Ours:
-    """Runs the model of a config, which is one of one device.
+def compute(config: JobConfig, checkpoint: CheckpointState, batch: Arrays) -> JaxforgeValues:
+    """Run the model of a config on one device.
 
     Args:
-        config: what to run.
-        checkpoint: its weights.
+        config: config with a mesh of one device.
+        checkpoint: the weights.
         batch: "input_ids" and "labels" [b, s].
     """
     program = Program(config, make_mesh(config, jax.devices()[:1]))
     with program.context():
         model = program.model
         stacking = Stacking(config.model)
-        params = _tree(stacking, checkpoint.params, dtype_of(config))
+        params = _tree(stacking, checkpoint.params, activation_dtype(config))
         state = _tree(stacking, checkpoint.model_state, "float32")
         state = state or model.initial_state()
         arrays = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
         run = jax.jit(_gradients(model, config))
         grads, (loss, points) = run(params, state, arrays)
-        near = run(_moved(params, config), state, arrays)
+        perturbed = run(_perturb(params, config), state, arrays)
         updates = jax.jit(_two_updates(program))(grads, params)
-        held, of_loss, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
-        values, near_way = (_by_layer(model, x, held) for x in (points, near[1][1]))
-    return Ours(
-        held, values, float(loss), of_loss, (both[0], both[1]),
-        _apart(values, near_way), _apart(of_loss, _entries(stacking, near[0])),
+        entries, gradients, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
+        values, perturbed_values = (_by_layer(model, x, entries) for x in (points, perturbed[1][1]))
+    return JaxforgeValues(
+        entries, values, float(loss), gradients, (both[0], both[1]),
+        _drift(values, perturbed_values), _drift(gradients, _entries(stacking, perturbed[0])),
     )  # fmt: skip
 
 
-def _moved(params: Params, config: JobConfig) -> Params:
-    """Parameters moved at random, by as much of themselves as sums of products are rounded by."""
-    exact = dtype_of(config) == "float32"
+def _perturb(params: Params, config: JobConfig) -> Params:
+    """Change parameters at random, by the relative rounding error of a matrix product."""
+    exact = activation_dtype(config) == "float32"
     size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)
 
 
-def _apart(a: Named, b: Named) -> dict[str, float]:
+def _drift(a: Arrays, b: Arrays) -> dict[str, float]:
     return {name: root_mean_square(b[name] - a[name]) for name in a}
 
 
-def dtype_of(config: JobConfig) -> str:
+def activation_dtype(config: JobConfig) -> str:
     """Return torch's name of the activation dtype."""
     return {"fp32": "float32", "bf16": "bfloat16"}[config.train.mixed_precision]
 
@@ -106,10 +106,10 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
 
     def value(params: Params, state: Params, batch: Mapping[str, Array]) -> tuple:
         weights = update_loss_weights({"labels": batch["labels"][None]}, config.train)
-        own = LossWeights(weights.token[0], weights.position, weights.sequence)
+        microbatch = LossWeights(weights.token[0], weights.position, weights.sequence)
         variables = join(params, state)
-        hidden, out = model.forward(variables, batch, own, capture=Capture(STREAM))
-        aux = loss(variables, hidden, batch, own).with_layer_losses(out.aux)
+        hidden, out = model.forward(variables, batch, microbatch, capture=Capture(STREAM))
+        aux = loss(variables, hidden, batch, microbatch).with_layer_losses(out.aux)
         points = {
             "embed": model.embed(variables, batch),
             "final_norm": hidden,
@@ -140,8 +140,8 @@ def _two_updates(program: Program) -> Callable[..., tuple]:
     return updates
 
 
-def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Named:
-    """Points by name, a layer each; and between them what sums and norms make of them."""
+def _by_layer(model: Model, points: Mapping[str, PyTree], params: Arrays) -> Arrays:
+    """Return points by name and layer, with the sums and norms between them."""
     layers = jax.device_get(dict(points[LAYERS]))
     seen = {name: np.asarray(model.stack.unstack(x)) for name, x in layers.items()}
     stream = np.asarray(points["embed"])
@@ -162,10 +162,10 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Name
     return values | {name: np.asarray(points[name]) for name in ("final_norm", "logits")}
 
 
-def _normed(model: Model, name: str, x: np.ndarray, params: Named) -> Named:
-    """Return the norm of the stream; empty where the model has none.
+def _normed(model: Model, name: str, x: np.ndarray, params: Arrays) -> Arrays:
+    """Return the normalized residual stream; empty if the model has no such norm.
 
-    It is the final norm, with other weights: all norms of the stream are declared alike.
+    The final norm is applied with other weights, since all norms of the stream have one definition.
     """
     weights = {
         key: params[f"{name}.{key}"] for key in ("weight", "bias") if f"{name}.{key}" in params
@@ -177,7 +177,7 @@ def _normed(model: Model, name: str, x: np.ndarray, params: Named) -> Named:
 
 
 def _tree(stacking: Stacking, entries: Mapping[str, LazyTensor], dtype: str) -> Params:
-    """Entries as a tree of float32 arrays, their values rounded to a dtype."""
+    """Return entries as a tree of float32 arrays whose values are rounded to a dtype."""
     arrays = {
         name: jnp.asarray(tensor.cast(DTYPES[dtype]).all().astype(np.float32))
         for name, tensor in stacking.join(entries).items()
@@ -185,8 +185,8 @@ def _tree(stacking: Stacking, entries: Mapping[str, LazyTensor], dtype: str) -> 
     return unflatten_dict(arrays, sep=".")
 
 
-def _entries(stacking: Stacking, tree: Params) -> Named:
-    values: Named = {}
+def _entries(stacking: Stacking, tree: Params) -> Arrays:
+    values: Arrays = {}
     for name, leaf in flatten_dict(jax.device_get(tree), sep=".").items():
         parts = stacking.split(name, from_array(np.asarray(leaf)))
         values |= {entry: tensor.all() for entry, tensor in parts.items()}

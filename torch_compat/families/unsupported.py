@@ -1,15 +1,15 @@
-"""Families that are known and not built, and what each of them would take."""
+"""Known families that jaxforge does not support, and the missing feature of each."""
 
 _LATENT = "multi-head latent attention"
 _STATE_SPACE = "state-space or recurrent layers"
-_ENCODER = "an encoder, with attention to both sides"
-_PAIR = "an encoder beside the decoder"
-_FUSED = "experts in one tensor beside multipliers"
+_ENCODER = "an encoder, with bidirectional attention"
+_PAIR = "an encoder and a decoder"
+_FUSED = "experts in one tensor with multipliers"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
 _PAIRED = "rotary positions of neighbouring channels"
 
-NOT_BUILT: dict[str, str] = {
+UNSUPPORTED_FAMILIES: dict[str, str] = {
     model_type: what
     for what, types in {
         _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 longcat_flash minicpm3 glm_moe_dsa",
@@ -19,7 +19,7 @@ NOT_BUILT: dict[str, str] = {
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
         _FUSED: "granitemoe granitemoeshared",
-        "experts whose inputs are weighed": "llama4_text",
+        "experts whose inputs are weighted": "llama4_text",
         "a router by SparseMixer": "phimoe",
         "linear attention": "minimax",
         "clipped queries, keys and values, and experts in one tensor": "dbrx",
@@ -31,8 +31,8 @@ NOT_BUILT: dict[str, str] = {
         "attention and feed-forward that share a norm": "falcon phi",
         _PAIRED: "gptj codegen cohere cohere2 glm glm4 ernie4_5 ernie4_5_moe chatglm",
         "squared ReLU and LayerNorm with 1 + w": "nemotron",
-        "learned positions that begin at 2": "opt",
+        "learned positions with an offset of 2": "opt",
     }.items()
     for model_type in types.split()
 }
-"""`model_type` -> what jaxforge does not have of it."""
+"""`model_type` -> feature that jaxforge lacks."""

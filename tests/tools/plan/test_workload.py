@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from jaxforge.parallel.hardware import CHIPS
-from jaxforge.tools.plan.cost import REACHED, Network, Roofline
+from jaxforge.tools.plan.cost import EFFICIENCY, Network, Roofline
 from jaxforge.tools.plan.hlo import HloProgram
-from jaxforge.tools.plan.work import Workload
+from jaxforge.tools.plan.workload import Workload
 
 PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
   %w = bf16[512,256]{1,0} parameter(1)
@@ -95,12 +95,12 @@ PAIRS = 2 * 8 * 128 * 128
         ("mark", "nothing", 0),
     ],
 )
-def test_floating_point_operations(name, kind, flops):
+def test_flops_of_operations(name, kind, flops):
     task = work_of(name)
     assert (task.kind, task.flops) == (kind, flops)
 
 
-def test_attention_that_sees_all_costs_twice_as_much():
+def test_unmasked_attention_has_twice_the_flops():
     assert work_of("cudnn", visible=1.0).flops == 2 * work_of("cudnn").flops
 
 
@@ -108,12 +108,12 @@ def test_attention_that_sees_all_costs_twice_as_much():
     ("name", "moved"),
     [
         ("product", 2 * (64 * 256 + 512 * 256 + 64 * 512)),
-        ("cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),  # a layer of the stack, its number, the result
-        ("put", 4 * 16 * 256 + 4 + 4 * 16 * 256),  # nothing of the stack is read
+        ("cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),  # a layer of the stack, its index, the result
+        ("put", 4 * 16 * 256 + 4 + 4 * 16 * 256),  # the stack is not read
         ("add", 3 * 2 * 64 * 256),
     ],
 )
-def test_bytes(name, moved):
+def test_bytes_of_operations(name, moved):
     assert work_of(name).bytes == moved
 
 
@@ -125,8 +125,8 @@ def seconds(name, visible=0.5):
     return Roofline(Workload(program, visible), CHIPS["h100"]).seconds(operation, within)[1]
 
 
-def test_roofline_is_the_longer_of_both():
-    chip, reached = CHIPS["h100"], REACHED["gpu"]
+def test_roofline_is_the_maximum_of_compute_and_memory():
+    chip, reached = CHIPS["h100"], EFFICIENCY["gpu"]
     moved = work_of("add").bytes / (chip.bandwidth * reached.memory)
     assert seconds("add") == pytest.approx(moved + reached.launch)
     computed = work_of("cudnn").flops / (chip.peak_flops * reached.by_kind["attention"])
@@ -137,8 +137,8 @@ def test_roofline_is_the_longer_of_both():
 @pytest.mark.parametrize(
     ("name", "part"), [("cudnn", "attention"), ("masked", "masked cudnn"), ("triton", "triton")]
 )
-def test_kernels_of_attention_reach_different_parts_of_the_peak(name, part):
-    reached, much = REACHED["gpu"], 100  # more than the memory could bring
+def test_attention_kernels_have_their_own_efficiency(name, part):
+    reached, much = EFFICIENCY["gpu"], 100  # enough FLOPs to be compute-bound
     computed = work_of(name, much).flops / (CHIPS["h100"].peak_flops * reached.by_kind[part])
     assert seconds(name, much) == pytest.approx(computed + reached.launch)
 
@@ -170,7 +170,7 @@ def gather(mesh, chip, group, rows=1000):
 
 
 def seconds_to_send(nbytes, rate, platform):
-    reached = REACHED[platform]
+    reached = EFFICIENCY[platform]
     return reached.latency + nbytes / (reached.links * rate)
 
 
@@ -185,7 +185,7 @@ NODES = Mesh([Device([node, 0, i], node) for node in range(2) for i in range(8)]
         ([0, 8], ("dp_replicate",), 50e9),  # one adapter
     ],
 )
-def test_gpus_talk_over_nvlink_or_their_adapters(group, axes, rate):
+def test_gpu_collectives_use_nvlink_or_network_adapters(group, axes, rate):
     result = gather(NODES, "h100", group)
     assert result.axes == axes
     assert result.sent == 4000 * (len(group) - 1)
@@ -202,20 +202,20 @@ def torus(*edges, slices=1):
 @pytest.mark.parametrize(
     ("mesh", "chip", "group", "links"),
     [
-        (torus(4, 4), "v5e", list(range(4)), 1),  # a line of four is not closed
-        (torus(4, 4), "v5e", list(range(16)), 2),  # in both directions of the plane
+        (torus(4, 4), "v5e", list(range(4)), 1),  # a line of four is not a ring
+        (torus(4, 4), "v5e", list(range(16)), 2),  # both dimensions
         (torus(16, 1), "v5e", list(range(16)), 2),  # a ring
         (torus(2, 1), "v5e", [0, 1], 1),  # one neighbour
-        (torus(4, 4, 4), "v5p", list(range(64)), 6),  # closed in all three
+        (torus(4, 4, 4), "v5p", list(range(64)), 6),  # rings in all three dimensions
     ],
 )
-def test_tpus_talk_over_the_links_of_their_torus(mesh, chip, group, links):
+def test_tpu_collectives_use_torus_links(mesh, chip, group, links):
     result = gather(mesh, chip, group)
     rate = links * CHIPS[chip].link
     assert result.seconds == pytest.approx(seconds_to_send(result.sent, rate, "tpu"))
 
 
-def test_slices_talk_over_the_network():
+def test_collectives_between_slices_use_the_network():
     result = gather(torus(2, 2, slices=2), "v5e", [0, 4])
     rate = CHIPS["v5e"].network
     assert result.axes == ("dp_replicate",)
