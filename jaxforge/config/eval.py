@@ -3,16 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxforge.config import points
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import PathText, Section
+from jaxforge.registry import Registry
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
 """Metrics that are logged for each evaluation set."""
+
+EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
+"""Registered evaluation functions (`training.eval_functions`)."""
 
 
 class EvalSource(Section):
@@ -91,7 +95,7 @@ class EvalConfig(EvalSource):
     """Batches per evaluation and set; each evaluation uses the same batches."""
     datasets: tuple[EvalDataset, ...] = ()
     """Several named sets, as an alternative to a single set."""
-    functions: tuple[str, ...] = ()
+    functions: tuple[Annotated[str, EVAL_FUNCTIONS], ...] = ()
     """Names of registered evaluation functions, such as accuracy, logged for each set."""
     sample_interval: Steps = 0
     """Updates between generated text samples, also without evaluation; 0 disables them."""
@@ -126,6 +130,8 @@ class EvalConfig(EvalSource):
         names = Counter(dataset.name for dataset in self.datasets)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two evaluation sets have the name "{name}": rename one'
+        if len(set(self.functions)) < len(self.functions):
+            yield "functions contains a name twice: remove one"
 
     def schedules(self) -> dict[str, EvalSchedule]:
         """Return the schedule of each set by name; a single set has the name ""."""

@@ -9,14 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxforge.aux_outputs import Max, Mean, Metric
-from jaxforge.config.eval import METRICS
+from jaxforge.config.eval import EVAL_FUNCTIONS, METRICS
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Batch, Model, Params
-from jaxforge.registry import Registry
-
-EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
 
 EvalFunction = Callable[
     [Params, Float[Array, "b s d"], Batch], Array | Mean | Mapping[str, Array | Mean]

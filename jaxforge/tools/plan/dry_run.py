@@ -130,9 +130,9 @@ def _unknown(config: JobConfig) -> list[str]:
     rows = []
     for registry in REGISTRIES:
         section, _, key = registry.key.partition(".")
-        name = getattr(getattr(config, section), key)
-        if name not in registry.names():
-            rows.append(f'{registry.key} = "{name}"')
+        value = getattr(getattr(config, section), key)
+        names = (value,) if isinstance(value, str) else value
+        rows.extend(f'{registry.key} = "{name}"' for name in names if name not in registry.names())
     modules = ", ".join(config.plugins.names.all_modules())
     about = f"--trust-plugins imports {modules}: data, model and memory are then checked"
     return [*rows, about] if rows else []

@@ -206,7 +206,7 @@ def test_events_of_steps_evaluations_and_checkpoints_are_called():
     events, *_ = run(steps=3, evaluate=2, save=2, callbacks=[Notes])
     noted = named(events, "step begins", "launch", "eval step", "save hook", "durable")
     assert noted == [
-        "step begins 1", "launch 1", "step begins 2", "launch 2", "eval step a 0 2", "save hook 2",
+        "step begins 1", "launch 1", "step begins 2", "launch 2", "save hook 2", "eval step a 0 2",
         "step begins 3", "launch 3", "durable 2 step_2", "save hook 3", "durable 3 step_3",
     ]  # fmt: skip
 
