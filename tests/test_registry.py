@@ -75,8 +75,8 @@ def test_unregistered_name_gets_a_suggestion():
 def test_config_takes_registered_names_and_suggests_them(key, tmp_path):
     section, name = key.split(".")
     is_list = key == "eval.functions"
-    path, wrong = tmp_path / "x.toml", '["my_ownn"]' if is_list else '"my_ownn"'
-    path.write_text(f"[{section}]\n{name} = {wrong}")
+    path, item = tmp_path / "x.toml", f"{key}[0]" if is_list else key
+    path.write_text(f"[{section}]\n{name} = " + ('["my_ownn"]' if is_list else '"my_ownn"'))
     with pytest.raises(UserError) as caught:
         load_config(path)
     assert "my_own," not in str(caught.value)
@@ -87,7 +87,7 @@ def test_config_takes_registered_names_and_suggests_them(key, tmp_path):
     known = (node["items"] if is_list else node)["enum"]
     assert known[-1] == "my_own"
     assert str(caught.value) == (
-        f'{path}:2: {key}{"[0]" * is_list} = "my_ownn": expected one of {", ".join(known)}; did you mean "my_own"?'
+        f'{path}:2: {item} = "my_ownn": expected one of {", ".join(known)}; did you mean "my_own"?'
     )
     config = load_config(path, [f"--{key}=my_own"])
     assert value_of(config, key) == (("my_own",) if is_list else "my_own")

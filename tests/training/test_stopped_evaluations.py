@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxforge.aux_outputs import Mean
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.training import evaluation
@@ -26,7 +27,8 @@ def validations(monkeypatch):
         drawn_batches[batch] += 1
         name, i = batch
         nats, tokens = np.float32(0.1 * i + ord(name)), np.float32(i + 3)
-        return BatchSums(nats, tokens, np.int32(i), {"term": np.float32(0.3 * i)})
+        functions = {"mean": Mean(np.float32(0.7 * i), tokens), "sum": np.float32(0.1 * i)}
+        return BatchSums(nats, tokens, np.int32(i), {"term": np.float32(0.3 * i)}, functions)
 
     def batches(config, mesh, dataset):
         return iter(dataset)
@@ -61,6 +63,8 @@ def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batche
     once = dict(drawn_batches)
     assert set(once.values()) == {1}
     assert len(once) == 3 + 2 + 3
+    assert whole["eval/a/mean"] == pytest.approx(0.7 * (0 + 1 + 2) / (3 + 4 + 5))
+    assert whole["eval/sum"] == pytest.approx(0.1 * (3 + 1 + 3))
     drawn_batches.clear()
     progress, stops = Progress(step=4), 0
     while (metrics := run(ours, progress, after(batches_between_stops))) is None:
