@@ -4,8 +4,8 @@
 
 All have the same active parameters: the dense feed-forward is as wide as the experts of a token
 together. With a capacity, rows beyond it are dropped. PyTorch loops over experts, as most users
-write it. All alternate; wall time and CPU time are reported, which other processes disturb
-less.
+write it. All alternate. CPU time is reported as well as wall time, since other
+processes disturb it less.
 """
 
 import dataclasses

@@ -74,7 +74,7 @@ def test_export_from_bucket_equals_local_export(bucket, exported, tmp_path, to, 
     assert torch_compat.main(command) == 0
     stderr = capsys.readouterr().err
     assert "disk must hold it once" in stderr
-    assert ("no `latest`" in stderr) == (to == "dcp")
+    assert ("`latest` is not created" in stderr) == (to == "dcp")
     back = fetch(remote, tmp_path / "back")
     names = {path.relative_to(back).as_posix() for path in back.rglob("*") if path.is_file()}
     local = exported / to

@@ -1,4 +1,4 @@
-"""The tool as it is used: import, export, inspect, verify; killed, resumed, on a full disk."""
+"""Commands import, export, inspect and verify, also if killed, resumed or on a full disk."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ from torch_compat.formats.files import Directory
 
 
 def checksums_of(run):
-    """Checksums of arrays that the newest checkpoint of a run holds."""
+    """Return checksums of the arrays in the newest checkpoint of a run."""
     (path,) = run.glob("checkpoints/step_*/checksums/metadata")
     return json.loads(path.read_text())
 
@@ -109,7 +109,7 @@ def test_all_dialects_roundtrip_bit_exactly(tmp_path, dialect, dtype):
     arguments = ["--to=dcp", f"--dialect={dialect}"]
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), *arguments])
     reference = checkpoints.find(tmp_path / "dcp")
-    assert reference.dcp().tensors  # a checkpoint of its own
+    assert reference.dcp().tensors  # complete checkpoint
     main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
     step = orbax_store.open_orbax(tmp_path / "b")[0].progress
@@ -138,7 +138,7 @@ def test_verify_names_differences(tmp_path, capsys):
 
 
 def test_inspect_opens_checkpoint_once(tmp_path, monkeypatch):
-    """Opening takes most of the time for many tensors."""
+    """Opening takes most of the time if there are many tensors."""
     trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
     opened = []
@@ -260,7 +260,7 @@ def without_inner_adam(directory):
 
 @pytest.fixture(scope="module")
 def run_and_export(tmp_path_factory):
-    """The directory of a run `a`, its export `dcp` and another config."""
+    """Return a directory with a run `a`, its export `dcp` and another config."""
     directory = tmp_path_factory.mktemp("both")
     config = trained(directory / "a").read_text()
     main(["export", str(directory / "a"), str(directory / "dcp"), "--to=dcp"])
@@ -340,7 +340,7 @@ def test_inspect_and_verify_import_no_plugins(tmp_path, capsys):
         f'error: {stored}: [plugins] modules: module "gone.losses" does not exist; is its '
         "directory in PYTHONPATH?\n"
     )
-    assert main(export) == 0  # what the plugin registers is not needed
+    assert main(export) == 0  # the plugin is not needed
     stored.write_text("[1]")
     with pytest.raises(UserError, match="step_2 is damaged"):
         main(["inspect", str(tmp_path / "run")])
@@ -358,7 +358,7 @@ BIG = {"dim": 256, "n_layers": 4, "n_heads": 4, "vocab_size": 4096, "max_seq_len
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    """A run of 80 MB, exported."""
+    """Export a run of 80 MB."""
     directory = tmp_path_factory.mktemp("big")
     config = trained(directory / "run", model=BIG)
     main(["export", str(directory / "run"), str(directory / "dcp"), "--to=dcp"])
@@ -383,7 +383,7 @@ def test_export_and_inspect_do_not_import_jax(big, tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
 
 
-SMALL_BLOCKS = "--max-memory=1MB"  # many units of work, so that there is a middle to stop in
+SMALL_BLOCKS = "--max-memory=1MB"  # many units, so that a conversion can be stopped between them
 
 
 @pytest.mark.processes
@@ -410,7 +410,7 @@ def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
     assert not destination.exists()
     done_before = {path.name: path.stat().st_mtime_ns for path in marks.glob("*.json")}
     assert len(done_before) >= 4
-    source = orbax_store if command == "import" else dcp_writer  # nothing is patched: a real rerun
+    source = orbax_store if command == "import" else dcp_writer  # an unpatched rerun
     assert source is not None
     seen = []
     keep = shutil.rmtree
@@ -423,7 +423,7 @@ def test_killed_conversion_resumes(big, tmp_path, command, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", watching)
     main([*map(str, arguments), SMALL_BLOCKS])
-    assert seen[0].items() >= done_before.items()  # their marks are as old as they were
+    assert seen[0].items() >= done_before.items()  # done units keep their timestamps
     assert destination.exists()
     assert not marks.parent.exists()
     assert main(["verify", str(tmp_path / "b"), str(directory / "run")]) == 0

@@ -1,4 +1,4 @@
-"""`convert`: what comes of any format in one go is what an import and an export make of it."""
+"""Command `convert`: the result equals that of an import and an export."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sources(run, tmp_path_factory):
-    """Each source by name, with the run that an import makes of it."""
+    """Return sources by name, with the run of their import."""
     directory = tmp_path_factory.mktemp("sources")
     result = {}
     for name, options in SOURCES.items():
@@ -71,7 +71,7 @@ def sources(run, tmp_path_factory):
 
 
 def without_prefix(path):
-    """Write a file again as `LlamaModel.save_pretrained` would."""
+    """Rewrite a file like `LlamaModel.save_pretrained`."""
     numpy = pytest.importorskip("safetensors.numpy")
     tensors = numpy.load_file(path)
     numpy.save_file({name.removeprefix("model."): x for name, x in tensors.items()}, path)
@@ -83,7 +83,7 @@ def config_for(source, run):
 
 
 def contents(path):
-    """Tensors by their own keys, and all else that a reader may go by."""
+    """Return tensors by their keys, and all other contents that readers use."""
     reference = checkpoints.find(path)
     tensors = {name: tensor.all() for name, tensor in reference.raw().items()}
     if reference.format == "jaxforge":
@@ -200,7 +200,7 @@ def test_mup_run_is_standard_in_other_formats(tmp_path):
     assert main(["convert", str(run), str(tmp_path / "b"), "--to=jaxforge"]) == 0
     assert load_config(tmp_path / "b" / "config.toml").model.mup_base_width == 16
     assert_same_checkpoint(tmp_path / "b", run)
-    with pytest.raises(UserError, match="another learning rate for each matrix"):
+    with pytest.raises(UserError, match="other learning rates and multipliers"):
         main(["convert", str(run), str(tmp_path / "dcp"), "--to=dcp"])
     assert main(["convert", str(run), str(tmp_path / "hf"), "--to=hf"]) == 0
     head = [checkpoints.find(path).raw() for path in (tmp_path / "hf", run)]
@@ -209,7 +209,7 @@ def test_mup_run_is_standard_in_other_formats(tmp_path):
 
 
 def test_hugging_face_documents_are_kept(run, tmp_path):
-    """Family, tokenizer and end-of-text ids stay; the card says nothing about data."""
+    """Family, tokenizer and end-of-text ids are kept; the card does not mention data."""
     tokenizers = pytest.importorskip("tokenizers")
     hf, dst = tmp_path / "mine", tmp_path / "dst"
     main(["export", str(run), str(hf), "--to=hf", "--dialect=hf-mistral"])
@@ -265,7 +265,7 @@ def test_tokenizer_of_data_is_imported_with_dcp(sources, run, tmp_path):
         ("run", ["--to=hf", "--from-dialect=hf-llama"], "--from-dialect: .*is a run of jaxforge"),
         ("run", ["--to=hf", "--resize-vocab"], "--resize-vocab: .*is a run of jaxforge"),
         ("hf", ["--to=dcp", "--fill-optimizer"], "no optimizer state is converted"),
-        ("hf", ["--to=dcp", "--stages=9"], "there are model.n_layers = 5"),
+        ("hf", ["--to=dcp", "--stages=9"], "model.n_layers = 5"),
         ("hf", ["--to=hf", "--dialect=torchtitan"], "not torchtitan"),
         ("hf", ["--to=jaxforge", "--model.n_layers=4"], "left over: model.layers.4"),
     ],
@@ -278,7 +278,7 @@ def test_ineffective_option_raises(sources, tmp_path, source, arguments, message
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A DCP checkpoint of 30 MB, and its config."""
+    """Write a DCP checkpoint of 30 MB and its config."""
     directory = tmp_path_factory.mktemp("large")
     model = {"dim": 192, "ffn_hidden_dim": 576, "vocab_size": 2048, "n_kv_heads": 4}
     run = write_run(directory / "run", model=model)
@@ -311,7 +311,7 @@ def test_killed_conversion_resumes(large, tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", watch)
     assert main(arguments) == 0
-    assert seen.items() >= before.items()  # their marks are as old as they were
+    assert seen.items() >= before.items()  # done units keep their timestamps
     assert main(["verify", str(source), str(destination), f"--config={config}"]) == 0
 
 

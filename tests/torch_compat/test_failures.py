@@ -1,4 +1,4 @@
-"""A disk that fills up at any moment, sources that vanish, file systems that lack something."""
+"""Conversions on full disks, with vanishing sources, and on file systems with missing features."""
 
 import errno
 import os
@@ -26,14 +26,14 @@ def sources(tmp_path_factory):
 
 
 def convert(sources, to, command):
-    """One conversion."""
+    """Run a conversion."""
     if command == "import":
         return main(["import", str(sources / "hf"), str(to)])
     return main(["export", str(sources / "run"), str(to), f"--to={command}"])
 
 
 class Disk:
-    """Fails at the call of a function whose number is given; counts them."""
+    """Function that counts its calls and fails at a given call."""
 
     def __init__(self, monkeypatch, name, fails_at=None, number=errno.ENOSPC):
         self.calls, real = 0, getattr(os, name)
@@ -69,7 +69,7 @@ def is_durable(sources, to):
     ],
 )  # fmt: skip
 def test_full_disk_leaves_complete_result_or_none(sources, tmp_path, monkeypatch, command, call):
-    """At the first and at the last call of each kind; then the same command goes on."""
+    """The disk is full at the first or last call of each kind; then the command resumes."""
     with monkeypatch.context() as patched:
         counted = Disk(patched, call)
         convert(sources, tmp_path / "counted", command)
@@ -77,13 +77,13 @@ def test_full_disk_leaves_complete_result_or_none(sources, tmp_path, monkeypatch
         to = tmp_path / f"full{fails_at}"
         with monkeypatch.context() as patched:
             Disk(patched, call, fails_at)
-            if call == "link":  # then it copies
+            if call == "link":  # files are copied instead
                 convert(sources, to, command)
             else:
                 with pytest.raises(StorageError, match="No space left"):
                     convert(sources, to, command)
         if not is_durable(sources, to):
-            assert not (to / "config.toml").exists()  # training would begin anew there
+            assert not (to / "config.toml").exists()  # training would start from scratch
             convert(sources, to, command)
         assert is_durable(sources, to)
         if command == "import" and not (to / "config.toml").exists():
@@ -147,7 +147,7 @@ def test_unsyncable_directories_are_accepted(tmp_path, monkeypatch):
 
 def test_failed_latest_link_names_checkpoint(sources, tmp_path, monkeypatch):
     Disk(monkeypatch, "symlink", "always", errno.EPERM)
-    with pytest.raises(StorageError, match=r"step_3 is whole, but .*latest"):
+    with pytest.raises(StorageError, match=r"step_3 is complete, but .*latest"):
         convert(sources, tmp_path / "to", "dcp")
     assert is_durable(sources, tmp_path / "to")
 

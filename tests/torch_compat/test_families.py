@@ -1,4 +1,4 @@
-"""Every family of transformers: import, logits, cache, training and export, judged by itself."""
+"""All families of transformers: import, logits, cache, training and export match transformers."""
 
 import contextlib
 import functools
@@ -75,7 +75,7 @@ GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sw
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
 CASES = {
-    # name: type of model, its keys in addition to the shape
+    # name: model type, keys in addition to the shape
     "llama": ("llama", {}),
     "llama, biases, gelu": ("llama", {**ALL_BIASES, "hidden_act": "gelu"}),
     "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
@@ -180,7 +180,7 @@ def keys_of(case):
 
 
 def network_of(case):
-    """Their network with no two vectors alike: at 1 and 0 they could be swapped unnoticed."""
+    """Return a network with distinct vectors: swapped norms of 1 would go unnoticed."""
     model_type, keys = keys_of(case)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(keys)))
@@ -202,7 +202,7 @@ def is_bias(name):
 
 @pytest.fixture(scope="module", params=CASES)
 def imported(request, tmp_path_factory):
-    """A directory of theirs, the run made of it, and both networks."""
+    """Return a transformers directory, its imported run, and both networks."""
     path = tmp_path_factory.mktemp("family")
     network = network_of(request.param)
     network.config.eos_token_id, network.config.bos_token_id = [0, 7, 5], 3
@@ -224,7 +224,7 @@ def tokens_of(length=LENGTH):
 
 
 def assert_close(ours, theirs, what="logits"):
-    """To 1e-5 of the largest logit."""
+    """The tolerance is 1e-5 of the largest logit."""
     assert np.abs(np.asarray(ours) - theirs).max() < 1e-5 * np.abs(theirs).max(), what
 
 
@@ -239,7 +239,7 @@ def extending(model):
     return jax.jit(Model(model).extend)
 
 
-# All that a cache has to do with: positions, windows, what stands where in a layer, experts.
+# Families that differ in what a cache depends on: positions, windows, order in a layer, experts.
 CACHED = [
     "llama, dynamic, longer", "mistral, window 8", "qwen2", "olmo3, window 8", "smollm3, window 8",
     "gemma2, window 8", "gemma3, window 80", "granite", "phi3, longrope", "phi3, longrope, short",
@@ -249,7 +249,7 @@ CACHED = [
 
 @pytest.mark.parametrize("imported", CACHED, indirect=True)
 def test_cached_logits_match_transformers(imported):
-    """A prompt, then token by token."""
+    """A prompt is followed by single tokens."""
     case, _, _, (model, params) = imported
     tokens, first = tokens_of(), 20
     cache, logits = Model(model).empty_cache(2, LENGTH), []
@@ -257,7 +257,7 @@ def test_cached_logits_match_transformers(imported):
         where = np.broadcast_to(at, (2, len(at)))
         out, cache = extending(model)(params, tokens[:, at], where, cache)
         logits.append(out)
-    network = network_of(case)  # one that has seen nothing longer
+    network = network_of(case)  # without longer inputs before
     with torch.no_grad():
         out, theirs = network(torch.from_numpy(tokens[:, :first]), use_cache=True), []
         theirs.append(out.logits)
@@ -273,7 +273,7 @@ def test_export_of_import_is_identical(imported, tmp_path):
     _, path, network, (model, _) = imported
     back = export(path / "run", tmp_path / "back")
     expected = {**config_json(path / "hf"), "dtype": "float32", "torch_dtype": "float32"}
-    if "num_nextn_predict_layers" in expected:  # no export has them
+    if "num_nextn_predict_layers" in expected:  # not exported
         expected["num_nextn_predict_layers"] = 0
     assert config_json(back) == expected
     generation = "generation_config.json"
@@ -295,15 +295,15 @@ def test_export_of_import_is_identical(imported, tmp_path):
         assert hf_config.network_settings(read) == hf_config.network_settings(model)
 
 
-# All that their gradients differ in: the others' layers are parts of these. Those of routers are in
-# tests/model/test_moe.py.
+# Families whose gradients differ; layers of other families are subsets. Gradients of routers are
+# tested in tests/model/test_moe.py.
 TRAINED = [
     "olmo3, window 8", "gemma2, window 8", "gemma3, window 8", "granite", "gpt_neox", "gpt2",
     "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "dots1")),
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0
-EPS = 1e-6  # so that no rounding decides which way an element steps
+EPS = 1e-6  # large enough that rounding does not decide the sign of an update
 
 
 @pytest.mark.parametrize("imported", TRAINED, indirect=True)
@@ -329,7 +329,7 @@ def test_ten_updates_match_torch(imported):
 
 
 def state_of(ours, variables):
-    """A state with these parameters, and what no gradient moves among them."""
+    """Return a state with these parameters, including untrained ones."""
     given = flatten_dict(variables)
     params, model_state = (
         unflatten_dict({path: given[path] for path in flatten_dict(like)})
@@ -341,7 +341,7 @@ def state_of(ours, variables):
 
 
 def torch_updates(network, inputs, labels):
-    """Losses and gradient norms of AdamW, which decays matrices."""
+    """Return losses and gradient norms of AdamW, which decays matrices."""
     matrices, vectors = (
         [p for name, p in network.named_parameters()
          if (p.ndim > 1 and not is_bias(name)) is is_matrix]
@@ -459,11 +459,11 @@ OLDER = [
     ("model_type", "keys"), [*((name, {}) for name in FAMILIES), *OLDER], ids=str
 )
 def test_minimal_and_old_configs_match_transformers(model_type, keys):
-    """transformers fills in every key of its current version."""
+    """transformers adds all keys of its current version."""
     given = {**(FEW_OF_GPT2 if model_type == "gpt2" else FEW), **keys}
-    if model_type == "arcee":  # whose default is not built
+    if model_type == "arcee":  # its default is not supported
         given["hidden_act"] = "relu"
-    if model_type == "dots1":  # which has no default of these
+    if model_type == "dots1":  # it has no defaults of these
         given |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
     result = [ModelConfig(**hf_config.model_table(config, "here"))
@@ -485,7 +485,7 @@ NONSENSE = [None, "x", -1, 0, 10**400, 1e300, True, [], [1, "x"], {}, {"a": []}]
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_invalid_values_raise_user_error(model_type):
-    """Each key of each family with values of any kind, at the top and among rotary parameters."""
+    """Each key of each family gets values of other types, also in rotary parameters."""
     keys = set(FAMILIES[model_type].defaults) | FAMILIES[model_type].names.keys()
     inner = ("rope_type", "factor", "rope_theta", "short_factor", "mscale", "full_attention")
     tables = [{"rope_type": "yarn", "factor": 2.0, key: value}
@@ -559,7 +559,7 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
     ids=str,
 )
 def test_export_selects_matching_family(tmp_path, keys, family):
-    """KempnerForge's models among them; the logits are transformers'."""
+    """KempnerForge's models are included; logits match transformers."""
     model = ModelConfig(**{**OURS, **keys}, init_std=0.2)
     assert hf_config.select_family(model) == family
     params = random_params(model)
@@ -611,7 +611,7 @@ def test_export_without_matching_family_raises(keys, message):
 
 
 def test_expert_losses_do_not_affect_family():
-    """Losses and kernels of experts are settings of a run, not of a file."""
+    """Losses and kernels of experts are settings of a run."""
     plain = ModelConfig(**OURS, **MIXTURE)
     other = plain.model_copy(update={
         "moe_aux_loss_weight": 0.5, "moe_router_z_loss_weight": 0.1, "moe_gradient_scale": True,
@@ -638,7 +638,7 @@ OF_FILES = {
 
 @pytest.mark.parametrize("name", OF_FILES)
 def test_exported_keys_match_published_files(name):
-    """vLLM and transformers 4 know no others, and would take their defaults."""
+    """vLLM and transformers 4 would use defaults for other keys."""
     more = SIGN if "n_routed_experts" in OF_FILES[name] else SHARED
     more = SINKS if name == "gpt_oss" else more
     model = ModelConfig(**OURS, **MIXTURE, **more)
@@ -668,7 +668,7 @@ def test_router_bias_stays_float32(tmp_path):
 
 
 def test_mxfp4_files_are_refused_with_advice(tmp_path):
-    """Published ones have blocks and scales in place of `gate_up_proj` and `down_proj`."""
+    """Published files have blocks and scales instead of `gate_up_proj` and `down_proj`."""
     network_of("gpt_oss").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
@@ -683,7 +683,7 @@ def test_mxfp4_files_are_refused_with_advice(tmp_path):
 
 
 def test_multi_token_prediction_layers_are_left_out(tmp_path):
-    """GLM 4.5's files have them after the last; transformers passes over them as well."""
+    """GLM 4.5's files have such layers at the end, which transformers ignores too."""
     network = network_of("glm4_moe")
     network.save_pretrained(tmp_path / "hf")
     config = {**config_json(tmp_path / "hf"), "num_nextn_predict_layers": 1}
@@ -715,15 +715,15 @@ CHANGED = {
     "mlp_only_layers": [0], "summary_activation": "tanh", "rope_theta": 50.0, "factor": 5.0,
     "attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0,
 }  # fmt: skip
-"""Key -> another value of it that a model can have."""
+"""Key -> another valid value."""
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
-"""Keys of what norms add to a variance: a family reads its own alone."""
+"""Keys of the eps of norms: each family reads only its own."""
 FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
-"""A case of each family."""
+"""Case of each family."""
 
 
 def changed_configs(config):
-    """Yield `(key, copy)` with another value of each key, those within tables included."""
+    """Yield `(key, copy)` with another value of each key, also in nested tables."""
     for key, value in config.items():
         if key in ("model_type", "architectures", "transformers_version", "dtype"):
             continue
@@ -749,19 +749,19 @@ def another(key, value):
 
 
 def logits_of_theirs(config, weights):
-    """Logits of transformers' model of a config; None if it cannot have these weights."""
+    """Return the logits of transformers' model; None if the weights do not fit."""
     try:
         result = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
         network = transformers.AutoModelForCausalLM.from_config(result, attn_implementation="eager")
         network.load_state_dict(weights)
         with torch.no_grad():
             return network.eval()(torch.from_numpy(tokens_of())).logits.numpy()
-    except Exception:  # of many kinds: sizes that do not fit, values that no model has
+    except Exception:  # many types: wrong sizes, impossible values
         return None
 
 
 def logits_of_ours(directory, params):
-    """Logits of the model that an import makes, without a compilation; None if it is refused."""
+    """Return the logits of the import without compilation; None if the import is refused."""
     reference = checkpoints.find(directory)
     try:
         config = reference.config(None)

@@ -1,4 +1,4 @@
-"""Models to and from Hugging Face directories, judged by what `transformers` makes of them."""
+"""Import and export of Hugging Face directories, compared with `transformers`."""
 
 import itertools
 import json
@@ -125,7 +125,7 @@ def test_export_command_writes_model(tmp_path):
     "dialect", ["hf-llama", "hf-qwen2", "hf-qwen3", "hf-qwen3-moe", "kempnerforge"]
 )
 def test_export_with_missing_parameters_raises(tmp_path, dialect):
-    """A Qwen2 of a model without biases would have biases of chance in transformers."""
+    """transformers would initialize missing biases of Qwen2 at random."""
     case = "Qwen3" if dialect == "hf-llama" else "Llama"
     run = save_run(tmp_path / "run", config_of(model_of(case)))
     with pytest.raises(UserError, match=f"exported to hf as hf-.*, not {dialect}"):
@@ -155,13 +155,13 @@ def test_model_without_family_raises(tmp_path, keys, message):
 # Import
 
 
-DTYPES = itertools.cycle(("float32", "bfloat16"))  # of each family's models, both
+DTYPES = itertools.cycle(("float32", "bfloat16"))  # alternate within each family
 
 
 @pytest.fixture(scope="module", params=zip(MODELS, DTYPES, strict=False),
                 ids=lambda param: f"{param[0]}, {param[1]}")  # fmt: skip
 def imported(request, tmp_path_factory):
-    """A directory of several files that transformers wrote, the run made of it, their network."""
+    """Return a sharded transformers directory, its imported run, and the network."""
     path, (case, dtype) = tmp_path_factory.mktemp("imported"), request.param
     network = hugging_face(family(case), model_of(case)).to(getattr(torch, dtype))
     network.save_pretrained(path / "hf", max_shard_size="60KB")
@@ -224,7 +224,7 @@ class Look(Hook):
 
 @pytest.mark.parametrize("imported", [("Llama", "float32")], indirect=True)
 def test_training_continues_from_import(imported, tmp_path):
-    """A step of no length, so that the weights are what they were."""
+    """An update with learning rate 0 keeps the weights."""
     _, path, _ = imported
     shutil.copytree(path / "run", tmp_path / "run")
     arguments = ["--config", str(tmp_path / "run" / "config.toml"), "--train.max_steps=1"]
@@ -272,7 +272,7 @@ def test_tokenizer_is_exported_with_model(tmp_path, case):
     run = save_run(tmp_path / "run", config_of(model, data=data))
     directory = export(run, tmp_path / "hf", dialect=f"hf-{case.lower()}")
     kind, noted = transformers.AutoTokenizer, export_notes(run)
-    if case == "Qwen2":  # AutoTokenizer makes it Qwen2's own, whatever the files say
+    if case == "Qwen2":  # AutoTokenizer always uses Qwen2's class
         kind = transformers.PreTrainedTokenizerFast
         assert "PreTrainedTokenizerFast.from_pretrained" in noted[0]
     else:
@@ -304,7 +304,7 @@ def test_byte_tokenizer_is_not_exported(tmp_path):
 
 @pytest.fixture(scope="module")
 def with_tokenizer(tmp_path_factory):
-    """A directory of theirs with a tokenizer, whose EOS config.json alone names; its import."""
+    """Return a directory whose EOS is only in config.json, and its import."""
     path = tmp_path_factory.mktemp("tokenizer")
     bpe(path / "bpe")
     model = model_of("Llama").model_copy(update={"vocab_size": 304})
@@ -326,7 +326,9 @@ def test_import_keeps_tokenizer(with_tokenizer, tmp_path):
     assert back.bos_token == "the"
     assert config_json(tmp_path / "hf")["eos_token_id"] == 0
     load(path / "hf", tmp_path / "other", "--data.tokenizer_path=byte")
-    assert run_directory.read_tokenizer(tmp_path / "other").eos_id == 256  # one's own wins
+    assert (
+        run_directory.read_tokenizer(tmp_path / "other").eos_id == 256
+    )  # the run's tokenizer takes precedence
 
 
 def test_import_can_be_generated_from_and_evaluated(with_tokenizer, tmp_path, capsysbinary):
@@ -388,7 +390,7 @@ CONFIGS = [
 @pytest.mark.parametrize("keys", CONFIGS, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_config_json_matches_transformers(kind, keys):
-    """Defaults of each family; the forms of transformers 4 and 5."""
+    """Defaults of each family are tested in the forms of transformers 4 and 5."""
     given = minimal(kind, **keys)
     if not kind.startswith("qwen") and {"layer_types", "use_sliding_window"} & keys.keys():
         pytest.skip("a key that the family does not have: see test_families")
@@ -431,7 +433,7 @@ def test_config_json_matches_transformers(kind, keys):
     {"qkv_bias": True}, {**QK_NORM}, {"n_layers": 5},
 ], ids=str)  # fmt: skip
 def test_exported_config_roundtrips(tmp_path, keys):
-    """Also after transformers has rewritten it, and by what version 4 or 5 alone looks at."""
+    """The config is also rewritten by transformers, and reduced to keys of version 4 or 5."""
     model = ModelConfig(**{**SHAPE, **keys})
     family = hf_config.select_family(model)
     written = hf_config.config_json(config_of(model), family, "float32")
@@ -493,7 +495,7 @@ WINDOWS = pytest.mark.parametrize(
 
 @WINDOWS
 def test_sliding_window_layers_roundtrip(tmp_path, case, keys, windows):
-    """Shorter than the sequence and longer, whole and with a cache."""
+    """Windows are shorter and longer than the sequence, with and without a cache."""
     network = hugging_face(family(case), model_of(case))
     network.save_pretrained(tmp_path / "hf")
     sliding = {"sliding_window": 8, "use_sliding_window": True, "max_position_embeddings": 256}
@@ -529,7 +531,7 @@ def test_changed_windows_are_noted(tmp_path):
 
 
 def test_different_user_config_is_noted(tmp_path, caplog):
-    """Shapes tell nothing of these keys."""
+    """The changed keys do not affect shapes."""
     hugging_face("Qwen3", model_of("Qwen3")).save_pretrained(tmp_path / "hf")
     notes = load(tmp_path / "hf", tmp_path / "run", "--model.norm_eps=1e-3",
                  "--model.rope_theta=500", "--model.qk_norm_eps=1e-4")  # fmt: skip
@@ -548,7 +550,7 @@ def test_different_user_config_is_noted(tmp_path, caplog):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_cast_matches_torch(tmp_path):
-    """To the nearest, ties to even; what would become infinite is refused (see test_limits)."""
+    """Values are rounded to nearest even; overflow is refused (see test_limits)."""
     model = model_of("Llama")
     params = random_params(model)
     odd = [1 + 2**-8, 1 + 3 * 2**-8, 65000.0, -0.0, 1e-40, np.inf, 1e-7]

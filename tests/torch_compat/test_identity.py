@@ -1,4 +1,4 @@
-"""Pieces of two conversions are never mixed: what tells them apart, and who may write."""
+"""Identity of conversions: files of two conversions are never mixed, and only one may write."""
 
 import fcntl
 import itertools
@@ -25,16 +25,16 @@ from torch_compat.formats.workers import Share, Workers
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs of the same step and config, whose values differ."""
+    """Return two runs of the same step and config with different values."""
     return [write_run(tmp_path_factory.mktemp("run"), seed=seed) for seed in (1, 2)]
 
 
 class Killed(BaseException):
-    """Ends a command as a kill would."""
+    """Exception that ends a command like a kill."""
 
 
 def stopped(monkeypatch, arguments):
-    """A command that is stopped when all data are written and nothing has its name yet."""
+    """Stop a command when all data are written, before the commit."""
 
     def end(*_):
         raise Killed
@@ -46,7 +46,7 @@ def stopped(monkeypatch, arguments):
 
 
 def replace(old, new):
-    """Puts another file or directory in the place of one."""
+    """Replace a file or directory by another."""
     old.rename(old.with_name("away"))
     shutil.copytree(new, old) if new.is_dir() else shutil.copy2(new, old)
 
@@ -59,7 +59,7 @@ def test_replaced_weights_restart_conversion(runs, tmp_path, monkeypatch, form):
     arguments = ["import", str(tmp_path / "old"), str(tmp_path / "run"), *config]
     stopped(monkeypatch, arguments)
     file = "model.safetensors" if form == "hf" else "step_3/__0_0.distcp"
-    if form == "dcp":  # nothing else tells the new data from the old
+    if form == "dcp":  # nothing else distinguishes the new data
         metadata = [(tmp_path / name / "step_3" / METADATA).read_bytes() for name in ("old", "new")]
         assert metadata[0] == metadata[1]
     replace(tmp_path / "old" / file, tmp_path / "new" / file)
@@ -93,7 +93,7 @@ def test_changed_run_restarts_export(runs, tmp_path, monkeypatch, change):
 
 
 def test_changed_config_restarts_conversion(runs, tmp_path, monkeypatch):
-    """torchtitan's rotary layout goes by the number of heads."""
+    """torchtitan's rotary layout depends on the number of heads."""
     config = tmp_path / "run.toml"
     right = (runs[0] / "config.toml").read_text()
     config.write_text(right.replace("n_heads = 4\nn_kv_heads = 2", "n_heads = 2\nn_kv_heads = 1"))
@@ -116,7 +116,7 @@ def test_source_changed_during_conversion_raises(runs, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(Staging, "results", touch_and_go_on)
-        with pytest.raises(UserError, match=r"changed while it was converted: nothing is there"):
+        with pytest.raises(UserError, match=r"changed while it was converted, so that no result"):
             main(["import", str(tmp_path / "hf"), str(tmp_path / "run")])
     assert not list((tmp_path / "run").rglob("step_*"))
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
@@ -129,7 +129,9 @@ def test_every_store_has_a_file_identity(tmp_path, store):
     seen = []
     for content in (b"a", b"b", b"b"):
         fs.pipe(f"{location}/new", content)
-        fs.mv(f"{location}/new", f"{location}/__0_0.distcp")  # another file, however soon it comes
+        fs.mv(
+            f"{location}/new", f"{location}/__0_0.distcp"
+        )  # a new file, however soon it is written
         seen += [Directory(location).stamps(), Directory(location).stamps()]
     assert [a == b for a, b in itertools.pairwise(seen)] == [True, False, True, False, True]
     assert seen[0].keys() == {"__0_0.distcp"}
@@ -150,7 +152,7 @@ def test_located_checkpoint_stays_the_same(runs, tmp_path):
 
 
 def test_workers_use_source_of_process_0(runs, tmp_path, monkeypatch):
-    """A run that gains a step while they start."""
+    """The run gets another step while workers start."""
     shutil.copytree(runs[0], tmp_path / "run")
     steps = tmp_path / "run" / "checkpoints"
     arguments = ["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=hf"]
@@ -241,7 +243,7 @@ def test_running_workers_block_new_conversion(tmp_path, monkeypatch):
                 Staging(tmp_path / "a", plan, Share(0, processes))
         goes_on = Staging(tmp_path / "a", {"of": 1}, Share(0, 2))
         with goes_on, pytest.raises(UserError, match="for process 0 to begin this"):
-            Staging(tmp_path / "a", {"of": 1}, Share(1, 2))  # its share is being done
+            Staging(tmp_path / "a", {"of": 1}, Share(1, 2))  # a worker is writing its share
         helper._set_mark("unit", None)
     with Staging(tmp_path / "a", {"of": 1}, Share(0, 3)) as again:
         assert again._mark("unit").exists()

@@ -1,4 +1,4 @@
-"""Runs of plain PyTorch whose optimizer skipped experts without tokens, taken over on their way."""
+"""Import of PyTorch runs whose optimizer skipped experts without tokens."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ def config_of(router, tmp_path=Path(), **distributed):
 
 
 def module_of(tensors, buffers):
-    """A module whose state dict has these names."""
+    """Return a module whose state dict has these names."""
     root = torch.nn.Module()
     for name, tensor in {**tensors, **buffers}.items():
         *path, last = name.split(".")
@@ -86,13 +86,13 @@ class Run(NamedTuple):
 
 @functools.cache
 def batches_of(router):
-    """All labels count: those of KempnerForge's text runs do."""
+    """Return the loss over all labels, as in KempnerForge's text runs."""
     batches = random_batches(config_of(router), END)
     return [{**b, "labels": np.roll(b["input_ids"], -1, axis=-1)} for b in batches]
 
 
 def initial(config):
-    """Weights with which one expert of the last layer never wins, and others now and then."""
+    """Return weights that make one expert always idle in the last layer, and others sometimes."""
     named = {k: np.array(v) for k, v in torch_names.to_torch(drawn(config), config.model).items()}
     named["token_embedding.embedding.weight"][:, 0] += 4
     last = f"layers.{config.model.n_layers - 1}.mlp.router.gate.weight"
@@ -101,7 +101,7 @@ def initial(config):
 
 
 def begin(router):
-    """A module with initial weights, its training, and its schedule."""
+    """Return a module with initial weights, its optimizer and its schedule."""
     config = config_of(router)
     retained = {
         f"layers.{i}.mlp.router.expert_ema": torch.full((8,), 1 / 8)
@@ -135,7 +135,7 @@ def steps_of(module, training):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Thirty updates by torch.optim.AdamW with a router; the checkpoint is of the tenth."""
+    """Run 30 updates of torch.optim.AdamW with a router, with a checkpoint after the tenth."""
 
     @functools.cache
     def of(router):
@@ -163,7 +163,7 @@ def torchs(runs):
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_checkpoint_has_counts_per_expert(runs, router):
-    """The other tests rest on that: some experts are idle now and then, and one always."""
+    """Other tests rely on this: some experts are sometimes idle, and one always."""
     torchs = runs(router)
     saved = open_dcp(Directory(torchs.directory / f"step_{SAVED}")).tensors
     counts = {key: float(t.all()) for key, t in saved.items() if key.endswith(".step")}
@@ -224,7 +224,7 @@ def test_import_and_export_preserve_counts(runs, tmp_path, capsys, router):
     )
     for key, tensor in theirs.items():
         np.testing.assert_array_equal(ours[key].all(), tensor.all(), err_msg=key)
-    for key in ours.keys() - theirs.keys():  # without them PyTorch could not load it
+    for key in ours.keys() - theirs.keys():  # PyTorch requires them
         assert ".experts." in key
         assert not ours[key].all().any()
     config = f"--config={torchs.directory / 'run.toml'}"
@@ -269,7 +269,7 @@ def test_different_counts_of_packed_experts_raise(torchs, tmp_path):
 
 @pytest.mark.parametrize("name", ["schedule_free_adamw", "lion", "muon"])
 def test_other_optimizers_roundtrip_with_counts(tmp_path, name):
-    """Schedule-free AdamW has a sum of weights per parameter; Lion and Muon do not count."""
+    """Schedule-free AdamW has a sum of weights per parameter; Lion and Muon have no counts."""
     sections = config_of("softmax").model_dump(mode="json")
     sections["optimizer"] |= {"name": name, "skip_idle_experts": True}
     sections["scheduler"] |= {"name": "none"}
@@ -286,7 +286,7 @@ def test_other_optimizers_roundtrip_with_counts(tmp_path, name):
     opt_state = clip, fields._replace(**jax.tree.map(jnp.asarray, own)), *remaining
     path = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=opt_state), SAVED)
     assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
-    options = [f"--config={path}", "--fill-optimizer"]  # of what Muon leaves to AdamW
+    options = [f"--config={path}", "--fill-optimizer"]  # for parameters that Muon leaves to AdamW
     assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), *options]) == 0
     expected, result = values(tmp_path / "a"), values(tmp_path / "b")
     if "expert_weight_sum" not in own:
@@ -324,7 +324,7 @@ def test_impossible_counts_raise(torchs, tmp_path, damage):
 
 
 def test_direct_start_skips_like_checkpoint(torchs, tmp_path):
-    """From PyTorch's checkpoint, from its import, and again from the run's own checkpoint."""
+    """A run starts from PyTorch's checkpoint, from its import, and from its own checkpoint."""
     config = load_config(torchs.directory / "run.toml")
 
     def started(**checkpoint):
@@ -358,7 +358,7 @@ def test_dry_run_shows_skipping_of_checkpoint(torchs, tmp_path, capsys):
         assert (f"  {key} = true\n" in out) is skips, out
         assert (f"  {key}: a start sets it to true" in out) is skips
     assert train.main([*command, new, "--checkpoint.load_path=gs://bucket/run"]) == 0
-    assert f"{key}: a start sets it as gs://bucket/run has it" in capsys.readouterr().out
+    assert f"{key}: a start takes it from gs://bucket/run" in capsys.readouterr().out
 
 
 def test_restore_without_option_names_option(torchs, tmp_path):

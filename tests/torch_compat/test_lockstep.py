@@ -1,4 +1,4 @@
-"""Faults planted in a torch model are found and named; where there is none, none is found."""
+"""Comparison of models layer by layer: planted faults are located, and equal models match."""
 
 import functools
 import json
@@ -46,8 +46,8 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def our_side(directory):
-    """Return our side for all faults: precision -> config, our side, batch, checkpoint."""
+def reference(directory):
+    """Return precision -> config, values of jaxforge, batch and checkpoint, computed once."""
 
     @functools.cache
     def of(precision):
@@ -59,15 +59,15 @@ def our_side(directory):
     return of
 
 
-def report_of(our_side, built, precision="float32"):
-    its, edge, batch, checkpoint = our_side(precision)
+def report_of(reference, built, precision="float32"):
+    its, values, batch, checkpoint = reference(precision)
     command.load_weights(built, checkpoint.params, KEMPNERFORGE, its)
-    return command.compare_models(edge, built, KEMPNERFORGE, its, batch)
+    return command.compare_models(values, built, KEMPNERFORGE, its, batch)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_equal_models_have_no_difference(our_side, precision):
-    report = report_of(our_side, TorchSubject(Llama(), adamw), precision)
+def test_equal_models_have_no_difference(reference, precision):
+    report = report_of(reference, TorchSubject(Llama(), adamw), precision)
     assert report.same, first_difference(report.rows)
     stages = [row.stage for row in report.rows]
     assert [stages.count(s) for s in ("forward", "loss", "updates")] == [15, 1, 26]
@@ -92,27 +92,29 @@ FORWARD = {
 
 
 @pytest.mark.parametrize("fault", FORWARD)
-def test_model_fault_is_located(our_side, fault):
+def test_model_fault_is_located(reference, fault):
     point, hint = FORWARD[fault]
-    result = first_difference(report_of(our_side, TorchSubject(Llama(fault))).rows)
+    result = first_difference(report_of(reference, TorchSubject(Llama(fault))).rows)
     assert (result.stage, result.name) == ("forward", point)
     assert hint in result.hint
 
 
 @pytest.mark.parametrize("fault", ["rope base", "heads", "embedding multiplier", "gate and up"])
-def test_large_faults_are_detected_in_bfloat16(our_side, fault):
-    result = first_difference(report_of(our_side, TorchSubject(Llama(fault)), "bfloat16").rows)
+def test_large_faults_are_detected_in_bfloat16(reference, fault):
+    result = first_difference(report_of(reference, TorchSubject(Llama(fault)), "bfloat16").rows)
     assert result.name == FORWARD[fault][0]
 
 
-def test_untied_head_is_reported(our_side):
-    result = first_difference(report_of(our_side, TorchSubject(Llama("untied"), adamw)).rows)
+def test_untied_head_is_reported(reference):
+    result = first_difference(report_of(reference, TorchSubject(Llama("untied"), adamw)).rows)
     assert (result.stage, result.name) == ("gradients", "token_embedding.embedding.weight")
     assert "parameter of its own" in result.hint
 
 
-def test_different_loss_normalization_is_reported(our_side):
-    result = first_difference(report_of(our_side, TorchSubject(Llama(), adamw, loss_over_all)).rows)
+def test_different_loss_normalization_is_reported(reference):
+    result = first_difference(
+        report_of(reference, TorchSubject(Llama(), adamw, loss_over_all)).rows
+    )
     assert result.stage == "loss"
     assert "48/64 times jaxforge's: divided by all 64 labels" in result.hint
 
@@ -126,10 +128,10 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("hint", OPTIMIZERS)
-def test_different_optimizer_setting_is_reported(our_side, hint):
+def test_different_optimizer_setting_is_reported(reference, hint):
     settings, stage = OPTIMIZERS[hint]
     optimizer = functools.partial(adamw, **settings)
-    result = first_difference(report_of(our_side, TorchSubject(Llama(), optimizer)).rows)
+    result = first_difference(report_of(reference, TorchSubject(Llama(), optimizer)).rows)
     assert result.stage == stage
     assert hint in result.hint
 
@@ -177,13 +179,13 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_modules_are_located_by_name(tmp_path, monkeypatch, family):
-    """Norms after the parts, tokens of padding; fused projections, names that have changed."""
+    """The families have post-norms, padding tokens, fused projections and renamed keys."""
     transformers = pytest.importorskip("transformers")
     its = getattr(transformers, f"{family}Config")(**SHAPE, **FAMILIES[family])
     kind = getattr(transformers, f"{family}ForCausalLM")
     kind(its).save_pretrained(tmp_path)
-    monkeypatch.setattr(llama_torch, "build_theirs", lambda: kind(its), raising=False)
-    spec = "tests.torch_compat.llama_torch:build_theirs"
+    monkeypatch.setattr(llama_torch, "build_transformers", lambda: kind(its), raising=False)
+    spec = "tests.torch_compat.llama_torch:build_transformers"
     job = command.Job(spec, str(tmp_path), overrides=["--train.mixed_precision=fp32"])
     report = command.lockstep(job)
     assert report.same, first_difference(report.rows)

@@ -1,4 +1,4 @@
-"""The model card of an export: what it says, and what it keeps to itself."""
+"""Model card of an export: its contents, and what it must not reveal."""
 
 import json
 
@@ -93,7 +93,7 @@ HOSTILE = ["web\n# Owned\n<script>alert(1)</script>", "a | b", "- x", "1. x", "#
 
 
 def named(name):
-    """The body of a card in which a dataset, an evaluation and the run have a name."""
+    """Return the body of a card in which a dataset, an evaluation and the run have this name."""
     data = {"datasets": [{"path": "p", "name": name}, {"hf_name": "a/b"}]}
     logged = Logged({}, {"eval/loss": 1.0, f"eval/{name}/loss": 2.0}, 5)
     text = model_card(name, tiny_config(data=data), None, 1, "llama", logged, has_tokenizer=False)
@@ -102,7 +102,7 @@ def named(name):
 
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_config_text_is_escaped(name):
-    """In a heading, a list and a table, as CommonMark and GitHub's tables have them."""
+    """Text is escaped in headings, lists and tables of CommonMark and GitHub."""
     parse = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table").parse
     plain, tokens = parse(named("web")), parse(named(name))
     assert [token.type for token in tokens] == [token.type for token in plain]

@@ -1,4 +1,4 @@
-"""Models trained with muP, exported: transformers computes the same from the folded weights."""
+"""Exports of muP models: transformers computes the same logits from folded weights."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_mup_export_matches_transformers(family, tmp_path):
 
 
 def test_inexpressible_mup_model_is_refused(tmp_path):
-    """A scale of scores of normalised queries, where the family has none."""
+    """The family has no scale for scores of normalised queries."""
     of = config(qk_norm=True, mup_base_head_dim=4)
     run = save_run(tmp_path / "run", of)
     with pytest.raises(UserError, match=r"has no model.attention_scale = 0.125"):
@@ -69,7 +69,7 @@ def test_mup_dcp_export_requires_weights_only(tmp_path):
     of = config(mup_base_head_dim=4)
     params = random_params(of.model)
     run = save_run(tmp_path / "run", of, params)
-    with pytest.raises(UserError, match=r"another learning rate for each matrix.*--weights-only"):
+    with pytest.raises(UserError, match=r"other learning rates.*--weights-only"):
         conversion.plan(Request(checkpoints.find(run), tmp_path / "out", "dcp"))
     alone = ReadOptions(weights_only=True)
     plan = conversion.plan(Request(checkpoints.find(run), tmp_path / "out", "dcp", options=alone))
@@ -83,7 +83,7 @@ def test_standard_weights_with_mup_config_raise(tmp_path):
     out = export(save_run(tmp_path / "run", plain), tmp_path / "out")
     with pytest.raises(UserError, match=r"standard parametrisation.*remove it.*model.dim = 64"):
         load(out, tmp_path / "again", "--model.mup_base_width=16")
-    load(out, tmp_path / "same", "--model.mup_base_width=64")  # the standard one
+    load(out, tmp_path / "same", "--model.mup_base_width=64")  # standard parametrisation
     options = ReadOptions(weights_only=True)
     with pytest.raises(UserError, match="standard parametrisation"):
         checkpoints.find(out).read(config(), options)
@@ -98,7 +98,7 @@ def test_base_width_is_standard_parametrisation():
 
 
 def built_as_llama(config):
-    """A factory, for lockstep: nothing of muP in it."""
+    """Factory for lockstep, without muP."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     class Mine(LlamaForCausalLM):
@@ -121,4 +121,4 @@ def test_lockstep_compares_folded_weights(tmp_path):
     job = command.Job(f"{__name__}:built_as_llama", str(run), size=(2, 16))
     report = command.lockstep(job)
     assert report.same, first_difference(report.rows)
-    assert any("multipliers of muP are in the weights" in note for note in report.notes)
+    assert any("contain the multipliers of muP" in note for note in report.notes)

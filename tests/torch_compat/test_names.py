@@ -1,4 +1,4 @@
-"""Each dialect's table, both ways: every parameter once, found from its keys, or what is wrong."""
+"""Name maps of all dialects: translation in both directions, detection, and error messages."""
 
 import functools
 
@@ -96,7 +96,7 @@ def shapes_of(features):
 
 
 def ours_of(features, dtype="float32"):
-    """Random parameters by our names, no two alike."""
+    """Return random, distinct parameters by jaxforge's names."""
     rng = np.random.default_rng(0)
     return {
         name: rng.standard_normal(shape, np.float32).astype(DTYPES[dtype])
@@ -109,7 +109,7 @@ def lazy(arrays):
 
 
 def theirs_of(dialect, features, dtype="float32"):
-    """Return the tensors under a dialect's names, as its own code saves them."""
+    """Return tensors by a dialect's keys, as its code base saves them."""
     result = NAME_MAPS[dialect].to_dialect(lazy(ours_of(features, dtype)), model_of(**features))
     return {key: np.ascontiguousarray(tensor.all()) for key, tensor in result.items()}
 
@@ -120,7 +120,7 @@ def translated(dialect, features, theirs, *, resize_vocab=False):
 
 
 def as_dcp(keys):
-    """A checkpoint with these keys."""
+    """Write a checkpoint with these keys."""
     return Dcp(Directory("/nowhere"), lazy({key: np.zeros(1) for key in keys}), LazyObjects())
 
 
@@ -238,7 +238,7 @@ def test_packed_experts_are_stacked_as_in_out():
 @pytest.mark.parametrize("features", FEATURES["torchtitan"])
 @pytest.mark.parametrize("dialect", ["torchtitan", "torchtitan-2025"])
 def test_rotary_scores_match_torchtitan(dialect, features):
-    """q·k after Meta's rotation of neighbouring channels is q·k after our rotation of halves."""
+    """Rotating neighbouring channels (Meta) and halves (jaxforge) gives equal q·k."""
     config = model_of(**features)
     head, positions = config.head_size, np.arange(8)
     x = np.random.default_rng(1).standard_normal((8, 16))
@@ -269,7 +269,7 @@ def test_rotary_scores_match_torchtitan(dialect, features):
     expected = scores(*map(meta, as_they_are))
     result = scores(*(halves(back[name].all()) for name in names))
     np.testing.assert_allclose(result, expected, atol=2e-4)
-    assert np.abs(scores(*map(halves, as_they_are)) - expected).max() > 1  # it does matter
+    assert np.abs(scores(*map(halves, as_they_are)) - expected).max() > 1  # the layout matters
 
 
 PREFIXES = ["", "model.", "app.model.", "state_dict.model.", "module.", "model.module.",
@@ -293,7 +293,7 @@ WRAPPERS = [
 def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = list(theirs_of(dialect, features))
     same = dict.fromkeys(("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite"), "hf-llama")
-    expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # the very same names
+    expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # identical names
     for wrapped in WRAPPERS:
         result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
         assert result.dialect is NAME_MAPS[expected]
@@ -400,7 +400,7 @@ def test_long_list_is_shortened():
 
 @pytest.mark.parametrize("shape", [(), (7,), (7, 16), (6, 16), (12, 16), (0, 16), (8, 16, 1)])
 def test_unpermutable_tensor_reports_its_shape(shape):
-    """Also one whose rows, rounded up to whole heads, would be as many as there should be."""
+    """This includes tensors whose rows would match if rounded up to whole heads."""
     theirs = theirs_of("torchtitan", LLAMA)
     theirs["layers.0.attention.qkv_linear.wk.weight"] = np.zeros(shape)
     says = rf"k_proj\.weight is \[{', '.join(map(str, shape))}\], but .* in the model"
@@ -431,7 +431,7 @@ def test_overwritten_packed_experts_are_reported_lost(features):
 
 
 def test_other_number_of_experts_is_not_reported_lost():
-    """The router says how many there are."""
+    """The router determines the number of experts."""
     features = FEATURES["kempnerforge"][2]
     with pytest.raises(UserError, match=r"router\.gate\.weight is \[4, 16\]") as caught:
         translated(

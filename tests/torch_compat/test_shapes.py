@@ -1,4 +1,4 @@
-"""The shapes that are told without JAX are those that the model and the optimizer declare."""
+"""Shapes computed without JAX match those of the model and the optimizer."""
 
 import itertools
 
@@ -47,7 +47,7 @@ MIXTURES = {
 
 
 def test_parameters_have_documented_shapes():
-    # Each value with each value of another option: a declaration looks at two at most.
+    # All pairs of values: a declaration depends on two options at most.
     settings = [
         dict(zip(OPTIONS, values, strict=True)) for values in zip(*OPTIONS.values(), strict=True)
     ]

@@ -169,7 +169,7 @@ def test_export_without_suffix_is_refused(job, tmp_path, config_file):
     source = save(job, tmp_path / "checkpoint.pt", step=STEPS)
     run = tmp_path / "run"
     main(["import", str(source), str(run), f"--config={config_file}"])
-    with pytest.raises(UserError, match=r"name it with the suffix \.pt"):
+    with pytest.raises(UserError, match=r"Its name must end with \.pt"):
         main(["export", str(run), str(tmp_path / "b"), "--to=pt"])
 
 

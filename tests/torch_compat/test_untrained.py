@@ -53,7 +53,7 @@ NAMES = {"layers.0.drift": (64,), "layers.1.drift": (64,), "gauge": (3,)}
 
 @pytest.fixture
 def run(tmp_path):
-    """A run at step 2, by which time nothing of its state is what it began as."""
+    """Return a run at step 2, whose whole state has changed."""
     config = trained(tmp_path / "run", **SECTIONS)
     state = {n: v for n, v in values(tmp_path / "run").items() if n.startswith("model_state.")}
     assert state.keys() == {f"model_state.{name}" for name in NAMES}
@@ -62,7 +62,7 @@ def run(tmp_path):
 
 
 class GaugedNetwork(aux_model.AuxNetwork):
-    """With an array that no layer has."""
+    """Model with an array outside of layers."""
 
     def __init__(self, config, declare):
         super().__init__(config, declare)
@@ -168,7 +168,7 @@ def test_unnamed_state_raises(run, tmp_path):
 
 @pytest.fixture
 def without(tmp_path):
-    """A DCP of the same weights and optimizer, by PyTorch's word complete; and our config."""
+    """Return a DCP of the same weights and optimizer, saved by PyTorch, and the config."""
     trained(tmp_path / "plain")
     config = tmp_path / "config.toml"
     config.write_text(tiny_config(**SECTIONS).to_toml())
@@ -291,7 +291,7 @@ def test_stages_have_state_of_their_layers():
 
 
 def test_custom_model_matches_no_family():
-    """Even one that has Llama's very parameters: it computes something else with them."""
+    """A model with the parameters of Llama may compute something else."""
     register_model("same_parameters")(type("Same", (aux_model.Model,), {}))
     model = tiny_config(model={"model_type": "same_parameters"}).model
     with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
@@ -330,7 +330,7 @@ def test_plugin_registers_model_and_names(run, tmp_path):
         subprocess.run, cwd=ROOT, env=env, check=True, text=True, capture_output=True
     )
     tool = [sys.executable, "-m", "torch_compat"]
-    # As a run has it that was trained with the plugin.
+    # Equal to a run that was trained with the plugin.
     change_stored_config(run, "plugins", modules=["gauged_plugin"])
     dcp = tmp_path / "dcp"
     export = [*tool, "export", str(run), str(dcp), "--to=dcp", "--dialect=gauged"]

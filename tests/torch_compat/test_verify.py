@@ -26,7 +26,7 @@ def dcp(run, tmp_path_factory):
 
 
 def verify(capsys, a, b, *options):
-    """Exit code, what differs (name -> note), and notes."""
+    """Return the exit code, differences (name -> note), and notes."""
     capsys.readouterr()
     code = main(["verify", str(a), str(b), "--json", *options])
     report = json.loads(capsys.readouterr().out)
@@ -34,7 +34,7 @@ def verify(capsys, a, b, *options):
 
 
 def with_place(dcp, directory, change):
-    """A copy whose `train_state.pt` is another."""
+    """Return a copy with another `train_state.pt`."""
     shutil.copytree(dcp / "step_3", directory)
     file = Directory(directory).open(TRAIN_STATE)
     state = torch_zip.Archive(file, 0, file.size, "").object()
@@ -78,7 +78,7 @@ def test_different_progress_is_reported(run, dcp, tmp_path, capsys, name):
         ("--optimizer.betas=[0.9, 0.99]", {"optimizer.betas"}),
         ("--optimizer.eps=1e-7", {"optimizer.eps"}),
         ("--optimizer.weight_decay=0.2", {"optimizer.weight_decay"}),
-        ("--scheduler.warmup_steps=8", {"optimizer.lr"}),  # the schedule, as far as DCP tells it
+        ("--scheduler.warmup_steps=8", {"optimizer.lr"}),  # the only trace of the schedule in a DCP
     ],
 )
 def test_different_settings_are_reported(run, dcp, tmp_path, capsys, setting, names):
