@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxforge.program import Program as Program
     from jaxforge.step.losses import register_loss as register_loss
     from jaxforge.training.callbacks.callback import Callback as Callback
+    from jaxforge.training.eval_functions import register_eval_function as register_eval_function
     from jaxforge.training.launch import train as train
 
     __version__: str
@@ -64,6 +65,7 @@ _PUBLIC = {
     "Run": "jaxforge.inference.run",
     "load_config": "jaxforge.config.reading.load",
     "register_dataset": "jaxforge.data.sources",
+    "register_eval_function": "jaxforge.training.eval_functions",
     "register_loss": "jaxforge.step.losses",
     "register_model": "jaxforge.model.transformer",
     "register_optimizer": "jaxforge.optim.optimizer",

@@ -5,6 +5,7 @@ starts quickly.
 """
 
 import enum
+import functools
 import signal
 
 
@@ -28,6 +29,21 @@ class Exit(enum.Enum):
         member._value_ = meaning
         member.code, member.meaning, member.again = code, meaning, again
         return member
+
+    @staticmethod
+    @functools.cache
+    def requested(code: int) -> "Exit":
+        """Return the reason "a callback requested the end of the run" with an exit code."""
+        member = object.__new__(Exit)
+        member._name_, member._value_ = f"REQUESTED_{code}", "stopped by a callback"
+        member.code, member.again = code, False
+        member.meaning = f"stopped by a callback with exit code {code} after a checkpoint"
+        return member
+
+    @property
+    def is_agreed(self) -> bool:
+        """True if all processes of a job end for this reason at the same step."""
+        return self in AGREED or self is Exit.requested(self.code)
 
     COMPLETED = 0, "finished: max_steps reached", False
     EARLY_STOPPED = 0, "finished: stopped early by [early_stop]", False

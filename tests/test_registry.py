@@ -14,6 +14,7 @@ from jaxforge.optim.optimizer import register_optimizer
 from jaxforge.optim.schedule import register_scheduler
 from jaxforge.registry import Registry
 from jaxforge.step.losses import register_loss
+from jaxforge.training.eval_functions import register_eval_function
 
 KEYS = {
     "model.model_type": register_model,
@@ -21,6 +22,7 @@ KEYS = {
     "optimizer.name": register_optimizer,
     "scheduler.name": register_scheduler,
     "data.dataset_type": register_dataset,
+    "eval.functions": register_eval_function,
 }
 
 
@@ -72,21 +74,23 @@ def test_unregistered_name_gets_a_suggestion():
 @pytest.mark.usefixtures("own_names")
 def test_config_takes_registered_names_and_suggests_them(key, tmp_path):
     section, name = key.split(".")
-    path = tmp_path / "x.toml"
-    path.write_text(f'[{section}]\n{name} = "my_ownn"')
+    is_list = key == "eval.functions"
+    path, item = tmp_path / "x.toml", f"{key}[0]" if is_list else key
+    path.write_text(f"[{section}]\n{name} = " + ('["my_ownn"]' if is_list else '"my_ownn"'))
     with pytest.raises(UserError) as caught:
         load_config(path)
     assert "my_own," not in str(caught.value)
     KEYS[key]("my_own")(type("Own", (Model,), {}) if key == "model.model_type" else builder)
     with pytest.raises(UserError) as caught:  # the schema is read anew, though it is kept
         load_config(path)
-    known = all_keys()[key]["enum"]
+    node = all_keys()[key]
+    known = (node["items"] if is_list else node)["enum"]
     assert known[-1] == "my_own"
     assert str(caught.value) == (
-        f'{path}:2: {key} = "my_ownn": expected one of {", ".join(known)}; did you mean "my_own"?'
+        f'{path}:2: {item} = "my_ownn": expected one of {", ".join(known)}; did you mean "my_own"?'
     )
     config = load_config(path, [f"--{key}=my_own"])
-    assert value_of(config, key) == "my_own"
+    assert value_of(config, key) == (("my_own",) if is_list else "my_own")
     path.write_text(config.to_toml())
     assert load_config(path) == config
 

@@ -81,6 +81,9 @@ class Checkpoints:
         read_only: do not create, change or delete files.
         arrays: handler that reads and writes the state; by default that of Orbax.
         begin_checksums: function that starts to hash the arrays of a state (`checksums.begin`).
+
+    Attributes:
+        saved_step: step of the last save or restore; None before the first one.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Checkpoints:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
         self._stack, self._begin_checksums = stack, begin_checksums
-        self._saved: int | None = None
+        self.saved_step: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._took: dict[int, float] = {}
@@ -157,7 +160,7 @@ class Checkpoints:
                 in the background are raised by the next `check`, `wait`, `close` or `save`.
         """
         step = progress.step
-        if step == self._saved:
+        if step == self.saved_step:
             return None
         self.wait()  # memory may not suffice for copies of two states
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
@@ -178,7 +181,7 @@ class Checkpoints:
         else:
             with self._naming_failure():
                 write()
-        self._saved = step
+        self.saved_step = step
         self._thread = threading.Thread(
             target=self._finish, args=(step, began, *background), daemon=True
         )
@@ -219,7 +222,7 @@ class Checkpoints:
         for later in self.steps():
             if later > step:
                 self._manager.delete(later)
-        self._saved = step
+        self.saved_step = step
 
     def amend(self, progress: Progress) -> None:
         """Replace the progress of a durable step; its arrays stay unchanged.
@@ -228,7 +231,7 @@ class Checkpoints:
         """
         self.wait()
         path = self.path(progress.step) / "progress" / "metadata"
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and path.exists():  # the checkpoint may have been deleted
             with self._naming_failure():
                 config_crc32 = stored_config_crc32(json.loads(path.read_bytes()))
                 safe_files.replace_text(path, json.dumps(seal_progress(progress, config_crc32)))
@@ -250,7 +253,7 @@ class Checkpoints:
             )
             self._check_bits(restored.state, saved, step)
             progress = unseal_progress(restored.progress, step)
-        self._saved = step
+        self.saved_step = step
         return with_counts(layout.from_tree(restored.state, like), progress), progress
 
     def check_restorable(self, like: TrainState, step: int) -> Progress:

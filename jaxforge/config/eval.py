@@ -3,15 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import Annotated, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxforge.config import points
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import PathText, Section
+from jaxforge.registry import Registry
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
 """Metrics that are logged for each evaluation set."""
+
+EVAL_FUNCTIONS = Registry("eval.functions", "accuracy")
+"""Registered evaluation functions (`training.eval_functions`)."""
 
 
 class EvalSource(Section):
@@ -34,11 +39,40 @@ class EvalSource(Section):
         return bool(self.dataset_path or self.hf_dataset_name)
 
 
+class EvalSchedule(NamedTuple):
+    """Schedule of an evaluation set.
+
+    Attributes:
+        interval: updates between evaluations.
+        start_step: updates before the first evaluation.
+        steps: batches per evaluation.
+    """
+
+    interval: int
+    start_step: int
+    steps: int
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to evaluate the set after `step` updates."""
+        return step >= self.start_step and step % self.interval == 0
+
+    def due_steps(self, last: int) -> range:
+        """Return the updates after which the set is evaluated, up to `last`."""
+        first = -(-max(self.start_step, 1) // self.interval) * self.interval
+        return range(first, last + 1, self.interval)
+
+
 class EvalDataset(EvalSource):
     """`[[eval.datasets]]`: one of several evaluation sets."""
 
     name: str = ""
     """Name in metrics: letters, digits, "_", "." and "-"."""
+    interval: PositiveSteps | None = None
+    """Updates between evaluations of this set; by default eval.interval."""
+    start_step: Steps | None = None
+    """Updates before the first evaluation of this set; by default eval.start_step."""
+    steps: PositiveInt | None = None
+    """Batches per evaluation of this set; by default eval.steps."""
 
     def problems(self) -> Iterator[str]:
         """Yield the broken rules between the keys of this table."""
@@ -61,6 +95,8 @@ class EvalConfig(EvalSource):
     """Batches per evaluation and set; each evaluation uses the same batches."""
     datasets: tuple[EvalDataset, ...] = ()
     """Several named sets, as an alternative to a single set."""
+    functions: tuple[Annotated[str, EVAL_FUNCTIONS], ...] = ()
+    """Names of registered evaluation functions, such as accuracy, logged for each set."""
     sample_interval: Steps = 0
     """Updates between generated text samples, also without evaluation; 0 disables them."""
     sample_prompts: tuple[str, ...] = ("",)
@@ -94,10 +130,24 @@ class EvalConfig(EvalSource):
         names = Counter(dataset.name for dataset in self.datasets)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two evaluation sets have the name "{name}": rename one'
+        if len(set(self.functions)) < len(self.functions):
+            yield "functions contains a name twice: remove one"
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to evaluate after `step` updates."""
-        return step >= self.start_step and step % self.interval == 0
+    def schedules(self) -> dict[str, EvalSchedule]:
+        """Return the schedule of each set by name; a single set has the name ""."""
+        own = EvalSchedule(self.interval, self.start_step, self.steps)
+        return dict.fromkeys(self.sources(), own) | {
+            dataset.name: EvalSchedule(
+                own.interval if dataset.interval is None else dataset.interval,
+                own.start_step if dataset.start_step is None else dataset.start_step,
+                own.steps if dataset.steps is None else dataset.steps,
+            )
+            for dataset in self.datasets
+        }
+
+    def due_sets(self, step: int) -> list[str]:
+        """Return the names of the sets to evaluate after `step` updates."""
+        return [name for name, schedule in self.schedules().items() if schedule.is_due(step)]
 
     def is_sample_due(self, step: int) -> bool:
         """Return whether to write samples after `step` updates."""

@@ -4,9 +4,11 @@ Each warning names the key, its value and a change. `plan.checks` has the warnin
 the data and the disk.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxforge.config.eval import EvalSchedule
 from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.optimizer import UNUSUAL_LR
 from jaxforge.config.problems import describe_change
@@ -140,20 +142,50 @@ def schedule(config: JobConfig) -> Iterator[str]:
 
 
 def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
+    """Yield evaluation sets that are never evaluated, and metrics that are never logged."""
     section, last = config.eval, config.train.max_steps
     if not section.enabled:
         return
-    if section.interval > last:
-        yield (
-            f"eval.interval = {section.interval:,} exceeds train.max_steps = {last:,}, so "
-            f"evaluation never runs: change {describe_change({'eval.interval': tenth})}"
-        )
-    elif -(-section.start_step // section.interval) * section.interval > last:
-        yield (
-            f"eval.start_step = {section.start_step:,} leaves no multiple of eval.interval = "
-            f"{section.interval:,} up to train.max_steps = {last:,}, so evaluation never "
-            f"runs: change {describe_change({'eval.start_step': 0})}"
-        )
+    messages = []
+    for i, (name, schedule) in enumerate(section.schedules().items()):
+        own = section.datasets[i] if name else section
+        table = f"eval.datasets[{i}]" if name else "eval"
+        interval_key = "eval.interval" if own.interval is None else f"{table}.interval"
+        start_key = "eval.start_step" if own.start_step is None else f"{table}.start_step"
+        if schedule.interval > last:
+            messages.append(
+                f"{interval_key} = {schedule.interval:,} exceeds train.max_steps = {last:,}, so "
+                f"evaluation never runs: change {describe_change({interval_key: tenth})}"
+            )
+        elif not schedule.due_steps(last):
+            messages.append(
+                f"{start_key} = {schedule.start_step:,} leaves no multiple of {interval_key} = "
+                f"{schedule.interval:,} up to train.max_steps = {last:,}, so evaluation never "
+                f"runs: change {describe_change({start_key: 0})}"
+            )
+    yield from dict.fromkeys(messages) if messages else _metrics_of_all_sets(config)
+
+
+def _metrics_of_all_sets(config: JobConfig) -> Iterator[str]:
+    """Yield keys whose metric covers all sets, if no step evaluates all sets."""
+    schedules, last = config.eval.schedules(), config.train.max_steps
+    interval = math.lcm(*(schedule.interval for schedule in schedules.values()))
+    start = max(schedule.start_step for schedule in schedules.values())
+    if EvalSchedule(interval, start, 1).due_steps(last):
+        return
+    stop, uses = config.early_stop, {}
+    if config.checkpoint.keep_best_n:
+        uses["checkpoint.best_metric"] = config.checkpoint.best_metric
+    if stop.active and stop.patience_steps is not None:
+        uses["early_stop.metric"] = stop.metric
+    for key, metric in uses.items():
+        prefix, _, name = metric.partition("/")
+        if prefix == "eval" and name.partition("/")[0] not in schedules:
+            of_set = f"eval/{next(iter(schedules))}/{name}"
+            yield (
+                f'{key} = "{metric}" is never logged, because no step up to train.max_steps = '
+                f"{last:,} evaluates all sets: change {describe_change({key: of_set})}"
+            )
 
 
 def _phases(config: JobConfig) -> Iterator[str]:

@@ -220,9 +220,9 @@ SECTION_RULES: tuple[Rule, ...] = (
 
 
 def _has_terms(config: JobConfig) -> bool:
-    """Return whether a registered loss or model may add metrics that are known only once built."""
-    own_loss = config.train.loss_fn not in CROSS_ENTROPIES
-    return own_loss or config.model.model_type != "transformer"
+    """Return whether a loss, evaluation function or model may add metrics, known once built."""
+    own = config.train.loss_fn not in CROSS_ENTROPIES or config.eval.functions
+    return bool(own) or config.model.model_type != "transformer"
 
 
 def _no_source(name: str, names: list[str]) -> str:

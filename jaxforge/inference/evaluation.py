@@ -137,7 +137,8 @@ def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: boo
     """Print a table with a row for each set, and a row for all if there are several."""
     table = Table(title=f"{trained.run.name}, step {trained.step}", title_justify="left")
     table.add_column("set")
-    for name in ("tokens", "loss", "perplexity", "bits/byte"):
+    functions = list(next(iter(sums.values())).functions)
+    for name in ("tokens", "loss", "perplexity", "bits/byte", *functions):
         table.add_column(name, justify="right")
     rows = {name or "eval": sums_of_set for name, sums_of_set in sums.items()}
     if len(rows) > 1:
@@ -145,6 +146,7 @@ def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: boo
     for name, sums_of_set in rows.items():
         values = sums_of_set.metrics()
         bits = f"{values['bits_per_byte']:.4f}" if "bits_per_byte" in values else "-"
+        results = (f"{values[function]:.4f}" for function in functions)
         table.add_row(name, f"{sums_of_set.tokens:,}", f"{values['loss']:.4f}",
-                      f"{values['perplexity']:,.2f}", bits)  # fmt: skip
+                      f"{values['perplexity']:,.2f}", bits, *results)  # fmt: skip
     wide_console(sys.stderr if to_stderr else sys.stdout).print(table)

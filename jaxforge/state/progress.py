@@ -50,6 +50,7 @@ class Progress:
         mixtures: mixtures used so far and their first samples, as in `training.phases`.
         rollbacks: step, target step and skipped samples of each rollback.
         early_stop: state of early stopping.
+        callbacks: states of callbacks by class, as `training.callbacks.saved_state` encodes them.
         data: fingerprint of each dataset (`data.fingerprint`); empty in older checkpoints.
         run_id: identifies the run across restarts; also the id in W&B.
     """
@@ -70,6 +71,7 @@ class Progress:
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     rollbacks: list[dict[str, int]] = dataclasses.field(default_factory=list)
     early_stop: dict[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
 

@@ -21,6 +21,7 @@ import jax
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.live_line import clock
+from jaxforge.training.callbacks.callback import EvalContext
 from jaxforge.training.hooks import Hook, StepContext
 
 Point = tuple[int, float]
@@ -69,9 +70,12 @@ class LivePlot(Hook):
                 self._trained = self._trained[::2]
             self._draw()
 
-    def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """Add a point to the evaluation curve."""
-        self._evaluated.append((step, metrics["eval/loss"]))
+    def on_eval_end(
+        self, metrics: dict[str, float], step: int, context: EvalContext | None = None
+    ) -> None:
+        """Add a point to the evaluation curve, if all sets were evaluated."""
+        if "eval/loss" in metrics:
+            self._evaluated.append((step, metrics["eval/loss"]))
         self._draw()
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:

@@ -10,10 +10,11 @@ Metrics of each set and, if sets have names, over all sets together:
 """
 
 import collections
+import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxforge.aux_outputs import AuxOutputs
+from jaxforge.aux_outputs import AuxOutputs, Mean
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
 from jaxforge.step.gradients import Batch, update_loss_weights
 from jaxforge.step.losses import build_loss
+from jaxforge.training.eval_functions import add_sums, build_eval_functions, sums_of, value_of
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +45,16 @@ _MAX_EXPONENT = 20.0
 
 
 class BatchSums(NamedTuple):
-    """Sums over the valid tokens of a batch, on the device; `terms` are means."""
+    """Sums over the valid tokens of a batch, on the device; `terms` are means.
+
+    `functions` are results of evaluation functions by name.
+    """
 
     nats: Float[Array, ""]
     tokens: Float[Array, ""]
     n_bytes: Int[Array, ""]
     terms: Mapping[str, Float[Array, ""]] = {}
+    functions: Mapping[str, Array | Mean] = {}
 
 
 class SetSums(NamedTuple):
@@ -60,6 +66,7 @@ class SetSums(NamedTuple):
         n_bytes: bytes of the text of these tokens; None if unknown.
         batches: number of batches.
         terms: loss terms of a registered loss and of layers, by name: Σ tokens · mean.
+        functions: results of evaluation functions by name: a sum, or the two sums of a mean.
     """
 
     nats: float = 0.0
@@ -67,9 +74,10 @@ class SetSums(NamedTuple):
     n_bytes: int | None = 0
     batches: int = 0
     terms: Mapping[str, float] = {}
+    functions: Mapping[str, Sequence[float]] = {}
 
     def metrics(self) -> dict[str, float]:
-        """Return `loss`, `perplexity`, `bits_per_byte` if bytes are known, and the terms by name.
+        """Return `loss`, `perplexity`, `bits_per_byte` if bytes are known, terms and functions.
 
         Values are NaN without tokens.
         """
@@ -80,7 +88,7 @@ class SetSums(NamedTuple):
             metrics["bits_per_byte"] = bits / self.n_bytes if self.n_bytes else math.nan
         for name, total in self.terms.items():
             metrics[name] = total / self.tokens if self.tokens else math.nan
-        return metrics
+        return metrics | {name: value_of(sums) for name, sums in self.functions.items()}
 
 
 _NOTHING = SetSums()
@@ -88,8 +96,21 @@ _NOTHING = SetSums()
 EvalStep = Callable[[Params, Batch, Int[Array, "v"]], BatchSums]
 
 
-def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
-    """Return the jitted `(params, batch [1, batch, seq], bytes of each token) -> sums`."""
+def make_eval_step(
+    model: Model, config: TrainConfig, mesh: Mesh, functions: Sequence[str] = ()
+) -> EvalStep:
+    """Return the jitted `(params, batch [1, batch, seq], bytes of each token) -> sums`.
+
+    Args:
+        model: the model.
+        config: the `[train]` section.
+        mesh: the mesh of the parameters.
+        functions: names of evaluation functions.
+
+    Raises:
+        UserError: an evaluation function is not registered.
+    """
+    compute_functions = build_eval_functions(functions, config, model)
     own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
@@ -104,9 +125,9 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
         own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else AuxOutputs()
-        return BatchSums(
-            loss.total, loss.weight, jnp.sum(lengths), own.with_layer_losses(out.aux).loss_terms
-        )
+        terms = own.with_layer_losses(out.aux).loss_terms
+        results = compute_functions(params, hidden, microbatch)
+        return BatchSums(loss.total, loss.weight, jnp.sum(lengths), terms, results)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(eval_step, out_shardings=everywhere)
@@ -132,7 +153,7 @@ class Evaluator:
         tokenizer: Tokenizer | None,
     ) -> None:
         self._config, self._mesh, self._datasets = config, mesh, datasets
-        self._step = make_eval_step(model, config.train, mesh)
+        self._step = make_eval_step(model, config.train, mesh, config.eval.functions)
         self._abstract = join(model.abstract, model.state.abstract)
         lengths = None if tokenizer is None else tokenizer.byte_lengths()
         self._byte_lengths = _byte_table(lengths, config.model.vocab_size, mesh)
@@ -160,7 +181,7 @@ class Evaluator:
         Raises:
             UserError: the evaluation does not report the metric.
         """
-        known = self._reports({})
+        known = self._reports()
         if metric in known:
             return
         if metric.endswith("bits_per_byte"):
@@ -171,16 +192,20 @@ class Evaluator:
             )
         batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
         sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
-        if metric not in (known := self._reports(sums.terms)):  # with terms of loss and layers
+        if metric not in (
+            known := self._reports(sums.terms, sums.functions)
+        ):  # with terms of loss and layers
             raise UserError(
                 f'{key} = "{metric}": no such metric. Evaluation reports {", ".join(known)}'
             )
 
-    def _reports(self, terms: Mapping[str, object]) -> dict[str, float]:
-        zeros = dict.fromkeys(terms, 0.0)
+    def _reports(
+        self, terms: Iterable[str] = (), functions: Iterable[str] = ()
+    ) -> dict[str, float]:
+        zeros, results = dict.fromkeys(terms, 0.0), dict.fromkeys(functions, (0.0,))
         return summary(
             {
-                name: SetSums(n_bytes=0 if known else None, terms=zeros)
+                name: SetSums(n_bytes=0 if known else None, terms=zeros, functions=results)
                 for name, known in self._has_bytes.items()
             }
         )
@@ -192,6 +217,7 @@ class Evaluator:
         steps: int | None,
         begun: SetSums = _NOTHING,
         stop: Callable[[], object] = lambda: False,
+        note_batch: Callable[[str, int], None] = lambda name, batch: None,
     ) -> tuple[SetSums, bool]:
         """Evaluate one set.
 
@@ -201,6 +227,7 @@ class Evaluator:
             steps: number of batches; None for all.
             begun: sums of the batches that were evaluated before.
             stop: called before each batch; a true result stops the evaluation.
+            note_batch: called with set and number of each batch after its launch.
 
         Returns:
             The sums, and True if they cover all batches.
@@ -208,17 +235,24 @@ class Evaluator:
         batches = eval_batches(self._config, self._mesh, self._datasets[name])
         sums: list[BatchSums] = []
         stopped = False
-        for batch in itertools.islice(batches, begun.batches, steps):
+        for i, batch in enumerate(itertools.islice(batches, begun.batches, steps), begun.batches):
             if stopped := bool(stop()):
                 break
             sums.append(self._step(params, batch, self._byte_lengths))
+            note_batch(name, i)
             jax.block_until_ready(sums[-2:][0])  # at most two batches in flight on the devices
         return _add_up(begun, sums, has_bytes=self._has_bytes[name]), not stopped
 
 
-def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
-    """Return the logged metrics: `eval/loss` of all sets, `eval/<name>/loss` of each set."""
-    metrics = {f"eval/{key}": value for key, value in merge_sums(sets.values()).metrics().items()}
+def summary(sets: Mapping[str, SetSums], *, are_all: bool = True) -> dict[str, float]:
+    """Return the logged metrics: `eval/loss` of all sets, `eval/<name>/loss` of each set.
+
+    Args:
+        sets: sums by set.
+        are_all: False to leave out the metrics of all sets, because some sets were not evaluated.
+    """
+    total = merge_sums(sets.values()).metrics() if are_all else {}
+    metrics = {f"eval/{key}": value for key, value in total.items()}
     for name, sums in sets.items():
         if name:
             metrics |= {f"eval/{name}/{key}": value for key, value in sums.metrics().items()}
@@ -227,10 +261,18 @@ def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
 
 def merge_sums(sets: Iterable[SetSums]) -> SetSums:
     """Return the sums over several sets, in which every token has the same weight."""
-    nats, tokens, n_bytes, batches, terms = zip(*sets, strict=True)
+    nats, tokens, n_bytes, batches, terms, functions = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]
     all_bytes = sum(known) if len(known) == len(n_bytes) else None
-    return SetSums(sum(nats), sum(tokens), all_bytes, sum(batches), _sum_terms(terms))
+    results = functools.reduce(_sum_functions, functions)
+    return SetSums(sum(nats), sum(tokens), all_bytes, sum(batches), _sum_terms(terms), results)
+
+
+def _sum_functions(
+    first: Mapping[str, Sequence[float]], second: Mapping[str, Sequence[float]]
+) -> dict[str, list[float]]:
+    names = first.keys() | second.keys()
+    return {name: add_sums(first.get(name, ()), second.get(name, ())) for name in sorted(names)}
 
 
 def _sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -247,14 +289,17 @@ def _add_up(begun: SetSums, batches: list[BatchSums], *, has_bytes: bool) -> Set
     stopped. In float32, large token counts would be rounded.
     """
     nats, tokens, n_bytes, terms = begun.nats, begun.tokens, begun.n_bytes or 0, begun.terms
+    functions = begun.functions
     for batch in jax.device_get(batches):
         nats += float(batch.nats)
         tokens += int(batch.tokens)
         n_bytes += int(batch.n_bytes)
         batch_terms = {name: float(batch.tokens * term) for name, term in batch.terms.items()}
         terms = _sum_terms([terms, batch_terms])
+        results = {name: sums_of(value) for name, value in batch.functions.items()}
+        functions = _sum_functions(functions, results)
     count = begun.batches + len(batches)
-    return SetSums(nats, tokens, n_bytes if has_bytes else None, count, terms)
+    return SetSums(nats, tokens, n_bytes if has_bytes else None, count, terms, functions)
 
 
 def _byte_table(

@@ -14,17 +14,18 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError
-from jaxforge.exit_codes import AGREED
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Batch, Controls, Metrics, TrainStep
 from jaxforge.training.bad_steps import BadSteps
 from jaxforge.training.callbacks.callback import Callback, IntervalContext, StepContext
+from jaxforge.training.callbacks.control import Requests
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exit_report import (
@@ -80,11 +81,13 @@ class Trainer:
         """
         exits = Exits(self.config.train, signals, since)
         tracker, profiler = self.instruments.tracker, self.instruments.profiler
-        for callback in self.callbacks:
-            callback.on_train_begin(self.config)
+        self.callbacks.call(Callback.on_train_begin, self.config)
+        if self.saver.loaded is not None:
+            self._note_load(self.saver.loaded)
         try:
             reason = self._begin(signals, exits)
             while reason is None:
+                self.callbacks.call(Callback.on_step_begin, self.progress.step + 1)
                 with profiler.around(self.progress.step + 1, tracker.paused):
                     batch, controls = self._next_batch(signals)
                     self._measure_attention_logits(batch)
@@ -116,6 +119,7 @@ class Trainer:
         if reason is None and progress.validation:
             due = self.callbacks.due_on_resume(progress.step)
             reason = self._between_steps(signals, exits, due)
+            self.saver.write_amendment()
         if reason is None and progress.step < self.config.train.max_steps:
             with signals.interrupting(), watchdog.naming("loading data"):
                 self.updates.data.open(progress)
@@ -124,8 +128,8 @@ class Trainer:
                 with signals.interrupting():
                     compile_step = self.updates.lower(batch)
                 self.updates.step = signals.wait_for(compile_step)
-            for callback in self.callbacks:
-                callback.on_compiled(self.updates.step)
+            self.callbacks.call(Callback.on_compiled, self.updates.step)
+            reason = self._fulfil_first_requests(exits)
             self.callbacks.start_clock()
         elif reason is None:
             log_already_complete(self.config.train, progress)
@@ -141,13 +145,7 @@ class Trainer:
         if not due:
             return None
         jax.block_until_ready(self.state)  # its collectives would mix with those of the checks
-        return self.callbacks.run(due, self._interval_context(exits))
-
-    def _interval_context(self, exits: Exits) -> IntervalContext:
-        return IntervalContext(
-            self.progress, self.state, self.instruments.tracker, self.instruments.watchdog,
-            self.callbacks, exits.requested_in_evaluation, self.saver.amend,
-        )  # fmt: skip
+        return self.callbacks.run(due, self._context(exits, due))
 
     def _between_steps(
         self, signals: Signals, exits: Exits, due: Sequence[Callback]
@@ -156,15 +154,68 @@ class Trainer:
             return self.bad_steps.fault  # unsaved: results of these devices cannot be trusted
         self._check_saves(signals)
         self._note_durable()
-        context = self._interval_context(exits)
+        context = self._context(exits, due)
         reason = self.callbacks.run(due, context)
         if reason is Exit.UNHEALTHY:
             return reason  # unsaved, for the same reason
-        self._save_if_due(context.evaluation)
-        reason = reason or self._early_end(context.evaluation)
+        requests = self._take_requests(context, due, is_forced=self._at_end or reason is not None)
+        self._save_if_due(context.evaluation, is_requested=requests.save)
+        reason = reason or self._early_end(context.evaluation) or requests.exit
         if reason:
             self._save()
+        self._note_evaluation(context)
         return reason or self._reason_to_stop(exits)
+
+    def _context(self, exits: Exits, due: Sequence[Callback]) -> IntervalContext:
+        def start_save() -> None:
+            waits = self.config.checkpoint.keep_best_n or any(cb.judges_state for cb in due)
+            if not waits and (self._at_end or self.saver.is_due(self.progress.step)):
+                self._save()
+
+        return IntervalContext(
+            self.progress, self.state, self.instruments.tracker, self.instruments.watchdog,
+            self.callbacks, exits.requested_in_evaluation, start_save, self.callbacks.control,
+        )  # fmt: skip
+
+    def _note_evaluation(self, context: IntervalContext) -> None:
+        """Remember an evaluation that ended, or was stopped, after the save of its step."""
+        if context.evaluation or self.progress.validation:
+            self.progress.callbacks |= self.callbacks.states()
+            self.saver.note_evaluation(self.progress)
+
+    def _take_requests(
+        self, context: IntervalContext, due: Sequence[Callback], *, is_forced: bool
+    ) -> Requests:
+        """Return the agreed requests of callbacks; a requested evaluation takes place here.
+
+        At most one evaluation takes place after a step, and none after a step that changed nothing.
+        """
+        step, paused = self.progress.step, self.instruments.tracker.paused
+        requests = self.callbacks.requests(step, due, paused, is_forced=is_forced)
+        has_evaluated = context.evaluation or self.progress.validation
+        if requests.evaluation and not (has_evaluated or self.bad_steps.had_halted(self.progress)):
+            self.callbacks.evaluate(context)
+            later = self.callbacks.requests(step, due, paused, is_forced=True)
+            requests = requests.merge(later)
+        return requests
+
+    def _fulfil_first_requests(self, exits: Exits) -> Exit | None:
+        """Fulfil the requests of callbacks before the first step of this process."""
+        context = self._context(exits, ())
+        requests = self._take_requests(context, (), is_forced=True)
+        self._note_evaluation(context)
+        if self.progress.validation:
+            return self._reason_to_stop(exits)  # the evaluation was stopped
+        if context.evaluation or requests.save:
+            self._save_if_due(context.evaluation, is_requested=requests.save)
+        if requests.exit:
+            self._save()
+        return requests.exit
+
+    def _note_load(self, path: Path) -> None:
+        """Restore the states of callbacks and report the restored checkpoint to them."""
+        self.callbacks.load_states(self.progress.callbacks)
+        self.callbacks.call(Callback.on_checkpoint_load, self.progress.step, path)
 
     def _check_saves(self, signals: Signals) -> None:
         """Raise the failure of a save now, and not at the next save.
@@ -239,15 +290,14 @@ class Trainer:
         if not self.callbacks.watches_steps:
             return
         self.instruments.tracker.flush()  # callbacks come after the metrics
-        context = StepContext(self.progress.step, self.state, metrics)
-        for callback in self.callbacks:
-            callback.on_step_end(context)
+        context = StepContext(self.progress.step, self.state, metrics, self.callbacks.control)
+        self.callbacks.call(Callback.on_step_end, context)
 
-    def _save_if_due(self, evaluation: dict[str, float]) -> None:
-        """Save on the schedule, after the last step, and after a new best evaluation."""
+    def _save_if_due(self, evaluation: dict[str, float], *, is_requested: bool = False) -> None:
+        """Save on the schedule or a request, after the last step, and after a new best."""
         metric, step = self.config.checkpoint.best_metric, self.progress.step
-        new_best = bool(evaluation) and self.progress.note_metric(evaluation[metric])
-        if self._at_end or self.saver.is_due(step, new_best=new_best):
+        new_best = metric in evaluation and self.progress.note_metric(evaluation[metric])
+        if self._at_end or is_requested or self.saver.is_due(step, new_best=new_best):
             self._save(evaluation)
         elif self.saver.is_local_due(step):
             self._save(permanent=False)
@@ -257,21 +307,23 @@ class Trainer:
             self._follow_device()
             if self._has_halted:
                 return  # the parameters are those of the last good step, and the run ends soon
+            self.progress.callbacks |= self.callbacks.states()
             path, metrics = self.saver.save(
                 self.progress, self.state, evaluation, permanent=permanent
             )
         if path is not None:
             self.instruments.tracker.log(self.progress.step, metrics)
             if permanent:
-                for callback in self.callbacks:
-                    callback.on_checkpoint_save(self.progress.step, path)
+                self.callbacks.call(Callback.on_checkpoint_save, self.progress.step, path)
 
     def _note_durable(self) -> None:
         durable = list(self.saver.newly_durable())
         if durable and self.bad_steps.had_halted(self.progress):
             self._follow_device()  # to log under the last step that took place
-        for metrics in durable:
-            self.instruments.tracker.log(self.progress.step, metrics)
+        for save in durable:
+            self.instruments.tracker.log(self.progress.step, save.metrics)
+            if save.is_permanent:
+                self.callbacks.call(Callback.on_checkpoint_durable, save.step, save.path)
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
         """Apply `[early_stop]` to the latest logged metrics and evaluation.
@@ -306,6 +358,7 @@ class Trainer:
     def _roll_back(self) -> Exit | None:
         """Roll back to the last good checkpoint, if rollback is enabled and has a target."""
         self._follow_device()
+        self.saver.write_amendment()  # the rollback may read it
         rollback = self.bad_steps.rollback
         target = rollback.target(self.progress) if rollback else None
         if rollback is None or target is None:
@@ -319,6 +372,7 @@ class Trainer:
             self.updates.data.open(self.progress)
         self.instruments.tracker.rewind()
         self.bad_steps.clear()
+        self._note_load(self.saver.permanent.path(target))
         self.instruments.tracker.log(
             target, {"train/rollbacks": float(len(self.progress.rollbacks))}
         )
@@ -373,7 +427,7 @@ class Trainer:
                 stack.callback(callback.close)
             for callback in callbacks:
                 stack.callback(note_loss, callback.on_train_end, step, tokens, reason)
-            stack.callback(self.saver.close, together=reason in AGREED)
+            stack.callback(self.saver.close, together=reason is not None and reason.is_agreed)
             stack.callback(self.instruments.profiler.close)
         return Exit.STORAGE if losses else reason
 

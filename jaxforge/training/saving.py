@@ -1,6 +1,8 @@
 """Saves of a run: permanent checkpoints, and non-persistent ones."""
 
 import contextlib
+import copy
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from jaxforge.model.transformer import Model
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.storage import urls
 from jaxforge.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,23 @@ def open_checkpoints(config: JobConfig, model: Model) -> Checkpoints:
     return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
 
 
+@dataclasses.dataclass(frozen=True)
+class DurableSave:
+    """A save that became durable.
+
+    Attributes:
+        step: the saved step.
+        path: the checkpoint.
+        is_permanent: False for a non-persistent checkpoint.
+        metrics: metrics of the save.
+    """
+
+    step: int
+    path: Path
+    is_permanent: bool
+    metrics: dict[str, float]
+
+
 class Saver:
     """Saves the checkpoints of a run.
 
@@ -37,6 +57,9 @@ class Saver:
         permanent: the checkpoints in the run directory.
         local: checkpoints in `checkpoint.non_persistent_dir`; None without them.
         mirror: copies the other files of the run to its bucket; None for a run on disk.
+
+    Attributes:
+        loaded: the checkpoint from which this start continues; None for a new run.
     """
 
     def __init__(
@@ -49,6 +72,9 @@ class Saver:
     ) -> None:
         self._config, self._policy, self._mirror = config, policy, mirror
         self.permanent, self.local = permanent, local
+        self.loaded: Path | None = None
+        self._stored: Progress | None = None
+        self._amendment: Progress | None = None
         self._checkpoints = {_PERMANENT: permanent, **({_LOCAL: local} if local else {})}
 
     @classmethod
@@ -66,7 +92,11 @@ class Saver:
         section, resolved = config.checkpoint, config.model_dump(mode="json")
         permanent = open_checkpoints(config, model)
         local = open_local(section, model.axes, resolved, model.stack)
-        return cls(section, SavePolicy(config), permanent, local, mirror)
+        saver = cls(section, SavePolicy(config), permanent, local, mirror)
+        saver.loaded = saver.newest()
+        if saver.loaded is None and section.load_path:
+            saver.loaded = urls.path(section.load_path, "checkpoint.load_path")
+        return saver
 
     def is_empty(self) -> bool:
         """Return whether there is no checkpoint yet."""
@@ -104,6 +134,8 @@ class Saver:
             The path, or None if the checkpoint exists already; and the metrics of the call.
         """
         name = _PERMANENT if permanent else _LOCAL
+        if permanent and progress.step != self.permanent.saved_step:
+            self.write_amendment()
         start = time.perf_counter()
         if self._mirror:
             self._mirror.publish()  # metrics in the bucket are never older than the checkpoint
@@ -111,30 +143,54 @@ class Saver:
         seconds = time.perf_counter() - start
         if path is None:
             return None, {}
+        if permanent:
+            self._stored = copy.deepcopy(progress)
         log.info(
             "saving step %d to %s; training was blocked for %.2f s", progress.step, path, seconds
         )
         return path, {f"{name}/blocking_sec": seconds}
 
-    def amend(self, progress: Progress) -> None:
-        """Rewrite the progress in the checkpoint of its step."""
-        self.permanent.amend(progress)
+    def note_evaluation(self, progress: Progress) -> None:
+        """Remember to rewrite the progress in the checkpoint of its step, if it has changed.
+
+        The checkpoint may have been saved before the evaluation of its step ended.
+        """
+        if progress.step == self.permanent.saved_step and progress != self._stored:
+            self._amendment = copy.deepcopy(progress)
+
+    def write_amendment(self) -> None:
+        """Rewrite the progress of the last checkpoint if an evaluation has changed it."""
+        if self._amendment is not None:
+            self._stored, self._amendment = self._amendment, None
+            self.permanent.amend(self._stored)
 
     def check(self) -> None:
         """Raise the failure of a save in the background, if there is one."""
         for checkpoints in self._checkpoints.values():
             checkpoints.check()
 
-    def newly_durable(self) -> Iterator[dict[str, float]]:
-        """Yield the metrics of each save that became durable since the last call."""
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint, permanent or not; None without one."""
+        newest = [
+            (step, checkpoints.path(step))
+            for checkpoints in self._checkpoints.values()
+            if (step := checkpoints.latest()) is not None
+        ]
+        return max(newest, key=lambda saved: saved[0], default=(0, None))[1]
+
+    def newly_durable(self) -> Iterator[DurableSave]:
+        """Yield each save that became durable since the last call."""
         for name, checkpoints in self._checkpoints.items():
             for step, seconds in checkpoints.newly_durable().items():
                 log.info("saved step %d in %.2f s", step, seconds)
-                yield {f"{name}/save_sec": seconds}
+                metrics = {f"{name}/save_sec": seconds}
+                path = checkpoints.path(step)
+                yield DurableSave(step, path, checkpoints is self.permanent, metrics)
 
     def wait(self) -> None:
-        """Wait until every permanent checkpoint is durable."""
+        """Wait until every permanent checkpoint is durable and up to date."""
         self.permanent.wait()
+        self.write_amendment()
 
     def close(self, *, together: bool = True) -> None:
         """Wait for all saves and close the checkpoints.

@@ -129,15 +129,17 @@ def _phases(config: JobConfig) -> Iterator[str]:
 
 
 def _evaluation(config: JobConfig) -> Iterator[str]:
-    interval, start = config.eval.interval, config.eval.start_step
     if not config.eval.enabled:
         yield "none"
         return
-    begun = f" from step {start:,} on" if start else ""
-    yield f"every {interval:,} updates{begun}, {config.eval.steps:,} batches of each set"
-    first = -(-max(start, 1) // interval) * interval
-    steps = range(first, config.train.max_steps + 1, interval)
-    yield _listed(steps, len(steps))
+    schedules = config.eval.schedules()
+    is_common = len(set(schedules.values())) == 1
+    for name, schedule in list(schedules.items())[: 1 if is_common else None]:
+        begun = f" from step {schedule.start_step:,} on" if schedule.start_step else ""
+        sets = "each set" if is_common else name
+        yield f"every {schedule.interval:,} updates{begun}, {schedule.steps:,} batches of {sets}"
+        steps = schedule.due_steps(config.train.max_steps)
+        yield _listed(steps, len(steps))
 
 
 def _samples(config: JobConfig) -> Iterator[str]:

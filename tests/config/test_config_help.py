@@ -76,6 +76,7 @@ def test_key_help_has_type_default_and_usage():
 def test_help_explains_all_keys_of_a_name():
     assert [line for line in help_of("interval").splitlines() if line and line[0] != " "] == [
         "eval.interval",
+        "eval.datasets.interval",
         "checkpoint.interval",
     ]
 

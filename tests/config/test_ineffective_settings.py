@@ -46,6 +46,23 @@ def test_effective_settings_give_no_warning():
             "eval.interval to 5",
         ),
         (
+            {"eval": {"dataset_path": "", "datasets": [
+                {"name": "a", "dataset_path": "a"},
+                {"name": "b", "dataset_path": "b", "interval": 51},
+            ]}},
+            "eval.datasets[1].interval = 51 exceeds train.max_steps = 50, so evaluation never "
+            "runs: change eval.datasets[1].interval to 5",
+        ),
+        (
+            {"eval": {"dataset_path": "", "datasets": [
+                {"name": "a", "dataset_path": "a", "interval": 30},
+                {"name": "b", "dataset_path": "b", "interval": 20},
+            ]}, "checkpoint": {"keep_best_n": 1}},
+            'checkpoint.best_metric = "eval/loss" is never logged, because no step up to '
+            "train.max_steps = 50 evaluates all sets: change checkpoint.best_metric to "
+            '"eval/a/loss"',
+        ),
+        (
             {"eval": {"start_step": 45, "interval": 40}},
             "eval.start_step = 45 leaves no multiple of eval.interval = 40 up to train.max_steps",
         ),

@@ -11,17 +11,19 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start_both(run, *overrides, torchrun=False, count=2, of_last=()):
+def start_both(run, *overrides, torchrun=False, count=2, of_last=(), env=None):
     port = free_port()
     processes = []
     for index in range(count):
         if torchrun:
-            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count),
+            job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count),
                    "RANK": str(index)}  # fmt: skip
         else:
-            env = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
+            job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
                    "JAX_PROCESS_ID": str(index)}  # fmt: skip
-        processes.append(run.start(*overrides, *of_last * (index == count - 1), **env))
+        processes.append(
+            run.start(*overrides, *of_last * (index == count - 1), **job, **(env or {}))
+        )
     return processes
 
 

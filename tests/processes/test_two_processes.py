@@ -1,5 +1,7 @@
 """Two real processes over loopback, joined by jax.distributed, are one run."""
 
+import json
+import os
 import re
 import resource
 import signal
@@ -98,6 +100,44 @@ def test_full_disk_of_one_process_ends_both_with_its_host_and_path(new_run):
         (error,) = re.findall("^error: .*", output, re.MULTILINE)
         assert re.search(rf"could not be written to {where}.*process_1/.*: File too large", error)
     assert run.steps() == []
+
+
+REQUESTS = """
+import jax
+import jaxforge as jf
+
+class Requests(jf.Callback):
+    calls = 0
+
+    def on_step_end(self, context):
+        self.calls += 1
+        if jax.process_index() == 1 and context.step == 4:
+            context.control.request_evaluation()
+        if jax.process_index() == 1 and context.step == 13:
+            raise SystemExit(9)
+
+    def state_dict(self):
+        return {"calls": self.calls}
+"""
+
+
+def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tmp_path):
+    run = new_run()
+    (tmp_path / "requests_of_one.py").write_text(REQUESTS)
+    np.save(tmp_path / "held_out.npy", np.arange(9 * 33, dtype=np.uint16) % 256)
+    sets = ["--eval.enabled=true", f"--eval.dataset_path={tmp_path}", "--eval.functions=accuracy",
+            "--eval.interval=1000", "--checkpoint.interval=1000",
+            "--plugins.hooks=requests_of_one.Requests"]  # fmt: skip
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    started = start_both(run, "--distributed.dp_shard=2", *sets, env={"PYTHONPATH": path})
+    finish_both(started, code=9)
+    evaluated = [line for line in run.lines() if "eval/loss" in line]
+    assert [line["step"] for line in evaluated] == [10]
+    assert 0 <= evaluated[0]["eval/accuracy"] <= 1
+    assert run.steps() == [20]
+    progress = run.directory / "checkpoints" / "step_20" / "progress" / "metadata"
+    states = json.loads(progress.read_text())["callbacks"]
+    assert states == {"requests_of_one.Requests": {"calls": 20}}
 
 
 @pytest.mark.slow

@@ -122,7 +122,6 @@ def test_hooks_share_collected_metrics_and_see_evaluations():
 
     runner = Callbacks([NormHook(), EvaluationHook()])
     assert check_collect(runner.collect) == ("grads", "params_norm")
-    for hook in runner:
-        hook.on_eval_begin(3)
-        hook.on_eval_end({}, 3)
+    runner.call(Hook.on_eval_begin, 3)
+    runner.call(Hook.on_eval_end, {}, 3, None)
     assert events == [("begin", 3), ("end", 3)]

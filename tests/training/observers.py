@@ -73,21 +73,27 @@ class Recorder(Hook):
 
 class Checkpoints:
     def __init__(self, events):
-        self.events, self.saved, self.in_progress = events, None, {}
+        self.events, self.saved_step, self.in_progress = events, None, {}
 
     def save(self, progress, state, evaluation):
-        if progress.step == self.saved:
+        if progress.step == self.saved_step:
             return None
-        self.saved = progress.step
+        self.saved_step = progress.step
         self.in_progress[progress.step] = 1.5
         self.events.append(f"save {progress.step}")
         return "path"
 
     def latest(self):
-        return self.saved
+        return self.saved_step
+
+    def amend(self, progress):
+        self.events.append(f"amend {progress.step}")
 
     def check(self):
         pass
+
+    def path(self, step):
+        return Path(f"step_{step}")
 
     def newly_durable(self):
         durable, self.in_progress = self.in_progress, {}
@@ -161,9 +167,10 @@ class TwoBatches:
     def __init__(self, events):
         self.events = events
 
-    def run(self, state, progress, stop):
+    def run(self, state, progress, stop, note_batch):
         validation = progress.begin_validation(["a"])
         self.events.append(f"evaluate from {len(validation.sums)}")
+        note_batch("a", len(validation.sums))
         if not validation.sums and stop():
             validation.sums["a"] = {}
             return None

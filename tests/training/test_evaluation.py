@@ -4,9 +4,11 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.aux_outputs import Max, Mean
 from jaxforge.data import sources
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.data.corpus.tokenizer import ByteTokenizer
@@ -14,6 +16,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.training.eval_functions import build_eval_functions, register_eval_function
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 from tests.conftest import tiny_config
 
@@ -34,14 +37,14 @@ def shards(tmp_path_factory):
     return root
 
 
-def config(shards, *names, batch=4, pack=False, train=None, **sections):
+def config(shards, *names, batch=4, pack=False, train=None, evaluation=None, **sections):
     sets = [{"name": name, "dataset_path": str(shards / name)} for name in names]
     job = {"datasets": sets} if len(sets) > 1 else {"dataset_path": sets[0]["dataset_path"]}
     return tiny_config(
         model={"vocab_size": VOCAB, "init_std": 0.3},
         train={"batch_size": batch, **(train or {})},
         data={"pack_sequences": pack, "eos_token_id": EOS},
-        eval={"enabled": True, **job},
+        eval={"enabled": True, **job, **(evaluation or {})},
         **sections,
     )
 
@@ -63,8 +66,8 @@ def evaluated(job, tokenizer=None, steps=None, devices=1):
 
 
 @functools.cache
-def reference_sums(path, pack):
-    """Return the sums over a set in float64, from the logits of single windows."""
+def reference_logits(path, pack):
+    """Return logits in float64, labels, and True for labels that count, of single windows."""
     model = build_model(tiny_config(model={"vocab_size": VOCAB, "init_std": 0.3}))
     windows = np.load(path / "a.npy").astype(np.int64)
     windows = windows[: len(windows) // (SEQ + 1) * (SEQ + 1)].reshape(-1, SEQ + 1)
@@ -72,9 +75,14 @@ def reference_sums(path, pack):
     docs = np.cumsum(inputs == EOS, axis=1) - (inputs == EOS)
     hidden = jax.jit(model.hidden)(params(), inputs, docs if pack else None)
     logits = np.asarray(model.logits(params(), hidden), np.float64)
+    return logits, labels, inputs != EOS if pack else np.ones_like(labels, bool)
+
+
+def reference_sums(path, pack):
+    """Return the sums over a set in float64."""
+    logits, labels, counts = reference_logits(path, pack)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = -np.take_along_axis(logp, labels[..., None], -1)[..., 0]
-    counts = inputs != EOS if pack else np.ones_like(labels, bool)
     return nats[counts].sum(), counts.sum(), (labels[counts] != EOS).sum()
 
 
@@ -201,3 +209,72 @@ def test_evaluations_share_one_compiled_program(shards):
         evaluator(placed)
         evaluator(placed, 1)
     assert evaluator._step._cache_size() == 1
+
+
+@pytest.fixture
+def label_logits(own_names):
+    """Register a function with a mean and a sum."""
+
+    @register_eval_function("label_logits")
+    def label_logits(config, model):
+        def function(params, hidden, batch):
+            labels = batch["labels"]
+            is_valid = labels >= 0
+            logits = model.logits(params, hidden)
+            chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+            total = jnp.sum(jnp.where(is_valid, chosen, 0))
+            return {
+                "label_logit": Mean(total, jnp.sum(is_valid)),
+                "even_labels": jnp.sum(is_valid & (labels % 2 == 0)),
+            }
+
+        return function
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "batch"), [({}, 1, 4), *MESHES[1:3], ({"pp": 2}, 2, 4)], ids=str
+)
+@pytest.mark.usefixtures("label_logits")
+def test_functions_match_numpy_on_any_mesh(shards, axes, devices, batch):
+    functions = {"functions": ["accuracy", "label_logits"]}
+    job = config(shards, "a", "b", batch=batch, pack=True, distributed=axes, evaluation=functions)
+    metrics = summary(evaluated(job, devices=devices))
+    both = [reference_logits(shards / name, True) for name in WINDOWS]
+    for name, sets in (("a/", both[:1]), ("b/", both[1:]), ("", both)):
+        logits, labels, counts = (np.concatenate(arrays) for arrays in zip(*sets, strict=True))
+        chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0][counts]
+        assert metrics[f"eval/{name}accuracy"] == pytest.approx(
+            (logits.argmax(-1) == labels)[counts].mean(), rel=1e-6
+        )
+        assert metrics[f"eval/{name}label_logit"] == pytest.approx(chosen.mean(), rel=1e-4)
+        assert metrics[f"eval/{name}even_labels"] == (labels[counts] % 2 == 0).sum()
+
+
+@pytest.mark.usefixtures("label_logits")
+def test_metric_of_function_can_rank_checkpoints(shards):
+    job = config(shards, "a", evaluation={"functions": ["label_logits"]})
+    mesh, model = make_mesh(job, jax.devices()[:1]), build_model(job)
+    evaluator = Evaluator(job, mesh, model, sources.open_eval_data(job), None)
+    evaluator.check_reports("eval/label_logit")
+    with pytest.raises(UserError, match=r"no such metric. .*eval/even_labels, eval/label_logit"):
+        evaluator.check_reports("eval/accuracy")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (
+            {"loss": 1.0},
+            '"own" returns "loss", which another metric of evaluation is named. Choose',
+        ),
+        ({"accuracy": 1.0}, '"own" returns "accuracy", which another metric'),
+        (Max(1.0), 'returns a maximum as "own". Return a sum or a Mean'),
+    ],
+)
+@pytest.mark.usefixtures("own_names")
+def test_invalid_result_of_function_is_refused(result, message):
+    register_eval_function("own")(lambda config, model: lambda params, hidden, batch: result)
+    register_eval_function("first")(lambda config, model: lambda *batch: {"accuracy": 0.0})
+    evaluate = build_eval_functions(("first", "own"), None, None)
+    with pytest.raises(UserError, match=message):
+        evaluate(None, None, {})

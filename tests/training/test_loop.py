@@ -45,15 +45,16 @@ def test_step_has_fixed_order_of_events():
     events, reason, _ = run(steps=4, log=2, evaluate=2, save=2)
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [e for e in second if not e.startswith("read")] == [
-        "launch 2", "log 2 train", "hook 2", "eval begins 2", "evaluate from 0", "log 2 eval",
-        "eval hook 2", "save 2", "log 2 checkpoint", "save hook 2",
+        "launch 2", "log 2 train", "hook 2", "save 2", "log 2 checkpoint", "save hook 2",
+        "eval begins 2", "evaluate from 0", "log 2 eval", "eval hook 2",
     ]  # fmt: skip
     assert reason is Exit.COMPLETED
     assert events[0] == "begin"
     third = events[events.index("launch 3") : events.index("launch 4")]
     assert third[-2:] == ["hook 3", "log 3 checkpoint"]  # the save after step 2 is durable
-    assert events[-5:] == [
-        "wait", "log 4 checkpoint", "close", "end 4 1024 Exit.COMPLETED", "sink closed, code 0",
+    assert events[-6:] == [
+        "wait", "amend 4", "log 4 checkpoint", "close", "end 4 1024 Exit.COMPLETED",
+        "sink closed, code 0",
     ]  # fmt: skip
 
 

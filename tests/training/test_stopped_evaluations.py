@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxforge.aux_outputs import Mean
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.training import evaluation
@@ -26,7 +27,8 @@ def validations(monkeypatch):
         drawn_batches[batch] += 1
         name, i = batch
         nats, tokens = np.float32(0.1 * i + ord(name)), np.float32(i + 3)
-        return BatchSums(nats, tokens, np.int32(i), {"term": np.float32(0.3 * i)})
+        functions = {"mean": Mean(np.float32(0.7 * i), tokens), "sum": np.float32(0.1 * i)}
+        return BatchSums(nats, tokens, np.int32(i), {"term": np.float32(0.3 * i)}, functions)
 
     def batches(config, mesh, dataset):
         return iter(dataset)
@@ -37,13 +39,17 @@ def validations(monkeypatch):
     evaluator._datasets = {name: [(name, i) for i in range(n)] for name, n in SETS.items()}
     evaluator._has_bytes = dict.fromkeys(SETS, True)
     evaluator._step = step
-    return ResumableEvaluation(evaluator, STEPS), drawn_batches
+    return ResumableEvaluation(evaluator, dict.fromkeys(SETS, STEPS)), drawn_batches
 
 
 def after(n):
     """Return a function that requests a stop from its n-th call on."""
     asked = iter(range(n))
     return lambda: next(asked, None) is None
+
+
+def run(evaluation, progress, stop):
+    return evaluation.run(STATE, progress, stop, lambda name, batch: None)
 
 
 def through_json(progress):
@@ -53,13 +59,15 @@ def through_json(progress):
 @pytest.mark.parametrize("batches_between_stops", [1, 2, 3, 5, 7])
 def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batches_between_stops):
     ours, drawn_batches = validations
-    whole = ours.run(STATE, Progress(), lambda: False)
+    whole = run(ours, Progress(), lambda: False)
     once = dict(drawn_batches)
     assert set(once.values()) == {1}
     assert len(once) == 3 + 2 + 3
+    assert whole["eval/a/mean"] == pytest.approx(0.7 * (0 + 1 + 2) / (3 + 4 + 5))
+    assert whole["eval/sum"] == pytest.approx(0.1 * (3 + 1 + 3))
     drawn_batches.clear()
     progress, stops = Progress(step=4), 0
-    while (metrics := ours.run(STATE, progress, after(batches_between_stops))) is None:
+    while (metrics := run(ours, progress, after(batches_between_stops))) is None:
         stops += 1
         assert stops < 10, "it comes no further"
         progress = through_json(progress)
@@ -72,7 +80,7 @@ def test_stopped_evaluation_resumes_without_skips_or_repeats(validations, batche
 def test_stopped_evaluation_stores_pending_sets_and_sums(validations):
     ours, _ = validations
     progress = Progress()
-    assert ours.run(STATE, progress, after(4)) is None
+    assert run(ours, progress, after(4)) is None
     at = progress.validation
     assert (at.pending, at.completed) == (["b", "c"], ["a"])
     assert {name: sums["batches"] for name, sums in at.sums.items()} == {"a": 3, "b": 1}

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from jaxforge.config.data import DATASETS
+from jaxforge.config.eval import EVAL_FUNCTIONS
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.config.optimizer import OPTIMIZERS
@@ -16,7 +17,7 @@ from jaxforge.config.train import LOSSES
 Node = dict[str, Any]
 """The JSON schema of one value."""
 
-REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS)
+REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS, EVAL_FUNCTIONS)
 """Registries of the keys that accept registered names."""
 
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}

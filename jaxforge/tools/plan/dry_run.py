@@ -127,12 +127,12 @@ def _as_started(config: JobConfig, *, is_elsewhere: bool) -> tuple[JobConfig, li
 
 def _unknown(config: JobConfig) -> list[str]:
     """Describe registered names that only plugins can provide, and how to import the plugins."""
-    rows = []
+    rows: list[str] = []
     for registry in REGISTRIES:
         section, _, key = registry.key.partition(".")
-        name = getattr(getattr(config, section), key)
-        if name not in registry.names():
-            rows.append(f'{registry.key} = "{name}"')
+        value = getattr(getattr(config, section), key)
+        names = (value,) if isinstance(value, str) else value
+        rows.extend(f'{registry.key} = "{name}"' for name in names if name not in registry.names())
     modules = ", ".join(config.plugins.names.all_modules())
     about = f"--trust-plugins imports {modules}: data, model and memory are then checked"
     return [*rows, about] if rows else []

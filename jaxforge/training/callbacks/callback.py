@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jaxtyping import PyTree
 
@@ -14,6 +14,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import CompiledSteps
 from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.callbacks.control import Control
 from jaxforge.training.health.watchdog import Watchdog
 
 
@@ -25,11 +26,13 @@ class StepContext:
         step: steps attempted.
         state: parameters and optimizer state after the step; deleted when the next step starts.
         metrics: metrics of the step, on the device.
+        control: takes requests for a save, an evaluation or the end of the run.
     """
 
     step: int
     state: TrainState
     metrics: dict[str, Any]
+    control: Control = dataclasses.field(default_factory=Control)
 
     @property
     def tokens_seen(self) -> int:
@@ -63,6 +66,28 @@ class StepContext:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalContext:
+    """A run at the end of an evaluation.
+
+    Attributes:
+        step: steps attempted.
+        state: the evaluated state; deleted when the next step starts.
+        control: takes requests for a save or the end of the run.
+    """
+
+    step: int
+    state: TrainState
+    control: Control
+
+
+class Notifier(Protocol):
+    """The events of an evaluation, sent to all callbacks of a run."""
+
+    def call(self, event: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
+        """Call an event of all callbacks in order."""
+
+
+@dataclasses.dataclass(frozen=True)
 class IntervalContext:
     """A run between two steps, as `Callback.on_interval` sees it.
 
@@ -73,7 +98,9 @@ class IntervalContext:
         watchdog: ends the process if it hangs.
         callbacks: all callbacks of the run, for events of an evaluation.
         stop_requested: returns the reason to stop between two batches of an evaluation, or None.
-        amend_checkpoint: writes `progress` again to the checkpoint of this step.
+        start_save: starts the save that is due after this step, if it need not wait for the
+            evaluation or for the verdict of a callback on the state.
+        control: takes requests for a save, an evaluation or the end of the run.
         evaluation: metrics of the evaluation after this step; empty without one.
     """
 
@@ -81,9 +108,10 @@ class IntervalContext:
     state: TrainState
     tracker: Tracker
     watchdog: Watchdog
-    callbacks: Iterable["Callback"]
+    callbacks: Notifier
     stop_requested: Callable[[], Exit | None]
-    amend_checkpoint: Callable[[Progress], None]
+    start_save: Callable[[], None]
+    control: Control = dataclasses.field(default_factory=Control)
     evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -106,7 +134,8 @@ class IntervalContext:
 class Callback:
     """Base class of everything that acts between steps: override the events you need.
 
-    Every process calls the events, at the same steps. `order.ORDER` lists the order of a step.
+    Every process calls the events, at the same steps. `order.ORDER` lists the order of a step. If
+    an event raises SystemExit, the run ends after a save, with the code of the exception.
     """
 
     every: int | str | None = None
@@ -135,6 +164,9 @@ class Callback:
     The step is not compiled then.
     """
 
+    judges_state: bool = True
+    """True if `on_interval` may return `Exit.UNHEALTHY`: a save then waits for its result."""
+
     def is_due(self, step: int) -> bool:
         """Return whether `on_interval` is due after `step`, for intervals in steps."""
         return isinstance(self.every, int) and self.every > 0 and step % self.every == 0
@@ -144,6 +176,23 @@ class Callback:
 
     def on_compiled(self, steps: CompiledSteps) -> None:
         """Handle the end of compilation, before the first step of this process."""
+
+    def on_checkpoint_load(self, step: int, path: Path) -> None:
+        """Handle the restore of a checkpoint: at the start of a run, or by a rollback.
+
+        Called after `on_train_begin` and `load_state_dict`.
+
+        Args:
+            step: step at which the run continues.
+            path: the checkpoint, or `checkpoint.load_path`.
+        """
+
+    def on_step_begin(self, step: int) -> None:
+        """Handle the start of a step, before its batch is awaited.
+
+        Args:
+            step: the step that begins; the first one is 1.
+        """
 
     def on_step_end(self, context: StepContext) -> None:
         """Handle the end of each step, after its metrics are logged if they are due."""
@@ -160,11 +209,43 @@ class Callback:
     def on_eval_begin(self, step: int) -> None:
         """Handle the start of an evaluation; not called again if a run resumes within it."""
 
-    def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """Handle the end of an evaluation, after its metrics are logged."""
+    def on_eval_step(self, name: str, batch: int, step: int) -> None:
+        """Handle the launch of a batch of an evaluation.
+
+        Args:
+            name: name of the evaluation set; "" for a single set.
+            batch: number of the batch within the set, from 0.
+            step: steps attempted.
+        """
+
+    def on_eval_end(self, metrics: dict[str, float], step: int, context: EvalContext) -> None:
+        """Handle the end of an evaluation, after its metrics are logged.
+
+        A method without the last argument is called without it.
+        """
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
         """Handle the start of a save; the checkpoint may not be durable yet."""
+
+    def on_checkpoint_durable(self, step: int, path: Path) -> None:
+        """Handle the end of a save: the checkpoint is complete at its path.
+
+        Called between two steps, and at the end of a run that does not fail. Among several
+        processes, the steps may differ, so do not use collectives here.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to store in each checkpoint: numbers, text, arrays, lists and dicts.
+
+        Among several processes, the state of process 0 is stored.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that `state_dict` returned, at a resume or a rollback.
+
+        Called after `on_train_begin`. Arrays are NumPy arrays.
+        """
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
         """Handle the end of training, after the last save.

@@ -39,6 +39,7 @@ class CollectiveHealth(RunCallback):
     """
 
     checks_start = True
+    judges_state = True
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.every, self._mesh = config.nccl_health_check_interval, mesh

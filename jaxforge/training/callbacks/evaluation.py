@@ -4,13 +4,13 @@
 evaluation resumes there: no batch, set or callback is skipped or repeated.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.training.callbacks.callback import IntervalContext
+from jaxforge.training.callbacks.callback import Callback, EvalContext, IntervalContext
 from jaxforge.training.callbacks.garbage import collecting_garbage
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
@@ -46,32 +46,42 @@ class Evaluation(RunCallback):
         evaluator.check_reports(config.checkpoint.best_metric)
         if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
             evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
-        return cls(config, ResumableEvaluation(evaluator, config.eval.steps), run.progress)
+        steps = {name: schedule.steps for name, schedule in config.eval.schedules().items()}
+        return cls(config, ResumableEvaluation(evaluator, steps), run.progress)
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after `step`, or one was stopped there."""
-        return self._progress.validation is not None or self._config.eval.is_due(step)
+        return self._progress.validation is not None or bool(self._config.eval.due_sets(step))
 
     def on_interval(self, context: IntervalContext) -> None:
-        """Evaluate and log the metrics; log nothing if the evaluation is stopped."""
-        step, is_resumed = context.step, context.progress.validation is not None
-        if not is_resumed:
-            for callback in context.callbacks:
-                callback.on_eval_begin(step)
+        """Evaluate the due sets and log the metrics; log nothing if the evaluation is stopped.
+
+        If no set is due, a callback requested the evaluation, which covers all sets.
+        """
+        step, progress, section = context.step, context.progress, self._config.eval
+        if progress.validation is None:
+            progress.begin_validation(section.due_sets(step) or section.sources())
+            context.start_save()
+        assert progress.validation is not None
+        if not progress.validation.sums:
+            context.callbacks.call(Callback.on_eval_begin, step)
 
         def stop_requested() -> Exit | None:
             context.watchdog.tick()
             return context.stop_requested()
 
+        def note_batch(name: str, batch: int) -> None:
+            context.callbacks.call(Callback.on_eval_step, name, batch, step)
+
         with context.examining_model(), collecting_garbage(self._config):
-            metrics = self._evaluation.run(context.state, context.progress, stop_requested)
+            metrics = self._evaluation.run(
+                context.state, context.progress, stop_requested, note_batch
+            )
         if metrics is None:
             return
         context.tracker.log(step, metrics)
-        for callback in context.callbacks:
-            callback.on_eval_end(metrics, step)
-        if is_resumed:
-            context.amend_checkpoint(context.progress)
+        evaluated = EvalContext(step, context.state, context.control)
+        context.callbacks.call(Callback.on_eval_end, metrics, step, evaluated)
         context.evaluation.update(metrics)
 
 
@@ -80,35 +90,42 @@ class ResumableEvaluation:
 
     Args:
         evaluator: evaluates one set.
-        steps: batches of each set.
+        steps: batches of each set by name.
     """
 
-    def __init__(self, evaluator: Evaluator, steps: int) -> None:
+    def __init__(self, evaluator: Evaluator, steps: Mapping[str, int]) -> None:
         self._evaluator, self._steps = evaluator, steps
 
     def run(
-        self, state: TrainState, progress: Progress, stop: Callable[[], object]
+        self,
+        state: TrainState,
+        progress: Progress,
+        stop: Callable[[], object],
+        note_batch: Callable[[str, int], None],
     ) -> dict[str, float] | None:
-        """Evaluate the pending sets.
+        """Evaluate the pending sets; all sets if the evaluation begins here.
 
         Args:
             state: the state whose parameters are evaluated.
             progress: the counters of the run; holds the evaluation until it is complete.
             stop: called before each batch; a true result stops the evaluation.
+            note_batch: called with set and number of each batch after its launch.
 
         Returns:
-            The metrics of all sets; None if the evaluation was stopped.
+            The metrics of the evaluated sets, and of all sets together if all were evaluated;
+            None if the evaluation was stopped.
         """
         validation = progress.begin_validation(self._evaluator.names)
         while validation.pending:
             name = validation.pending[0]
             begun = SetSums(**validation.sums.get(name, {}))
             sums, is_whole = self._evaluator.evaluate(
-                state.variables, name, self._steps, begun, stop
+                state.variables, name, self._steps[name], begun, stop, note_batch
             )
             validation.sums[name] = sums._asdict()
             if not is_whole:
                 return None
             validation.pending.pop(0)
         progress.validation = None
-        return summary({name: SetSums(**sums) for name, sums in validation.sums.items()})
+        sets = {name: SetSums(**sums) for name, sums in validation.sums.items()}
+        return summary(sets, are_all=len(sets) == len(self._evaluator.names))

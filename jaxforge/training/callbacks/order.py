@@ -40,6 +40,8 @@ CALLBACKS = "training/callbacks"
 WATCHING = "[metrics.md](metrics.md#watching-a-run)"
 
 ORDER = (
+    Event("`on_step_begin`", "your callbacks, before the batch of the step is awaited",
+          f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("launch", "the step is launched on the next batch, which is already on the devices; "
           "the host does not wait. Every `train.verify_interval` steps it is executed twice, and "
           "the results are compared", "`Trainer.train`, `training/health/repeated_steps.py`"),
@@ -47,7 +49,10 @@ ORDER = (
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
     Event("`on_step_end`", "your callbacks, after the metrics of this step are logged",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
-    Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set",
+    Event("directory", "after each step, the lock of the run directory is checked",
+          f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
+    Event("evaluation", "every `eval.interval` steps from `eval.start_step` on, set by set; "
+          "the save that is due at the same step starts before it",
           f"`{CALLBACKS}/evaluation.py`", Evaluation),
     Event("samples", "every `eval.sample_interval` steps",
           f"`{CALLBACKS}/samples.py`, "
@@ -57,8 +62,6 @@ ORDER = (
           ActivationCapture),
     Event("memory", "after the first step, the memory of the devices is logged",
           f"`{CALLBACKS}/memory_report.py`", MemoryReport),
-    Event("directory", "after each step, the lock of the run directory is checked",
-          f"`{CALLBACKS}/directory_lock.py`", DirectoryLock),
     Event("garbage", "every `train.manual_gc_interval` steps, Python's garbage is collected",
           f"`{CALLBACKS}/garbage.py`", CollectGarbage),
     Event("synchronization", "every `train.train_sync_interval` steps, the host waits for the "
@@ -74,13 +77,14 @@ ORDER = (
           f"`{CALLBACKS}/device_speed.py`, {WATCHING}", DeviceSpeed),
     Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
-    Event("save", "on schedule, after a new best, after the last step",
+    Event("save", "on schedule, on request of a callback, after a new best, after the last step",
           "`checkpoint/save_policy.py`, `checkpoint/manager.py`"),
     Event("exports", "each `checkpoint.export_interval`-th checkpoint, in a process of its own",
           f"`{CALLBACKS}/exports.py`", Exporter),
     Event("`progress.txt`", "a line for each checkpoint", f"`{CALLBACKS}/progress_txt.py`",
           ProgressTxt),
-    Event("exits", "early stop, then signal, duration, step interval, bad steps, the last step",
+    Event("exits", "early stop, then a callback's request, signal, duration, "
+          "step interval, bad steps, the last step",
           "`training/preemption.py`, [launching.md](launching.md)"),
 )  # fmt: skip
 """All events of a step, in order. Callbacks that are due run in the order of their rows.

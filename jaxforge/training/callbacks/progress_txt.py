@@ -11,6 +11,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
+from jaxforge.training.callbacks.callback import EvalContext
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
 
@@ -41,7 +42,9 @@ class ProgressTxt(RunCallback):
     def _flops(self) -> float:
         return float(self._progress.tokens * self._flops_per_token)
 
-    def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
+    def on_eval_end(
+        self, metrics: dict[str, float], step: int, context: EvalContext | None = None
+    ) -> None:
         """Check for durable checkpoints."""
         self.note_durable()
 

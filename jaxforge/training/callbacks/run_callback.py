@@ -48,6 +48,8 @@ class RunParts:
 class RunCallback(Callback, abc.ABC):
     """Base class of the callbacks in `order.ORDER`."""
 
+    judges_state = False
+
     @classmethod
     @abc.abstractmethod
     def of_run(cls, run: RunParts) -> Self | None:

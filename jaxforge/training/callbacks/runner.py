@@ -1,10 +1,14 @@
 """`Callbacks`: the callbacks of a run, in the order of `order.ORDER`."""
 
 import contextlib
+import inspect
+import itertools
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +17,16 @@ from jax.experimental import multihost_utils
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training.callbacks.callback import Callback, IntervalContext
+from jaxforge.training.callbacks.control import Control, Requests
+from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.order import position
+from jaxforge.training.callbacks.run_callback import RunCallback
+from jaxforge.training.callbacks.saved_state import decode, encode
+
+log = logging.getLogger(__name__)
 
 CHECK_INTERVAL = 10
-"""Steps between two checks of durations with several processes, which must agree on the clock."""
+"""Steps between two checks with several processes, which must agree on clocks and requests."""
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -26,6 +36,9 @@ class Callbacks:
 
     Args:
         callbacks: callbacks in any order; callbacks of users keep their relative order.
+
+    Attributes:
+        control: takes the requests of the callbacks.
 
     Raises:
         UserError: an interval is neither a number of steps nor a duration.
@@ -40,9 +53,9 @@ class Callbacks:
         }
         self._previous = dict.fromkeys(self._durations, time.monotonic())
         self.collect = tuple(name for callback in callbacks for name in callback.collect)
-        self.watches_steps = any(
-            type(callback).on_step_end is not Callback.on_step_end for callback in callbacks
-        )
+        self.watches_steps = any(_handles(callback, "on_step_end") for callback in callbacks)
+        self.control = Control()
+        self._has_users = any(not isinstance(callback, RunCallback) for callback in callbacks)
 
     def due(self, step: int, paused: Callable[[], AbstractContextManager[None]]) -> list[Callback]:
         """Return the callbacks whose `on_interval` is due. Call this once per step.
@@ -75,11 +88,107 @@ class Callbacks:
         """
         for callback in due:
             pauses = callback.waits and not callback.follows_evaluation
+            reason = None
             with context.tracker.paused() if pauses else contextlib.nullcontext():
-                reason = callback.on_interval(context)
+                try:
+                    reason = callback.on_interval(context)
+                except SystemExit as error:
+                    self.control.note_exit(error, f"{type(callback).__name__}.on_interval")
             if reason is not None:
                 return reason
         return None
+
+    def call(self, event: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
+        """Call an event of all callbacks in order. SystemExit becomes a request to stop.
+
+        Args:
+            event: a method of `Callback`.
+            arguments: arguments of the event. A callback whose method takes fewer gets fewer.
+        """
+        name = event.__name__
+        for callback in self._callbacks:
+            if not _handles(callback, name):
+                continue
+            method = getattr(callback, name)
+            try:
+                method(*arguments[: _positional_count(method)])
+            except SystemExit as error:
+                self.control.note_exit(error, f"{type(callback).__name__}.{name}")
+
+    def requests(
+        self,
+        step: int,
+        due: Sequence[Callback],
+        paused: Callable[[], AbstractContextManager[None]],
+        *,
+        is_forced: bool = False,
+    ) -> Requests:
+        """Return and clear the requests of all processes; the same on every process.
+
+        With several processes, requests wait until the processes agree: after an `on_interval` of
+        users or an evaluation, every `CHECK_INTERVAL` steps, and if `is_forced`. Without callbacks
+        of users there is nothing to agree on.
+
+        Args:
+            step: steps attempted.
+            due: the callbacks that were due after the step.
+            paused: waits for launched steps and excludes the block from step times.
+            is_forced: agree at this step.
+        """
+        if jax.process_count() == 1:
+            return self.control.take()
+        has_acted = any(
+            callback.follows_evaluation or not isinstance(callback, RunCallback) for callback in due
+        )
+        if not self._has_users or not (has_acted or is_forced or step % CHECK_INTERVAL == 0):
+            return Requests()
+        with paused():
+            return self.control.agree()
+
+    def evaluate(self, context: IntervalContext) -> None:
+        """Evaluate because a callback requested it.
+
+        Raises:
+            UserError: the run has no evaluation.
+        """
+        evaluations = [callback for callback in self if isinstance(callback, Evaluation)]
+        if not evaluations:
+            raise UserError(
+                "a callback requested an evaluation, but eval.enabled = false. Set eval.enabled = "
+                "true and a data set in [eval]"
+            )
+        evaluations[0].on_interval(context)
+
+    def states(self) -> dict[str, Any]:
+        """Return the states of the callbacks that have one, as JSON.
+
+        Raises:
+            UserError: a state contains a value that JSON cannot hold.
+        """
+        states = {key: (type(cb).__name__, cb.state_dict()) for key, cb in self._keys().items()}
+        return {
+            key: encode(state, f"the state_dict() of {name}")
+            for key, (name, state) in states.items()
+            if state
+        }
+
+    def load_states(self, states: dict[str, Any]) -> None:
+        """Restore the states that `states` returned; callbacks without one stay unchanged."""
+        keys = self._keys()
+        for key, state in states.items():
+            if key in keys:
+                keys[key].load_state_dict(decode(state))
+            else:
+                log.info("the checkpoint has the state of %s, which this run does not use", key)
+
+    def _keys(self) -> dict[str, Callback]:
+        """Return the callbacks by class; further callbacks of the same class have a number."""
+        keys: dict[str, Callback] = {}
+        for callback in self._callbacks:
+            name = f"{type(callback).__module__}.{type(callback).__qualname__}"
+            names = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
+            keys[next(key for key in names if key not in keys)] = callback
+        return keys
 
     def _elapsed(self, step: int, paused: Callable[[], AbstractContextManager[None]]) -> set[int]:
         """Return the indices of callbacks whose duration is over by the clock of process 0.
@@ -107,6 +216,19 @@ class Callbacks:
     def __iter__(self) -> Iterator[Callback]:
         """Iterate over the callbacks in order."""
         return iter(self._callbacks)
+
+
+def _handles(callback: Callback, event: str) -> bool:
+    """Return whether a callback overrides an event."""
+    return getattr(type(callback), event) is not getattr(Callback, event)
+
+
+def _positional_count(method: Callable[..., None]) -> int | None:
+    """Return the number of positional arguments that a method takes; None for any number."""
+    parameters = inspect.signature(method).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    return sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
 
 
 def seconds_of(callback: Callback) -> float:

@@ -41,6 +41,7 @@ class WeightHashes(RunCallback):
     """
 
     checks_start = True
+    judges_state = True
 
     def __init__(self, interval: int, mesh: Mesh) -> None:
         self.every, self._mesh = interval, mesh

@@ -20,6 +20,7 @@ from jaxforge.training.callbacks import (
 )
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.order import ORDER
+from jaxforge.training.hooks import Hook
 from jaxforge.training.loop import Trainer
 from tests.training.looking import Looking
 from tests.training.observers import Capture, Sampler, run
@@ -70,6 +71,14 @@ def saving(kind, name):
     return Acts
 
 
+class Begins(Hook):
+    def __init__(self, events):
+        self.events = events
+
+    def on_step_begin(self, step):
+        self.events.append(f"begin {step}")
+
+
 HEALTH = {
     "memory": memory_report.MemoryReport, "directory": directory_lock.DirectoryLock,
     "garbage": garbage.CollectGarbage, "synchronization": synchronize.Synchronize,
@@ -78,6 +87,7 @@ HEALTH = {
 }  # fmt: skip
 FILES = {"exports": exports.Exporter, "`progress.txt`": progress_txt.ProgressTxt}
 SEEN = {
+    "begin 2": "`on_step_begin`",
     "launch 2": "launch", "log 2 train": "metrics", "hook 2": "`on_step_end`",
     "evaluate from 0": "evaluation", "sample 2": "samples", "capture 2": "activations",
     "look 2": "`on_interval`", "save 2": "save",
@@ -87,11 +97,14 @@ SEEN = {
 def test_step_follows_order_of_table():
     """The callbacks are given in the wrong order; a run sorts them by the table."""
     makers = [
-        *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking,
+        *(saving(kind, name) for name, kind in reversed(FILES.items())), Looking, Begins,
         *(acting(kind, name) for name, kind in reversed(HEALTH.items())), Capture, Sampler,
     ]  # fmt: skip
-    events, *_ = run(steps=2, log=2, evaluate=2, save=2, callbacks=makers)
-    second = events[events.index("launch 2") : events.index("wait")]
+    events, *_ = run(
+        steps=2, log=2, evaluate=2, save=2, callbacks=makers,
+        sections={"checkpoint": {"keep_best_n": 1}},
+    )  # fmt: skip
+    second = events[events.index("begin 2") : events.index("wait")]
     named = [SEEN.get(event, event) for event in second]
     table = [event.name for event in ORDER]
     assert [name for name in named if name in table] == table[
@@ -105,7 +118,14 @@ def test_every_callback_class_has_one_row():
     assert len(set(classes)) == len(classes)
     files = {path.stem for path in (ROOT / "jaxforge/training/callbacks").glob("*.py")}
     homes = {kind.__module__.rpartition(".")[2] for kind in classes}
-    assert files - homes == {"__init__", "order", "run_callback", "runner"}
+    assert files - homes == {
+        "__init__",
+        "control",
+        "order",
+        "run_callback",
+        "runner",
+        "saved_state",
+    }
     assert Callback in classes
 
 

@@ -38,7 +38,7 @@ def test_health_callbacks_are_disabled_by_default(calls):
         parts = RunParts(tiny_config(**sections), mesh, None, {}, None, None)
         return [type(callback).__name__ for callback in callbacks_of(parts)]
 
-    assert names() == ["MemoryReport", "DirectoryLock"]
+    assert names() == ["DirectoryLock", "MemoryReport"]
     assert calls == []
     every = {
         "manual_gc_interval": 5, "train_sync_interval": 6, "nccl_health_check_interval": 7,
