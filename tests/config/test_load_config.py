@@ -249,7 +249,7 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec", "cp_strategy")),
-        *(("eval", key) for key in ("datasets", "start_step")),
+        *(("eval", key) for key in ("datasets", "functions", "start_step")),
         *(("eval", f"sample_{key}") for key in ("interval", "prompts", "tokens", "temperature")),
         *(
             ("eval", f"activations_{key}")
