@@ -165,6 +165,7 @@ def test_every_key_of_kempnerforge_loads():
                 "max_rollbacks",
                 "rerun_bad_steps",
                 "verify_interval",
+                "rampup_batch_size",
                 "iterations_to_skip",
                 "exit_interval",
                 "exit_duration_in_mins",
@@ -248,7 +249,7 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec", "cp_strategy")),
-        *(("eval", key) for key in ("datasets", "start_step")),
+        *(("eval", key) for key in ("datasets", "functions", "start_step")),
         *(("eval", f"sample_{key}") for key in ("interval", "prompts", "tokens", "temperature")),
         *(
             ("eval", f"activations_{key}")
