@@ -22,6 +22,10 @@ from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 
 RAMP = [{"start": 0, "grad_accum_steps": 1}, {"start": 2, "grad_accum_steps": 2}]
+FIVE_SIZES = {
+    "max_steps": 5, "grad_accum_steps": 5,
+    "batch_ramp": [{"start": i, "grad_accum_steps": i + 1} for i in range(5)],
+}  # fmt: skip
 
 
 def config(directory, **train_keys):
@@ -57,41 +61,29 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_saved_executable_is_not_recompiled_and_exact(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("train_keys", "sizes"), [({}, [1, 2]), (FIVE_SIZES, [5])])
+def test_saved_executable_is_not_recompiled_and_exact(train_keys, sizes, tmp_path, monkeypatch):
     done = subprocess.run(
-        [sys.executable, "-m", "jaxforge.plan", *arguments(tmp_path)],
+        [sys.executable, "-m", "jaxforge.plan", *arguments(tmp_path, **train_keys)],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     saved = tmp_path / "step.zip"
-    train.run(config(tmp_path / "compiled"))
+    with zipfile.ZipFile(saved) as file:
+        assert sorted(file.namelist()) == [*(f"{n}.bin" for n in sizes), "about.json"]
+    train.run(config(tmp_path / "compiled", **train_keys))
 
     def compile_step(*_):
         raise AssertionError("compiled")
 
     monkeypatch.setattr(compilation, "compile_step", compile_step)
     with pytest.raises(AssertionError, match="compiled"):
-        train.run(config(tmp_path / "not"))
+        train.run(config(tmp_path / "not", **train_keys))
     # Keys that do not affect the step may change.
-    train.run(config(tmp_path / "loaded", executable=str(saved), manual_gc_interval=3))
+    loading = {"executable": str(saved), "manual_gc_interval": 3}
+    train.run(config(tmp_path / "loaded", **train_keys, **loading))
     assert losses(tmp_path / "loaded") == losses(tmp_path / "compiled")
-    assert len(losses(tmp_path / "loaded")) == 4  # with both batch sizes
-
-
-def test_executable_of_five_batch_sizes_has_one_step(tmp_path, monkeypatch):
-    stages = [{"start": i, "grad_accum_steps": i + 1} for i in range(5)]
-    ramp = {"max_steps": 5, "grad_accum_steps": 5, "batch_ramp": stages}
-    args, _ = plan_main.parser().parse(arguments(tmp_path, **ramp))
-    assert plan_report.run(args, Topology.parse("cpu:8"), []) == 0
-    with zipfile.ZipFile(tmp_path / "step.zip") as file:
-        assert sorted(file.namelist()) == ["5.bin", "about.json"]
-
-    def compile_step(*_):
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr(compilation, "compile_step", compile_step)
-    train.run(config(tmp_path / "loaded", executable=str(tmp_path / "step.zip"), **ramp))
-    assert len(losses(tmp_path / "loaded")) == 5
+    assert len(losses(tmp_path / "loaded")) == train_keys.get("max_steps", 4)  # with all sizes
 
 
 def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path):
