@@ -127,7 +127,7 @@ def _as_started(config: JobConfig, *, is_elsewhere: bool) -> tuple[JobConfig, li
 
 def _unknown(config: JobConfig) -> list[str]:
     """Describe registered names that only plugins can provide, and how to import the plugins."""
-    rows = []
+    rows: list[str] = []
     for registry in REGISTRIES:
         section, _, key = registry.key.partition(".")
         value = getattr(getattr(config, section), key)
