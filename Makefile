@@ -14,7 +14,7 @@ NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py 
   %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py %/poison.py %/harness.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: train test test-all test-lines test-gpu-compiler test-torchtitan test-lm-eval lint bench docs wheel clean
+.PHONY: train test test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
 	@echo 'Training 300 updates: about seven minutes on two idle CPU cores. Ctrl-C saves, make train goes on.'
@@ -46,7 +46,7 @@ test-lines:
 
 # Compiles steps for GPU meshes without a GPU: 4 GB of compilers, in an environment of their own.
 test-gpu-compiler: $(VENV)-cuda/.done
-	$(VENV)-cuda/bin/python -m pytest tests/parallel/test_gpu_meshes.py tests/plan
+	$(VENV)-cuda/bin/python -m pytest tests/parallel/test_gpu_meshes.py tests/tools/plan
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -67,6 +67,11 @@ test-torchtitan: $(VENV)/.dev
 	  $(BIN)/python -m pip install --quiet --no-deps --target build/torchtitan/$$version \
 	    torchtitan==$$version $(TITAN_NEEDS) || exit 1; done
 	$(BIN)/python -m pytest tests/torch_compat/test_torchtitan.py
+
+# Megatron-Core's own code for tests/torch_compat/test_megatron_jobs.py, without its packages for GPUs.
+test-megatron: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --no-deps --target build/megatron/0.16.1 megatron-core==0.16.1
+	$(BIN)/python -m pytest tests/torch_compat/test_megatron_jobs.py
 
 # EleutherAI's lm_eval, with its own backend to compare with, in an environment of its own.
 test-lm-eval: $(VENV)-lm-eval/.done

@@ -10,7 +10,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jaxforge.tools.plan.hlo import HloProgram, first_replica_group, parse_arrays, sent_bytes
+from jaxforge.tools.plan.hlo import (
+    Computation,
+    HloProgram,
+    Operation,
+    first_replica_group,
+    parse_arrays,
+    sent_bytes,
+)
 
 
 @dataclass
@@ -40,10 +47,19 @@ class Cost:
 
 
 def cost_of(program: HloProgram, name: str = "") -> Cost:
-    """Return the cost of one execution of a computation, by default of the whole program."""
+    """Return the cost of one execution of a computation, by default of the whole program.
+
+    Of a conditional, the cycles are the compiler's, and the collectives those of the branch that
+    sends most: a loop that passes partial sums around a ring sends under the condition that an
+    iteration is not the last one.
+    """
     cost, name = Cost(), name or program.entry
     within = program.computations[name]
+    begun: dict[str, int] = {}  # first half of a collective -> operations executed before it
+    executed = 0
     for operation in within.values():
+        # Kernels of Pallas are custom calls, which have no estimate of cycles.
+        executed += bool(operation.cycles) or operation.kind in ("while", "call", "custom-call")
         if operation.kind == "while":
             body = cost_of(program, operation.attribute("body"))
             cost.add(body, program.trips(operation, name))
@@ -51,12 +67,28 @@ def cost_of(program: HloProgram, name: str = "") -> Cost:
             cost.add(cost_of(program, operation.attribute("to_apply")))
         else:
             cost.cycles[program.category(operation)] += operation.cycles
-            if operation.collective == operation.kind:  # one in two halves may overlap
-                cost.synchronous[operation.kind] += 1
-                size = sum(within[other].bytes for other in operation.operands)
-                group = len(first_replica_group(operation.line, program.devices))
-                cost.sent[operation.kind] += round(sent_bytes(operation.kind, size, group))
+            if operation.kind == "conditional":
+                branches = (cost_of(program, branch) for branch in operation.branches)
+                costliest = max(branches, key=lambda branch: branch.synchronous_bytes)
+                cost.add(Cost(synchronous=costliest.synchronous, sent=costliest.sent))
+            elif operation.collective == operation.kind:
+                _add_collective(cost, operation, within, program)
+            elif operation.collective:
+                begun[operation.name] = executed
+            elif operation.kind.endswith("-done") and begun.get(operation.operands[0]) == executed:
+                # Nothing ran between the two halves.
+                _add_collective(cost, within[operation.operands[0]], within, program)
     return cost
+
+
+def _add_collective(
+    cost: Cost, operation: Operation, within: Computation, program: HloProgram
+) -> None:
+    kind = str(operation.collective)
+    size = sum(within[other].bytes for other in operation.operands)
+    group = len(first_replica_group(operation.line, program.devices))
+    cost.synchronous[kind] += 1
+    cost.sent[kind] += round(sent_bytes(kind, size, group))
 
 
 def gathered(program: HloProgram) -> list[tuple[int, ...]]:

@@ -55,7 +55,7 @@ class Exit(enum.Enum):
     )
     MACHINE = (
         16,
-        "the same step from the same state gave another answer: a device is faulty",
+        "a step gave two results from the same state: the hardware is faulty",
         True,
     )
     NON_FINITE = (

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -16,12 +17,13 @@ from jaxforge.config.model import MODELS
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel.mesh import data_parallel_size, make_mesh
+from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.state.train_state import TrainState, init_train_state, state_shardings
 from jaxforge.step.collect import check_collect
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.gradients import Batch, Gradients, make_gradients
+from jaxforge.step.padded_batch import MAX_PROGRAMS, N_MICROBATCHES, pad_batch
 from jaxforge.step.train_step import Controls, make_train_step
 
 AbstractBatch = dict[str, jax.ShapeDtypeStruct]
@@ -194,21 +196,61 @@ class Program:
         with self.context():
             return self.step.lower(self.abstract_state(), batch, controls)
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of microbatches of the run's batches, in increasing order."""
+        return tuple(sorted({stage.accum for stage in self.config.train.stages()}))
+
+    @functools.cached_property
+    def pads_batches(self) -> bool:
+        """True if one program runs all sizes of a batch ramp (`step.padded_batch`).
+
+        The schedule of a pipeline is made for a number of microbatches, so that there each size has
+        its own program. Set it to False for a step of your own.
+        """
+        return len(self.sizes) > MAX_PROGRAMS and self.mesh.shape[STAGES] == 1
+
+    def padded(self, batch: Batch) -> Batch:
+        """Return the batch as `step` takes it in this run."""
+        if not self.pads_batches:
+            return batch
+        return pad_batch(batch, largest=self.sizes[-1], mesh=self.mesh)
+
     def lower_sizes(
-        self, sizes: Collection[int], batch: Batch | AbstractBatch | None = None
+        self, batch: Batch | AbstractBatch | None = None
     ) -> dict[int, jax.stages.Lowered]:
-        """Return the update for batches of several sizes, by their number of microbatches.
+        """Return the programs of the run's updates, by their number of microbatches.
+
+        A program for padded batches is that of the largest number.
 
         Args:
-            sizes: numbers of microbatches.
             batch: as in `lower`, with any number of microbatches.
         """
         batch = self.abstract_batch() if batch is None else batch
+        if not self.pads_batches:
+            return {n: self.lower(_resized(batch, n)) for n in self.sizes}
+        largest = self.sizes[-1]
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
+        return {largest: self.lower(_resized(batch, largest) | {N_MICROBATCHES: count})}
 
-        def resized(n: int) -> AbstractBatch:
-            return {
-                name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=x.sharding)
-                for name, x in batch.items()
-            }
+    def lower_paddings(
+        self, batch: Batch | AbstractBatch | None = None
+    ) -> dict[int, jax.stages.Lowered]:
+        """Return the programs of `padded` by the number of microbatches; none without padding.
 
-        return {n: self.lower(resized(n)) for n in sizes}
+        Args:
+            batch: as in `lower_sizes`.
+        """
+        if not self.pads_batches:
+            return {}
+        batch = self.abstract_batch() if batch is None else batch
+        lower = functools.partial(pad_batch.lower, largest=self.sizes[-1], mesh=self.mesh)
+        return {n: lower(_resized(batch, n)) for n in self.sizes}
+
+
+def _resized(batch: Batch | AbstractBatch, n: int) -> AbstractBatch:
+    """Return the shapes of a batch with `n` microbatches."""
+    return {
+        name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=x.sharding)
+        for name, x in batch.items()
+    }

@@ -14,7 +14,8 @@ from tests.documentation import FENCE, PAGES, ROOT, commands, parser_of, words_o
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 OVERRIDE = re.compile(r"--(?P<key>[a-z_]+(\.[A-Za-z0-9_]+)+)(=.*)?$")
-TARGETS = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines()}
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = {line.partition(":")[0] for line in MAKEFILE.splitlines()}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -61,6 +62,13 @@ def test_index_links_to_every_page():
     links = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
     pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
     assert pages <= {link.partition("#")[0] for link in links}
+
+
+def test_makefile_names_existing_tests_and_benchmarks():
+    named = re.findall(r"(?:tests|benchmarks)/[\w/]+(?:\.py)?", MAKEFILE)
+    named += [f"benchmarks/{script}" for script in re.findall(r"%/(\w+\.py)", MAKEFILE)]
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/getting_started.md"])

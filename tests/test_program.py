@@ -114,12 +114,13 @@ def test_initial_state_depends_on_the_seed_and_not_on_the_mesh():
 
 
 def test_lower_is_the_program_of_step():
-    program = setup(tiny_config(train={"grad_accum_steps": 2}))
+    ramp = [{"grad_accum_steps": 1}, {"start": 5, "grad_accum_steps": 2}]
+    program = setup(tiny_config(train={"grad_accum_steps": 2, "batch_ramp": ramp}))
     with program.context():
         by_step = program.step.lower(
             program.abstract_state(), program.abstract_batch(), Controls(next_lr_scale=1.0)
         )
-    sizes = program.lower_sizes({1, 2})
+    sizes = program.lower_sizes()
     assert program.lower().as_text() == by_step.as_text() == sizes[2].as_text()
     assert sizes[1].as_text() != sizes[2].as_text()
     batch = program.put(random_batches(program.config, 1)[0])

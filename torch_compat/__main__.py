@@ -1,11 +1,12 @@
 """`python -m torch_compat COMMAND`: convert and compare checkpoints of PyTorch and jaxforge.
 
-    convert SRC DST --to jaxforge|dcp|pt|hf [--config FILE]
+    convert SRC DST --to jaxforge|dcp|pt|hf|megatron [--config FILE]
                                          convert a checkpoint between any two formats
-    import SRC DST [--config FILE]       import a DCP or Hugging Face checkpoint as a run
-    export SRC DST --to dcp|pt|hf        export a run as a DCP, a file of torch.save, or a
-                                         Hugging Face checkpoint
-    inspect PATH [--json]                describe a checkpoint of any format
+    import SRC DST [--config FILE]       import a DCP, Megatron or Hugging Face checkpoint as a run
+    export SRC DST --to dcp|pt|hf|megatron
+                                         export a run as a DCP, a file of torch.save, or a
+                                         Hugging Face or Megatron checkpoint
+    inspect PATH [--json]                describe a checkpoint in any readable format
     verify A B [--json]                  compare two checkpoints (exit code 1 if they differ)
     lockstep --torch MODULE:FACTORY --checkpoint PATH
                                          compare a PyTorch model with jaxforge layer by layer
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _DIALECTS = "such as kempnerforge, torchtitan or hf-llama (docs/torch_compat.md lists all of them)"
+_TARGETS = ["dcp", "pt", "hf", "megatron"]
 _MAX_SHOWN = 30  # differences that `verify` prints
 
 
@@ -112,8 +114,9 @@ def _add_convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint, or a directory with `latest` or steps")
     parser.add_argument("destination",
                         help="jaxforge: the run directory to create; hf: the directory to create; "
-                             "pt: the file; dcp: the parent directory of step_<n>")  # fmt: skip
-    parser.add_argument("--to", choices=["jaxforge", "dcp", "pt", "hf"], required=True)
+                             "pt: the file; dcp: the parent directory of step_<n>; "
+                             "megatron: the parent directory of iter_<n>")  # fmt: skip
+    parser.add_argument("--to", choices=["jaxforge", *_TARGETS], required=True)
     _add_source_options(parser, dialect="--from-dialect")
     _add_fill_option(parser)
     _add_dialect_options(parser)
@@ -134,9 +137,11 @@ def _add_import_options(parser: argparse.ArgumentParser) -> None:
 def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a run directory, or one of its checkpoints")
     parser.add_argument(
-        "destination", help="hf: the directory to create; dcp: the parent directory of step_<n>"
+        "destination",
+        help="hf: the directory to create; pt: the file; dcp: the parent directory of step_<n>; "
+        "megatron: the parent directory of iter_<n>",
     )
-    parser.add_argument("--to", choices=["dcp", "pt", "hf"], required=True)
+    parser.add_argument("--to", choices=_TARGETS, required=True)
     parser.add_argument("--config", type=Path, help="replaces the config in the checkpoint")
     _add_dialect_options(parser)
     parser.add_argument("--weights-only", action="store_true", help="export no optimizer state")

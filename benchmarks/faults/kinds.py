@@ -178,7 +178,7 @@ def another_answer_again(case: Case) -> None:
     bad = moment_of(case)
     fault = ("mend_when_run_again", {"first": bad})
     output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), MACHINE)
-    case.says(output, f"step {bad + 1}, rerun from the same state, gave another result")
+    case.says(output, f"step {bad + 1}, rerun from the same state, gave two results")
     require(case.run.durable()[-1] == bad // INTERVAL * INTERVAL, "a doubtful step is saved")
     case.goes_on("--train.rerun_bad_steps=true")
     case.matches(case.shared.undisturbed())

@@ -55,7 +55,7 @@ def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> i
         return int(
             fmix32(bits.astype(np.uint32) + position * np.uint32(FACTOR)).sum(dtype=np.uint32)
         )
-    return int(_mixed_sum(bits, rows, columns))
+    return int(mixed_sum(bits, rows, columns))
 
 
 def _sums(steps: Sequence[UInt32[np.ndarray, " size"]]) -> UInt32[np.ndarray, " product"]:
@@ -67,7 +67,7 @@ def _sums(steps: Sequence[UInt32[np.ndarray, " size"]]) -> UInt32[np.ndarray, " 
 
 
 @jax.jit
-def _mixed_sum(
+def mixed_sum(
     bits: UInt[Array, "row column"], rows: UInt32[Array, " row"], columns: UInt32[Array, " column"]
 ) -> UInt32[Array, ""]:
     """Return the sum of mixed bits; the index of an element is its row term plus column term."""

@@ -114,7 +114,7 @@ def _problems(total: str) -> Iterator[str]:
 
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if jax.default_backend() == "cpu" and not platforms:
-        if gpus := _gpus():
+        if gpus := count_gpus():
             yield f"{gpus} GPU(s) exist, but JAX finds none: pip install 'jaxforge[cuda]'"
         if Path("/dev/accel0").exists() or Path("/dev/vfio").exists():
             yield "a TPU exists, but JAX finds none: pip install 'jaxforge[tpu]'"
@@ -124,7 +124,7 @@ def _problems(total: str) -> Iterator[str]:
         yield "less than 1 GB is free on this disk: checkpoints will not fit"
 
 
-def _gpus() -> int:
+def count_gpus() -> int:
     """Return the number of NVIDIA GPUs that the driver lists."""
     if not shutil.which("nvidia-smi"):
         return 0

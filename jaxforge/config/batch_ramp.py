@@ -1,7 +1,7 @@
 """Batch-size ramp: microbatches per update, and the data position after each update.
 
-The microbatch is the same in all stages, so memory use is constant. Each stage has its own compiled
-step. Starts count the updates attempted before: a stage with start 100 begins with update 101.
+The microbatch is the same in all stages, so memory use is constant. Starts count the updates
+attempted before: a stage with start 100 begins with update 101.
 """
 
 from bisect import bisect_right
@@ -29,6 +29,40 @@ class Span(NamedTuple):
     """Number of updates in the span."""
     accum: int
     """Microbatches per update."""
+
+
+class SampleRamp(NamedTuple):
+    """Megatron-LM's `rampup_batch_size`: a batch that grows in equal steps of samples.
+
+    Source: `RampupBatchsizeNumMicroBatchesCalculator` of Megatron-Core 0.16.
+    """
+
+    start: int
+    """Sequences of the first update."""
+    increment: int
+    """Sequences by which the batch grows."""
+    samples: int
+    """Sequences after which the batch is full."""
+
+    def stages(self, full: int) -> Iterator[tuple[int, int]]:
+        """Yield (updates before the stage, sequences per update) of each stage.
+
+        A batch that is drawn may pass the ends of several increments, which are then skipped.
+
+        Args:
+            full: sequences of a full batch, `start` plus a multiple of `increment`.
+        """
+        n_increments = (full - self.start) // self.increment
+        step = drawn = reached = 0
+        yield 0, self.start
+        while reached < n_increments:
+            size = self.start + reached * self.increment
+            # Increment i is reached when i / n_increments of the samples are drawn.
+            end = -(-(reached + 1) * self.samples // n_increments)
+            n_updates = -(-(end - drawn) // size)
+            step, drawn = step + n_updates, drawn + n_updates * size
+            reached = min(n_increments, drawn * n_increments // self.samples)
+            yield step, self.start + reached * self.increment
 
 
 @dataclass(frozen=True)

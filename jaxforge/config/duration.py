@@ -1,4 +1,4 @@
-"""Lengths of training in other units than updates: "10%" of the run, "2ep", "1B tok".
+"""Lengths of training in other units than updates: "10%", "2ep", "1B tok", "5M samples".
 
 In a `JobConfig` every length is a plain integer. `config.reading.unresolved` holds lengths in other
 units until the batch size and the length of the data are known.
@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 _FORM = re.compile(
-    r"(?P<number>\d[\d_]*\.?\d*|\.\d+)\s*(?:(?P<unit>%|ep)|(?P<size>[KMBT]?)\s*(?P<tok>tok))"
+    r"(?P<number>\d[\d_]*\.?\d*|\.\d+)\s*"
+    r"(?:(?P<unit>%|ep)|(?P<size>[KMBT]?)\s*(?P<item>tok|samples))"
 )
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -30,7 +31,7 @@ class Duration:
 
     amount: Fraction
     """Exact number of units."""
-    unit: Literal["run", "epochs", "tokens"]
+    unit: Literal["run", "epochs", "tokens", "samples"]
     """Unit of `amount`; 1 run is all updates of the run."""
     text: str
     """Text as written by the user."""
@@ -43,8 +44,9 @@ class Duration:
             per_epoch: sequences per epoch; ignored for a length in tokens.
         """
         assert self.unit != "run"
-        unit = Fraction(per_epoch) if self.unit == "epochs" else Fraction(1, seq_len)
-        return math.ceil(self.amount * unit)
+        epoch, token = Fraction(per_epoch), Fraction(1, seq_len)
+        per_unit = {"epochs": epoch, "tokens": token, "samples": Fraction(1)}
+        return math.ceil(self.amount * per_unit[self.unit])
 
     def share(self, max_steps: int) -> int:
         """Return the updates of a share of the run, rounded down so that parts fit into the run.
@@ -56,10 +58,10 @@ class Duration:
 
 
 def parse_duration(text: str) -> Duration | None:
-    """Parse "10%", "2ep", "0.5 ep" or "300M tok"; return None for other text and plain numbers.
+    """Parse "10%", "0.5 ep", "300M tok" or "5M samples"; return None for numbers and other text.
 
     Args:
-        text: A number and its unit. K, M, B or T (10^3 ... 10^12) may precede "tok".
+        text: A number and its unit; K, M, B or T (10^3 ... 10^12) may precede "tok" or "samples".
     """
     match = _FORM.fullmatch(text.strip())
     if match is None:
@@ -69,4 +71,5 @@ def parse_duration(text: str) -> Duration | None:
         return Duration(number / 100, "run", text)
     if match["unit"] == "ep":
         return Duration(number, "epochs", text)
-    return Duration(number * _SIZES[match["size"]], "tokens", text)
+    unit: Literal["tokens", "samples"] = "tokens" if match["item"] == "tok" else "samples"
+    return Duration(number * _SIZES[match["size"]], unit, text)

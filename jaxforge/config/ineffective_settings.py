@@ -206,12 +206,13 @@ def _phases(config: JobConfig) -> Iterator[str]:
 
 
 _STEPS_BETWEEN: dict[str, Callable[[JobConfig], bool]] = {
-    "train.nccl_health_check_interval": lambda config: True,
-    "train.check_weight_hash_across_dp_replicas_interval": lambda config: True,
     "train.exit_interval": lambda config: True,
+    "train.verify_interval": lambda config: True,
     "checkpoint.non_persistent_interval": lambda config: True,
     "eval.activations_interval": lambda config: True,
     "early_stop.patience_steps": lambda config: config.early_stop.active,
+    "metrics.device_speed_interval": lambda config: True,
+    "metrics.max_attention_logit_interval": lambda config: True,
     "metrics.straggler_report_interval": lambda config: config.metrics.log_straggler,
     "profiling.start_step": lambda config: config.profiling.enable,
 }

@@ -53,6 +53,20 @@ def seq_len_divides_by_ring_chunks(config: JobConfig, mesh: Mesh) -> Iterator[Pr
         )
 
 
+def attention_logits_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Refuse to measure attention logits with cp, where no device has all keys of a query."""
+    interval = config.metrics.max_attention_logit_interval
+    if interval and mesh["cp"] > 1:
+        yield Problem(
+            f"metrics.max_attention_logit_interval = {interval} is not supported with "
+            f"distributed.cp = {mesh['cp']}: no device has all keys of a query",
+            (
+                smaller_axis(config, "cp", mesh["cp"]),
+                single_change("metrics.max_attention_logit_interval", 0),
+            ),
+        )
+
+
 def attention_weights_need_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Refuse to capture attention weights with cp, where no device has all keys of a query."""
     section = config.eval
@@ -138,9 +152,12 @@ def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 def microbatches_fill_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
     """Require enough microbatches for all stages, and a multiple of pp when interleaved."""
-    pp = mesh["pp"]
-    sizes = {f"train.batch_ramp[{i}]": s.accum for i, s in enumerate(config.train.stages()[:-1])}
-    sizes["train.grad_accum_steps"] = config.train.grad_accum_steps
+    pp, train = mesh["pp"], config.train
+    ramp = "train.batch_ramp[{}]"
+    if train.rampup_batch_size:
+        ramp = f"stage {{}} of train.rampup_batch_size = {list(train.rampup_batch_size)}"
+    sizes = {ramp.format(i): stage.accum for i, stage in enumerate(train.stages()[:-1])}
+    sizes["train.grad_accum_steps"] = train.grad_accum_steps
     for key, accum in sizes.items() if pp > 1 else ():
         is_stage = not key.endswith("_steps")
         what, unit = f"{key} = {accum}" + (" microbatches" if is_stage else ""), pp
@@ -244,6 +261,7 @@ MESH_RULES: tuple[Rule, ...] = (
     heads_divide_by_cp,
     seq_len_divides_by_ring_chunks,
     attention_weights_need_whole_sequences,
+    attention_logits_need_whole_sequences,
     ffn_dim_divides_by_tp,
     vocab_divides_by_pp_and_tp,
     dim_divides_by_cp_and_ep,

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.section import PathText, Section
 
@@ -26,16 +26,22 @@ class MetricsConfig(Section):
     """Compare the host time of all processes and report the slow hosts."""
     straggler_report_interval: PositiveInt = 100
     """Updates between straggler reports."""
+    device_speed_interval: NonNegativeInt = 0
+    """Updates between timings of each device that reveal slow devices; 0 disables them."""
     straggler_threshold: float = Field(default=0.7, gt=0, lt=1)
-    """A host is slow if the fastest host's time divided by its own time is below this value."""
+    """A host or device is slow if the fastest one's time divided by its own is below this value."""
     stop_if_detected_straggler: bool = False
-    """Save and end the run when a host is slow, so that it can restart elsewhere."""
+    """Save and end the run when a host or device is slow, so that it can restart elsewhere."""
     tensorboard_interval: PositiveInt | None = None
     """Updates between points in TensorBoard; if not set, log_interval."""
     wandb_interval: PositiveInt | None = None
     """Updates between points in Weights & Biases; if not set, log_interval."""
     collect: tuple[Extra, ...] = ()
     """Optional metrics to compute in every step and to log; see docs/metrics.md."""
+    log_energy: bool = False
+    """Log energy and power of NVIDIA GPUs, read by NVML; needs nvidia-ml-py."""
+    max_attention_logit_interval: NonNegativeInt = 0
+    """Updates between measurements of the largest attention logit; 0 disables them."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for MFU; if not set, the value of the data sheet if known."""
     enable_wandb: bool = False

@@ -10,6 +10,8 @@ STREAM = ("attention", "mlp", "residual")
 
 ATTENTION_WEIGHTS = "attention_weights"
 LOGITS = "logits"
+MAX_LOGITS = "max_logits"
+"""The largest attention logits: a value of layers, but not a point that `[eval]` can name."""
 
 POINTS = (*STREAM, ATTENTION_WEIGHTS, LOGITS)
 """Names of all points."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.batch_ramp import BatchRamp, Stage
+from jaxforge.config.batch_ramp import BatchRamp, SampleRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.problems import Problem, single_change
 from jaxforge.config.section import PathText, Section, Words, WordTable
@@ -64,6 +64,8 @@ class TrainConfig(Section):
     """Microbatches per update."""
     batch_ramp: tuple[BatchStage, ...] = ()
     """Stages of increasing batch size; the last stage has the batch size of this section."""
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    """Megatron-LM's ramp to global_batch_size: first batch, increment, length, all in sequences."""
     grad_clip_norm: PositiveFloat = 1.0
     """Maximum global L2 norm of gradients; larger gradients are scaled down to it."""
     seed: int = 42
@@ -146,6 +148,8 @@ class TrainConfig(Section):
     """Maximum number of rollbacks of the run; another one ends it."""
     rerun_bad_steps: bool = False
     """Rerun a skipped update to attribute its fault; the host then waits for each step."""
+    verify_interval: NonNegativeInt = 0
+    """Updates between steps that are executed twice to detect hardware faults; 0 disables it."""
     iterations_to_skip: tuple[PositiveInt, ...] = ()
     """Updates whose batch is drawn but skipped, counted from 1 as in Megatron-LM 0.18."""
     exit_interval: NonNegativeInt = 0
@@ -175,7 +179,9 @@ class TrainConfig(Section):
         """Yield the broken rules between the keys of this section."""
         if not -(2**63) <= self.seed < 2**63:
             yield f"seed must be from {-(2**63)} to {2**63 - 1}, the range of JAX keys"
-        if self.batch_ramp:
+        if self.rampup_batch_size:
+            yield from self._sample_ramp_problems(SampleRamp(*self.rampup_batch_size))
+        elif self.batch_ramp:
             yield from self._ramp_problems()
         if self.mixed_precision == "fp16":
             yield from self._loss_scale_problems()
@@ -238,8 +244,32 @@ class TrainConfig(Section):
                     f"global_batch_size / grad_accum_steps = {whole} / {self.grad_accum_steps}"
                 )
 
+    def _sample_ramp_problems(self, ramp: SampleRamp) -> Iterator[str]:
+        key, whole = f"rampup_batch_size = {list(ramp)}", self.global_batch_size
+        if self.batch_ramp:
+            yield f"{key} and batch_ramp both describe the ramp: remove one of them"
+        if whole is None:
+            yield f"{key} grows to global_batch_size, which is not set: set it"
+            return
+        if ramp.start >= whole or (whole - ramp.start) % ramp.increment:
+            yield (
+                f"{key} must reach global_batch_size = {whole} from {ramp.start} by increments of "
+                f"{ramp.increment}: change one of them"
+            )
+        for size in (ramp.start, ramp.increment):
+            if size * self.grad_accum_steps % whole:
+                yield (
+                    f"{key} must consist of multiples of a microbatch, global_batch_size / "
+                    f"grad_accum_steps = {whole} / {self.grad_accum_steps}: {size} is not one"
+                )
+                return
+
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the batch size; a single stage without a ramp."""
+        if self.rampup_batch_size:
+            assert self.global_batch_size
+            stages = SampleRamp(*self.rampup_batch_size).stages(self.global_batch_size)
+            return tuple(Stage(start, self._microbatches(size)) for start, size in stages)
         return tuple(Stage(stage.start, self._accum_of(stage)) for stage in self.batch_ramp) or (
             Stage(0, self.grad_accum_steps),
         )
@@ -248,8 +278,12 @@ class TrainConfig(Section):
         if stage.grad_accum_steps is not None:
             return stage.grad_accum_steps
         assert stage.global_batch_size
+        return self._microbatches(stage.global_batch_size)
+
+    def _microbatches(self, sequences: int) -> int:
+        """Return the microbatches of an update with this many sequences."""
         assert self.global_batch_size
-        return stage.global_batch_size * self.grad_accum_steps // self.global_batch_size
+        return sequences * self.grad_accum_steps // self.global_batch_size
 
     def ramp(self, dp: int) -> BatchRamp:
         """Return the batch ramp in sequences.

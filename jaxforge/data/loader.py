@@ -65,7 +65,7 @@ def training_batches(
         order = range(len(dataset))
     else:
         order = _order(config, mesh, dataset, segments, first)
-    updates = _Updates(dataset, order, layout, first, n_updates)
+    updates = UpdateBatches(dataset, order, layout, first, n_updates)
     threads = config.data.num_workers
     options = grain.ReadOptions(
         num_threads=threads, prefetch_buffer_size=threads * config.data.prefetch_factor
@@ -136,7 +136,7 @@ def eval_batches(
     if sequences is not None:
         order = [*sequences, *[len(dataset)] * (n_batches * rows - len(sequences))]
     filled = _Padded(dataset, marks_padding=config.model.is_moe)
-    updates = _Updates(filled, order, layout, 0, n_batches)
+    updates = UpdateBatches(filled, order, layout, 0, n_batches)
     return _to_devices((updates[i] for i in range(len(updates))), layout)
 
 
@@ -191,7 +191,7 @@ class _Layout:
         return jax.make_array_from_callback(shape, sharding, of_device)
 
 
-class _Updates:
+class UpdateBatches:
     """Random-access source for Grain: an item holds this process's rows of consecutive updates.
 
     Several small updates make one item, as Grain's overhead per item equals a few sequences.

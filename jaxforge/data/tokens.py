@@ -322,7 +322,7 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
     elif file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
         return  # the type cannot hold a token outside the vocabulary
     else:
-        extremes = [(int(chunk.min()), int(chunk.max())) for chunk in _chunks(file)]
+        extremes = [(int(chunk.min()), int(chunk.max())) for chunk in token_chunks(file)]
         low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
     if low < 0:
         raise UserError(
@@ -338,7 +338,8 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
         )
 
 
-def _chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:
+def token_chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:
+    """Yield the tokens of a file in pieces of `CHUNK`."""
     tokens = file.map()
     for at in range(0, file.tokens, CHUNK):
         yield np.asarray(tokens[at : min(at + CHUNK, file.tokens)])
@@ -347,7 +348,7 @@ def _chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:
 def _where(file: TokenFile, value: int) -> str:
     """Return the first place of a token in a file, as the end of an error message."""
     before = 0
-    for chunk in _chunks(file):
+    for chunk in token_chunks(file):
         if len(indices := np.flatnonzero(chunk == value)):
             return f"; it is first at {file.describe_location(before + int(indices[0]))}"
         before += len(chunk)

@@ -129,7 +129,7 @@ def results(
     """Yield lists of results in the order of the prompts, as soon as they are complete."""
     done: dict[int, Record] = {}
     shown, tokens, start = 0, 0, time.perf_counter()
-    for numbers in _batches([len(prompt) for prompt in ids], decoder.rows):
+    for numbers in split_by_length([len(prompt) for prompt in ids], decoder.rows):
         completions = decoder.complete([ids[number] for number in numbers], numbers)
         for number, completion in zip(numbers, completions, strict=True):
             done[number] = _record(prompts[number], ids[number], completion, tokenizer)
@@ -148,7 +148,7 @@ def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: T
     return {"prompt": prompt.text, **prompt.fields, **dict(zip(RESULTS, values, strict=True))}
 
 
-def _batches(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+def split_by_length(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
     """Yield the prompt numbers of each batch, of similar length within a window of batches."""
     for first in range(0, len(lengths), window := WINDOW * rows):
         numbers = range(first, min(first + window, len(lengths)))

@@ -166,7 +166,7 @@ class Run:
         return activation_files.read(activation_files.step_directory(run, step))
 
     def export(self, destination: str | os.PathLike, *options: str, to: str = "hf") -> Path:
-        """Write a checkpoint for transformers ("hf") or for PyTorch jobs ("dcp").
+        """Write a checkpoint for transformers ("hf"), PyTorch ("dcp") or Megatron ("megatron").
 
         Args:
             destination: a new directory.

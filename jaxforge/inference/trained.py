@@ -30,6 +30,7 @@ _ANY_MESH = [
 _NO_TRAINING = [
     "--train.global_batch_size=None",
     "--train.batch_ramp=[]",
+    "--train.rampup_batch_size=None",
     "--eval.enabled=false",
     "--eval.activations_interval=0",
     "--early_stop.active=false",

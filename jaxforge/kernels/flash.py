@@ -255,7 +255,7 @@ class _PaddedInputs(NamedTuple):
         scoring: Scoring,
     ) -> "_PaddedInputs":
         head = q.shape[3]
-        tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
+        tiles = tile_sizes(kernel, head, q.shape[1], k.shape[1])
         config = KernelConfig(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
         # The window is an input array of one element, because only the device may know it (pipeline
         # stages with different masks).
@@ -277,7 +277,7 @@ class _PaddedInputs(NamedTuple):
         )
 
 
-def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
+def tile_sizes(kernel: str, head: int, queries: int, keys: int) -> Tiles:
     """Return tiles for a width of heads that fit registers and 160 KiB of shared memory."""
     # (queries, keys, warps, stages) for heads up to 64, up to 128, and up to `MAX_HEAD` wide.
     narrow, wide, widest = {

@@ -134,7 +134,7 @@ def loop_over_blocks(
         carry: initial carry.
     """
     block_sizes = row_block_sizes(rows, sizes_G.shape[0])
-    table, firsts = _block_table(sizes_G, rows, block_sizes)
+    table, firsts = block_table(sizes_G, rows, block_sizes)
 
     def step(size: int, i: Array, carry: Carry) -> Carry:
         row = jax.lax.dynamic_index_in_dim(table, i, keepdims=False, allow_negative_indices=False)
@@ -147,7 +147,7 @@ def loop_over_blocks(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _block_table(sizes_G: Sizes, rows: int, block_sizes: tuple[int, ...]) -> tuple[Array, Array]:
+def block_table(sizes_G: Sizes, rows: int, block_sizes: tuple[int, ...]) -> tuple[Array, Array]:
     """Return the fields of all blocks, sorted by size, and the first block of each size."""
     groups, largest = sizes_G.shape[0], block_sizes[-1]
     blocks_G = -(-sizes_G // largest)

@@ -49,7 +49,7 @@ group."""
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:
     """Sum dy xᵀ over the rows of each group, in float32."""
     out, inp, groups = dy_MO.shape[1], x_MI.shape[1], sizes_G.shape[0]
-    first_G, blocks_G, row_P, is_row_P = _block_layout(sizes_G, x_MI.shape[0])
+    first_G, blocks_G, row_P, is_row_P = block_layout(sizes_G, x_MI.shape[0])
     x_PI, dy_PO = (jnp.where(is_row_P[:, None], rows[row_P], 0) for rows in (x_MI, dy_MO))
     kernel = plgpu.kernel(
         functools.partial(_sum_kernel, groups, (_tile(out), _tile(inp))),
@@ -61,7 +61,7 @@ def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array,
     return kernel(first_G, blocks_G, dy_PO.T, x_PI)
 
 
-def _block_layout(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
+def block_layout(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
     """Return a layout of rows in which each block of `MULTIPLE` rows belongs to one group.
 
     Returns:

@@ -127,7 +127,7 @@ def attend_to_part(
     def of_queries(tile: QueryPart) -> PartialResult:
         def of_keys(part: PartialResult, keys: KeyPart) -> tuple[PartialResult, None]:
             def merged() -> PartialResult:
-                scores, _ = _scores(tile, keys, scoring, window)
+                scores, _ = attention_scores(tile, keys, scoring, window)
                 lse = jax.nn.logsumexp(scores, axis=-1)
                 # Rows without a visible key have lse = -inf; subtracting 0 instead keeps exp(-inf)
                 # = 0.
@@ -281,7 +281,7 @@ def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
     return jnp.min(x_BS, axis=1), jnp.max(x_BS, axis=1)
 
 
-def _scores(
+def attention_scores(
     queries: QueryPart, keys: KeyPart, scoring: Scoring, window: Window
 ) -> tuple[Float[Array, "b kv g s t"], Float[Array, "b s kv g h"]]:
     """Return scores, -inf for invisible pairs, and the queries grouped by key heads."""
@@ -298,7 +298,7 @@ def _scores(
 def _gradients_of_tile(
     queries: QueryPart, of_queries: BackwardInputs, keys: KeyPart, scoring: Scoring, window: Window
 ) -> Gradients:
-    scores, q = _scores(queries, keys, scoring, window)
+    scores, q = attention_scores(queries, keys, scoring, window)
     lse, delta = (
         x.swapaxes(1, 2).reshape(len(x), keys.k.shape[2], -1, x.shape[1])
         for x in (of_queries.lse, of_queries.delta)

@@ -57,7 +57,7 @@ def splash_attention(
     """
     length, heads, h = q_BSHh.shape[1:]
     # The kernel does not scale scores, so the queries are scaled, in their dtype.
-    kernel = _kernel(length, heads, _mask(length, window, chunk), scoring.softcap)
+    kernel = _kernel(length, heads, splash_mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
 
@@ -118,7 +118,8 @@ def _remove_tiles(
     )
 
 
-def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
+def splash_mask(length: int, window: int | None, chunk: int | None) -> Mask:
+    """Return the causal mask of a layer, limited to a window or to chunks."""
     shape = length, length
     mask: _TiledMask
     if chunk is not None:

@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Max
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.points import ATTENTION_WEIGHTS
+from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.attention_backends import Scoring, attend_with_masks, masked_attention
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import select_chunk, select_window, visible
 from jaxforge.model import mup
-from jaxforge.model.attention_weights import attention_weights
+from jaxforge.model.attention_weights import attention_weights, max_logits
 from jaxforge.model.linear import Declare, Linear, normal
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.plan import LayerKind, LayerPlan
@@ -74,6 +74,7 @@ class Capture(NamedTuple):
         residual            output of the layer, [b, s, d]
         attention_weights   weight of each key for each query, [b, heads, s, s], by an explicit
                             softmax
+        max_logits          largest logit of attention before the soft cap, [b, heads]
 
     Attributes:
         points: names of the activations (`config.points`).
@@ -135,12 +136,14 @@ class AttentionOut(NamedTuple):
         cache: the extended cache, if attention was given one.
         amax: amax of the linear layers, if the layer records them.
         weights: the attention weights, if they are captured.
+        max_logits: the largest logits, if they are captured.
     """
 
     y: Float[Array, "b s d"]
     cache: KVCache | None
     amax: dict[str, Max]
     weights: Float[Array, "b heads s s"] | None
+    max_logits: Float[Array, "b heads"] | None
 
 
 class Attention(nnx.Module):
@@ -199,13 +202,15 @@ class Attention(nnx.Module):
             q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
-        weights = None
+        weights = largest = None
         if cache is None:
+            inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring
             if ATTENTION_WEIGHTS in capture.points:
                 assert context_size() == 1  # otherwise no device has all keys
-                weights = attention_weights(
-                    plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring, sinks
-                )
+                weights = attention_weights(*inputs, sinks)
+            if MAX_LOGITS in capture.points:
+                assert context_size() == 1
+                largest = max_logits(*inputs)
             attend: Callable[..., Array] = attend_with_masks
             kernel = runtime.attention
             if context_size() > 1:
@@ -226,7 +231,7 @@ class Attention(nnx.Module):
             y_BSHh = masked_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
         y_BSHh = _constrain_heads(y_BSHh, "heads")
         y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
-        return AttentionOut(y_BSD, cache, precision.amax if precision else {}, weights)
+        return AttentionOut(y_BSD, cache, precision.amax if precision else {}, weights, largest)
 
     def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         return _constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)

@@ -1,7 +1,12 @@
-"""Attention weights for inspection, by an explicit softmax next to the attention kernel."""
+"""Attention weights and largest logits for inspection, computed next to the attention kernel.
+
+Fused kernels return neither. Weights are an explicit softmax. Logits are compared in blocks of
+queries, so that [queries, keys] is never stored.
+"""
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -34,9 +39,57 @@ def attention_weights(
     batch, length, heads, _ = q.shape
     tokens = jnp.arange(length)
     seen_BST = visible(tokens[:, None], tokens, select_window(masks, mask_index))[None]
-    if (chunk := select_chunk(masks, mask_index)) is not None:
-        segment_ids = chunk_ids(batch, length, chunk, segment_ids)
+    segment_ids = _with_chunks(masks, mask_index, q, segment_ids)
     if segment_ids is not None:
         seen_BST = seen_BST & (segment_ids[:, :, None] == segment_ids[:, None, :])
     weights = softmax_weights(q, k, seen_BST[:, None], scoring, sinks)
     return constrain(weights.reshape(batch, heads, length, length), "batch", "heads", None, None)
+
+
+def max_logits(
+    masks: Sequence[Mask],
+    mask_index: int | Int[Array, ""],
+    q: Queries,
+    k: Keys,
+    segment_ids: SegmentIds,
+    scoring: Scoring,
+) -> Float[Array, "b heads"]:
+    """Return the largest scaled product of a query and a visible key, without soft cap and sinks.
+
+    Args:
+        masks: masks of the layers (`LayerPlan.masks`).
+        mask_index: index of the layer's mask in `masks`.
+        q: queries.
+        k: keys.
+        segment_ids: documents of packed rows.
+        scoring: scale of the scores.
+    """
+    batch, length, heads, width = q.shape
+    tokens, window = jnp.arange(length), select_window(masks, mask_index)
+    ids_BS = _with_chunks(masks, mask_index, q, segment_ids)
+    ids_BS = jnp.zeros((batch, length), jnp.int32) if ids_BS is None else ids_BS
+
+    def of_query(row: tuple[Array, Array, Array]) -> Float[Array, "b heads"]:
+        token, q_BHh, id_B = row
+        grouped = q_BHh.reshape(batch, k.shape[2], -1, width)
+        scores = jnp.einsum("bkgh,btkh->bkgt", grouped, k, preferred_element_type=jnp.float32)
+        scores *= scoring.scale_of(width)
+        seen_BT = visible(token, tokens, window) & (id_B[:, None] == ids_BS)
+        largest = jnp.max(scores, axis=-1, initial=-jnp.inf, where=seen_BT[:, None, None])
+        return largest.reshape(batch, heads)
+
+    queries = tokens, jnp.moveaxis(q, 1, 0), jnp.moveaxis(ids_BS, 1, 0)
+    largest = jnp.max(jax.lax.map(of_query, queries, batch_size=_QUERIES), axis=0)
+    return constrain(largest, "batch", "heads")
+
+
+_QUERIES = 128  # queries whose logits are computed at once
+
+
+def _with_chunks(
+    masks: Sequence[Mask], mask_index: int | Int[Array, ""], q: Queries, segment_ids: SegmentIds
+) -> SegmentIds:
+    """Return ids that differ between documents, and between chunks if the layer has some."""
+    chunk = select_chunk(masks, mask_index)
+    batch, length = q.shape[:2]
+    return segment_ids if chunk is None else chunk_ids(batch, length, chunk, segment_ids)

@@ -82,7 +82,7 @@ class Scorer:
     def score(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         """Return the likelihood of each continuation, in order."""
         scores: dict[int, Likelihood] = {}
-        rows = _input_rows(continuations, self.max_length)
+        rows = input_rows(continuations, self.max_length)
         size = padded_batch(len(rows), self.rows, self.mesh)
         for batch in _batches(rows, size):
             log_p, is_greedy = self._score(batch, size)
@@ -107,7 +107,7 @@ class Scorer:
         return jax.device_get(_score(self.model, width, self.params, *arrays))
 
 
-def _input_rows(continuations: Sequence[Continuation], max_length: int) -> list[_Row]:
+def input_rows(continuations: Sequence[Continuation], max_length: int) -> list[_Row]:
     """Return the input sequences; continuations that differ only in their last token share one."""
     ends: dict[tuple[tuple[int, ...], int], dict[int, list[int]]]
     ends = defaultdict(lambda: defaultdict(list))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.aux_outputs import AuxOutputs, Max
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.points import ATTENTION_WEIGHTS
+from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut, LayerSettings
@@ -110,7 +110,10 @@ class Block(nnx.Module):
             # to a stack with other names.
             amax = {name: Max(jnp.zeros(2)) for name in self.fp8_names or ()} | precision.amax
             aux = aux._replace(statistics={**aux.statistics, "amax": amax})
-        values = {"attention": y_BSD, "mlp": z_BSD, ATTENTION_WEIGHTS: attended.weights}
+        values = {
+            "attention": y_BSD, "mlp": z_BSD, ATTENTION_WEIGHTS: attended.weights,
+            MAX_LOGITS: attended.max_logits,
+        }  # fmt: skip
         activations = settings.capture.collect(values)
         return x_BSD, LayerOut(attended.cache, aux, activations)
 

@@ -271,7 +271,7 @@ def _cluster(env: Mapping[str, str]) -> str | None:
         return "SLURM"
     if len(env.get("TPU_WORKER_HOSTNAMES", "localhost").split(",")) > 1:
         return "GKE"
-    if env.get("JAX_PLATFORMS", "tpu").startswith("tpu") and _on_tpu_vm():
+    if env.get("JAX_PLATFORMS", "tpu").startswith("tpu") and on_tpu_vm():
         return "Cloud TPU"  # JAX asks its metadata server, for one host as for many
     return None
 
@@ -283,6 +283,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
         raise UserError(f"{name}={env[name]} must be an integer: correct or unset it") from None
 
 
-def _on_tpu_vm() -> bool:
+def on_tpu_vm() -> bool:
+    """Return whether this machine has TPU chips and the library that drives them."""
     has_chips = any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
     return has_chips and importlib.util.find_spec("libtpu") is not None

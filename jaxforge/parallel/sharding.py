@@ -107,7 +107,12 @@ def batch_specs(batch: Mapping[str, Shaped]) -> dict[str, P]:
 
 
 def batch_axes(batch: Mapping[str, Shaped], name: str) -> Axes:
-    """Return `TOKENS` if the third dimension is that of the labels, else `SEQUENCES`."""
+    """Return `TOKENS` if the third dimension is that of the labels, else `SEQUENCES`.
+
+    A scalar has no axes.
+    """
+    if not batch[name].shape:
+        return ()
     if name == "dataset_mask" or batch[name].shape[2:3] != batch["labels"].shape[2:]:
         return SEQUENCES
     return TOKENS

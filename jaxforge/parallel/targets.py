@@ -14,7 +14,7 @@ from jaxforge.errors import UserError
 from jaxforge.parallel import hardware
 
 
-def _target_config(chip: hardware.Chip) -> str:
+def target_config(chip: hardware.Chip) -> str:
     """Return XLA's `GpuTargetConfigProto` as text. Literal values are common to all these GPUs."""
     target = chip.target
     assert target is not None, f"{chip.name} is no GPU"
@@ -67,7 +67,7 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
         )
     return topologies.get_topology_desc(
         platform="cuda",
-        target_config=_target_config(hardware.CHIPS[kind]),
+        target_config=target_config(hardware.CHIPS[kind]),
         topology=f"{nodes}x1x{per_node}",  # NVLink ends where a node does
     ).devices
 

@@ -100,15 +100,19 @@ def valid_tokens_by_dataset(
     return jnp.sum(jnp.where(dataset_mask, by_row[..., None], 0), axis=(0, 1))
 
 
-def token_weights(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
+def token_weights(
+    counts: Int[Array, "m"], norm: str, microbatches: Int[Array, ""] | int | None = None
+) -> Float[Array, "m"]:
     """Return the weight of a token of each microbatch in the loss of the update.
 
     Args:
         counts: valid tokens of each microbatch, over all devices.
         norm: `train.loss_norm`.
+        microbatches: number of microbatches without padding; None: all.
     """
+    microbatches = len(counts) if microbatches is None else microbatches
     weights = counts.astype(jnp.float32)
-    divisor = weights * weights.shape[0] if norm == "microbatch" else jnp.sum(weights)
+    divisor = weights * microbatches if norm == "microbatch" else jnp.sum(weights)
     # A microbatch without valid tokens has weight 0: no division by zero, no gradient.
     return jnp.where(weights > 0, 1.0 / jnp.maximum(divisor, 1.0), 0.0)
 

@@ -57,13 +57,15 @@ from jaxforge.parallel.sharding import (
 from jaxforge.parallel.stages import split_layers
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
 from jaxforge.step.losses import build_loss
+from jaxforge.step.padded_batch import N_MICROBATCHES, microbatch_count, reciprocal
 
 Batch = dict[str, Shaped[Array, "m b ..."]]
 """`input_ids`, `labels` and, when packed, `segment_ids`: [microbatches, sequences, tokens].
 
 If rows may be padded, `is_padding` is nonzero for padding tokens, which are ignored. A mixture has
 `dataset_idx` [microbatches, sequences], or instead `dataset_mask`. Model and loss receive all other
-fields of the data as well, one microbatch at a time.
+fields of the data as well, one microbatch at a time. A padded batch has `n_microbatches`
+(`step.padded_batch`).
 """
 
 
@@ -154,7 +156,7 @@ def accumulate(
     token_weights: Array,
     other_weights: Sequence[Array | float],
 ) -> tuple[Params, Loss]:
-    """Return gradients (float32) and loss of a batch, summed over its microbatches by a scan.
+    """Return gradients (float32) and loss of a batch, summed over its microbatches by a loop.
 
     Args:
         model: the model.
@@ -185,16 +187,51 @@ def accumulate(
 
     # Carry: gradients, summed in float32 even if a microbatch's gradients are in the compute dtype.
     # Stacked output: the loss of each microbatch.
-    xs = (batch, token_weights)
-    if token_weights.shape[0] == 1:  # no loop, and no zeros to add to
+    n = batch.get(N_MICROBATCHES)
+    xs = ({name: x for name, x in batch.items() if name != N_MICROBATCHES}, token_weights)
+    if n is not None:
+        grads, losses = _sum_first(n, body, params, xs)
+    elif token_weights.shape[0] == 1:  # no loop, and no zeros to add to
         grads, losses = gradient(params, *jax.tree.map(lambda x: x[0], xs))
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     else:
-        # Derived from the parameters, the zeros vary over the same mesh axes as the gradients.
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-        grads, losses = jax.lax.scan(body, zeros, xs)
+        grads, losses = jax.lax.scan(body, _zero_grads(params), xs)
         losses = _merge_losses(losses)
     return _add_group_dimension(grads, losses) if by_group else (grads, losses)
+
+
+def _zero_grads(params: Params) -> Params:
+    """Return zero gradients, which vary over the same mesh axes as the parameters."""
+    return jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+
+
+def _sum_first(
+    n: Array,
+    body: Callable[[Params, tuple[Batch, Array]], tuple[Params, Loss]],
+    params: Params,
+    xs: tuple[Batch, Array],
+) -> tuple[Params, Loss]:
+    """Return gradients and loss of the first `n` microbatches, a number known when the step runs.
+
+    The operations and their order are those of the scan over `n` microbatches, so that the results
+    are the same bit for bit. Losses are merged as they come and not stacked, starting with zeros:
+    0 + x = x, and a `Max` is at least 0.
+    """
+
+    def microbatch(i: Array | int) -> tuple[Batch, Array]:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
+
+    def add(i: Array, carry: tuple[Params, Loss]) -> tuple[Params, Loss]:
+        total, loss = body(carry[0], microbatch(i))
+        return total, merge(carry[1], loss)
+
+    zeros = _zero_grads(params)
+    _, loss = jax.eval_shape(body, zeros, microbatch(0))
+    varying = collectives.varying_axes((zeros, xs))
+    no_loss = jax.tree.map(
+        lambda leaf: collectives.varying(jnp.zeros(leaf.shape, leaf.dtype), varying), loss
+    )
+    return jax.lax.fori_loop(0, n, add, (zeros, no_loss))
 
 
 def _vary_over_groups(model: Model, params: Params, weights: Array) -> tuple[Params, Array]:
@@ -349,18 +386,20 @@ def update_loss_weights(
     loss with its own gradient.
     """
     labels, is_padding = batch["labels"], padding_of(batch)
-    microbatches, rows, length = labels.shape
+    largest, rows, length = labels.shape
+    microbatches = microbatch_count(batch)
     # All weights are functions of labels and padding, known before the first microbatch: gradients
     # need no division by a token count that only the last microbatch would complete.
-    positions: int | Array = microbatches * rows * length
-    sequences: int | Array = microbatches * rows
-    if is_padding is not None:
-        positions = jnp.maximum(1, jnp.sum(~is_padding))
-        sequences = jnp.maximum(1, jnp.sum(jnp.any(~is_padding, axis=-1)))
+    if is_padding is None:
+        position = reciprocal(microbatches, largest, rows * length)
+        sequence = reciprocal(microbatches, largest, rows)
+    else:
+        position = 1 / jnp.maximum(1, jnp.sum(~is_padding))
+        sequence = 1 / jnp.maximum(1, jnp.sum(jnp.any(~is_padding, axis=-1)))
     weights = LossWeights(
-        token=token_weights(valid_tokens(labels), config.loss_norm),
-        position=1 / positions,
-        sequence=1 / sequences,
+        token=token_weights(valid_tokens(labels), config.loss_norm, microbatches),
+        position=position,
+        sequence=sequence,
     )
     return weights if scale is None else jax.tree.map(lambda weight: weight * scale, weights)
 

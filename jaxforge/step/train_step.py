@@ -1,6 +1,7 @@
 """One update as one executable: gradients over microbatches, guard, optimizer."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,7 @@ from jaxforge.step.gradients import (
 )
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
+from jaxforge.step.padded_batch import microbatch_count
 
 Metrics = dict[str, Any]
 """Results of a step, on the device; `training.result.StepResult` is a typed view.
@@ -64,16 +66,29 @@ TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
 class CompiledSteps:
     """The compiled train step for each size of batch, by the number of its microbatches.
 
+    Args:
+        by_size: compiled steps by the number of microbatches.
+        paddings: compiled `step.padded_batch.pad_batch` by the number of microbatches, for which
+            the step of the largest batch runs all sizes; empty if each size has its own step.
+
     Attributes:
         largest: the step for the largest batch.
     """
 
-    def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
-        self._by_size, self.largest = by_size, by_size[max(by_size)]
+    def __init__(
+        self,
+        by_size: Mapping[int, jax.stages.Compiled],
+        paddings: Mapping[int, jax.stages.Compiled] = MappingProxyType({}),
+    ) -> None:
+        self._by_size, self._paddings = by_size, paddings
+        self.largest = by_size[max(by_size)]
 
     def __getitem__(self, microbatches: int) -> TrainStep:
         """Return the step for batches of this many microbatches."""
-        return self._by_size[microbatches]
+        if not self._paddings:
+            return self._by_size[microbatches]
+        pad, step = self._paddings[microbatches], self.largest
+        return lambda state, batch, controls: step(state, pad(batch), controls)
 
 
 def make_train_step(
@@ -215,9 +230,12 @@ def _next_counts(
     counts: Counts, batch: Batch, n_valid: Int[Array, ""], applied: Bool[Array, ""]
 ) -> Counts:
     """Return the counts after one attempted step on a batch [microbatches, sequences, tokens]."""
-    microbatches, rows, length = batch["labels"].shape
-    samples, is_padding = microbatches * rows, padding_of(batch)
-    padding: int | Array = 0 if is_padding is None else jnp.sum(is_padding, dtype=jnp.int32)
+    largest, rows, length = batch["labels"].shape
+    microbatches, is_padding = microbatch_count(batch), padding_of(batch)
+    samples = microbatches * rows
+    padding: int | Array = 0
+    if is_padding is not None:
+        padding = jnp.sum(is_padding, dtype=jnp.int32) - (largest - microbatches) * rows * length
     return Counts(
         samples=counts.samples.plus(samples),
         tokens=counts.tokens.plus(jnp.where(applied, samples * length, 0)),

@@ -60,7 +60,7 @@ class RunLock:
 
     def __init__(self, run: Path) -> None:
         self._path = run.absolute() / NAME
-        self._text = json.dumps(_this_process())
+        self._text = json.dumps(this_process())
         self._is_held = self._is_lost = False
         self._directory: tuple[int, int] | None = None
         self._ended = threading.Event()
@@ -180,13 +180,14 @@ def holder(run: Path) -> str | None:
     return _describe_holder(content) if content is not None and _is_alive(path, content) else None
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """Describe this process as its lock file does."""
     return {
         "host": socket.gethostname(),
         "process": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "machine": _pid_namespace(),
-        "began": _start_time(os.getpid()),
+        "machine": pid_namespace(),
+        "began": process_start_time(os.getpid()),
         "id": uuid.uuid4().hex,  # distinguishes two locks of one process
     }
 
@@ -220,7 +221,7 @@ def _renew(path: Path, text: str) -> None:
     path.write_text(text if version and version[1] != text else f"{text} ")
 
 
-def _pid_namespace() -> str:
+def pid_namespace() -> str:
     """Return an id of boot and pid namespace, common to processes that see each other; or ""."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -229,7 +230,7 @@ def _pid_namespace() -> str:
         return ""
 
 
-def _start_time(process: int) -> str | None:
+def process_start_time(process: int) -> str | None:
     """Return the start time of a process in clock ticks since boot; None if it has ended.
 
     Pid and start time together identify a process, because pids are reused.
@@ -242,7 +243,7 @@ def _start_time(process: int) -> str | None:
     return None if state in "ZX" else fields[18]  # zombie or dead; field 22 of proc(5) is starttime
 
 
-def _is_hidden(process: int) -> bool:
+def is_hidden(process: int) -> bool:
     """Return whether a process exists but belongs to another user whom /proc hides."""
     try:
         os.kill(process, 0)
@@ -261,17 +262,17 @@ def _is_alive(path: Path, text: str) -> bool:
     """
     holder = _parse_holder(text)
     machine, process = holder.get("machine"), holder.get("process")
-    is_here = machine and machine == _pid_namespace() and "began" in holder
+    is_here = machine and machine == pid_namespace() and "began" in holder
     if is_here and isinstance(process, int) and 0 < process < 2**31:
-        began = _start_time(process)
-        if began or not _is_hidden(process):
+        began = process_start_time(process)
+        if began or not is_hidden(process):
             return began == holder["began"]
     log.info("%s belongs to %s: waiting up to %g s for a heartbeat",
              path, _describe_holder(text), PATIENCE_SEC)  # fmt: skip
-    return _is_renewed(path)
+    return is_renewed(path)
 
 
-def _is_renewed(path: Path) -> bool:
+def is_renewed(path: Path) -> bool:
     """Return whether the file changes within `PATIENCE_SEC`; False if it is removed."""
     first, deadline = _version(path), time.monotonic() + PATIENCE_SEC
     while time.monotonic() < deadline:

@@ -157,8 +157,10 @@ class Megatron(_Lines):
     """Format ` [time] iteration       10/     500 | consumed samples:         2560 | … |`.
 
     The loss is the mean over applied updates since the last line. Skipped and NaN iterations count
-    since the last line, without iterations in `train.iterations_to_skip`, which Megatron does not
-    count either. `metrics.collect` adds zeros in gradients and the norm of the parameters.
+    since the last line. As in Megatron, skipped iterations are updates that were refused (overflow,
+    not finite, a spike), without iterations in `train.iterations_to_skip` and without labels.
+    Skipped samples are those of `train.iterations_to_skip` so far; they are left out while 0.
+    `metrics.collect` adds zeros in gradients and the norm of the parameters.
     """
 
     def train(self, step: int, metrics: Metrics) -> str:
@@ -216,8 +218,13 @@ class MindSpeed(Megatron):
 _MEGATRON: Segments = {
     "iteration {:8d}/{:8d}": ("step", "max_steps"),
     "consumed samples: {:12d}": ("samples",),
+    "skipped samples: {:12d}": ("skipped samples",),
     "elapsed time per iteration (ms): {:.1f}": ("ms",),
     "throughput per GPU (TFLOP/s/GPU): {:.1f}": ("train/tflops_per_device",),
+    "energy per GPU (J/iter/GPU): {:.1f} | power per GPU (W/GPU): {:.1f}": (
+        "gpu/energy_joules",
+        "gpu/power_watts",
+    ),
     "learning rate: {:.6E}": ("train/lr",),
     "global batch size: {:5d}": ("batch",),
     "lm loss: {:.6E}": ("interval/loss",),
@@ -225,6 +232,7 @@ _MEGATRON: Segments = {
     "grad norm: {:.3f}": ("train/grad_norm",),
     "num zeros: {}": ("train/num_zeros_in_grad",),
     "params norm: {:.3f}": ("train/params_norm",),
+    "max attention logit: {:.3f}": ("train/max_attention_logit",),
     "number of skipped iterations: {:3d}": ("skipped",),
     "number of nan iterations: {:3d}": ("nan",),
 }
@@ -258,10 +266,14 @@ def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
         "ms": 1000 * metrics["train/step_time_sec"],
         "loss_scale": metrics.get("train/loss_scale", 1.0),  # only fp16 needs one
         "skipped": round(
-            metrics["interval/skipped_steps"] - metrics.get("interval/left_out_steps", 0)
+            metrics["interval/skipped_steps"]
+            - metrics.get("interval/left_out_steps", 0)
+            - metrics.get("interval/unlabeled_steps", 0)
         ),
         "nan": round(metrics["interval/nan_steps"]),
     }
+    if "train/left_out_samples" in metrics:
+        values["skipped samples"] = round(metrics["train/left_out_samples"])
     if "train/mfu" in metrics:
         values["% of peak"] = 100 * metrics["train/mfu"]
     return values

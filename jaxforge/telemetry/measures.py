@@ -143,8 +143,9 @@ class Sums(NamedTuple):
             would make all later means NaN.
         updates: number of applied updates.
         skipped: number of steps whose update was not applied.
-        nan: number of steps with labels whose loss was not finite.
+        nan: number of steps with labels whose loss was not finite, except for left-out steps.
         left_out: number of skipped steps that `train.iterations_to_skip` names.
+        unlabeled: number of other skipped steps, those without valid labels.
     """
 
     loss: float = 0.0
@@ -152,9 +153,14 @@ class Sums(NamedTuple):
     skipped: int = 0
     nan: int = 0
     left_out: int = 0
+    unlabeled: int = 0
 
     def plus(
-        self, losses: Sequence[float], skipped: Sequence[int], labels: Sequence[int] | None = None
+        self,
+        losses: Sequence[float],
+        skipped: Sequence[int],
+        labels: Sequence[int] | None = None,
+        is_left_out: Sequence[bool] | None = None,
     ) -> "Sums":
         """Return the sums with further steps added.
 
@@ -163,6 +169,7 @@ class Sums(NamedTuple):
             skipped: count of skipped steps of the run after each step.
             labels: number of valid labels of each step; without any, the loss of a step is NaN, the
                 mean of nothing. None means that each step has some.
+            is_left_out: whether `train.iterations_to_skip` names each step; None means no step.
         """
         finite = [math.isfinite(loss) for loss in losses]
         applied = [
@@ -172,20 +179,35 @@ class Sums(NamedTuple):
             )
             if good and now <= was  # the count of skipped steps has not grown
         ]
-        loss, updates = self.loss + sum(applied), self.updates + len(applied)
+        named = [False] * len(losses) if is_left_out is None else is_left_out
         has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
-        nan = sum(had and not good for had, good in zip(has_labels, finite, strict=True))
-        return self._replace(loss=loss, updates=updates, skipped=skipped[-1], nan=self.nan + nan)
+        drawn = [
+            (had, good)
+            for had, good, left_out in zip(has_labels, finite, named, strict=True)
+            if not left_out
+        ]
+        return Sums(
+            loss=self.loss + sum(applied),
+            updates=self.updates + len(applied),
+            skipped=skipped[-1],
+            nan=self.nan + sum(had and not good for had, good in drawn),
+            left_out=self.left_out + sum(named),
+            unlabeled=self.unlabeled + sum(not had for had, _ in drawn),
+        )
 
     def since(self, before: "Sums") -> Metrics:
         """Return `interval/*` of the steps after `before`.
 
-        `interval/loss` is missing if no update was applied, `interval/left_out_steps` if it is 0.
+        `interval/loss` is missing if no update was applied, `interval/left_out_steps` and
+        `interval/unlabeled_steps` if they are 0.
         """
         updates = self.updates - before.updates
         loss = {"interval/loss": (self.loss - before.loss) / updates} if updates else {}
-        left_out = self.left_out - before.left_out
-        named = {"interval/left_out_steps": float(left_out)} if left_out else {}
+        counts = {
+            "interval/left_out_steps": self.left_out - before.left_out,
+            "interval/unlabeled_steps": self.unlabeled - before.unlabeled,
+        }
+        named = {name: float(count) for name, count in counts.items() if count}
         return {
             **loss,
             **named,

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
+from jaxforge.telemetry.energy import EnergyMeter
+from jaxforge.telemetry.epochs import describe_epoch, epoch_summary
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics, Sample
@@ -37,6 +39,7 @@ class _Launched(NamedTuple):
         loss: loss of the step.
         skipped: count of skipped steps of the run after the step.
         labels: number of valid labels.
+        ends_epoch: True if an epoch of the data ends with the batch of the step.
     """
 
     step: int
@@ -45,6 +48,7 @@ class _Launched(NamedTuple):
     loss: Float[Array, ""]
     skipped: Int[Array, ""]
     labels: Int[Array, ""] | int
+    ends_epoch: bool
 
 
 class HostTimes(NamedTuple):
@@ -70,6 +74,7 @@ class _Mark(NamedTuple):
         seconds: clock of the tracker.
         waited: seconds spent waiting for data.
         sums: sums over the steps of the run.
+        joules: energy of a GPU; 0 if it is not measured.
     """
 
     step: int
@@ -77,6 +82,7 @@ class _Mark(NamedTuple):
     seconds: float
     waited: float
     sums: Sums
+    joules: float = 0.0
 
 
 class Tracker:
@@ -89,7 +95,8 @@ class Tracker:
         last_step: `train.max_steps`.
         datasets: names of the datasets of a mixture.
         extras: `metrics.collect`: additional metrics to log.
-        left_out: `train.iterations_to_skip`.
+        left_out: sequences of each update of `train.iterations_to_skip`, by its number.
+        energy: the energy counter of the GPUs; None if it is not read.
     """
 
     def __init__(
@@ -100,9 +107,10 @@ class Tracker:
         last_step: int,
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
-        left_out: Collection[int] = (),
+        left_out: Mapping[int, int] | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
-        self._datasets, self._extras, self._left_out = datasets, extras, frozenset(left_out)
+        self._datasets, self._extras, self._left_out = datasets, extras, left_out or {}
         self._writers, self._cost, self._progress = writers, cost, progress
         self._last_step = last_step
         self._logged: Metrics = {}
@@ -112,6 +120,7 @@ class Tracker:
         self._launched: collections.deque[_Launched] = collections.deque(maxlen=MOST)
         self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
+        self._energy, self._paused_joules = energy, 0.0
         self._paused = self._waited = self._launching = 0.0
         self._has_batch = time.perf_counter()
         self.start_clock()
@@ -121,9 +130,16 @@ class Tracker:
         progress = self._progress
         self._warned = progress.nonfinite, progress.spikes
         self._fetched = _Mark(
-            progress.step, progress.samples, self._clock(), self._waited, self._sums
+            progress.step,
+            progress.samples,
+            self._clock(),
+            self._waited,
+            self._sums,
+            self._joules(),
         )
         self._written = [self._fetched] * len(self._writers)
+        self._attention_logit: tuple[int, float] | None = None
+        self._epoch_start, self._epoch = self._fetched, self._epochs(progress.samples)
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -132,6 +148,10 @@ class Tracker:
         yield
         self._has_batch = time.perf_counter()
         self._waited += self._has_batch - start
+
+    def note_attention_logit(self, step: int, logit: float) -> None:
+        """Record the largest attention logit of a step, for the next line of each writer."""
+        self._attention_logit = step, logit
 
     def end_step(self, step: int, metrics: dict[str, Array]) -> None:
         """Record a step that has been launched; log the previous step if it is due.
@@ -148,20 +168,22 @@ class Tracker:
         fetched = {name: metrics[name] for name in names}
         labels = metrics.get("valid_tokens", 1)
         losses = metrics["loss"], metrics["skipped"], labels
-        self._latest = _Launched(step, fetched, self._waited, *losses)
+        previous, self._epoch = self._epoch, self._epochs(self._progress.samples)
+        ends_epoch = self._epoch > previous
+        self._latest = _Launched(step, fetched, self._waited, *losses, ends_epoch)
         self._launched.append(self._latest)
 
     def flush(self) -> None:
         """Wait for the latest step and log it, if it is due.
 
-        All writers take the first and the last step.
+        All writers take the first and the last step. An epoch is summarised at its last step.
         """
         if self._latest is None:
             return
         step = self._latest.step
         is_due_everywhere = step in (1, self._last_step)
         due = [i for i, writer in enumerate(self._writers) if is_due_everywhere or writer.due(step)]
-        if due:
+        if due or self._latest.ends_epoch:
             self._log_latest(self._latest, due)
         elif step % MOST == 0:  # a step that halted the run must still be among the recorded ones
             self._progress.consecutive_bad = int(self._latest.metrics["consecutive"])
@@ -208,9 +230,12 @@ class Tracker:
         self.flush()
         if self._latest is not None:
             jax.block_until_ready(self._latest.metrics)  # this wait is still step time
-        start = time.perf_counter()
+        start, joules = time.perf_counter(), self._joules()
         yield
-        self._paused += time.perf_counter() - start
+        self._paused_joules += self._joules() - joules
+        seconds = time.perf_counter() - start
+        self._paused += seconds
+        self._has_batch += seconds  # the block is not part of a launch either
 
     def close(self, exit_code: int = 0) -> bool:
         """Log the latest step if it is due, and close the writers.
@@ -246,14 +271,13 @@ class Tracker:
             values = jax.device_get(latest.metrics)
         losses = [float(loss) for loss, *_ in fetched[:counted]]
         skipped, labels = ([int(launch[i]) for launch in fetched[:counted]] for i in (1, 2))
-        left_out = sum(launch.step in self._left_out for launch in launched[:counted])
-        self._sums = self._sums._replace(left_out=self._sums.left_out + left_out)
-        self._sums = self._sums.plus(losses, skipped, labels)
+        is_left_out = [launch.step in self._left_out for launch in launched[:counted]]
+        self._sums = self._sums.plus(losses, skipped, labels, is_left_out)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         self._warn_of_labels(step, labels.count(0))
         samples = int(values["counts"].samples)
         since = self._fetched
-        now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
+        now = _Mark(step, samples, self._clock(), latest.waited, self._sums, self._joules())
         self._fetched = now
         speed, padding = self._speed(since, now), int(values["counts"].padding)
         metrics = {
@@ -266,6 +290,7 @@ class Tracker:
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
+            **self._epoch_and_left_out(step, samples),
             **({"train/padding_tokens": float(padding)} if padding else {}),
             **({"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}),
             **self._by_dataset(values),
@@ -274,13 +299,45 @@ class Tracker:
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
-        self._logged = metrics
+        if writers:
+            self._logged = metrics
         for i in writers:  # with means over the interval of each writer
             since = self._written[i]
             wait = (now.waited - since.waited) / _steps(since, now)
             interval = self._speed(since, now) | {"train/data_wait_sec": wait}
-            self._writers[i].write(step, metrics | interval | now.sums.since(since.sums))
+            interval |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
+            self._writers[i].write(step, metrics | interval)
             self._written[i] = now
+        self._summarise_epoch(now)
+
+    def _attention_logit_since(self, since: _Mark, now: _Mark) -> Metrics:
+        """Return the latest measurement of the interval, if there is one."""
+        step, logit = self._attention_logit or (0, 0.0)
+        return {"train/max_attention_logit": logit} if since.step < step <= now.step else {}
+
+    def _epochs(self, samples: int) -> int:
+        """Return the number of complete epochs; 0 if the data have no epochs."""
+        length = self._progress.sequences_per_epoch
+        return samples // length if length else 0
+
+    def _summarise_epoch(self, now: _Mark) -> None:
+        """Log a summary if an epoch has ended since the last one."""
+        since, epoch = self._epoch_start, self._epochs(now.samples)
+        if epoch <= self._epochs(since.samples):
+            return
+        self._epoch_start = now
+        summary = epoch_summary(
+            epoch, _steps(since, now), now.seconds - since.seconds, now.sums.since(since.sums)
+        )
+        log.info("%s", describe_epoch(now.step, summary))
+        self.log(now.step, summary)
+
+    def _epoch_and_left_out(self, step: int, samples: int) -> Metrics:
+        """Return passes over the data, and sequences of left-out updates, if known and not 0."""
+        length = self._progress.sequences_per_epoch
+        epoch = {"train/epoch": samples / length} if length else {}
+        left_out = sum(n for number, n in self._left_out.items() if number <= step)
+        return epoch | ({"train/left_out_samples": float(left_out)} if left_out else {})
 
     def _warn(self, step: int, nonfinite: int, spikes: int) -> None:
         """Warn of bad steps since the last warning, whether or not their updates are applied."""
@@ -305,9 +362,12 @@ class Tracker:
 
     def _speed(self, since: _Mark, now: _Mark) -> Metrics:
         steps = _steps(since, now)
-        return self._cost.speed(
-            max((now.seconds - since.seconds) / steps, 1e-9), (now.samples - since.samples) / steps
-        )
+        seconds = max((now.seconds - since.seconds) / steps, 1e-9)
+        speed = self._cost.speed(seconds, (now.samples - since.samples) / steps)
+        if self._energy is None:
+            return speed
+        joules = (now.joules - since.joules) / steps
+        return speed | {"gpu/energy_joules": joules, "gpu/power_watts": joules / seconds}
 
     def _by_dataset(self, values: dict[str, Any]) -> Metrics:
         """Return the mean loss and token count of each dataset in the step."""
@@ -321,6 +381,10 @@ class Tracker:
 
     def _clock(self) -> float:
         return time.perf_counter() - self._paused
+
+    def _joules(self) -> float:
+        """Return the energy of a GPU, without pauses."""
+        return self._energy.joules() - self._paused_joules if self._energy else 0.0
 
 
 MOST = 1000  # most steps between two reads from the device

@@ -26,9 +26,10 @@ class BadSteps:
         limit: `train.nan_consecutive_max`.
         rollback: returns to an earlier checkpoint; None if rollback is disabled.
         attribution: distinguishes hardware faults from bad data; None if it is disabled.
+        verify_interval: `train.verify_interval`; 0 never verifies a step.
 
     Attributes:
-        fault: the reason to end the run that attribution determined.
+        fault: the reason to end the run that attribution or verification determined.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class BadSteps:
         limit: int,
         rollback: Rollback | None = None,
         attribution: Attribution | None = None,
+        verify_interval: int = 0,
     ) -> None:
-        self._limit, self.rollback, self.attribution = limit, rollback, attribution
+        self._limit, self.rollback = limit, rollback
+        self.attribution, self._verify_interval = attribution, verify_interval
         self.fault: Exit | None = None
         # Bad steps in a row after the latest two steps, on the device. The latest of them is not
         # read, so that the host never waits for the step that it has just launched.
@@ -54,7 +57,7 @@ class BadSteps:
         checkpoints: tuple[Checkpoints, Checkpoints | None],
         restore: Callable[[int], tuple[TrainState, Progress]],
     ) -> "BadSteps":
-        """Return the tracker with the rollback and attribution that `[train]` enables.
+        """Return the tracker with the reactions and checks that `[train]` enables.
 
         Args:
             config: the resolved config.
@@ -76,7 +79,11 @@ class BadSteps:
 
         if train.rerun_bad_steps:
             attribution = Attribution(make_row_losses(model, train, mesh), name_of)
-        return cls(train.nan_consecutive_max, rollback, attribution)
+        return cls(train.nan_consecutive_max, rollback, attribution, train.verify_interval)
+
+    def should_verify(self, number: int) -> bool:
+        """Return whether the step with this number is to be executed twice."""
+        return self._verify_interval > 0 and number % self._verify_interval == 0
 
     def note(self, consecutive: Int[Array, ""]) -> None:
         """Record the number of bad steps in a row after the latest step, still on the device."""

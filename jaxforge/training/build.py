@@ -21,7 +21,13 @@ from jaxforge.training.callbacks.order import callbacks_of
 from jaxforge.training.callbacks.run_callback import RunParts
 from jaxforge.training.callbacks.runner import Callbacks
 from jaxforge.training.hooks import named_callbacks
-from jaxforge.training.instruments import Instruments, Session, open_profiler, open_tracker
+from jaxforge.training.instruments import (
+    Instruments,
+    Session,
+    open_attention_logits,
+    open_profiler,
+    open_tracker,
+)
 from jaxforge.training.loop import Trainer
 from jaxforge.training.start import RunFiles, open_foreign, resolve_skip_idle_experts
 from jaxforge.training.training_data import TrainingData, batch_ramp, open_data, record_data
@@ -55,7 +61,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     collect = [name for callback in users for name in callback.collect]
     program = Program(config, mesh, collect=collect)
     if session.make_step is not None:
-        program.step = session.make_step(program)
+        program.step, program.pads_batches = session.make_step(program), False
     model = program.model
     session.lock.acquire()
     files = RunFiles.open(config, model, watchdog)
@@ -68,13 +74,11 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     parts = RunParts(config, mesh, model, eval_data, progress, session.lock)
     callbacks = Callbacks([*users, *callbacks_of(parts)])
-    sizes = {stage.accum for stage in ramp.stages}
     ready = functools.partial(_compile_or_load, flags, saved, program.resolved_config)
     if jax.process_index() == 0:
         session.show_banner(rows(program, state, progress))
     files.rename_old_metrics(config)
-    samples = ramp.rows * config.train.grad_accum_steps
-    tracker = open_tracker(session, config, progress, samples)
+    tracker = open_tracker(session, config, progress, ramp)
     files.record_start(config, model, progress, mesh)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
@@ -87,7 +91,9 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         updates=Updates(
             # All sizes of a batch are traced here and compiled together before the first step, so
             # that a run never compiles the step again.
-            lambda batch: functools.partial(ready, program.lower_sizes(sizes, batch)),
+            lambda batch: functools.partial(
+                ready, program.lower_sizes(batch), program.lower_paddings(batch)
+            ),
             TrainingData.of(config, mesh, dataset, ramp),
         ),
         saver=saver,
@@ -95,7 +101,9 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
             config, mesh, model, dataset, progress, (saver.permanent, saver.local), restore
         ),
         callbacks=callbacks,
-        instruments=Instruments(tracker, watchdog, profiler),
+        instruments=Instruments(
+            tracker, watchdog, profiler, open_attention_logits(config, program)
+        ),
     )
 
 
@@ -104,11 +112,13 @@ def _compile_or_load(
     saved: Executable | None,
     config: JobConfig,
     lowered: dict[int, jax.stages.Lowered],
+    paddings: dict[int, jax.stages.Lowered],
 ) -> CompiledSteps:
+    pad = {n: program.compile() for n, program in paddings.items()}
     if saved is not None:
         steps = saved.load(lowered, config)
         log.info("loaded the train step from %s; nothing is compiled", config.train.executable)
-        return CompiledSteps(steps)
+        return CompiledSteps(steps, pad)
     return CompiledSteps(
-        {n: compilation.compile_step(program, flags) for n, program in lowered.items()}
+        {n: compilation.compile_step(program, flags) for n, program in lowered.items()}, pad
     )

@@ -6,18 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from rich.console import Console
 
+from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.console import banner
+from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.callbacks.callback import Callback
+from jaxforge.training.health.attention_logits import AttentionLogits
 from jaxforge.training.health.watchdog import Watchdog
 
 MakeStep = Callable[[Program], jax.stages.Wrapped]
@@ -51,17 +54,25 @@ class Session:
 
 @dataclasses.dataclass
 class Instruments:
-    """Observers of a run: metrics, watchdog and profiler.
+    """Observers of a run.
 
     Attributes:
         tracker: logs metrics.
         watchdog: ends the process if it hangs.
         profiler: traces the steps of `[profiling]`.
+        attention_logits: measures the largest attention logit; None if it is off.
     """
 
     tracker: Tracker
     watchdog: Watchdog
     profiler: Profiler
+    attention_logits: AttentionLogits | None = None
+
+
+def open_attention_logits(config: JobConfig, program: Program) -> AttentionLogits | None:
+    """Return the measurement of attention logits if `[metrics]` asks for it."""
+    interval = config.metrics.max_attention_logit_interval
+    return AttentionLogits(interval, program.model, program.mesh) if interval else None
 
 
 def open_profiler(config: JobConfig) -> Profiler:
@@ -75,20 +86,24 @@ def open_profiler(config: JobConfig) -> Profiler:
     return Profiler(config.profiling, mirror.files(config.checkpoint.dir))
 
 
-def open_tracker(session: Session, config: JobConfig, progress: Progress, samples: int) -> Tracker:
+def open_tracker(
+    session: Session, config: JobConfig, progress: Progress, ramp: BatchRamp
+) -> Tracker:
     """Open the writers of metrics.
 
     Args:
         session: its console and live line show metrics.
         config: the resolved config.
         progress: the counters of the run.
-        samples: sequences per update.
+        ramp: sequences of each update.
     """
-    cost, examples = StepCost.of(config, samples), progress.sequences_per_epoch
+    cost = StepCost.of(config, ramp.rows * config.train.grad_accum_steps)
+    examples = progress.sequences_per_epoch
     writers = open_writers(
         session.console, config, progress.run_id, progress.step, cost, examples, session.live
     )
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
-    left_out = config.train.iterations_to_skip
-    return Tracker(writers, cost, progress, config.train.max_steps, names, extras, left_out)
+    left_out = {n: ramp.accum(n - 1) * ramp.rows for n in config.train.iterations_to_skip}
+    energy = EnergyMeter() if config.metrics.log_energy else None
+    return Tracker(writers, cost, progress, config.train.max_steps, names, extras, left_out, energy)

@@ -34,6 +34,7 @@ from jaxforge.training.exit_report import (
     log_already_complete,
     log_exit_reason,
 )
+from jaxforge.training.health.repeated_steps import run_twice
 from jaxforge.training.instruments import Instruments
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.saving import Saver
@@ -89,8 +90,12 @@ class Trainer:
                 self.callbacks.call(Callback.on_step_begin, self.progress.step + 1)
                 with profiler.around(self.progress.step + 1, tracker.paused):
                     batch, controls = self._next_batch(signals)
+                    self._measure_attention_logits(batch)
                     step = self.updates.step[batch["labels"].shape[0]]
-                    self.state, metrics = step(self.state, batch, controls)
+                    if self.bad_steps.should_verify(self.progress.step + 1):
+                        metrics = self._run_twice(step, batch, controls)
+                    else:
+                        self.state, metrics = step(self.state, batch, controls)
                     self._note_launch(step, batch, controls, metrics)
                 due = self.callbacks.due(self.progress.step, tracker.paused)
                 if self._depends_on_step(due) and self.bad_steps.had_halted(self.progress):
@@ -102,7 +107,7 @@ class Trainer:
             reason = exits.requested(self.progress.step)
             assert reason is not None
             self._save()
-        return reason if reason is Exit.UNHEALTHY else self._finish(reason)
+        return reason if reason is Exit.UNHEALTHY else self._finish(reason, exits)
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
         """Prepare the first step. A run may resume within an evaluation, or at its end."""
@@ -110,8 +115,8 @@ class Trainer:
         needs_checkpoint = self.bad_steps.rollback or (progress.step == 0 and self.saver.is_due(0))
         if needs_checkpoint and self.saver.latest() is None:
             self._save()  # a rollback needs a checkpoint to return to
-        reason = None
-        if progress.validation:
+        reason = self._check_health_at_start(exits)
+        if reason is None and progress.validation:
             due = self.callbacks.due_on_resume(progress.step)
             reason = self._between_steps(signals, exits, due)
             self.saver.write_amendment()
@@ -131,6 +136,16 @@ class Trainer:
             reason = Exit.COMPLETED
         self.instruments.tracker.start_clock()
         return reason
+
+    def _check_health_at_start(self, exits: Exits) -> Exit | None:
+        """Check devices and weights before the first evaluation and the first step."""
+        if self._at_end and not self.progress.validation:
+            return None
+        due = [callback for callback in self.callbacks if callback.checks_start]
+        if not due:
+            return None
+        jax.block_until_ready(self.state)  # its collectives would mix with those of the checks
+        return self.callbacks.run(due, self._context(exits, due))
 
     def _between_steps(
         self, signals: Signals, exits: Exits, due: Sequence[Callback]
@@ -221,13 +236,33 @@ class Trainer:
         data.note_mixture(progress)
         return batch, data.controls(progress.step, self.config.train.iterations_to_skip)
 
+    def _measure_attention_logits(self, batch: Batch) -> None:
+        """Measure the largest attention logit of the next step, which replaces its parameters."""
+        logits, number = self.instruments.attention_logits, self.progress.step + 1
+        if logits is None or not logits.is_due(number):
+            return
+        tracker, watchdog = self.instruments.tracker, self.instruments.watchdog
+        with (
+            tracker.paused(),
+            watchdog.section("evaluation"),
+            watchdog.naming("measuring attention logits"),
+        ):
+            tracker.note_attention_logit(number, logits.measure(self.state.variables, batch))
+
+    def _run_twice(self, step: TrainStep, batch: Batch, controls: Controls) -> Metrics:
+        """Execute a step twice, and note a fault if the results differ."""
+        self.state, metrics, self.bad_steps.fault = run_twice(
+            step, self.state, batch, controls, self.instruments.tracker.paused
+        )
+        return metrics
+
     def _note_launch(
         self, step: TrainStep, batch: Batch, controls: Controls, metrics: Metrics
     ) -> None:
         """Count the step that was launched; log the metrics of the previous step if due.
 
-        The device is still computing the step, unless bad steps are attributed
-        (`train.rerun_bad_steps`): only then does the host wait for its metrics.
+        The device is still computing the step, unless it was verified (`train.verify_interval`) or
+        bad steps are attributed (`train.rerun_bad_steps`): then the host waits for its metrics.
         """
         progress, bad_steps, first = self.progress, self.bad_steps, self.progress.samples
         microbatches, rows, length = batch["labels"].shape
@@ -235,7 +270,7 @@ class Trainer:
         self.instruments.tracker.end_step(progress.step, metrics)
         bad_steps.note(metrics["consecutive"])
         self.instruments.watchdog.tick(progress.step)
-        attribution = bad_steps.attribution
+        attribution = None if bad_steps.fault else bad_steps.attribution
         if attribution and not bad_steps.had_halted(progress) and int(metrics["consecutive"]):
             self.state, bad_steps.fault = attribution.examine(
                 step, self.state, batch, metrics, controls, first
@@ -343,9 +378,9 @@ class Trainer:
         )
         return None
 
-    def _finish(self, reason: Exit) -> Exit:
+    def _finish(self, reason: Exit, exits: Exits) -> Exit:
         self._follow_device()
-        if self._has_halted and not self.bad_steps.rollback:
+        if self._has_halted and not self.bad_steps.rollback and reason is not Exit.MACHINE:
             reason = Exit.NON_FINITE
             self.instruments.tracker.log_latest()
         with self.instruments.watchdog.section("checkpoint"):
@@ -353,7 +388,9 @@ class Trainer:
         self._note_durable()
         if reason in (Exit.COMPLETED, Exit.EARLY_STOPPED):
             check_learned(self.config.train, self.progress)
+        exits.log_reason(reason, self.progress.step)
         log_exit_reason(reason, self.config.train, self.progress, self.saver.latest())
+        exits.log_total_time()
         return reason
 
     def close(self, reason: Exit | None) -> Exit | None:

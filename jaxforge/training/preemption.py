@@ -230,23 +230,39 @@ class Exits:
         self._began = time.monotonic() if since is None else since
 
     def requested(self, step: int) -> Exit | None:
-        """Return and log the reason to stop after `step`; the same on every process."""
+        """Return the reason to stop after `step`; the same on every process."""
         stop = self._signals.requested()
-        if stop is Exit.STORAGE:
-            return stop  # the next save raises and reports it
-        if stop and stop is not Exit.DURATION:
-            _log_exit(f"exiting program after receiving {self._signals.name}.")
-            return stop
-        if stop or self._is_time_up():
-            _log_exit(f"exiting program after {self._minutes} minutes")
+        if stop:
+            return stop  # for a failed save, the next save raises and reports it
+        if self._is_time_up():
             return Exit.DURATION
         if self._config.exit_interval and step % self._config.exit_interval == 0:
-            _log_exit(f"exiting program at iteration {step}")
             return Exit.INTERVAL
         return None
 
+    def log_reason(self, reason: Exit, step: int) -> None:
+        """Log the message of Megatron for a requested stop, after the last save.
+
+        Args:
+            reason: why the run ended; ends that nobody requested have other messages.
+            step: the last step.
+        """
+        messages = {
+            Exit.DURATION: f"exiting program after {self._minutes} minutes",
+            Exit.INTERVAL: f"exiting program at iteration {step}",
+        }
+        received = f"exiting program after receiving {self._signals.name}."
+        messages |= dict.fromkeys((Exit.SIGNAL, Exit.INTERRUPT), received)
+        if reason in messages:
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            log.info("[%s] datetime: %s ", messages[reason], now)
+
+    def log_total_time(self) -> None:
+        """Log the time since the command began."""
+        log.info("total time: %.2f s", 60 * self._minutes)
+
     def requested_in_evaluation(self) -> Exit | None:
-        """Return the reason to stop between two batches of an evaluation; `requested` logs it.
+        """Return the reason to stop between two batches of an evaluation.
 
         The reason is the same on every process. The evaluation continues after a restart.
         """
@@ -267,7 +283,3 @@ class Exits:
         if jax.process_index() == 0:  # the clock of process 0 decides for all
             self._signals.time_is_up()
         return False
-
-
-def _log_exit(message: str) -> None:
-    log.info("[%s] datetime: %s ", message, time.strftime("%Y-%m-%d %H:%M:%S"))

@@ -51,6 +51,41 @@ def test_spans_have_one_batch_size(step, n, spans):
     assert list(RAMP.spans(step, n)) == [Span(*span) for span in spans]
 
 
+def megatron_sizes(start, increment, samples, full, n_updates):
+    """Sizes of the first updates, as Megatron-LM computes each from the samples consumed."""
+    per_increment = samples / ((full - start) // increment)
+    sizes, consumed = [], 0
+    for _ in range(n_updates):
+        size = full
+        if consumed <= samples:
+            size = start + int(consumed / per_increment) * increment
+        sizes.append(size)
+        consumed += size
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("ramp", "full"),
+    [
+        ((16, 16, 20_000), 1024),
+        ((32, 8, 1000), 64),
+        ((8, 8, 1), 64),  # full at the second update
+        ((8, 8, 100), 64),  # an update passes several increments
+        ((4, 20, 4096), 64),
+        ((1, 1, 777), 7),
+    ],
+)
+def test_sample_ramp_follows_megatron(ramp, full):
+    train = TrainConfig(
+        global_batch_size=full, grad_accum_steps=full, rampup_batch_size=ramp, max_steps=1000
+    )
+    expected = megatron_sizes(*ramp, full, 1000)
+    assert expected[0] < full == expected[-1]
+    assert [train.ramp(1).accum(step) for step in range(1000)] == expected
+    assert train.ramp(1).rows == 1
+    assert len({stage.start for stage in train.stages()}) == len(set(expected))
+
+
 def test_batch_without_ramp_is_constant():
     train = TrainConfig(batch_size=3, grad_accum_steps=2)
     assert train.ramp(dp=4) == BatchRamp((Stage(0, 2),), rows=12)

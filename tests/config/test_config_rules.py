@@ -95,6 +95,14 @@ CASES = [
         'eval.activations_points to "residual"',
     ),
     (
+        2,
+        ["metrics.max_attention_logit_interval=5"],
+        ["metrics.max_attention_logit_interval=5", "distributed.cp=2"],
+        "metrics.max_attention_logit_interval = 5 is not supported with distributed.cp = 2: no "
+        "device has all keys of a query: change distributed.cp to 1 or "
+        "metrics.max_attention_logit_interval to 0",
+    ),
+    (
         1,
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/bits_per_byte"],
         ["eval.enabled", "eval.dataset_path=a", "checkpoint.best_metric=eval/los"],
@@ -290,6 +298,13 @@ CASES = [
         ],
         "train.batch_ramp[0] = 1 microbatches leaves some of the distributed.pp = 2 stages "
         "idle all the time: set it to 2",
+    ),
+    (
+        2,
+        [*PIPELINED, "train.global_batch_size=4", "train.rampup_batch_size=[2,1,9]"],
+        [*PIPELINED, "train.global_batch_size=4", "train.rampup_batch_size=[1,1,9]"],
+        "stage 0 of train.rampup_batch_size = [1, 1, 9] = 1 microbatches leaves some of the "
+        "distributed.pp = 2 stages idle all the time: set it to 2",
     ),
     (
         2,

@@ -28,6 +28,7 @@ from jaxforge.config import (
 
 MOE = {"num_experts": 4}
 SEQUENCES = {"key": "global_batch_size", "global_batch_size": 8}
+MEGATRON = {"rampup_batch_size": (16, 16, 100), "global_batch_size": 48, "grad_accum_steps": 3}
 EVAL_A, EVAL_B = ({"name": name, "dataset_path": "path"} for name in "ab")
 
 
@@ -91,6 +92,12 @@ def ramp(*stages, key="grad_accum_steps", **train):
         (TrainConfig, ramp((0, 1), (5, 4)), ramp((0, 2), (5, 2), (9, 4))),
         (TrainConfig, ramp((0, 4)), ramp((0, 1), (5, 2))),
         (TrainConfig, ramp((0, 2), (9, 8), **SEQUENCES), ramp((0, 3), (9, 8), **SEQUENCES)),
+        (TrainConfig, MEGATRON, {**MEGATRON, "global_batch_size": None}),
+        (TrainConfig, MEGATRON, {**MEGATRON, "global_batch_size": 16}),  # starts with 16
+        (TrainConfig, MEGATRON, {**MEGATRON, "global_batch_size": 56}),  # not by 16
+        (TrainConfig, MEGATRON, {**MEGATRON, "grad_accum_steps": 2}),  # 24 are half a microbatch
+        (TrainConfig, MEGATRON, {**MEGATRON, "rampup_batch_size": (16, 0, 100)}),
+        (TrainConfig, MEGATRON, {**MEGATRON, **ramp((0, 48), key="global_batch_size")}),
         (TrainConfig, ramp((0, 8), **SEQUENCES), ramp((0, 4), key="global_batch_size")),
         (
             TrainConfig,

@@ -20,6 +20,8 @@ from jaxforge.config.duration import parse_duration
         ("1.5T tok", 15 * 10**11, "tokens"),
         ("2K tok", 2000, "tokens"),
         ("4_096 tok", 4096, "tokens"),
+        ("500 samples", 500, "samples"),
+        ("1.5M samples", 1_500_000, "samples"),
     ],
 )
 def test_durations_parse(text, amount, unit):
@@ -29,7 +31,20 @@ def test_durations_parse(text, amount, unit):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "500", "10 percent", "10%%", "-1ep", "1e3 tok", "1G tok", "1B", "ep", "% 10", "1b tok"],
+    [
+        "",
+        "500",
+        "10 percent",
+        "10%%",
+        "-1ep",
+        "1e3 tok",
+        "1G tok",
+        "1B",
+        "ep",
+        "% 10",
+        "1b tok",
+        "samples",
+    ],
 )
 def test_other_text_is_not_a_duration(text):
     assert parse_duration(text) is None
@@ -46,7 +61,9 @@ def test_share_is_computed_exactly():
     assert parse_duration("29%").share(100) == 29
 
 
-def test_epochs_and_tokens_are_rounded_up_to_sequences():
+def test_lengths_are_rounded_up_to_sequences():
+    assert parse_duration("7 samples").sequences(seq_len=8, per_epoch=1) == 7
+    assert parse_duration("0.0015K samples").sequences(seq_len=8, per_epoch=1) == 2
     assert parse_duration("1.5ep").sequences(seq_len=8, per_epoch=101) == 152
     assert parse_duration("17 tok").sequences(seq_len=8, per_epoch=1) == 3
     assert parse_duration("16 tok").sequences(seq_len=8, per_epoch=1) == 2

@@ -164,6 +164,7 @@ def test_every_key_of_kempnerforge_loads():
                 "nan_consecutive_max",
                 "max_rollbacks",
                 "rerun_bad_steps",
+                "verify_interval",
                 "iterations_to_skip",
                 "exit_interval",
                 "exit_duration_in_mins",
@@ -265,7 +266,18 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
-        *(("metrics", key) for key in ("log_format", "log_progress", "collect", "enable_mlflow")),
+        *(
+            ("metrics", key)
+            for key in (
+                "log_format",
+                "log_progress",
+                "collect",
+                "enable_mlflow",
+                "max_attention_logit_interval",
+                "log_energy",
+                "device_speed_interval",
+            )
+        ),
         *(
             ("metrics", f"mlflow_{key}")
             for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")

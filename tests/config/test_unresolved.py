@@ -51,6 +51,7 @@ def error_text(tmp_path, monkeypatch):
         ("0.5 ep", 6),
         ("7K tok", 7),
         ("1 tok", 1),
+        ("41 samples", 5),
     ],
 )
 def test_units_parse_from_command_line_and_file(tmp_path, given, updates):
@@ -125,6 +126,18 @@ def test_lengths_follow_ramp_from_their_start():
     assert scheduler.decay_steps == 7 + 2  # 7 * 400, then 2 * 1,000
     assert config.data.anneal_start_step == 21
     assert (config.eval.interval, config.eval.sample_interval) == (2, 4)  # with the full batch
+
+
+def test_samples_follow_ramp():
+    """Two, four and ten sequences per update."""
+    stages = [{"grad_accum_steps": 1}, {"start": "19 samples", "grad_accum_steps": 2},
+              {"start": "60 samples", "grad_accum_steps": 5}]  # fmt: skip
+    config = unresolved(
+        "train.grad_accum_steps=5", f"train.batch_ramp={stages}", "train.max_steps=81 samples",
+        "eval.interval=25 samples",
+    ).resolve(1)  # fmt: skip
+    assert [stage.start for stage in config.train.stages()] == [0, 10, 20]
+    assert (config.train.max_steps, config.eval.interval) == (23, 3)
 
 
 def test_plateau_applies_to_wsd_only():

@@ -226,7 +226,7 @@ def test_vocabulary_is_checked_by_manifest_or_by_reading(tmp_path, monkeypatch):
     write(directory, range(100))
     with pytest.raises(UserError, match=r"token 99 .*of 99; set model\.vocab_size to 100"):
         shards(directory, vocab_size=99)
-    monkeypatch.setattr("jaxforge.data.tokens._chunks", pytest.fail)
+    monkeypatch.setattr("jaxforge.data.tokens.token_chunks", pytest.fail)
     assert len(shards(directory, vocab_size=100)) == 20  # nothing was read
     np.save(directory / "shard_00000.npy", np.arange(101, dtype=np.uint16))  # not the manifest's
     with pytest.raises(UserError, match=r"holds 101 tokens .* where manifest\.json says 100 "):

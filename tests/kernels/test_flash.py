@@ -23,7 +23,7 @@ FOUR_SINKS = np.arange(4, dtype=np.float32)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(flash, "INTERPRET", True)
-    monkeypatch.setattr(flash, "_tiles", lambda kernel, *_: TILES)
+    monkeypatch.setattr(flash, "tile_sizes", lambda kernel, *_: TILES)
 
 
 def random_heads(length, heads, h, batch=2):

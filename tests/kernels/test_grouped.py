@@ -184,7 +184,7 @@ def test_multiplied_rows_are_at_most_ten_percent_padding():
         assert (
             sum(block_sizes) <= counted <= 1.1 * sum(block_sizes)
         )  # includes masks and the block table
-    plan = jax.jit(lambda sizes: grouped_blocks._block_table(sizes, rows, block_sizes)[1])
+    plan = jax.jit(lambda sizes: grouped_blocks.block_table(sizes, rows, block_sizes)[1])
     rng = np.random.default_rng(0)
     skewed, usual = (rng.dirichlet([alpha] * groups) for alpha in (1.0, 4.0))
     for shares in (skewed, usual, np.full(groups, 1 / groups)):
@@ -218,7 +218,7 @@ def test_megablox_tiles_pad_at_most_ten_percent():
 def test_mosaic_blocks_hold_one_group_each():
     """No block of 64 positions has rows of two groups, and each row has one position."""
     sizes = np.array([0, 70, 0, 64, 1, 0])
-    layout = jax.jit(lambda sizes: grouped_mosaic._block_layout(sizes, 150))
+    layout = jax.jit(lambda sizes: grouped_mosaic.block_layout(sizes, 150))
     first, count, row, is_row = map(np.asarray, layout(sizes))
     np.testing.assert_array_equal(count, [0, 2, 0, 1, 1, 0])
     np.testing.assert_array_equal(row[is_row], np.arange(135))

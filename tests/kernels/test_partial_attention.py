@@ -137,13 +137,13 @@ def test_invisible_keys_give_zero_results_and_gradients():
 def test_invisible_tiles_are_skipped(documents_of, window, tiles, monkeypatch):
     """There are 6 x 6 tiles of 4 tokens; 21 are on or below the diagonal."""
     counted = []
-    scores = partial_attention._scores
+    scores = partial_attention.attention_scores
 
     def count(*args):
         jax.debug.callback(lambda: counted.append(1))
         return scores(*args)
 
-    monkeypatch.setattr(partial_attention, "_scores", count)
+    monkeypatch.setattr(partial_attention, "attention_scores", count)
     q, k, v, _ = drawn()
     ids = _positions(0, LENGTH) // documents_of
     window = None if window is None else jnp.int32(window)

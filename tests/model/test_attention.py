@@ -239,7 +239,7 @@ def test_splash_skips_tiles_of_other_documents(monkeypatch, window):
 def test_splash_mask_tiles_match_visibility(window, chunk):
     """Tiles are computed, or known to be wholly visible or invisible."""
     length, edge = 64, 8
-    mask = splash._mask(length, window, chunk)
+    mask = splash.splash_mask(length, window, chunk)
     parts = [slice(at, at + edge) for at in range(0, length, edge)]
     result = np.block([[mask[rows, columns] for columns in parts] for rows in parts])
     at = np.arange(length)

@@ -7,8 +7,9 @@ import pytest
 from jaxforge.config.points import ATTENTION_WEIGHTS, STREAM
 from jaxforge.kernels.masking import Mask
 from jaxforge.kernels.scoring import Scoring
+from jaxforge.model import attention_weights as attention_weights_module
 from jaxforge.model.attention import Capture
-from jaxforge.model.attention_weights import attention_weights
+from jaxforge.model.attention_weights import attention_weights, max_logits
 from jaxforge.model.transformer import build_model
 from tests.conftest import tiny_config
 from tests.helpers import drawn, with_random_biases
@@ -17,15 +18,21 @@ B, S, HEADS, KV, WIDTH = 2, 12, 4, 2, 8
 DOCUMENTS = np.array([[1] * 5 + [2] * 7, [1] * 12])
 
 
-def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=None, sinks=None):
-    """Compute weights query by query, over its visible keys."""
-    result = np.zeros((B, HEADS, S, S))
+def visible_keys(window, chunk, documents):
+    """Yield the visible keys of each query of each head."""
     documents = np.ones((B, S), int) if documents is None else documents
     for b, h, i in np.ndindex(B, HEADS, S):
         seen = [j for j in range(i + 1) if documents[b, j] == documents[b, i]]
         begin = seen[0]
         seen = [j for j in seen if window is None or i - j < window]
         seen = [j for j in seen if chunk is None or (j - begin) // chunk == (i - begin) // chunk]
+        yield (b, h, i), seen
+
+
+def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=None, sinks=None):
+    """Compute weights query by query, over its visible keys."""
+    result = np.zeros((B, HEADS, S, S))
+    for (b, h, i), seen in visible_keys(window, chunk, documents):
         scores = k[b, seen, h // (HEADS // KV)] @ q[b, i, h] * (scale or WIDTH**-0.5)
         scores = scores if cap is None else cap * np.tanh(scores / cap)
         sink_weight = 0.0 if sinks is None else np.exp(sinks[h])
@@ -60,6 +67,28 @@ def test_attention_weights_match_numpy(mask, scoring, documents, has_sinks):
     assert not np.triu(result, 1).any()
     sums = result.sum(-1)
     assert (sums < 0.999).all() if has_sinks else np.allclose(sums, 1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mask", "scoring", "documents"),
+    [(Mask(), Scoring(softcap=1.5), None), (Mask(window=3), Scoring(scale=-0.7), DOCUMENTS),
+     (Mask(chunk=4), Scoring(), DOCUMENTS)],
+    ids=["capped", "window", "chunk"],
+)  # fmt: skip
+def test_max_logits_match_numpy(monkeypatch, mask, scoring, documents):
+    """The soft cap comes after the logit. Blocks of 5 queries do not divide the 12 tokens."""
+    monkeypatch.setattr(attention_weights_module, "_QUERIES", 5)
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((B, S, HEADS, WIDTH)).astype(np.float32)
+    k = rng.standard_normal((B, S, KV, WIDTH)).astype(np.float32)
+    result = jax.jit(
+        lambda which, q, k, ids: max_logits([Mask(window=2), mask], which, q, k, ids, scoring)
+    )(np.int32(1), q, k, documents)
+    reference = np.full((B, HEADS), -np.inf)
+    for (b, h, i), seen in visible_keys(mask.window, mask.chunk, documents):
+        logits = k[b, seen, h // (HEADS // KV)] @ q[b, i, h] * (scoring.scale or WIDTH**-0.5)
+        reference[b, h] = max(reference[b, h], logits.max())
+    np.testing.assert_allclose(result, reference, rtol=1e-5)
 
 
 @pytest.mark.parametrize("save", ["none", "selective", "full"])

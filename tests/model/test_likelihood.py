@@ -107,7 +107,7 @@ def test_greedy_continuation_is_marked_greedy():
 
 
 def test_continuations_with_same_prefix_share_row():
-    rows = likelihood._input_rows(CONTINUATIONS, MAX_LENGTH)
+    rows = likelihood.input_rows(CONTINUATIONS, MAX_LENGTH)
     read = [row for row in rows if row.inputs == tuple(SHARED)]
     assert [len(row.last) for row in read if not row.scored] == [8, 4]
     assert [row.last for row in read if row.scored] == [[7]]

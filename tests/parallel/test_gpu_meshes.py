@@ -221,9 +221,9 @@ def test_linear_layers_compile_to_8_bit_kernels(name):
 @pytest.mark.usefixtures("no_cache")
 def test_linear_layers_without_triton_use_8_bit_cublas(monkeypatch):
     """XLA needs the CUDA version, which targets do not include otherwise."""
-    plain = targets._target_config
+    plain = targets.target_config
     runtime = "runtime_version { major: 13 minor: 0 patch: 0 }"
-    monkeypatch.setattr(targets, "_target_config", lambda chip: plain(chip) + runtime)
+    monkeypatch.setattr(targets, "target_config", lambda chip: plain(chip) + runtime)
     text = compiled_in_8_bits({}, {}, xla_gpu_enable_triton_gemm=False)
     calls = [line for line in text.splitlines() if "__cublas$lt$matmul" in line]
     of_linear = [line for line in calls if OF_LINEAR.search(line)]

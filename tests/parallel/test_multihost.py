@@ -47,12 +47,12 @@ def arguments(address):
     ],
 )
 def test_distributed_arguments_follow_environment(env, expected, monkeypatch):
-    monkeypatch.setattr(multihost, "_on_tpu_vm", lambda: False)
+    monkeypatch.setattr(multihost, "on_tpu_vm", lambda: False)
     assert multihost.distributed_arguments(env) == expected
 
 
 def test_cloud_tpu_leaves_arguments_to_jax(monkeypatch):
-    monkeypatch.setattr(multihost, "_on_tpu_vm", lambda: True)
+    monkeypatch.setattr(multihost, "on_tpu_vm", lambda: True)
     assert multihost.distributed_arguments({}) == {}
     assert multihost.distributed_arguments({"JAX_PLATFORMS": "cpu"}) is None
 

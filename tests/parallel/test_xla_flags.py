@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,18 @@ def test_flags_depend_on_device_kind():
     assert not h100 & v5p
     for device in (V5E, CPU):  # v5e, whose kind starts like v5p's, does so by default
         assert compiler_options(device, {}, env={}) == {}
+
+
+def test_xla_records_cuda_graphs_by_default(tmp_path):
+    """A dump of the compiler's options shows the defaults of all platforms."""
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # what is read from it is not dumped
+    code = "import jax; jax.jit(lambda x: x * 3)(1.0)"
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    [path] = tmp_path.rglob("compile_options.textproto")
+    kinds = set(re.findall(r"xla_gpu_enable_command_buffer: (\w+)", path.read_text()))
+    assert kinds >= {"FUSION", "CUBLAS", "CUDNN", "CUSTOM_CALL"}
 
 
 def test_expert_loops_are_not_unrolled_on_gpus():

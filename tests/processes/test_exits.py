@@ -115,6 +115,7 @@ def test_metrics_have_the_names_and_evaluations(new_run, tmp_path, capsys):
     assert {"step", "time", "train/loss", "train/grad_norm", "train/lr", "train/tokens_per_sec",
             "train/step_time_sec", "train/skipped_steps", "train/valid_tokens",
             "train/nonfinite_steps", "train/spike_steps", "train/tokens", "train/samples",
+            "train/epoch",
             "train/data_wait_sec", "train/tflops_per_device", "smoothed/loss",
             "smoothed/tokens_per_sec", "smoothed/step_time", "interval/loss",
             "interval/skipped_steps", "interval/nan_steps"} == train.keys()  # fmt: skip

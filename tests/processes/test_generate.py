@@ -184,10 +184,12 @@ def test_nobody_to_converse_with(run):
 
 def test_batches_hold_prompts_of_similar_length():
     lengths = [9, 1, 8, 2, 7, 3] * 4
-    batches = list(completion._batches(lengths, 3))
+    batches = list(completion.split_by_length(lengths, 3))
     assert sorted(itertools.chain(*batches)) == list(range(24))
     assert [[lengths[i] for i in batch] for batch in batches[:2]] == [[1, 1, 1], [1, 2, 2]]
-    assert list(completion._batches([5] * 40, 2))[8:] == [[i, i + 1] for i in range(16, 40, 2)]
+    assert list(completion.split_by_length([5] * 40, 2))[8:] == [
+        [i, i + 1] for i in range(16, 40, 2)
+    ]
 
 
 @pytest.mark.parametrize(

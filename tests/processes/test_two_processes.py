@@ -15,10 +15,12 @@ from tests.processes.launching import finish_both, start_both
 pytestmark = pytest.mark.usefixtures("one_device")
 
 OVERRIDES = ["--train.max_steps=20", "--checkpoint.interval=10"]
+WATCH = ["--train.nccl_health_check_interval=1", "--metrics.device_speed_interval=1",
+         "--train.check_weight_hash_across_dp_replicas_interval=1"]  # fmt: skip
 
 
 MESHES = [
-    (2, ["--distributed.dp_shard=2"], "dp_shard 2"),
+    (2, ["--distributed.dp_shard=2", "--metrics.max_attention_logit_interval=1"], "dp_shard 2"),
     pytest.param(  # two processes have a sequence
         4, ["--distributed.dp_shard=2", "--distributed.cp=2", "--distributed.cp_strategy=ring"],
         "dp_shard 2 x cp 2", marks=pytest.mark.slow,
@@ -39,16 +41,20 @@ def test_number_of_processes_does_not_change_the_run(new_run, count, mesh, named
     alone, run = new_run("alone"), new_run("handed_on")
     np.save(alone.directory.with_name("held_out.npy"), np.arange(3 * 33, dtype=np.uint16))
     capture = [f"--eval.dataset_path={alone.directory.parent}", "--eval.activations_interval=1",
-               "--eval.activations_sequences=2"]  # fmt: skip
+               "--eval.activations_sequences=2", "--train.verify_interval=1"]  # fmt: skip
     alone.finish_here(*OVERRIDES, *capture)
     limit = "--train.exit_duration_in_mins=0.001"
-    started = start_both(run, *OVERRIDES, *mesh, *capture, limit, torchrun=True, count=count)
+    started = start_both(
+        run, *OVERRIDES, *mesh, *capture, *WATCH, limit, torchrun=True, count=count
+    )
     outputs = finish_both(started, code=75)
     check_all_say_that_their_time_is_up(run, outputs)
     check_both_capture_the_same(run, alone)
     assert named in outputs[0]
     assert "[step 1]" in outputs[0]
     assert not any("[step 1]" in output for output in outputs[1:])
+    assert "Weight hashes match after 0 iterations" in outputs[0]
+    assert "milliseconds for matrix products, min/median/max of" in outputs[0]
     run.finish_here(*OVERRIDES)
     losses = [list(item.losses().values()) for item in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)

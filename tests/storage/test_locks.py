@@ -16,7 +16,7 @@ def test_bucket_lock_is_held_by_heartbeat(bucket, monkeypatch):
     with RunLock(run) as first:
         first.acquire()
         monkeypatch.setattr(
-            run_lock, "_pid_namespace", lambda: "elsewhere"
+            run_lock, "pid_namespace", lambda: "elsewhere"
         )  # the kernel cannot decide
         with pytest.raises(UserError, match="is in use by process"):
             RunLock(run).acquire()

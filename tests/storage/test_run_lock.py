@@ -32,7 +32,7 @@ def no_patience(monkeypatch):
 
 def write_stale_lock(directory, **changed):
     """Write a lock held by this process, with changed fields."""
-    (directory / run_lock.NAME).write_text(json.dumps(run_lock._this_process() | changed))
+    (directory / run_lock.NAME).write_text(json.dumps(run_lock.this_process() | changed))
 
 
 def holder(directory):
@@ -62,7 +62,7 @@ def test_second_job_is_refused_until_first_ends(tmp_path):
 
 def test_lock_of_zombie_process_is_stale(tmp_path):
     with subprocess.Popen(["sleep", "600"]) as process:
-        identity = {"process": process.pid, "began": run_lock._start_time(process.pid)}
+        identity = {"process": process.pid, "began": run_lock.process_start_time(process.pid)}
         write_stale_lock(tmp_path, **identity)
         assert is_refused(tmp_path)
         process.send_signal(signal.SIGKILL)
@@ -88,7 +88,7 @@ def test_reused_pid_does_not_hold_lock(tmp_path):
 )  # fmt: skip
 def test_unnamed_lock_without_heartbeat_is_taken_over(tmp_path, caplog, monkeypatch, content):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
-    machine = json.dumps(run_lock._pid_namespace()).encode()
+    machine = json.dumps(run_lock.pid_namespace()).encode()
     (tmp_path / run_lock.NAME).write_bytes(content.replace(b"HERE", machine))
     assert run_lock.holder(tmp_path) is None
     assert not is_refused(tmp_path)
@@ -116,7 +116,7 @@ def test_lock_of_other_host_is_held_by_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.01)
     with RunLock(tmp_path) as first:
         first.acquire()
-        monkeypatch.setattr(run_lock, "_pid_namespace", lambda: "another")
+        monkeypatch.setattr(run_lock, "pid_namespace", lambda: "another")
         monkeypatch.setattr(run_lock, "PATIENCE_SEC", 60.0)
         assert is_refused(tmp_path)
     write_stale_lock(tmp_path, machine="a third")  # without heartbeat
@@ -125,16 +125,16 @@ def test_lock_of_other_host_is_held_by_heartbeat(tmp_path, monkeypatch):
 
 
 def test_heartbeat_decides_without_proc(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_lock, "_pid_namespace", lambda: "")
+    monkeypatch.setattr(run_lock, "pid_namespace", lambda: "")
     write_stale_lock(tmp_path)
     assert not is_refused(tmp_path)
 
 
 def test_hidden_process_of_other_user_holds_lock(tmp_path, monkeypatch):
     write_stale_lock(tmp_path)
-    monkeypatch.setattr(run_lock, "_start_time", lambda process: None)
-    monkeypatch.setattr(run_lock, "_is_hidden", lambda process: True)
-    monkeypatch.setattr(run_lock, "_is_renewed", lambda path: True)
+    monkeypatch.setattr(run_lock, "process_start_time", lambda process: None)
+    monkeypatch.setattr(run_lock, "is_hidden", lambda process: True)
+    monkeypatch.setattr(run_lock, "is_renewed", lambda path: True)
     assert is_refused(tmp_path)
 
 

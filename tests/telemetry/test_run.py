@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from jaxforge.telemetry.epochs import epoch_summary
 from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
 from jaxforge.telemetry.measures import StepCost, memory
 from tests.processes.conftest import ROOT, Run
@@ -83,6 +84,13 @@ def test_documentation_lists_every_metric(run):
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     logged = {name for line in run.lines() for name in line} - {"step", "time"}
     logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
+    logged |= epoch_summary(1, 1, 1.0, {"interval/loss": 1.0, "interval/skipped_steps": 0.0}).keys()
+    logged |= {
+        "train/epoch",
+        "train/max_attention_logit",
+        "gpu/energy_joules",
+        "gpu/power_watts",
+    }  # not in this run
     logged |= {"smoothed/mfu", "train/rollbacks", "train/loss_scale"}
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
     reported = {name: np.ones(1) for name in ROUTER_OUTPUTS} | {"expert_counts": np.ones((1, 2))}

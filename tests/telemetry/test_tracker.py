@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import Counts
 from jaxforge.telemetry import measures
 from jaxforge.telemetry.line_formats import Megatron, RunFacts
 from jaxforge.telemetry.measures import StepCost
@@ -73,21 +74,72 @@ def test_sink_receives_means_over_its_interval(clock):
     assert seldom.closed
 
 
-def test_megatron_line_excludes_iterations_to_skip(clock):
-    """Steps 2 and 3 are not applied; 3 is in the list. A step without labels is not NaN."""
+def test_megatron_line_counts_skipped_iterations_and_samples(clock):
+    """Step 2 has no labels, 3 is left out with 6 sequences, the loss of 4 is NaN, 5 is a spike.
+
+    Megatron updates without labels, passes over iterations to skip, and counts refused updates.
+    """
     sink = RecordingSink()
-    writers = [MetricWriter("a", sink, 4)]
-    tracker = Tracker(writers, StepCost(100, 1), Progress(), 10**9, left_out=[3, 9])
-    skipped, losses = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2}, {2: math.nan, 3: math.nan}
-    for step in skipped:
-        values = scalars(step, losses.get(step, 2.0), skipped[step])
+    writers = [MetricWriter("a", sink, 6)]
+    tracker = Tracker(writers, StepCost(100, 1), Progress(), 10**9, left_out={3: 6, 9: 7})
+    skipped, losses = (0, 1, 2, 3, 4, 4, 4), {2: math.nan, 3: math.nan, 4: math.nan}
+    for step, count in enumerate(skipped, 1):
+        values = scalars(step, losses.get(step, 2.0), count)
         tracker.end_step(step, values | {"valid_tokens": np.int32(0 if step == 2 else 8)})
-    line = sink.lines[4]
-    assert (line["interval/skipped_steps"], line["interval/left_out_steps"]) == (2, 1)
-    assert line["interval/nan_steps"] == 1
-    assert "interval/left_out_steps" not in sink.lines[1]
-    text = Megatron(RunFacts(9, 100, 1, StepCost(100, 1))).train(4, line)
-    assert "number of skipped iterations:   1 |" in text
+    line = sink.lines[6]
+    assert line["interval/skipped_steps"] == 4
+    assert (line["interval/left_out_steps"], line["interval/unlabeled_steps"]) == (1, 1)
+    assert (line["interval/nan_steps"], line["train/left_out_samples"]) == (1, 6)
+    absent = {"interval/left_out_steps", "interval/unlabeled_steps", "train/left_out_samples"}
+    assert not absent & sink.lines[1].keys()
+    megatron = Megatron(RunFacts(9, 100, 1, StepCost(100, 1)))
+    text = megatron.train(6, line)
+    assert "number of skipped iterations:   2 | number of nan iterations:   1 |" in text
+    assert " consumed samples:            6 | skipped samples:            6 |" in text
+    assert "skipped samples" not in megatron.train(1, sink.lines[1])
+
+
+def test_epoch_summary_covers_steps_since_last_epoch(clock, messages):
+    """An epoch has 10 sequences; steps have 4, so epochs end with steps 3, 5, 8 and 10."""
+    messages.set_level(logging.INFO, "jaxforge")
+    sink, progress = RecordingSink(), Progress(sequences_per_epoch=10)
+    tracker = Tracker([MetricWriter("a", sink, 7)], StepCost(100), progress, 10**9)
+    tracker.start_clock()
+    summaries = {}
+    for step in range(1, 12):
+        progress.advance(4, 4)
+        sink.lines.pop(step - 1, None)
+        values = scalars(step, float(step), skipped=int(step >= 4))
+        tracker.end_step(step, values | {"counts": Counts.of(Progress(samples=4 * step))})
+        clock.now += 2.0
+        if "epoch/number" in sink.lines.get(step - 1, {}):
+            summaries[step - 1] = sink.lines[step - 1]
+    losses = {3: (1 + 2 + 3) / 3, 5: 5.0, 8: (6 + 7 + 8) / 3, 10: (9 + 10) / 2}
+    assert {step: line["epoch/loss"] for step, line in summaries.items()} == losses
+    numbers = [(line["epoch/number"], line["epoch/steps"]) for line in summaries.values()]
+    assert numbers == [(1, 3), (2, 2), (3, 3), (4, 2)]
+    assert [line["epoch/skipped_steps"] for line in summaries.values()] == [0, 1, 0, 0]
+    # The clock is read one step late, at the launch of the next step.
+    assert [line["epoch/time_sec"] for line in summaries.values()] == [6.0, 4.0, 6.0, 4.0]
+    assert messages.messages[0] == (
+        "epoch 1 ended at step 3: mean loss 2.0000, 3 steps, 0 skipped, 6.0 s"
+    )
+
+
+def test_epoch_is_fraction_of_passes_over_data(clock):
+    sink, progress = RecordingSink(), Progress(sequences_per_epoch=10)
+    tracker = Tracker([MetricWriter("a", sink, 1)], StepCost(100), progress, 10**9)
+    tracker.end_step(1, scalars(1) | {"counts": Counts.of(Progress(samples=4))})
+    tracker.flush()
+    assert sink.lines[1]["train/epoch"] == 0.4
+    assert "train/epoch" not in logged_without_epochs(clock)
+
+
+def logged_without_epochs(clock):
+    """Return a line of a run whose data have no epochs."""
+    sink = RecordingSink()
+    run(Tracker([MetricWriter("a", sink, 1)], StepCost(100), Progress(), 10**9), clock, [1])
+    return sink.lines[1]
 
 
 def test_data_wait_counts_and_pauses_do_not(clock):

@@ -142,9 +142,9 @@ def test_inspect_opens_checkpoint_once(tmp_path, monkeypatch):
     trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
     opened = []
-    tensor_of = safetensors._tensor
+    tensor_of = safetensors.lazy_tensor
     monkeypatch.setattr(
-        safetensors, "_tensor", lambda *given: opened.append(given[2]) or tensor_of(*given)
+        safetensors, "lazy_tensor", lambda *given: opened.append(given[2]) or tensor_of(*given)
     )
     report = inspection.inspect(checkpoints.find(tmp_path / "hf"))
     assert opened == list(report["tensors"])
@@ -505,7 +505,7 @@ def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     like = ours.abstract_state()
     imported = Checkpoints(tmp_path / "b", ours.config.checkpoint, read_only=True)
     state = tmp_path / "b/checkpoints/step_2/state"
-    locations = ocdbt._locations(state)
+    locations = ocdbt.tensor_locations(state)
     names = "params.norm.weight", "optimizer.nu.layers.mlp.up_proj.weight"
     for name, byte in itertools.product(names, (0, -1)):
         chunks = [location for location in locations[name].values() if isinstance(location, tuple)]

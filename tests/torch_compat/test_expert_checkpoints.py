@@ -345,9 +345,9 @@ def test_written_blocks_are_at_most_one_expert(tmp_path):
     dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
     again = bring(dcp, tmp_path / "again", config, "--max-memory=48KB")
     leaf = from_array(np.zeros((2, 4, 64, 32), np.float32))
-    sizes = [leaf.read(index).nbytes for index in orbax_store._blocks(leaf, 2048)]
+    sizes = [leaf.read(index).nbytes for index in orbax_store.split_blocks(leaf, 2048)]
     assert (max(sizes), sum(sizes)) == (2048, leaf.nbytes)
-    whole = [leaf.read(index).shape for index in orbax_store._blocks(leaf, 1 << 20)]
+    whole = [leaf.read(index).shape for index in orbax_store.split_blocks(leaf, 1 << 20)]
     assert whole == [(1, 4, 64, 32)] * 2
     assert_same(values(again), values(tmp_path / "run"))
 

@@ -224,7 +224,7 @@ def test_import_into_training_run_raises(runs, tmp_path):
 
 def test_failed_conversion_releases_lock(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(Staging, "_set_mark", lambda *_: 1 / 0)
+        patched.setattr(Staging, "set_mark", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Staging(tmp_path / "a", {}, Share())
     with Staging(tmp_path / "a", {}, Share()):
@@ -244,7 +244,7 @@ def test_running_workers_block_new_conversion(tmp_path, monkeypatch):
         goes_on = Staging(tmp_path / "a", {"of": 1}, Share(0, 2))
         with goes_on, pytest.raises(UserError, match="for process 0 to begin this"):
             Staging(tmp_path / "a", {"of": 1}, Share(1, 2))  # a worker is writing its share
-        helper._set_mark("unit", None)
+        helper.set_mark("unit", None)
     with Staging(tmp_path / "a", {"of": 1}, Share(0, 3)) as again:
         assert again._mark("unit").exists()
     with Staging(tmp_path / "a", {"of": 2}, Share(0, 3)) as other:

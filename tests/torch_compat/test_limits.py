@@ -33,7 +33,7 @@ from torch_compat.checkpoint.inspection import inspect
 from torch_compat.checkpoint.name_maps import NAME_MAPS
 from torch_compat.checkpoint.state import abstract_target
 from torch_compat.formats import pickles, safetensors
-from torch_compat.formats.dcp_reader import METADATA, _check_cover
+from torch_compat.formats.dcp_reader import METADATA, check_cover
 from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import DTYPES, from_array, zeros
 from torch_compat.formats.pickles import Call, Global, New, Pairs
@@ -165,13 +165,13 @@ def test_chunk_cover_check_is_linear():
     n = 20_000
     rows = [(slice(i, i + 1), slice(0, n)) for i in range(n)]
     columns = [(slice(n, 2 * n), slice(i, i + 1)) for i in range(n)]
-    _check_cover("here", (2 * n, n), rows + columns)
+    check_cover("here", (2 * n, n), rows + columns)
     with pytest.raises(
         UserError, match=r"here: the chunks at \[0:1, 0:20000\] and \[0:1, .*overlap"
     ):
-        _check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], rows[0], *columns])
+        check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], rows[0], *columns])
     with pytest.raises(UserError, match=r"that at \[7, 0\] is in none"):
-        _check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], *columns])
+        check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], *columns])
 
 
 def test_chunk_cover_check_matches_counting():
@@ -193,10 +193,10 @@ def test_chunk_cover_check_matches_counting():
             covered[chunk] += 1
         outcomes.add(bool((covered == 1).all()))
         if (covered == 1).all():
-            _check_cover("here", shape, chunks)
+            check_cover("here", shape, chunks)
             continue
         with pytest.raises(UserError, match=r"overlap|is in none"):
-            _check_cover("here", shape, chunks)
+            check_cover("here", shape, chunks)
     assert outcomes == {True, False}
 
 

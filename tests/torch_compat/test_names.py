@@ -50,6 +50,12 @@ FEATURES = {
     "kempnerforge-packed": [SIGMOID, {**MIXTURE, **SOME, "activation": "gelu"}],
     "torchtitan": [LLAMA, {"head_dim": 8}],
     "torchtitan-2025": [LLAMA],
+    "megatron": [
+        LLAMA,
+        {**TWO_MATRICES, **BIASES, "position_embedding": "learned"},
+        DEEPSEEK,
+        {**MIXTURE, **SHARED, "qk_norm": True, "qkv_bias": True},
+    ],
     "hf-llama": [LLAMA, BIASES],
     "hf-mistral": [LLAMA],
     "hf-qwen2": [{"qkv_bias": True}],

@@ -52,7 +52,7 @@ def written(directory, array, **metadata):
 @pytest.fixture
 def mapped_only(monkeypatch):
     """Let every read by tensorstore fail the test."""
-    monkeypatch.setattr(ocdbt, "_open_with_tensorstore", lambda store, name: pytest.fail(name))
+    monkeypatch.setattr(ocdbt, "open_with_tensorstore", lambda store, name: pytest.fail(name))
 
 
 def test_saved_arrays_are_memory_mapped(tmp_path, mapped_only):
@@ -88,13 +88,13 @@ def test_chunk_shape_does_not_change_array(tmp_path, mapped_only, chunk):
     ],
 )
 def test_other_layouts_are_read_by_tensorstore(tmp_path, monkeypatch, unlike, array):
-    opened, open_array = [], ocdbt._open_with_tensorstore
+    opened, open_array = [], ocdbt.open_with_tensorstore
 
     def record(store, name):
         opened.append(name)
         return open_array(store, name)
 
-    monkeypatch.setattr(ocdbt, "_open_with_tensorstore", record)
+    monkeypatch.setattr(ocdbt, "open_with_tensorstore", record)
     result = ocdbt.open_arrays(written(tmp_path, array, fill_value=0, **unlike))["a"]
     assert opened == ["a"]
     assert np.array_equal(result.all(), array)
@@ -106,13 +106,13 @@ def test_index_of_several_nodes_is_read_by_tensorstore(tmp_path):
     array = random_array("float32", (20, 20))
     about = {"shape": array.shape, "chunks": [2, 4], "compressor": None, "dtype": "<f4"}
     ts.open({**small, "metadata": about}, create=True).result().write(array).result()
-    assert ocdbt._locations(tmp_path) == {}
+    assert ocdbt.tensor_locations(tmp_path) == {}
     assert_same(ocdbt.open_arrays(tmp_path)["a"].all(), array)
 
 
 def test_missing_chunk_raises(tmp_path):
     store = saved(tmp_path / "state", {"x": random_array("float32", (64, 64))})
-    data, offset, length = ocdbt._locations(store)["x"]["0.0"]
+    data, offset, length = ocdbt.tensor_locations(store)["x"]["0.0"]
     (store / data).write_bytes((store / data).read_bytes()[: offset + length - 1])
     with pytest.raises(UserError, match=r"x: .* is truncated"):
         ocdbt.open_arrays(store)["x"].all()
@@ -133,11 +133,11 @@ def test_written_database_is_read_by_tensorstore(tmp_path, mapped_only, most):
     """Files have several chunks; the last one of an array may be partial."""
     locations = {}
     for number, (name, array) in enumerate(ARRAYS.items()):
-        chunks = list(orbax_store._chunks(name, from_array(array), most))
-        orbax_store._write_file(tmp_path / "d" / str(number), chunks)
+        chunks = list(orbax_store.split_chunks(name, from_array(array), most))
+        orbax_store.write_chunk_file(tmp_path / "d" / str(number), chunks)
         for i, chunk in enumerate(chunks):
             locations[chunk.key] = f"d/{number}", i * chunk.nbytes, chunk.nbytes
-        shape = index_shape(orbax_store._blocks(from_array(array), most)[0])
+        shape = index_shape(orbax_store.split_blocks(from_array(array), most)[0])
         locations[f"{name}/.zarray"] = ocdbt_writer.description(array.shape, shape, array.dtype)
     locations["short/.zarray"] = ocdbt_writer.description((2,), (2,), np.dtype(np.int32))
     locations["short/0"] = np.arange(2, dtype=np.int32).tobytes()

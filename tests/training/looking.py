@@ -1,4 +1,4 @@
-"""A callback that records the steps at which it acts."""
+"""Callbacks that record the steps at which they act."""
 
 from jaxforge.training.hooks import Hook
 
@@ -12,3 +12,9 @@ class Looking(Hook):
     def on_interval(self, context):
         self.events.append(f"look {context.step}")
         return self.reason
+
+
+class Checking(Looking):
+    """Acts only at the start of a run."""
+
+    every, checks_start = 0, True

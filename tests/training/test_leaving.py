@@ -101,17 +101,19 @@ def test_command_starts_with_its_process(monkeypatch):
 
 
 def test_exit_messages_match_megatron(clock, logged):
-    exits = Exits(DUE, received := Received(Exit.SIGNAL))
+    exits = Exits(DUE, Received(Exit.SIGNAL))
     exits.requested(4)
-    received.stop = None
-    exits.requested(4)
+    assert not logged.messages  # the message follows the save
     clock.seconds = 150.0
-    exits.requested(5)
+    for reason in (Exit.SIGNAL, Exit.INTERVAL, Exit.DURATION, Exit.COMPLETED, Exit.NON_FINITE):
+        exits.log_reason(reason, 4)
+    exits.log_total_time()
     when = "datetime: noon by %Y-%m-%d %H:%M:%S "
     assert logged.messages == [
         f"[exiting program after receiving SIGTERM.] {when}",
         f"[exiting program at iteration 4] {when}",
         f"[exiting program after 2.5 minutes] {when}",
+        "total time: 150.00 s",
     ]
 
 
@@ -165,6 +167,7 @@ def test_processes_agree_on_exit_reason(
         assert exits.requested(2) is None
         assert signals.requested() is reason  # between two batches of an evaluation
         assert exits.requested(2) is reason
+        exits.log_reason(reason, 2)
     assert (f"receiving {name}." if name else "after 2.5 minutes") in logged.messages[-1]
 
 

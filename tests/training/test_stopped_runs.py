@@ -15,6 +15,7 @@ from jaxforge.training import launch
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
+from tests.training.looking import Checking
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -90,10 +91,11 @@ def test_stopped_evaluation_resumes_at_its_batch(tmp_path, whole, step):
     halfway = progress(tmp_path, "run", step)
     assert halfway["stage"] == "validation"
     assert halfway["validation"]["pending"] == ["a", "b"]
-    second = Log()
-    assert train.run(config(tmp_path, "run"), [second]) is Exit.COMPLETED
+    second, checks = Log(), Checking([])
+    checks.events = second.events
+    assert train.run(config(tmp_path, "run"), [second, checks]) is Exit.COMPLETED
     remaining = [] if step == 8 else ["save 8", "begin 8", "end 8"]
-    assert second.events == [f"end {step}", *remaining, "Exit.COMPLETED 8"]
+    assert second.events == [f"look {step}", f"end {step}", *remaining, "Exit.COMPLETED 8"]
     assert lines(tmp_path, "run") == whole
     assert progress(tmp_path, "run", step)["validation"] is None
     third = Log()

@@ -16,7 +16,16 @@ from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
-from torch_compat.checkpoint import dcp_state, hf_config, hf_state, mup, orbax_store, train_state
+from torch_compat.checkpoint import (
+    dcp_state,
+    hf_config,
+    hf_state,
+    megatron_files,
+    megatron_state,
+    mup,
+    orbax_store,
+    train_state,
+)
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import CheckpointState, abstract_target
 from torch_compat.formats import torch_file
@@ -25,9 +34,11 @@ from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
 Format = Literal["jaxforge", "dcp", "pt", "hf"]
-"""pt: a file of `torch.save`."""
+"""Formats that are read. dcp: also a checkpoint of Megatron-Core; pt: a file of `torch.save`."""
+Target = Literal["jaxforge", "dcp", "pt", "hf", "megatron"]
+"""Formats that are written."""
 
-_STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed writes global_step
+_STEP = re.compile(r"(?:global_)?step[_-](\d+)|iter_(\d{7,})")  # MindSpeed writes global_step
 _STEP_PARENTS = ("checkpoints", "checkpoint")  # names of directories of steps
 _GENERIC_STEMS = ("checkpoint", "ckpt", "model", "pytorch_model", "last", "best")  # of files
 
@@ -72,7 +83,8 @@ class CheckpointRef:
         trusts = trust.if_granted(directory) if is_compared else trust.of_run(directory)
         if path is not None:
             config = load_config(path, overrides, trusts)
-            if self.is_torch and (usual := _usual_settings(config)):
+            is_megatron = megatron_files.is_known(self.directory)
+            if self.is_torch and not is_megatron and (usual := _usual_settings(config)):
                 return load_config(path, [*overrides, *usual], trusts)
             return config
         if self.format == "jaxforge":
@@ -84,6 +96,8 @@ class CheckpointRef:
             train = {"seq_len": min(2048, table["max_seq_len"])}  # within the model's limit
             source = f"{self.directory}/{hf_config.CONFIG}"
             return make_config({"model": table, "train": train}, overrides, source)
+        if job := megatron_files.read_job(self.directory):
+            return make_config(megatron_state.config_values(job), overrides, job.where)
         return None
 
     def required_config(self, path: Path | None, overrides: Sequence[str]) -> JobConfig:
@@ -116,7 +130,19 @@ class CheckpointRef:
         mup.check_import(config.model, str(self))
         if self.format == "hf":
             return hf_state.read(self.directory, abstract_target(config), options)
-        return dcp_state.read(self.dcp(), abstract_target(config), options)
+        return self._read_dcp(config, options)
+
+    def _read_dcp(self, config: JobConfig, options: ReadOptions) -> CheckpointState:
+        dcp, target = self.dcp(), abstract_target(config)
+        job = None if self.file else megatron_files.read_job(self.directory, dcp)
+        if job is None or not megatron_state.is_megatron(dcp):
+            return dcp_state.read(dcp, target, options)
+        notes = megatron_state.check_job(job, config)
+        keys = dcp_state.sort_keys(dcp)
+        if megatron_state.is_padded(keys, job, config.model):
+            options = dataclasses.replace(options, resize_vocab=True)
+        checkpoint = dcp_state.read(dcp, target, options)
+        return dataclasses.replace(checkpoint, notes=(*checkpoint.notes, *notes))
 
     def raw(self) -> Mapping[str, LazyTensor]:
         """Return the tensors by the checkpoint's own keys."""
@@ -199,6 +225,7 @@ def find(path: str | os.PathLike) -> CheckpointRef:
             return CheckpointRef("dcp", candidate.resolved())
         if hf_state.is_hf(candidate):
             return CheckpointRef("hf", candidate.resolved())
+        megatron_files.check_format(candidate)
     files = torch_file.names_in(directory)
     hint = f". Name the file: {directory}/{files[0]}" if files else path_hint(location)
     raise UserError(
@@ -232,6 +259,10 @@ def _latest(directory: Directory) -> list[Directory]:
         names = parent.names()
         if "latest" in names:
             candidates.append(parent / "latest")
-        steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+        elif tracked := megatron_files.latest(parent):
+            candidates.append(tracked)
+            continue  # a newer directory belongs to a save that did not end
+        matches = [(match, name) for name in names if (match := _STEP.fullmatch(name))]
+        steps = [(int(match[1] or match[2]), name) for match, name in matches]
         candidates += [parent / name for _, name in sorted(steps, reverse=True)]
     return candidates

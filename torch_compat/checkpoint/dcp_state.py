@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +11,13 @@ from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import (
     expert_counts,
+    megatron_state,
     numbered_state,
     optimizer_state,
     train_state,
     untrained,
 )
-from torch_compat.checkpoint.model_keys import find_model, unknown
+from torch_compat.checkpoint.model_keys import DcpKeys, find_model, unknown
 from torch_compat.checkpoint.optimizer_state import (
     MAIN_KEYS,
     STEP,
@@ -28,6 +29,7 @@ from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats.dcp_reader import Dcp
 from torch_compat.formats.dcp_writer import Entry
 from torch_compat.formats.lazy import LazyTensor, from_array, to_number, zeros
+from torch_compat.names.megatron import MEGATRON
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.names.translation import Translation, summarize_names, translate
 
@@ -63,32 +65,14 @@ class ReadOptions:
     resize_vocab: bool = False
 
 
-class DcpKeys(NamedTuple):
-    """Keys of a checkpoint by purpose.
-
-    Attributes:
-        dialect: dialect of the parameter names; None if unknown.
-        params: parameter name without wrappers and prefixes -> tensor.
-        state: parameter name -> field -> tensor or number.
-        groups: main settings of each parameter group.
-        others: all other keys.
-        left_out: keys in `others` of tensors outside the model.
-    """
-
-    dialect: NameMap | None
-    params: dict[str, LazyTensor]
-    state: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    others: list[str]
-    left_out: tuple[str, ...] = ()
-
-
 def sort_keys(dcp: Dcp, dialect: str | None = None) -> DcpKeys:
     """Assign the keys of a DCP checkpoint to model, optimizer and other state.
 
     Raises:
         UserError: two keys belong to one parameter.
     """
+    if megatron_state.is_megatron(dcp):
+        return megatron_state.sort_keys(dcp)
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
     model: dict[str, LazyTensor] = {}
@@ -136,18 +120,24 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     if keys.left_out:
         notes.append(f"left out: {summarize_names(keys.left_out)}, which are no part of the model")
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, dcp.where)
+    if not options.weights_only:
+        megatron_state.check_mapped(keys, dcp.where)
     alone = options.weights_only or not keys.state
-    params, state, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
+    theirs = keys.params if alone else {**keys.params, **keys.masters}
+    params, state, more = untrained.translate_model(theirs, target, by, goes_on=not alone)
     notes += more
     checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=state)
     where = train_state.read_train_state(dcp)
+    is_megatron = keys.dialect.name == MEGATRON.name
     if alone:
         if not options.weights_only:
             notes.append("the checkpoint has no optimizer state: training starts at step 0")
         progress = None
         if options.keep_place and where.step is not None:
             result = where.step if where.updates is None else where.updates
-            progress, more = train_state.to_progress(where, result, target.config)
+            progress, more = train_state.to_progress(
+                where, result, target.config, is_megatron=is_megatron
+            )
             notes += more
         elif options.keep_step and where.step is not None:
             progress = Progress(step=where.step, tokens=where.tokens or 0)
@@ -174,7 +164,7 @@ def read(dcp: Dcp, target: AbstractTarget, options: ReadOptions) -> CheckpointSt
     scalars, updates = _scalars(common, target, where, dcp.where)
     if skips:
         moments |= _counts_of_experts(counts, scalars, target, by, absent)
-    progress, more = train_state.to_progress(where, updates, target.config)
+    progress, more = train_state.to_progress(where, updates, target.config, is_megatron=is_megatron)
     settings = optimizer_state.common_settings(keys.groups)
     notes += more + optimizer_state.disagreements(settings, target.config)
     return dataclasses.replace(
@@ -191,6 +181,7 @@ def entries(
     flat: bool,
     prefix: str,
     weights_only: bool,
+    owner: str = "",
 ) -> dict[str, Entry]:
     """Return the entries of a checkpoint that PyTorch loads, by key.
 
@@ -201,6 +192,7 @@ def entries(
         flat: flatten the optimizer state like `flatten_optimizer_state_dict` and torchtitan.
         prefix: prefix of the model's keys, such as "model."; "" puts them at the root.
         weights_only: omit the optimizer.
+        owner: prefix of parameter names in the optimizer's keys.
 
     Raises:
         UserError: a parameter has no counterpart in the dialect.
@@ -245,8 +237,9 @@ def entries(
         if key in sums:
             own[WEIGHT_SUM] = sums[key]
         for field, value in own.items():
-            add(("optimizer", f"state.{key}.{field}") if flat else
-                ("optimizer", "state", key, field), value)  # fmt: skip
+            add(("optimizer", f"state.{owner}{key}.{field}") if flat else
+                ("optimizer", "state", f"{owner}{key}", field), value)  # fmt: skip
+    settings = {f"{owner}{key}": of_key for key, of_key in settings.items()}
     for g, group in enumerate(optimizer_state.groups(target.config, updates, settings)):
         members = group["params"]
         if not flat:

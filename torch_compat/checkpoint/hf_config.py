@@ -177,7 +177,7 @@ def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -
         network_settings(ModelConfig(**model_table(before, CONFIG))),
         network_settings(model),
     )
-    if not all(_same(read[key], wanted[key]) for key in wanted):
+    if not all(same(read[key], wanted[key]) for key in wanted):
         return keys
     further = {key: 0 for key in before if family.llama_name(key) == family.further_layers_key}
     return {**before, **further}
@@ -197,10 +197,10 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
     except (UserError, ValueError) as error:
         return [f"{_NO_SUCH} ({error})"]
     wanted, settings = network_settings(model), network_settings(again)
-    return [f"{key} = {wanted[key]!r}" for key in wanted if not _same(wanted[key], settings[key])]
+    return [f"{key} = {wanted[key]!r}" for key in wanted if not same(wanted[key], settings[key])]
 
 
-def _same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
+def same(first: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
     """Return whether two values are equal; numbers to float32 precision."""
     if isinstance(first, float) and isinstance(other, float):
         return math.isclose(first, other, rel_tol=1e-7)

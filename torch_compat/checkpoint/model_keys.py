@@ -1,7 +1,8 @@
 """Location of the model among the keys of a state dict, and the dialect of its names."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
 from torch_compat.formats.lazy import LazyTensor
@@ -14,6 +15,31 @@ PREFIXES = (
 )  # fmt: skip
 """Prefixes of a model's keys in AppState and Lightning, Composer, tutorials, KempnerForge and
 MindSpeed's engine. torchtitan has none."""
+
+
+class DcpKeys(NamedTuple):
+    """Keys of a checkpoint by purpose.
+
+    Attributes:
+        dialect: dialect of the parameter names; None if unknown.
+        params: parameter name without wrappers and prefixes -> tensor.
+        state: parameter name -> field -> tensor or number.
+        groups: main settings of each parameter group.
+        others: all other keys.
+        left_out: keys in `others` of tensors outside the model.
+        masters: parameter name -> the float32 copy that the optimizer updates, if the model's own
+            parameters are rounded.
+        unmapped: reason why optimizer state cannot be assigned to parameters; "" if it can.
+    """
+
+    dialect: NameMap | None
+    params: dict[str, LazyTensor]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    others: list[str]
+    left_out: tuple[str, ...] = ()
+    masters: Mapping[str, LazyTensor] = MappingProxyType({})
+    unmapped: str = ""
 
 
 class ModelKeys(NamedTuple):

@@ -5,6 +5,7 @@ from jaxforge.errors import UserError
 from jaxforge.registry import REGISTRATION_HINT
 from torch_compat.families import FAMILIES, Family
 from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
+from torch_compat.names.megatron import MEGATRON
 from torch_compat.names.table import NameMap
 from torch_compat.names.torchtitan import TORCHTITAN, TORCHTITAN_2025
 
@@ -15,6 +16,7 @@ NAME_MAPS: dict[str, NameMap] = {
         KEMPNERFORGE_PACKED,
         TORCHTITAN,
         TORCHTITAN_2025,
+        MEGATRON,
         *(family.dialect for family in FAMILIES.values()),
     )
 }

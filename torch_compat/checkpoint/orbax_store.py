@@ -234,7 +234,7 @@ class StagedImport:
     def _units(self) -> Iterator[Unit]:
         """Yield the units, one per file of several chunks, and record the locations of chunks."""
         chunks = itertools.chain.from_iterable(
-            _chunks(name, leaf, self._block) for name, leaf in self._tensors.items()
+            split_chunks(name, leaf, self._block) for name, leaf in self._tensors.items()
         )
         files = batches(chunks, lambda chunk: chunk.nbytes, _CHUNKS * self._block)
         for number, file_chunks in enumerate(files):
@@ -242,7 +242,7 @@ class StagedImport:
             for chunk in file_chunks:
                 self._locations[chunk.key] = name, at, chunk.nbytes
                 at += chunk.nbytes
-            write = functools.partial(_write_file, self._store / name, file_chunks)
+            write = functools.partial(write_chunk_file, self._store / name, file_chunks)
             nbytes = sum(_bytes(chunk.leaf, chunk.region) for chunk in file_chunks)
             yield Unit(f"data-{number}", nbytes, write)
 
@@ -252,7 +252,7 @@ class StagedImport:
         """Return the contents of the database by key."""
         values = dict(self._locations)
         for name, leaf in arrays.items():
-            chunk = index_shape(_blocks(leaf, self._block)[0])
+            chunk = index_shape(split_blocks(leaf, self._block)[0])
             metadata = ocdbt_writer.description(leaf.shape, chunk, leaf.dtype)
             values[f"{name}{ocdbt.ZARRAY}"] = metadata
         for name, value in scalars.items():
@@ -309,16 +309,16 @@ class _Chunk(NamedTuple):
     nbytes: int
 
 
-def _chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
+def split_chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
     """Yield the chunks of an array, one per block; none for an empty array."""
-    indices = _blocks(leaf, limit)
+    indices = split_blocks(leaf, limit)
     shape, nbytes = index_shape(indices[0]), _bytes(leaf, indices[0])
     for index in indices if nbytes else ():
         cell = tuple(s.start // n for s, n in zip(index, shape, strict=True))
         yield _Chunk(name, f"{name}/{ocdbt.chunk_key(cell)}", leaf, index, nbytes)
 
 
-def _write_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
+def write_chunk_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
     """Write chunks into a file; return the sum of checksums by array name."""
     sums: dict[str, int] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,7 +335,7 @@ def _write_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
     return sums
 
 
-def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:
+def split_blocks(leaf: LazyTensor, limit: int) -> list[Index]:
     """Split an array into blocks of at most one layer: some experts, or some rows of one."""
     if len(leaf.shape) < 2:
         return [full_index(leaf.shape)]

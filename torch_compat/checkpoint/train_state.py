@@ -1,7 +1,7 @@
 """Position of a PyTorch run: step, tokens and position in the data.
 
-KempnerForge stores it in `train_state.pt` next to the DCP files, MindSpeed in `extra_state/`, and
-torchtitan in the DCP files.
+KempnerForge and Megatron-Bridge store it in `train_state.pt` next to the DCP files, MindSpeed in
+`extra_state/`, Megatron-LM in `common.pt`, and torchtitan in the DCP files.
 """
 
 import random
@@ -14,6 +14,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data.order import data_seed
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
+from torch_compat.checkpoint import megatron_files
 from torch_compat.checkpoint.optimizer_state import group_lr
 from torch_compat.formats import limits
 from torch_compat.formats.dcp_reader import Dcp
@@ -25,6 +26,9 @@ from torch_compat.formats.torch_zip import Archive
 TRAIN_STATE = "train_state.pt"
 SKIPS_IDLE_EXPERTS = "skip_idle_experts"
 EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
+_LAST_LOGGED = ("last_avg_loss", "last_mfu", "last_tokens_per_second", "last_reserved_memory",
+                "last_grad_norm")  # fmt: skip
+_SAMPLES = "consumed_train_samples"
 
 
 _STEP_KEYS = ("step", "global_step", "iter_num", "iteration", "train_state.step")
@@ -41,8 +45,8 @@ class TorchTrainState(NamedTuple):
         epoch: complete passes over the data.
         batches: batches that each rank has drawn in this epoch.
         ranks: number of data-parallel ranks.
-        samples: sequences read, which only exports of jaxforge record.
         skips_idle_experts: for an export of jaxforge, whether the run skips experts without tokens.
+        samples: sequences read, which only Megatron and exports of jaxforge record.
     """
 
     step: int | None = None
@@ -67,6 +71,8 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
         if dcp.directory.has(name):
             file, where = dcp.directory.open(name), f"{dcp.directory}/{name}"
             return reader(Archive(file, 0, file.size, where).object(), where)
+    if dcp.directory.has(megatron_files.COMMON) or megatron_files.ITERATION_KEY in dcp.objects:
+        return _read_megatron(dcp)
     return TorchTrainState(
         step=_number(dcp, "train_state.step"),
         tokens=_number(dcp, "train_state.ntokens_seen"),
@@ -75,7 +81,7 @@ def read_train_state(dcp: Dcp) -> TorchTrainState:
 
 
 def to_progress(
-    torch_state: TorchTrainState, updates: int, config: JobConfig
+    torch_state: TorchTrainState, updates: int, config: JobConfig, *, is_megatron: bool = False
 ) -> tuple[Progress, list[str]]:
     """Convert a position to jaxforge's counters; also return notes for the user.
 
@@ -83,6 +89,7 @@ def to_progress(
         torch_state: position of the PyTorch run.
         updates: updates according to the optimizer.
         config: config of the run. If the run is beyond the first epoch, its data are opened.
+        is_megatron: whether Megatron wrote the checkpoint, whose data order jaxforge lacks.
     """
     notes = []
     step = updates if torch_state.step is None else torch_state.step
@@ -105,7 +112,12 @@ def to_progress(
     if samples is None:
         samples, how = _samples_by_batches(torch_state, step, config)
         notes.append(f"the tokens seen do not determine the number of sequences read; {how}")
-    if config.data.order != "torch" and config.data.shuffle:
+    if is_megatron:
+        notes.append(
+            f"Megatron has read {samples} sequences in its own order, which has no counterpart "
+            f"here: the first {samples} sequences of this run's order are skipped"
+        )
+    elif config.data.order != "torch" and config.data.shuffle:
         notes.append(
             'data.order = "grain" shuffles in another order than PyTorch: set '
             'data.order = "torch" to continue with the next batch'
@@ -213,6 +225,33 @@ def lambda_lr(config: JobConfig, updates: int, lr_factors: Sequence[float]) -> d
     }
 
 
+def extra_state(
+    progress: Progress, updates: int, config: JobConfig, lr_factors: Sequence[float]
+) -> dict[str, Any]:
+    """Return the content of MindSpeed's `extra_state`; each rank reads a copy.
+
+    MindSpeed's first mean of the loss after a resume is over the steps since
+    `_global_step_last_logged`.
+
+    Args:
+        progress: progress of the run.
+        updates: number of updates.
+        config: config of the run.
+        lr_factors: factor on the learning rate of each parameter group.
+    """
+    return {
+        "global_step": progress.step,
+        "_global_step_last_logged": progress.step,
+        "_last_logged_step": progress.step,
+        "lr_scheduler": lambda_lr(config, updates, lr_factors),
+        "train_metric": {
+            "consume_tokens": progress.tokens, "last_iteration": progress.step, "last_epoch": 0,
+            **dict.fromkeys(_LAST_LOGGED, 0.0),
+        },
+        "torch_rng_state": _random_states(config.train.seed)["torch_cpu"],
+    }  # fmt: skip
+
+
 def to_torchtitan(
     progress: Progress, updates: int, config: JobConfig
 ) -> dict[tuple[str, str], Any]:
@@ -229,7 +268,29 @@ def to_torchtitan(
     }
 
 
+def _read_megatron(dcp: Dcp) -> TorchTrainState:
+    """Read Megatron-LM's iteration, and the sequences among its arguments."""
+    try:
+        step = megatron_files.read_iteration(dcp)
+        job = megatron_files.read_job(dcp.directory, dcp)
+        samples = job and job.train.get("consumed_train_samples")
+        return TorchTrainState(step=_optional(step), samples=_optional(samples))
+    except ValueError as error:
+        raise UserError(f"{dcp.where}: its iteration or samples are no count ({error})") from error
+
+
+def _parse_bridge_state(state: Mapping[str, Any], where: str) -> TorchTrainState:
+    try:
+        step, samples = to_count(state["step"]), to_count(state[_SAMPLES])
+    except (KeyError, ValueError) as error:
+        why = shown(repr(error))
+        raise UserError(f"{where}: not a training state of Megatron-Bridge ({why})") from error
+    return TorchTrainState(step=step, samples=samples)
+
+
 def _parse_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (untrusted)
+    if isinstance(state, dict) and _SAMPLES in state:
+        return _parse_bridge_state(state, where)
     try:
         data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
         torch_state = TorchTrainState(

@@ -17,7 +17,7 @@ from typing import Any
 from jaxforge.checkpoint.paths import check_path
 from jaxforge.storage.run_lock import RunLock
 from torch_compat.convert.source import Request, Source, open_source
-from torch_compat.convert.writers import WRITERS
+from torch_compat.convert.writers import create_writer
 from torch_compat.formats.staging import naming_failure
 from torch_compat.formats.workers import Share, Workers
 
@@ -53,7 +53,7 @@ def plan(request: Request) -> ConversionPlan:
     if request.to == "jaxforge":
         check_path(request.destination)
     source = open_source(request)
-    writer = WRITERS[request.to](request, source)
+    writer = create_writer(request, source)
     start, size = str(source.ref), f"{source.nbytes / 1e9:.3g} GB"
     if request.to == "jaxforge":
         dialect = source.checkpoint.dialect
@@ -79,7 +79,7 @@ def run(
     with RunLock(request.destination) if is_run else contextlib.nullcontext() as lock:
         if lock and is_first:
             lock.take()
-        writer = WRITERS[request.to](request, plan.source)
+        writer = create_writer(request, plan.source)
         with writer.stage(identity(request, plan.source), share) as staging:
             workers.start()
             with ThreadPoolExecutor(1) as background:

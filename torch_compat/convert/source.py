@@ -10,7 +10,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.checkpoint import hf_state, mup
-from torch_compat.checkpoint.checkpoints import CheckpointRef, Format
+from torch_compat.checkpoint.checkpoints import CheckpointRef, Target
 from torch_compat.checkpoint.dcp_state import ReadOptions
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState, abstract_target
 from torch_compat.checkpoint.untrained import check_present
@@ -27,7 +27,7 @@ class Request:
     Attributes:
         source: the checkpoint.
         destination: for "jaxforge" the run directory, for "hf" the directory to create, for "dcp"
-            the parent directory of `step_<n>`.
+            and "megatron" the parent directory of `step_<n>` or `iter_<n>`.
         to: format of the result.
         config: config file; None: the config in the source, which a DCP lacks.
         overrides: settings that override the config.
@@ -43,7 +43,7 @@ class Request:
 
     source: CheckpointRef
     destination: Path
-    to: Format
+    to: Target
     config: Path | None = None
     overrides: Sequence[str] = ()
     options: ReadOptions = _DEFAULTS

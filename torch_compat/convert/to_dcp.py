@@ -26,10 +26,14 @@ from torch_compat.names import kempnerforge
 class DcpWriter(Writer):
     """Writer of a DCP directory `step_<n>` with tensors and the training state."""
 
+    prefix = "model."
+    """Prefix of the model's keys."""
+    owner = ""
+    """Prefix of parameter names in the optimizer's keys."""
+
     def __init__(self, request: Request, source: Source) -> None:
         super().__init__(request, source)
-        model = source.target.config.model
-        self._dialect = request.dialect or usual_dialect(model)
+        self._dialect = self._choose_dialect()
         self._check_names(self._dialect)
         self._is_titan = self._dialect.startswith("torchtitan")
         self._has_moments = source.checkpoint.moments is not None
@@ -37,6 +41,10 @@ class DcpWriter(Writer):
         many = f", {request.stages} stages" if request.stages > 1 else ""
         self.label = f"{self._dialect}{many}"
         self.subdirectory = f"step{'-' if self._is_titan else '_'}{source.progress.step}"
+
+    def _choose_dialect(self) -> str:
+        """Return the name of the result's dialect."""
+        return self.request.dialect or usual_dialect(self.source.target.config.model)
 
     def notes(self) -> list[str]:
         """Return notes for the user.
@@ -72,17 +80,21 @@ class DcpWriter(Writer):
         """Write the metadata and the training state."""
         directory = self.staging.path
         if self._has_train_state:
-            with (directory / train_state.TRAIN_STATE).open("wb") as file:
-                file.writelines(torch_zip.archive_blocks(self._train_state()))
-            progress = self.source.progress
-            about = {"step": progress.step, "tokens_seen": progress.tokens}
-            (directory / "metadata.json").write_text(json.dumps(about, indent=2))
+            self._write_train_state(directory)
         for stage, entries in self._stages.items():
             locations = {unit.name: results[unit.name] for unit in self._units[stage]}
             dcp_writer.write_metadata(entries, locations, directory / stage, self.block)
         every = itertools.chain.from_iterable(part.items() for part in self._stages.values())
         written = {key: e.value for key, e in every if isinstance(e.value, LazyTensor)}
         check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
+
+    def _write_train_state(self, directory: Path) -> None:
+        """Write the training state and a summary of it."""
+        with (directory / train_state.TRAIN_STATE).open("wb") as file:
+            file.writelines(torch_zip.archive_blocks(self._train_state()))
+        progress = self.source.progress
+        about = {"step": progress.step, "tokens_seen": progress.tokens}
+        (directory / "metadata.json").write_text(json.dumps(about, indent=2))
 
     def commit(self) -> None:
         """Rename the checkpoint to its final name and point `latest` to it."""
@@ -96,7 +108,8 @@ class DcpWriter(Writer):
         entries = functools.partial(
             dcp_state.entries, target=target, dialect=name_map(self._dialect),
             flat=layout == "flat" if layout else self._is_titan,
-            prefix="" if self._is_titan else "model.", weights_only=not self._has_moments,
+            prefix="" if self._is_titan else self.prefix, owner=self.owner,
+            weights_only=not self._has_moments,
         )  # fmt: skip
         checkpoint, n_layers = self.source.checkpoint, target.config.model.n_layers
         split = stages.split(checkpoint, n_layers, self.request.stages)

@@ -50,6 +50,8 @@ def notes(request: Request) -> list[str]:
         notes_.append(
             "a bucket has no links, so `latest` is not created: load the step by its path"
         )
+    if request.to == "megatron":
+        notes_.append("a bucket gets no tracker file: load the iteration by its path")
     return notes_
 
 

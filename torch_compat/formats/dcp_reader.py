@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat.formats import limits, pickles
+from torch_compat.formats import flattened, limits, pickles
 from torch_compat.formats.files import Bytes, Directory
 from torch_compat.formats.lazy import (
     Index,
@@ -51,6 +51,13 @@ class _Metadata(Record):
     state_dict_metadata: Any = None
     storage_data: Any = None
     planner_data: Any = None
+    mcore_data: Any = None
+
+
+class _Unread(Record):
+    """Part of Megatron-Core's save plans, which `.metadata` repeats and no reader needs."""
+
+    def __init__(self, *_: object) -> None: ...
 
 
 class _TensorMetadata(Record):
@@ -99,6 +106,8 @@ def _member(of: object, _: object) -> None:
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_PLANNER_MODULE = "torch.distributed.checkpoint.planner"
+_MEGATRON_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
     ("torch", "Size"): as_size,
@@ -114,6 +123,12 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     (_METADATA_MODULE, "StorageMeta"): Record,
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _unused,
     ("builtins", "getattr"): _member,
+    (_MEGATRON_MODULE, "MCoreMetadata"): _Metadata,
+    (_MEGATRON_MODULE, "MCoreSavePlan"): _Unread,
+    **{
+        (_PLANNER_MODULE, name): _Unread
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+    },
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")
@@ -145,16 +160,23 @@ class Dcp:
         return f"{self.directory}/{self.file}" if self.file else str(self.directory)
 
 
-class LazyObjects(dict[str, Callable[[], Any]]):
-    """Readers of objects that are no tensors; a call with a key reads the object."""
+class LazyObjects(dict[str, Callable[[bool], Any]]):
+    """Readers of objects that are no tensors; a call with a key reads the object.
 
-    def __call__(self, key: str) -> Any:  # noqa: ANN401 (torch.save holds anything)
+    A reader's argument is `is_tolerant` of `Archive.object`.
+    """
+
+    def __call__(self, key: str, *, is_tolerant: bool = False) -> Any:  # noqa: ANN401 (torch.save holds anything)
         """Read the object of a key.
+
+        Args:
+            key: its key.
+            is_tolerant: whether instances of unknown classes become `Opaque`.
 
         Raises:
             UnsafePickleError: the pickle uses a name that no checkpoint needs.
         """
-        return self[key]()
+        return self[key](is_tolerant)
 
 
 def stage_name(stage: int) -> str:
@@ -232,8 +254,8 @@ class _Location:
     def archive(self) -> Archive:
         return Archive(self.files[self.name], self.offset, self.length, self.where)
 
-    def read_object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
-        return self.archive().object()
+    def read_object(self, is_tolerant: bool) -> Any:  # noqa: ANN401 (torch.save holds anything)
+        return self.archive().object(is_tolerant=is_tolerant)
 
 
 class _Files(dict[str, Bytes]):
@@ -266,7 +288,9 @@ def _open_stage(directory: Directory) -> tuple[dict[str, LazyTensor], LazyObject
             chunks_left -= len(value.chunks) if isinstance(value.chunks, list) else 0
             if chunks_left < 0:
                 raise UserError(f"{where}: it has more chunks than it can hold")
-            tensors[key] = _tensor(key, value, of_key, str(directory))
+            stored = _tensor(key, value, of_key, str(directory))
+            shape = flattened.original_shape(metadata.mcore_data, key)
+            tensors[key] = flattened.unflattened(stored, shape) if shape else stored
         elif isinstance(value, _BytesMetadata):
             if _key(None) not in of_key:
                 raise UserError(f"{where}: no file is named for {key}")
@@ -342,7 +366,7 @@ def _tensor(
     dtype = named.numpy
     if not is_shape(shape, dtype.itemsize):
         raise UserError(f"{where}: its metadata are damaged")
-    _check_cover(where, shape, indices)
+    check_cover(where, shape, indices)
     # Ranks without rows of a tensor declare empty chunks, which need no file.
     full = [
         (i, at) for i, (at, _) in zip(indices, chunks, strict=True) if math.prod(index_shape(i))
@@ -391,7 +415,7 @@ class _StoredChunk:
         return self.tensor.read(relative_to(index, [s.start for s in self.index]))
 
 
-def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None:
+def check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None:
     """Check that every element is in exactly one chunk, which torch itself does not check.
 
     Raises:

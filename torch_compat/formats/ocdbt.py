@@ -76,7 +76,7 @@ def open_arrays(store: Path) -> dict[str, LazyTensor]:
     database = ts.KvStore.open(_database(store)).result()
     keys = [key.decode() for key in database.list().result()]
     described = {key: database.read(key) for key in keys if key.endswith(ZARRAY)}
-    locations = _locations(store)
+    locations = tensor_locations(store)
     directory = Directory(store)
     files = functools.cache(directory.open)
     arrays = {}
@@ -87,7 +87,7 @@ def open_arrays(store: Path) -> dict[str, LazyTensor]:
             array = _MappedArray(files, metadata, locations[name], f"{store}: {name}")
             arrays[name] = LazyTensor(metadata.shape, metadata.dtype, array.read, array.where)
         else:
-            arrays[name] = _open_with_tensorstore(store, name)
+            arrays[name] = open_with_tensorstore(store, name)
     return arrays
 
 
@@ -103,7 +103,8 @@ def _base(store: Path) -> dict[str, Any]:
     return buckets.spec(f"{store}/")
 
 
-def _open_with_tensorstore(store: Path, name: str) -> LazyTensor:
+def open_with_tensorstore(store: Path, name: str) -> LazyTensor:
+    """Open a tensor that this reader does not support with the library that wrote it."""
     array = ts.open(spec(store, name), open=True, read=True).result()
     shape, dtype, where = tuple(array.shape), np.dtype(array.dtype.numpy_dtype), f"{store}: {name}"
 
@@ -116,7 +117,7 @@ def _open_with_tensorstore(store: Path, name: str) -> LazyTensor:
     return LazyTensor(shape, dtype, read, where)
 
 
-def _locations(store: Path) -> dict[str, dict[str, Location]]:
+def tensor_locations(store: Path) -> dict[str, dict[str, Location]]:
     """Return array -> chunk key -> location; empty if the index has several nodes."""
     if urls.in_bucket(store):
         return {}

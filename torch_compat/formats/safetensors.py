@@ -101,7 +101,7 @@ def open_file(file: Bytes, where: str) -> dict[str, LazyTensor]:
         if not _is_entry(entry):
             raise UserError(f"{where}: its header is damaged: {name} has no dtype, shape, offsets")
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    tensors = {name: _tensor(file, 8 + length, name, e, where) for name, e in entries}
+    tensors = {name: lazy_tensor(file, 8 + length, name, e, where) for name, e in entries}
     end = 0
     for name, entry in entries:
         start, stop = entry["data_offsets"]
@@ -125,7 +125,8 @@ def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (untrusted JSON)
     return is_shape([offsets[0]], 1) and is_shape([offsets[1]], 1) and is_shape(shape, 8)
 
 
-def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str) -> LazyTensor:
+def lazy_tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str) -> LazyTensor:
+    """Return the tensor of an entry of the header; its data start at byte `data` of the file."""
     code, shape = entry["dtype"], tuple(entry["shape"])
     if code not in _CODES:
         raise UserError(f"{where}: {name} has dtype {shown(code)}, which is not supported")

@@ -102,7 +102,7 @@ class Staging:
             raise UserError(f"{self.destination}: process 0, which started this one, has ended")
         if not self._mark(unit.name).exists():
             with naming_failure(self.destination):
-                self._set_mark(unit.name, unit.write())
+                self.set_mark(unit.name, unit.write())
         advance(unit.nbytes)
 
     def results(
@@ -163,7 +163,7 @@ class Staging:
             if stored.get("fingerprint") != self._fingerprint and self.path.exists():
                 shutil.rmtree(self.path)
             (self.path / _MARKS).mkdir(parents=True, exist_ok=True)
-            self._set_mark("plan", self._as_planned)
+            self.set_mark("plan", self._as_planned)
 
     def _check_free(self) -> None:
         if self.destination.exists():
@@ -204,7 +204,8 @@ class Staging:
     def _mark(self, name: str) -> Path:
         return self.path / _MARKS / f"{name}.json"
 
-    def _set_mark(self, name: str, value: Any) -> None:  # noqa: ANN401 (any JSON)
+    def set_mark(self, name: str, value: Any) -> None:  # noqa: ANN401 (any JSON)
+        """Write a note of the conversion, which a later attempt reads."""
         write_json(self._mark(name), value)
 
 

@@ -72,7 +72,7 @@ def open_file(directory: Directory, name: str) -> Dcp:
         if isinstance(item, LazyTensor):
             tensors[key] = item
         else:
-            objects[key] = functools.partial(lambda value: value, item)
+            objects[key] = functools.partial(lambda value, _: value, item)
     return Dcp(directory, tensors, objects, name)
 
 

@@ -138,6 +138,27 @@ _NAMES: Mapping[tuple[str, str], Any] = {
 }
 
 
+class Opaque(Record):
+    """Stands for an instance of a class whose meaning is not needed; its state is kept as data."""
+
+    def __init__(self, *_: object) -> None: ...
+
+
+class _Tolerant(dict[tuple[str, str], Any]):
+    """Names in which every unknown one stands for `Opaque`: nothing is imported or called."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: tuple[str, str]) -> type[Opaque]:
+        return Opaque
+
+
+_TOLERANT = _Tolerant(
+    {**_NAMES, ("collections", "defaultdict"): lambda *_: {}},
+)
+
+
 class Archive:
     """`torch.save` archive that is a file or a part of a file.
 
@@ -160,15 +181,20 @@ class Archive:
         self._archive, self._where = FileRange(file, start, length), where
         self._records = self._find_records()
 
-    def object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
+    def object(self, *, is_tolerant: bool = False) -> Any:  # noqa: ANN401 (torch.save holds anything)
         """Return the saved object; tensors are `LazyTensor`.
+
+        Args:
+            is_tolerant: whether instances of unknown classes become `Opaque`, as in a file of a
+                job's arguments; nothing of them is run either way.
 
         Raises:
             UnsafePickleError: the pickle uses a name that no checkpoint needs.
         """
+        names = _TOLERANT if is_tolerant else _NAMES
         if "byteorder" in self._records and self._read("byteorder", 8) != b"little":
             raise UserError(f"{self._where}: its numbers are big-endian, which is not supported")
-        loaded = pickles.load(self._read("data.pkl", limits.PICKLE), _NAMES, self._where, _storage)
+        loaded = pickles.load(self._read("data.pkl", limits.PICKLE), names, self._where, _storage)
         try:
             return self._resolve(loaded, {})
         except RecursionError:

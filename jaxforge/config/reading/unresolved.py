@@ -3,12 +3,13 @@
 `UnresolvedConfig.resolve` returns a `JobConfig` of plain integers. There is no `JobConfig` before,
 so a duration is never mistaken for a number of updates.
 
-    "10%"      of train.max_steps, rounded down, but at least one update
-    "2ep"      passes over the training data, rounded up to whole updates
-    "1B tok"   tokens, padding included, rounded up to whole updates
+    "10%"           of train.max_steps, rounded down, but at least one update
+    "2ep"           passes over the training data, rounded up to whole updates
+    "1B tok"        tokens, padding included, rounded up to whole updates
+    "5M samples"    sequences, rounded up to whole updates
 
-Lengths in epochs and tokens follow train.batch_ramp from their start: the first update, or for
-plateau and decay the end of the preceding part. Intervals assume the full batch.
+Lengths in epochs, tokens and samples follow train.batch_ramp from their start: the first update, or
+for plateau and decay the end of the preceding part. Intervals assume the full batch.
 """
 
 import copy

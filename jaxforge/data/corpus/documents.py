@@ -64,7 +64,7 @@ class TextPart:
 
 def split_of(document: str, validation_fraction: float) -> str:
     """Return "train" or "validation" by the name of the document only."""
-    return "validation" if _hash(document) < validation_fraction else "train"
+    return "validation" if hash_fraction(document) < validation_fraction else "train"
 
 
 def is_split_inside(inputs: Sequence[Input]) -> bool:
@@ -72,14 +72,14 @@ def is_split_inside(inputs: Sequence[Input]) -> bool:
     return len(inputs) == 1 and inputs[0].text_size is not None
 
 
-def _hash(text: str) -> float:
+def hash_fraction(text: str) -> float:
     """Return a pseudorandom number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:6], "big") / 2**48
 
 
 def shuffled(inputs: Iterable[_Input], seed: int) -> list[_Input]:
     """Shuffle inputs by their names and `seed` only."""
-    return sorted(inputs, key=lambda source: _hash(f"{seed} {source.name}"))
+    return sorted(inputs, key=lambda source: hash_fraction(f"{seed} {source.name}"))
 
 
 def first_bytes(inputs: Sequence[_Input], max_bytes: int | None) -> list[_Input]:

@@ -291,7 +291,7 @@ def _encoded(
             yield batch, _encode(tokenizer, texts_of(batch), options)
         return
     n = workers if len(first) > 1 else 1
-    with Workers(n, _encode_batches, directory, options, n, isolate) as pool:
+    with Workers(n, encode_batches, directory, options, n, isolate) as pool:
         # First in, first out: results leave in the order of submission, whichever worker is done
         # first. At most 2 * workers + 1 batches wait, so memory is bounded, and each worker has a
         # next batch while this thread writes.
@@ -305,7 +305,7 @@ def _encoded(
             yield batch, future.result()
 
 
-def _encode_batches(
+def encode_batches(
     connection: Connection, directory: Path, options: Options, n: int, is_silent: bool
 ) -> None:
     """Run one of `n` workers; if `is_silent`, discard the messages of Rust panics on stderr."""

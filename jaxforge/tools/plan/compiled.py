@@ -116,20 +116,25 @@ def compile_step(
     flags = config.train.xla_flags
     options = xla_flags.compiler_options(device, flags, has=xla_flags.traits(config))
     largest = config.train.grad_accum_steps
-    sizes = {stage.accum for stage in config.train.stages()} if every_size else {largest}
-    lowered = train.lower_sizes(sizes)
+    lowered = train.lower_sizes() if every_size else {largest: train.lower()}
+    # The program of padded batches does not know how long its loop over microbatches is, which the
+    # estimate needs: that of the largest batch alone is compiled for it.
+    counted = train.lower() if every_size and train.pads_batches else None
     start = time.perf_counter()
     try:
         steps = {
             n: CompiledStep(program, _compiled(program, options, flags, device.platform))
             for n, program in lowered.items()
         }
+        compiled = steps[largest].compiled
+        if counted is not None:
+            compiled = _compiled(counted, options, flags, device.platform)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         memory = parts.memory(_required_bytes(str(error), parts.state), None)
         return Step(mesh, sync, None, memory, time.perf_counter() - start, {})
-    seconds, compiled = time.perf_counter() - start, steps[largest].compiled
+    seconds = time.perf_counter() - start
     text = compiled.as_text()
     assert text is not None
     program = HloProgram(text, len(devices))

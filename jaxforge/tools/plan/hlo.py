@@ -81,6 +81,13 @@ class Operation:
                 return self.line[start:end]
         raise ValueError(f"open parenthesis: {self.line[:80]}")
 
+    @property
+    def branches(self) -> list[str]:
+        """Names of the computations that a conditional chooses from."""
+        if listed := re.search(r"branch_computations=\{([^}]*)\}", self.line):
+            return [name.strip().lstrip("%") for name in listed[1].split(",")]
+        return [self.attribute("true_computation"), self.attribute("false_computation")]
+
     @functools.cached_property
     def operands(self) -> list[str]:
         """Names of the operations whose results this operation reads."""

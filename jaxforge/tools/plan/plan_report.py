@@ -46,9 +46,9 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
         config = load.load_unresolved(args.config, list(overrides))
         return _search(args, topology, config, console)
     saves = args.save_executable is not None
-    plans = [_planned(args.config, overrides, topology, every_size=saves)]
+    plans = [plan_devices(args.config, overrides, topology, every_size=saves)]
     if args.compare:
-        plans.append(_planned(args.compare, overrides, topology))
+        plans.append(plan_devices(args.compare, overrides, topology))
     if args.json:
         reports = [as_json(planned, args.price) for planned in plans]
         _print_json(reports if args.compare else reports[0])
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
     return Exit.COMPLETED.code if all(planned.fits for planned in plans) else Exit.USER_ERROR.code
 
 
-def _planned(
+def plan_devices(
     path: str, overrides: Sequence[str], topology: Topology, *, every_size: bool = False
 ) -> Plan:
     """Return the plan of a config file; errors of reading it are `Plan.errors`."""
@@ -122,19 +122,19 @@ def _write_files(
         _write("--html", args.html, page(planned, others))
     path, step = args.save_executable, planned.step
     if path and step is not None and planned.config is not None and planned.fits:
-        with _reporting("--save-executable", path):
+        with reporting_write_errors("--save-executable", path):
             executable.write(
                 path, step.executables, step.grad_sync.applied_to(planned.config), step.mesh
             )
 
 
 def _write(option: str, path: str, text: str) -> None:
-    with _reporting(option, path):
+    with reporting_write_errors(option, path):
         Path(path).write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _reporting(option: str, path: str) -> Iterator[None]:
+def reporting_write_errors(option: str, path: str) -> Iterator[None]:
     """Turn an OSError into a UserError that names the option."""
     try:
         yield

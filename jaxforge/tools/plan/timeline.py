@@ -14,7 +14,6 @@ that it starts.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -166,7 +165,7 @@ class Simulation:
                 body = self._run(operation.attribute("body"), in_loop=True)
                 return body, self._program.trips(operation, name)
             case "conditional":
-                branches = [self._run(branch, in_loop=in_loop) for branch in _branches(operation)]
+                branches = [self._run(branch, in_loop=in_loop) for branch in operation.branches]
                 pick = max if self._longest else min
                 return pick(branches, key=lambda branch: branch.seconds), 1
             case "call":
@@ -296,11 +295,3 @@ def _has(inner: Computation, target: str) -> bool:
 def _channel(operation: Operation) -> str:
     match = re.search(r"channel_id=(\d+)", operation.line)
     return f"channel {match[1]}" if match else operation.name
-
-
-def _branches(operation: Operation) -> Iterator[str]:
-    if listed := re.search(r"branch_computations=\{([^}]*)\}", operation.line):
-        yield from (name.strip().lstrip("%") for name in listed[1].split(","))
-    else:
-        yield operation.attribute("true_computation")
-        yield operation.attribute("false_computation")

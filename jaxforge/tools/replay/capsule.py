@@ -204,7 +204,7 @@ def verify(
     Raises:
         UserError: the data do not exist, or no state to start from does.
     """
-    first, last = _range(capsule, steps, run)
+    first, last = step_range(capsule, steps, run)
     with _unpacked(capsule, run) as directory, open_past(directory, last, overrides) as past:
         start = str(run_directory.start_before(directory, first) + 1)
         compared = list(_compared(capsule.about, ingredients_of(past), start))
@@ -222,7 +222,7 @@ def verify(
     return Verification(result.ingredients, repeated, tolerances)
 
 
-def _range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:
+def step_range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:
     """Return the first and the last step to replay, after a checkpoint of `run` if it is given."""
     logged = sorted(json.loads(line)["step"] for line in capsule.files[CURVE].splitlines())
     newest = 0

@@ -17,7 +17,6 @@ from jaxforge.data import sources
 from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS
 from jaxforge.data.dataset import Dataset, Mixture
 from jaxforge.data.tokens import TokenFiles
-from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, source_hash
 from jaxforge.runs.starts import git_state
 from jaxforge.step.executable import fingerprint
@@ -78,8 +77,7 @@ def code_state(path: Path) -> dict[str, Any]:
 
 def _program(past: PastRun) -> dict[str, str]:
     """Return the hash of the step's StableHLO, for each number of microbatches of an update."""
-    sizes = {stage.accum for stage in past.config.train.ramp(data_parallel_size(past.mesh)).stages}
-    lowered = past.lower_sizes(sizes)
+    lowered = past.lower_sizes()
     return {str(n): fingerprint(program) for n, program in sorted(lowered.items())}
 
 

@@ -139,7 +139,7 @@ class Walk:
         controls = self.controls
         batch = next(self._data)
         self._data.note_mixture(self.progress)
-        self.state, metrics = self._step(self.state, batch, controls)
+        self.state, metrics = self._step(self.state, self._past.padded(batch), controls)
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self._look_ahead()
@@ -155,7 +155,8 @@ class Walk:
         # same, but the counters and the guard advance: they are restored from copies.
         counters = (self.state.step, self.state.guard, self.state.counts)
         number, guard, counts = jax.tree.map(lambda x: x.copy(), counters)
-        self.state, metrics = step(self.state, self.batch, self.controls._replace(apply=False))
+        batch = self._past.padded(self.batch)
+        self.state, metrics = step(self.state, batch, self.controls._replace(apply=False))
         self.state = dataclasses.replace(self.state, step=number, guard=guard, counts=counts)
         return metrics
 
@@ -183,7 +184,7 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
     config_file = run_directory.config_of_step(run, step)
     checkpoints = Checkpoints(run, config_file.checkpoint, read_only=True)
     try:
-        config = _on_these_devices(config_file, step, checkpoints, overrides, trust.of_run(run))
+        config = on_these_devices(config_file, step, checkpoints, overrides, trust.of_run(run))
         sizes = _sizes(config)
         devices = jax.devices()[: None if -1 in sizes else math.prod(sizes)]
         rules.check(config, len(devices))
@@ -198,13 +199,18 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
         checkpoints.close()
 
 
-def _on_these_devices(
+def on_these_devices(
     config: JobConfig,
     step: int,
     checkpoints: Checkpoints,
     overrides: Sequence[str],
     trusts: trust.Decision = trust.never,
 ) -> JobConfig:
+    """Return the config of a run for the devices of this process, with the batch unchanged.
+
+    Raises:
+        UserError: the run has no such step, or the settings do not fit the devices.
+    """
     if not 1 <= step <= config.train.max_steps:
         raise UserError(
             f"step {step} does not exist: steps are 1 to train.max_steps = {config.train.max_steps}"

@@ -89,7 +89,7 @@ class Server(ThreadingHTTPServer):
         self._open: list[Any] = []  # connections, the oldest first
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
         try:
-            super().__init__((ADDRESS, port), _Handler)
+            super().__init__((ADDRESS, port), ReportHandler)
         except (OSError, OverflowError) as error:
             is_taken = getattr(error, "errno", None) == errno.EADDRINUSE
             why = "is taken" if is_taken else f"cannot be served ({error})"
@@ -123,7 +123,9 @@ class Server(ThreadingHTTPServer):
         return int(self.server_address[1])
 
 
-class _Handler(BaseHTTPRequestHandler):
+class ReportHandler(BaseHTTPRequestHandler):
+    """Answer requests of browsers for the page of a report."""
+
     server: Server
     timeout = _SECONDS
 

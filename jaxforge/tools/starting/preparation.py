@@ -187,7 +187,7 @@ def _bpe(
     size = _text_size(inputs, args.max_bytes)
     if not args.vocab_size and not _all_text(inputs):
         size = _size_up_to(_BYTES_PER_TOKEN * BPE_VOCAB_SIZE, read())
-    vocab_size = args.vocab_size or _vocab_size(size or 0)
+    vocab_size = args.vocab_size or suggested_vocab_size(size or 0)
     _say(f"training the BPE tokenizer: {_why_so_many(args, vocab_size)} …")
     return train_bpe((part.text for part in read() if part.split == "train"), vocab_size)
 
@@ -202,7 +202,7 @@ def _size_up_to(limit: int, read: Iterable[TextPart]) -> int:
     return size
 
 
-def _vocab_size(text_size: int) -> int:
+def suggested_vocab_size(text_size: int) -> int:
     """Return the BPE vocabulary size for a number of bytes of text.
 
     It is the largest power of two with `_BYTES_PER_TOKEN` bytes of text for each token, and at

@@ -158,6 +158,12 @@ class Callback:
     It pauses the clock itself (`IntervalContext.examining_model`).
     """
 
+    checks_start: bool = False
+    """True if `on_interval` also runs before the first evaluation and step of each start.
+
+    The step is not compiled then.
+    """
+
     judges_state: bool = True
     """True if `on_interval` may return `Exit.UNHEALTHY`: a save then waits for its result."""
 

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.step.train_step import CompiledSteps
 from jaxforge.training.callbacks.callback import IntervalContext
 from jaxforge.training.callbacks.run_callback import RunCallback, RunParts
 
@@ -38,6 +38,7 @@ class CollectiveHealth(RunCallback):
         mesh: mesh of all devices.
     """
 
+    checks_start = True
     judges_state = True
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
@@ -51,8 +52,10 @@ class CollectiveHealth(RunCallback):
         interval = run.config.train.nccl_health_check_interval
         return cls(run.config.train, run.mesh) if interval else None
 
-    def on_compiled(self, steps: CompiledSteps) -> None:
+    def on_train_begin(self, config: JobConfig) -> None:
         """Compile the check and connect the devices, which may take minutes."""
+        # On CPU, programs that run at the same time mix up their messages: finish the setup first.
+        jax.block_until_ready(jax.live_arrays())
         n = self._mesh.devices.size
         sharding = NamedSharding(self._mesh, PartitionSpec(self._mesh.axis_names))
         rows = np.eye(n, dtype=np.int32)

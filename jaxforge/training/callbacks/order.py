@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxforge.training.callbacks.activations import ActivationCapture
 from jaxforge.training.callbacks.callback import Callback
 from jaxforge.training.callbacks.collectives import CollectiveHealth
+from jaxforge.training.callbacks.device_speed import DeviceSpeed
 from jaxforge.training.callbacks.directory_lock import DirectoryLock
 from jaxforge.training.callbacks.evaluation import Evaluation
 from jaxforge.training.callbacks.exports import Exporter
@@ -42,7 +43,8 @@ ORDER = (
     Event("`on_step_begin`", "your callbacks, before the batch of the step is awaited",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)"),
     Event("launch", "the step is launched on the next batch, which is already on the devices; "
-          "the host does not wait", "`Trainer.train`"),
+          "the host does not wait. Every `train.verify_interval` steps it is executed twice, and "
+          "the results are compared", "`Trainer.train`, `training/health/repeated_steps.py`"),
     Event("metrics", "metrics of the *previous* step are read and logged, if a sink is due",
           "`telemetry/tracker.py`, [metrics.md](metrics.md)"),
     Event("`on_step_end`", "your callbacks, after the metrics of this step are logged",
@@ -71,6 +73,8 @@ ORDER = (
           WeightHashes),
     Event("stragglers", "every `metrics.straggler_report_interval` steps, slow hosts are named",
           f"`{CALLBACKS}/stragglers.py`, {WATCHING}", Stragglers),
+    Event("device speed", "every `metrics.device_speed_interval` steps, slow devices are named",
+          f"`{CALLBACKS}/device_speed.py`, {WATCHING}", DeviceSpeed),
     Event("`on_interval`", "your callbacks, at their interval `every`",
           f"`{CALLBACKS}/callback.py`, [library.md](library.md)", Callback),
     Event("save", "on schedule, on request of a callback, after a new best, after the last step",

@@ -40,6 +40,7 @@ class WeightHashes(RunCallback):
         mesh: the mesh of the run.
     """
 
+    checks_start = True
     judges_state = True
 
     def __init__(self, interval: int, mesh: Mesh) -> None:

@@ -10,14 +10,12 @@ result, bit for bit:
 Megatron's rerun state machine distinguishes the two in the same way.
 """
 
-import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -29,11 +27,11 @@ from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
 from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
+from jaxforge.training.health.repeated_steps import find_fault, run_unapplied
 
 log = logging.getLogger(__name__)
 
 _NAMED = 8  # most sequences in a message
-_SIZE, _ROUNDS = 512, 8  # matrix products of the checksum of a device
 
 RowLosses = Callable[[Params, Batch], Float[Array, "m b"]]
 """`(params, batch) -> Σ -log p(label)` of each sequence."""
@@ -73,18 +71,13 @@ class Attribution:
             The state, unchanged, and `Exit.MACHINE` for a hardware fault.
         """
         number = int(metrics["step"])
-        state, is_same = run_again(step, state, batch, metrics, controls)
-        if not is_same:
-            outliers = outlier_devices()
-            devices = ", ".join(
-                f"{device} of process {device.process_index}" for device in outliers
-            )
-            verdict = "No device fails the test computation, so the fault is intermittent"
-            if outliers:
-                verdict = f"These devices compute another result than the others: {devices}"
+        # The state after a bad step equals the state before it, except for the counters.
+        state, repeated = run_unapplied(step, state, batch, controls)
+        fault = find_fault(metrics, repeated)
+        if fault is not None:
             log.error(
-                "step %d, rerun from the same state, gave another result: the hardware is faulty. "
-                "%s", number, verdict,
+                "step %d, rerun from the same state, gave two results: the hardware is faulty. "
+                "%s", number, fault,
             )  # fmt: skip
             return state, Exit.MACHINE
         worst = worst_rows(np.asarray(jax.device_get(self._row_losses(state.variables, batch))))
@@ -95,31 +88,6 @@ class Attribution:
             "; ".join(f"{self._name_of(first + i)} ({loss:.6g} nats)" for i, loss in worst),
         )  # fmt: skip
         return state, None
-
-
-def run_again(
-    step: TrainStep, state: TrainState, batch: Batch, metrics: Metrics, controls: Controls
-) -> tuple[TrainState, bool]:
-    """Rerun a step whose update was not applied.
-
-    The state after such a step equals the state before it, except for the counters. The rerun would
-    count the step twice, so the counters are saved and restored.
-
-    Args:
-        step: the train step.
-        state: the state after the step; donated.
-        batch: the batch of the step.
-        metrics: the metrics of the step.
-        controls: the controls of the step.
-
-    Returns:
-        The state, unchanged, and True if loss and gradient norm are bitwise equal.
-    """
-    counts = jax.tree.map(jnp.copy, (state.step, state.guard, state.counts))
-    state, rerun = step(state, batch, controls._replace(apply=False))
-    same = all(_bits(metrics[name]) == _bits(rerun[name]) for name in ("loss", "grad_norm"))
-    count, guard, seen = counts
-    return dataclasses.replace(state, step=count, guard=guard, counts=seen), same
 
 
 def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
@@ -150,43 +118,3 @@ def worst_rows(losses: Float[np.ndarray, "m b"]) -> list[tuple[int, float]]:
     bad = np.flatnonzero(~np.isfinite(flat))
     rows = bad if len(bad) else np.argsort(-flat, kind="stable")
     return [(int(i), float(flat[i])) for i in rows[:_NAMED]]
-
-
-def outlier_devices(devices: Sequence[jax.Device] | None = None) -> list[jax.Device]:
-    """Return the devices of all processes whose checksum differs from that of most devices.
-
-    Args:
-        devices: devices of all processes; by default all. Collective.
-    """
-    devices = jax.devices() if devices is None else devices
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    table = np.array([(device.id, device_checksum(device)) for device in own], np.uint32)
-    table = table.reshape(-1, 2)
-    results = dict(np.reshape(multihost_utils.process_allgather(table), (-1, 2)).tolist())
-    values, counts = np.unique(list(results.values()), return_counts=True)
-    usual = int(values[np.argmax(counts)])
-    return [device for device in devices if results[device.id] != usual]
-
-
-def device_checksum(device: jax.Device) -> int:
-    """Return the checksum that a device computes."""
-    mesh = Mesh(np.array([device]), ("alone",))
-    with jax.set_mesh(mesh):
-        return int(_checksum(jax.device_put(np.uint32(1), NamedSharding(mesh, PartitionSpec()))))
-
-
-@jax.jit
-def _checksum(seed: Array) -> Array:
-    """Return the sum of the bits of a chain of matrix products; one wrong bit changes it."""
-    start = jax.random.normal(jax.random.key(seed), (_SIZE, _SIZE), jnp.float32)
-
-    def product(_: int, x: Array) -> Array:
-        x = x @ start
-        return x / jnp.max(jnp.abs(x))
-
-    result = jax.lax.fori_loop(0, _ROUNDS, product, start)
-    return jnp.sum(jax.lax.bitcast_convert_type(result, jnp.uint32), dtype=jnp.uint32)
-
-
-def _bits(scalar: Array) -> bytes:
-    return np.asarray(jax.device_get(scalar)).tobytes()

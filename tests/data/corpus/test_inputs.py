@@ -174,7 +174,9 @@ def test_records_are_held_out_by_file_and_number(tmp_path):
         held_out[name] = documents_of(out / "validation")
         remaining = [text for text in TEXTS if text not in held_out[name]]
         assert documents_of(out / "train") == remaining
-        expected = [t for i, t in enumerate(TEXTS, 1) if documents._hash(f"{name}:{i}") < 0.3]
+        expected = [
+            t for i, t in enumerate(TEXTS, 1) if documents.hash_fraction(f"{name}:{i}") < 0.3
+        ]
         assert held_out[name] == expected
     assert held_out["a.jsonl"] != held_out["a.parquet"]
 

@@ -313,7 +313,7 @@ def test_empty_text_has_no_parts(tmp_path):
     [(0, 512), (300_000, 512), (7_000_000, 8192), (16_384_000, 32_768), (10**12, 32_768)],
 )  # fmt: skip
 def test_little_text_makes_few_tokens(size, vocabulary):
-    assert preparation._vocab_size(size) == vocabulary
+    assert preparation.suggested_vocab_size(size) == vocabulary
 
 
 @pytest.mark.parametrize(("n", "options", "vocabulary"), [

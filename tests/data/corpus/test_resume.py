@@ -321,6 +321,6 @@ def die_within_a_message(connection, *_):
 
 @pytest.mark.processes
 def test_worker_killed_within_its_answer_is_an_error(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(ingest, "_encode_batches", die_within_a_message)
+    monkeypatch.setattr(ingest, "encode_batches", die_within_a_message)
     with pytest.raises(UserError, match="a worker process ended early"):
         run(corpus, tmp_path / "out", "--workers", "2")

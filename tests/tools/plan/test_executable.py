@@ -40,9 +40,9 @@ def losses(directory):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-def arguments(location):
+def arguments(location, **train_keys):
     """Return arguments that plan a config and save its steps."""
-    (location / "planned.toml").write_text(config(location / "planned").to_toml())
+    (location / "planned.toml").write_text(config(location / "planned", **train_keys).to_toml())
     return [f"--config={location / 'planned.toml'}", "--topology=cpu:8", "--json",
             f"--save-executable={location / 'step.zip'}"]  # fmt: skip
 
@@ -76,6 +76,22 @@ def test_saved_executable_is_not_recompiled_and_exact(tmp_path, monkeypatch):
     train.run(config(tmp_path / "loaded", executable=str(saved), manual_gc_interval=3))
     assert losses(tmp_path / "loaded") == losses(tmp_path / "compiled")
     assert len(losses(tmp_path / "loaded")) == 4  # with both batch sizes
+
+
+def test_executable_of_five_batch_sizes_has_one_step(tmp_path, monkeypatch):
+    stages = [{"start": i, "grad_accum_steps": i + 1} for i in range(5)]
+    ramp = {"max_steps": 5, "grad_accum_steps": 5, "batch_ramp": stages}
+    args, _ = plan_main.parser().parse(arguments(tmp_path, **ramp))
+    assert plan_report.run(args, Topology.parse("cpu:8"), []) == 0
+    with zipfile.ZipFile(tmp_path / "step.zip") as file:
+        assert sorted(file.namelist()) == ["5.bin", "about.json"]
+
+    def compile_step(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compilation, "compile_step", compile_step)
+    train.run(config(tmp_path / "loaded", executable=str(tmp_path / "step.zip"), **ramp))
+    assert len(losses(tmp_path / "loaded")) == 5
 
 
 def test_executable_of_another_config_is_refused_with_difference(saved, tmp_path):
@@ -159,6 +175,6 @@ def test_unwritable_executable_path_raises_user_error(tmp_path):
     location = tmp_path / "none" / "step.zip"
     with (
         pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),
-        plan_report._reporting("--save-executable", str(location)),
+        plan_report.reporting_write_errors("--save-executable", str(location)),
     ):
         write(location, {}, config(tmp_path), make_mesh(config(tmp_path)))

@@ -219,7 +219,7 @@ def plan_messages(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             if not is_compiled:
                 patched.setattr("jaxforge.tools.plan.plan.compile_step", stop)
-            return plan_report._planned("run.toml", [], Topology.parse(topology))
+            return plan_report.plan_devices("run.toml", [], Topology.parse(topology))
 
     return of
 

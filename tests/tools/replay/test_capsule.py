@@ -15,7 +15,7 @@ from jaxforge.commands import train
 from jaxforge.commands.capsule import main
 from jaxforge.errors import UserError
 from jaxforge.tools.replay import capsule_file as archive
-from jaxforge.tools.replay.capsule import _range, capsule_of, verify
+from jaxforge.tools.replay.capsule import capsule_of, step_range, verify
 from jaxforge.tools.replay.capsule_ingredients import code_state
 from tests.conftest import tiny_config
 
@@ -74,12 +74,12 @@ def test_verify_from_checkpoint_holds(run, capsule):
 
 
 def test_verified_range_of_steps(run, capsule):
-    assert _range(capsule, 3, None) == (1, 3)
-    assert _range(capsule, 99, None) == (1, STEPS)
-    assert _range(capsule, 99, run) == (5, STEPS)  # the newest checkpoint with later steps
-    assert _range(capsule, 1, run / "checkpoints" / "step_4") == (5, 5)
+    assert step_range(capsule, 3, None) == (1, 3)
+    assert step_range(capsule, 99, None) == (1, STEPS)
+    assert step_range(capsule, 99, run) == (5, STEPS)  # the newest checkpoint with later steps
+    assert step_range(capsule, 1, run / "checkpoints" / "step_4") == (5, 5)
     with pytest.raises(UserError, match="the capsule's curve ends at step 8, not after step 8"):
-        _range(capsule, 1, run / "checkpoints" / "step_8")
+        step_range(capsule, 1, run / "checkpoints" / "step_8")
 
 
 def test_bit_flip_in_curve_fails_verification(capsule, tmp_path, capsys):

@@ -378,7 +378,7 @@ def test_invalid_activation_selection_is_refused(run, tmp_path, arguments, messa
 def test_replay_keeps_global_batch_on_other_devices():
     """Replay does not fix the batch size per device that the config left open."""
     config = load_config(None, ["--train.global_batch_size=8", "--distributed.dp_shard=4"])
-    there = the_past._on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])
+    there = the_past.on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])
     rules.check(there, 2)
     assert there.train.microbatch_size(2) == 8
 
@@ -388,7 +388,7 @@ def test_replay_keeps_batch_on_another_mesh_unless_overridden(monkeypatch):
     config = load_config(None, ["--train.batch_size=4", "--distributed.dp_shard=8"])
 
     def size(*mesh):
-        return the_past._on_these_devices(config, 1, None, mesh).train.batch_size
+        return the_past.on_these_devices(config, 1, None, mesh).train.batch_size
 
     assert size("--distributed.dp_shard=4", "--distributed.tp=2") == 8
     assert size("--distributed.dp_shard=-1", "--distributed.tp=4") == 16

@@ -15,7 +15,7 @@ import pytest
 from jaxforge.commands.report import main
 from jaxforge.errors import UserError
 from jaxforge.runs.reading import MetricsFile
-from jaxforge.tools.report.serving import LivePage, Server, _Handler
+from jaxforge.tools.report.serving import LivePage, ReportHandler, Server
 from tests.machine import PATIENCE, wait_until
 from tests.tools.report.pages import line, write_run
 
@@ -82,7 +82,7 @@ def test_idle_connections_do_not_block_others(tmp_path, monkeypatch):
             assert idle[0].recv(1) == b""  # it was closed
             assert threading.active_count() - before < 70
         server.shutdown()
-    monkeypatch.setattr(_Handler, "timeout", 0.01)
+    monkeypatch.setattr(ReportHandler, "timeout", 0.01)
     with Server(LivePage([tmp_path / "run"], "steps"), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as silent:

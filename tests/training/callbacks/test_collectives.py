@@ -20,7 +20,7 @@ def mesh():
 @pytest.fixture(scope="module")
 def compiled(mesh):
     check = CollectiveHealth(TrainConfig(nccl_health_check_interval=5), mesh)
-    check.on_compiled(None)
+    check.on_train_begin(None)
     return check
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxforge.training.callbacks import (
     collectives,
+    device_speed,
     directory_lock,
     exports,
     garbage,
@@ -32,9 +33,13 @@ def acting(kind, name):
 
     class Acts(kind):
         every = 2
+        checks_start = False
 
         def __init__(self, events):
             self.events = events
+
+        def on_train_begin(self, config):
+            pass
 
         def on_compiled(self, steps):
             pass
@@ -78,7 +83,7 @@ HEALTH = {
     "memory": memory_report.MemoryReport, "directory": directory_lock.DirectoryLock,
     "garbage": garbage.CollectGarbage, "synchronization": synchronize.Synchronize,
     "collectives": collectives.CollectiveHealth, "weights": weight_hash.WeightHashes,
-    "stragglers": stragglers.Stragglers,
+    "stragglers": stragglers.Stragglers, "device speed": device_speed.DeviceSpeed,
 }  # fmt: skip
 FILES = {"exports": exports.Exporter, "`progress.txt`": progress_txt.ProgressTxt}
 SEEN = {

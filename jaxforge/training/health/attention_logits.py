@@ -1,0 +1,64 @@
+"""The largest attention logit of a batch: `metrics.max_attention_logit_interval`.
+
+Growing logits announce a divergence. Megatron reads the largest one from its fused kernel; here a
+forward pass on the batch and the weights of the step computes it, before the step.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxforge.config.points import MAX_LOGITS
+from jaxforge.errors import UserError
+from jaxforge.model.attention import Capture
+from jaxforge.model.transformer import Model, Params
+from jaxforge.step.gradients import Batch
+
+
+class AttentionLogits:
+    """The largest logit over all layers, heads and visible keys of a batch.
+
+    Args:
+        interval: `metrics.max_attention_logit_interval`.
+        model: the model.
+        mesh: the mesh of the parameters.
+    """
+
+    def __init__(self, interval: int, model: Model, mesh: Mesh) -> None:
+        self._interval = interval
+        self._compute = jax.jit(
+            functools.partial(_largest_logit, model),
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
+        )
+
+    def is_due(self, number: int) -> bool:
+        """Return whether the logit of the step with this number is to be measured."""
+        return number % self._interval == 0
+
+    def measure(self, params: Params, batch: Batch) -> float:
+        """Return the largest logit. Collective; waits for the devices.
+
+        Args:
+            params: parameters with non-trainable state.
+            batch: batch [microbatches, rows, tokens].
+
+        Raises:
+            UserError: the model does not provide its logits.
+        """
+        return float(self._compute(params, batch))
+
+
+def _largest_logit(model: Model, params: Params, batch: Batch) -> Float[Array, ""]:
+    def of_microbatch(microbatch: Batch) -> Float[Array, ""]:
+        _, out = model.forward(params, microbatch, capture=Capture((MAX_LOGITS,)))
+        if MAX_LOGITS not in out.activations:
+            raise UserError(
+                f'model.model_type = "{model.config.model_type}" does not provide its attention '
+                "logits. Remove metrics.max_attention_logit_interval"
+            )
+        return jnp.max(model.stack.unstack(out.activations[MAX_LOGITS]))
+
+    return jnp.max(jax.lax.map(of_microbatch, batch))
