@@ -41,7 +41,7 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         (
             "[train]\ninterval = 3",
             "x.toml:2: unknown key train.interval; did you mean eval.interval or "
-            "checkpoint.interval?",
+            "eval.datasets.interval or checkpoint.interval?",
         ),
         (
             "[model]\nbatchsize = 3",

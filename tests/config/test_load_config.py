@@ -155,6 +155,7 @@ def test_every_key_of_kempnerforge_loads():
                 "loss_norm",
                 "ce_vocab_chunk",
                 "batch_ramp",
+                "rampup_batch_size",
                 "grad_sync",
                 "reduce_dtype",
                 "on_nonfinite",
@@ -198,6 +199,7 @@ def test_every_key_of_kempnerforge_loads():
                 "verify",
             )
         ),
+        ("eval", "functions"),
         ("plugins", "modules"),
         ("plugins", "hooks"),
         *(

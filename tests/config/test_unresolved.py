@@ -72,6 +72,7 @@ def test_step_keys_accept_durations():
         "train.max_steps", "train.batch_ramp.start", "scheduler.warmup_steps",
         "scheduler.decay_steps", "scheduler.stable_steps", "optimizer.schedule_free_warmup_steps",
         "eval.interval", "eval.start_step", "eval.sample_interval",
+        "eval.datasets.interval", "eval.datasets.start_step",
         "eval.activations_interval", "checkpoint.interval",
         "checkpoint.dyn_ckpt_window.start", "checkpoint.dyn_ckpt_window.stop",
         "data.phases.start_step", "data.anneal_start_step",
