@@ -37,6 +37,8 @@ _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
+DOCUMENTS = (CONFIG, _GENERATION)
+"""JSON files of a checkpoint that a run keeps, for its exports."""
 TOKENIZER = "tokenizer"
 """Directory of a run that holds its tokenizer."""
 IMPORTED = "huggingface"
@@ -142,22 +144,26 @@ class ImportedDocuments(NamedTuple):
         return tuple(n for n in (ids if isinstance(ids, list) else [ids]) if type(n) is int)
 
 
-def copy_documents(directory: Directory, target: Path) -> None:
-    """Copy `config.json` and `generation_config.json` of a checkpoint, for exports of the run.
+def document_contents(directory: Directory) -> dict[str, bytes]:
+    """Return the contents of the `DOCUMENTS` that a checkpoint has."""
+    return {name: directory.read(name) for name in DOCUMENTS if directory.has(name)}
+
+
+def write_documents(documents: Mapping[str, bytes], target: Path) -> None:
+    """Write copies of the `DOCUMENTS` of a checkpoint into a run directory.
 
     Args:
-        directory: the checkpoint.
+        documents: name -> content.
         target: the run directory.
     """
     copies = target / IMPORTED
     copies.mkdir(exist_ok=True)
-    for name in (CONFIG, _GENERATION):
-        if directory.has(name):
-            (copies / name).write_bytes(directory.read(name))
+    for name, content in documents.items():
+        (copies / name).write_bytes(content)
 
 
 def read_imported_documents(run: Path) -> ImportedDocuments | None:
-    """Read the copies of `copy_documents` in a run directory; None for a run that is no import.
+    """Read the copies of `write_documents` in a run directory; None for a run that is no import.
 
     Raises:
         UserError: a file is not a JSON object.

@@ -26,7 +26,6 @@ from torch_compat.checkpoint.eight_bit import check_moment_dtype
 from torch_compat.checkpoint.hf_config import CONFIG
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState, Tensors
-from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import LazyTensor
 
 log = logging.getLogger(__name__)
@@ -126,12 +125,16 @@ def copy_documents(path: str, run: Path) -> None:
         UserError: the files cannot be written.
     """
     reference = checkpoints.find(path)
-    source = reference.directory
-    if reference.format == "jaxforge":
-        source = Directory(paths.find(urls.path(path))[0] / hf_state.IMPORTED)
-    if source.has(CONFIG) and not reference.is_torch:
+    documents: dict[str, bytes] = {}
+    if reference.format == "jaxforge":  # may be in a bucket, which is read without fsspec
+        copies = paths.find(urls.path(path))[0] / hf_state.IMPORTED
+        files = (copies / name for name in hf_state.DOCUMENTS)
+        documents = {file.name: file.read_bytes() for file in files if file.is_file()}
+    elif not reference.is_torch:
+        documents = hf_state.document_contents(reference.directory)
+    if CONFIG in documents:
         try:
-            hf_state.copy_documents(source, run)
+            hf_state.write_documents(documents, run)
         except OSError as error:
             raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
 

@@ -53,7 +53,7 @@ class RunWriter(Writer):
             raise error.__cause__ or error from None  # a disk error, not an error of a setting
         if ref.format == "hf":
             hf_state.copy_tokenizer(ref.directory, beside / hf_state.TOKENIZER)
-            hf_state.copy_documents(ref.directory, beside)
+            hf_state.write_documents(hf_state.document_contents(ref.directory), beside)
 
     def commit(self) -> None:
         """Let Orbax commit the checkpoint."""
