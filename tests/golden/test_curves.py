@@ -48,12 +48,7 @@ def taken_over(ours, saved):
     [
         ("curve_dense_1rank", ["--distributed.dp_shard=1"], ("loss", "grad_norm", "lr")),
         # Its printed loss is that of one rank of two.
-        pytest.param(
-            "curve_dense_fsdp2",
-            ["--distributed.dp_shard=2"],
-            ("grad_norm", "lr"),
-            marks=pytest.mark.slow,
-        ),
+        ("curve_dense_fsdp2", ["--distributed.dp_shard=2"], ("grad_norm", "lr")),
     ],
 )
 def test_continued_run_follows_the_curve(golden, tmp_path, name, overrides, compared):

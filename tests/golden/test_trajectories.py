@@ -54,16 +54,10 @@ SPLIT = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 LION = {"name": "lion", "lr": 1e-3}
 
 
+@pytest.mark.parametrize("distributed", [{}, SPLIT], ids=str)
 @pytest.mark.parametrize(
-    ("name", "optimizer", "distributed"),
-    [
-        ("traj_dense_adamw", {}, {}),
-        ("traj_dense_packed_docids", {}, SPLIT),
-        ("traj_dense_lion", LION, {}),
-        pytest.param("traj_dense_adamw", {}, SPLIT, marks=pytest.mark.slow),
-        pytest.param("traj_dense_packed_docids", {}, {}, marks=pytest.mark.slow),
-        pytest.param("traj_dense_lion", LION, SPLIT, marks=pytest.mark.slow),
-    ],
+    ("name", "optimizer"),
+    [("traj_dense_adamw", {}), ("traj_dense_packed_docids", {}), ("traj_dense_lion", LION)],
 )
 def test_follows_the_reference(golden, name, optimizer, distributed):
     run = opened(golden, name)
@@ -99,9 +93,9 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
 @pytest.mark.parametrize(
     ("grad_sync", "distributed"),
     [
-        pytest.param("update", {}, marks=pytest.mark.slow),
-        pytest.param("update", {"dp_replicate": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
-        pytest.param("microbatch", {"ep": 4}, marks=pytest.mark.slow),
+        ("update", {}),
+        ("update", {"dp_replicate": 2, "ep": 2, "tp": 2}),
+        ("microbatch", {"ep": 4}),
         ("microbatch", {"dp_shard": 2, "ep": 2, "tp": 2}),
     ],
 )

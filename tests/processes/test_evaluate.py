@@ -57,7 +57,6 @@ def command(*arguments, code=0, devices=1):
     return result
 
 
-@pytest.mark.slow
 def test_command_gives_what_training_logged(run, tmp_path):
     result = command(run.directory, "--json", tmp_path / "out.json", "--distributed.tp=2",
                      devices=4)  # fmt: skip

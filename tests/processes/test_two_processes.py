@@ -140,7 +140,6 @@ def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tm
     assert states == {"requests_of_one.Requests": {"calls": 20}}
 
 
-@pytest.mark.slow
 def test_signal_to_one_stops_both_at_the_same_step(new_run):
     """Each has experts of its own; what they saved, one process goes on from."""
     alone, run = new_run("alone"), new_run("stopped")

@@ -131,7 +131,6 @@ def test_fsdp2_resumes_jaxforge_export(jax_run, data, tmp_path):
     np.testing.assert_allclose(continued[:, 1:], expected[:, 1:], rtol=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_round_trip_through_jaxforge_matches_torch_run(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
     compat("import", nested, tmp_path / "run", f"--config={config}")

@@ -187,8 +187,8 @@ def imported(torchs, tmp_path, *options):
     [
         ("softmax", {}),
         ("sigmoid", {"dp_shard": 2, "ep": 2}),
-        pytest.param("softmax", {"dp_shard": 2, "ep": 2}, marks=pytest.mark.slow),
-        pytest.param("sigmoid", {}, marks=pytest.mark.slow),
+        ("softmax", {"dp_shard": 2, "ep": 2}),
+        ("sigmoid", {}),
     ],
     ids=str,
 )
