@@ -155,7 +155,6 @@ def test_every_key_of_kempnerforge_loads():
                 "loss_norm",
                 "ce_vocab_chunk",
                 "batch_ramp",
-                "rampup_batch_size",
                 "grad_sync",
                 "reduce_dtype",
                 "on_nonfinite",
@@ -199,7 +198,6 @@ def test_every_key_of_kempnerforge_loads():
                 "verify",
             )
         ),
-        ("eval", "functions"),
         ("plugins", "modules"),
         ("plugins", "hooks"),
         *(
