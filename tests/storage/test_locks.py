@@ -12,12 +12,11 @@ from jaxforge.storage.run_lock import RunLock
 def test_bucket_lock_is_held_by_heartbeat(bucket, monkeypatch):
     run = urls.path(f"{bucket}/run")
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.2)
-    monkeypatch.setattr(run_lock, "PATIENCE_SEC", 5.0)
+    monkeypatch.setattr(run_lock, "PATIENCE_SEC", 60.0)
     with RunLock(run) as first:
         first.acquire()
-        monkeypatch.setattr(
-            run_lock, "pid_namespace", lambda: "elsewhere"
-        )  # the kernel cannot decide
+        # The kernel cannot decide.
+        monkeypatch.setattr(run_lock, "pid_namespace", lambda: "elsewhere")
         with pytest.raises(UserError, match="is in use by process"):
             RunLock(run).acquire()
         time.sleep(0.5)

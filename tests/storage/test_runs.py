@@ -62,6 +62,7 @@ def undisturbed(tmp_path_factory):
 
 
 # One kind of bucket per test: the other files test both kinds.
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_killed_and_throttled_run_matches_undisturbed_run(
     undisturbed, server, bucket, toml, tmp_path
@@ -110,6 +111,7 @@ def check_what_reads(bucket, tmp_path, steps):
     assert b"</html>" in urls.path(f"{bucket}/run/report.html").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_run_resumes_after_copy_to_bucket(bucket, toml, tmp_path):
     """The run keeps two checkpoints, is exported, and initializes another run."""
