@@ -136,14 +136,12 @@ class EvalConfig(EvalSource):
     def schedules(self) -> dict[str, EvalSchedule]:
         """Return the schedule of each set by name; a single set has the name ""."""
         own = EvalSchedule(self.interval, self.start_step, self.steps)
-        return dict.fromkeys(self.sources(), own) | {
-            dataset.name: EvalSchedule(
-                own.interval if dataset.interval is None else dataset.interval,
-                own.start_step if dataset.start_step is None else dataset.start_step,
-                own.steps if dataset.steps is None else dataset.steps,
-            )
-            for dataset in self.datasets
-        }
+        schedules = dict.fromkeys(self.sources(), own)
+        for dataset in self.datasets:
+            given = {key: getattr(dataset, key) for key in EvalSchedule._fields}
+            given = {key: value for key, value in given.items() if value is not None}
+            schedules[dataset.name] = own._replace(**given)
+        return schedules
 
     def due_sets(self, step: int) -> list[str]:
         """Return the names of the sets to evaluate after `step` updates."""

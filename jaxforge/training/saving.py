@@ -100,7 +100,7 @@ class Saver:
 
     def is_empty(self) -> bool:
         """Return whether there is no checkpoint yet."""
-        return all(checkpoints.latest() is None for checkpoints in self._checkpoints.values())
+        return self.newest() is None
 
     def latest(self) -> int | None:
         """Return the step of the newest permanent checkpoint; None without one."""

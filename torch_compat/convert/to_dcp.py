@@ -90,8 +90,7 @@ class DcpWriter(Writer):
 
     def _write_train_state(self, directory: Path) -> None:
         """Write the training state and a summary of it."""
-        with (directory / train_state.TRAIN_STATE).open("wb") as file:
-            file.writelines(torch_zip.archive_blocks(self._train_state()))
+        torch_zip.save(self._train_state(), directory / train_state.TRAIN_STATE)
         progress = self.source.progress
         about = {"step": progress.step, "tokens_seen": progress.tokens}
         (directory / "metadata.json").write_text(json.dumps(about, indent=2))

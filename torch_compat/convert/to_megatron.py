@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxforge.errors import UserError
+from jaxforge.storage import safe_files
 from torch_compat.checkpoint import megatron_export, megatron_files
 from torch_compat.checkpoint.train_state import TRAIN_STATE
 from torch_compat.checkpoint.validation import check_written
@@ -70,8 +71,7 @@ class MegatronWriter(Writer):
             TRAIN_STATE: megatron_export.train_state(progress),
         }
         for name, state in states.items():
-            with (directory / name).open("wb") as file:
-                file.writelines(torch_zip.archive_blocks(state))
+            torch_zip.save(state, directory / name)
         (directory / megatron_files.RUN_CONFIG).write_text(
             megatron_export.run_config(config, has_optimizer=self._has_moments)
         )
@@ -84,6 +84,4 @@ class MegatronWriter(Writer):
         """Rename the checkpoint to its final name and write the name to the tracker file."""
         super().commit()
         tracker = self.staging.destination.parent / megatron_files.TRACKER
-        temporary = tracker.with_name(f".{tracker.name}.partial")
-        temporary.write_text(str(self.source.progress.step))
-        temporary.replace(tracker)
+        safe_files.replace_text(tracker, str(self.source.progress.step))

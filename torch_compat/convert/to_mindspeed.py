@@ -64,8 +64,7 @@ class MindSpeedWriter(DcpWriter):
         for rank in range(self.request.ranks):
             path = directory / train_state.EXTRA_STATE.replace("_rank_0", f"_rank_{rank}")
             path.parent.mkdir(exist_ok=True)
-            with path.open("wb") as file:
-                file.writelines(torch_zip.archive_blocks(state))
+            torch_zip.save(state, path)
 
     def commit(self) -> None:
         """Rename the checkpoint to its final name; MindSpeed-LLM uses no `latest`."""

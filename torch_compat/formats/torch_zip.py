@@ -374,6 +374,12 @@ def archive_blocks(value: Any) -> Iterator[bytes | memoryview]:  # noqa: ANN401
     yield _end_of_archive(index, at, is_wide=False)
 
 
+def save(value: Any, path: Path) -> None:  # noqa: ANN401
+    """Write the bytes of `archive_blocks(value)` to a file, and replace its content."""
+    with path.open("wb") as file:
+        file.writelines(archive_blocks(value))
+
+
 def write_file(
     value: Any,  # noqa: ANN401
     path: Path,
