@@ -76,7 +76,7 @@ class Claim:
 
     Attributes:
         case: the checked case.
-        found: the measured value.
+        measured: the measured value.
         expected: the expected value; "-" if there is none.
         holds: whether the statement holds.
     """

@@ -9,7 +9,7 @@ model and layers of the width of a 7B model run in bfloat16, compared only with 
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -26,6 +26,7 @@ from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel import compilation, host_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
+from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Controls
 from jaxforge.telemetry import flops
 
@@ -171,9 +172,10 @@ def torch_step(
     return step
 
 
-def job(case: Case) -> JobConfig:
+def job(case: Case, xla_flags: Mapping[str, str] | None = None) -> JobConfig:
     """Return the config of a case, as a user would write it."""
-    train = {"batch_size": case.batch, "seq_len": case.seq, "mixed_precision": case.precision}
+    train = {"batch_size": case.batch, "seq_len": case.seq, "mixed_precision": case.precision,
+             "xla_flags": xla_flags or {}}  # fmt: skip
     model = {**case.model, "max_seq_len": case.seq}
     return JobConfig.model_validate({"model": model, "train": train, "optimizer": {"lr": 1e-3}})
 
@@ -183,19 +185,31 @@ def jax_step(case: Case) -> Callable[[], None]:
     return compiled_step(case)[0]
 
 
-def compiled_step(case: Case) -> tuple[Callable[[], None], jax.stages.Compiled]:
-    """Return the compiled step and its program."""
-    config = job(case)
+def compiled_step(
+    case: Case, xla_flags: Mapping[str, str] | None = None
+) -> tuple[Callable[..., None], jax.stages.Compiled]:
+    """Return the compiled step and its program.
+
+    The step takes another program for the same state as its optional argument.
+
+    Args:
+        case: model and batch.
+        xla_flags: `train.xla_flags`.
+    """
+    config = job(case, xla_flags)
     program = Program(config, make_mesh(config, jax.devices()[:1]))
     tokens, labels = (np.asarray(x, np.int32)[None] for x in _tokens(case))
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
+    state: list[TrainState] = []
     with program.context():
-        state = [program.init(0)]
         options = compilation.accepted_flags(config)
-        compiled = program.step.lower(state[0], data, Controls()).compile(options)
+        lowered = program.step.lower(program.abstract_state(), data, Controls())
+        compiled = lowered.compile(options)
 
-    def step() -> None:
-        state[0], metrics = compiled(state[0], data, Controls())
+    def step(program_to_run: jax.stages.Compiled = compiled) -> None:
+        if not state:
+            state.append(program.init(0))
+        state[0], metrics = program_to_run(state[0], data, Controls())
         metrics["loss"].block_until_ready()
 
     return step, compiled

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxforge.training.eval_functions import register_eval_function as register_eval_function
     from jaxforge.training.launch import train as train
 
-    __version__: str
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
 
 def _leave_working_directory() -> None:
@@ -97,10 +97,6 @@ def __getattr__(name: str) -> object:
         from importlib import import_module
 
         return getattr(import_module(_PUBLIC[name]), name)
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("jaxforge")
     raise AttributeError(f"module 'jaxforge' has no attribute {name!r}")
 
 

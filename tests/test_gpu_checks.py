@@ -13,9 +13,11 @@ import pytest
 from tests.machine import PATIENCE
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ROWS = "[{'case': 'a', 'found': 1, 'expected': '-', 'holds': True}]"
+ROWS = "[dataclasses.asdict(results.Claim('a', 1))]"
 WRITES = f"""
-import json, os, pathlib
+import dataclasses, json, os, pathlib, sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import results
 where = pathlib.Path(os.environ["JAXFORGE_RESULTS"])
 where.mkdir(parents=True)
 content = {{"name": "a", "rows": {ROWS}, "notes": ["n"]}}

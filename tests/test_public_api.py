@@ -1,6 +1,7 @@
 """The names of `import jaxforge`, and the page that describes them."""
 
 import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -43,3 +44,7 @@ def test_textbook_loop_needs_three_imports_at_most():
 def test_type_hints_are_shipped():
     assert (ROOT / "jaxforge" / "py.typed").is_file()
     assert (ROOT / "torch_compat" / "py.typed").is_file()
+
+
+def test_version_is_the_installed_one():
+    assert jf.__version__ == importlib.metadata.version("jaxforge")

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxforge import __version__
 from jaxforge.cli.redaction import redacted
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
@@ -95,7 +96,7 @@ def model_card(
         "Training": _table(_training(config, progress, logged.train)) if logged else "",
         "Evaluation": _evaluation(logged) if logged else "",
         "Versions": _table({
-            "jaxforge": version("jaxforge"),
+            "jaxforge": __version__,
             "jax": version("jax"),
             "Python": platform.python_version(),
         }) + "\n\nThese are of the export.",

@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
 
+from jaxforge import __version__
 from jaxforge.checkpoint.paths import SUBDIRECTORY, durable_steps, find
 from jaxforge.cli.redaction import redacted, redacted_value
 from jaxforge.cli.running import STDOUT, wide_console, write_json
@@ -92,7 +92,7 @@ def capsule_of(run: Path) -> Capsule:
     about |= {
         "seeds": {"train.seed": train.seed, "train.data_seed": train.data_seed},
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "jaxforge": version("jaxforge"),
+        "jaxforge": __version__,
         "programs": programs,
         "checkpoints": sorted(durable_steps(run)),
     }
