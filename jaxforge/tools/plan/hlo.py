@@ -135,9 +135,9 @@ class HloProgram:
         start = self.computations[name][loop.operands[0]]
         state = self._integers(self.computations[name], start.operands, {})
         for trips in range(_MOST_TRIPS):
-            if not self._integer(condition, _root(condition), state):
+            if not self._integer(condition, root_of(condition), state):
                 return trips
-            state = self._integers(body, _root(body).operands, state)
+            state = self._integers(body, root_of(body).operands, state)
         raise ValueError(f"the loop does not end: {loop.line[:80]}")
 
     def _integers(
@@ -174,13 +174,14 @@ class HloProgram:
         if operation.kind == "fusion":
             inner = self.computations[operation.attribute("calls")]
             known = {i: value for i, value in enumerate(values) if value is not None}
-            return self._integer(inner, _root(inner), known)
+            return self._integer(inner, root_of(inner), known)
         kind = operation.kind
         rule = _RULES.get(operation.attribute("direction") if kind == "compare" else kind)
         return None if rule is None or None in values else int(rule(*values))
 
 
-def _root(operations: Computation) -> Operation:
+def root_of(operations: Computation) -> Operation:
+    """Return the operation whose result is that of its computation."""
     return next(op for op in operations.values() if op.line.lstrip().startswith("ROOT "))
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, parse_arrays
+from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, parse_arrays, root_of
 
 _NOTHING = frozenset(
     {
@@ -21,6 +21,7 @@ _NOTHING = frozenset(
 )  # fmt: skip
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "reshape")
+_FUSIONS = ("fusion", "fusion-start")
 _PRODUCTS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "bwd": 5}
 """Matrix products of size [queries, keys, head] in each attention kernel.
 
@@ -134,7 +135,7 @@ class Workload:
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.line)
             axes = [int(axis) for axis in contracted[1].split(",") if axis] if contracted else []
             return 2 * operation.elements * math.prod(dims[axis] for axis in axes)
-        if operation.kind == "fusion":
+        if operation.kind in _FUSIONS:
             return self._inside(operation.attribute("calls"))
         return 0
 
@@ -151,19 +152,21 @@ class Workload:
             return 2 * operands[1].bytes
         if operation.kind == "broadcast":
             return operation.bytes
-        if operation.kind != "fusion":
+        if operation.kind not in _FUSIONS:
             return operation.bytes + sum(operand.bytes for operand in operands)
         read, written = self._of_fusion(operation.attribute("calls"))
         in_full = sum(operand.bytes for i, operand in enumerate(operands) if i not in read)
-        return in_full + sum(read.values()) + (operation.bytes if written is None else written)
+        return in_full + sum(read.values()) + written
 
     @functools.cache  # noqa: B019
-    def _of_fusion(self, name: str) -> tuple[dict[int, float], float | None]:
+    def _of_fusion(self, name: str) -> tuple[dict[int, float], float]:
         """Return the partial traffic of a fusion with its operands and its result.
 
+        The result is that of the called computation: the shape of a `fusion-start` also has the
+        operands.
+
         Returns:
-            Bytes read, by index, of the operands that are not read in full; bytes written, or None
-            if the result is written in full.
+            Bytes read, by index, of the operands that are not read in full; bytes written.
         """
         inner = self._program.computations[name]
         users = _users(inner)
@@ -181,7 +184,7 @@ class Workload:
             ):
                 read[int(parameter.arguments)] = float(sum(use.bytes for use, _ in uses))
         if not updates:
-            return read, None
+            return read, root_of(inner).bytes
         return read, float(sum(inner[update.operands[1]].bytes for update in updates))
 
 

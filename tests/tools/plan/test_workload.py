@@ -36,6 +36,11 @@ LINES = {
     "product": "%r = bf16[64,512]{1,0} fusion(%x, %w), kind=kCustom, calls=%product",
     "cut": "%r = bf16[16,256]{1,0} fusion(%stack, %i), kind=kLoop, calls=%cut",
     "put": "%r = f32[32,16,256]{2,1,0} fusion(%stack, %one, %i), kind=kLoop, calls=%put",
+    "started cut": "%r = ((f32[32,16,256]{2,1,0}, s32[]), bf16[16,256]{1,0}, u32[]) "
+                   "fusion-start(%stack, %i), kind=kLoop, calls=%cut",
+    "started put": "%r = ((f32[32,16,256]{2,1,0}, f32[1,16,256]{2,1,0}, s32[]), "
+                   "f32[32,16,256]{2,1,0}, u32[]) fusion-start(%stack, %one, %i), kind=kLoop, "
+                   "calls=%put",
     "add": "%r = bf16[64,256]{1,0} add(%x, %x)",
     "cudnn": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
              '"__cudnn$fmhaSoftmax", backend_config={"intermediate_tensor_shape": '
@@ -110,6 +115,8 @@ def test_unmasked_attention_has_twice_the_flops():
         ("product", 2 * (64 * 256 + 512 * 256 + 64 * 512)),
         ("cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),  # a layer of the stack, its index, the result
         ("put", 4 * 16 * 256 + 4 + 4 * 16 * 256),  # the stack is not read
+        ("started cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),
+        ("started put", 4 * 16 * 256 + 4 + 4 * 16 * 256),
         ("add", 3 * 2 * 64 * 256),
     ],
 )
