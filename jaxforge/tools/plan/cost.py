@@ -69,8 +69,10 @@ class Efficiency(NamedTuple):
 
 
 _ON_GPU = {
-    "products": 0.72,
-    "attention": 0.55,
+    # products, attention, cudnn backward: a step of a 1B model on an H200, 2026-11-26 (docs/gpu.md)
+    "products": 0.75,
+    "attention": 0.54,
+    "cudnn backward": 0.38,
     "experts": 0.5,
     "triton": 0.35,  # FlashAttention-2 on H100 (Shah et al. 2024, arXiv:2407.08608)
     "masked cudnn": 0.16,  # on H100 (jax-ml/jax#35114)

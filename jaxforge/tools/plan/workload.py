@@ -79,7 +79,7 @@ class Workload:
                 "attention", self._flash(operation, within, kernel[1]), moved, "triton"
             )
         if "fmha" in target or "splash" in name or "flash" in name:
-            by = "masked cudnn" if "fmhaScaleBias" in target else ""
+            by = _cudnn_kernel(target)
             return OperationCost("attention", self._attention(operation, within, name), moved, by)
         if "gemm" in target or "matmul" in target:
             return OperationCost("products", self._gemm(operation, within), moved)
@@ -186,6 +186,13 @@ class Workload:
         if not updates:
             return read, root_of(inner).bytes
         return read, float(sum(inner[update.operands[1]].bytes for update in updates))
+
+
+def _cudnn_kernel(target: str) -> str:
+    """Return the kind of cuDNN's attention kernels that are slower than its causal forward pass."""
+    if "fmhaScaleBias" in target:
+        return "masked cudnn"
+    return "cudnn backward" if "fmha" in target and "Backward" in target else ""
 
 
 def _inputs(operation: Operation, within: Computation) -> Iterator[tuple[tuple[int, ...], float]]:

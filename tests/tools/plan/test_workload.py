@@ -45,6 +45,9 @@ LINES = {
     "cudnn": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
              '"__cudnn$fmhaSoftmax", backend_config={"intermediate_tensor_shape": '
              '{"dimensions": ["2", "8", "128", "128"]}}',
+    "cudnn backward": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
+             '"__cudnn$fmhaSoftmaxBackward", backend_config={"intermediate_tensor_shape": '
+             '{"dimensions": ["2", "8", "128", "128"]}}',
     "masked": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
               '"__cudnn$fmhaScaleBiasSoftmax", backend_config={"intermediate_tensor_shape": '
               '{"dimensions": ["2", "8", "128", "128"]}}',
@@ -92,6 +95,7 @@ PAIRS = 2 * 8 * 128 * 128
         ("cublas", "products", PRODUCT),
         ("add", "memory", 0),
         ("cudnn", "attention", 2 * 2 * PAIRS * 64 / 2),
+        ("cudnn backward", "attention", 5 * 2 * PAIRS * 64 / 2),
         ("masked", "attention", 2 * 2 * PAIRS * 64 / 2),
         ("triton", "attention", 4 * 2 * 2 * 8 * 128 * 96 * 64 / 2),
         ("splash", "attention", 4 * 2 * 8 * 128 * 128 * 64 / 2),
@@ -142,7 +146,13 @@ def test_roofline_is_the_maximum_of_compute_and_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("cudnn", "attention"), ("masked", "masked cudnn"), ("triton", "triton")]
+    ("name", "part"),
+    [
+        ("cudnn", "attention"),
+        ("cudnn backward", "cudnn backward"),
+        ("masked", "masked cudnn"),
+        ("triton", "triton"),
+    ],
 )
 def test_attention_kernels_have_their_own_efficiency(name, part):
     reached, much = EFFICIENCY["gpu"], 100  # enough FLOPs to be compute-bound
