@@ -79,14 +79,12 @@ test-lm-eval: $(VENV)-lm-eval/.done
 	$(VENV)-lm-eval/bin/python benchmarks/harness.py --quick
 
 # The documentation as a site: build/docs/index.html.
-docs: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -q -b html -d build/doctrees -c docs . build/docs
 
 # Check that the documentation builds without a warning: 50 seconds of a core, no pages.
 .PHONY: docs-check
-docs-check: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+docs-check: $(VENV)/.docs
 	$(BIN)/sphinx-build -W --keep-going -q -b dummy -d build/doctrees -c docs . build/docs-check
 
 wheel: $(VENV)/.dev
@@ -116,6 +114,11 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call INSTALLING,jaxforge and what its tests need,$(VENV))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $@ $(VENV)/.run
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call INSTALLING,jaxforge and Sphinx,$(VENV))
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@ $(VENV)/.run
 
 $(VENV)-cuda/.done: pyproject.toml constraints.txt
