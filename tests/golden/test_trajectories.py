@@ -54,10 +54,15 @@ SPLIT = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 LION = {"name": "lion", "lr": 1e-3}
 
 
-@pytest.mark.parametrize("distributed", [{}, SPLIT], ids=str)
 @pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [("traj_dense_adamw", {}), ("traj_dense_packed_docids", {}), ("traj_dense_lion", LION)],
+    ("name", "optimizer", "distributed"),
+    [
+        ("traj_dense_adamw", {}, {}),
+        ("traj_dense_adamw", {}, SPLIT),
+        ("traj_dense_packed_docids", {}, SPLIT),
+        ("traj_dense_lion", LION, {}),
+        ("traj_dense_lion", LION, SPLIT),
+    ],
 )
 def test_follows_the_reference(golden, name, optimizer, distributed):
     run = opened(golden, name)

@@ -143,7 +143,7 @@ def test_requests_of_one_process_take_effect_on_both_after_same_step(new_run, tm
 def test_signal_to_one_stops_both_at_the_same_step(new_run):
     """Each has experts of its own; what they saved, one process goes on from."""
     alone, run = new_run("alone"), new_run("stopped")
-    overrides = ["--checkpoint.interval=100000", "--model.num_experts=4",
+    overrides = ["--checkpoint.interval=100000", "--model.n_layers=1", "--model.num_experts=4",
                  "--model.moe_router=sigmoid_topk"]  # fmt: skip
     mesh = ["--distributed.ep=2", "--train.max_steps=100000"]
     processes = start_both(run, *overrides, *mesh)

@@ -183,14 +183,7 @@ def imported(torchs, tmp_path, *options):
 
 
 @pytest.mark.parametrize(
-    ("router", "mesh"),
-    [
-        ("softmax", {}),
-        ("sigmoid", {"dp_shard": 2, "ep": 2}),
-        ("softmax", {"dp_shard": 2, "ep": 2}),
-        ("sigmoid", {}),
-    ],
-    ids=str,
+    ("router", "mesh"), [("softmax", {}), ("sigmoid", {"dp_shard": 2, "ep": 2})], ids=str
 )
 def test_continued_run_follows_torch(runs, tmp_path, router, mesh):
     torchs = runs(router)
