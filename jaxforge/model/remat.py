@@ -10,7 +10,7 @@ Pipeline stages keep the saved values of several microbatches in a ring buffer:
     full        the input of the stage. The backward pass runs the blocks of the stage once more,
                 and saves their matrix products for that one microbatch
     selective   the matrix products, except those inside of attention
-    none        everything except the results of elementwise operations
+    none        all matrix products; operations between products are recomputed
     <name>      the values that the policy selects
 
 Stages always use a policy, because only a policy excludes the weights from the saved values.
@@ -41,6 +41,7 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 """Primitives whose results cost less to compute again than to write and read: norms, rotary
 positions, activations, residual sums and casts are made of these."""
+_PRODUCTS = "dots_saveable"
 _PRODUCTS_BUT_ATTENTION = "dots_with_no_batch_dims_saveable"
 _INPUT = "block_input"
 _TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
@@ -106,5 +107,5 @@ def stage_remat(save: str) -> StageRemat:
     """Return the values that a stage saves under `train.activation_checkpointing`."""
     if save == "full":
         return StageRemat(_PRODUCTS_BUT_ATTENTION, saves_residuals=False)
-    name = _PRODUCTS_BUT_ATTENTION if save == "selective" else save
-    return StageRemat(name, saves_residuals=True)
+    names = {"none": _PRODUCTS, "selective": _PRODUCTS_BUT_ATTENTION}
+    return StageRemat(names.get(save, save), saves_residuals=True)
