@@ -2,7 +2,7 @@
 
     none        everything is saved except the results of elementwise operations
     full        only the input of each block is saved
-    selective   as none, but nothing from the inside of attention
+    selective   everything except the inside of attention is saved
     <name>      a policy of `jax.checkpoint_policies` selects what each block saves
 
 Pipeline stages keep the saved values of several microbatches in a ring buffer:
@@ -58,7 +58,7 @@ def recomputes(save: str) -> bool:
     return save not in ("none", "selective", "everything_saveable")
 
 
-def _saves(primitive: Any, *_: Any, new_dtype: Any = None, **__: Any) -> bool:  # noqa: ANN401
+def _saves_products(primitive: Any, *_: Any, new_dtype: Any = None, **__: Any) -> bool:  # noqa: ANN401
     """Save all but elementwise results, as a policy of `jax.checkpoint`.
 
     Casts to 8 bits are saved as well: they are half as large as what they are computed from.
@@ -71,10 +71,12 @@ def block(
     save: str, layer: Callable[..., Any], *, in_loop: bool = True, offload: bool = False
 ) -> Callable[..., Any]:
     """Rematerialize a layer `(x, ...) -> ...`, in a scan over layers or outside of any loop."""
+    if save in ("selective", "everything_saveable"):
+        return layer
     if offload:
         policy = _OFFLOADING[save]
-    elif save in ("none", "selective"):
-        policy = _saves
+    elif save == "none":
+        policy = _saves_products
     else:
         policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
