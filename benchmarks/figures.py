@@ -19,7 +19,7 @@ RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->\n)", re.DOTALL)
 _COMPARISON = ("case", "ours", "peer", "theirs", "unit", "ratio")
 _STORED = {
-    "none": "everything",
+    "none": "everything but elementwise results",
     "everything_saveable": "everything, by `jax.checkpoint`",
     "selective": "everything but the inside of attention",
     "dots_saveable": "results of all matrix products",

@@ -97,9 +97,11 @@ def checks(*, on_gpu: bool) -> list[Check]:
         return Check(label, command, seconds)
 
     models = ("1B", "4 layers of 7B") if on_gpu else ("0.7M",)
+    # Without Lion, which moves by the sign of a sum: on a GPU, sums are in no fixed order.
     golden = Check(
         "golden",
-        ["-m", "pytest", "-p", "no:cacheprovider", "-k", "follows_the_reference and not dp_shard",
+        ["-m", "pytest", "-p", "no:cacheprovider", "-k",
+         "follows_the_reference and not dp_shard and not lion",
          str(ROOT / "tests" / "golden" / "test_trajectories.py")],
         60, {"JAX_DEFAULT_MATMUL_PRECISION": "highest"},
     )  # fmt: skip
@@ -107,12 +109,12 @@ def checks(*, on_gpu: bool) -> list[Check]:
         script("gpu_train", 130),
         script("step", 130, models[0]),
         script("gpu_planned", 80, models[0]),
-        script("gpu_flags", 90),
+        script("gpu_flags", 150),
         *(check for case in models[1:] for check in (script("step", 110, case),
                                                      script("gpu_planned", 80, case))),
         script("gpu_numerics", 60, "attention"),
         script("gpu_numerics", 60, "experts"),
-        script("gpu_numerics", 90, "losses"),
+        script("gpu_numerics", 120, "losses"),
         script("attention", 120, "packed"),
         script("kernels", 60, "attention"),
         script("grouped", 80),

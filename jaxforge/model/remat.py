@@ -1,6 +1,6 @@
 """Rematerialization in the backward pass (`train.activation_checkpointing`).
 
-    none        everything is saved
+    none        everything is saved except the results of elementwise operations
     full        only the input of each block is saved
     selective   everything except the inside of attention is saved
     <name>      a policy of `jax.checkpoint_policies` selects what each block saves
@@ -19,7 +19,7 @@ With "activations" in `train.offload`, the saved values of blocks wait in host m
 blocks (full), or their matrix products (dots_with_no_batch_dims_saveable).
 
 In a loop over layers, the compiler cannot reuse values of the forward pass, which would save them
-after all. So loops need no barriers (`prevent_cse`), and layers must not be unrolled.
+after all. So loops need no barriers (`prevent_cse`), unrolled layers do.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,18 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+_ELEMENTWISE = frozenset(
+    {
+        "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "concatenate",
+        "convert_element_type", "cos", "div", "eq", "erf", "exp", "exp2", "ge", "gt", "integer_pow",
+        "iota", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not",
+        "or", "pow", "reduce_max", "reduce_sum", "reshape", "rsqrt", "select_n",
+        "sharding_constraint", "sign", "sin", "slice", "split", "sqrt", "square", "squeeze", "sub",
+        "tanh", "transpose",
+    }
+)  # fmt: skip
+"""Primitives whose results cost less to compute again than to write and read: norms, rotary
+positions, activations, residual sums and casts are made of these."""
 _PRODUCTS = "dots_saveable"
 _PRODUCTS_BUT_ATTENTION = "dots_with_no_batch_dims_saveable"
 _INPUT = "block_input"
@@ -42,18 +54,29 @@ _OFFLOADING = {
 
 
 def recomputes(save: str) -> bool:
-    """Return whether the backward pass recomputes each block or a part of it."""
+    """Return whether the backward pass computes matrix products of each block again."""
     return save not in ("none", "selective", "everything_saveable")
+
+
+def _saves_products(primitive: Any, *_: Any, new_dtype: Any = None, **__: Any) -> bool:  # noqa: ANN401
+    """Save all but elementwise results, as a policy of `jax.checkpoint`.
+
+    Casts to 8 bits are saved as well: they are half as large as what they are computed from.
+    """
+    is_8_bit_cast = new_dtype is not None and new_dtype.itemsize == 1
+    return primitive.name not in _ELEMENTWISE or is_8_bit_cast
 
 
 def block(
     save: str, layer: Callable[..., Any], *, in_loop: bool = True, offload: bool = False
 ) -> Callable[..., Any]:
     """Rematerialize a layer `(x, ...) -> ...`, in a scan over layers or outside of any loop."""
-    if not recomputes(save):
+    if save in ("selective", "everything_saveable"):
         return layer
     if offload:
         policy = _OFFLOADING[save]
+    elif save == "none":
+        policy = _saves_products
     else:
         policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)

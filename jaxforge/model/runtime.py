@@ -16,6 +16,7 @@ from jaxforge.kernels.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32
 
 UNROLLED_ON_CPU = 12  # layers
+UNROLLED_ON_GPU = 40
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
 
 
@@ -26,11 +27,14 @@ class Runtime(NamedTuple):
         attention: name of the kernel in `attention_backends.BACKENDS`.
         save: values saved for the backward pass: `train.activation_checkpointing`.
         offload: whether saved values wait in host memory: "activations" in `train.offload`.
-        unroll: layers per iteration of the scan over layers. XLA:CPU copies the carry and saved
-            values of a loop; without a loop, a step takes 15 % less time. Compile time grows with
-            unrolling, so deep models keep the loop, models with experts at fewer layers. Models
-            that recompute keep it as well, because only a loop prevents the compiler from saving
-            the values.
+        unroll: layers per iteration of the scan over layers. Without a loop, XLA does not copy
+            saved values into and out of arrays of all layers: a step takes 15 % less time on CPU
+            and 9 % less on GPU (docs/gpu.md). Compile time grows with unrolling, so deep models
+            keep the loop, on CPU those with experts at fewer layers. Models that recompute products
+            keep it as well; on GPU also those with experts (docs/upstream.md).
+        saves_elementwise: whether "none" also saves the results of elementwise operations. XLA:CPU
+            schedules unrolled layers for parallelism and not for memory, so that recomputation
+            would only take time.
         rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU a product
             with a permutation pairs them: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: preferred number of logits of the loss at a time; None: any number.
@@ -53,6 +57,7 @@ class Runtime(NamedTuple):
     save: str = "none"
     offload: bool = False
     unroll: int = 1
+    saves_elementwise: bool = False
     rope_as_matmul: bool = False
     loss_tile: int | None = None
     grouped: str = "blocks"
@@ -110,9 +115,14 @@ def runtime_for(
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True, wholly_manual=False)
+    unrolled = _most_unrolled_layers(platform, is_moe=m.is_moe)
+    if save == "none" and m.n_layers <= unrolled:
+        runtime = runtime._replace(unroll=m.n_layers, saves_elementwise=platform == "cpu")
+    return runtime._replace(loss_tile=_TILE_ON_CPU) if platform == "cpu" else runtime
+
+
+def _most_unrolled_layers(platform: str, *, is_moe: bool) -> int:
+    """Return the number of layers up to which a model is unrolled."""
     if platform == "cpu":
-        n_layers = m.n_layers
-        most = UNROLLED_ON_CPU // 3 if m.is_moe else UNROLLED_ON_CPU
-        loop = n_layers > most or runtime.save != "none"
-        return runtime._replace(unroll=1 if loop else n_layers, loss_tile=_TILE_ON_CPU)
-    return runtime
+        return UNROLLED_ON_CPU // 3 if is_moe else UNROLLED_ON_CPU
+    return 0 if is_moe else UNROLLED_ON_GPU

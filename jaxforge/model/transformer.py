@@ -324,6 +324,9 @@ class Model:
             return x_BSD, out._replace(activations={**out.activations, **residual})
 
         save, offload = self.runtime.save, self.runtime.offload
+        if save == "none" and self.runtime.saves_elementwise:
+            return run_layer
+        in_loop = in_loop and self.runtime.unroll == 1
         return remat.block(save, run_layer, in_loop=in_loop, offload=offload)
 
     def _run_stage(

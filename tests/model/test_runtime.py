@@ -22,9 +22,22 @@ def test_cpu_unrolls_few_layers_without_remat(n_layers, save, unroll):
     assert runtime("cpu", n_layers, save).unroll == unroll
 
 
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_accelerators_loop_over_layers_without_loss_tiles(platform):
-    assert (runtime(platform).unroll, runtime(platform).loss_tile) == (1, None)
+@pytest.mark.parametrize(
+    ("n_layers", "save", "unroll"),
+    [(4, "none", 4), (40, "none", 40), (41, "none", 1), (4, "full", 1), (4, "selective", 1)],
+)
+def test_gpu_unrolls_layers_without_remat(n_layers, save, unroll):
+    result = runtime("gpu", n_layers, save)
+    assert (result.unroll, result.saves_elementwise, result.loss_tile) == (unroll, False, None)
+
+
+def test_gpu_loops_over_layers_with_experts():
+    config = JobConfig.model_validate({"model": {"num_experts": 4}})
+    assert runtime_for(config, jnp.bfloat16, "gpu").unroll == 1
+
+
+def test_tpu_loops_over_layers_without_loss_tiles():
+    assert (runtime("tpu").unroll, runtime("tpu").loss_tile) == (1, None)
 
 
 def test_attention_kernel_follows_head_width():
