@@ -44,6 +44,9 @@ class Runtime(NamedTuple):
             dimension, so that no compiler copies a transpose. With split sequences, a device's
             tokens of several sequences are not contiguous in that dimension: XLA would compute sums
             over `tp` for all tokens before it splits them, and gradients of all devices' tokens.
+        unstacks: whether decoding runs layers one after another on parameters and caches of their
+            own, instead of a scan over stacked ones, of which XLA:CPU copies each row for each
+            token.
         wholly_manual: whether mesh axes of size 1 are manual in the `shard_map` of a step: compile
             time is a quarter less on CPU. XLA:TPU fuses other operations with it, and estimates 1 %
             more time for a step of Llama 2 7B.
@@ -62,6 +65,7 @@ class Runtime(NamedTuple):
     ring: str = "tiles"
     splits_sequences: bool = False
     wholly_manual: bool = True
+    unstacks: bool = False
 
     def describe_attention(self, devices: int) -> str:
         """Describe the attention kernel for sequences on this many devices, and the reason."""
@@ -114,5 +118,8 @@ def runtime_for(
         n_layers = m.n_layers
         most = UNROLLED_ON_CPU // 3 if m.is_moe else UNROLLED_ON_CPU
         loop = n_layers > most or runtime.save != "none"
-        return runtime._replace(unroll=1 if loop else n_layers, loss_tile=_TILE_ON_CPU)
+        return runtime._replace(
+            unroll=1 if loop else n_layers, loss_tile=_TILE_ON_CPU,
+            unstacks=n_layers <= UNROLLED_ON_CPU and config.distributed.pp == 1,
+        )  # fmt: skip
     return runtime
