@@ -200,16 +200,16 @@ def _stationary_product(
 ) -> Array:
     """Multiply by each device's shard of a matrix, which no device gathers.
 
-    The tokens of a decoding step are smaller than the matrix: the devices exchange these instead.
+    The tokens of a decoding step are smaller than the matrix, so devices exchange tokens instead.
     """
     out, inp = axes
-    batch, *ones = ("batch", *[None] * (x.ndim - 2))
-    x = constrain(x, *[None] * (x.ndim - 1), inp)
-    y = jnp.einsum("...i,oi->...o", x, constrain(weight, *axes).astype(dtype),
-                   preferred_element_type=dtype)  # fmt: skip
-    y = constrain(y, *[None] * (x.ndim - 1), out)
+    further = (None,) * (x.ndim - 2)  # the token, if there is a dimension of sequences
+    x = constrain(x, None, *further, inp)
+    weight_OI = constrain(weight, *axes).astype(dtype)
+    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
+    y = constrain(y, None, *further, out)
     y = y if bias is None else y + bias.astype(dtype)
-    return constrain(y, batch, *ones, *compute_axes((out,)))
+    return constrain(y, "batch", *further, *compute_axes((out,)))
 
 
 _product_reduced_in_other_dtype = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))

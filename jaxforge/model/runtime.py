@@ -45,8 +45,7 @@ class Runtime(NamedTuple):
             tokens of several sequences are not contiguous in that dimension: XLA would compute sums
             over `tp` for all tokens before it splits them, and gradients of all devices' tokens.
         unstacks: whether decoding runs layers one after another on parameters and caches of their
-            own, instead of a scan over stacked ones, of which XLA:CPU copies each row for each
-            token.
+            own. In a scan over stacked layers, XLA:CPU copies both for each token.
         wholly_manual: whether mesh axes of size 1 are manual in the `shard_map` of a step: compile
             time is a quarter less on CPU. XLA:TPU fuses other operations with it, and estimates 1 %
             more time for a step of Llama 2 7B.
