@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 EXTRAS  = $(shell $(BIN)/python -c "import sys; print('dev' + ',torch' * (sys.version_info < (3, 12)))")
 # Not benchmarks, or not for every machine: *aot.py need the compilers for TPU or GPU, gpu*.py a GPU,
 # harness.py lm_eval (`make test-lm-eval`).
-NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py %/plan.py %/scaling.py \
+NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py %/decode_aot.py %/plan.py %/scaling.py \
   %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py %/poison.py %/harness.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 

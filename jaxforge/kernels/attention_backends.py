@@ -89,7 +89,7 @@ def masked_attention(
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
 ) -> Queries:
-    """Attend with any mask by plain products, as decoding with a cache does."""
+    """Attend with any mask by plain products."""
     if scoring.softcap is not None or sinks is not None:
         weights = softmax_weights(q, k, mask, scoring, sinks)
         output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
@@ -105,13 +105,38 @@ def softmax_weights(
     """Return the float32 weights of keys for each query; with sinks they sum to less than 1."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
-    capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
+    return _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
+
+
+def cached_attention(
+    q: Queries,
+    k: Float[Array, "b kv t h"],
+    v: Float[Array, "b kv t h"],
+    mask: Bool[Array, "b 1 s t"],
+    scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
+) -> Queries:
+    """Attend with any mask to the keys and values of a cache."""
+    grouped = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3])
+    scores = jnp.einsum("bskgh,bkth->bkgst", grouped, k, preferred_element_type=jnp.float32)
+    weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
+    return jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v).reshape(q.shape)
+
+
+def _weights_of_scores(
+    scores: Float[Array, "b kv group s t"],
+    head_size: int,
+    mask: Bool[Array, "b 1 s t"],
+    scoring: Scoring,
+    sinks: Sinks,
+) -> Float[Array, "b kv group s t"]:
+    capped = scoring.capped(scores * scoring.scale_of(head_size))
     seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
     if sinks is not None:  # one more key
-        column = sinks.reshape(k.shape[2], -1, 1, 1).astype(seen.dtype)
+        column = sinks.reshape(scores.shape[1], -1, 1, 1).astype(seen.dtype)
         column = jnp.broadcast_to(column, (*seen.shape[:-1], 1))
         seen = jnp.concatenate([seen, column], axis=-1)
-    return jax.nn.softmax(seen, axis=-1)[..., : k.shape[1]]
+    return jax.nn.softmax(seen, axis=-1)[..., : scores.shape[-1]]
 
 
 def _dot_product(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Max
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
-from jaxforge.kernels.attention_backends import Scoring, attend_with_masks, masked_attention
+from jaxforge.kernels.attention_backends import Scoring, attend_with_masks, cached_attention
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
 from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import select_chunk, select_window, visible
@@ -54,16 +54,23 @@ class Context(NamedTuple):
 
 
 class KVCache(NamedTuple):
-    """Rotated keys and values of the tokens so far; outside of the layer scan, stacked by layer."""
+    """Rotated keys and values of the tokens so far; outside of the layer scan, stacked by layer.
 
-    k: Float[Array, "b t kv h"]
-    v: Float[Array, "b t kv h"]
+    The tokens of a head are contiguous, so that products with a cache do not transpose it.
+    """
+
+    k: Float[Array, "b kv t h"]
+    v: Float[Array, "b kv t h"]
 
     def write(self, k: Array, v: Array, positions: Int[Array, "b s"]) -> "KVCache":
-        """Return the cache with new rows at `positions`, which may differ between sequences."""
+        """Return the cache with tokens [b, s, kv, h] at `positions`, which may differ by row."""
         # Mapped over rows: a scatter over the batch dimension would communicate between devices.
-        write_rows = jax.vmap(lambda old, new, at: old.at[at].set(new))
+        write_rows = jax.vmap(lambda old, new, at: old.at[:, at].set(new.swapaxes(0, 1)))
         return KVCache(write_rows(self.k, k, positions), write_rows(self.v, v, positions))
+
+
+Cache = KVCache | list[KVCache]
+"""Cache of all layers: stacked, or a list by layer."""
 
 
 class Capture(NamedTuple):
@@ -118,12 +125,12 @@ class LayerOut(NamedTuple):
     All layers of a model use the same names; a layer without a value has 0.
 
     Attributes:
-        cache: the extended cache, if the layer was given one.
+        cache: the extended cache, if the layer was given one; a list by layer for unstacked layers.
         aux: auxiliary outputs.
         activations: the captured activations, by name.
     """
 
-    cache: KVCache | None
+    cache: Cache | None
     aux: AuxOutputs = AuxOutputs()
     activations: Mapping[str, Array] = {}
 
@@ -224,11 +231,11 @@ class Attention(nnx.Module):
             assert context.positions is not None
             assert context.segment_ids is None  # a cache holds one document per row
             cache = cache.write(k_BSKh, v_BSKh, context.positions)
-            at = context.positions[..., None], jnp.arange(cache.k.shape[1])
+            at = context.positions[..., None], jnp.arange(cache.k.shape[2])
             seen_BST = visible(
                 *at, select_window(plan.masks, kind.mask), select_chunk(plan.masks, kind.mask)
             )
-            y_BSHh = masked_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
+            y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
         y_BSHh = _constrain_heads(y_BSHh, "heads")
         y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
         return AttentionOut(y_BSD, cache, precision.amax if precision else {}, weights, largest)

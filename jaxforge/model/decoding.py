@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key
 
 from jaxforge.config.model import LAYERS
-from jaxforge.model.attention import KVCache
+from jaxforge.model.attention import Cache
 from jaxforge.model.sampling import Sampling, sample
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import data_parallel_size
@@ -59,7 +59,7 @@ class Decoding(NamedTuple):
         ended: rows that have drawn an end-of-text id; their later tokens are meaningless.
     """
 
-    cache: KVCache
+    cache: Cache
     keys: Key[Array, "b"]
     lengths: Int[Array, "b"]
     tokens: Int[Array, "b n"]
@@ -156,12 +156,17 @@ class Decoder:
         # the end of the batch.
         is_empty = np.arange(rows) >= len(prompts)
         return _start(
-            self.model, self.sampling, self.max_tokens, self.params,
+            self.model, self.sampling, self.max_tokens, self._weights,
             padded, lengths, self._seed_words, all_numbers, is_empty, self._eos,
         )  # fmt: skip
 
     def _advance(self, batch: Decoding, until: int) -> Decoding:
-        return _advance(self.model, self.sampling, self.params, batch, np.int32(until), self._eos)
+        return _advance(self.model, self.sampling, self._weights, batch, np.int32(until), self._eos)
+
+    @cached_property
+    def _weights(self) -> Params:
+        """Return the parameters in the form in which each token reads them."""
+        return _prepare(self.model, self.params)
 
     @property
     def _eos(self) -> Int[np.ndarray, "e"]:
@@ -171,6 +176,12 @@ class Decoder:
     def _seed_words(self) -> np.ndarray:
         """Return the key of `seed` as host data, which is equal on all processes."""
         return np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+
+
+@partial(jax.jit, static_argnums=0)
+def _prepare(model: Model, params: Params) -> Params:
+    """Return the parameters of the model as `_start` and `_advance` take them."""
+    return model.unstacked(params) if model.runtime.unstacks else params
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -192,10 +203,12 @@ def _start(
     # Keys of padding are in the cache, but generated tokens overwrite them before a query's own
     # position, where its mask ends, reaches them.
     positions = jnp.broadcast_to(jnp.arange(length), prompts.shape)
-    cache = _split(model.empty_cache(rows, length + max_tokens))
+    cache: Cache = model.empty_cache(rows, length + max_tokens)
+    if isinstance(params.get(LAYERS), list):
+        cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(len(params[LAYERS]))]
     is_padding = (positions >= lengths[:, None]) | ended[:, None]
     logits, cache = model.extend(
-        params, prompts, positions, cache, only=lengths - 1, is_padding=is_padding
+        params, prompts, positions, _split(cache), only=lengths - 1, is_padding=is_padding
     )
     tokens = jnp.zeros((rows, max_tokens), jnp.int32)
     batch = Decoding(cache, key_of_number(numbers), lengths, tokens, jnp.int32(0), ended)
@@ -228,9 +241,33 @@ def _advance(
     return _readable(jax.lax.while_loop(is_unfinished, decode_turn, batch))
 
 
-def _draw(
-    batch: Decoding, logits: Array, cache: KVCache, sampling: Sampling, eos: Array
-) -> Decoding:
+def lower_decoding(
+    model: Model, params: Params, rows: int, length: int, max_tokens: int
+) -> jax.stages.Lowered:
+    """Lower the loop over tokens of a greedy `Decoder`, without arrays.
+
+    Args:
+        model: the model.
+        params: shapes and shardings of the parameters on the current mesh.
+        rows: number of sequences.
+        length: tokens of each prompt.
+        max_tokens: tokens to generate.
+    """
+    sampling, ids = Sampling(temperature=0.0), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    start = _start.lower(
+        model, sampling, max_tokens, params, ids((rows, length)), ids((rows,)),
+        jax.ShapeDtypeStruct((2,), jnp.uint32), ids((rows,)),
+        jax.ShapeDtypeStruct((rows,), jnp.bool), ids((1,)),
+    )  # fmt: skip
+    batch = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        start.out_info,
+        start.compile().output_shardings,
+    )
+    return _advance.lower(model, sampling, params, batch, ids(()), ids((1,)))
+
+
+def _draw(batch: Decoding, logits: Array, cache: Cache, sampling: Sampling, eos: Array) -> Decoding:
     """Return the batch with the next token of each row."""
     # A key per (seed, prompt number, turn): the draw does not depend on batch or mesh.
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, batch.turn)
@@ -246,10 +283,10 @@ def _readable(batch: Decoding) -> Decoding:
     return batch._replace(tokens=tokens, ended=ended)
 
 
-def _split(cache: KVCache) -> KVCache:
+def _split(cache: Cache) -> Cache:
     """Split the rows of a cache over the data axes and its heads over `tp`."""
-    axes = (LAYERS, "batch", None, "kv_heads", None)
-    split: Any = jax.tree.map(lambda x: constrain(x, *axes), cache)
+    axes = (LAYERS, "batch", "kv_heads", None, None)
+    split: Any = jax.tree.map(lambda x: constrain(x, *axes[-x.ndim :]), cache)
     return split
 
 

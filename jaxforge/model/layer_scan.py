@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -85,6 +85,33 @@ def split_into_groups(
     yield scanned()
     if period.end < len(plan.layers):
         yield in_order(period.end, len(plan.layers))
+
+
+def unstack(plan: LayerPlan, stacks: Mapping[str, PyTree]) -> list[PyTree]:
+    """Return the parameters of each layer of the model as arrays of their own."""
+    used, layers = Counter[str](), list[PyTree]()
+    for stack in plan.stacks:
+        layers.append(_row(stacks[stack], used[stack]))
+        used[stack] += 1
+    return layers
+
+
+def run_unstacked(
+    plan: LayerPlan,
+    layer: Callable[[LayerKind, str, bool], Layer],
+    rows: Iterable[tuple[PyTree, PyTree]],
+    x_BSD: Array,
+) -> tuple[Array, list[PyTree]]:
+    """Run layers whose inputs are arrays of their own, and return x and the outputs of each layer.
+
+    A loop over stacked layers would copy the parameters and the cache of a layer before it uses
+    them. That doubles the time of a decoded token on CPU.
+    """
+    outs = []
+    for kind, stack, row in zip(plan.layers, plan.stacks, rows, strict=True):
+        x_BSD, out = layer(kind, stack, False)(x_BSD, row)
+        outs.append(out)
+    return x_BSD, outs
 
 
 def flatten_periods(outs: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     Axes,
     automatic_size,
+    compute_axes,
     constrain,
     merge_sequences,
     split_sequences,
@@ -150,7 +151,10 @@ class Linear(nnx.Module):
         x_PSI = split_sequences(x)
         rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, x.shape[-1])
         if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
-            product = select_product(self.backward, x.dtype)
+            if is_decoding_step(x):
+                product: Callable[..., Array] = _stationary_product
+            else:
+                product = select_product(self.backward, x.dtype)
             y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
         elif precision is None:
             raise UserError(
@@ -184,6 +188,28 @@ def _product(
     weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
     y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
     return y if bias is None else y + bias.astype(dtype)
+
+
+def is_decoding_step(x: Float[Array, "b s *i"]) -> bool:
+    """Return whether there is one token per sequence, on devices that share matrices as data."""
+    return x.shape[1] == 1 and automatic_size("embed") > 1
+
+
+def _stationary_product(
+    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
+) -> Array:
+    """Multiply by each device's shard of a matrix, which no device gathers.
+
+    The tokens of a decoding step are smaller than the matrix, so devices exchange tokens instead.
+    """
+    out, inp = axes
+    further = (None,) * (x.ndim - 2)  # the token, if there is a dimension of sequences
+    x = constrain(x, None, *further, inp)
+    weight_OI = constrain(weight, *axes).astype(dtype)
+    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
+    y = constrain(y, None, *further, out)
+    y = y if bias is None else y + bias.astype(dtype)
+    return constrain(y, "batch", *further, *compute_axes((out,)))
 
 
 _product_reduced_in_other_dtype = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))

@@ -48,6 +48,8 @@ class Runtime(NamedTuple):
             dimension, so that no compiler copies a transpose. With split sequences, a device's
             tokens of several sequences are not contiguous in that dimension: XLA would compute sums
             over `tp` for all tokens before it splits them, and gradients of all devices' tokens.
+        unstacks: whether decoding runs layers one after another on parameters and caches of their
+            own. In a scan over stacked layers, XLA:CPU copies both for each token.
         wholly_manual: whether mesh axes of size 1 are manual in the `shard_map` of a step: compile
             time is a quarter less on CPU. XLA:TPU fuses other operations with it, and estimates 1 %
             more time for a step of Llama 2 7B.
@@ -67,6 +69,7 @@ class Runtime(NamedTuple):
     ring: str = "tiles"
     splits_sequences: bool = False
     wholly_manual: bool = True
+    unstacks: bool = False
 
     def describe_attention(self, devices: int) -> str:
         """Describe the attention kernel for sequences on this many devices, and the reason."""
@@ -118,7 +121,10 @@ def runtime_for(
     unrolled = _most_unrolled_layers(platform, is_moe=m.is_moe)
     if save == "none" and m.n_layers <= unrolled:
         runtime = runtime._replace(unroll=m.n_layers, saves_elementwise=platform == "cpu")
-    return runtime._replace(loss_tile=_TILE_ON_CPU) if platform == "cpu" else runtime
+    if platform == "cpu":
+        unstacks = m.n_layers <= UNROLLED_ON_CPU and config.distributed.pp == 1
+        return runtime._replace(loss_tile=_TILE_ON_CPU, unstacks=unstacks)
+    return runtime
 
 
 def _most_unrolled_layers(platform: str, *, is_moe: bool) -> int:

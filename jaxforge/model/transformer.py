@@ -27,9 +27,24 @@ from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
 from jaxforge.model import fp8_layers, moe, mup, remat
-from jaxforge.model.attention import NO_CAPTURE, Capture, Context, KVCache, LayerOut, LayerSettings
-from jaxforge.model.layer_scan import Layer, LayerInputs, flatten_periods, split_into_groups
-from jaxforge.model.linear import Backward, Declare, Untrained, times
+from jaxforge.model.attention import (
+    NO_CAPTURE,
+    Cache,
+    Capture,
+    Context,
+    KVCache,
+    LayerOut,
+    LayerSettings,
+)
+from jaxforge.model.layer_scan import (
+    Layer,
+    LayerInputs,
+    flatten_periods,
+    run_unstacked,
+    split_into_groups,
+    unstack,
+)
+from jaxforge.model.linear import Backward, Declare, Untrained, is_decoding_step, times
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence
 from jaxforge.model.plan import LayerKind, build_layer_plan
 from jaxforge.model.rope import rotations
@@ -197,7 +212,7 @@ class Model:
         params: Params,
         batch: Batch,
         loss_weights: LossWeights | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         lengths: Int[Array, "b 1"] | None = None,
         capture: Capture = NO_CAPTURE,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
@@ -207,7 +222,8 @@ class Model:
             params: the parameters, joined with non-trainable state (`join`).
             batch: the microbatch.
             loss_weights: weights of the loss terms; None outside of training.
-            cache: keys and values of earlier tokens; the batch then has "positions".
+            cache: keys and values of earlier tokens; the batch then has "positions". A list by
+                layer, if the parameters are those of `unstacked`.
             lengths: lengths of whole sequences, see `context`.
             capture: the activations to return.
         """
@@ -220,6 +236,10 @@ class Model:
             rows = kinds, params[LAYERS]
             x_BSD, cache, outputs = forward_pipeline(run, self.stack, rows, x_BSD, context, cache)
             out = LayerOut(cache, *outputs)
+        elif isinstance(cache, list):
+            apart = zip(params[LAYERS], cache, strict=True)
+            x_BSD, layer_outs = run_unstacked(self.plan, layer, apart, x_BSD)
+            out = LayerOut([out.cache for out in layer_outs])
         elif self.plan.is_uniform:
             run_layer, rows = layer(self.plan.layers[0], LAYERS, True), (params[LAYERS], cache)
             x_BSD, out = jax.lax.scan(run_layer, x_BSD, rows, unroll=self.runtime.unroll)
@@ -237,10 +257,10 @@ class Model:
         params: Params,
         tokens: Int[Array, "b s"],
         positions: Int[Array, "b s"],
-        cache: KVCache,
+        cache: Cache,
         only: Int[Array, "b"] | None = None,
         is_padding: Bool[Array, "b s"] | None = None,
-    ) -> tuple[Float[Array, "b s v"], KVCache]:
+    ) -> tuple[Float[Array, "b s v"], Cache]:
         """Return logits (float32) of new tokens at `positions`, and the extended cache.
 
         `only` is the index of a new token in each row: logits are computed for this token only.
@@ -366,12 +386,20 @@ class Model:
         In a pipeline stage, `params` contains a shard of the head, and logits are its share of the
         vocabulary.
         """
+        if is_decoding_step(hidden_BSD):  # the head stays where it is: see `Linear`
+            hidden_BSD = constrain(hidden_BSD, None, None, "embed")
         return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
+
+    def unstacked(self, params: Params) -> Params:
+        """Return parameters with a list of layers in place of the stacks, for decoding."""
+        stacks = {name: params[name] for name in self.config.stacks}
+        others = {name: params[name] for name in params if name not in stacks}
+        return {**others, LAYERS: unstack(self.plan, stacks)}
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """Return a cache for `batch` sequences of up to `length` tokens, stacked by layer."""
         c, rows = self.config, len(self.stack.rows())
-        shape = (rows, batch, length, c.kv_heads, c.head_size)
+        shape = (rows, batch, c.kv_heads, length, c.head_size)
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
 
 

@@ -1,6 +1,7 @@
 """Tests of batched decoding, on any batch and mesh."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -103,6 +104,23 @@ def test_complete_matches_stream(sampling):
     ]
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"n_layers": 2},
+        {"n_layers": 3, "num_experts": 4, "moe_first_dense_layers": 1, "sliding_window": 4,
+         "attention_pattern": ("full", "sliding", "sliding")},
+    ],
+    ids=["one kind of layer", "two stacks"],
+)  # fmt: skip
+def test_unstacked_layers_decode_like_scanned_layers(shape):
+    model, params = toy(**shape)
+    apart = Model(model.config, runtime=model.runtime._replace(unstacks=True))
+    assert isinstance(apart.unstacked(params)["layers"], list)
+    expected = Decoder(model, params, N_TOKENS, DRAWN).complete(PROMPTS, NUMBERS)
+    assert Decoder(apart, params, N_TOKENS, DRAWN).complete(PROMPTS, NUMBERS) == expected
+
+
 def test_completion_has_finish_reason():
     eos = greedy()[0][3]
     results = completed(eos_ids=(eos,))
@@ -160,16 +178,27 @@ def test_completions_do_not_depend_on_mesh(axes, sampling):
         assert decoder.complete(PROMPTS[:3], NUMBERS[:3]) == expected[:3]
 
 
+@pytest.mark.parametrize("axes", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_loop_over_tokens_gathers_no_matrix(axes):
+    mesh, params = on_mesh(**axes)
+    with jax.set_mesh(mesh):
+        program = decoding.lower_decoding(toy()[0], params, 4, 16, N_TOKENS).compile().as_text()
+    gathers = re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-gather", program)
+    assert gathers
+    for dims in gathers:  # activations of four rows; a shard of a matrix has two longer dimensions
+        assert sorted(map(int, dims.split(",")))[-2:][0] <= 4
+
+
 def test_cache_is_split_over_rows_and_heads():
     mesh, params = on_mesh(**MESHES[-1])
     decoder = Decoder(toy()[0], params, N_TOKENS, GREEDY, mesh=mesh)
     with jax.set_mesh(mesh):
         cache = decoder._advance(decoder._start(PROMPTS, NUMBERS), 3).cache
-    layers, rows, length, heads, head_size = cache.k.shape
+    layers, rows, heads, length, head_size = cache.k.shape
     assert (rows, heads) == (4, 2)
     for leaf in cache:
         shards = {shard.data.shape for shard in leaf.addressable_shards}
-        assert shards == {(layers, rows // 4, length, heads // 2, head_size)}
+        assert shards == {(layers, rows // 4, heads // 2, length, head_size)}
 
 
 def test_rows_without_prompt_do_not_delay_batch():

@@ -1,0 +1,199 @@
+"""Tokens per second of greedy generation, compared with `generate` of transformers.
+
+    python benchmarks/decode.py [--quick] [--cases WORDS]
+
+Both have the same weights, exported from one checkpoint, the same prompts, threads and precision,
+and alternate in one run. transformers uses its defaults: SDPA and a cache of keys and values. In
+float32 all tokens must be equal. On a GPU the models are larger and compute in bfloat16, where ties
+are decided by rounding: a note has the fraction of equal tokens.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import results
+import torch
+from transformers import AutoModelForCausalLM
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.job import JobConfig
+from jaxforge.inference import open_run
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.parallel import host_memory
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.program import Program
+from jaxforge.runs import run_directory
+from jaxforge.state.progress import Progress
+from torch_compat import __main__ as torch_compat
+
+PROMPT, TOKENS = 64, 256
+BATCHES = (1, 8)
+PEER = "transformers"
+
+
+class Case(NamedTuple):
+    """Model and precision.
+
+    Attributes:
+        name: name in the table.
+        model: the `[model]` section.
+        precision: `train.mixed_precision`, also of transformers.
+    """
+
+    name: str
+    model: dict
+    precision: str = "fp32"
+
+
+QUICK = Case("0.7M", {"dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 512})
+CPU_CASES = (
+    Case("7M", {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 4096}),
+    Case("38M", {"dim": 512, "n_layers": 10, "n_heads": 8, "vocab_size": 4096}),
+)
+GPU_CASES = (
+    Case("1B", {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8,
+                "ffn_hidden_dim": 8192, "vocab_size": 32768}, "bf16"),
+)  # fmt: skip
+
+
+class Subject(NamedTuple):
+    """Generation of all tokens, and of the first one of each prompt."""
+
+    generate: Callable[[], list[list[int]]]
+    first: Callable[[], object]
+
+
+def cases(words: str, *, quick: bool) -> list[Case]:
+    """Return the cases for this device whose names have these words."""
+    on_device = GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES
+    return [case for case in ((QUICK,) if quick else on_device) if words in case.name]
+
+
+def write_checkpoints(case: Case, directory: Path) -> tuple[Path, Path]:
+    """Write random weights as a run and as a checkpoint of Hugging Face; return both paths."""
+    run, export = directory / "run", directory / "export"
+    length = PROMPT + TOKENS
+    config = JobConfig.model_validate({
+        "model": {**case.model, "max_seq_len": length},
+        "train": {"mixed_precision": case.precision, "seq_len": length},
+        "checkpoint": {"dir": str(run), "async_mode": "disabled"},
+    })  # fmt: skip
+    program = Program(config, make_mesh(config, jax.devices()[:1]))
+    run_directory.prepare(run, config)
+    saved = Checkpoints(run, config.checkpoint, program.model.axes, config.model_dump(mode="json"))
+    saved.save(Progress(step=1), program.init(0))
+    saved.close()
+    torch_compat.main(["export", str(run), str(export), "--to", "hf", "--dtype", "float32"])
+    return run, export
+
+
+@contextmanager
+def ours(run: Path, prompts: list[list[int]]) -> Iterator[Subject]:
+    """Yield jaxforge's generation."""
+    trained = open_run(run, devices=jax.devices()[:1])
+    with trained.in_use() as params:
+        decoder = Decoder(trained.model, params, TOKENS, Sampling(0.0), mesh=trained.mesh)
+
+        def generate() -> list[list[int]]:
+            return [completion.tokens for completion in decoder.complete(prompts, numbers)]
+
+        numbers = range(len(prompts))
+        yield Subject(generate, lambda: next(decoder.stream(prompts)))
+
+
+def theirs(export: Path, prompts: list[list[int]], dtype: torch.dtype) -> Subject:
+    """Return the generation of transformers."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = AutoModelForCausalLM.from_pretrained(export, dtype=dtype).to(device).eval()
+    ids = torch.tensor(prompts, device=device)
+
+    def generate(tokens: int) -> list[list[int]]:
+        with torch.no_grad():
+            output = network.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        return output[:, PROMPT:].tolist()
+
+    return Subject(lambda: generate(TOKENS), lambda: generate(1))
+
+
+def measure(subjects: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each, alternating."""
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(rounds):
+        for name, run in subjects.items():
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
+    """Return the rows and notes of a case.
+
+    Raises:
+        SystemExit: tokens differ in float32.
+    """
+    rows, notes = [], []
+    dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
+    with tempfile.TemporaryDirectory() as directory:
+        run, export = write_checkpoints(case, Path(directory))
+        for batch in BATCHES:
+            rng = np.random.default_rng(batch)
+            prompts = rng.integers(0, case.model["vocab_size"], (batch, PROMPT)).tolist()
+            peer = theirs(export, prompts, dtype)
+            with ours(run, prompts) as subject:
+                tokens = np.array(subject.generate()), np.array(peer.generate())
+                alike = float(np.mean(tokens[0] == tokens[1]))
+                if alike < 1 and dtype == torch.float32:
+                    raise SystemExit(f"{case.name}, batch {batch}: {alike:.2%} of tokens are equal")
+                subject.first()
+                peer.first()
+                seconds = measure(
+                    {"ours": subject.generate, "theirs": peer.generate,
+                     "our first": subject.first, "their first": peer.first},
+                    1 if quick else 3,
+                )  # fmt: skip
+            named = f"{case.name} parameters, batch {batch}"
+            speeds = [round(batch * TOKENS / seconds[who], 1) for who in ("ours", "theirs")]
+            firsts = [round(1e3 * seconds[who], 1) for who in ("our first", "their first")]
+            rows += [
+                results.Row(named, speeds[0], PEER, speeds[1], "tokens/s"),
+                results.Row(f"{named}, first token", firsts[0], PEER, firsts[1], "ms",
+                            smaller_is_better=True),
+            ]  # fmt: skip
+            notes.append(f"{named}: {alike:.1%} of tokens are equal")
+    return rows, notes
+
+
+def main() -> None:
+    """Print the table and write the results."""
+    args = results.arguments(__doc__, cases=True).parse_args()
+    results.leave_room()
+    host_memory.keep_freed_memory()
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    rows = []
+    notes = [
+        f"prompts of {PROMPT} tokens, {TOKENS} new tokens, greedy, medians of 3, {threads} threads"
+    ]
+    for case in cases(args.cases, quick=args.quick):
+        result = compare(case, quick=args.quick)
+        rows += result[0]
+        notes += result[1]
+    packages = ("jax", "torch", "transformers")
+    results.report("decode", rows, packages, notes=notes, write=not args.quick and not args.cases)
+
+
+if __name__ == "__main__":
+    main()
