@@ -119,6 +119,7 @@ def checks(*, on_gpu: bool) -> list[Check]:
         script("kernels", 60, "attention"),
         script("grouped", 80),
         script("moe", 90, "8 experts"),
+        script("decode", 120),
         script("kernels", 45, "loss"),
         script("checkpoint", 60),
         script("data", 40, "", "--quick"),

@@ -8,9 +8,12 @@ runs it. The allocator's peak never decreases, so each case needs its own proces
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,10 @@ CALLS = {
     "products in Triton": '"kind":"__triton',
 }
 """What stands in the operations of a compiled program that are kernels of these."""
+
+
+KINDS = {"attention": r"fmha|sdpa|flash|cudnn::fusion", "products": r"nvjet|gemm|cutlass|cublas"}
+"""Kind of work in a plan -> pattern of the names of its kernels; all other kernels are "memory"."""
 
 
 def topology() -> Topology:
@@ -101,6 +108,7 @@ def claims_of(case: step.Case, *, quick: bool) -> list[results.Claim]:
     return [
         *memory_claims(case.name, report["memory_per_device"]["peak_bytes"], compiled),
         *time_claims(case.name, report.get("step"), seconds),
+        *kind_claims(case.name, report.get("step"), kernel_seconds(run)),
         *program_claims(case.name, report["calls"], calls_of(HloProgram(compiled.as_text(), 1))),
     ]
 
@@ -129,6 +137,37 @@ def time_claims(
         planned = estimate["seconds"]
         result += f", planned {1e3 * planned:.1f}: {seconds / planned:.3f}"
     yield results.Claim(f"{name}: step", result)
+
+
+def kernel_seconds(run: Callable[[], None], steps: int = 2) -> Counter[str]:
+    """Return the seconds of a GPU's kernels in a step, by kind of work; empty on a CPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(steps):
+                run()
+        (path,) = Path(directory).rglob("*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+    seconds: Counter[str] = Counter()
+    for plane in planes:
+        for line in plane.lines if "GPU" in plane.name else ():
+            for event in line.events if line.name.startswith("Stream") else ():
+                seconds[kind_of(event.name)] += event.duration_ns / 1e9 / steps
+    return seconds
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of work of a kernel."""
+    return next((kind for kind, names in KINDS.items() if re.search(names, kernel)), "memory")
+
+
+def kind_claims(
+    name: str, estimate: dict[str, Any] | None, seconds: Counter[str]
+) -> Iterator[results.Claim]:
+    """Yield the estimated and the measured time of each kind of work, without a limit."""
+    planned = estimate["seconds_by_kind"] if estimate else {}
+    for kind, real in seconds.items():
+        result = f"{1e3 * real:.1f} ms, planned {1e3 * planned.get(kind, 0):.1f}"
+        yield results.Claim(f"{name}: kernels of {kind}", result)
 
 
 def program_claims(
