@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->\
 _COMPARISON = ("case", "ours", "peer", "theirs", "unit", "ratio")
 _STORED = {
     "none": "everything but elementwise results",
-    "everything_saveable": "everything, by `jax.checkpoint`",
+    "everything_saveable": "everything",
     "selective": "everything but the inside of attention",
     "dots_saveable": "results of all matrix products",
     "dots_with_no_batch_dims_saveable": "results of products with weights",
