@@ -58,13 +58,9 @@ def recomputes(save: str) -> bool:
     return save not in ("none", "selective", "everything_saveable")
 
 
-def _saves_products(primitive: Any, *_: Any, new_dtype: Any = None, **__: Any) -> bool:  # noqa: ANN401
-    """Save all but elementwise results, as a policy of `jax.checkpoint`.
-
-    Casts to 8 bits are saved as well: they are half as large as what they are computed from.
-    """
-    is_8_bit_cast = new_dtype is not None and new_dtype.itemsize == 1
-    return primitive.name not in _ELEMENTWISE or is_8_bit_cast
+def _saves_products(primitive: Any, *_: Any, **__: Any) -> bool:  # noqa: ANN401
+    """Save all but elementwise results, as a policy of `jax.checkpoint`."""
+    return primitive.name not in _ELEMENTWISE
 
 
 def block(

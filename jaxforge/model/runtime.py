@@ -34,7 +34,8 @@ class Runtime(NamedTuple):
             keep it as well; on GPU also those with experts (docs/upstream.md).
         saves_elementwise: whether "none" also saves the results of elementwise operations. XLA:CPU
             schedules unrolled layers for parallelism and not for memory, so that recomputation
-            would only take time.
+            would only take time. fp8 runs save all values, because `jax.checkpoint` turns large
+            ones in 8 bits into NaN (docs/upstream.md).
         rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU a product
             with a permutation pairs them: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: preferred number of logits of the loss at a time; None: any number.
@@ -115,12 +116,15 @@ def runtime_for(
         attention, save, "activations" in config.train.offload, grouped=grouped,
         reduce_dtype=sums, context=cp_strategy(config), why_attention=why,
         ring=choose_ring_kernel(at), splits_sequences=config.distributed.tp > 1,
+        saves_elementwise=config.train.mixed_precision == "fp8",
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True, wholly_manual=False)
     unrolled = _most_unrolled_layers(platform, is_moe=m.is_moe)
     if save == "none" and m.n_layers <= unrolled:
-        runtime = runtime._replace(unroll=m.n_layers, saves_elementwise=platform == "cpu")
+        runtime = runtime._replace(unroll=m.n_layers)
+        if platform == "cpu":
+            runtime = runtime._replace(saves_elementwise=True)
     if platform == "cpu":
         unstacks = m.n_layers <= UNROLLED_ON_CPU and config.distributed.pp == 1
         return runtime._replace(loss_tile=_TILE_ON_CPU, unstacks=unstacks)

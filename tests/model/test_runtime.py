@@ -31,6 +31,14 @@ def test_gpu_unrolls_layers_without_remat(n_layers, save, unroll):
     assert (result.unroll, result.saves_elementwise, result.loss_tile) == (unroll, False, None)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_fp8_runs_save_elementwise_results(platform):
+    config = JobConfig.model_validate(
+        {"model": {"n_layers": 20}, "train": {"mixed_precision": "fp8"}}
+    )
+    assert runtime_for(config, jnp.bfloat16, platform).saves_elementwise
+
+
 def test_gpu_loops_over_layers_with_experts():
     config = JobConfig.model_validate({"model": {"num_experts": 4}})
     assert runtime_for(config, jnp.bfloat16, "gpu").unroll == 1
