@@ -203,15 +203,18 @@ def _start(
     # Keys of padding are in the cache, but generated tokens overwrite them before a query's own
     # position, where its mask ends, reaches them.
     positions = jnp.broadcast_to(jnp.arange(length), prompts.shape)
-    cache: Cache = model.empty_cache(rows, length + max_tokens)
+    # Prompts attend to a cache of their own length, which then gets room for the new tokens.
+    cache: Cache = model.empty_cache(rows, length)
     if isinstance(params.get(LAYERS), list):
         cache = [jax.tree.map(lambda x, i=i: x[i], cache) for i in range(len(params[LAYERS]))]
     is_padding = (positions >= lengths[:, None]) | ended[:, None]
     logits, cache = model.extend(
         params, prompts, positions, _split(cache), only=lengths - 1, is_padding=is_padding
     )
+    room = ((0, 0), (0, max_tokens), (0, 0))  # of heads, tokens and channels
+    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 3) + room), cache)
     tokens = jnp.zeros((rows, max_tokens), jnp.int32)
-    batch = Decoding(cache, key_of_number(numbers), lengths, tokens, jnp.int32(0), ended)
+    batch = Decoding(_split(cache), key_of_number(numbers), lengths, tokens, jnp.int32(0), ended)
     return _readable(_draw(batch, logits, cache, sampling, eos))
 
 
