@@ -9,9 +9,7 @@ are decided by rounding: a note has the fraction of equal tokens.
 """
 
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import results
+import step
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -55,14 +54,10 @@ class Case(NamedTuple):
 
 
 QUICK = Case("0.7M", {"dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 512})
-CPU_CASES = (
-    Case("7M", {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 4096}),
-    Case("38M", {"dim": 512, "n_layers": 10, "n_heads": 8, "vocab_size": 4096}),
+CPU_CASES = tuple(
+    Case(size, case.model) for size, case in zip(("7M", "38M"), step.CPU_CASES, strict=True)
 )
-GPU_CASES = (
-    Case("1B", {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8,
-                "ffn_hidden_dim": 8192, "vocab_size": 32768}, "bf16"),
-)  # fmt: skip
+GPU_CASES = (Case("1B", step.GPU_CASES[0].model, "bf16"),)
 
 
 class Subject(NamedTuple):
@@ -127,17 +122,6 @@ def theirs(export: Path, prompts: list[list[int]], dtype: torch.dtype) -> Subjec
     return Subject(lambda: generate(TOKENS), lambda: generate(1))
 
 
-def measure(subjects: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each, alternating."""
-    seconds: dict[str, list[float]] = {name: [] for name in subjects}
-    for _ in range(rounds):
-        for name, run in subjects.items():
-            started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
 def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
     """Return the rows and notes of a case.
 
@@ -157,12 +141,10 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
                 alike = float(np.mean(tokens[0] == tokens[1]))
                 if alike < 1 and dtype == torch.float32:
                     raise SystemExit(f"{case.name}, batch {batch}: {alike:.2%} of tokens are equal")
-                subject.first()
-                peer.first()
-                seconds = measure(
+                seconds = step.measure(
                     {"ours": subject.generate, "theirs": peer.generate,
                      "our first": subject.first, "their first": peer.first},
-                    1 if quick else 3,
+                    rounds=1 if quick else 3, repeats=1,
                 )  # fmt: skip
             named = f"{case.name} parameters, batch {batch}"
             speeds = [round(batch * TOKENS / seconds[who], 1) for who in ("ours", "theirs")]

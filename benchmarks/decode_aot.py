@@ -16,6 +16,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 
 import jax
 import results
+from aot import LLAMA_2_7B
 from program_cost import gathered
 from rich.console import Console
 
@@ -27,8 +28,6 @@ from jaxforge.parallel.sharding import param_shardings
 from jaxforge.program import Program
 from jaxforge.tools.plan.hlo import HloProgram, Operation, first_replica_group, sent_bytes
 
-LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
-              "ffn_hidden_dim": 11008, "max_seq_len": 2048}  # fmt: skip
 PROMPT, TOKENS = 64, 256
 MESHES = ("tp", "dp_shard")
 
@@ -36,7 +35,9 @@ MESHES = ("tp", "dp_shard")
 def measure(devices: list[jax.Device], axis: str) -> dict[str, Any]:
     """Return the compiler's figures of a mesh whose devices are all on one axis."""
     distributed = {"dp_shard": 1, axis: len(devices)}
-    config = JobConfig.model_validate({"model": LLAMA_2_7B, "distributed": distributed})
+    config = JobConfig.model_validate(
+        {"model": {**LLAMA_2_7B, "max_seq_len": 2048}, "distributed": distributed}
+    )
     program = Program(config, make_mesh(config, devices))
     model = program.model
     params = jax.tree.map(

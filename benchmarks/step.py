@@ -215,7 +215,9 @@ def compiled_step(
     return step, compiled
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int, repeats: int) -> dict[str, float]:
+def measure(
+    steps: Mapping[str, Callable[[], object]], rounds: int, repeats: int
+) -> dict[str, float]:
     """Return the median seconds of a step of each, alternating."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():

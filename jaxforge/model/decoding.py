@@ -166,7 +166,7 @@ class Decoder:
     @cached_property
     def _weights(self) -> Params:
         """Return the parameters in the form in which each token reads them."""
-        return _prepare(self.model, self.params)
+        return _unstacked(self.model, self.params) if self.model.runtime.unstacks else self.params
 
     @property
     def _eos(self) -> Int[np.ndarray, "e"]:
@@ -178,10 +178,7 @@ class Decoder:
         return np.asarray(jax.random.key_data(jax.random.key(self.seed)))
 
 
-@partial(jax.jit, static_argnums=0)
-def _prepare(model: Model, params: Params) -> Params:
-    """Return the parameters of the model as `_start` and `_advance` take them."""
-    return model.unstacked(params) if model.runtime.unstacks else params
+_unstacked = jax.jit(Model.unstacked, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -214,7 +211,7 @@ def _start(
     room = ((0, 0), (0, max_tokens), (0, 0))  # of heads, tokens and channels
     cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 3) + room), cache)
     tokens = jnp.zeros((rows, max_tokens), jnp.int32)
-    batch = Decoding(_split(cache), key_of_number(numbers), lengths, tokens, jnp.int32(0), ended)
+    batch = Decoding(cache, key_of_number(numbers), lengths, tokens, jnp.int32(0), ended)
     return _readable(_draw(batch, logits, cache, sampling, eos))
 
 

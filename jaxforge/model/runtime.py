@@ -120,14 +120,15 @@ def runtime_for(
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True, wholly_manual=False)
-    unrolled = _most_unrolled_layers(platform, is_moe=m.is_moe)
-    if save == "none" and m.n_layers <= unrolled:
+    is_unrolled = save == "none" and m.n_layers <= _most_unrolled_layers(platform, is_moe=m.is_moe)
+    if is_unrolled:
         runtime = runtime._replace(unroll=m.n_layers)
-        if platform == "cpu":
-            runtime = runtime._replace(saves_elementwise=True)
     if platform == "cpu":
-        unstacks = m.n_layers <= UNROLLED_ON_CPU and config.distributed.pp == 1
-        return runtime._replace(loss_tile=_TILE_ON_CPU, unstacks=unstacks)
+        return runtime._replace(
+            loss_tile=_TILE_ON_CPU,
+            unstacks=m.n_layers <= UNROLLED_ON_CPU and config.distributed.pp == 1,
+            saves_elementwise=is_unrolled or runtime.saves_elementwise,
+        )
     return runtime
 
 
