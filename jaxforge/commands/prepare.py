@@ -20,6 +20,7 @@ from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
 from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
+from jaxforge.data.corpus.units import UNIT_BYTES
 from jaxforge.tools.starting.machine import FORMS
 
 
@@ -129,6 +130,13 @@ _ARGUMENTS: dict[str, dict] = {
         "default": os.cpu_count() or 1,
         "metavar": "N",
         "help": "tokenizer processes, without effect on the result (default: one per core)",
+    },
+    "--unit-bytes": {
+        "type": positive_int,
+        "default": UNIT_BYTES,
+        "metavar": "N",
+        "help": "bytes of input in a unit of work, which has shards of its own and is repeated as "
+        "a whole if its process is lost (default: %(default)s)",
     },
     "--output": {"required": True, "type": Path, "metavar": "DIR", "help": "directory to create"},
     "--overwrite": {"action": "store_true", "help": "replace an earlier output in DIR"},

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.errors import UserError
-from jaxforge.storage import locks, safe_files
+from jaxforge.storage import locks, safe_files, urls
+
+PLAN, JOURNAL = "plan.json", "journal.json"
 
 Plan = dict[str, Any]
 """JSON with `options` (values by name) and `inputs` (lists of strings that begin with a name)."""
@@ -38,16 +40,20 @@ class AtomicDirectory:
     Attributes:
         out: the directory that becomes DIR.
         journal: progress of an earlier run; None at the start.
+        state: directory of the plan and of the progress, which does not become a part of DIR.
+        is_complete: False to leave the directory unfinished for other processes.
     """
 
     out: Path
     journal: dict[str, Any] | None
+    state: Path
+    is_complete: bool = True
 
     def commit(self, journal: dict[str, Any]) -> None:
         """Record the progress durably. The caller has already synced the files it refers to."""
         # A kill before this write repeats the work since the last commit, but never skips any.
         self.journal = journal
-        write_json(self.out.parent / "journal.json", journal)
+        write_json(self.state / JOURNAL, journal)
 
 
 @contextmanager
@@ -101,6 +107,8 @@ def atomic_directory(
                 else:
                     say(f"finished parts stay in {partial}: the same command resumes from there")
                 raise
+            if not directory.is_complete:
+                return
             # A directory cannot be replaced by one rename, so DIR is missing between these two. The
             # old content is removed last: at any time, a complete version is on the disk.
             shutil.rmtree(old, ignore_errors=True)
@@ -124,23 +132,38 @@ def _check_output(output: Path, marker: str, overwrite: bool) -> None:
 
 def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
     plan = json.loads(json.dumps(plan))  # comparable with the file: tuples become lists
-    before, journal = (read_json(partial / name) for name in ("plan.json", "journal.json"))
+    before, journal = (read_json(partial / name) for name in (PLAN, JOURNAL))
     # A kill after the final rename leaves a journal without out/, from which nothing can resume.
     if before == plan and journal is not None and (partial / "out").is_dir():
         say(f"resuming from {partial}")
-        return AtomicDirectory(partial / "out", journal)
+        return AtomicDirectory(partial / "out", journal, partial)
     if before not in (None, plan) and journal is not None:
-        say(f"starting over: {_difference(before, plan)}")
+        say(f"starting over: {difference(before, plan)}")
     # The journal goes first: after a kill in this loop, nothing must resume from parts of out/.
-    (partial / "journal.json").unlink(missing_ok=True)
+    (partial / JOURNAL).unlink(missing_ok=True)
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (partial / "out").mkdir()
-    write_json(partial / "plan.json", plan)
-    return AtomicDirectory(partial / "out", None)
+    write_json(partial / PLAN, plan)
+    return AtomicDirectory(partial / "out", None, partial)
 
 
-def _difference(before: Plan, now: Plan) -> str:
+def check_plan(before: Plan | None, plan: Plan, output: Path) -> None:
+    """Check that a process which helps to write `output` has the plan of the others.
+
+    Raises:
+        UserError: there is no plan, or another.
+    """
+    if before is None:
+        raise UserError(f"nothing is planned for {output}, or it is complete")
+    plan = json.loads(json.dumps(plan))
+    if before != plan:
+        raise UserError(
+            f"{output} was planned otherwise: {difference(before, plan)}. Plan it again"
+        )
+
+
+def difference(before: Plan, now: Plan) -> str:
     """Describe in one line how a plan differs from an earlier one."""
     was, value = before["options"], now["options"]
     for name in value | was:
@@ -161,13 +184,21 @@ def partial_of(destination: Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None if the file does not exist."""
+    """Return the object in a JSON file or an object of a bucket; None if it does not exist."""
     with suppress(FileNotFoundError):
         return json.loads(path.read_bytes())
     return None
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file atomically and durably."""
+    """Write a JSON file, or an object of a bucket, atomically and durably."""
+    write_bytes(path, json.dumps(value).encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file, or an object of a bucket, atomically and durably."""
+    if urls.in_bucket(path):
+        path.write_bytes(data)
+        return
     with safe_files.replacing(path, durable=True) as file:
-        file.write(json.dumps(value).encode())
+        file.write(data)

@@ -100,6 +100,7 @@ def text_parts(
     skip_bad: bool = False,
     start: ReadPosition | None = None,
     before: int = 0,
+    is_whole: bool = True,
 ) -> Iterator[TextPart]:
     """Yield documents in parts of about a MiB; bytes that are not UTF-8 become U+FFFD.
 
@@ -111,12 +112,13 @@ def text_parts(
         skip_bad: skip records without text; otherwise they are errors.
         start: position to begin at.
         before: bytes of text before `start`.
+        is_whole: the inputs are all inputs of the corpus.
 
     Raises:
         UserError: an input cannot be read, or holds a bad record.
     """
     left = (max_bytes or sys.maxsize) - before
-    inside = is_split_inside(inputs) and validation_fraction > 0
+    inside = is_whole and is_split_inside(inputs) and validation_fraction > 0
     position = start or ReadPosition()
     for i, source in enumerate(inputs[position.input :], position.input):
         offset = position.offset if i == position.input else 0

@@ -11,14 +11,14 @@ or on interruptions.
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Int
@@ -121,10 +121,27 @@ class Corpus:
     position: ReadPosition = field(default_factory=ReadPosition)
     skipped: int = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for split in self.splits.values():
+            split.writer.__exit__(*error)
+
     @property
     def size(self) -> int:
         """Bytes of text."""
         return sum(split.size for split in self.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents in all splits."""
+        return sum(split.writer.documents for split in self.splits.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all splits."""
+        return sum(split.writer.tokens for split in self.splits.values())
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
         """Append a batch and its tokens by split."""
@@ -168,9 +185,55 @@ def ingest(
             has no document.
     """
     with ExitStack() as stack:
-        corpus = _open(destination, tokenizer, options)
-        for split in corpus.splits.values():
-            stack.enter_context(split.writer)
+        corpus = open_corpus(destination.out, destination.journal, tokenizer, options)
+        stack.enter_context(corpus)
+        fill(
+            corpus,
+            inputs,
+            tokenizer,
+            destination.out / "tokenizer",
+            options,
+            commit=destination.commit,
+            workers=workers,
+            isolate=isolate,
+            show=show,
+        )
+        _finish(corpus, tokenizer, tokenizer_name, options)
+    return corpus
+
+
+def fill(
+    corpus: Corpus,
+    inputs: Sequence[Input],
+    tokenizer: Tokenizer,
+    directory: Path,
+    options: Options,
+    *,
+    commit: Callable[[dict[str, Any]], None],
+    is_whole: bool = True,
+    workers: int = 1,
+    isolate: bool = False,
+    show: Callable[[Corpus], None] = lambda _: None,
+) -> None:
+    """Read the inputs from the corpus's position to their end, and add their tokens.
+
+    Args:
+        corpus: progress so far.
+        inputs: in order.
+        tokenizer: has an EOS.
+        directory: files of the tokenizer, which worker processes read.
+        options: see `Options`.
+        commit: called with `Corpus.journal` every few seconds.
+        is_whole: the inputs are all inputs of the corpus.
+        workers: see `ingest`.
+        isolate: see `ingest`.
+        show: see `ingest`.
+
+    Raises:
+        UserError: as `ingest`.
+    """
+    show(corpus)
+    with ExitStack() as stack:
         read = batches(
             text_parts(
                 inputs,
@@ -179,10 +242,10 @@ def ingest(
                 skip_bad=options.skip_bad,
                 start=corpus.position,
                 before=corpus.size,
+                is_whole=is_whole,
             )
         )
         committed = time.monotonic()
-        directory = destination.out / "tokenizer"
         isolate = isolate and tokenizer.is_risky
         encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
         # One thread reads, writes and commits, so a journal entry is consistent: the position in
@@ -193,31 +256,50 @@ def ingest(
             corpus.add(batch, tokens)
             show(corpus)
             if time.monotonic() - committed >= COMMIT_SECONDS:
-                destination.commit(corpus.journal())
+                commit(corpus.journal())
                 committed = time.monotonic()
-        _finish(corpus, tokenizer, tokenizer_name, options)
-    return corpus
 
 
-def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) -> Corpus:
-    """Return the progress that the journal records, or an empty corpus."""
-    journal = destination.journal or {"splits": {}, "place": ReadPosition(), "skipped": 0}
+def open_corpus(
+    out: Path,
+    journal: dict[str, Any] | None,
+    tokenizer: Tokenizer,
+    options: Options,
+    unit: int | None = None,
+    lengths: Callable[[str], Path] | None = None,
+) -> Corpus:
+    """Return the progress that a journal records, or an empty corpus.
+
+    Args:
+        out: directory of the splits.
+        journal: the last `Corpus.journal`.
+        tokenizer: the tokenizer.
+        options: see `Options`.
+        unit: number of the unit of work; None if there is only one.
+        lengths: returns the file of the conversations' lengths of a split.
+
+    Raises:
+        UserError: bad records were skipped before, and are errors now.
+    """
+    journal = journal or {"splits": {}, "place": ReadPosition(), "skipped": 0}
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
             f"the interrupted run skipped {journal['skipped']} bad records; pass "
-            f"--skip-bad again, or remove {destination.out.parent}"
+            f"--skip-bad again, or remove {out.parent}"
         )
     splits = {}
     for name in options.splits:
         state = journal["splits"].get(name, {"writer": None})
         writer = ShardWriter(
-            destination.out / name,
+            out / name,
             vocab_size=tokenizer.vocab_size,
             dtype=options.dtype,
             file_format=options.file_format,
             shard_tokens=options.shard_tokens,
             conversations=options.conversations,
             state=state["writer"],
+            unit=unit,
+            lengths=lengths and lengths(name),
         )
         splits[name] = Split(**{**state, "writer": writer})
     return Corpus(splits, ReadPosition(*journal["place"]), journal["skipped"])
@@ -225,18 +307,7 @@ def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) 
 
 def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -> None:
     counts = {name: split.writer.documents for name, split in corpus.splits.items()}
-    if options.validation_tokens and not counts["train"] and counts["validation"]:
-        raise UserError(
-            f"--validation-tokens {options.validation_tokens} leaves nothing to train on: the text "
-            "has no more; hold fewer out"
-        )
-    if corpus.skipped and not any(counts.values()):
-        raise UserError(
-            f"the inputs hold no text: --skip-bad left out all {corpus.skipped} records; without "
-            "it, the first is named with what is wrong"
-        )
-    if not all(counts.values()):
-        check_split(counts["train"], counts.get("validation", 0), options.validation_fraction)
+    check_documents(counts, corpus.skipped, options)
     for split in corpus.splits.values():
         split.writer.finish(
             eos_id=tokenizer.eos_id,
@@ -244,6 +315,26 @@ def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -
             tokenizer=name,
             tokenizer_sha256=tokenizer.fingerprint,
         )
+
+
+def check_documents(counts: Mapping[str, int], skipped: int, options: Options) -> None:
+    """Check the numbers of documents by split, after `skipped` bad records.
+
+    Raises:
+        UserError: a split has no document.
+    """
+    if options.validation_tokens and not counts["train"] and counts["validation"]:
+        raise UserError(
+            f"--validation-tokens {options.validation_tokens} leaves nothing to train on: the text "
+            "has no more; hold fewer out"
+        )
+    if skipped and not any(counts.values()):
+        raise UserError(
+            f"the inputs hold no text: --skip-bad left out all {skipped} records; without "
+            "it, the first is named with what is wrong"
+        )
+    if not all(counts.values()):
+        check_split(counts["train"], counts.get("validation", 0), options.validation_fraction)
 
 
 def check_split(train: int, validation: int, fraction: float) -> None:
@@ -291,7 +382,7 @@ def _encoded(
             yield batch, _encode(tokenizer, texts_of(batch), options)
         return
     n = workers if len(first) > 1 else 1
-    with Workers(n, encode_batches, directory, options, n, isolate) as pool:
+    with Workers[list[Text], Tokens](n, encode_batches, directory, options, n, isolate) as pool:
         # First in, first out: results leave in the order of submission, whichever worker is done
         # first. At most 2 * workers + 1 batches wait, so memory is bounded, and each worker has a
         # next batch while this thread writes.

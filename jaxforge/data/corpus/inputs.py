@@ -8,8 +8,9 @@ record    unit of an input, counted from 1: line of a JSONL file, row of a table
 import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +23,7 @@ from jaxforge.data.corpus.records import (
     File,
     Input,
     Record,
+    Span,
     TextField,
     to_record,
 )
@@ -69,11 +71,13 @@ class HuggingFace(Input):
         name: name in messages.
         dataset: the rows, streaming or on disk.
         content: selects the text of a row.
+        span: the first row to read, and the row after the last; None reads all rows.
     """
 
     name: str
     dataset: "Dataset | IterableDataset"
     content: Content = DEFAULT_FIELD
+    span: Span | None = None
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -85,6 +89,28 @@ class HuggingFace(Input):
         """The name."""
         return self.name
 
+    @property
+    def weight(self) -> int:
+        """Bytes of the rows in Arrow's format; 0 for a stream."""
+        table = getattr(self.dataset, "data", None)
+        if table is None:
+            return 0
+        first, end = self.span or Span(0, len(self.dataset))
+        return table.nbytes * (end - first) // max(1, table.num_rows)
+
+    @property
+    def begins(self) -> bool:
+        """False for ranges of rows other than the first."""
+        return not self.span or not self.span.start
+
+    def slices(self, nbytes: int) -> "Sequence[HuggingFace]":
+        """Return equal ranges of rows of about `nbytes`."""
+        n = min(-(-self.weight // nbytes), len(self.dataset)) if self.weight else 1
+        if n < 2:
+            return [self]
+        borders = [len(self.dataset) * i // n for i in range(n + 1)]
+        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
+
     def records(self, start: int) -> Iterator[Record]:
         """Yield the rows after the first `start`.
 
@@ -93,6 +119,9 @@ class HuggingFace(Input):
         """
         columns = self.content.columns(self.dataset.column_names, self.name)
         rows = self.dataset.select_columns(columns) if columns else self.dataset
+        if self.span:
+            start = max(start, self.span.start)
+            rows = rows.take(self.span.end)
         for number, record in enumerate(_rows(rows.skip(start)), start + 1):
             yield to_record(number, record, f"{self.name}:{number}", self.content)
 

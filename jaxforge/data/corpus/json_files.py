@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import BinaryIO, cast
@@ -24,13 +25,18 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 class PackedFile(File):
     """A file that may be compressed."""
 
+    @property
+    def is_packed(self) -> bool:
+        """Return whether the file is compressed."""
+        return self.path.suffix.lower() in (".gz", ".zst")
+
     def open(self) -> BinaryIO:
         """Open the file for reading, decompressed.
 
         Raises:
             UserError: the file is small, and its compression ratio is implausible for text.
         """
-        if self.path.suffix.lower() in (".gz", ".zst") and self.size < _QUICKLY_UNPACKED:
+        if self.is_packed and self.size < _QUICKLY_UNPACKED:
             with closing(self._open()) as file:
                 for size in itertools.count(_SKIPPED, _SKIPPED):
                     if not file.read(_SKIPPED):
@@ -51,7 +57,26 @@ class PackedFile(File):
 
 
 class JsonLines(PackedFile):
-    """An object per line, plain or compressed; blank lines are numbered, but are no documents."""
+    """An object per line, plain or compressed; blank lines are numbered, but are no documents.
+
+    A slice holds the lines that begin in its span. They are numbered from its start, because their
+    numbers in the file are not known without reading it.
+    """
+
+    @property
+    def can_be_sliced(self) -> bool:
+        """True unless the file is compressed."""
+        return not self.is_packed
+
+    @property
+    def where(self) -> str:
+        """The path, and the start of the slice."""
+        return f"{self.path} (from byte {self.span.start})" if self.span else str(self.path)
+
+    def document(self, number: int) -> str:
+        """Return `NAME:LINE`, or `NAME@START:LINE` in a slice."""
+        start = f"@{self.span.start}" if self.span else ""
+        return f"{self.name}{start}:{number}"
 
     def records(self, start: int) -> Iterator[Record]:
         """Yield the records after the first `start` lines."""
@@ -66,14 +91,15 @@ class JsonLines(PackedFile):
                     try:
                         value = json.loads(line)
                     except (ValueError, RecursionError) as error:
-                        yield bad_record(number, f"{self.path}:{number}: not JSON ({error})")
+                        yield bad_record(number, f"{self.where}:{number}: not JSON ({error})")
                         continue
                     yield self.record(number, value)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes | None]:
         """Yield lines; None for a line that is too long."""
         limit, size = self.max_record_bytes, 0
-        while line := file.readline(limit + 1):
+        position, end = self._first_line(file)
+        while position + size < end and (line := file.readline(limit + 1)):
             size += len(line)
             is_too_long = len(line) > limit and not line.endswith(b"\n")
             tail = line
@@ -84,9 +110,30 @@ class JsonLines(PackedFile):
             self.check_growth(size)
             yield None if is_too_long else line
 
+    def _first_line(self, file: BinaryIO) -> tuple[int, int]:
+        """Move to the first line of the span; return its position and the end of the span."""
+        if not self.span:
+            return 0, sys.maxsize
+        position, end = self.span
+        if position:
+            position -= 1  # a line that begins at the start follows a line end there
+            file.seek(position)
+            skipped = b""
+            while not skipped.endswith(b"\n") and position < end:
+                skipped = file.readline(_SKIPPED)
+                position += len(skipped)
+                if not skipped:
+                    break
+        return position, end
+
 
 class Json(JsonLines):
     """An array of objects, or concatenated objects over one or more lines each."""
+
+    @property
+    def can_be_sliced(self) -> bool:
+        """False: a value may span lines."""
+        return False
 
     def records(self, start: int) -> Iterator[Record]:
         """Yield the records after the first `start`.

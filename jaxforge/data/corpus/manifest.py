@@ -2,11 +2,11 @@
 
 import base64
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import UInt32
@@ -107,6 +107,17 @@ class Manifest:
     shards: Annotated[tuple[Shard, ...], FailFast()]
     lengths_crc32: int | None = None
     bos_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of_shards(cls, shards: Iterable[Shard], **fields: Any) -> "Manifest":  # noqa: ANN401
+        """Return the manifest of shards; `fields` are those that do not follow from them."""
+        shards = tuple(shards)
+        return cls(
+            shards=shards,
+            tokens=sum(shard.tokens for shard in shards),
+            max_token=max((shard.max_token for shard in shards), default=0),
+            **fields,
+        )
 
     @property
     def conversations(self) -> bool:

@@ -6,9 +6,10 @@ import shlex
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, Self
 
 from jaxforge.errors import UserError
 
@@ -157,6 +158,20 @@ class Input(ABC):
         """Bytes of text; None where they are not known without reading."""
         return None
 
+    @property
+    def weight(self) -> int:
+        """Bytes to read, by which inputs are divided into units of work; 0 if unknown."""
+        return 0
+
+    @property
+    def begins(self) -> bool:
+        """False for slices of an input other than the first."""
+        return True
+
+    def slices(self, nbytes: int) -> "Sequence[Input]":
+        """Return this input, or slices of about `nbytes` that hold its records in order."""
+        return [self]
+
     @abstractmethod
     def records(self, start: int) -> Iterator[Record]:
         """Yield the records after the first `start`; may raise `READ_ERRORS`, or UserError."""
@@ -164,6 +179,18 @@ class Input(ABC):
     def document(self, number: int) -> str:
         """Return the name of the document that is record `number`: `NAME:RECORD`."""
         return f"{self.name}:{number}"
+
+
+class Span(NamedTuple):
+    """Range of bytes of a file. A slice holds the records that begin within it.
+
+    Attributes:
+        start: first byte.
+        end: byte after the last.
+    """
+
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -177,6 +204,7 @@ class File(Input):
         modified: time of modification, nanoseconds since 1970.
         content: selects the document of a record.
         max_record_bytes: a larger record is a bad record.
+        span: the slice to read; None reads the whole file.
     """
 
     path: Path
@@ -185,6 +213,7 @@ class File(Input):
     modified: int
     content: Content = DEFAULT_FIELD
     max_record_bytes: int = MAX_RECORD_BYTES
+    span: Span | None = None
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -196,9 +225,35 @@ class File(Input):
         """The path."""
         return str(self.path)
 
+    @property
+    def weight(self) -> int:
+        """Bytes of the file, or of its slice."""
+        return self.span.end - self.span.start if self.span else self.size
+
+    @property
+    def begins(self) -> bool:
+        """False for slices of a file other than the first."""
+        return not self.span or not self.span.start
+
+    @property
+    def can_be_sliced(self) -> bool:
+        """Return whether the records of a span can be found without reading what precedes it."""
+        return False
+
+    def slices(self, nbytes: int) -> "Sequence[Self]":
+        """Return equal spans of at most `nbytes`, or the whole file if it cannot be sliced.
+
+        The spans follow from the size alone.
+        """
+        n = -(-self.size // nbytes)
+        if n < 2 or not self.can_be_sliced:
+            return [self]
+        borders = [self.size * i // n for i in range(n + 1)]
+        return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
+
     def record(self, number: int, value: object) -> Record:
         """Return a record of the file: its document or its problem."""
-        where = f"{self.path}:{number}"
+        where = f"{self.where}:{number}"
         if not isinstance(value, Mapping):
             return bad_record(number, f"{where}: not a JSON object")
         record = to_record(number, value, where, self.content)
@@ -208,7 +263,9 @@ class File(Input):
 
     def too_large(self, number: int) -> Record:
         """Return the bad record for a record beyond `max_record_bytes`."""
-        problem = f"{self.path}:{number}: the record is larger than {self.max_record_bytes:,} bytes"
+        problem = (
+            f"{self.where}:{number}: the record is larger than {self.max_record_bytes:,} bytes"
+        )
         return bad_record(
             number, problem, "raise --max-record-bytes, or leave such out with --skip-bad"
         )

@@ -1,41 +1,93 @@
 """Summary that `prepare` prints of the shards it has written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.corpus.ingest import Corpus, Split
+from jaxforge.data.corpus.ingest import Corpus
 from jaxforge.data.corpus.tokenizer import Tokenizer
 
 
-def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
+class SplitTotals(NamedTuple):
+    """Totals of a split.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens.
+        size: bytes of text.
+        broken: number of documents that were not UTF-8.
+        counts: occurrences of each token; with conversations, only learned ones.
+    """
+
+    documents: int
+    tokens: int
+    size: int
+    broken: int
+    counts: Int[np.ndarray, "V"]
+
+
+class Totals(NamedTuple):
+    """Totals of a corpus.
+
+    Attributes:
+        splits: totals of the splits, by name.
+        skipped: number of bad records that were skipped.
+        dtype: numpy name of the type of tokens on disk.
+        conversations: True if documents are conversations.
+    """
+
+    splits: Mapping[str, SplitTotals]
+    skipped: int
+    dtype: str
+    conversations: bool
+
+    @classmethod
+    def of(cls, corpus: Corpus) -> "Totals":
+        """Return the totals of a finished corpus."""
+        splits = {
+            name: SplitTotals(
+                split.writer.documents,
+                split.writer.tokens,
+                split.size,
+                split.broken,
+                split.writer.counts,
+            )
+            for name, split in corpus.splits.items()
+        }
+        writer = corpus.splits["train"].writer
+        return cls(splits, corpus.skipped, writer.dtype, writer.conversations)
+
+
+def table(totals: Totals, tokenizer: Tokenizer) -> str:
     """Return a table of the results with a column for each split."""
-    parts, train = corpus.splits.values(), corpus.splits["train"].writer
-    cells: dict[str, Callable[[Split], str]] = {
-        "documents": lambda part: f"{part.writer.documents:,}",
+    parts = totals.splits.values()
+    cells: dict[str, Callable[[SplitTotals], str]] = {
+        "documents": lambda part: f"{part.documents:,}",
         "… not UTF-8": lambda part: f"{part.broken:,}",
-        "tokens": lambda part: f"{part.writer.tokens:,}",
-        "bytes per token": lambda part: f"{part.size / part.writer.tokens:.3f}",
+        "tokens": lambda part: f"{part.tokens:,}",
+        "bytes per token": lambda part: f"{part.size / part.tokens:.3f}",
     }
-    if train.conversations:
+    if totals.conversations:
         cells = {
             "conversations": cells["documents"],
             "tokens": cells["tokens"],
-            "… learned": lambda part: f"{part.writer.counts.sum():,}",
+            "… learned": lambda part: f"{part.counts.sum():,}",
         }
     bos = "".join(f", BOS {i}" for i in tokenizer.prefix)
+    loss = entropy(totals.splits["train"].counts)
     rows = [
-        ("", *corpus.splits),
+        ("", *totals.splits),
         *((name, *map(cell, parts)) for name, cell in cells.items()),
-        ("unigram entropy", f"{entropy(train.counts):.4f} nats per training token: loss to beat"),
+        ("unigram entropy", f"{loss:.4f} nats per training token: loss to beat"),
         (
             "vocabulary",
-            f"{tokenizer.vocab_size:,} ({train.dtype}), EOS {tokenizer.eos_id}{bos}",
+            f"{tokenizer.vocab_size:,} ({totals.dtype}), EOS {tokenizer.eos_id}{bos}",
         ),
     ]
-    if corpus.skipped:
-        rows.append(("left out as bad", f"{corpus.skipped:,} records"))
+    if totals.skipped:
+        rows.append(("left out as bad", f"{totals.skipped:,} records"))
     lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 

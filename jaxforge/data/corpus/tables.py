@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,22 @@ class _BoundedLines:
 class _ArrowTable(File):
     """Base of files that pyarrow reads."""
 
+    @property
+    def can_be_sliced(self) -> bool:
+        """True: row groups and record batches are found by the file's index."""
+        return True
+
+    def _is_in_slice(self, before: int, total: int) -> bool:
+        """Return whether a group of rows belongs to the slice.
+
+        Args:
+            before: size of the groups before it, in any unit.
+            total: size of all groups.
+        """
+        return (
+            not self.span or self.span.start <= self.size * before // max(1, total) < self.span.end
+        )
+
     def _from_batches(
         self, batches: "Iterator[RecordBatch]", number: int, skipped: int
     ) -> Iterator[Record]:
@@ -136,10 +153,11 @@ class Parquet(_ArrowTable):
 
     def _rows(self, file: "ParquetFile", start: int) -> Iterator[Record]:
         columns = self.content.columns(file.schema_arrow.names, str(self.path))
+        sizes = [file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups)]
         before = 0  # rows of earlier groups
-        for group in range(file.num_row_groups):
+        for group, size in zip(range(len(sizes)), accumulate(sizes, initial=0), strict=False):
             rows = file.metadata.row_group(group).num_rows
-            if before + rows > start:
+            if before + rows > start and self._is_in_slice(size, sum(sizes)):
                 n_rows = self._rows_at_a_time(file.metadata, group, columns)
                 batches = file.iter_batches(n_rows, row_groups=[group], columns=columns)
                 yield from self._from_batches(batches, before, max(0, start - before))
@@ -171,8 +189,9 @@ class Arrow(_ArrowTable):
             with arrow.memory_map(str(self.path)) as file, self._reader(arrow, ipc, file) as reader:
                 columns = self.content.columns(reader.schema.names, str(self.path))
                 before = 0
-                for batch in _batches(reader):
-                    if before + batch.num_rows > start:
+                n = getattr(reader, "num_record_batches", 1)  # a stream has no index
+                for i, batch in enumerate(_batches(reader)):
+                    if before + batch.num_rows > start and self._is_in_slice(min(i, n - 1), n):
                         selected = iter([batch.select(columns)])
                         yield from self._from_batches(selected, before, max(0, start - before))
                     before += batch.num_rows

@@ -1,4 +1,4 @@
-"""Pool of processes that encode text.
+"""Pool of processes that encode text, or that prepare units of work.
 
     this process                                              worker
     submit ─► thread ─► take an idle worker ─► send ──pipe──► recv, limit the time, encode
@@ -16,13 +16,13 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.untrusted_tokenizer import limit_time
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 
 Text = tuple[str, str, bool, bool]
 """Split and text of a part of a document; True if the part begins, and if it ends, the document."""
@@ -31,13 +31,26 @@ Tokens = dict[str, Int[np.ndarray, "_"]]
 """Tokens of a batch by split: each document with BOS, if any, and EOS; or conversation entries."""
 
 Encode = Callable[[Sequence[Text]], Tokens]
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
+
+
+class News(NamedTuple):
+    """Message of a worker before its answer.
+
+    Attributes:
+        content: arguments of the function that receives the messages.
+    """
+
+    content: tuple[int, ...]
+
 
 _EXIT_SECONDS = 10.0  # in which a process whose pipe is closed must end
 _SECONDS_PER_CHARACTER = 20e-6  # of CPU time; tokenizers take less than 2e-6
 
 
-class Workers:
-    """Pool of encoding processes, each with its own pipe.
+class Workers(Generic[_Request, _Answer]):
+    """Pool of processes, each with its own pipe.
 
     The processes of `concurrent.futures` share a pipe for results. It waits for ever if a process
     is killed while it writes there (seen with Python 3.11). Here each side sees the end of its pipe
@@ -48,16 +61,19 @@ class Workers:
         function: called in each process with a connection and `args`; must be importable and call
             `serve`.
         args: further arguments of `function`.
+        daemon: False for processes that start processes themselves.
     """
 
-    def __init__(self, n: int, function: Callable[..., None], *args: object) -> None:
+    def __init__(
+        self, n: int, function: Callable[..., None], *args: object, daemon: bool = True
+    ) -> None:
         context = get_context("spawn")  # a fork would copy locks that threads hold
         self._idle: SimpleQueue[tuple[Connection, BaseProcess]] = SimpleQueue()
         self._processes, self._threads = [], ThreadPoolExecutor(n)
         # As many threads as workers: a thread that runs a request always finds an idle worker.
         for _ in range(n):
             ours, theirs = context.Pipe()
-            process = context.Process(target=function, args=(theirs, *args), daemon=True)
+            process = context.Process(target=function, args=(theirs, *args), daemon=daemon)
             process.start()
             theirs.close()  # else `recv` would not see the end of the pipe when the worker dies
             self._processes.append(process)
@@ -72,21 +88,26 @@ class Workers:
             process.terminate()
         self._threads.shutdown(cancel_futures=True)
 
-    def submit(self, texts: Sequence[Text]) -> Future[Tokens]:
-        """Encode texts in a worker."""
-        return self._threads.submit(self._encode, texts)
+    def submit(
+        self, request: _Request, show: Callable[..., None] = lambda *_: None
+    ) -> Future[_Answer]:
+        """Send a request to a worker; `show` receives its `News`."""
+        return self._threads.submit(self._ask, request, show)
 
-    def _encode(self, texts: Sequence[Text]) -> Tokens:
+    def _ask(self, request: _Request, show: Callable[..., None]) -> _Answer:
         connection, process = worker = self._idle.get()
         try:
-            connection.send(texts)
-            answer: Tokens | UserError = connection.recv()
+            connection.send(request)
+            answer: _Answer | UserError | StorageError | News = connection.recv()
+            while isinstance(answer, News):
+                show(*answer.content)
+                answer = connection.recv()
         except (EOFError, OSError) as error:  # OSError: the worker died within a message
             raise UserError(_reason(process)) from error
         finally:
             # A dead worker is put back, too: the next request then fails instead of waiting.
             self._idle.put(worker)
-        if isinstance(answer, UserError):
+        if isinstance(answer, UserError | StorageError):
             raise answer
         return answer
 

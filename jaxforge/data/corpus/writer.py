@@ -8,6 +8,7 @@ removed, and the same tokens are added again.
 """
 
 import dataclasses
+import itertools
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -47,11 +48,13 @@ def token_dtype(name: str | None, vocab_size: int) -> str:
 class ShardWriter:
     """Writer of `shard_00000.npy`, `shard_00001.npy`, … and the final manifest.
 
+    The shards of a unit of work are `shard_000012_00000.npy`, …, without a manifest of their own.
+
     A document may continue in the next shard. Conversations must be added whole and are not split.
     Use the writer in a `with` statement, which closes the current file on an error.
 
     Args:
-        directory: output directory; must not exist unless `state` is given.
+        directory: output directory; must not exist unless `state` or `lengths` is given.
         vocab_size: all tokens are below.
         dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
         file_format: "npy" or "bin".
@@ -59,6 +62,8 @@ class ShardWriter:
         conversations: entries (`corpus.entries`) are added; the length of each conversation is
             recorded.
         state: a result of `sync`, to resume from.
+        unit: number of the unit; None if the directory has only one.
+        lengths: file of the conversations' lengths; by default `LENGTHS` in the directory.
 
     Attributes:
         tokens: tokens added so far.
@@ -82,9 +87,12 @@ class ShardWriter:
         shard_tokens: int = 100_000_000,
         conversations: bool = False,
         state: dict[str, Any] | None = None,
+        unit: int | None = None,
+        lengths: Path | None = None,
     ) -> None:
         self._directory, self._format, self._shard_tokens = directory, file_format, shard_tokens
-        self.conversations, self._lengths = conversations, directory / LENGTHS
+        self._unit, self._lengths = unit, lengths or directory / LENGTHS
+        self.conversations = conversations
         self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = 0
         self.counts = np.zeros(vocab_size, np.int64)
@@ -93,7 +101,9 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None  # the last shard, until it is complete
         with _named(directory):
-            directory.mkdir(parents=True, exist_ok=state is not None)
+            directory.mkdir(parents=True, exist_ok=state is not None or lengths is not None)
+            if state is None:
+                self._lengths.unlink(missing_ok=True)  # of an attempt that was lost
         if state is not None:
             self._restore(state)
 
@@ -138,11 +148,13 @@ class ShardWriter:
         self.documents, self.counts[:] = state["documents"], state["counts"]
         self._shards = [Shard(*shard) for shard in state["shards"]]
         self.tokens = self._written = sum(shard.tokens for shard in self._shards)
-        names = {shard.file for shard in self._shards} | {LENGTHS}
         with _named(self._directory):
-            for path in self._directory.iterdir():
-                if path.name not in names:  # a shard that was begun after the state
-                    path.unlink()
+            # Not by listing: the directory may hold the shards of 100,000 other units.
+            for number in itertools.count(len(self._shards)):
+                path = self._directory / self._shard_name(number)
+                if not path.exists():
+                    break
+                path.unlink()  # a shard that was begun after the state
             if self.conversations:
                 os.truncate(self._lengths, 4 * self.documents)
         if self._shards and self._shards[-1].tokens < self._shard_tokens:
@@ -167,41 +179,41 @@ class ShardWriter:
         tokenizer_sha256: str,
         bos_ids: tuple[int, ...] = (),
     ) -> Manifest:
-        """Complete the last shard and write the manifest.
+        """Complete the last shard, and write and return the manifest.
 
         Args:
             eos_id: token that ends each document.
             tokenizer: the name that the user gave the tokenizer.
             tokenizer_sha256: fingerprint of the tokenizer.
             bos_ids: tokens that each document begins with.
-
-        Returns:
-            The manifest.
         """
-        self._write_held()
-        self._complete_shard()
-        self._sync_lengths()
+        shards = self.complete()
         lengths_crc32 = None
         if self.conversations:
             with _named(self._lengths):
                 lengths_crc32 = zlib.crc32(self._lengths.read_bytes())
-        manifest = Manifest(
+        manifest = Manifest.of_shards(
+            shards,
             version=CONVERSATIONS if self.conversations else VERSION,
             dtype=self.dtype,
-            tokens=self.tokens,
             documents=self.documents,
-            max_token=max((shard.max_token for shard in self._shards), default=0),
             eos_id=eos_id,
             vocab_size=len(self.counts),
             tokenizer=tokenizer,
             tokenizer_sha256=tokenizer_sha256,
-            shards=tuple(self._shards),
             lengths_crc32=lengths_crc32,
             bos_ids=bos_ids,
         )
         with _named(self._directory):
             manifest.write(self._directory)
         return manifest
+
+    def complete(self) -> tuple[Shard, ...]:
+        """Complete the last shard and return all shards. Nothing can be added after that."""
+        self._write_held()
+        self._complete_shard()
+        self._sync_lengths()
+        return tuple(self._shards)
 
     def _write_held(self) -> None:
         if not self._held:
@@ -253,8 +265,12 @@ class ShardWriter:
             with _named(self._lengths), self._lengths.open("ab") as file:
                 os.fsync(file.fileno())
 
+    def _shard_name(self, number: int) -> str:
+        unit = "" if self._unit is None else f"{self._unit:06d}_"
+        return f"shard_{unit}{number:05d}.{self._format}"
+
     def _begin_shard(self) -> BinaryIO:
-        shard = Shard(f"shard_{len(self._shards):05d}.{self._format}", 0, 0)
+        shard = Shard(self._shard_name(len(self._shards)), 0, 0)
         path = self._directory / shard.file
         with _named(path):
             self._file = file = path.open("wb")

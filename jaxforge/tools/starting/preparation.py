@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxforge.data.corpus.assembly import assemble
 from jaxforge.data.corpus.conversations import Conversations, fingerprint
 from jaxforge.data.corpus.documents import (
     TextPart,
@@ -17,14 +18,15 @@ from jaxforge.data.corpus.documents import (
     split_of,
     text_parts,
 )
+from jaxforge.data.corpus.engines import local, run_units
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
-from jaxforge.data.corpus.ingest import Options, check_split, ingest
+from jaxforge.data.corpus.ingest import Corpus, Options, check_split, ingest
 from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
 from jaxforge.data.corpus.manifest import FILE_NAME
-from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.progress import Done, progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
-from jaxforge.data.corpus.summary import table
+from jaxforge.data.corpus.summary import Totals, table
 from jaxforge.data.corpus.text_files import RECORDS, TEXTS
 from jaxforge.data.corpus.tokenizer import (
     BPE_VOCAB_SIZE,
@@ -32,6 +34,8 @@ from jaxforge.data.corpus.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from jaxforge.data.corpus.unit_worker import Job
+from jaxforge.data.corpus.units import Unit, plan_units, sliced
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -60,30 +64,74 @@ def run(args: argparse.Namespace) -> int:
         given = given.without_bos()
     content = Conversations(given) if args.conversations and given else TextField(args.text_field)
     inputs = _inputs(args, content)
+    units = _units(args, inputs)
     plan = _plan(args, inputs, given)
     marker = f"train/{FILE_NAME}"
     with atomic_directory(
         args.output, plan, marker=marker, overwrite=args.overwrite, say=_say
     ) as destination:
         assert destination is not None
-        tokenizer = given or _bpe(args, inputs, destination)
+        pieces = [source for unit in units for source in unit.inputs]
+        tokenizer = given or _bpe(args, pieces, destination)
         tokenizer.save(destination.out / "tokenizer")
-        options = _options(args, tokenizer.vocab_size)
-        with progress_shown(_text_size(inputs, args.max_bytes)) as show:
+        totals = _prepare(args, units, tokenizer, destination)
+        size = _write_config(destination.out, args.output, machine)
+    print(table(totals, tokenizer), end="\n\n")
+    print(_next(args.output, size))
+    return 0
+
+
+def _units(args: argparse.Namespace, inputs: Sequence[Input]) -> list[Unit]:
+    """Return the units of work: one if what is written depends on what was read before."""
+    splits_file = args.validation_fraction and is_split_inside(inputs)
+    if args.max_bytes or args.validation_tokens or splits_file:
+        return [Unit(0, tuple(inputs))]
+    return plan_units(sliced(inputs, args.unit_bytes), args.unit_bytes)
+
+
+def _prepare(
+    args: argparse.Namespace,
+    units: Sequence[Unit],
+    tokenizer: Tokenizer,
+    destination: AtomicDirectory,
+) -> Totals:
+    """Write the splits."""
+    options = _options(args, tokenizer.vocab_size)
+    files = sum(unit.files for unit in units)
+    has_parts = "units" in (destination.journal or {})
+    if len(units) == 1 and not has_parts:
+        with progress_shown(files) as show:
+            size = _text_size(units[0].inputs, args.max_bytes)
             corpus = ingest(
-                inputs,
+                units[0].inputs,
                 tokenizer,
                 options,
                 destination,
                 tokenizer_name=args.tokenizer,
                 workers=args.workers,
                 isolate=True,
-                show=show,
+                show=lambda corpus: show(_done(corpus, size)),
             )
-        size = _write_config(destination.out, args.output, machine)
-    print(table(corpus, tokenizer), end="\n\n")
-    print(_next(args.output, size))
-    return 0
+        return Totals.of(corpus)
+    if not has_parts:
+        destination.commit({"units": len(units)})
+    job = Job(
+        destination.out,
+        destination.state,
+        options,
+        tokenizer.fingerprint,
+        is_single=len(units) == 1,
+    )
+    engine = functools.partial(local, workers=args.workers)
+    with progress_shown(files) as show:
+        run_units(job, units, engine, vocab_size=tokenizer.vocab_size, show=show)
+    return assemble(job, len(units), tokenizer, args.tokenizer)
+
+
+def _done(corpus: Corpus, size: int | None) -> Done:
+    """Return the progress of a corpus of `size` bytes of text."""
+    fraction = corpus.size / size if size else None
+    return Done(corpus.position.input, fraction, corpus.documents, corpus.tokens)
 
 
 def _say(text: str) -> None:
@@ -146,7 +194,7 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
 _BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
 _PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
             "validation_fraction", "validation_tokens", "max_bytes",
-            "max_record_bytes")  # fmt: skip
+            "max_record_bytes", "unit_bytes")  # fmt: skip
 
 
 def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:

@@ -1,0 +1,154 @@
+"""Preparation of one unit of work, in any process on any machine.
+
+    local disk   shards ─► .DIR.partial/out/train/            part ─► .DIR.partial/parts/
+    bucket       shards ─► temporary directory ─► DIR/train/  part ─► DIR/.prepare/parts/
+
+On a local disk, an interrupted unit resumes from its journal. In a bucket it starts over.
+"""
+
+import functools
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxforge.data.corpus.ingest import Corpus, Options, fill, open_corpus
+from jaxforge.data.corpus.parts import Part, Parts, SplitPart
+from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.corpus.units import Unit
+from jaxforge.errors import UserError
+from jaxforge.storage import urls
+from jaxforge.storage.atomic_directory import PLAN
+
+PARTS = "parts"
+"""Name of the directory of parts, within that of the state."""
+
+Show = Callable[[int, int, int], None]
+"""Receives a unit's number, and its documents and tokens so far."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the units of a corpus have in common.
+
+    Attributes:
+        out: directory of the splits and the tokenizer.
+        state: directory of the plan and the parts.
+        options: see `Options`.
+        fingerprint: the tokenizer's.
+        isolate: encode in another process if the tokenizer is risky.
+        is_single: there is only one unit.
+    """
+
+    out: Path
+    state: Path
+    options: Options
+    fingerprint: str
+    isolate: bool = True
+    is_single: bool = False
+
+    @property
+    def parts(self) -> Parts:
+        """The finished parts."""
+        return Parts(self.state / PARTS)
+
+
+def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_: None) -> Part:
+    """Prepare a unit, unless it is finished.
+
+    Args:
+        job: see `Job`.
+        unit: the unit.
+        workers: number of encoding processes; with 1, this process encodes.
+        show: called after each batch.
+
+    Returns:
+        The part, which is durable.
+
+    Raises:
+        UserError: an input cannot be read, or a shard cannot be written.
+        StorageError: the bucket failed for longer than requests are repeated.
+    """
+    if not (job.state / PLAN).exists():
+        raise UserError(
+            f"{socket.gethostname()} does not see {job.state}: --output must be in a bucket, or on "
+            "a file system that all machines share"
+        )
+    parts = job.parts
+    with parts.claimed(unit.number) as finished:
+        if finished:
+            return finished
+        tokenizer = _tokenizer(job.out / "tokenizer", job.fingerprint)
+        is_remote = urls.in_bucket(job.out)
+        with tempfile.TemporaryDirectory(prefix="jaxforge-") as temporary:
+            out = Path(temporary) if is_remote else job.out
+            number = None if job.is_single else unit.number
+            journal = None if is_remote else parts.journal(unit.number)
+            lengths = Parts(Path(temporary)) if is_remote else parts
+            with open_corpus(
+                out,
+                journal,
+                tokenizer,
+                job.options,
+                number,
+                functools.partial(lengths.lengths_path, unit.number),
+            ) as corpus:
+                fill(
+                    corpus,
+                    unit.inputs,
+                    tokenizer,
+                    job.out / "tokenizer",
+                    job.options,
+                    commit=(lambda _: None)
+                    if is_remote
+                    else functools.partial(parts.commit, unit.number),
+                    is_whole=job.is_single,
+                    workers=workers,
+                    isolate=job.isolate,
+                    show=lambda corpus: show(unit.number, corpus.documents, corpus.tokens),
+                )
+                part = _complete(corpus, unit.number)
+            if is_remote:
+                _upload(part, out, job.out)
+                if job.options.conversations:
+                    for name in job.options.splits:
+                        path = parts.lengths_path(unit.number, name)
+                        path.write_bytes((out / path.name).read_bytes())
+        counts = np.stack([split.writer.counts for split in corpus.splits.values()])
+        parts.write(part, counts)
+    return part
+
+
+@functools.lru_cache(1)
+def _tokenizer(directory: Path, fingerprint: str) -> Tokenizer:
+    tokenizer = load_tokenizer(directory, is_checked=True)
+    if tokenizer.fingerprint != fingerprint:
+        raise UserError(f"{directory} has another tokenizer than the run that began: start it anew")
+    return tokenizer
+
+
+def _complete(corpus: Corpus, number: int) -> Part:
+    splits = {
+        name: SplitPart(
+            documents=split.writer.documents,
+            tokens=split.writer.tokens,
+            size=split.size,
+            broken=split.broken,
+            shards=split.writer.complete(),
+        )
+        for name, split in corpus.splits.items()
+    }
+    return Part(number, corpus.skipped, splits)
+
+
+def _upload(part: Part, source: Path, target: Path) -> None:
+    """Copy the shards of a part to a bucket, one at a time."""
+    from jaxforge.storage import buckets
+
+    for name, split in part.splits.items():
+        for shard in split.shards:
+            data = (source / name / shard.file).read_bytes()
+            buckets.write(target / name / shard.file, data)
