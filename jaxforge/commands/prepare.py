@@ -17,10 +17,12 @@ from pathlib import Path
 
 from jaxforge.cli.running import raise_interrupts, run_main
 from jaxforge.commands.command_line import CommandParser, positive_int
+from jaxforge.data.corpus import remote_input
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
 from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.data.corpus.units import UNIT_BYTES
+from jaxforge.storage import urls
 from jaxforge.tools.starting.machine import FORMS
 
 
@@ -78,6 +80,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _input(text: str) -> Path | str:
+    """Parse an input: a path, or a URL as str."""
+    if problem := remote_input.fault(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text if remote_input.is_url(text) else Path(text)
+
+
+def _output(text: str) -> Path:
+    """Parse the output: a path of this machine or in a bucket."""
+    if problem := urls.fault(text):
+        raise argparse.ArgumentTypeError(problem)
+    return urls.path(text)
+
+
 def _fraction(text: str) -> float:
     """Parse an option value that is a fraction such as 0.05 or 5%."""
     try:
@@ -95,10 +111,11 @@ def _fraction(text: str) -> float:
 _ARGUMENTS: dict[str, dict] = {
     "input": {
         "nargs": "*",
-        "type": Path,
+        "type": _input,
         "metavar": "INPUT",
-        "help": "files and directories: records in .jsonl, .ndjson, .json, .csv, .tsv (also with "
-        ".gz or .zst), .parquet, .arrow, .feather; other files are text",
+        "help": "files and directories, also gs://, s3:// and hf://datasets/: records in .jsonl, "
+        ".ndjson, .json, .csv, .tsv (also with .gz or .zst), .parquet, .arrow, .feather; other "
+        "files are text",
     },
     "--hf-dataset": {
         "metavar": "NAME",
@@ -138,7 +155,12 @@ _ARGUMENTS: dict[str, dict] = {
         "help": "bytes of input in a unit of work, which has shards of its own and is repeated as "
         "a whole if its process is lost (default: %(default)s)",
     },
-    "--output": {"required": True, "type": Path, "metavar": "DIR", "help": "directory to create"},
+    "--output": {
+        "required": True,
+        "type": _output,
+        "metavar": "DIR",
+        "help": "directory to create, also gs:// or s3://",
+    },
     "--overwrite": {"action": "store_true", "help": "replace an earlier output in DIR"},
     "--glob": {
         "help": "file name patterns in directories, separated by commas (default: "

@@ -95,6 +95,10 @@ class TokenFiles(ABC):
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
     ) -> None:
         self.directory = urls.path(directory, keys[0])
+        if urls.in_bucket(self.directory):
+            from jaxforge.storage.bucket_directory import check_complete
+
+            check_complete(self.directory)
         paths = _matches(self.directory, pattern, keys)
         self.manifest = Manifest.read(self.directory)
         bare = token_dtype or (self.manifest.dtype if self.manifest else guess_type(paths))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxforge.errors import StorageError, UserError
-from jaxforge.storage import buckets, run_lock, urls
+from jaxforge.storage import buckets, run_lock
 from jaxforge.storage.atomic_directory import (
     JOURNAL,
     PLAN,
@@ -49,10 +49,10 @@ def bucket_directory(
     Raises:
         UserError: `output` exists without `overwrite`, or is being written by another process.
     """
-    if not (output / INCOMPLETE).exists():
-        _check_output(output, marker, overwrite)
     with run_lock.RunLock(output / _STATE) as lock:
         _take(lock, output)
+        if not (output / INCOMPLETE).exists():
+            _check_output(output, marker, overwrite)
         directory = _open(output, plan, say)
         try:
             yield directory
@@ -85,18 +85,16 @@ def check_complete(directory: Path) -> None:
     Raises:
         UserError: it has not.
     """
-    if not urls.in_bucket(directory):
-        return
-    for place in (directory, directory.parent):
-        if (place / INCOMPLETE).exists():
+    for path in (directory, directory.parent):
+        if (path / INCOMPLETE).exists():
             raise UserError(
-                f"{place} is incomplete: `jaxforge prepare` is writing it, or was interrupted. "
+                f"{path} is incomplete: `jaxforge prepare` is writing it, or was interrupted. "
                 "Wait for it, or repeat its command, which resumes"
             )
 
 
 def _check_output(output: Path, marker: str, overwrite: bool) -> None:
-    if not output.exists():
+    if all(name.startswith(f"{_STATE}/") for name in buckets.keys(str(output))):
         return
     if not overwrite:
         raise UserError(f"{output} exists; choose another --output or pass --overwrite")

@@ -7,7 +7,8 @@ generation of what is downloaded; both are added here.
 import contextlib
 import http.server
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
 from urllib.parse import parse_qs, unquote, urlparse
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -21,25 +22,37 @@ class Server:
         self.scheme, self.env, self.requests = scheme, env, 0
         self.refused = self._every = 0
         self._until: int | None = None
+        self._faults: list[int | str] = []
+        self._n_faults = 0
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{BUCKET}/{key}"
 
     def throttle(self, every: int) -> None:
         """From now on every n-th request is refused with 503; 0 ends it."""
-        self._every, self._until = every, None
+        self._every, self._until, self._faults = every, None, []
+
+    def fail(self, every: int, faults: Iterable[int | str] = (503, 429, 500, "cut")) -> None:
+        """From now on every n-th request meets the next of the faults; 0 ends it.
+
+        A fault is a status, or "cut": an answer whose body ends in its middle.
+        """
+        self._every, self._until, self._faults = every, None, list(faults)
 
     def forbid_after(self, requests: int) -> None:
         """Answer this many requests, then refuse each with 403 until `throttle`."""
         self._until = self.requests + requests
 
-    def refusal(self) -> int | None:
-        """The status of an answer that is no answer; None lets the request pass."""
+    def refusal(self) -> int | str | None:
+        """The status of an answer that is no answer, or "cut"; None lets the request pass."""
         self.requests += 1
         if self._until is not None and self.requests > self._until:
             return 403
         refuse = bool(self._every) and self.requests % self._every == 0
         self.refused += refuse
+        if refuse and self._faults:
+            self._n_faults += 1
+            return self._faults[self._n_faults % len(self._faults)]
         return 503 if refuse else None
 
 
@@ -51,7 +64,11 @@ def s3() -> Iterator[Server]:
     app = DomainDispatcherApplication(create_backend_app)
 
     def throttled(environ: WSGIEnvironment, start_response: StartResponse):
-        if status := server.refusal():
+        status = server.refusal()
+        if status == "cut":
+            body = b"".join(app(environ, start_response))
+            return [body[: len(body) // 2]]
+        if status:
             start_response(f"{status} No", [("Content-Length", "0")])
             return [b""]
         return app(environ, start_response)
@@ -90,7 +107,12 @@ def gcs() -> Iterator[Server]:
         def parse_request(self) -> bool:
             if not super().parse_request():
                 return False
-            if status := server.refusal():
+            status = server.refusal()
+            if status == "cut":
+                self.wfile = _CutWriter(self.wfile)
+                self.close_connection = True
+                return True
+            if status:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 self.send_error(status)
                 return False
@@ -133,6 +155,21 @@ def gcs() -> Iterator[Server]:
     server = Server("gs", {"TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}"})
     with _serving(httpd):
         yield server
+
+
+class _CutWriter:
+    """Connection that passes the headers of an answer and half of its body."""
+
+    def __init__(self, wfile: BinaryIO) -> None:
+        self._wfile, self._writes = wfile, 0
+
+    def write(self, data: bytes) -> int:
+        self._writes += 1
+        self._wfile.write(data if self._writes == 1 else data[: len(data) // 2])
+        return len(data)
+
+    def __getattr__(self, name: str):
+        return getattr(self._wfile, name)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import BinaryIO, NamedTuple, TypeVar
 
 from jaxforge.data.corpus.records import READ_ERRORS, Input, Record
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 
 PART_BYTES = 1 << 20
 LINE_BYTES = 1 << 20  # by which the last line may exceed a part
@@ -140,6 +140,8 @@ def text_parts(
                     left -= chunk.size
                     yield chunk
                 offset = 0
+        except StorageError:  # after many attempts
+            raise
         except READ_ERRORS as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"cannot read {source.where}: {reason}") from error

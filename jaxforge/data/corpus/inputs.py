@@ -27,8 +27,16 @@ from jaxforge.data.corpus.records import (
     TextField,
     to_record,
 )
+from jaxforge.data.corpus.remote_input import Location, RemotePath, list_files, open_input
 from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
-from jaxforge.data.corpus.text_files import check_text, encoding_of, in_words, is_named
+from jaxforge.data.corpus.text_files import (
+    HEAD,
+    check_heads,
+    check_text,
+    encoding_of,
+    in_words,
+    is_named,
+)
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,8 +61,11 @@ class TextFile(File):
     def records(self, start: int) -> Iterator[Record]:
         """Yield the whole file if `start` is 0; UTF-16 and UTF-32 with a BOM become UTF-8."""
         if not start:
-            with self.path.open("rb") as content:
-                encoding = encoding_of(content.read(4))
+            with open_input(self.path) as content:
+                head = content.read(HEAD)
+                if isinstance(self.path, RemotePath):  # others were checked before
+                    check_heads([(self.path, True, head)])
+                encoding = encoding_of(head)
                 content.seek(0)
                 if encoding:
                     text = content.read().decode(encoding, errors="replace")
@@ -140,7 +151,7 @@ _KINDS: dict[str, type[File]] = {
 
 
 def find_inputs(
-    paths: Sequence[Path],
+    paths: Sequence[Path | str],
     globs: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
     content: Content | None = None,
@@ -149,8 +160,8 @@ def find_inputs(
     """Find the files to read, each once, sorted by name, without empty files.
 
     Args:
-        paths: files and directories. Directories are searched recursively, without following
-            symbolic links to directories.
+        paths: files and directories, or their URLs as str. Directories are searched recursively,
+            without following symbolic links to directories.
         globs: names of files to read in directories.
         exclude: names of inputs to exclude ("*" matches "/" too).
         content: selects the text of a record; by default the field "text".
@@ -160,26 +171,28 @@ def find_inputs(
         UserError: a path does not exist or cannot be read, a file is of a kind that cannot be
             read or holds no text, or no file is left.
     """
-    files: dict[Path, File] = {}
-    for path, name in _walk(paths, globs):
-        status = path.stat()
-        if status.st_size and not any(fnmatch(name, pattern) for pattern in exclude):
-            file = _kind(path)(
-                path, name, status.st_size, status.st_mtime_ns, content or TextField(),
-                max_record_bytes,
-            )  # fmt: skip
-            files.setdefault(path.resolve(), file)
-    check_text((file.path, isinstance(file, TextFile)) for file in files.values())
+    files: dict[Location, File] = {}
+    for location, name, size, modified in _walk(paths, globs):
+        if size and not any(fnmatch(name, pattern) for pattern in exclude):
+            kind = _kind(location)
+            file = kind(location, name, size, modified, content or TextField(), max_record_bytes)
+            files.setdefault(location.resolve(), file)
+    # Others are checked when they are read: a request for each of them would take hours.
+    check_text(
+        (file.path, isinstance(file, TextFile))
+        for file in files.values()
+        if isinstance(file.path, Path)
+    )
     if not files:
         for path in paths:
-            if path.is_file() and not path.stat().st_size:
+            if isinstance(path, Path) and path.is_file() and not path.stat().st_size:
                 raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
         where, exclusion = ", ".join(map(str, paths)), " and no --exclude" if exclude else ""
         raise UserError(f"no text in {where}: no file matches --glob {in_words(globs)}{exclusion}")
     return sorted(files.values(), key=lambda file: file.name)
 
 
-def _kind(path: Path) -> type[File]:
+def _kind(path: Location) -> type[File]:
     name = path.name.lower()
     suffix = Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
     kind = _KINDS.get(suffix, TextFile)
@@ -193,22 +206,37 @@ def _kind(path: Path) -> type[File]:
     return kind
 
 
-def _walk(paths: Iterable[Path], globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Yield files with their names relative to their input."""
+def _walk(
+    paths: Iterable[Path | str], globs: Sequence[str]
+) -> Iterator[tuple[Location, str, int, int]]:
+    """Yield files with their names relative to their input, sizes and versions."""
     for root in paths:
-        if not root.exists():
-            raise UserError(f"INPUT {root.absolute()} does not exist{path_hint(root)}")
-        if root.is_file():
-            yield root, root.name
+        if isinstance(root, str):
+            for file in list_files(root):
+                if file.name == file.path.name == root.rpartition("/")[2] or is_named(
+                    file.path.name, globs
+                ):
+                    yield file.path, file.name, file.path.size, file.version
             continue
-        if not root.is_dir():
-            raise UserError(
-                f"INPUT {root} is neither a file nor a directory: write the text to a file first"
-            )
-        for directory, _, names in os.walk(root, onerror=_unreadable):
-            for path in (Path(directory, name) for name in names):
-                if path.is_file() and is_named(path.name, globs):
-                    yield path, path.relative_to(root).as_posix()
+        for local, name in _walk_local(root, globs):
+            status = local.stat()
+            yield local, name, status.st_size, status.st_mtime_ns
+
+
+def _walk_local(root: Path, globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    if not root.exists():
+        raise UserError(f"INPUT {root.absolute()} does not exist{path_hint(root)}")
+    if root.is_file():
+        yield root, root.name
+        return
+    if not root.is_dir():
+        raise UserError(
+            f"INPUT {root} is neither a file nor a directory: write the text to a file first"
+        )
+    for directory, _, names in os.walk(root, onerror=_unreadable):
+        for path in (Path(directory, name) for name in names):
+            if path.is_file() and is_named(path.name, globs):
+                yield path, path.relative_to(root).as_posix()
 
 
 def _unreadable(error: OSError) -> NoReturn:

@@ -9,10 +9,12 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.records import File, Record, bad_record
+from jaxforge.data.corpus.remote_input import open_input
 from jaxforge.errors import UserError
 
 CHUNK = 1 << 16
@@ -20,6 +22,19 @@ _SKIPPED = 1 << 20  # bytes per read of data that are only counted
 _QUICKLY_UNPACKED = 1 << 20  # size below which a file is unpacked once before it is parsed
 _BYTES_PER_VALUE = 16  # of a record, at least: parsed values take up to 70 bytes
 _BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class _Unzipped(gzip.GzipFile):
+    """Decompressed content of an open file, which is closed with it."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        super().__init__(fileobj=packed)
+        self._packed = packed
+
+    def close(self) -> None:
+        """Close both."""
+        super().close()
+        self._packed.close()
 
 
 class PackedFile(File):
@@ -47,36 +62,28 @@ class PackedFile(File):
     def _open(self) -> BinaryIO:
         suffix = self.path.suffix.lower()
         if suffix == ".gz":
-            return cast(BinaryIO, gzip.open(self.path))
+            return cast(BinaryIO, _Unzipped(open_input(self.path)))
         if suffix == ".zst":
             # Not zstandard, whose reader does not detect a truncated file.
             arrow = library("pyarrow", "reading .zst")
-            raw = arrow.input_stream(str(self.path), compression="zstd")
+            source = str(self.path) if isinstance(self.path, Path) else open_input(self.path)
+            raw = arrow.input_stream(source, compression="zstd")
             return cast(BinaryIO, io.BufferedReader(raw, 1 << 20))
-        return self.path.open("rb")
+        return open_input(self.path)
 
 
 class JsonLines(PackedFile):
     """An object per line, plain or compressed; blank lines are numbered, but are no documents.
 
-    A slice holds the lines that begin in its span. They are numbered from its start, because their
-    numbers in the file are not known without reading it.
+    A slice holds the lines that begin in its span.
     """
+
+    numbered_in_slice = True
 
     @property
     def can_be_sliced(self) -> bool:
         """True unless the file is compressed."""
         return not self.is_packed
-
-    @property
-    def where(self) -> str:
-        """The path, and the start of the slice."""
-        return f"{self.path} (from byte {self.span.start})" if self.span else str(self.path)
-
-    def document(self, number: int) -> str:
-        """Return `NAME:LINE`, or `NAME@START:LINE` in a slice."""
-        start = f"@{self.span.start}" if self.span else ""
-        return f"{self.name}{start}:{number}"
 
     def records(self, start: int) -> Iterator[Record]:
         """Yield the records after the first `start` lines."""

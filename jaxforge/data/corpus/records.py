@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, Self
+from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol, Self
 
+from jaxforge.data.corpus.remote_input import Location
 from jaxforge.errors import UserError
 
 MAX_RECORD_BYTES = 16 << 20
@@ -198,16 +198,21 @@ class File(Input):
     """An input that is a file.
 
     Attributes:
-        path: path of the file.
+        path: path of the file, or its URL.
         name: path relative to the input argument.
         size: bytes on disk.
-        modified: time of modification, nanoseconds since 1970.
+        modified: time of modification, nanoseconds since 1970, or another number that changes with
+            the content.
         content: selects the document of a record.
         max_record_bytes: a larger record is a bad record.
         span: the slice to read; None reads the whole file.
+        numbered_in_slice: True if records are numbered from the start of a slice, because their
+            numbers in the file are not known without reading all of it.
     """
 
-    path: Path
+    numbered_in_slice: ClassVar[bool] = False
+
+    path: Location
     name: str
     size: int
     modified: int
@@ -222,8 +227,15 @@ class File(Input):
 
     @property
     def where(self) -> str:
-        """The path."""
+        """The path, and the start of a slice with numbers of its own."""
+        if self.span and self.numbered_in_slice:
+            return f"{self.path} (from byte {self.span.start})"
         return str(self.path)
+
+    def document(self, number: int) -> str:
+        """Return `NAME:RECORD`, or `NAME@START:RECORD` in a slice with numbers of its own."""
+        start = f"@{self.span.start}" if self.span and self.numbered_in_slice else ""
+        return f"{self.name}{start}:{number}"
 
     @property
     def weight(self) -> int:

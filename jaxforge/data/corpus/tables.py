@@ -5,16 +5,18 @@ import io
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import accumulate
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from jaxforge.data.corpus.json_files import PackedFile
 from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.records import File, Record, bad_record
+from jaxforge.data.corpus.remote_input import open_input
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:
-    from pyarrow import RecordBatch
+    from pyarrow import NativeFile, RecordBatch
     from pyarrow.ipc import RecordBatchFileReader, RecordBatchStreamReader
     from pyarrow.parquet import FileMetaData, ParquetFile
 
@@ -146,7 +148,7 @@ class Parquet(_ArrowTable):
         """
         parquet, arrow = (library(n, "reading Parquet") for n in ("pyarrow.parquet", "pyarrow"))
         try:
-            with parquet.ParquetFile(self.path) as file:
+            with open_input(self.path) as raw, parquet.ParquetFile(raw) as file:
                 yield from self._rows(file, start)
         except arrow.ArrowException as error:
             raise UserError(f"cannot read {self.path}: {error}") from error
@@ -178,6 +180,8 @@ class Parquet(_ArrowTable):
 class Arrow(_ArrowTable):
     """Arrow IPC files (also Feather) or streams with a document per row."""
 
+    numbered_in_slice = True
+
     def records(self, start: int) -> Iterator[Record]:
         """Yield the rows after the first `start`.
 
@@ -186,12 +190,11 @@ class Arrow(_ArrowTable):
         """
         arrow, ipc = (library(n, "reading Arrow files") for n in ("pyarrow", "pyarrow.ipc"))
         try:
-            with arrow.memory_map(str(self.path)) as file, self._reader(arrow, ipc, file) as reader:
+            with self._map(arrow) as file, self._reader(arrow, ipc, file) as reader:
                 columns = self.content.columns(reader.schema.names, str(self.path))
                 before = 0
-                n = getattr(reader, "num_record_batches", 1)  # a stream has no index
-                for i, batch in enumerate(_batches(reader)):
-                    if before + batch.num_rows > start and self._is_in_slice(min(i, n - 1), n):
+                for batch in self._batches(reader):
+                    if before + batch.num_rows > start:
                         selected = iter([batch.select(columns)])
                         yield from self._from_batches(selected, before, max(0, start - before))
                     before += batch.num_rows
@@ -204,12 +207,18 @@ class Arrow(_ArrowTable):
         try:
             return ipc.open_file(file)
         except arrow.ArrowInvalid:
-            return ipc.open_stream(arrow.memory_map(str(self.path)))
+            return ipc.open_stream(self._map(arrow))
 
+    def _map(self, arrow: ModuleType) -> "NativeFile":
+        if isinstance(self.path, Path):
+            return arrow.memory_map(str(self.path))
+        return arrow.PythonFile(open_input(self.path), "r")
 
-def _batches(
-    reader: "RecordBatchFileReader | RecordBatchStreamReader",
-) -> "Iterator[RecordBatch]":
-    if hasattr(reader, "num_record_batches"):
-        return (reader.get_batch(i) for i in range(reader.num_record_batches))
-    return iter(reader)
+    def _batches(
+        self, reader: "RecordBatchFileReader | RecordBatchStreamReader"
+    ) -> "Iterator[RecordBatch]":
+        """Yield the batches of the slice; a stream, which has no index, is whole in the first."""
+        n = getattr(reader, "num_record_batches", None)
+        if n is None:
+            return iter(reader if self.begins else ())
+        return (reader.get_batch(i) for i in range(n) if self._is_in_slice(i, n))

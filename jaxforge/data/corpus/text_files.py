@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from jaxforge.data.corpus.remote_input import Location
 from jaxforge.errors import UserError
 
 TEXTS = ("*.txt", "*.md", "*.py")
@@ -24,7 +25,9 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "UTF-16",
 }
 _JSON = re.compile(rb'\s*(\[\s*)?\{\s*"(\\.|[^"\\\n])*"\s*:')  # the first key of an object
-_HEAD = 8000  # bytes in which a NUL marks a binary file, as in git
+HEAD = 8000
+"""Bytes in which a NUL marks a binary file, as in git."""
+
 _MAX_FILES = 10_000  # searched in a directory without shards
 
 
@@ -56,13 +59,25 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
     Raises:
         UserError: a text has NUL bytes or is JSON, or records are not in UTF-8.
     """
+    check_heads((path, is_text, _head(path)) for path, is_text in files)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def check_heads(files: Iterable[tuple[Location, bool, bytes]]) -> None:
+    """Check files as `check_text` does, by their first `HEAD` bytes.
+
+    Raises:
+        UserError: as `check_text`.
+    """
     binary = []
-    for path, is_text in files:
-        try:
-            with path.open("rb") as file:
-                head = file.read(_HEAD)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
+    for path, is_text, head in files:
         if is_text and b"\0" in head and not encoding_of(head):
             binary.append(path)
         elif is_text and _JSON.match(head.removeprefix(codecs.BOM_UTF8)):

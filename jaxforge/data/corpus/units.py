@@ -51,7 +51,7 @@ class Unit:
 
 def sliced(inputs: Iterable[Input], unit_bytes: int) -> list[Input]:
     """Return the inputs in order, with slices instead of those larger than a unit."""
-    return [piece for source in inputs for piece in source.slices(unit_bytes)]
+    return [part for source in inputs for part in source.slices(unit_bytes)]
 
 
 def plan_units(inputs: Sequence[Input], unit_bytes: int) -> list[Unit]:

@@ -3,7 +3,8 @@
 import argparse
 import functools
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -57,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
         UserError: an input, the tokenizer or the output cannot be used.
     """
     machine = Machine.parse(args.machine) if args.machine else Machine.here()
-    for path in (*args.input, args.output):
-        urls.local(path, "prepare", "copy the text here, and what is made of it there")
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
     if given and args.no_bos:
         given = given.without_bos()
@@ -66,11 +65,7 @@ def run(args: argparse.Namespace) -> int:
     inputs = _inputs(args, content)
     units = _units(args, inputs)
     plan = _plan(args, inputs, given)
-    marker = f"train/{FILE_NAME}"
-    with atomic_directory(
-        args.output, plan, marker=marker, overwrite=args.overwrite, say=_say
-    ) as destination:
-        assert destination is not None
+    with _destination(args, plan) as destination:
         pieces = [source for unit in units for source in unit.inputs]
         tokenizer = given or _bpe(args, pieces, destination)
         tokenizer.save(destination.out / "tokenizer")
@@ -79,6 +74,20 @@ def run(args: argparse.Namespace) -> int:
     print(table(totals, tokenizer), end="\n\n")
     print(_next(args.output, size))
     return 0
+
+
+@contextmanager
+def _destination(args: argparse.Namespace, plan: Plan) -> Iterator[AtomicDirectory]:
+    """Open the output, on a local disk or in a bucket."""
+    function: Callable[..., AbstractContextManager[AtomicDirectory | None]] = atomic_directory
+    if urls.in_bucket(args.output):
+        from jaxforge.storage.bucket_directory import bucket_directory
+
+        function = bucket_directory
+    marker = f"train/{FILE_NAME}"
+    with function(args.output, plan, marker=marker, overwrite=args.overwrite, say=_say) as opened:
+        assert opened is not None
+        yield opened
 
 
 def _units(args: argparse.Namespace, inputs: Sequence[Input]) -> list[Unit]:
@@ -99,7 +108,7 @@ def _prepare(
     options = _options(args, tokenizer.vocab_size)
     files = sum(unit.files for unit in units)
     has_parts = "units" in (destination.journal or {})
-    if len(units) == 1 and not has_parts:
+    if len(units) == 1 and not has_parts and not urls.in_bucket(args.output):
         with progress_shown(files) as show:
             size = _text_size(units[0].inputs, args.max_bytes)
             corpus = ingest(
@@ -297,8 +306,11 @@ def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
 def _next(output: Path, size: Size) -> str:
     """Return a summary of the output, and the next command."""
     path = output.absolute() / CONFIG
+    command = f"jaxforge train --config {shlex.quote(str(path))}"
+    if urls.in_bucket(output):
+        command = f"copy {path} to this directory\n  jaxforge train --config {CONFIG}"
     return (
         f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "
         f"{size.tokens:,} tokens, {in_epochs(size.epochs)}\n"
-        f"Next:\n  jaxforge train --config {shlex.quote(str(path))}"
+        f"Next:\n  {command}"
     )
