@@ -11,7 +11,7 @@ A killed run resumes (`storage.atomic_directory`). See docs/data.md for its use.
 
 import argparse
 import math
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def parser() -> CommandParser:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     line = parser()
     args = line.parse_args(argv)
+    args.command_line = list(sys.argv[1:] if argv is None else argv)
     if args.vocab_size and args.tokenizer != "bpe":
         line.error("--vocab-size requires --tokenizer bpe; other tokenizers have a fixed size")
     if args.conversations and args.tokenizer == "bpe":
@@ -75,6 +76,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("--validation-fraction and --validation-tokens exclude each other")
     if args.conversations and args.validation_tokens:
         line.error("--conversations are held out as a whole: use --validation-fraction")
+    if args.address and args.engine != "ray":
+        line.error("--address is that of a Ray cluster: add --engine ray, or remove it")
+    if (args.slurm or args.share) and args.engine == "ray":
+        line.error("--slurm and --engine ray exclude each other")
+    if args.slurm and args.share:
+        line.error("--slurm and --share exclude each other")
     if not args.input and not args.hf_dataset:
         line.error("INPUT or --hf-dataset is required")
     return args
@@ -92,6 +99,14 @@ def _output(text: str) -> Path:
     if problem := urls.fault(text):
         raise argparse.ArgumentTypeError(problem)
     return urls.path(text)
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Parse K/N."""
+    k, slash, n = text.partition("/")
+    if not (slash and k.isdecimal() and n.isdecimal() and int(k) < int(n)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: give K/N with K below N")
+    return int(k), int(n)
 
 
 def _fraction(text: str) -> float:
@@ -144,9 +159,30 @@ _ARGUMENTS: dict[str, dict] = {
     },
     "--workers": {
         "type": positive_int,
-        "default": os.cpu_count() or 1,
         "metavar": "N",
-        "help": "tokenizer processes, without effect on the result (default: one per core)",
+        "help": "processes, without effect on the result (default: one per core of this machine, "
+        "or of the Ray cluster)",
+    },
+    "--engine": {
+        "choices": ("local", "ray"),
+        "default": "local",
+        "help": "where units of work are prepared: by processes of this machine (default), or on a "
+        "Ray cluster",
+    },
+    "--address": {
+        "metavar": "ADDRESS",
+        "help": "Ray cluster, such as HOST:6379 (default: auto, the one that this machine is in)",
+    },
+    "--slurm": {
+        "type": positive_int,
+        "metavar": "N",
+        "help": "write a script that prepares the units in N tasks of a Slurm array, then ends the "
+        "command; nothing else is prepared yet",
+    },
+    "--share": {
+        "type": _share,
+        "metavar": "K/N",
+        "help": "prepare the units of task K of N (from 0) of an output that --slurm has planned",
     },
     "--unit-bytes": {
         "type": positive_int,

@@ -148,6 +148,17 @@ def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirect
     return AtomicDirectory(partial / "out", None, partial)
 
 
+def attach(output: Path, plan: Plan) -> AtomicDirectory:
+    """Return the unfinished directory of another process, to help it.
+
+    Raises:
+        UserError: that process has another plan.
+    """
+    partial = partial_of(output.absolute())
+    check_plan(read_json(partial / PLAN), plan, output)
+    return AtomicDirectory(partial / "out", read_json(partial / JOURNAL), partial)
+
+
 def check_plan(before: Plan | None, plan: Plan, output: Path) -> None:
     """Check that a process which helps to write `output` has the plan of the others.
 

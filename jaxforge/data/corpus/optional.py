@@ -1,4 +1,4 @@
-"""Import of optional libraries (the extra `data`)."""
+"""Import of optional libraries (the extras `data` and `ray`)."""
 
 from importlib import import_module
 from types import ModuleType
@@ -6,12 +6,13 @@ from types import ModuleType
 from jaxforge.errors import UserError
 
 
-def library(name: str, purpose: str) -> ModuleType:
+def library(name: str, purpose: str, extra: str = "data") -> ModuleType:
     """Import an optional library.
 
     Args:
         name: module name, such as "pyarrow.parquet".
         purpose: use of the library in the error message, such as "reading Parquet".
+        extra: the extra of jaxforge that has the library.
 
     Raises:
         UserError: the library is not installed.
@@ -21,5 +22,5 @@ def library(name: str, purpose: str) -> ModuleType:
     except ImportError as error:
         package = name.partition(".")[0]
         raise UserError(
-            f"{purpose} needs {package}: pip install 'jaxforge[data]' ({error})"
+            f"{purpose} needs {package}: pip install 'jaxforge[{extra}]' ({error})"
         ) from error

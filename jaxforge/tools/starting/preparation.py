@@ -2,9 +2,9 @@
 
 import argparse
 import functools
+import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,12 +19,11 @@ from jaxforge.data.corpus.documents import (
     split_of,
     text_parts,
 )
-from jaxforge.data.corpus.engines import local, run_units
+from jaxforge.data.corpus.engines import run_units
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
 from jaxforge.data.corpus.ingest import Corpus, Options, check_split, ingest
 from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
-from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.progress import Done, progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.summary import Totals, table
@@ -35,17 +34,23 @@ from jaxforge.data.corpus.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from jaxforge.data.corpus.unit_worker import Job
 from jaxforge.data.corpus.units import Unit, plan_units, sliced
 from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
-from jaxforge.storage.atomic_directory import AtomicDirectory, Plan, atomic_directory
+from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
 from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
 from jaxforge.tools.starting.prepared import PreparedData
 from jaxforge.tools.starting.sizing import Size
+from jaxforge.tools.starting.slurm_array import write_script
+from jaxforge.tools.starting.unit_preparation import (
+    engine_of,
+    new_job,
+    open_output,
+    run_share,
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,29 +70,22 @@ def run(args: argparse.Namespace) -> int:
     inputs = _inputs(args, content)
     units = _units(args, inputs)
     plan = _plan(args, inputs, given)
-    with _destination(args, plan) as destination:
-        pieces = [source for unit in units for source in unit.inputs]
-        tokenizer = given or _bpe(args, pieces, destination)
+    if args.share:
+        return run_share(args, plan, units, functools.partial(_options, args))
+    with open_output(args, plan, _say) as destination:
+        sources = [source for unit in units for source in unit.inputs]
+        tokenizer = given or _bpe(args, sources, destination)
         tokenizer.save(destination.out / "tokenizer")
+        if args.slurm:
+            new_job(destination, len(units), tokenizer, _options(args, tokenizer.vocab_size))
+            destination.is_complete = False
+            print(write_script(args, len(units)))
+            return 0
         totals = _prepare(args, units, tokenizer, destination)
         size = _write_config(destination.out, args.output, machine)
     print(table(totals, tokenizer), end="\n\n")
     print(_next(args.output, size))
     return 0
-
-
-@contextmanager
-def _destination(args: argparse.Namespace, plan: Plan) -> Iterator[AtomicDirectory]:
-    """Open the output, on a local disk or in a bucket."""
-    function: Callable[..., AbstractContextManager[AtomicDirectory | None]] = atomic_directory
-    if urls.in_bucket(args.output):
-        from jaxforge.storage.bucket_directory import bucket_directory
-
-        function = bucket_directory
-    marker = f"train/{FILE_NAME}"
-    with function(args.output, plan, marker=marker, overwrite=args.overwrite, say=_say) as opened:
-        assert opened is not None
-        yield opened
 
 
 def _units(args: argparse.Namespace, inputs: Sequence[Input]) -> list[Unit]:
@@ -108,7 +106,8 @@ def _prepare(
     options = _options(args, tokenizer.vocab_size)
     files = sum(unit.files for unit in units)
     has_parts = "units" in (destination.journal or {})
-    if len(units) == 1 and not has_parts and not urls.in_bucket(args.output):
+    is_local = args.engine == "local" and not urls.in_bucket(args.output)
+    if len(units) == 1 and is_local and not has_parts:
         with progress_shown(files) as show:
             size = _text_size(units[0].inputs, args.max_bytes)
             corpus = ingest(
@@ -117,23 +116,14 @@ def _prepare(
                 options,
                 destination,
                 tokenizer_name=args.tokenizer,
-                workers=args.workers,
+                workers=args.workers or os.cpu_count() or 1,
                 isolate=True,
                 show=lambda corpus: show(_done(corpus, size)),
             )
         return Totals.of(corpus)
-    if not has_parts:
-        destination.commit({"units": len(units)})
-    job = Job(
-        destination.out,
-        destination.state,
-        options,
-        tokenizer.fingerprint,
-        is_single=len(units) == 1,
-    )
-    engine = functools.partial(local, workers=args.workers)
+    job = new_job(destination, len(units), tokenizer, options)
     with progress_shown(files) as show:
-        run_units(job, units, engine, vocab_size=tokenizer.vocab_size, show=show)
+        run_units(job, units, engine_of(args), vocab_size=tokenizer.vocab_size, show=show)
     return assemble(job, len(units), tokenizer, args.tokenizer)
 
 
