@@ -15,9 +15,10 @@ from jaxforge.exit_codes import AGREED, Exit
 from tests.machine import PATIENCE, wait_until
 
 RECIPES = Path(__file__).parents[1] / "examples" / "launch"
-SCRIPTS = sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")])
+# slurm_prepare.sbatch is what `jaxforge prepare --slurm` writes (test_slurm_array.py).
+SBATCH = sorted(set(RECIPES.glob("*.sbatch")) - {RECIPES / "slurm_prepare.sbatch"})
+SCRIPTS = sorted([*RECIPES.glob("*.sh"), *SBATCH])
 JOBSETS = sorted(RECIPES.glob("*.yaml"))
-SBATCH = sorted(RECIPES.glob("*.sbatch"))
 
 
 def fits_the_command_line(command):

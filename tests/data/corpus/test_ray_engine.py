@@ -86,7 +86,7 @@ def test_lost_worker_driver_and_node_leave_the_same_bytes(cluster, corpus, refer
     lost = finished(output)
     wait_until(lambda: finished(output) > lost)
     driver.kill()
-    driver.communicate()
+    first = driver.communicate()
     before = finished(output)
     assert before > 2
     assert not output.exists()
@@ -96,6 +96,7 @@ def test_lost_worker_driver_and_node_leave_the_same_bytes(cluster, corpus, refer
     shown = driver.communicate(timeout=PATIENCE)
     assert driver.returncode == 0, shown
     assert "resuming from" in shown[1]
+    assert re.search(r"unit \d+ \(.*\) is repeated: (WorkerCrashed|NodeDied)", first[1] + shown[1])
     assert snapshot(output) == reference
 
 
