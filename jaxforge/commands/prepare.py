@@ -111,6 +111,18 @@ _ARGUMENTS: dict[str, dict] = {
         "metavar": "NAME",
         "help": "key or column of the text in records (default: text)",
     },
+    "--source-field": {
+        "metavar": "NAME",
+        "help": "key or column of records that names their source in the statistics (default: the "
+        "directory of the file)",
+    },
+    "--map": {
+        "action": "append",
+        "default": [],
+        "metavar": "FILE.py:FUNCTION|MODULE:FUNCTION",
+        "help": "function applied to each record before tokenization, which returns the record, "
+        "changed or not, or None to drop it; repeatable, applied in order",
+    },
     "--conversations": {
         "action": "store_true",
         "help": "records are conversations (messages), or prompts with completions, for "

@@ -5,13 +5,12 @@ document  a text file, or a record of any other input
 record    unit of an input, counted from 1: line of a JSONL file, row of a table
 """
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.data.corpus.json_files import Json, JsonLines, PackedFile
@@ -21,12 +20,13 @@ from jaxforge.data.corpus.records import (
     Content,
     File,
     Input,
+    MappingContent,
     Record,
     TextField,
     to_record,
 )
 from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
-from jaxforge.data.corpus.text_files import check_text, encoding_of, in_words, is_named
+from jaxforge.data.corpus.text_files import check_text, in_words, is_named, utf8
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,9 +40,14 @@ class TextFile(File):
     """Text file that is one document."""
 
     @property
+    def is_text(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def text_size(self) -> int | None:
-        """Bytes of the file."""
-        return self.size
+        """Bytes of the file; None with maps, which may change them."""
+        return None if isinstance(self.content, MappingContent) else self.size
 
     def document(self, number: int) -> str:
         """Return the name of the file."""
@@ -52,13 +57,7 @@ class TextFile(File):
         """Yield the whole file if `start` is 0; UTF-16 and UTF-32 with a BOM become UTF-8."""
         if not start:
             with self.path.open("rb") as content:
-                encoding = encoding_of(content.read(4))
-                content.seek(0)
-                if encoding:
-                    text = content.read().decode(encoding, errors="replace")
-                    yield Record(1, io.BytesIO(text.encode()))
-                else:
-                    yield Record(1, content)
+                yield self.text_record(1, utf8(content))
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,10 @@ class HuggingFace(Input):
     def where(self) -> str:
         """The name."""
         return self.name
+
+    def with_content(self, content: Content) -> Self:
+        """Return the dataset with another selection of documents."""
+        return replace(self, content=content)
 
     def records(self, start: int) -> Iterator[Record]:
         """Yield the rows after the first `start`.

@@ -1,16 +1,23 @@
 """Summary that `prepare` prints of the shards it has written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.ingest import Corpus, Split
+from jaxforge.data.corpus.statistics import total
 from jaxforge.data.corpus.tokenizer import Tokenizer
 
 
-def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """Return a table of the results with a column for each split."""
+def table(corpus: Corpus, tokenizer: Tokenizer, rules: Sequence[str] = ()) -> str:
+    """Return a table of the results with a column for each split.
+
+    Args:
+        corpus: the results.
+        tokenizer: the tokenizer.
+        rules: names of the maps, in order.
+    """
     parts, train = corpus.splits.values(), corpus.splits["train"].writer
     cells: dict[str, Callable[[Split], str]] = {
         "documents": lambda part: f"{part.writer.documents:,}",
@@ -34,9 +41,17 @@ def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
             f"{tokenizer.vocab_size:,} ({train.dtype}), EOS {tokenizer.eos_id}{bos}",
         ),
     ]
+    statistics = [part.statistics.summary(rules) for part in parts]
+    rows += [
+        (
+            f"map {each.rule}",
+            f"{each.unchanged:,} unchanged, {each.changed:,} changed, {each.dropped:,} dropped",
+        )
+        for each in total(statistics)
+    ]
     if corpus.skipped:
         rows.append(("left out as bad", f"{corpus.skipped:,} records"))
-    lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
+    lines = (f"{row[0]:<16} " + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 

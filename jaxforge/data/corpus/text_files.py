@@ -1,12 +1,14 @@
 """Text files: names, encodings, and detection of binary files."""
 
 import codecs
+import io
 import itertools
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxforge.errors import UserError
 
@@ -31,6 +33,15 @@ _MAX_FILES = 10_000  # searched in a directory without shards
 def encoding_of(head: bytes) -> str:
     """Return the encoding that a byte-order mark announces if it is not UTF-8, else ""."""
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
+
+
+def utf8(file: BinaryIO) -> BinaryIO:
+    """Return the file, or its text in UTF-8 if a byte-order mark announces another encoding."""
+    encoding = encoding_of(file.read(4))
+    file.seek(0)
+    if not encoding:
+        return file
+    return io.BytesIO(file.read().decode(encoding, errors="replace").encode())
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:

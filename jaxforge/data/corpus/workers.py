@@ -1,4 +1,4 @@
-"""Pool of processes that encode text.
+"""Pool of processes that encode text, or answer other requests.
 
     this process                                              worker
     submit ─► thread ─► take an idle worker ─► send ──pipe──► recv, limit the time, encode
@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
-from typing import Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from jaxtyping import Int
@@ -30,14 +30,29 @@ Text = tuple[str, str, bool, bool]
 Tokens = dict[str, Int[np.ndarray, "_"]]
 """Tokens of a batch by split: each document with BOS, if any, and EOS; or conversation entries."""
 
-Encode = Callable[[Sequence[Text]], Tokens]
 
+class Encoded(NamedTuple):
+    """Tokens of a batch.
+
+    Attributes:
+        tokens: the tokens by split.
+        lengths: the number of tokens of each text, by split.
+    """
+
+    tokens: Tokens
+    lengths: dict[str, Int[np.ndarray, "texts"]]
+
+
+Encode = Callable[[Sequence[Text]], Encoded]
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
 _EXIT_SECONDS = 10.0  # in which a process whose pipe is closed must end
 _SECONDS_PER_CHARACTER = 20e-6  # of CPU time; tokenizers take less than 2e-6
 
 
-class Workers:
-    """Pool of encoding processes, each with its own pipe.
+class Workers(Generic[_Request, _Answer]):
+    """Pool of processes that answer requests, each with its own pipe.
 
     The processes of `concurrent.futures` share a pipe for results. It waits for ever if a process
     is killed while it writes there (seen with Python 3.11). Here each side sees the end of its pipe
@@ -45,8 +60,8 @@ class Workers:
 
     Args:
         n: number of processes.
-        function: called in each process with a connection and `args`; must be importable and call
-            `serve`.
+        function: called in each process with a connection and `args`; must be importable. It
+            receives requests and sends answers, or a UserError, as `serve` does.
         args: further arguments of `function`.
     """
 
@@ -72,15 +87,15 @@ class Workers:
             process.terminate()
         self._threads.shutdown(cancel_futures=True)
 
-    def submit(self, texts: Sequence[Text]) -> Future[Tokens]:
-        """Encode texts in a worker."""
-        return self._threads.submit(self._encode, texts)
+    def submit(self, request: _Request) -> Future[_Answer]:
+        """Send a request to a worker."""
+        return self._threads.submit(self._ask, request)
 
-    def _encode(self, texts: Sequence[Text]) -> Tokens:
+    def _ask(self, request: _Request) -> _Answer:
         connection, process = worker = self._idle.get()
         try:
-            connection.send(texts)
-            answer: Tokens | UserError = connection.recv()
+            connection.send(request)
+            answer: _Answer | UserError = connection.recv()
         except (EOFError, OSError) as error:  # OSError: the worker died within a message
             raise UserError(_reason(process)) from error
         finally:
@@ -114,7 +129,7 @@ def serve(connection: Connection, encode: Encode) -> None:
             connection.send(_answer(encode, connection.recv()))
 
 
-def _answer(encode: Encode, texts: Sequence[Text]) -> Tokens | UserError:
+def _answer(encode: Encode, texts: Sequence[Text]) -> Encoded | UserError:
     limit_time(sum(len(text) for _, text, *_ in texts), _SECONDS_PER_CHARACTER)
     try:
         return encode(texts)

@@ -27,6 +27,7 @@ from jaxforge.data.corpus.manifest import (
     Shard,
     extend_hashes,
 )
+from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
 
 CHUNK = 1 << 20  # tokens held before they are written
@@ -166,6 +167,7 @@ class ShardWriter:
         tokenizer: str,
         tokenizer_sha256: str,
         bos_ids: tuple[int, ...] = (),
+        statistics: CorpusStatistics | None = None,
     ) -> Manifest:
         """Complete the last shard and write the manifest.
 
@@ -174,6 +176,7 @@ class ShardWriter:
             tokenizer: the name that the user gave the tokenizer.
             tokenizer_sha256: fingerprint of the tokenizer.
             bos_ids: tokens that each document begins with.
+            statistics: statistics of the documents.
 
         Returns:
             The manifest.
@@ -198,6 +201,7 @@ class ShardWriter:
             shards=tuple(self._shards),
             lengths_crc32=lengths_crc32,
             bos_ids=bos_ids,
+            statistics=statistics,
         )
         with _named(self._directory):
             manifest.write(self._directory)

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import shlex
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from jaxforge.data.corpus.documents import (
 )
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
-from jaxforge.data.corpus.ingest import Options, check_split, ingest
+from jaxforge.data.corpus.ingest import EMPTY_JOURNAL, Options, check_split, ingest
 from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
+from jaxforge.data.corpus.local_units import run_units
 from jaxforge.data.corpus.manifest import FILE_NAME
+from jaxforge.data.corpus.maps import Map, Mapped, load_maps
+from jaxforge.data.corpus.passes import find_repeated_records, group_units, needs_passes
 from jaxforge.data.corpus.progress import progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.summary import table
@@ -58,17 +62,21 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
     if given and args.no_bos:
         given = given.without_bos()
-    content = Conversations(given) if args.conversations and given else TextField(args.text_field)
-    inputs = _inputs(args, content)
-    plan = _plan(args, inputs, given)
+    content = Conversations(given) if args.conversations and given else _text_field(args)
+    maps = load_maps(args.map)
+    mapped = Mapped(content, maps) if maps else None
+    inputs = _inputs(args, mapped or content)
+    plan = _plan(args, inputs, given, maps)
     marker = f"train/{FILE_NAME}"
     with atomic_directory(
         args.output, plan, marker=marker, overwrite=args.overwrite, say=_say
     ) as destination:
         assert destination is not None
+        if mapped and needs_passes(mapped):
+            inputs = _without_repeated_records(args, inputs, mapped, destination)
         tokenizer = given or _bpe(args, inputs, destination)
         tokenizer.save(destination.out / "tokenizer")
-        options = _options(args, tokenizer.vocab_size)
+        options = _options(args, tokenizer.vocab_size, maps)
         with progress_shown(_text_size(inputs, args.max_bytes)) as show:
             corpus = ingest(
                 inputs,
@@ -81,9 +89,34 @@ def run(args: argparse.Namespace) -> int:
                 show=show,
             )
         size = _write_config(destination.out, args.output, machine)
-    print(table(corpus, tokenizer), end="\n\n")
+    print(table(corpus, tokenizer, options.rules), end="\n\n")
     print(_next(args.output, size))
     return 0
+
+
+def _text_field(args: argparse.Namespace) -> TextField:
+    return TextField(args.text_field, args.source_field or "")
+
+
+def _without_repeated_records(
+    args: argparse.Namespace, inputs: Sequence[Input], mapped: Mapped, destination: AtomicDirectory
+) -> list[Input]:
+    """Run the passes of maps that drop repeated records; return the inputs without these."""
+    journal = destination.journal or EMPTY_JOURNAL
+    if not journal["splits"]:  # nothing in the output is durable yet
+        # Without a journal, a failure would remove the files of the passes.
+        destination.commit(EMPTY_JOURNAL)
+        shutil.rmtree(destination.out)
+        destination.out.mkdir()
+    units = find_repeated_records(
+        group_units(inputs),
+        mapped,
+        destination.out.parent / "maps",
+        functools.partial(run_units, workers=args.workers),
+        skip_bad=args.skip_bad,
+        show=_say,
+    )
+    return [source for unit in units for source in unit]
 
 
 def _say(text: str) -> None:
@@ -114,7 +147,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
 
 
 def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
-    if not _all_text(inputs):
+    if not all(source.is_text for source in inputs):
         raise UserError(
             "--shuffle-documents is for text files: records keep their order. Remove it; "
             "training shuffles anyway (data.shuffle)"
@@ -124,7 +157,7 @@ def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
 
 def _check_records(inputs: Iterable[Input]) -> None:
     for source in inputs:
-        if source.text_size is not None:
+        if source.is_text:
             raise UserError(
                 f"{source.where} is read as plain text, and holds no conversations: give JSONL, "
                 "JSON, CSV, Parquet or Arrow files"
@@ -144,21 +177,27 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
 
 
 _BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
-_PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
-            "validation_fraction", "validation_tokens", "max_bytes",
+_PLANNED = ("text_field", "source_field", "map", "tokenizer", "no_bos", "vocab_size", "format",
+            "dtype", "shard_tokens", "validation_fraction", "validation_tokens", "max_bytes",
             "max_record_bytes")  # fmt: skip
 
 
-def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
+def _plan(
+    args: argparse.Namespace,
+    inputs: Iterable[Input],
+    tokenizer: Tokenizer | None,
+    maps: Iterable[Map],
+) -> Plan:
     """Return the options and inputs on which the content of DIR depends."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
+    options |= {f"--map {each.spec}": f"source {each.fingerprint[:12]}" for each in maps}
     options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
     if args.conversations and tokenizer:
         options["the chat template's sha256"] = fingerprint(tokenizer)
     return {"options": options, "inputs": [source.identity for source in inputs]}
 
 
-def _options(args: argparse.Namespace, vocab_size: int) -> Options:
+def _options(args: argparse.Namespace, vocab_size: int, maps: Iterable[Map]) -> Options:
     return Options(
         dtype=ENTRY_DTYPE if args.conversations else token_dtype(args.dtype, vocab_size),
         file_format=args.format,
@@ -168,6 +207,7 @@ def _options(args: argparse.Namespace, vocab_size: int) -> Options:
         max_bytes=args.max_bytes,
         skip_bad=args.skip_bad,
         conversations=args.conversations,
+        rules=tuple(each.rule for each in maps),
     )
 
 
@@ -175,7 +215,7 @@ def _bpe(
     args: argparse.Namespace, inputs: Sequence[Input], destination: AtomicDirectory
 ) -> Tokenizer:
     """Return a BPE of the training documents, or the one that an interrupted run has trained."""
-    if destination.journal is not None:
+    if destination.journal is not None and destination.journal["splits"]:
         return load_tokenizer(destination.out / "tokenizer")
     read = functools.partial(
         text_parts,
