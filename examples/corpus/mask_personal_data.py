@@ -30,8 +30,8 @@ _PHONE = re.compile(
 def mask(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with personal data replaced."""
     text = _EMAIL.sub(EMAIL, record[TEXT])
-    text = _IPV4.sub(lambda found: _public(found[0], IPV4), text)
-    text = _IPV6.sub(lambda found: _public(found[0], IPV6), text)
+    text = _IPV4.sub(lambda match: _public(match[0], IPV4), text)
+    text = _IPV6.sub(lambda match: _public(match[0], IPV6), text)
     return {**record, TEXT: _PHONE.sub(PHONE, text)}
 
 

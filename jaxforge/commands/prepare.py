@@ -17,7 +17,9 @@ from pathlib import Path
 
 from jaxforge.cli.running import raise_interrupts, run_main
 from jaxforge.commands.command_line import CommandParser, positive_int
+from jaxforge.data.corpus.layouts import LAYOUTS
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
+from jaxforge.data.corpus.separated_text import parse_separator
 from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.tools.starting.machine import FORMS
@@ -74,7 +76,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("--conversations are held out as a whole: use --validation-fraction")
     if not args.input and not args.hf_dataset:
         line.error("INPUT or --hf-dataset is required")
+    if not args.input and (args.layout or args.separator):
+        line.error("--layout and --separator require INPUT")
     return args
+
+
+def _separator(text: str) -> bytes:
+    """Parse an option value that is a separator."""
+    try:
+        return parse_separator(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def _fraction(text: str) -> float:
@@ -96,8 +108,8 @@ _ARGUMENTS: dict[str, dict] = {
         "nargs": "*",
         "type": Path,
         "metavar": "INPUT",
-        "help": "files and directories: records in .jsonl, .ndjson, .json, .csv, .tsv (also with "
-        ".gz or .zst), .parquet, .arrow, .feather; other files are text",
+        "help": "files and directories: records in .jsonl, .ndjson, .json, .csv, .tsv, .tar (also "
+        "with .gz or .zst), .parquet, .arrow, .feather; other files are text",
     },
     "--hf-dataset": {
         "metavar": "NAME",
@@ -110,6 +122,16 @@ _ARGUMENTS: dict[str, dict] = {
         "default": "text",
         "metavar": "NAME",
         "help": "key or column of the text in records (default: text)",
+    },
+    "--separator": {
+        "type": _separator,
+        "metavar": "TEXT",
+        "help": r"text between the documents of a text file, such as '<|endoftext|>' or '\n\n' "
+        "(default: a text file is one document)",
+    },
+    "--layout": {
+        "choices": tuple(LAYOUTS),
+        "help": "layout of the corpus in INPUT, which sets --glob and --source-field",
     },
     "--source-field": {
         "metavar": "NAME",

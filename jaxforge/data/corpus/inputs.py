@@ -25,7 +25,9 @@ from jaxforge.data.corpus.records import (
     TextField,
     to_record,
 )
+from jaxforge.data.corpus.separated_text import SeparatedText
 from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
+from jaxforge.data.corpus.tar_files import Tar
 from jaxforge.data.corpus.text_files import check_text, in_words, is_named, utf8
 from jaxforge.errors import UserError
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 ROWS = 64  # of a dataset converted to Python objects at a time
+_WEB_ARCHIVES = (".warc", ".wet", ".wat")
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 
 
@@ -41,6 +44,11 @@ class TextFile(File):
 
     @property
     def is_text(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_document(self) -> bool:
         """True."""
         return True
 
@@ -109,6 +117,8 @@ _KINDS: dict[str, type[File]] = {
     ".parquet": Parquet,
     ".arrow": Arrow,
     ".feather": Arrow,
+    ".tar": Tar,
+    ".tgz": Tar,
 }
 """Type of a file by the suffix of its lower-case name; other files are text."""
 
@@ -119,6 +129,7 @@ def find_inputs(
     exclude: Sequence[str] = (),
     content: Content | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
+    separator: bytes = b"",
 ) -> list[File]:
     """Find the files to read, each once, sorted by name, without empty files.
 
@@ -129,6 +140,7 @@ def find_inputs(
         exclude: names of inputs to exclude ("*" matches "/" too).
         content: selects the text of a record; by default the field "text".
         max_record_bytes: see `File`.
+        separator: separator of the documents in text files; empty if a text file is one document.
 
     Raises:
         UserError: a path does not exist or cannot be read, a file is of a kind that cannot be
@@ -138,28 +150,38 @@ def find_inputs(
     for path, name in _walk(paths, globs):
         status = path.stat()
         if status.st_size and not any(fnmatch(name, pattern) for pattern in exclude):
-            file = _kind(path)(
-                path, name, status.st_size, status.st_mtime_ns, content or TextField(),
-                max_record_bytes,
-            )  # fmt: skip
+            kind = _kind(path)
+            facts = (path, name, status.st_size, status.st_mtime_ns, content or TextField(),
+                     max_record_bytes)  # fmt: skip
+            is_separated = separator and kind is TextFile
+            file = SeparatedText(*facts, separator) if is_separated else kind(*facts)
             files.setdefault(path.resolve(), file)
-    check_text((file.path, isinstance(file, TextFile)) for file in files.values())
+    check_text((file.path, file.is_text) for file in files.values())
     if not files:
         for path in paths:
             if path.is_file() and not path.stat().st_size:
                 raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
         where, exclusion = ", ".join(map(str, paths)), " and no --exclude" if exclude else ""
         raise UserError(f"no text in {where}: no file matches --glob {in_words(globs)}{exclusion}")
+    if separator and not any(file.is_text for file in files.values()):
+        raise UserError("--separator is for text files, and no INPUT is one: remove it")
     return sorted(files.values(), key=lambda file: file.name)
 
 
 def _kind(path: Path) -> type[File]:
     name = path.name.lower()
     suffix = Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
+    if suffix in _WEB_ARCHIVES:
+        raise UserError(
+            f"cannot read {path}: WARC files hold web pages and not their text. Extract the text "
+            "to JSON lines first, with datatrove or trafilatura, and prepare these; or exclude the "
+            "file with --exclude"
+        )
     kind = _KINDS.get(suffix, TextFile)
     is_read = name.endswith((".gz", ".zst")) and issubclass(kind, PackedFile)
-    if name.endswith(_PACKED) and not is_read:
-        known = ", ".join(f"{end}.gz" for end in _KINDS if issubclass(_KINDS[end], PackedFile))
+    if name.endswith(_PACKED) and not is_read and kind is not Tar:
+        known = ", ".join(f"{end}.gz" for end in _KINDS
+                          if issubclass(_KINDS[end], PackedFile) and end != ".tgz")  # fmt: skip
         raise UserError(
             f"cannot read {path}: of compressed files, only {known} are known, and the same with "
             ".zst; unpack it, or exclude it with --exclude"

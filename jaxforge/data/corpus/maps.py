@@ -34,6 +34,7 @@ from jaxforge.data.corpus.records import (
     MappingContent,
     Outcomes,
     TextField,
+    text_field,
 )
 from jaxforge.data.corpus.repeats import Repeats
 from jaxforge.errors import UserError
@@ -163,7 +164,7 @@ class Mapped(MappingContent):
     @property
     def text_field(self) -> str:
         """The content's field, "text" if it has none."""
-        return self.content.field if isinstance(self.content, TextField) else "text"
+        return text_field(self.content)
 
     def source(self, record: Mapping[str, Any]) -> str:
         """Return the name of the record's source."""

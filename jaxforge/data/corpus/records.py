@@ -205,6 +205,13 @@ def _text_field(name: str) -> str:
     return f"give --text-field {shlex.quote(name)}"
 
 
+def text_field(content: Content) -> str:
+    """Return the field of a record that plain text becomes."""
+    if isinstance(content, MappingContent):
+        return content.text_field
+    return content.field if isinstance(content, TextField) else "text"
+
+
 class Input(ABC):
     """A file or a dataset.
 
@@ -237,7 +244,12 @@ class Input(ABC):
 
     @property
     def is_text(self) -> bool:
-        """True for plain text without a structure."""
+        """True for plain text, of one or more documents."""
+        return False
+
+    @property
+    def is_document(self) -> bool:
+        """True for a file that is one document."""
         return False
 
     @property
@@ -307,7 +319,7 @@ class File(Input):
             return self.too_large(number)
         document = text.decode(errors="replace").removeprefix("\ufeff")
         record = self.record(number, {self.content.text_field: document})
-        return record._replace(is_utf8=_is_utf8(text))
+        return record._replace(is_utf8=is_utf8(text))
 
     def too_large(self, number: int) -> Record:
         """Return the bad record for a record beyond `max_record_bytes`."""
@@ -350,7 +362,8 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
     return Record(number, text, outcomes=outcomes, source=content.source(record))
 
 
-def _is_utf8(data: bytes) -> bool:
+def is_utf8(data: bytes) -> bool:
+    """Return whether bytes are UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError:

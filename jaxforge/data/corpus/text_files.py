@@ -15,8 +15,14 @@ from jaxforge.errors import UserError
 TEXTS = ("*.txt", "*.md", "*.py")
 _PACKABLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _TABLES = (".parquet", ".arrow", ".feather")
-RECORDS = (*(f"*{kind}{end}" for kind in _PACKABLE for end in ("", ".gz", ".zst")),
-           *(f"*{kind}" for kind in _TABLES))  # fmt: skip
+PACKINGS = ("", ".gz", ".zst")
+"""Suffixes of files of records, plain and compressed."""
+
+TARS = (*(f"*.tar{end}" for end in PACKINGS), "*.tgz")
+"""Names of tar archives."""
+
+RECORDS = (*(f"*{kind}{end}" for kind in _PACKABLE for end in PACKINGS),
+           *(f"*{kind}" for kind in _TABLES), *TARS)  # fmt: skip
 """Default names of files to read in directories, in upper or lower case."""
 
 _MARKS = {
@@ -54,7 +60,7 @@ def in_words(patterns: Sequence[str]) -> str:
     others = ",".join(pattern for pattern in patterns if pattern not in RECORDS)
     if not set(RECORDS).issubset(patterns):
         return ",".join(patterns)
-    kinds = ", ".join((*_PACKABLE, *_TABLES))
+    kinds = ", ".join((*_PACKABLE, *_TABLES, ".tar"))
     return f"{others}, or of records: {kinds}" if others else f"of records: {kinds}"
 
 

@@ -22,6 +22,7 @@ from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
 from jaxforge.data.corpus.ingest import EMPTY_JOURNAL, Options, check_split, ingest
 from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
+from jaxforge.data.corpus.layouts import LAYOUTS, Layout
 from jaxforge.data.corpus.local_units import run_units
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.maps import Map, Mapped, load_maps
@@ -95,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text_field(args: argparse.Namespace) -> TextField:
-    return TextField(args.text_field, args.source_field or "")
+    layout_field = LAYOUTS[args.layout].source_field if args.layout else ""
+    return TextField(args.text_field, args.source_field or layout_field)
 
 
 def _without_repeated_records(
@@ -128,8 +130,17 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     inputs: list[Input] = []
     if args.input:
         usual = RECORDS if args.conversations else (*TEXTS, *RECORDS)
-        globs = args.glob.split(",") if args.glob else usual
-        inputs += find_inputs(args.input, globs, args.exclude, content, args.max_record_bytes)
+        layout = LAYOUTS[args.layout] if args.layout else Layout(usual)
+        globs = args.glob.split(",") if args.glob else layout.globs
+        inputs += find_inputs(
+            args.input,
+            globs,
+            [*args.exclude, *layout.exclude],
+            content,
+            args.max_record_bytes,
+            args.separator or b"",
+        )
+        layout.check(source.name for source in inputs)
     if args.hf_dataset:
         dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
         name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
@@ -147,7 +158,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
 
 
 def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
-    if not all(source.is_text for source in inputs):
+    if not all(source.is_document for source in inputs):
         raise UserError(
             "--shuffle-documents is for text files: records keep their order. Remove it; "
             "training shuffles anyway (data.shuffle)"
@@ -177,9 +188,9 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
 
 
 _BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
-_PLANNED = ("text_field", "source_field", "map", "tokenizer", "no_bos", "vocab_size", "format",
-            "dtype", "shard_tokens", "validation_fraction", "validation_tokens", "max_bytes",
-            "max_record_bytes")  # fmt: skip
+_PLANNED = ("text_field", "source_field", "layout", "map", "tokenizer", "no_bos", "vocab_size",
+            "format", "dtype", "shard_tokens", "validation_fraction", "validation_tokens",
+            "max_bytes", "max_record_bytes")  # fmt: skip
 
 
 def _plan(
@@ -190,6 +201,7 @@ def _plan(
 ) -> Plan:
     """Return the options and inputs on which the content of DIR depends."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
+    options["--separator"] = args.separator and args.separator.decode(errors="replace")
     options |= {f"--map {each.spec}": f"source {each.fingerprint[:12]}" for each in maps}
     options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
     if args.conversations and tokenizer:

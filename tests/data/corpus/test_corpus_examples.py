@@ -53,8 +53,8 @@ def test_minhash_drops_near_repetitions_only(tmp_path):
     # A changed word changes 5 of 296 n-grams: similarity 291 / 301. The others share no n-gram.
     near = [[*words[:150], "changed", *words[151:]] for words in originals[:10]]
     texts = [" ".join(words) for words in (*originals, *near, *originals[:1])]
-    kept, counts = run([*texts, "... !"], tmp_path, "deduplicate_minhash", "similar_text")
-    assert kept == [*texts[:20], "... !"]
+    result, counts = run([*texts, "... !"], tmp_path, "deduplicate_minhash", "similar_text")
+    assert result == [*texts[:20], "... !"]
     assert counts == (21, 0, 11)
 
 
