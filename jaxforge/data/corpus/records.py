@@ -19,6 +19,7 @@ READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors of reading an input (no access, damaged data), in addition to UserError."""
 
 UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
+_LONGEST_SOURCE = 200  # characters
 _LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
 _CHATS = ("messages", "conversations", "conversation")
 _TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")
@@ -142,9 +143,9 @@ class TextField:
         return tuple(filter(None, (self.field, self.source_field)))
 
     def source(self, record: Mapping[str, Any]) -> str:
-        """Return the text in `source_field`, or ""."""
+        """Return the text in `source_field`, of bounded length, or ""."""
         value = record.get(self.source_field) if self.source_field else None
-        return value if isinstance(value, str) else ""
+        return value[:_LONGEST_SOURCE] if isinstance(value, str) else ""
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
         """Return the field.

@@ -152,7 +152,7 @@ class Statistics:
         named.sort(key=lambda item: (-item[1][1], item[0]))
         others = [counts for _, counts in named[LONGEST_LIST:]]
         others += [self.sources[_OTHERS]] if _OTHERS in self.sources else []
-        rows = [SourceCounts(name, *counts) for name, counts in named[:LONGEST_LIST]]
+        rows = [SourceCounts(_valid(name), *counts) for name, counts in named[:LONGEST_LIST]]
         if others:
             rows.append(SourceCounts(_OTHERS, *map(sum, zip(*others, strict=True))))
         counted = [*self.outcomes, *([[0, 0, 0]] * (len(rules) - len(self.outcomes)))]
@@ -173,6 +173,11 @@ class Statistics:
             "outcomes": self.outcomes,
             "open_tokens": self.open_tokens,
         }
+
+
+def _valid(name: str) -> str:
+    """Return a name that JSON in UTF-8 can hold: paths may have lone surrogates."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def total(statistics: Iterable[CorpusStatistics]) -> tuple[RuleCounts, ...]:

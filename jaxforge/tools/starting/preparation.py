@@ -41,6 +41,7 @@ from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan, atomic_directory
+from jaxforge.tools.starting import corpus_page
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
 from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
@@ -286,8 +287,9 @@ def _given_tokenizer(spec: str) -> Tokenizer:
 
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
-    """Write the config into `directory`, which is renamed to `output`; return the run's size."""
+    """Write page and config into `directory`, the future `output`; return the run's size."""
     prepared = PreparedData.read(directory, output)
+    corpus_page.write(prepared, directory)
     text, size = config_for_data(
         prepared, machine, Path("runs", prepared.directory.name).absolute()
     )
