@@ -18,7 +18,9 @@ from pathlib import Path
 from jaxforge.cli.running import raise_interrupts, run_main
 from jaxforge.commands.command_line import CommandParser, positive_int
 from jaxforge.data.corpus import remote_input
+from jaxforge.data.corpus.layouts import LAYOUTS
 from jaxforge.data.corpus.records import MAX_RECORD_BYTES
+from jaxforge.data.corpus.separated_text import parse_separator
 from jaxforge.data.corpus.text_files import TEXTS
 from jaxforge.data.corpus.tokenizer import BPE_VOCAB_SIZE
 from jaxforge.data.corpus.units import UNIT_BYTES
@@ -84,6 +86,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("--slurm and --share exclude each other")
     if not args.input and not args.hf_dataset:
         line.error("INPUT or --hf-dataset is required")
+    if not args.input and (args.layout or args.separator):
+        line.error("--layout and --separator require INPUT")
     return args
 
 
@@ -109,6 +113,14 @@ def _share(text: str) -> tuple[int, int]:
     return int(k), int(n)
 
 
+def _separator(text: str) -> bytes:
+    """Parse an option value that is a separator."""
+    try:
+        return parse_separator(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+
+
 def _fraction(text: str) -> float:
     """Parse an option value that is a fraction such as 0.05 or 5%."""
     try:
@@ -129,8 +141,8 @@ _ARGUMENTS: dict[str, dict] = {
         "type": _input,
         "metavar": "INPUT",
         "help": "files and directories, also gs://, s3:// and hf://datasets/: records in .jsonl, "
-        ".ndjson, .json, .csv, .tsv (also with .gz or .zst), .parquet, .arrow, .feather; other "
-        "files are text",
+        ".ndjson, .json, .csv, .tsv, .tar (also with .gz or .zst), .parquet, .arrow, .feather; "
+        "other files are text",
     },
     "--hf-dataset": {
         "metavar": "NAME",
@@ -143,6 +155,28 @@ _ARGUMENTS: dict[str, dict] = {
         "default": "text",
         "metavar": "NAME",
         "help": "key or column of the text in records (default: text)",
+    },
+    "--separator": {
+        "type": _separator,
+        "metavar": "TEXT",
+        "help": r"text between the documents of a text file, such as '<|endoftext|>' or '\n\n' "
+        "(default: a text file is one document)",
+    },
+    "--layout": {
+        "choices": tuple(LAYOUTS),
+        "help": "layout of the corpus in INPUT, which sets --glob and --source-field",
+    },
+    "--source-field": {
+        "metavar": "NAME",
+        "help": "key or column of records that names their source in the statistics (default: the "
+        "directory of the file)",
+    },
+    "--map": {
+        "action": "append",
+        "default": [],
+        "metavar": "FILE.py:FUNCTION|MODULE:FUNCTION",
+        "help": "function applied to each record before tokenization, which returns the record, "
+        "changed or not, or None to drop it; repeatable, applied in order",
     },
     "--conversations": {
         "action": "store_true",

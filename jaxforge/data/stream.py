@@ -41,8 +41,9 @@ from jaxtyping import Int
 from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.documents import ReadPosition, text_parts
+from jaxforge.data.corpus.encoding import encode
 from jaxforge.data.corpus.entries import FIRST, ID
-from jaxforge.data.corpus.ingest import batches, encode, texts_of
+from jaxforge.data.corpus.ingest import batches, texts_of
 from jaxforge.data.corpus.inputs import HuggingFace
 from jaxforge.data.corpus.records import Content
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
@@ -152,8 +153,11 @@ class StreamedTokens:
         Raises:
             UserError: a token is outside the vocabulary of the model.
         """
-        function = encode_conversations if self.conversations else encode
-        tokens = function(self.tokenizer, texts, "int32")["train"]
+        if self.conversations:
+            by_split = encode_conversations(self.tokenizer, texts, "int32")
+        else:
+            by_split = encode(self.tokenizer, texts, "int32").tokens
+        tokens = by_split["train"]
         self.check(tokens & ID)
         return tokens
 

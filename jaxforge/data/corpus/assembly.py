@@ -31,7 +31,12 @@ def assemble(job: Job, n_units: int, tokenizer: Tokenizer, tokenizer_name: str) 
     skipped = sum(part.skipped for part in every)
     check_documents({name: split.documents for name, split in splits.items()}, skipped, options)
     counts = all_counts(parts, (len(options.splits), tokenizer.vocab_size))
-    for name, split in splits.items():
+    totals = {}
+    for (name, split), row in zip(splits.items(), counts, strict=True):
+        statistics = split.statistics.summary(options.rules)
+        totals[name] = SplitTotals(
+            split.documents, split.tokens, split.size, split.broken, row, statistics
+        )
         lengths_crc32 = None
         if options.conversations:
             lengths_crc32 = _join_lengths(parts, n_units, name, job.out / name)
@@ -46,11 +51,8 @@ def assemble(job: Job, n_units: int, tokenizer: Tokenizer, tokenizer_name: str) 
             tokenizer_sha256=tokenizer.fingerprint,
             lengths_crc32=lengths_crc32,
             bos_ids=tokenizer.prefix,
+            statistics=statistics,
         ).write(job.out / name)
-    totals = {
-        name: SplitTotals(split.documents, split.tokens, split.size, split.broken, row)
-        for (name, split), row in zip(splits.items(), counts, strict=True)
-    }
     return Totals(totals, skipped, options.dtype, options.conversations)
 
 

@@ -61,6 +61,10 @@ class Conversations:
             raise UserError(f"{where}: expected columns {_FORMS_IN_WORDS}; it has {_list(there)}")
         return [name for name in there if name in (*form, *_EXTRAS)]
 
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return "": statistics are by file."""
+        return ""
+
     def document(self, record: Mapping[str, Any]) -> str:
         """Return JSON with `text`, `learned` (spans) and `eos` (True if a learned EOS follows).
 

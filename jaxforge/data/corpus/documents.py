@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import BinaryIO, NamedTuple, TypeVar
 
-from jaxforge.data.corpus.records import READ_ERRORS, Input, Record
+from jaxforge.data.corpus.records import READ_ERRORS, Input, Outcomes, Record
 from jaxforge.errors import StorageError, UserError
 
 PART_BYTES = 1 << 20
@@ -48,7 +48,9 @@ class TextPart:
         first: True if the document begins here.
         last: True if the document ends here.
         end: position of the next part.
-        skipped: True for a skipped bad record, which has no text.
+        skipped: True for a bad record and for one that maps dropped or left empty: it has no text.
+        source: name of the source in statistics.
+        outcomes: outcomes of maps for a record that ends here.
     """
 
     document: str
@@ -60,6 +62,13 @@ class TextPart:
     last: bool
     end: ReadPosition
     skipped: bool = False
+    source: str = ""
+    outcomes: Outcomes = ()
+
+    @property
+    def is_bad(self) -> bool:
+        """True for a skipped bad record."""
+        return self.skipped and not self.outcomes
 
 
 def split_of(document: str, validation_fraction: float) -> str:
@@ -129,6 +138,9 @@ def text_parts(
                 if record.problem:
                     yield _skipped(i, source, record, skip_bad)
                     continue
+                if record.outcomes and not _size(record.content):
+                    yield _without_text(i, source, record, validation_fraction)
+                    continue
                 if inside:
                     size = min(_size(record.content), max_bytes or sys.maxsize)
                     end = _line_before(record.content, int(size * (1 - validation_fraction)))
@@ -157,6 +169,15 @@ def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> TextPart:
     )
 
 
+def _without_text(i: int, source: Input, record: Record, validation_fraction: float) -> TextPart:
+    """Return the part of a record that maps dropped or left empty, with their outcomes."""
+    name, end = source.document(record.number), ReadPosition(i, record.number)
+    split = split_of(name, validation_fraction)
+    return TextPart(
+        name, split, "", 0, True, False, False, end, skipped=True, outcomes=record.outcomes
+    )
+
+
 class Part(NamedTuple):
     """Range of bytes in the text of a record.
 
@@ -174,7 +195,7 @@ class Part(NamedTuple):
 def _of_record(
     i: int, source: Input, record: Record, offset: int, limit: int, parts: Sequence[Part]
 ) -> Iterator[TextPart]:
-    document = source.document(record.number)
+    document, origin = source.document(record.number), record.source or source.source
     for part in parts:
         if part.end is not None and part.end <= offset:
             continue
@@ -196,7 +217,10 @@ def _of_record(
                 text, valid = data.decode(errors="replace"), False
             if offset == len(data):
                 text = text.removeprefix("\ufeff")  # a byte-order mark
-            yield TextPart(document, part.split, text, len(data), valid, is_first, last, end)
+            yield TextPart(
+                document, part.split, text, len(data), valid and record.is_utf8, is_first, last,
+                end, source=origin, outcomes=record.outcomes if is_done else (),
+            )  # fmt: skip
 
 
 def _size(file: BinaryIO) -> int:

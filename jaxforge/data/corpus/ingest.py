@@ -25,9 +25,11 @@ from jaxtyping import Int
 
 from jaxforge.data.corpus.conversations import encode_conversations
 from jaxforge.data.corpus.documents import ReadPosition, TextPart, text_parts
+from jaxforge.data.corpus.encoding import conversation_lengths, encode, split_tokens
 from jaxforge.data.corpus.records import Input
-from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, with_prefix
-from jaxforge.data.corpus.workers import Text, Tokens, Workers, serve
+from jaxforge.data.corpus.statistics import Statistics
+from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.corpus.workers import Encoded, Text, Workers, serve
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage.atomic_directory import AtomicDirectory
@@ -35,6 +37,9 @@ from jaxforge.storage.atomic_directory import AtomicDirectory
 BATCH_BYTES = 4 << 20  # of text per call of a tokenizer
 BATCH_PARTS = 4096
 COMMIT_SECONDS = 5.0  # of work that a killed run may lose
+
+EMPTY_JOURNAL: dict[str, Any] = {"splits": {}, "place": ReadPosition(), "skipped": 0}
+"""Journal before the first tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Options:
         max_bytes: bytes of text after which to stop.
         skip_bad: skip records without text.
         conversations: documents are conversations (`Conversations.document`).
+        rules: names of the maps, in order.
     """
 
     dtype: str
@@ -60,6 +66,7 @@ class Options:
     max_bytes: int | None = None
     skip_bad: bool = False
     conversations: bool = False
+    rules: tuple[str, ...] = ()
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -86,15 +93,30 @@ class Split:
         size: bytes of text.
         broken: number of documents that were not UTF-8.
         last_broken: name of the last such document.
+        statistics: statistics of the documents.
     """
 
     writer: ShardWriter
     size: int = 0
     broken: int = 0
     last_broken: str = ""
+    statistics: Statistics = field(default_factory=Statistics)
 
-    def add(self, chunks: Sequence[TextPart], tokens: Int[np.ndarray, "_"]) -> None:
-        """Append parts of documents and their tokens."""
+    def add(
+        self,
+        chunks: Sequence[TextPart],
+        tokens: Int[np.ndarray, "_"],
+        lengths: Int[np.ndarray, "chunks"] | None = None,
+    ) -> None:
+        """Append parts of documents and their tokens.
+
+        Args:
+            chunks: the parts.
+            tokens: tokens of all parts.
+            lengths: number of tokens of each part; None if they are counted already.
+        """
+        if lengths is not None:
+            self.statistics.add(chunks, lengths)
         self.writer.add(tokens, sum(chunk.last for chunk in chunks))
         self.size += sum(chunk.size for chunk in chunks)
         for chunk in chunks:
@@ -104,7 +126,8 @@ class Split:
     def journal(self) -> dict[str, Any]:
         """Flush all tokens to the disk and return the progress as JSON."""
         counts = {"size": self.size, "broken": self.broken, "last_broken": self.last_broken}
-        return {"writer": self.writer.sync(), **counts}
+        statistics = self.statistics.as_json()
+        return {"writer": self.writer.sync(), **counts, "statistics": statistics}
 
 
 @dataclass
@@ -143,12 +166,14 @@ class Corpus:
         """Tokens in all splits."""
         return sum(split.writer.tokens for split in self.splits.values())
 
-    def add(self, batch: Batch, tokens: Tokens) -> None:
+    def add(self, batch: Batch, encoded: Encoded) -> None:
         """Append a batch and its tokens by split."""
-        for name, arrived in tokens.items():
+        for name, arrived in encoded.tokens.items():
             chunks = [p for p in batch if p.split == name and not p.skipped]
-            self.splits[name].add(chunks, arrived)
-        self.skipped += sum(chunk.skipped for chunk in batch)
+            self.splits[name].add(chunks, arrived, encoded.lengths.get(name))
+        for name, split in self.splits.items():
+            split.statistics.add_outcomes(p for p in batch if p.outcomes and p.split == name)
+        self.skipped += sum(chunk.is_bad for chunk in batch)
         self.position = batch[-1].end
 
     def journal(self) -> dict[str, Any]:
@@ -250,10 +275,10 @@ def fill(
         encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
         # One thread reads, writes and commits, so a journal entry is consistent: the position in
         # the inputs is exactly that of the tokens that `sync` has flushed.
-        for batch, tokens in stack.enter_context(closing(encoded)):
+        for batch, arrived in stack.enter_context(closing(encoded)):
             if options.validation_tokens:
-                tokens = _hold_out(corpus, batch, tokens, options, tokenizer)
-            corpus.add(batch, tokens)
+                arrived = _hold_out(corpus, batch, arrived, options, tokenizer)
+            corpus.add(batch, arrived)
             show(corpus)
             if time.monotonic() - committed >= COMMIT_SECONDS:
                 commit(corpus.journal())
@@ -281,7 +306,7 @@ def open_corpus(
     Raises:
         UserError: bad records were skipped before, and are errors now.
     """
-    journal = journal or {"splits": {}, "place": ReadPosition(), "skipped": 0}
+    journal = journal or EMPTY_JOURNAL
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
             f"the interrupted run skipped {journal['skipped']} bad records; pass "
@@ -289,7 +314,7 @@ def open_corpus(
         )
     splits = {}
     for name in options.splits:
-        state = journal["splits"].get(name, {"writer": None})
+        state = journal["splits"].get(name, {"writer": None, "statistics": {}})
         writer = ShardWriter(
             out / name,
             vocab_size=tokenizer.vocab_size,
@@ -301,7 +326,8 @@ def open_corpus(
             unit=unit,
             lengths=lengths and lengths(name),
         )
-        splits[name] = Split(**{**state, "writer": writer})
+        statistics = Statistics(**state["statistics"])
+        splits[name] = Split(**{**state, "writer": writer, "statistics": statistics})
     return Corpus(splits, ReadPosition(*journal["place"]), journal["skipped"])
 
 
@@ -314,6 +340,7 @@ def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -
             bos_ids=tokenizer.prefix,
             tokenizer=name,
             tokenizer_sha256=tokenizer.fingerprint,
+            statistics=split.statistics.summary(options.rules),
         )
 
 
@@ -374,7 +401,7 @@ def _encoded(
     workers: int,
     *,
     isolate: bool,
-) -> Generator[tuple[Batch, Tokens]]:
+) -> Generator[tuple[Batch, Encoded]]:
     """Yield batches with their tokens, in order."""
     first = list(islice(batches, 2))  # starting processes for a single batch does not pay
     if not isolate and (workers == 1 or len(first) < 2):
@@ -382,11 +409,11 @@ def _encoded(
             yield batch, _encode(tokenizer, texts_of(batch), options)
         return
     n = workers if len(first) > 1 else 1
-    with Workers[list[Text], Tokens](n, encode_batches, directory, options, n, isolate) as pool:
+    with Workers[list[Text], Encoded](n, encode_batches, directory, options, n, isolate) as pool:
         # First in, first out: results leave in the order of submission, whichever worker is done
         # first. At most 2 * workers + 1 batches wait, so memory is bounded, and each worker has a
         # next batch while this thread writes.
-        waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
+        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
         for batch in chain(first, batches):
             waiting.append((batch, pool.submit(texts_of(batch))))
             if len(waiting) > 2 * workers:
@@ -408,47 +435,66 @@ def encode_batches(
     serve(connection, lambda texts: _encode(tokenizer, texts, options))
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[Text], options: Options) -> Tokens:
-    function = encode_conversations if options.conversations else encode
-    return function(tokenizer, texts, options.dtype)
-
-
-def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Tokens:
-    """Return the tokens of texts by split.
-
-    Args:
-        tokenizer: a tokenizer with an EOS.
-        texts: the texts of a batch.
-        dtype: NumPy name of the type to return.
-    """
-    parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
-    end = np.asarray([tokenizer.eos_id], dtype)
-    encoded = tokenizer.encode_batch([text for _, text, *_ in texts])
-    for (split, _, first, last), ids in zip(texts, encoded, strict=True):
-        begun = with_prefix(tokenizer, ids) if first else ids
-        parts.setdefault(split, []).append(np.asarray(begun, dtype))
-        if last:
-            parts[split].append(end)
-    return {split: np.concatenate(arrays) for split, arrays in parts.items()}
+def _encode(tokenizer: Tokenizer, texts: Sequence[Text], options: Options) -> Encoded:
+    if options.conversations:
+        return conversation_lengths(encode_conversations(tokenizer, texts, options.dtype))
+    return encode(tokenizer, texts, options.dtype)
 
 
 def _hold_out(
-    corpus: Corpus, batch: Batch, tokens: Tokens, options: Options, tokenizer: Tokenizer
-) -> Tokens:
+    corpus: Corpus, batch: Batch, encoded: Encoded, options: Options, tokenizer: Tokenizer
+) -> Encoded:
     """Add the first tokens to "validation" until it is complete; return the tokens to train on."""
     train, held_out = corpus.splits["train"], corpus.splits["validation"]
     missing = options.validation_tokens - held_out.writer.tokens
-    if missing <= 0 or "train" not in tokens:
-        return tokens
-    arrived, eos = tokens["train"], tokenizer.eos_id
+    if missing <= 0 or "train" not in encoded.tokens:
+        return encoded
+    arrived, eos = encoded.tokens["train"], tokenizer.eos_id
+    lengths, other_lengths = split_tokens(arrived, encoded.lengths["train"], missing)
     first, others = arrived[:missing], arrived[missing:]
     documents = int(np.count_nonzero(first == eos))
-    size = sum(chunk.size for chunk in batch) * len(first) // len(arrived)
     is_cut = len(first) == missing and int(first[-1]) != eos  # the document counts in both splits
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
         others = np.append(np.asarray(tokenizer.prefix, others.dtype), others)
+    chunks = [chunk for chunk in batch if not chunk.skipped]
+    size = _count_held_out(corpus, chunks, lengths, other_lengths, (is_cut, len(tokenizer.prefix)))
     held_out.writer.add(first, documents + is_cut)
     held_out.size, train.size = held_out.size + size, train.size - size
     train.writer.documents -= documents
-    return {"train": others}
+    return Encoded({"train": others}, {})
+
+
+def _count_held_out(
+    corpus: Corpus,
+    chunks: Sequence[TextPart],
+    lengths: Int[np.ndarray, "chunks"],
+    other_lengths: Int[np.ndarray, "chunks"],
+    cut: tuple[bool, int],
+) -> int:
+    """Count parts of documents in the statistics of both splits; return the bytes held out.
+
+    Args:
+        corpus: the progress.
+        chunks: the parts of a batch.
+        lengths: tokens of each part that are held out.
+        other_lengths: tokens of each part to train on.
+        cut: True if a document is cut, which adds an EOS here and a prefix there; length of that.
+    """
+    is_cut, prefix = cut
+    train, held_out = (corpus.splits[name].statistics for name in ("train", "validation"))
+    last = int(np.flatnonzero(lengths)[-1]) if lengths.any() else -1
+    size = 0
+    for i, (chunk, first, other) in enumerate(
+        zip(chunks, lengths.tolist(), other_lengths.tolist(), strict=True)
+    ):
+        held = chunk.size * first // (first + other) if first else 0
+        ends_here = is_cut and i == last
+        if first:
+            size += held
+            is_end = ends_here or (chunk.last and not other)
+            held_out.add_text(chunk.source, first + ends_here, held, is_end=is_end)
+        if other or ends_here:
+            tokens = other + prefix * ends_here
+            train.add_text(chunk.source, tokens, chunk.size - held, is_end=chunk.last)
+    return size

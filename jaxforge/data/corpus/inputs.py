@@ -5,14 +5,13 @@ document  a text file, or a record of any other input
 record    unit of an input, counted from 1: line of a JSONL file, row of a table
 """
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from jaxforge.cli.suggestions import path_hint
 from jaxforge.data.corpus.json_files import Json, JsonLines, PackedFile
@@ -22,27 +21,24 @@ from jaxforge.data.corpus.records import (
     Content,
     File,
     Input,
+    MappingContent,
     Record,
     Span,
     TextField,
     to_record,
 )
 from jaxforge.data.corpus.remote_input import Location, RemotePath, list_files, open_input
+from jaxforge.data.corpus.separated_text import SeparatedText
 from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
-from jaxforge.data.corpus.text_files import (
-    HEAD,
-    check_heads,
-    check_text,
-    encoding_of,
-    in_words,
-    is_named,
-)
+from jaxforge.data.corpus.tar_files import Tar
+from jaxforge.data.corpus.text_files import HEAD, check_heads, check_text, in_words, is_named, utf8
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 ROWS = 64  # of a dataset converted to Python objects at a time
+_WEB_ARCHIVES = (".warc", ".wet", ".wat")
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 
 
@@ -50,9 +46,19 @@ class TextFile(File):
     """Text file that is one document."""
 
     @property
+    def is_text(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_document(self) -> bool:
+        """True."""
+        return True
+
+    @property
     def text_size(self) -> int | None:
-        """Bytes of the file."""
-        return self.size
+        """Bytes of the file; None with maps, which may change them."""
+        return None if isinstance(self.content, MappingContent) else self.size
 
     def document(self, number: int) -> str:
         """Return the name of the file."""
@@ -62,16 +68,10 @@ class TextFile(File):
         """Yield the whole file if `start` is 0; UTF-16 and UTF-32 with a BOM become UTF-8."""
         if not start:
             with open_input(self.path) as content:
-                head = content.read(HEAD)
                 if isinstance(self.path, RemotePath):  # others were checked before
-                    check_heads([(self.path, True, head)])
-                encoding = encoding_of(head)
-                content.seek(0)
-                if encoding:
-                    text = content.read().decode(encoding, errors="replace")
-                    yield Record(1, io.BytesIO(text.encode()))
-                else:
-                    yield Record(1, content)
+                    check_heads([(self.path, True, content.read(HEAD))])
+                    content.seek(0)
+                yield self.text_record(1, utf8(content))
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,10 @@ class HuggingFace(Input):
         borders = [len(self.dataset) * i // n for i in range(n + 1)]
         return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
 
+    def with_content(self, content: Content) -> Self:
+        """Return the dataset with another selection of documents."""
+        return replace(self, content=content)
+
     def records(self, start: int) -> Iterator[Record]:
         """Yield the rows after the first `start`.
 
@@ -146,6 +150,8 @@ _KINDS: dict[str, type[File]] = {
     ".parquet": Parquet,
     ".arrow": Arrow,
     ".feather": Arrow,
+    ".tar": Tar,
+    ".tgz": Tar,
 }
 """Type of a file by the suffix of its lower-case name; other files are text."""
 
@@ -156,6 +162,7 @@ def find_inputs(
     exclude: Sequence[str] = (),
     content: Content | None = None,
     max_record_bytes: int = MAX_RECORD_BYTES,
+    separator: bytes = b"",
 ) -> list[File]:
     """Find the files to read, each once, sorted by name, without empty files.
 
@@ -166,6 +173,7 @@ def find_inputs(
         exclude: names of inputs to exclude ("*" matches "/" too).
         content: selects the text of a record; by default the field "text".
         max_record_bytes: see `File`.
+        separator: separator of the documents in text files; empty if a text file is one document.
 
     Raises:
         UserError: a path does not exist or cannot be read, a file is of a kind that cannot be
@@ -175,30 +183,37 @@ def find_inputs(
     for location, name, size, modified in _walk(paths, globs):
         if size and not any(fnmatch(name, pattern) for pattern in exclude):
             kind = _kind(location)
-            file = kind(location, name, size, modified, content or TextField(), max_record_bytes)
+            facts = (location, name, size, modified, content or TextField(), max_record_bytes)
+            is_separated = separator and kind is TextFile
+            file = SeparatedText(*facts, separator=separator) if is_separated else kind(*facts)
             files.setdefault(location.resolve(), file)
     # Others are checked when they are read: a request for each of them would take hours.
-    check_text(
-        (file.path, isinstance(file, TextFile))
-        for file in files.values()
-        if isinstance(file.path, Path)
-    )
+    check_text((file.path, file.is_text) for file in files.values() if isinstance(file.path, Path))
     if not files:
         for path in paths:
             if isinstance(path, Path) and path.is_file() and not path.stat().st_size:
                 raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
         where, exclusion = ", ".join(map(str, paths)), " and no --exclude" if exclude else ""
         raise UserError(f"no text in {where}: no file matches --glob {in_words(globs)}{exclusion}")
+    if separator and not any(file.is_text for file in files.values()):
+        raise UserError("--separator is for text files, and no INPUT is one: remove it")
     return sorted(files.values(), key=lambda file: file.name)
 
 
 def _kind(path: Location) -> type[File]:
     name = path.name.lower()
     suffix = Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
+    if suffix in _WEB_ARCHIVES:
+        raise UserError(
+            f"cannot read {path}: WARC files hold web pages and not their text. Extract the text "
+            "to JSON lines first, with datatrove or trafilatura, and prepare these; or exclude the "
+            "file with --exclude"
+        )
     kind = _KINDS.get(suffix, TextFile)
     is_read = name.endswith((".gz", ".zst")) and issubclass(kind, PackedFile)
-    if name.endswith(_PACKED) and not is_read:
-        known = ", ".join(f"{end}.gz" for end in _KINDS if issubclass(_KINDS[end], PackedFile))
+    if name.endswith(_PACKED) and not is_read and kind is not Tar:
+        known = ", ".join(f"{end}.gz" for end in _KINDS
+                          if issubclass(_KINDS[end], PackedFile) and end != ".tgz")  # fmt: skip
         raise UserError(
             f"cannot read {path}: of compressed files, only {known} are known, and the same with "
             ".zst; unpack it, or exclude it with --exclude"

@@ -17,10 +17,12 @@ from jaxforge.data.corpus.records import File, Record, bad_record
 from jaxforge.data.corpus.remote_input import open_input
 from jaxforge.errors import UserError
 
+GZIPPED = (".gz", ".tgz")
 CHUNK = 1 << 16
 _SKIPPED = 1 << 20  # bytes per read of data that are only counted
 _QUICKLY_UNPACKED = 1 << 20  # size below which a file is unpacked once before it is parsed
-_BYTES_PER_VALUE = 16  # of a record, at least: parsed values take up to 70 bytes
+BYTES_PER_VALUE = 16
+"""Smallest bytes of JSON per value of a valid record: parsed values take up to 70 bytes."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -43,7 +45,7 @@ class PackedFile(File):
     @property
     def is_packed(self) -> bool:
         """Return whether the file is compressed."""
-        return self.path.suffix.lower() in (".gz", ".zst")
+        return self.path.suffix.lower() in (*GZIPPED, ".zst")
 
     def open(self) -> BinaryIO:
         """Open the file for reading, decompressed.
@@ -61,7 +63,7 @@ class PackedFile(File):
 
     def _open(self) -> BinaryIO:
         suffix = self.path.suffix.lower()
-        if suffix == ".gz":
+        if suffix in GZIPPED:
             return cast(BinaryIO, _Unzipped(open_input(self.path)))
         if suffix == ".zst":
             # Not zstandard, whose reader does not detect a truncated file.
@@ -91,7 +93,7 @@ class JsonLines(PackedFile):
             for number, line in enumerate(self._lines(file), 1):
                 if number <= start:
                     continue
-                largest = self.max_record_bytes // _BYTES_PER_VALUE
+                largest = self.max_record_bytes // BYTES_PER_VALUE
                 if line is None or line.count(b",") > largest:
                     yield self.too_large(number)
                 elif line.strip():
@@ -226,7 +228,7 @@ class _Values:
         while True:
             left = len(self._text) - self._at
             if left > limit or (
-                left > 2 * CHUNK and self._text.count(",", self._at) > limit // _BYTES_PER_VALUE
+                left > 2 * CHUNK and self._text.count(",", self._at) > limit // BYTES_PER_VALUE
             ):
                 raise ValueError(f"larger than {limit:,} characters: see --max-record-bytes")
             try:

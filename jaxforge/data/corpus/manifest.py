@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import UInt32
 from pydantic import FailFast, TypeAdapter, ValidationError
 
+from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
 
 FILE_NAME = "manifest.json"
@@ -93,6 +94,7 @@ class Manifest:
         lengths_crc32: CRC-32 of `LENGTHS`; None without the file, and in older versions.
         bos_ids: tokens that each document begins with; for conversations, only those without a
             chat template.
+        statistics: lengths and sources of the documents; None in older versions.
     """
 
     version: int
@@ -107,6 +109,7 @@ class Manifest:
     shards: Annotated[tuple[Shard, ...], FailFast()]
     lengths_crc32: int | None = None
     bos_ids: tuple[int, ...] = ()
+    statistics: CorpusStatistics | None = None
 
     @classmethod
     def of_shards(cls, shards: Iterable[Shard], **fields: Any) -> "Manifest":  # noqa: ANN401

@@ -27,6 +27,7 @@ from jaxtyping import Int
 from pydantic import TypeAdapter
 
 from jaxforge.data.corpus.manifest import Shard
+from jaxforge.data.corpus.statistics import Statistics, merged
 from jaxforge.errors import UserError
 from jaxforge.storage import locks, urls
 from jaxforge.storage.atomic_directory import read_json, write_bytes, write_json
@@ -46,6 +47,7 @@ class SplitPart:
         size: bytes of text.
         broken: number of documents that were not UTF-8.
         shards: the shards, in order.
+        statistics: statistics of the documents.
     """
 
     documents: int
@@ -53,6 +55,7 @@ class SplitPart:
     size: int
     broken: int
     shards: tuple[Shard, ...]
+    statistics: Statistics
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,7 @@ def sums(parts: Iterable[Part]) -> Mapping[str, SplitPart]:
             size=sum(split.size for split in every),
             broken=sum(split.broken for split in every),
             shards=tuple(shard for split in every for shard in split.shards),
+            statistics=merged(split.statistics for split in every),
         )
         for name, every in splits.items()
     }

@@ -10,10 +10,11 @@ of the units that are finished.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.parts import Part
@@ -22,6 +23,8 @@ from jaxforge.data.corpus.units import Unit
 from jaxforge.errors import StorageError, UserError
 
 log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 _ATTEMPTS = 10
 """Number of times that a unit may be lost. More than one may be lost by no fault of its own."""
@@ -70,6 +73,50 @@ def on_ray(
         finally:
             for reference in running:
                 ray.cancel(reference, force=True)
+
+
+def map_on_ray(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], *, address: str
+) -> Iterator[_Result]:
+    """Yield `function(item)` of each item, in order; a `RunUnits` with `address` bound.
+
+    Args:
+        function: a function that may be repeated.
+        items: its arguments.
+        address: see `on_ray`.
+
+    Raises:
+        UserError: as `on_ray`.
+    """
+    ray = library("ray", "--engine ray", extra="ray")
+    with _connected(ray, address):
+        task = ray.remote(num_cpus=1, max_retries=_ATTEMPTS)(_call)
+        shared = ray.put(function)
+        limit = _BACKLOG * int(ray.cluster_resources().get("CPU", 1))
+        running: deque[Any] = deque()
+        remaining = iter(items)
+        while True:
+            items_to_start = islice(remaining, limit - len(running))
+            running.extend(task.remote(shared, item) for item in items_to_start)
+            if not running:
+                return
+            try:
+                result = ray.get(running.popleft())
+            except ray.exceptions.RayTaskError:  # a bug: its traceback is the message
+                raise
+            except ray.exceptions.RayError as error:
+                raise UserError(f"a process was lost {_ATTEMPTS} times ({_gist(error)})") from error
+            if isinstance(result, UserError | StorageError):
+                raise result
+            yield result
+
+
+def _call(function: Callable[[_Item], _Result], item: _Item) -> _Result | UserError | StorageError:
+    """Return the result, or the error: Ray would wrap one that is raised."""
+    try:
+        return function(item)
+    except (UserError, StorageError) as error:
+        return error
 
 
 def run_task(job: Job, unit: Unit) -> Part | UserError | StorageError:

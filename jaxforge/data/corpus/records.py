@@ -20,25 +20,44 @@ READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors of reading an input (no access, damaged data), in addition to UserError."""
 
 UNSUSPICIOUS_BYTES = 32 << 20  # unpacked size that is never checked
+_LONGEST_SOURCE = 200  # characters
 _LARGEST_RATIO = 250  # of compression; repetitive logs reach 100
 _CHATS = ("messages", "conversations", "conversation")
 _TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")
 
 
+UNCHANGED, CHANGED, DROPPED = range(3)
+"""Outcomes of a map for a record."""
+
+Outcomes = tuple[int, ...]
+"""Outcome of each map for a record, up to the map that dropped it."""
+
+
 class Record(NamedTuple):
-    """Record of an input: a document or a problem.
+    """Record of an input: a document, a problem, or a record that a map dropped.
 
     Attributes:
         number: number of the record in its input, from 1.
         content: UTF-8 text, to be read once.
         problem: reason why there is no text, or "".
         advice: advice on `problem`, or "" for the default.
+        outcomes: outcomes of maps; empty without maps, and for a problem.
+        source: name of the record's source in statistics; "" for that of the input.
+        is_utf8: False if the text was not UTF-8 before it was decoded for maps.
     """
 
     number: int
     content: BinaryIO
     problem: str = ""
     advice: str = ""
+    outcomes: Outcomes = ()
+    source: str = ""
+    is_utf8: bool = True
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if a map dropped the record."""
+        return self.outcomes[-1:] == (DROPPED,)
 
 
 class Content(Protocol):
@@ -60,6 +79,52 @@ class Content(Protocol):
         """Return the document; raise ValueError if the record has none."""
         ...
 
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return the name of the record's source in statistics, or ""."""
+        ...
+
+
+class MappingContent(ABC):
+    """Content that maps records before it selects their documents (a `Content`)."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> tuple[str, ...]:
+        """See `Content`."""
+
+    @abstractmethod
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """See `Content`."""
+
+    @abstractmethod
+    def document(self, record: Mapping[str, Any]) -> str:
+        """See `Content`; the record is a result of `apply`."""
+
+    @abstractmethod
+    def source(self, record: Mapping[str, Any]) -> str:
+        """See `Content`."""
+
+    @property
+    @abstractmethod
+    def text_field(self) -> str:
+        """Field of the record that is made of plain text."""
+
+    @abstractmethod
+    def apply(
+        self, number: int, record: Mapping[str, Any], where: str
+    ) -> tuple[Mapping[str, Any] | None, Outcomes]:
+        """Return the mapped record, or None if it was dropped, and the outcome of each map.
+
+        Args:
+            number: number of the record in its input.
+            record: the record.
+            where: the record in messages.
+
+        Raises:
+            UserError: a map raises, or returns no record.
+            ValueError: the record has no document.
+        """
+
 
 @dataclass(frozen=True)
 class TextField:
@@ -67,14 +132,21 @@ class TextField:
 
     Attributes:
         field: key or column of the text.
+        source_field: key or column of the record's source in statistics; "" if there is none.
     """
 
     field: str = "text"
+    source_field: str = ""
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """The field."""
-        return (self.field,)
+        """The fields."""
+        return tuple(filter(None, (self.field, self.source_field)))
+
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return the text in `source_field`, of bounded length, or ""."""
+        value = record.get(self.source_field) if self.source_field else None
+        return value[:_LONGEST_SOURCE] if isinstance(value, str) else ""
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
         """Return the field.
@@ -85,7 +157,8 @@ class TextField:
         if there is not None and self.field not in there:
             message = f'{where} has no column "{self.field}"; it has {", ".join(there)}'
             raise UserError("; ".join(filter(None, [message, _option_for(there)])))
-        return [self.field]
+        has_source = self.source_field and (there is None or self.source_field in there)
+        return list(dict.fromkeys([self.field, *([self.source_field] if has_source else [])]))
 
     def document(self, record: Mapping[str, Any]) -> str:
         """Return the text.
@@ -134,14 +207,23 @@ def _text_field(name: str) -> str:
     return f"give --text-field {shlex.quote(name)}"
 
 
+def text_field(content: Content) -> str:
+    """Return the field of a record that plain text becomes."""
+    if isinstance(content, MappingContent):
+        return content.text_field
+    return content.field if isinstance(content, TextField) else "text"
+
+
 class Input(ABC):
     """A file or a dataset.
 
     Attributes:
         name: path relative to the input argument; determines order and splits.
+        content: selects the document of a record.
     """
 
     name: str
+    content: Content
 
     @property
     @abstractmethod
@@ -171,6 +253,25 @@ class Input(ABC):
     def slices(self, nbytes: int) -> "Sequence[Input]":
         """Return this input, or slices of about `nbytes` that hold its records in order."""
         return [self]
+
+    @abstractmethod
+    def with_content(self, content: Content) -> Self:
+        """Return the input with another selection of documents."""
+
+    @property
+    def is_text(self) -> bool:
+        """True for plain text, of one or more documents."""
+        return False
+
+    @property
+    def is_document(self) -> bool:
+        """True for a file that is one document."""
+        return False
+
+    @property
+    def source(self) -> str:
+        """Name of the source in statistics: the directory, or a file without one."""
+        return self.name.rpartition("/")[0] or self.name
 
     @abstractmethod
     def records(self, start: int) -> Iterator[Record]:
@@ -263,6 +364,10 @@ class File(Input):
         borders = [self.size * i // n for i in range(n + 1)]
         return [replace(self, span=Span(*ends)) for ends in pairwise(borders)]
 
+    def with_content(self, content: Content) -> Self:
+        """Return the file with another selection of documents."""
+        return replace(self, content=content)
+
     def record(self, number: int, value: object) -> Record:
         """Return a record of the file: its document or its problem."""
         where = f"{self.where}:{number}"
@@ -272,6 +377,17 @@ class File(Input):
         size = record.content.seek(0, os.SEEK_END)
         record.content.seek(0)
         return self.too_large(number) if size > self.max_record_bytes else record
+
+    def text_record(self, number: int, content: BinaryIO) -> Record:
+        """Return a record of plain text; with maps, it is a record with the text field."""
+        if not isinstance(self.content, MappingContent):
+            return Record(number, content)
+        text = content.read(self.max_record_bytes + 1)
+        if len(text) > self.max_record_bytes:
+            return self.too_large(number)
+        document = text.decode(errors="replace").removeprefix("\ufeff")
+        record = self.record(number, {self.content.text_field: document})
+        return record._replace(is_utf8=is_utf8(text))
 
     def too_large(self, number: int) -> Record:
         """Return the bad record for a record beyond `max_record_bytes`."""
@@ -297,7 +413,13 @@ class File(Input):
 
 def to_record(number: int, record: Mapping[str, Any], where: str, content: Content) -> Record:
     """Return the document in a mapping, or its problem, as a `Record`."""
+    outcomes: Outcomes = ()
     try:
+        if isinstance(content, MappingContent):
+            mapped, outcomes = content.apply(number, record, where)
+            if mapped is None:
+                return Record(number, io.BytesIO(), outcomes=outcomes)
+            record = mapped
         document = content.document(record)
     except UserError:  # a problem of the options, not of the record
         raise
@@ -306,7 +428,17 @@ def to_record(number: int, record: Mapping[str, Any], where: str, content: Conte
     except (ValueError, RecursionError) as error:
         return bad_record(number, f"{where}: {error}")
     # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
-    return Record(number, io.BytesIO(document.encode("utf-8", errors="replace")))
+    text = io.BytesIO(document.encode("utf-8", errors="replace"))
+    return Record(number, text, outcomes=outcomes, source=content.source(record))
+
+
+def is_utf8(data: bytes) -> bool:
+    """Return whether bytes are UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def bad_record(number: int, problem: str, advice: str = "") -> Record:

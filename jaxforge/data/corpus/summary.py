@@ -1,12 +1,13 @@
 """Summary that `prepare` prints of the shards it has written."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.corpus.ingest import Corpus
+from jaxforge.data.corpus.statistics import CorpusStatistics, total
 from jaxforge.data.corpus.tokenizer import Tokenizer
 
 
@@ -19,6 +20,7 @@ class SplitTotals(NamedTuple):
         size: bytes of text.
         broken: number of documents that were not UTF-8.
         counts: occurrences of each token; with conversations, only learned ones.
+        statistics: what the manifest holds of its statistics.
     """
 
     documents: int
@@ -26,6 +28,7 @@ class SplitTotals(NamedTuple):
     size: int
     broken: int
     counts: Int[np.ndarray, "V"]
+    statistics: CorpusStatistics
 
 
 class Totals(NamedTuple):
@@ -44,8 +47,13 @@ class Totals(NamedTuple):
     conversations: bool
 
     @classmethod
-    def of(cls, corpus: Corpus) -> "Totals":
-        """Return the totals of a finished corpus."""
+    def of(cls, corpus: Corpus, rules: Sequence[str]) -> "Totals":
+        """Return the totals of a finished corpus.
+
+        Args:
+            corpus: the corpus.
+            rules: names of the maps, in order.
+        """
         splits = {
             name: SplitTotals(
                 split.writer.documents,
@@ -53,6 +61,7 @@ class Totals(NamedTuple):
                 split.size,
                 split.broken,
                 split.writer.counts,
+                split.statistics.summary(rules),
             )
             for name, split in corpus.splits.items()
         }
@@ -86,9 +95,16 @@ def table(totals: Totals, tokenizer: Tokenizer) -> str:
             f"{tokenizer.vocab_size:,} ({totals.dtype}), EOS {tokenizer.eos_id}{bos}",
         ),
     ]
+    rows += [
+        (
+            f"map {each.rule}",
+            f"{each.unchanged:,} unchanged, {each.changed:,} changed, {each.dropped:,} dropped",
+        )
+        for each in total(part.statistics for part in parts)
+    ]
     if totals.skipped:
         rows.append(("left out as bad", f"{totals.skipped:,} records"))
-    lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
+    lines = (f"{row[0]:<16} " + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 

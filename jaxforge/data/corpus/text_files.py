@@ -1,12 +1,14 @@
 """Text files: names, encodings, and detection of binary files."""
 
 import codecs
+import io
 import itertools
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxforge.data.corpus.remote_input import Location
 from jaxforge.errors import UserError
@@ -14,8 +16,14 @@ from jaxforge.errors import UserError
 TEXTS = ("*.txt", "*.md", "*.py")
 _PACKABLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 _TABLES = (".parquet", ".arrow", ".feather")
-RECORDS = (*(f"*{kind}{end}" for kind in _PACKABLE for end in ("", ".gz", ".zst")),
-           *(f"*{kind}" for kind in _TABLES))  # fmt: skip
+PACKINGS = ("", ".gz", ".zst")
+"""Suffixes of files of records, plain and compressed."""
+
+TARS = (*(f"*.tar{end}" for end in PACKINGS), "*.tgz")
+"""Names of tar archives."""
+
+RECORDS = (*(f"*{kind}{end}" for kind in _PACKABLE for end in PACKINGS),
+           *(f"*{kind}" for kind in _TABLES), *TARS)  # fmt: skip
 """Default names of files to read in directories, in upper or lower case."""
 
 _MARKS = {
@@ -36,6 +44,15 @@ def encoding_of(head: bytes) -> str:
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
 
 
+def utf8(file: BinaryIO) -> BinaryIO:
+    """Return the file, or its text in UTF-8 if a byte-order mark announces another encoding."""
+    encoding = encoding_of(file.read(4))
+    file.seek(0)
+    if not encoding:
+        return file
+    return io.BytesIO(file.read().decode(encoding, errors="replace").encode())
+
+
 def is_named(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a file name matches a glob; lower-case globs match upper case, too."""
     return any(fnmatch(name, pattern) or fnmatch(name.lower(), pattern) for pattern in patterns)
@@ -46,7 +63,7 @@ def in_words(patterns: Sequence[str]) -> str:
     others = ",".join(pattern for pattern in patterns if pattern not in RECORDS)
     if not set(RECORDS).issubset(patterns):
         return ",".join(patterns)
-    kinds = ", ".join((*_PACKABLE, *_TABLES))
+    kinds = ", ".join((*_PACKABLE, *_TABLES, ".tar"))
     return f"{others}, or of records: {kinds}" if others else f"of records: {kinds}"
 
 

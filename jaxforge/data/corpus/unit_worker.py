@@ -138,6 +138,7 @@ def _complete(corpus: Corpus, number: int) -> Part:
             size=split.size,
             broken=split.broken,
             shards=split.writer.complete(),
+            statistics=split.statistics,
         )
         for name, split in corpus.splits.items()
     }

@@ -30,7 +30,6 @@ Text = tuple[str, str, bool, bool]
 Tokens = dict[str, Int[np.ndarray, "_"]]
 """Tokens of a batch by split: each document with BOS, if any, and EOS; or conversation entries."""
 
-Encode = Callable[[Sequence[Text]], Tokens]
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
@@ -45,12 +44,26 @@ class News(NamedTuple):
     content: tuple[int, ...]
 
 
+class Encoded(NamedTuple):
+    """Tokens of a batch.
+
+    Attributes:
+        tokens: the tokens by split.
+        lengths: the number of tokens of each text, by split.
+    """
+
+    tokens: Tokens
+    lengths: dict[str, Int[np.ndarray, "texts"]]
+
+
+Encode = Callable[[Sequence[Text]], Encoded]
+
 _EXIT_SECONDS = 10.0  # in which a process whose pipe is closed must end
 _SECONDS_PER_CHARACTER = 20e-6  # of CPU time; tokenizers take less than 2e-6
 
 
 class Workers(Generic[_Request, _Answer]):
-    """Pool of processes, each with its own pipe.
+    """Pool of processes that answer requests, each with its own pipe.
 
     The processes of `concurrent.futures` share a pipe for results. It waits for ever if a process
     is killed while it writes there (seen with Python 3.11). Here each side sees the end of its pipe
@@ -58,8 +71,8 @@ class Workers(Generic[_Request, _Answer]):
 
     Args:
         n: number of processes.
-        function: called in each process with a connection and `args`; must be importable and call
-            `serve`.
+        function: called in each process with a connection and `args`; must be importable. It
+            receives requests and sends answers, or a UserError, as `serve` does.
         args: further arguments of `function`.
         daemon: False for processes that start processes themselves.
     """
@@ -135,7 +148,7 @@ def serve(connection: Connection, encode: Encode) -> None:
             connection.send(_answer(encode, connection.recv()))
 
 
-def _answer(encode: Encode, texts: Sequence[Text]) -> Tokens | UserError:
+def _answer(encode: Encode, texts: Sequence[Text]) -> Encoded | UserError:
     limit_time(sum(len(text) for _, text, *_ in texts), _SECONDS_PER_CHARACTER)
     try:
         return encode(texts)

@@ -28,6 +28,7 @@ from jaxforge.data.corpus.manifest import (
     Shard,
     extend_hashes,
 )
+from jaxforge.data.corpus.statistics import CorpusStatistics
 from jaxforge.errors import UserError
 
 CHUNK = 1 << 20  # tokens held before they are written
@@ -178,6 +179,7 @@ class ShardWriter:
         tokenizer: str,
         tokenizer_sha256: str,
         bos_ids: tuple[int, ...] = (),
+        statistics: CorpusStatistics | None = None,
     ) -> Manifest:
         """Complete the last shard, and write and return the manifest.
 
@@ -186,6 +188,10 @@ class ShardWriter:
             tokenizer: the name that the user gave the tokenizer.
             tokenizer_sha256: fingerprint of the tokenizer.
             bos_ids: tokens that each document begins with.
+            statistics: statistics of the documents.
+
+        Returns:
+            The manifest.
         """
         shards = self.complete()
         lengths_crc32 = None
@@ -203,6 +209,7 @@ class ShardWriter:
             tokenizer_sha256=tokenizer_sha256,
             lengths_crc32=lengths_crc32,
             bos_ids=bos_ids,
+            statistics=statistics,
         )
         with _named(self._directory):
             manifest.write(self._directory)

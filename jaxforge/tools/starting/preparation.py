@@ -4,6 +4,7 @@ import argparse
 import functools
 import os
 import shlex
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,8 +23,11 @@ from jaxforge.data.corpus.documents import (
 from jaxforge.data.corpus.engines import run_units
 from jaxforge.data.corpus.entries import ENTRY_DTYPE
 from jaxforge.data.corpus.huggingface import load_dataset
-from jaxforge.data.corpus.ingest import Corpus, Options, check_split, ingest
+from jaxforge.data.corpus.ingest import EMPTY_JOURNAL, Corpus, Options, check_split, ingest
 from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
+from jaxforge.data.corpus.layouts import LAYOUTS, Layout
+from jaxforge.data.corpus.maps import Map, Mapped, load_maps
+from jaxforge.data.corpus.passes import find_repeated_records, needs_passes
 from jaxforge.data.corpus.progress import Done, progress_shown
 from jaxforge.data.corpus.records import Content, Input, TextField
 from jaxforge.data.corpus.summary import Totals, table
@@ -39,6 +43,7 @@ from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 from jaxforge.storage.atomic_directory import AtomicDirectory, Plan
+from jaxforge.tools.starting import corpus_page
 from jaxforge.tools.starting.config import FILE_NAME as CONFIG
 from jaxforge.tools.starting.config import config_for_data, in_epochs
 from jaxforge.tools.starting.machine import Machine
@@ -47,6 +52,7 @@ from jaxforge.tools.starting.sizing import Size
 from jaxforge.tools.starting.slurm_array import write_script
 from jaxforge.tools.starting.unit_preparation import (
     engine_of,
+    map_of,
     new_job,
     open_output,
     run_share,
@@ -66,22 +72,31 @@ def run(args: argparse.Namespace) -> int:
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
     if given and args.no_bos:
         given = given.without_bos()
-    content = Conversations(given) if args.conversations and given else TextField(args.text_field)
-    inputs = _inputs(args, content)
+    content = Conversations(given) if args.conversations and given else _text_field(args)
+    maps = load_maps(args.map)
+    mapped = Mapped(content, maps) if maps else None
+    inputs = _inputs(args, mapped or content)
     units = _units(args, inputs)
-    plan = _plan(args, inputs, given)
+    plan = _plan(args, inputs, given, maps)
+    options_for = functools.partial(_options, args, maps)
+    has_passes = mapped is not None and needs_passes(mapped)
+    if has_passes:
+        _check_passes(args)
     if args.share:
-        return run_share(args, plan, units, functools.partial(_options, args))
+        return run_share(args, plan, units, options_for)
     with open_output(args, plan, _say) as destination:
+        if mapped and has_passes:
+            units = _without_repeated_records(args, units, mapped, destination)
         sources = [source for unit in units for source in unit.inputs]
         tokenizer = given or _bpe(args, sources, destination)
         tokenizer.save(destination.out / "tokenizer")
+        options = options_for(tokenizer.vocab_size)
         if args.slurm:
-            new_job(destination, len(units), tokenizer, _options(args, tokenizer.vocab_size))
+            new_job(destination, len(units), tokenizer, options)
             destination.is_complete = False
             print(write_script(args, len(units)))
             return 0
-        totals = _prepare(args, units, tokenizer, destination)
+        totals = _prepare(args, units, tokenizer, options, destination)
         size = _write_config(destination.out, args.output, machine)
     print(table(totals, tokenizer), end="\n\n")
     print(_next(args.output, size))
@@ -100,10 +115,10 @@ def _prepare(
     args: argparse.Namespace,
     units: Sequence[Unit],
     tokenizer: Tokenizer,
+    options: Options,
     destination: AtomicDirectory,
 ) -> Totals:
     """Write the splits."""
-    options = _options(args, tokenizer.vocab_size)
     files = sum(unit.files for unit in units)
     has_parts = "units" in (destination.journal or {})
     is_local = args.engine == "local" and not urls.in_bucket(args.output)
@@ -120,7 +135,7 @@ def _prepare(
                 isolate=True,
                 show=lambda corpus: show(_done(corpus, size)),
             )
-        return Totals.of(corpus)
+        return Totals.of(corpus, options.rules)
     job = new_job(destination, len(units), tokenizer, options)
     with progress_shown(files) as show:
         run_units(job, units, engine_of(args), vocab_size=tokenizer.vocab_size, show=show)
@@ -133,6 +148,49 @@ def _done(corpus: Corpus, size: int | None) -> Done:
     return Done(corpus.position.input, fraction, corpus.documents, corpus.tokens)
 
 
+def _text_field(args: argparse.Namespace) -> TextField:
+    layout_field = LAYOUTS[args.layout].source_field if args.layout else ""
+    return TextField(args.text_field, args.source_field or layout_field)
+
+
+def _check_passes(args: argparse.Namespace) -> None:
+    """Check that all passes see the files of a map with `drop_repeated`.
+
+    Raises:
+        UserError: the output is in a bucket, or a Slurm array shares the units.
+    """
+    if urls.in_bucket(args.output) or args.slurm or args.share:
+        raise UserError(
+            "a --map that drops repeated records keeps its keys in files next to --output: give an "
+            "--output on a disk that all machines share, and --engine local or ray, not --slurm"
+        )
+
+
+def _without_repeated_records(
+    args: argparse.Namespace, units: Sequence[Unit], mapped: Mapped, destination: AtomicDirectory
+) -> list[Unit]:
+    """Run the passes of maps that drop repeated records; return the units without these."""
+    if not _has_tokens(destination):  # nothing in the output is durable yet
+        # Without a journal, a failure would remove the files of the passes.
+        destination.commit(EMPTY_JOURNAL)
+        shutil.rmtree(destination.out)
+        destination.out.mkdir()
+    return find_repeated_records(
+        units,
+        mapped,
+        destination.state / "maps",
+        map_of(args),
+        skip_bad=args.skip_bad,
+        show=_say,
+    )
+
+
+def _has_tokens(destination: AtomicDirectory) -> bool:
+    """Return whether an interrupted run has begun to write tokens."""
+    journal = destination.journal or EMPTY_JOURNAL
+    return "units" in journal or bool(journal["splits"])
+
+
 def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
@@ -142,8 +200,17 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     inputs: list[Input] = []
     if args.input:
         usual = RECORDS if args.conversations else (*TEXTS, *RECORDS)
-        globs = args.glob.split(",") if args.glob else usual
-        inputs += find_inputs(args.input, globs, args.exclude, content, args.max_record_bytes)
+        layout = LAYOUTS[args.layout] if args.layout else Layout(usual)
+        globs = args.glob.split(",") if args.glob else layout.globs
+        inputs += find_inputs(
+            args.input,
+            globs,
+            [*args.exclude, *layout.exclude],
+            content,
+            args.max_record_bytes,
+            args.separator or b"",
+        )
+        layout.check(source.name for source in inputs)
     if args.hf_dataset:
         dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
         name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
@@ -161,7 +228,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
 
 
 def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
-    if not _all_text(inputs):
+    if not all(source.is_document for source in inputs):
         raise UserError(
             "--shuffle-documents is for text files: records keep their order. Remove it; "
             "training shuffles anyway (data.shuffle)"
@@ -171,7 +238,7 @@ def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
 
 def _check_records(inputs: Iterable[Input]) -> None:
     for source in inputs:
-        if source.text_size is not None:
+        if source.is_text:
             raise UserError(
                 f"{source.where} is read as plain text, and holds no conversations: give JSONL, "
                 "JSON, CSV, Parquet or Arrow files"
@@ -191,21 +258,28 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
 
 
 _BYTES_PER_TOKEN = 500  # minimum bytes of training text per BPE token
-_PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
-            "validation_fraction", "validation_tokens", "max_bytes",
-            "max_record_bytes", "unit_bytes")  # fmt: skip
+_PLANNED = ("text_field", "source_field", "layout", "map", "tokenizer", "no_bos", "vocab_size",
+            "format", "dtype", "shard_tokens", "validation_fraction", "validation_tokens",
+            "max_bytes", "max_record_bytes", "unit_bytes")  # fmt: skip
 
 
-def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
+def _plan(
+    args: argparse.Namespace,
+    inputs: Iterable[Input],
+    tokenizer: Tokenizer | None,
+    maps: Iterable[Map],
+) -> Plan:
     """Return the options and inputs on which the content of DIR depends."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
+    options["--separator"] = args.separator and args.separator.decode(errors="replace")
+    options |= {f"--map {each.spec}": f"source {each.fingerprint[:12]}" for each in maps}
     options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
     if args.conversations and tokenizer:
         options["the chat template's sha256"] = fingerprint(tokenizer)
     return {"options": options, "inputs": [source.identity for source in inputs]}
 
 
-def _options(args: argparse.Namespace, vocab_size: int) -> Options:
+def _options(args: argparse.Namespace, maps: Iterable[Map], vocab_size: int) -> Options:
     return Options(
         dtype=ENTRY_DTYPE if args.conversations else token_dtype(args.dtype, vocab_size),
         file_format=args.format,
@@ -215,6 +289,7 @@ def _options(args: argparse.Namespace, vocab_size: int) -> Options:
         max_bytes=args.max_bytes,
         skip_bad=args.skip_bad,
         conversations=args.conversations,
+        rules=tuple(each.rule for each in maps),
     )
 
 
@@ -222,7 +297,7 @@ def _bpe(
     args: argparse.Namespace, inputs: Sequence[Input], destination: AtomicDirectory
 ) -> Tokenizer:
     """Return a BPE of the training documents, or the one that an interrupted run has trained."""
-    if destination.journal is not None:
+    if _has_tokens(destination):
         return load_tokenizer(destination.out / "tokenizer")
     read = functools.partial(
         text_parts,
@@ -281,8 +356,9 @@ def _given_tokenizer(spec: str) -> Tokenizer:
 
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
-    """Write the config into `directory`, which is renamed to `output`; return the run's size."""
+    """Write page and config into `directory`, the future `output`; return the run's size."""
     prepared = PreparedData.read(directory, output)
+    corpus_page.write(prepared, directory)
     text, size = config_for_data(
         prepared, machine, Path("runs", prepared.directory.name).absolute()
     )

@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
+from jaxforge.data.corpus import local_units
 from jaxforge.data.corpus.engines import Engine, local, run_units
 from jaxforge.data.corpus.ingest import Options
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.repeats import RunUnits
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from jaxforge.data.corpus.unit_worker import Job
 from jaxforge.data.corpus.units import Unit
@@ -77,6 +79,15 @@ def engine_of(args: argparse.Namespace) -> Engine:
 
         return functools.partial(on_ray, address=args.address or "auto", workers=args.workers)
     return functools.partial(local, workers=args.workers or os.cpu_count() or 1)
+
+
+def map_of(args: argparse.Namespace) -> RunUnits:
+    """Return the function that runs the passes of maps on the engine of the command line."""
+    if args.engine == "ray":
+        from jaxforge.data.corpus.ray_engine import map_on_ray
+
+        return functools.partial(map_on_ray, address=args.address or "auto")
+    return functools.partial(local_units.run_units, workers=args.workers or os.cpu_count() or 1)
 
 
 def run_share(

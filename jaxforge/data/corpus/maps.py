@@ -1,0 +1,324 @@
+"""Functions of users between reading and tokenizing (`prepare --map`).
+
+record ─► map 1 ─► map 2 ─► … ─► document
+             └─ None: the record is dropped
+
+A map takes a record, a dict with the text field, and returns a record or None. Maps run in the
+process that reads, in the order of the command line. A map must depend on its record only, because
+a resumed run calls it again for records that it has read before.
+
+A map with `drop_repeated` returns keys of a record instead. `repeats` then finds the records that
+share a key with an earlier record.
+"""
+
+import copy
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from jaxforge.cli.suggestions import hint
+from jaxforge.data.corpus.records import (
+    CHANGED,
+    DROPPED,
+    UNCHANGED,
+    Content,
+    MappingContent,
+    Outcomes,
+    TextField,
+    text_field,
+)
+from jaxforge.data.corpus.repeats import Repeats
+from jaxforge.errors import UserError
+
+MapRecord = dict[str, Any]
+"""A record as maps receive it: its fields, among them the text field."""
+
+Keys = Callable[[MapRecord], Iterable[bytes]]
+_Keys = TypeVar("_Keys", bound=Keys)
+_RETURNS_KEYS = "returns_keys"
+
+
+def drop_repeated(keys: _Keys) -> _Keys:
+    """Mark a function as one that returns keys of a record, for `--map`.
+
+    A record is dropped if any of its keys is a key of an earlier record. Earlier means: in the
+    order of the inputs, over all inputs of the command, whatever their number of processes. An
+    extra pass over the inputs finds these records.
+    """
+    setattr(keys, _RETURNS_KEYS, True)
+    return keys
+
+
+@dataclass(frozen=True)
+class Map:
+    """A function named on the command line, imported by the process that uses it.
+
+    Attributes:
+        spec: `module:function` or `path/to/file.py:function`.
+    """
+
+    spec: str
+
+    @property
+    def function(self) -> Callable[[MapRecord], Any]:
+        """The function.
+
+        Raises:
+            UserError: it cannot be imported.
+        """
+        return _function(self.spec)
+
+    @property
+    def rule(self) -> str:
+        """Name of the function in counts: its attribute `rule`, or its name."""
+        function = self.function
+        name = getattr(function, "rule", None) or getattr(function, "__name__", None)
+        return str(name or type(function).__name__)
+
+    @property
+    def returns_keys(self) -> bool:
+        """True for functions with `drop_repeated`."""
+        return bool(getattr(self.function, _RETURNS_KEYS, False))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of the source of the function's module."""
+        module = inspect.getmodule(self.function) or _module(self.spec.rpartition(":")[0])
+        try:
+            source = inspect.getsource(module)
+        except (OSError, TypeError):  # compiled
+            source = f"{module.__name__} {getattr(module, '__version__', '')}"
+        return hashlib.sha256(source.encode()).hexdigest()
+
+    def call(self, record: MapRecord, where: str) -> Any:  # noqa: ANN401  # of a user's function
+        """Return the function's result.
+
+        Raises:
+            UserError: the function raises.
+        """
+        try:
+            return self.function(record)
+        except UserError:
+            raise
+        except Exception as error:
+            *_, innermost = traceback.extract_tb(error.__traceback__)
+            reason = traceback.format_exception_only(error)[-1].strip()
+            location = f"{innermost.filename}:{innermost.lineno}"
+            raise UserError(
+                f"{where}: --map {self.spec} raised {reason} ({location}); correct the function, "
+                "or let it return None for records to drop"
+            ) from error
+
+
+def load_maps(specs: Sequence[str]) -> tuple[Map, ...]:
+    """Return the maps of a command line.
+
+    Raises:
+        UserError: a function cannot be imported, or two have the same name in counts.
+    """
+    maps = tuple(map(Map, specs))
+    rules = [each.rule for each in maps]
+    for each in maps:
+        if rules.count(each.rule) > 1:
+            raise UserError(
+                f'--map {each.spec}: another --map counts as "{each.rule}", too; give one of the '
+                "functions an attribute rule with another name"
+            )
+    return maps
+
+
+@dataclass(frozen=True)
+class Mapped(MappingContent):
+    """Content of records after maps.
+
+    Attributes:
+        content: selects the document of a mapped record.
+        maps: the functions, in order.
+        repeats: by index in `maps`, the repeated records of the input that is read.
+    """
+
+    content: Content
+    maps: tuple[Map, ...]
+    repeats: tuple[tuple[int, Repeats], ...] = ()
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Strings of the content, and each function's name and source."""
+        functions = ((each.spec, each.fingerprint) for each in self.maps)
+        return (*self.content.identity, *(text for pair in functions for text in pair))
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """Return all columns: a map may read any of them."""
+        self.content.columns(there, where)
+        return list(there or [])
+
+    @property
+    def text_field(self) -> str:
+        """The content's field, "text" if it has none."""
+        return text_field(self.content)
+
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return the name of the record's source."""
+        return self.content.source(record)
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """Return the document of a mapped record."""
+        return self.content.document(record)
+
+    def apply(
+        self, number: int, record: Mapping[str, Any], where: str
+    ) -> tuple[Mapping[str, Any] | None, Outcomes]:
+        """Return the mapped record, or None if it was dropped, and the outcome of each map."""
+        if isinstance(self.content, TextField):
+            self.content.document(record)  # so that no map meets a record without text
+        outcomes: list[int] = []
+        repeats = dict(self.repeats)
+        for i, each in enumerate(self.maps):
+            if each.returns_keys:
+                is_dropped, outcome = number in repeats[i], UNCHANGED
+            else:
+                record, outcome = _mapped(each, record, where)
+                is_dropped = outcome == DROPPED
+            outcomes.append(DROPPED if is_dropped else outcome)
+            if is_dropped:
+                return None, tuple(outcomes)
+        return record, tuple(outcomes)
+
+
+@dataclass(frozen=True)
+class RecordKeys(MappingContent):
+    """Content of the pass that collects keys: the document is the record's keys, hashed.
+
+    Attributes:
+        before: content with the maps before `keys`.
+        keys: a map with `drop_repeated`.
+    """
+
+    before: Mapped
+    keys: Map
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Strings of the maps."""
+        return (*self.before.identity, self.keys.spec, self.keys.fingerprint)
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """Return all columns."""
+        return self.before.columns(there, where)
+
+    @property
+    def text_field(self) -> str:
+        """See `Mapped`."""
+        return self.before.text_field
+
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return "": keys have no source."""
+        return ""
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """Return the keys of a record as its document."""
+        return str(record["keys"])
+
+    def apply(
+        self, number: int, record: Mapping[str, Any], where: str
+    ) -> tuple[Mapping[str, Any] | None, Outcomes]:
+        """Return a record of the keys' hashes, one per line; None if a map before dropped it."""
+        mapped, outcomes = self.before.apply(number, record, where)
+        if mapped is None:
+            return None, outcomes
+        lines = []
+        for key in self.keys.call(dict(mapped), where):
+            if not isinstance(key, bytes):
+                raise UserError(
+                    f"{where}: --map {self.keys.spec} returned the key {key!r:.60}, and keys must "
+                    "be bytes; encode texts with .encode()"
+                )
+            lines.append(hashlib.blake2b(key, digest_size=16).hexdigest() + "\n")
+        return {"keys": "".join(lines)}, (UNCHANGED,)
+
+
+def with_repeats(mapped: Mapped, index: int, repeats: Repeats) -> Mapped:
+    """Return the content with the repeated records of the map at an index."""
+    return replace(mapped, repeats=(*mapped.repeats, (index, repeats)))
+
+
+def _mapped(each: Map, record: Mapping[str, Any], where: str) -> tuple[MapRecord, int]:
+    """Return the result of a map, and whether it dropped, changed or left the record."""
+    before = _snapshot(record)
+    result = each.call(dict(record), where)
+    if result is None:
+        return {}, DROPPED
+    if not isinstance(result, dict):
+        raise UserError(
+            f"{where}: --map {each.spec} returned {result!r:.60}; it must return the record (a "
+            "dict), or None to drop it"
+        )
+    return result, UNCHANGED if result == before else CHANGED
+
+
+def _snapshot(record: Mapping[str, Any]) -> MapRecord:
+    """Copy a record, and the values that a map can change in place."""
+    return {
+        key: copy.deepcopy(value) if isinstance(value, list | dict) else value
+        for key, value in record.items()
+    }
+
+
+@functools.cache
+def _function(spec: str) -> Callable[[MapRecord], Any]:
+    location, _, name = spec.rpartition(":")
+    if not location or not name:
+        raise UserError(
+            f"--map {spec}: expected MODULE:FUNCTION or FILE.py:FUNCTION, such as "
+            "my_rules.py:keep_english"
+        )
+    module = _module(location)
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [other for other, value in vars(module).items() if inspect.isfunction(value)]
+        functions = f"; it has {', '.join(names)}" if names else ""
+        raise UserError(
+            f"--map {spec}: {location} has no function {name}{hint(name, names) or functions}"
+        )
+    return function
+
+
+@functools.cache
+def _module(location: str) -> ModuleType:
+    try:
+        if not location.endswith(".py"):
+            return importlib.import_module(location)
+        path = Path(location)
+        if not path.is_file():
+            raise UserError(f"--map {location}: no such file")
+        name = f"jaxforge_map_{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+    except UserError:
+        raise
+    except ModuleNotFoundError as error:
+        if f"{location}.".startswith(f"{error.name}."):
+            raise UserError(
+                f'--map {location}: module "{location}" does not exist; name its file '
+                "(path/to/file.py:function), or put its directory into PYTHONPATH"
+            ) from error
+        raise UserError(f"--map {location}: {error}; install it with pip") from error
+    except Exception as error:
+        *_, innermost = traceback.extract_tb(error.__traceback__)
+        reason = traceback.format_exception_only(error)[-1].strip()
+        where = f"{innermost.filename}:{innermost.lineno}"
+        raise UserError(f"--map {location} cannot be imported: {reason} ({where})") from error

@@ -1,0 +1,202 @@
+"""Statistics of a split: lengths of documents, their sources, and the outcomes of maps.
+
+`Statistics` is counted while a unit is written, and parts are added up. `summary` returns what the
+manifest holds of the result.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge.data.corpus.documents import TextPart
+
+LONGEST_LIST = 20
+"""Sources that a manifest names."""
+
+_MOST_SOURCES = 1000  # counted by name; the documents of further sources are counted together
+_OTHERS = ""  # name of these
+_BINS = 63
+
+
+@dataclass(frozen=True)
+class SourceCounts:
+    """Counts of a source.
+
+    Attributes:
+        name: name of the source; "" for all sources that are not named.
+        documents: its documents.
+        tokens: its tokens, those that begin and end documents included.
+        bytes: its bytes of text.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RuleCounts:
+    """Counts of a map; a record that an earlier map dropped is not counted.
+
+    Attributes:
+        rule: name of the map.
+        unchanged: records that it returned as they were.
+        changed: records that it changed.
+        dropped: records that it dropped.
+    """
+
+    rule: str
+    unchanged: int
+    changed: int
+    dropped: int
+
+
+@dataclass(frozen=True)
+class CorpusStatistics:
+    """Statistics in a manifest.
+
+    Attributes:
+        bytes: bytes of text.
+        documents_by_length: [i], documents of 2^i to 2^(i+1) - 1 tokens.
+        tokens_by_length: [i], tokens of these documents.
+        sources: sources with the most tokens, in this order, then all others together.
+        rules: counts of the maps, in their order.
+    """
+
+    bytes: int
+    documents_by_length: tuple[int, ...]
+    tokens_by_length: tuple[int, ...]
+    sources: tuple[SourceCounts, ...] = ()
+    rules: tuple[RuleCounts, ...] = ()
+
+
+@dataclass
+class Statistics:
+    """Counts of a split while it is written.
+
+    Attributes:
+        documents_by_length: see `CorpusStatistics`; all bins.
+        tokens_by_length: see `CorpusStatistics`; all bins.
+        sources: documents, tokens and bytes by source.
+        outcomes: by index of the map, its outcomes (`records.UNCHANGED`, ...).
+        open_tokens: tokens of the document that is not complete yet.
+    """
+
+    documents_by_length: list[int] = field(default_factory=lambda: [0] * _BINS)
+    tokens_by_length: list[int] = field(default_factory=lambda: [0] * _BINS)
+    sources: dict[str, list[int]] = field(default_factory=dict)
+    outcomes: list[list[int]] = field(default_factory=list)
+    open_tokens: int = 0
+
+    def add(self, parts: Sequence[TextPart], lengths: Int[np.ndarray, "parts"]) -> None:
+        """Count parts of documents with their numbers of tokens."""
+        for part, length in zip(parts, lengths.tolist(), strict=True):
+            self.add_text(part.source, length, part.size, is_end=part.last)
+
+    def add_text(self, source: str, tokens: int, size: int, *, is_end: bool) -> None:
+        """Count a part of a document.
+
+        Args:
+            source: name of the document's source.
+            tokens: tokens of the part.
+            size: bytes of the part.
+            is_end: True if the document ends with the part.
+        """
+        counts = self.sources.get(source)
+        if counts is None:
+            name = source if len(self.sources) < _MOST_SOURCES else _OTHERS
+            counts = self.sources.setdefault(name, [0, 0, 0])
+        counts[1] += tokens
+        counts[2] += size
+        self.open_tokens += tokens
+        if is_end:
+            counts[0] += 1
+            bin_ = max(0, self.open_tokens.bit_length() - 1)
+            self.documents_by_length[bin_] += 1
+            self.tokens_by_length[bin_] += self.open_tokens
+            self.open_tokens = 0
+
+    def add_outcomes(self, parts: Iterable[TextPart]) -> None:
+        """Count the outcomes of maps for records that end in these parts."""
+        for part in parts:
+            for i, outcome in enumerate(part.outcomes):
+                if i == len(self.outcomes):
+                    self.outcomes.append([0, 0, 0])
+                self.outcomes[i][outcome] += 1
+
+    def merge(self, other: "Statistics") -> None:
+        """Add the counts of another part of the split."""
+        for ours, theirs in ((self.documents_by_length, other.documents_by_length),
+                             (self.tokens_by_length, other.tokens_by_length)):  # fmt: skip
+            ours[:] = map(sum, zip(ours, theirs, strict=True))
+        for name, counts in other.sources.items():
+            known = name in self.sources or len(self.sources) < _MOST_SOURCES
+            ours = self.sources.setdefault(name if known else _OTHERS, [0, 0, 0])
+            ours[:] = map(sum, zip(ours, counts, strict=True))
+        self.outcomes += [[0, 0, 0] for _ in other.outcomes[len(self.outcomes) :]]
+        for ours, theirs in zip(self.outcomes, other.outcomes, strict=False):
+            ours[:] = map(sum, zip(ours, theirs, strict=True))
+
+    def summary(self, rules: Sequence[str]) -> CorpusStatistics:
+        """Return the statistics for the manifest.
+
+        Args:
+            rules: names of the maps, in order.
+        """
+        bins = 1 + max((i for i, n in enumerate(self.documents_by_length) if n), default=-1)
+        named = [(name, counts) for name, counts in self.sources.items() if name != _OTHERS]
+        named.sort(key=lambda item: (-item[1][1], item[0]))
+        others = [counts for _, counts in named[LONGEST_LIST:]]
+        others += [self.sources[_OTHERS]] if _OTHERS in self.sources else []
+        rows = [SourceCounts(_valid(name), *counts) for name, counts in named[:LONGEST_LIST]]
+        if others:
+            rows.append(SourceCounts(_OTHERS, *map(sum, zip(*others, strict=True))))
+        counted = [*self.outcomes, *([[0, 0, 0]] * (len(rules) - len(self.outcomes)))]
+        return CorpusStatistics(
+            bytes=sum(counts[2] for counts in self.sources.values()),
+            documents_by_length=tuple(self.documents_by_length[:bins]),
+            tokens_by_length=tuple(self.tokens_by_length[:bins]),
+            sources=tuple(rows),
+            rules=tuple(RuleCounts(rule, *n) for rule, n in zip(rules, counted, strict=True)),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts as JSON, from which `Statistics(**json)` restores them."""
+        return {
+            "documents_by_length": self.documents_by_length,
+            "tokens_by_length": self.tokens_by_length,
+            "sources": self.sources,
+            "outcomes": self.outcomes,
+            "open_tokens": self.open_tokens,
+        }
+
+
+def merged(parts: Iterable[Statistics]) -> Statistics:
+    """Return the statistics of all parts of a split together."""
+    result = Statistics()
+    for part in parts:
+        result.merge(part)
+    return result
+
+
+def _valid(name: str) -> str:
+    """Return a name that JSON in UTF-8 can hold: paths may have lone surrogates."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def total(statistics: Iterable[CorpusStatistics]) -> tuple[RuleCounts, ...]:
+    """Return the counts of the maps over several splits."""
+    rows = zip(*(each.rules for each in statistics), strict=True)
+    return tuple(
+        RuleCounts(
+            counts[0].rule,
+            sum(each.unchanged for each in counts),
+            sum(each.changed for each in counts),
+            sum(each.dropped for each in counts),
+        )
+        for counts in rows
+    )

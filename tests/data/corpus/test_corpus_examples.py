@@ -1,0 +1,87 @@
+"""Maps of examples/corpus, as users name them."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from jaxforge.commands import prepare
+from jaxforge.data.corpus.manifest import Manifest
+from tests.data.corpus.test_maps import documents
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "corpus"
+NEEDS = {"keep_english": "py3langid", "similar_text": "datasketch"}
+
+
+def run(texts, tmp_path, example, function):
+    """Prepare texts with an example; return the documents and the counts."""
+    if function in NEEDS:
+        pytest.importorskip(NEEDS[function])
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    example = str(EXAMPLES / f"{example}.py")
+    output = tmp_path / "out"
+    prepare.main([str(path), "--output", str(output), "--map", f"{example}:{function}"])
+    (rule,) = Manifest.read(output / "train").statistics.rules
+    return documents(output), (rule.unchanged, rule.changed, rule.dropped)
+
+
+def test_language_filter_keeps_english(tmp_path):
+    english = [
+        "It was a bright cold day in April, and the clocks were striking thirteen.",
+        "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea.",
+    ]
+    others = ["Als Gregor Samsa eines Morgens aus unruhigen Träumen erwachte, fand er sich.",
+              "Longtemps, je me suis couché de bonne heure. Parfois, à peine ma bougie éteinte.",
+              "吾輩は猫である。名前はまだ無い。"]  # fmt: skip
+    texts = [english[0], *others, english[1]]
+    assert run(texts, tmp_path, "language", "keep_english") == (english, (2, 0, 3))
+
+
+def test_exact_deduplication_keeps_first_text(tmp_path):
+    texts = ["One  text\n", "another", "one text", "ANOTHER ", "the last"]
+    result = run(texts, tmp_path, "deduplicate_exact", "same_text")
+    assert result == (["One  text\n", "another", "the last"], (3, 0, 2))
+
+
+def test_minhash_drops_near_repetitions_only(tmp_path):
+    rng = random.Random(0)
+    vocabulary = [f"word{i}" for i in range(2000)]
+    originals = [rng.choices(vocabulary, k=300) for _ in range(20)]
+    # A changed word changes 5 of 296 n-grams: similarity 291 / 301. The others share no n-gram.
+    near = [[*words[:150], "changed", *words[151:]] for words in originals[:10]]
+    texts = [" ".join(words) for words in (*originals, *near, *originals[:1])]
+    result, counts = run([*texts, "... !"], tmp_path, "deduplicate_minhash", "similar_text")
+    assert result == [*texts[:20], "... !"]
+    assert counts == (21, 0, 11)
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("Write to ada.l+x@mail.example.co.uk, please.", "Write to email@example.com, please."),
+        ("host 8.8.8.8:53 and 1.2.3.4.", "host 192.0.2.1:53 and 192.0.2.1."),
+        ("2606:4700::1111 answered", "2001:db8::1 answered"),
+        ("call +44 20 7946 0958 or (212) 555-1234", "call +1-202-555-0100 or +1-202-555-0100"),
+        ("tel. 212-555-1234.", "tel. +1-202-555-0100."),
+        ("private 10.0.0.1, 127.0.0.1, ::1, fe80::1", None),
+        ("version 1.2.3, at 10:30:45, a::b, 2024-05-17, 3.14159, 1,234,567, user@host", None),
+        ("0123456789 4111 1111 1111 1111", None),
+    ],
+)
+def test_mask_replaces_personal_data_only(text, masked):
+    path = EXAMPLES / "mask_personal_data.py"
+    spec = importlib.util.spec_from_file_location("mask_personal_data", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    record = {"text": text, "id": 7}
+    assert module.mask(record) == {"text": masked or text, "id": 7}
+    assert record["text"] == text
+    assert module.mask(module.mask(record)) == module.mask(record)
+
+
+def test_mask_is_counted(tmp_path):
+    result = run(["no data", "ada@example.org"], tmp_path, "mask_personal_data", "mask")
+    assert result == (["no data", "email@example.com"], (1, 1, 0))
