@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import psutil
@@ -261,6 +262,24 @@ def test_line_longer_than_a_unit_belongs_to_the_first(tmp_path):
     assert tokens_of(tmp_path / "out" / "train").tolist() == expected
     with pytest.raises(UserError, match=r"a\.jsonl \(from byte 0\):2: the record is larger than"):
         run(path, tmp_path / "out2", "--unit-bytes", 300, "--max-record-bytes", 4000)
+
+
+def test_line_beyond_the_limit_is_never_in_memory(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        file.write('{"text": "a"}\n{"text": "')
+        for _ in range(40):
+            file.write("x" * (1 << 20))
+        file.write('"}\n{"text": "b"}\n')
+    sources = sliced(find_inputs([path], max_record_bytes=1 << 20), 15 << 20)
+    tracemalloc.start()
+    records = [(r.content.read(), r.problem) for source in sources for r in source.records(0)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    limit = "a.jsonl (from byte 0):2: the record is larger than 1,048,576 bytes"
+    assert records == [(b"a", ""), (b"", f"{tmp_path}/{limit}"), (b"b", "")]
+    assert len(sources) == 3
+    assert peak < 8 << 20
 
 
 def test_inputs_are_grouped_up_to_the_size_of_a_unit(tmp_path):
