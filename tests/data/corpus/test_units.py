@@ -173,8 +173,8 @@ def test_text_file_alone_in_a_unit_stays_whole(tmp_path):
     run(tmp_path, tmp_path / "one", *options)
     run(tmp_path, tmp_path / "many", *options, "--unit-bytes", 1)
     for split in ("train", "validation"):
-        one, many = (tokens_of(tmp_path / name / split) for name in ("one", "many"))
-        assert np.array_equal(one, many)
+        tokens = [tokens_of(tmp_path / name / split) for name in ("one", "many")]
+        assert np.array_equal(*tokens)
 
 
 def test_options_that_need_the_order_make_one_unit(corpus, tmp_path):
@@ -326,6 +326,26 @@ def test_finished_units_leave_no_counts(corpus, tmp_path, monkeypatch):
     run(corpus[0], tmp_path / "out", "--unit-bytes", 1000)
     assert len(waiting) > 10
     assert max(waiting) < 3
+
+
+def test_counts_are_folded_once_whatever_was_interrupted(tmp_path):
+    store, shape = parts.Parts(tmp_path), (1, 4)
+    rows = {unit: np.array([[1, unit, 0, 10**9]]) for unit in range(6)}
+    for unit, counts in rows.items():
+        store.write(parts.Part(unit, 0, {}), counts)
+    fold = parts.Fold(store, 1, shape)
+    for unit in (1, 3):
+        fold.add(unit)
+    fold.save()
+    store.write(parts.Part(3, 0, {}), rows[3])  # as if killed before the removal
+    fold = parts.Fold(store, 0, shape)
+    fold.add(0)  # and killed before it is saved
+    fold = parts.Fold(store, 0, shape)
+    assert store.with_counts() == {0, 2, 3, 4, 5}
+    fold.add_left({0, 2, 3})
+    fold.save()
+    assert store.with_counts() == {4, 5}
+    assert np.array_equal(parts.all_counts(store, shape), sum(rows.values()))
 
 
 SCRIPT = """
