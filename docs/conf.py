@@ -14,6 +14,7 @@ CHAPTERS = {
     "How-to guides": [
         "configs",
         "data",
+        "prepare_terabytes",
         "launching",
         "plan",
         "scaling",

@@ -31,6 +31,7 @@ ELSEWHERE = {
     r"jaxforge train --config 124m.toml$": "needs a GPU, for a day",
     r".*--train.executable=step.zip": "needs the slice that it was compiled for",
     r".*--topology v5e:16x16": "compiles a 7B step for 256 chips: benchmarks/scaling.py",
+    r"jaxforge prepare (s3|hf)://": "needs a bucket or the Hub: storage/test_remote_corpora.py",
     r"python benchmarks/gpu_aot.py": "needs the compilers for GPUs, and an hour",
     r"python benchmarks/gpu.py": "needs a GPU; in miniature it takes an hour on CPUs",
 }  # fmt: skip

@@ -166,7 +166,9 @@ def check_plan(before: Plan | None, plan: Plan, output: Path) -> None:
         UserError: there is no plan, or another.
     """
     if before is None:
-        raise UserError(f"nothing is planned for {output}, or it is complete")
+        raise UserError(
+            f"nothing is planned for {output}, or it is complete: plan it with --slurm N first"
+        )
     plan = json.loads(json.dumps(plan))
     if before != plan:
         raise UserError(

@@ -67,8 +67,7 @@ def run_units(
     fold = Fold(parts, share, (len(job.options.splits), vocab_size))
     numbers = {unit.number for unit in units}
     finished = parts.finished() & numbers
-    for number in parts.with_counts() & finished:
-        fold.add(number)
+    fold.add_left(parts.with_counts() & finished)
     progress = _Progress(units, finished, show)
     for part in engine(job, [u for u in units if u.number not in finished], progress.update):
         fold.add(part.unit)

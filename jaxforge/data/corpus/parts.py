@@ -202,19 +202,27 @@ class Fold:
     _PENDING = 64  # units whose counts stay in files until the sum is written
 
     def __init__(self, parts: Parts, share: int, shape: tuple[int, int]) -> None:
-        self._parts, self._path = parts, parts.fold_path(share)
+        self._parts, self._path, self._shape = parts, parts.fold_path(share), shape
         self.units, self.counts = _read_fold(self._path, shape)
         self._pending: list[int] = []
 
     def add(self, unit: int) -> None:
         """Add the counts of a unit."""
-        if unit in self.units:
-            self._parts.remove_counts(unit)
-            return
         self.counts += self._parts.counts(unit, self.counts.shape)
         self._pending.append(unit)
         if len(self._pending) >= self._PENDING:
             self.save()
+
+    def add_left(self, units: Iterable[int]) -> None:
+        """Add counts that an interrupted process has left, unless any process has folded them."""
+        folded: set[int] = set()
+        for path in self._parts.folds():
+            folded |= _read_fold(path, self._shape)[0]
+        for unit in units:
+            if unit in folded:
+                self._parts.remove_counts(unit)
+            else:
+                self.add(unit)
 
     def save(self) -> None:
         """Write the sum, and only then remove what it contains."""

@@ -284,7 +284,7 @@ def _list_bucket(url: str) -> Iterator[Listed]:
     scheme, _, root = url.partition("://")
     fs = library("pyarrow.fs", f"listing {scheme}:// inputs")
     arrow = library("pyarrow", f"listing {scheme}:// inputs")
-    with _named(url, arrow.ArrowException):  # raised for wrong names, besides OSError
+    with _named(url, arrow.ArrowException):  # for wrong names; the others are OSErrors
         system = _s3(fs, root) if scheme == "s3" else _gcs(fs)
         info = system.get_file_info(root)
         if info.type == fs.FileType.File:

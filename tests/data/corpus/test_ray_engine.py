@@ -63,8 +63,8 @@ def start(cluster, corpus, output):
 
 def workers_of(output):
     """Return the processes that are preparing a unit."""
-    found = (read(path) for path in output.with_name(".out.partial").glob("parts/*.lock"))
-    return [int(match[1]) for text in found if (match := re.match(r"process (\d+)", text))]
+    texts = (read(path) for path in output.with_name(".out.partial").glob("parts/*.lock"))
+    return [int(match[1]) for text in texts if (match := re.match(r"process (\d+)", text))]
 
 
 def read(path):

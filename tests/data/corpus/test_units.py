@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import psutil
@@ -172,8 +173,8 @@ def test_text_file_alone_in_a_unit_stays_whole(tmp_path):
     run(tmp_path, tmp_path / "one", *options)
     run(tmp_path, tmp_path / "many", *options, "--unit-bytes", 1)
     for split in ("train", "validation"):
-        one, many = (tokens_of(tmp_path / name / split) for name in ("one", "many"))
-        assert np.array_equal(one, many)
+        tokens = [tokens_of(tmp_path / name / split) for name in ("one", "many")]
+        assert np.array_equal(*tokens)
 
 
 def test_options_that_need_the_order_make_one_unit(corpus, tmp_path):
@@ -263,6 +264,24 @@ def test_line_longer_than_a_unit_belongs_to_the_first(tmp_path):
         run(path, tmp_path / "out2", "--unit-bytes", 300, "--max-record-bytes", 4000)
 
 
+def test_line_beyond_the_limit_is_never_in_memory(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        file.write('{"text": "a"}\n{"text": "')
+        for _ in range(40):
+            file.write("x" * (1 << 20))
+        file.write('"}\n{"text": "b"}\n')
+    sources = sliced(find_inputs([path], max_record_bytes=1 << 20), 15 << 20)
+    tracemalloc.start()
+    records = [(r.content.read(), r.problem) for source in sources for r in source.records(0)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    limit = "a.jsonl (from byte 0):2: the record is larger than 1,048,576 bytes"
+    assert records == [(b"a", ""), (b"", f"{tmp_path}/{limit}"), (b"b", "")]
+    assert len(sources) == 3
+    assert peak < 8 << 20
+
+
 def test_inputs_are_grouped_up_to_the_size_of_a_unit(tmp_path):
     sizes = [10, 20, 30, 50, 100, 5, 5]
     for i, size in enumerate(sizes):
@@ -307,6 +326,26 @@ def test_finished_units_leave_no_counts(corpus, tmp_path, monkeypatch):
     run(corpus[0], tmp_path / "out", "--unit-bytes", 1000)
     assert len(waiting) > 10
     assert max(waiting) < 3
+
+
+def test_counts_are_folded_once_whatever_was_interrupted(tmp_path):
+    store, shape = parts.Parts(tmp_path), (1, 4)
+    rows = {unit: np.array([[1, unit, 0, 10**9]]) for unit in range(6)}
+    for unit, counts in rows.items():
+        store.write(parts.Part(unit, 0, {}), counts)
+    fold = parts.Fold(store, 1, shape)
+    for unit in (1, 3):
+        fold.add(unit)
+    fold.save()
+    store.write(parts.Part(3, 0, {}), rows[3])  # as if killed before the removal
+    fold = parts.Fold(store, 0, shape)
+    fold.add(0)  # and killed before it is saved
+    fold = parts.Fold(store, 0, shape)
+    assert store.with_counts() == {0, 2, 3, 4, 5}
+    fold.add_left({0, 2, 3})
+    fold.save()
+    assert store.with_counts() == {4, 5}
+    assert np.array_equal(parts.all_counts(store, shape), sum(rows.values()))
 
 
 SCRIPT = """
