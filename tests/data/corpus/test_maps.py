@@ -1,6 +1,7 @@
 """Maps of records: their results, counts, errors, and resumed runs."""
 
 import json
+import pickle
 import re
 from collections import Counter
 
@@ -10,6 +11,7 @@ import pytest
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import ingest, passes
 from jaxforge.data.corpus.manifest import Manifest
+from jaxforge.data.corpus.maps import Map
 from jaxforge.errors import UserError
 from tests.data.corpus.interruptions import Interrupted, snapshot
 
@@ -232,6 +234,42 @@ def test_repeated_keys_are_found_over_all_inputs(
         both = ("--map", f"{functions}:first_letter", "--map", f"{functions}:every_letter")
         run(tmp_path / "in", "--output", tmp_path / "both", *both)
         assert documents(tmp_path / "both") == expected_without_repeats(expected, str)
+
+
+def test_conversations_are_mapped_and_deduplicated(tmp_path, monkeypatch):
+    path = tmp_path / "f.py"
+    path.write_text(
+        "from jaxforge.data.corpus.maps import drop_repeated\n\n"
+        "def no_secrets(record):\n"
+        "    return None if 'secret' in record['completion'] else record\n\n"
+        "@drop_repeated\ndef prompt(record):\n    return [record['prompt'].encode()]\n"
+    )
+    rows = [("a", "secret"), ("a", "first"), ("b", "one"), ("a", "again"), ("b", "two")]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows))
+    survey, sent = passes._survey, []
+    monkeypatch.setattr(
+        passes, "_survey", lambda *args: (sent.append(pickle.dumps(args)), survey(*args))[1]
+    )
+    maps = ("--map", f"{path}:no_secrets", "--map", f"{path}:prompt", "--conversations")
+    run(lines, "--output", tmp_path / "out", *maps)
+    entries = np.load(tmp_path / "out" / "train" / "shard_00000.npy") & 0xFFFF
+    assert bytes(i for i in entries.tolist() if i < END).decode() == "afirstbone"
+    assert rules(tmp_path / "out") == [("no_secrets", 4, 0, 1), ("prompt", 2, 0, 2)]
+    assert sent
+
+
+def test_fingerprint_covers_named_module_of_partial(tmp_path):
+    hashes = []
+    for i in range(2):
+        path = tmp_path / f"{i}" / "f.py"
+        path.parent.mkdir()
+        path.write_text(
+            "import functools\n\ndef cut(record, n):\n    return {'text': record['text'][:n]}\n\n"
+            f"short = functools.partial(cut, n={i})\n"
+        )
+        hashes.append(Map(f"{path}:short").fingerprint)
+    assert hashes[0] != hashes[1]
 
 
 @pytest.mark.processes
