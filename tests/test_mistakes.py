@@ -40,6 +40,11 @@ def here(tmp_path_factory):
         (here / name).write_text('{"id": 7, "content": "hello there"}\n')
     (here / "chats.jsonl").write_text('{"messages": []}\n')
     (here / "bad.jsonl").write_text('{"text": "hello\n')
+    (here / "rules.py").write_text(
+        "def keep(record):\n    return record\n\ndef fail(record):\n    return record['colour']\n"
+    )
+    (here / "pages.warc.gz").write_bytes(b"not read")
+    (here / "torn.tar").write_bytes(b"not read")
     (here / "picture.png").write_bytes(np.random.default_rng(0).bytes(2000))
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(here)

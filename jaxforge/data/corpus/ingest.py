@@ -34,8 +34,9 @@ from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage.atomic_directory import AtomicDirectory
 
-BATCH_BYTES = 4 << 20  # of text per call of a tokenizer
+BATCH_BYTES = 1 << 20  # of text per call of a tokenizer, whose results take up to 50 times as much
 BATCH_PARTS = 4096
+_FEW_BATCHES = 4  # starting processes for them does not pay
 COMMIT_SECONDS = 5.0  # of work that a killed run may lose
 
 EMPTY_JOURNAL: dict[str, Any] = {"splits": {}, "place": ReadPosition(), "skipped": 0}
@@ -380,7 +381,7 @@ def check_split(train: int, validation: int, fraction: float) -> None:
 
 
 def batches(chunks: Iterable[TextPart]) -> Iterator[Batch]:
-    """Group parts of documents into batches of a few MiB."""
+    """Group parts of documents into batches of about a MiB."""
     batch: list[TextPart] = []
     size = 0
     for chunk in chunks:
@@ -403,12 +404,12 @@ def _encoded(
     isolate: bool,
 ) -> Generator[tuple[Batch, Encoded]]:
     """Yield batches with their tokens, in order."""
-    first = list(islice(batches, 2))  # starting processes for a single batch does not pay
-    if not isolate and (workers == 1 or len(first) < 2):
+    first = list(islice(batches, _FEW_BATCHES + 1))
+    if not isolate and (workers == 1 or len(first) <= _FEW_BATCHES):
         for batch in chain(first, batches):
             yield batch, _encode(tokenizer, texts_of(batch), options)
         return
-    n = workers if len(first) > 1 else 1
+    n = workers if len(first) > _FEW_BATCHES else 1
     with Workers[list[Text], Encoded](n, encode_batches, directory, options, n, isolate) as pool:
         # First in, first out: results leave in the order of submission, whichever worker is done
         # first. At most 2 * workers + 1 batches wait, so memory is bounded, and each worker has a

@@ -91,13 +91,11 @@ class Map:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the source of the function's module."""
-        module = inspect.getmodule(self.function) or _module(self.spec.rpartition(":")[0])
-        try:
-            source = inspect.getsource(module)
-        except (OSError, TypeError):  # compiled
-            source = f"{module.__name__} {getattr(module, '__version__', '')}"
-        return hashlib.sha256(source.encode()).hexdigest()
+        """SHA-256 (hex) of the source of the module, and of that which defines the function."""
+        named = _module(self.spec.rpartition(":")[0])
+        defining = inspect.getmodule(self.function) or named
+        sources = "".join(map(_source, dict.fromkeys((named, defining))))
+        return hashlib.sha256(sources.encode()).hexdigest()
 
     def call(self, record: MapRecord, where: str) -> Any:  # noqa: ANN401  # of a user's function
         """Return the function's result.
@@ -195,6 +193,28 @@ class Mapped(MappingContent):
 
 
 @dataclass(frozen=True)
+class AnyRecord:
+    """Content of records that may have no document (a `Content`)."""
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """Return all columns."""
+        return list(there or [])
+
+    def source(self, record: Mapping[str, Any]) -> str:
+        """Return ""."""
+        return ""
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """Return ""."""
+        return ""
+
+
+@dataclass(frozen=True)
 class RecordKeys(MappingContent):
     """Content of the pass that collects keys: the document is the record's keys, hashed.
 
@@ -263,6 +283,13 @@ def _mapped(each: Map, record: Mapping[str, Any], where: str) -> tuple[MapRecord
             "dict), or None to drop it"
         )
     return result, UNCHANGED if result == before else CHANGED
+
+
+def _source(module: ModuleType) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # compiled
+        return f"{module.__name__} {getattr(module, '__version__', '')}"
 
 
 def _snapshot(record: Mapping[str, Any]) -> MapRecord:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxforge.data.corpus.documents import text_parts
-from jaxforge.data.corpus.maps import Mapped, RecordKeys, with_repeats
-from jaxforge.data.corpus.records import Input
+from jaxforge.data.corpus.maps import AnyRecord, Mapped, RecordKeys, with_repeats
+from jaxforge.data.corpus.records import Input, TextField
 from jaxforge.data.corpus.repeats import KEY, Repeats, RunUnits, find_repeats, keys_path, write_keys
 from jaxforge.data.corpus.units import Unit
 
@@ -74,7 +74,9 @@ def find_repeated_records(
 
 def _keys(mapped: Mapped, index: int) -> RecordKeys:
     """Return the content that gives the keys of the map at an index."""
-    before = Mapped(mapped.content, mapped.maps[:index], mapped.repeats)
+    # Keys need no chat template, whose process cannot be sent to other processes.
+    content = mapped.content if isinstance(mapped.content, TextField) else AnyRecord()
+    before = Mapped(content, mapped.maps[:index], mapped.repeats)
     return RecordKeys(before, mapped.maps[index])
 
 

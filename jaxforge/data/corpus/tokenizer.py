@@ -6,17 +6,16 @@ import itertools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 from jaxtyping import Int
 
-from jaxforge.config.data import DataConfig
 from jaxforge.data.corpus.untrusted_tokenizer import (
     check_ids,
     check_loads,
@@ -25,6 +24,9 @@ from jaxforge.data.corpus.untrusted_tokenizer import (
 )
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
+
+if TYPE_CHECKING:  # importing it takes longer than all else that a worker of `prepare` imports
+    from jaxforge.config.data import DataConfig
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of tokenizers trained by `train_bpe`."""
@@ -42,6 +44,7 @@ _ADJACENT_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.j
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ADD_BOS = "add_bos_token"
 _TRIED_TOKENS = 100
+_PART_CHARACTERS = 1 << 18  # encoded at a time: an encoding takes 250 bytes per token, its ids 36
 _BYTE_FILE = b'{"kind": "byte"}\n'
 _LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one for each byte
 
@@ -229,9 +232,12 @@ class HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, computed on all cores."""
-        with _encoding():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        ids: list[list[int]] = []
+        for part in _parts(texts):
+            with _encoding():
+                encodings = self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
+            ids += [encoding.ids for encoding in encodings]
+        return ids
 
     def encode_with_offsets(
         self, texts: Sequence[str]
@@ -313,6 +319,20 @@ def _encoding() -> AbstractContextManager[None]:
     return reraise_panics(UserError, "the tokenizer fails on a text", advice)
 
 
+def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield texts in parts of `_PART_CHARACTERS`, or of a single longer text."""
+    part: list[str] = []
+    size = 0
+    for text in texts:
+        if part and size + len(text) > _PART_CHARACTERS:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    if part:
+        yield part
+
+
 def with_prefix(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     """Return the ids of a text after `Tokenizer.prefix`, unless they begin with it already."""
     prefix = list(tokenizer.prefix)
@@ -355,7 +375,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     return HFTokenizer(bpe.to_str().encode(), END_OF_TEXT)
 
 
-def tokenizer_of(config: DataConfig) -> str | Path | None:
+def tokenizer_of(config: "DataConfig") -> str | Path | None:
     """Return `data.tokenizer_path`, else the tokenizer stored with the shards."""
     if config.tokenizer_path:
         return config.tokenizer_path

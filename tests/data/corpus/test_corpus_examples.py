@@ -16,11 +16,12 @@ NEEDS = {"keep_english": "py3langid", "similar_text": "datasketch"}
 
 
 def run(texts, tmp_path, example, function):
-    """Prepare texts with an example; return the documents and the counts."""
+    """Prepare texts, or records, with an example; return the documents and the counts."""
     if function in NEEDS:
         pytest.importorskip(NEEDS[function])
     path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    records = [text if isinstance(text, dict) else {"text": text} for text in texts]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     example = str(EXAMPLES / f"{example}.py")
     output = tmp_path / "out"
     prepare.main([str(path), "--output", str(output), "--map", f"{example}:{function}"])
@@ -44,6 +45,13 @@ def test_exact_deduplication_keeps_first_text(tmp_path):
     texts = ["One  text\n", "another", "one text", "ANOTHER ", "the last"]
     result = run(texts, tmp_path, "deduplicate_exact", "same_text")
     assert result == (["One  text\n", "another", "the last"], (3, 0, 2))
+
+
+def test_records_with_repeated_url_are_dropped(tmp_path):
+    rows = [("one", "a"), ("two", "b"), ("three", "a"), ("four", None)]
+    records = [{"text": text, "url": url} for text, url in rows] + ["five"]
+    result = run(records, tmp_path, "deduplicate_exact", "same_url")
+    assert result == (["one", "two", "four", "five"], (4, 0, 1))
 
 
 def test_minhash_drops_near_repetitions_only(tmp_path):

@@ -1,6 +1,7 @@
 """Maps of records: their results, counts, errors, and resumed runs."""
 
 import json
+import pickle
 import re
 from collections import Counter
 
@@ -10,6 +11,7 @@ import pytest
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import ingest, passes
 from jaxforge.data.corpus.manifest import Manifest
+from jaxforge.data.corpus.maps import Map
 from jaxforge.errors import UserError
 from tests.data.corpus.interruptions import Interrupted, snapshot
 
@@ -211,11 +213,11 @@ def expected_without_repeats(texts, keys):
 
 
 @pytest.mark.parametrize("range_entries", [7, 1 << 21])
-@pytest.mark.parametrize("unit_bytes", [1, 300, 1 << 28])
+@pytest.mark.parametrize("unit_bytes", [40, 300, 1 << 28])
 def test_repeated_keys_are_found_over_all_inputs(
     functions, tmp_path, monkeypatch, unit_bytes, range_entries
 ):
-    monkeypatch.setattr(passes, "UNIT_BYTES", unit_bytes)
+    units = ("--unit-bytes", str(unit_bytes))
     monkeypatch.setattr("jaxforge.data.corpus.repeats.RANGE_ENTRIES", range_entries)
     texts = ["".join(row) for row in WORDS]
     (tmp_path / "in").mkdir()
@@ -225,22 +227,58 @@ def test_repeated_keys_are_found_over_all_inputs(
     repeated = sum(count - 1 for count in Counter(text[0] for text in texts).values())
     expected = expected_without_repeats(texts, lambda text: text[:1])
     assert len(expected) == 60 - repeated
-    run(tmp_path / "in", "--output", tmp_path / "out", "--map", f"{functions}:first_letter")
+    run(tmp_path / "in", "--output", tmp_path / "out", "--map", f"{functions}:first_letter", *units)
     assert documents(tmp_path / "out") == expected
     assert rules(tmp_path / "out") == [("first_letter", len(expected), 0, repeated)]
     if unit_bytes == 300:  # with several keys for a record, and after another such map
         both = ("--map", f"{functions}:first_letter", "--map", f"{functions}:every_letter")
-        run(tmp_path / "in", "--output", tmp_path / "both", *both)
+        run(tmp_path / "in", "--output", tmp_path / "both", *both, *units)
         assert documents(tmp_path / "both") == expected_without_repeats(expected, str)
 
 
+def test_conversations_are_mapped_and_deduplicated(tmp_path, monkeypatch):
+    path = tmp_path / "f.py"
+    path.write_text(
+        "from jaxforge.data.corpus.maps import drop_repeated\n\n"
+        "def no_secrets(record):\n"
+        "    return None if 'secret' in record['completion'] else record\n\n"
+        "@drop_repeated\ndef prompt(record):\n    return [record['prompt'].encode()]\n"
+    )
+    rows = [("a", "secret"), ("a", "first"), ("b", "one"), ("a", "again"), ("b", "two")]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in rows))
+    survey, sent = passes._survey, []
+    monkeypatch.setattr(
+        passes, "_survey", lambda *args: (sent.append(pickle.dumps(args)), survey(*args))[1]
+    )
+    maps = ("--map", f"{path}:no_secrets", "--map", f"{path}:prompt", "--conversations")
+    run(lines, "--output", tmp_path / "out", *maps)
+    entries = np.load(tmp_path / "out" / "train" / "shard_00000.npy") & 0xFFFF
+    assert bytes(i for i in entries.tolist() if i < END).decode() == "afirstbone"
+    assert rules(tmp_path / "out") == [("no_secrets", 4, 0, 1), ("prompt", 2, 0, 2)]
+    assert sent
+
+
+def test_fingerprint_covers_named_module_of_partial(tmp_path):
+    hashes = []
+    for i in range(2):
+        path = tmp_path / f"{i}" / "f.py"
+        path.parent.mkdir()
+        path.write_text(
+            "import functools\n\ndef cut(record, n):\n    return {'text': record['text'][:n]}\n\n"
+            f"short = functools.partial(cut, n={i})\n"
+        )
+        hashes.append(Map(f"{path}:short").fingerprint)
+    assert hashes[0] != hashes[1]
+
+
 @pytest.mark.processes
-def test_repeats_do_not_depend_on_workers(functions, tmp_path, monkeypatch):
+def test_repeats_do_not_depend_on_workers(functions, tmp_path):
     (tmp_path / "in").mkdir()
     for i, row in enumerate(WORDS[:20]):
         (tmp_path / "in" / f"{i:02}.txt").write_text("".join(row))
-    command = [str(tmp_path / "in"), "--map", f"{functions}:first_letter", "--output"]
-    monkeypatch.setattr(passes, "UNIT_BYTES", 9)
+    command = [str(tmp_path / "in"), "--map", f"{functions}:first_letter"]
+    command += ["--unit-bytes", "9", "--output"]
     run(*command, tmp_path / "one")
     assert prepare.main([*command, str(tmp_path / "two"), "--workers", "2"]) == 0
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
@@ -250,7 +288,6 @@ def test_interrupted_pass_repeats_unfinished_units_only(functions, tmp_path, mon
     (tmp_path / "in").mkdir()
     for i, row in enumerate(WORDS[:6]):
         (tmp_path / "in" / f"{i}.txt").write_text("".join(row))
-    monkeypatch.setattr(passes, "UNIT_BYTES", 1)
     write, units = passes.write_keys, []
 
     def interrupted(path, entries):
@@ -260,7 +297,8 @@ def test_interrupted_pass_repeats_unfinished_units_only(functions, tmp_path, mon
         write(path, entries)
 
     monkeypatch.setattr(passes, "write_keys", interrupted)
-    command = (tmp_path / "in", "--map", f"{functions}:first_letter", "--output")
+    command = (tmp_path / "in", "--map", f"{functions}:first_letter", "--unit-bytes", "1")
+    command += ("--output",)
     with pytest.raises(Interrupted):
         run(*command, tmp_path / "out")
     run(*command, tmp_path / "out")

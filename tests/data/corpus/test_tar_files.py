@@ -196,7 +196,9 @@ def test_archive_bomb_is_refused_in_bounded_memory(tmp_path):
         code = (
             "import resource, sys\n"
             "from jaxforge.commands import prepare\n"
+            "from jaxforge.data.corpus import json_files\n"
             "from jaxforge.tools.starting import preparation\n"
+            "json_files._QUICKLY_UNPACKED = 0  # as for a larger archive\n"
             "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
             "try:\n    prepare.main(sys.argv[1:])\n"
             "except Exception as error:\n"
