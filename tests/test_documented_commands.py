@@ -32,7 +32,7 @@ ELSEWHERE = {
     r".*--train.executable=step.zip": "needs the slice that it was compiled for",
     r".*--topology v5e:16x16": "compiles a 7B step for 256 chips: benchmarks/scaling.py",
     r"python benchmarks/gpu_aot.py": "needs the compilers for GPUs, and an hour",
-    r"python benchmarks/gpu.py": "needs a GPU; in miniature it takes an hour on CPUs",
+    r"python benchmarks/[gt]pu.py": "needs a device; in miniature it takes an hour on CPUs",
 }  # fmt: skip
 """Patterns of lines that no test runs, and why."""
 COMPILERS = {"v": "libtpu", "h": "jax_cuda13_plugin"}
