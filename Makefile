@@ -8,10 +8,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # A torch without CUDA is on PyPI for no Python; where constraints.txt pins one, its tests run.
 EXTRAS  = $(shell $(BIN)/python -c "import sys; print('dev' + ',torch' * (sys.version_info < (3, 12)))")
-# Not benchmarks, or not for every machine: *aot.py need the compilers for TPU or GPU, gpu*.py a GPU,
+# Not benchmarks, or not for every machine: *aot.py need the compilers for TPU or GPU, gpu*.py a GPU, tpu.py a TPU,
 # harness.py lm_eval (`make test-lm-eval`).
 NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py %/decode_aot.py %/plan.py %/scaling.py \
-  %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py %/poison.py %/harness.py
+  %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/tpu.py %/device_checks.py %/device_train.py %/device_planned.py %/device_numerics.py %/plain_jax.py %/precision.py %/kept.py %/poison.py %/harness.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
 .PHONY: train test test-all test-lines test-gpu-compiler test-torchtitan test-megatron test-lm-eval lint bench docs wheel clean

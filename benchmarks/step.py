@@ -3,18 +3,20 @@
     python benchmarks/step.py [--quick] [--cases WORDS]
 
 Both have the same model, data, threads and precision, and alternate in one run. On a GPU, a 1B
-model and layers of the width of a 7B model run in bfloat16, compared only with torch.compile.
+model and layers of the width of a 7B model run in bfloat16, compared only with torch.compile. On a
+TPU, a 0.3B model is compared with plain JAX.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_jax
 import results
 import torch
 from torch import nn
@@ -72,6 +74,10 @@ GPU_CASES = tuple(
     for rows in (4, 1)
     for name, model in (("1B", _1B), ("4 layers of 7B", _7B_LAYERS))
 )
+TPU_CASES = (
+    Case("0.3B, 4 x 2048 tokens", {"dim": 1024, "n_layers": 12, "n_heads": 8, "n_kv_heads": 8,
+                                   "ffn_hidden_dim": 4096, "vocab_size": 32768}, 4, 2048, "bf16"),
+)  # fmt: skip
 _BOTH_FIT = (
     130e9  # bytes of a GPU that holds our 1B model with 4 rows and PyTorch's: 49 GB and more
 )
@@ -79,7 +85,9 @@ _BOTH_FIT = (
 
 def cases(words: str = "", *, quick: bool = False) -> list[Case]:
     """Return the cases for this device whose names have these words; of a quick run, one."""
-    result = (QUICK,) if quick else CPU_CASES
+    result: Sequence[Case] = (QUICK,) if quick else CPU_CASES
+    if jax.default_backend() == "tpu":
+        result = TPU_CASES
     if jax.default_backend() == "gpu":
         rows = 4 if torch.cuda.get_device_properties(0).total_memory > _BOTH_FIT else 1
         result = [case for case in GPU_CASES if case.batch == rows]
@@ -172,6 +180,29 @@ def torch_step(
     return step
 
 
+def plain_jax_step(case: Case) -> Callable[[], None]:
+    """Return an update of plain JAX."""
+    config, devices = job(case), jax.devices()[:1]
+    attention = "splash" if devices[0].platform == "tpu" else "reference"
+    lowered, abstract = plain_jax.lower_step(config, devices, attention)
+    compiled = lowered.compile()
+    tokens = jax.device_put(np.asarray(_tokens(case)[0], np.int32))
+    state: list[plain_jax.State] = []
+
+    def step() -> None:
+        if not state:
+            weights, moments = abstract
+            state.append((
+                jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), weights),
+                jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), moments),
+            ))  # fmt: skip
+        params, optimizer, loss = compiled(*state.pop(), tokens)
+        state.append((params, optimizer))
+        loss.block_until_ready()
+
+    return step
+
+
 def job(case: Case, xla_flags: Mapping[str, str] | None = None) -> JobConfig:
     """Return the config of a case, as a user would write it."""
     train = {"batch_size": case.batch, "seq_len": case.seq, "mixed_precision": case.precision,
@@ -255,13 +286,22 @@ def peak_gigabytes() -> tuple[float, float]:
     return round(peaks[0] / 1e9, 2), round(peaks[1] / 1e9, 2)
 
 
-def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
-    """Return rows of a case; on a GPU also the fraction of the device's best product rate."""
-    ours, config = jax_step(case), job(case)
+def peer_steps(case: Case, *, quick: bool) -> dict[str, Callable[[], None]]:
+    """Return the updates to compare with on this device, by name."""
+    if jax.default_backend() == "tpu":
+        return {"plain JAX": plain_jax_step(case)}
     on_gpu = jax.default_backend() == "gpu"
     peers = {} if on_gpu else {"torch eager": torch_step(case, compiled=False)}
     if on_gpu or not quick:
         peers["torch.compile"] = torch_step(case, compiled=True)
+    return peers
+
+
+def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
+    """Return rows of a case; on a GPU also the fraction of the device's best product rate."""
+    ours, config = jax_step(case), job(case)
+    on_gpu = jax.default_backend() == "gpu"
+    peers = peer_steps(case, quick=quick)
     rounds, repeats = (2, 2) if quick else (5, 4)
     seconds = measure({"ours": ours, **peers}, rounds, repeats)
     tokens = case.batch * case.seq

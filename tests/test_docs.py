@@ -92,8 +92,17 @@ def test_command_line_is_one_that_its_command_takes(line):
             takes(module, arguments)
         case ["python", script, *arguments]:
             assert (ROOT / script).is_file()
-            source = (ROOT / script).read_text()
+            source = with_imported(ROOT / script)
             assert all(f'"{option}"' in source for option in arguments if option.startswith("--"))
+
+
+def with_imported(script):
+    """Return the source of a script and of the scripts next to it that it imports."""
+    text = script.read_text()
+    beside = (
+        script.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", text, re.M)
+    )
+    return text + "".join(path.read_text() for path in beside if path.is_file())
 
 
 def extras_of(requirement):

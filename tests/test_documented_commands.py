@@ -33,7 +33,7 @@ ELSEWHERE = {
     r".*--topology v5e:16x16": "compiles a 7B step for 256 chips: benchmarks/scaling.py",
     r"jaxforge prepare (s3|hf)://": "needs a bucket or the Hub: storage/test_remote_corpora.py",
     r"python benchmarks/gpu_aot.py": "needs the compilers for GPUs, and an hour",
-    r"python benchmarks/gpu.py": "needs a GPU; in miniature it takes an hour on CPUs",
+    r"python benchmarks/[gt]pu.py": "needs a device; in miniature it takes an hour on CPUs",
 }  # fmt: skip
 """Patterns of lines that no test runs, and why."""
 COMPILERS = {"v": "libtpu", "h": "jax_cuda13_plugin"}

@@ -93,9 +93,15 @@ def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
         raise UserError(
             "XLA's compiler for TPUs is not installed. Run: pip install 'jaxforge[plan-tpu]'"
         )
+    # A host has 2 x 2 chips, in a smaller slice all of them.
+    lengths = [int(text) for text in topology.partition(":")[2].split("x") if text.isdecimal()]
+    bounds = tuple(min(pair) for pair in zip((2, 2, 1), [*lengths, 1, 1], strict=False))
     try:
         return topologies.get_topology_desc(
-            platform="tpu", topology_name=topology, num_slices=slices
+            platform="tpu",
+            topology_name=topology,
+            num_slices=slices,
+            chips_per_host_bounds=bounds,
         ).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         suggestion = _power_of_two_sides(topology)

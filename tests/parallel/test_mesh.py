@@ -225,6 +225,7 @@ def test_missing_tpu_compiler_and_unknown_slice_raise(monkeypatch):
     if importlib.util.find_spec("libtpu") is not None:
         with pytest.raises(UserError, match='no TPU slice "v5e:3x5"'):
             targets.tpus("v5e:3x5")
+        assert len(targets.tpus("v5e:1x1")) == len(targets.tpus("v5p:1x1x1")) == 1
     monkeypatch.setattr(targets, "has_tpu_compiler", lambda: False)
     with pytest.raises(UserError, match="plan-tpu"):
         targets.tpus("v5e:4x4")

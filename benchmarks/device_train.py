@@ -1,6 +1,6 @@
 """Check that a default run trains and resumes on this device and matches reference attention.
 
-    python benchmarks/gpu_train.py [--quick]
+    python benchmarks/device_train.py [--quick]
 
 `python -m jaxforge.train` trains on the bytes of the standard library's source, without a
 tokenizer. The run is stopped and resumed with the same command. Its first part is repeated with

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`: a check that fails or hangs costs the others nothing. Here without a GPU."""
+"""`benchmarks/gpu.py` and `tpu.py`: a failed or hanging check does not affect the others."""
 
 import importlib.util
 import json
@@ -25,13 +25,18 @@ content = {{"name": "a", "rows": {ROWS}, "notes": ["n"]}}
 """
 
 
-@pytest.fixture
-def gpu(monkeypatch):
+def load(name, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    spec = importlib.util.spec_from_file_location("gpu_checks_of_benchmarks", BENCHMARKS / "gpu.py")
+    path = BENCHMARKS / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_of_benchmarks", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return load("device_checks", monkeypatch)
 
 
 def python(code):
@@ -97,26 +102,32 @@ def test_no_check_begins_when_time_is_up(gpu, tmp_path):
     assert not ended[0].passed
 
 
-def test_every_check_is_a_script_that_is_there_and_has_its_options(gpu):
-    for check in [*gpu.checks(on_gpu=True), *gpu.checks(on_gpu=False)]:
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_every_check_is_a_script_that_is_there_and_has_its_options(platform, monkeypatch):
+    module = load(platform, monkeypatch)
+    for check in [*module.checks(True), *module.checks(False)]:
         files = [word for word in check.command if word.endswith(".py")]
         assert all(Path(file).is_file() for file in files)
-    names = [check.name for check in gpu.checks(on_gpu=True)]
+    names = [check.name for check in module.checks(True)]
     assert len(set(names)) == len(names)
-    assert names[0] == "gpu_train"
+    assert names[0] == "device_train"
 
 
-def test_missing_gpu_is_reported():
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_missing_device_is_reported(platform):
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py")], env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, str(BENCHMARKS / f"{platform}.py")],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
         text=True, capture_output=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "no GPU: JAX has cpu (cpu)" in done.stderr
+    assert f"no {platform.upper()}: JAX has cpu (cpu)" in done.stderr
     assert done.stdout.startswith("missing: ")
 
 
 def test_missing_packages_are_named(gpu, monkeypatch):
-    monkeypatch.setattr(gpu, "NEEDS", ("json", "nowhere", "nowhere.inside", "jax_cuda13_plugin"))
-    monkeypatch.setattr(gpu, "GPU_ONLY", ("jax_cuda13_plugin",))
-    assert gpu.missing(on_gpu=False) == ["nowhere", "nowhere.inside"]
+    monkeypatch.setattr(gpu, "NEEDS", ("json", "nowhere", "nowhere.inside"))
+    device = gpu.Accelerator("gpu", "cuda", ("jax_cuda13_plugin",), lambda _: [])
+    assert gpu.missing(device, on_cpu=True) == ["nowhere", "nowhere.inside"]
+    there = gpu.missing(device, on_cpu=False)
+    assert there == ["nowhere", "nowhere.inside", "jax_cuda13_plugin"]

@@ -1,9 +1,9 @@
 """Comparison of planned and measured memory, time and program of a step.
 
-    python benchmarks/gpu_planned.py [--quick] [--cases WORDS]
+    python benchmarks/device_planned.py [--quick] [--cases WORDS]
 
-The cases are those of `step.py`. A process without a GPU plans the step; this process compiles and
-runs it. The allocator's peak never decreases, so each case needs its own process.
+The cases are those of `step.py`. A process without the device plans the step; this process compiles
+and runs it. The allocator's peak never decreases, so each case needs its own process.
 """
 
 import json
@@ -36,6 +36,7 @@ CALLS = {
     "calls of Mosaic's kernels": 'custom_call_target="mosaic_gpu',
     "calls of Pallas' kernels in Triton": 'custom_call_target="__gpu$xla.gpu.triton"',
     "products in Triton": '"kind":"__triton',
+    "calls of attention and other kernels for TPU": 'custom_call_target="tpu_custom_call"',
 }
 """What stands in the operations of a compiled program that are kernels of these."""
 
@@ -53,10 +54,12 @@ def topology() -> Topology:
     device = jax.devices()[0]
     if device.platform == "cpu":
         return Topology.parse("cpu:1")
-    chip = next((name for name in CHIPS if name.upper() in device.device_kind), None)
-    if chip is None:
-        raise SystemExit(f"no topology is known for {device.device_kind}: {', '.join(CHIPS)}")
-    return Topology.parse(f"{chip}:1x1")
+    kind = device.device_kind
+    chips = [chip for chip in CHIPS.values() if any(name in kind for name in chip.kinds)]
+    if not chips:
+        raise SystemExit(f"no topology is known for {kind}: {', '.join(CHIPS)}")
+    chip = max(chips, key=lambda chip: max(len(name) for name in chip.kinds if name in kind))
+    return Topology.parse(f"{chip.name}:{'x'.join('1' * chip.n_sides)}")
 
 
 def calls_of(program: HloProgram) -> dict[str, int]:
@@ -75,7 +78,7 @@ def planned(config: JobConfig, where: Topology) -> dict[str, Any]:
 
 
 def in_other_process(case: step.Case, where: Topology) -> subprocess.Popen:
-    """Start a process that plans with the GPU's compiler, without using the GPU."""
+    """Start a process that plans with the device's compiler, without using the device."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     where.prepare(env)
     command = [sys.executable, __file__, "--plan", step.job(case).model_dump_json(),

@@ -1,6 +1,6 @@
 """Numerical errors on this device relative to float32 on the CPU.
 
-    python benchmarks/gpu_numerics.py [--quick] [--cases WORDS]
+    python benchmarks/device_numerics.py [--quick] [--cases WORDS]
 
 Attention and grouped products are compared forward and backward, with the kernels that a run would
 choose; so are the losses of a few updates. Errors are ‖x - reference‖ / ‖reference‖, over all
@@ -42,7 +42,7 @@ SIZES = {True: Size(256, 512, (64, 128)), False: Size(2048, 8192, (1024, 768))}
 
 def dtype() -> str:
     """Return the compute dtype of runs on this device."""
-    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def error(result: jax.Array, reference: jax.Array) -> float:
@@ -144,7 +144,7 @@ def losses(size: Size) -> Iterator[results.Claim]:
     model = {"dim": 256, "n_layers": 2, "n_heads": 4, "vocab_size": 1024}
     mixture = {**model, "num_experts": 8, "moe_top_k": 2, "moe_expert_dim": 256}
     cases = {"dense": (model, 1e-4), "experts": (mixture, 1e-3)}
-    precisions = ["fp32", "bf16"] if jax.default_backend() == "gpu" else ["fp32"]
+    precisions = ["fp32"] if jax.default_backend() == "cpu" else ["fp32", "bf16"]
     for name, (keys, tight) in cases.items():
         result = [config_of(keys, size, precision) for precision in precisions]
         reference = updates(result[0], jax.devices("cpu")[0], 10)
