@@ -14,6 +14,7 @@ Proportions change at positions, not at times. So a mixture is a pure function o
 every order: it does not depend on hosts, devices, restarts or the depth of prefetching.
 """
 
+import heapq
 import itertools
 import math
 from bisect import bisect_right
@@ -69,7 +70,8 @@ def proportions(
         least = _SMALLEST if as_torch else 0.0
         logs = [math.log(w) if (w := max(weight, least)) else -math.inf
                 for weight in weights.values()]  # fmt: skip
-        powers = [math.exp((log - max(logs)) / temperature) for log in logs]
+        largest = max(logs, default=0.0)
+        powers = [math.exp((log - largest) / temperature) for log in logs]
     total = sum(powers)
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
 
@@ -151,8 +153,9 @@ class GrainMixture(PickledAsArguments):
             datasets = self._cached(segment, blocks)[0][:remaining]
             counts = self._counts[segment]
             begun = np.bincount(datasets, minlength=len(counts)).tolist()
+            drawn = dict(drawn)
             for name, whole, part in zip(self._names[segment], counts, begun, strict=True):
-                drawn = {**drawn, name: drawn.get(name, 0) + blocks * whole + part}
+                drawn[name] = drawn.get(name, 0) + blocks * whole + part
         yield drawn
 
 
@@ -163,11 +166,19 @@ def block_counts(proportions: Sequence[float], block: int) -> list[int]:
     """
     exact = [share * block for share in proportions]
     counts = [max(int(share > 0), math.floor(share)) for share in exact]
-    while left := block - sum(counts):
-        # One step at a time, where the count is furthest from its share in the needed direction.
-        sign = 1 if left > 0 else -1
-        can_change = [i for i, n in enumerate(counts) if exact[i] and n + sign > 0]
-        counts[max(can_change, key=lambda i: sign * (exact[i] - counts[i]))] += sign
+    left = block - sum(counts)
+    # One step at a time, where the count is furthest from its share in the needed direction. The
+    # heap has the largest distance first, and the first of equal distances.
+    sign = 1 if left > 0 else -1
+    heap = [(-sign * (exact[i] - n), i) for i, n in enumerate(counts) if exact[i] and n + sign > 0]
+    heapq.heapify(heap)
+    for _ in range(abs(left)):
+        _, i = heap[0]
+        counts[i] += sign
+        if counts[i] + sign > 0:
+            heapq.heapreplace(heap, (-sign * (exact[i] - counts[i]), i))
+        else:
+            heapq.heappop(heap)
     return counts
 
 
