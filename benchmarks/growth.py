@@ -144,8 +144,8 @@ def write_shards(shards: int, directory: Path, shard_tokens: int = SHARD_TOKENS)
     head = io.BytesIO()
     layout = {"descr": "<u2", "fortran_order": False, "shape": (shard_tokens,)}
     np.lib.format.write_array_header_1_0(head, layout)
-    blocks, rest = divmod(2 * shard_tokens, BLOCK_BYTES)
-    hashes = [zlib.crc32(bytes(size)) for size in [BLOCK_BYTES] * blocks + [rest] * bool(rest)]
+    blocks, tail = divmod(2 * shard_tokens, BLOCK_BYTES)
+    hashes = [zlib.crc32(bytes(size)) for size in [BLOCK_BYTES] * blocks + [tail] * bool(tail)]
     crc32 = base64.b64encode(np.array(hashes, "<u4").tobytes()).decode()
     names = [f"shard_{number:06}.npy" for number in range(shards)]
     for name in names:

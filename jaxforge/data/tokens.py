@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _OPEN_FILES = 256
-"""Maps held by a process. Each holds a file descriptor, of which many systems allow 1,024, and all
+"""Maps held by a process. Each holds a file descriptor; many systems allow 1,024 of them, and all
 datasets of a mixture together may have any number of files."""
 CHUNK = 1 << 20  # tokens scanned at a time
 

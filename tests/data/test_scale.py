@@ -32,8 +32,8 @@ def sparse_shards(directory, shards, tokens, dtype="<u2"):
     head = io.BytesIO()
     layout = {"descr": dtype, "fortran_order": False, "shape": (tokens,)}
     np.lib.format.write_array_header_1_0(head, layout)
-    blocks, rest = divmod(np.dtype(dtype).itemsize * tokens, BLOCK_BYTES)
-    assert not rest
+    blocks, tail = divmod(np.dtype(dtype).itemsize * tokens, BLOCK_BYTES)
+    assert not tail
     crc32 = zlib.crc32(bytes(BLOCK_BYTES)).to_bytes(4, "little") * blocks
     files = []
     for number in range(shards):
@@ -193,7 +193,7 @@ def test_windows_of_a_trillion_tokens_are_where_they_belong(tmp_path):
 
 
 def test_maps_of_many_datasets_share_one_limit(tmp_path):
-    """Each map has a file descriptor, of which many systems allow 1,024."""
+    """Each map has a file descriptor, and many systems allow 1,024 of them."""
     for number in range(300):
         sparse_shards(tmp_path / f"{number:03}", 1, BLOCK_BYTES)
     config = mixture_config(tmp_path, 300)

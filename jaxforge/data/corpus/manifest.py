@@ -57,7 +57,7 @@ class Shard:
 class EncodedHashes:
     """`Shard.crc32` as a sequence of numbers that decodes each hash when it is read.
 
-    A terabyte of tokens has 15 million hashes, of which a process reads few.
+    A terabyte of tokens has 15 million hashes, and a process reads few of them.
 
     Args:
         crc32: the Base64 of whole numbers.
