@@ -17,6 +17,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -88,7 +89,9 @@ def cpu_seconds() -> float:
 
 def memory() -> Costs:
     """Return the largest resident memory of this process so far."""
-    return {"MiB of memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    # `ru_maxrss` would include the memory of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    return {"MiB of memory": int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 1024}
 
 
 def compiled_step(layers: int, microbatches: int, stages: int = 1) -> Costs:

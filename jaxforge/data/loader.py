@@ -23,9 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
-from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
+from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import IGNORE
+from jaxforge.data.segments import Segment
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import SEQUENCES, batch_shardings, partition_spec
 

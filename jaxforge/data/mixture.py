@@ -14,12 +14,10 @@ Proportions change at positions, not at times. So a mixture is a pure function o
 every order: it does not depend on hosts, devices, restarts or the depth of prefetching.
 """
 
-import heapq
 import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -33,24 +31,10 @@ from jaxforge.data.order import (
     rank_slice,
     torch_generator,
 )
+from jaxforge.data.segments import BLOCK, Segment, SegmentBlocks, sum_of, with_limits
 from jaxforge.errors import UserError
 
-BLOCK = 8192
-"""Positions over which `GrainMixture` has exact proportions."""
-
 _SMALLEST = 1e-12  # replaces a weight of 0 under a temperature, as in KempnerForge
-
-
-class Segment(NamedTuple):
-    """A span of a run with the same mixture.
-
-    Attributes:
-        start: first position; the segment ends where the next begins.
-        proportions: share of each dataset, by name; they sum to 1.
-    """
-
-    start: int
-    proportions: Mapping[str, float]
 
 
 def proportions(
@@ -102,84 +86,38 @@ class GrainMixture(PickledAsArguments):
         block: int = BLOCK,
     ) -> None:
         self._arguments = sizes, segments, seed, shuffle, block
-        self._seed, self._block = seed % 2**32, block
+        self._block = block
         self._offsets = dict(zip(sizes, offsets(sizes.values()), strict=True))
         self._orders = {}
         for name, n in sizes.items():  # each with a seed of its own
             # A CRC, as Python's hash of a string differs between processes.
-            sequence = np.random.SeedSequence([self._seed, crc32(name.encode())])
+            sequence = np.random.SeedSequence([seed % 2**32, crc32(name.encode())])
             self._orders[name] = GrainOrder(n, int(sequence.generate_state(1)[0]), shuffle)
+        segments = with_limits(segments, seed, block)
         self._starts = [segment.start for segment in segments]
-        self._names = [list(segment.proportions) for segment in segments]
-        self._counts = [
-            block_counts(list(segment.proportions.values()), block) for segment in segments
-        ]
-        self._cached = TwoEntryCache(self._make_block)
+        self._segments = [SegmentBlocks(segment, seed, block) for segment in segments]
+        self._cached = TwoEntryCache(lambda segment, block: self._segments[segment].make(block))
         self._drawn = list(self._draws())
 
     def __getitem__(self, position: int) -> int:
-        segment = bisect_right(self._starts, position) - 1
-        block, within = divmod(position - self._starts[segment], self._block)
-        datasets, draws = self._cached(segment, block)
+        number = bisect_right(self._starts, position) - 1
+        segment = self._segments[number]
+        block, within = divmod(position - self._starts[number], self._block)
+        datasets, draws = self._cached(number, block)
         dataset = int(datasets[within])
         # Number of the draw in the segment: whole blocks before this one, and earlier draws in it.
-        draw = block * self._counts[segment][dataset] + int(draws[within])
-        name = self._names[segment][dataset]
-        return self._offsets[name] + self._orders[name][self._drawn[segment].get(name, 0) + draw]
-
-    def _make_block(
-        self, segment: int, block: int
-    ) -> tuple[Int[np.ndarray, "block"], Int[np.ndarray, "block"]]:
-        """Return each position's dataset, and the number of its earlier draws in the block."""
-        counts = self._counts[segment]
-        # Philox is counter-based: (start, block) selects a stream, so any block can be made first.
-        # Sorting raw words shuffles; `Generator.shuffle` may change between versions of NumPy.
-        generator = np.random.Philox(key=self._seed, counter=[0, self._starts[segment], block, 0])
-        shuffled = np.argsort(generator.random_raw(self._block), kind="stable")
-        datasets = np.repeat(np.arange(len(counts)), counts)[shuffled]
-        # A stable sort by dataset lists the positions of each dataset in order: 0, 1, 2, … there.
-        draws = np.empty(self._block, np.int64)
-        by_dataset = np.argsort(datasets, kind="stable")
-        draws[by_dataset] = np.concatenate([np.arange(count) for count in counts])
-        return datasets, draws
+        draw = block * segment.counts[dataset] + int(draws[within])
+        name = segment.names[dataset]
+        return self._offsets[name] + self._orders[name][self._drawn[number].get(name, 0) + draw]
 
     def _draws(self) -> Iterator[dict[str, int]]:
         """Yield the number of draws from each dataset before each segment."""
         drawn: dict[str, int] = {}
-        for segment, (start, end) in enumerate(itertools.pairwise(self._starts)):
+        lengths = (end - start for start, end in itertools.pairwise(self._starts))
+        for segment, length in zip(self._segments, lengths, strict=False):
             yield drawn
-            blocks, remaining = divmod(end - start, self._block)
-            # The last block of a segment may be cut: count what its part before the cut draws.
-            datasets = self._cached(segment, blocks)[0][:remaining]
-            counts = self._counts[segment]
-            begun = np.bincount(datasets, minlength=len(counts)).tolist()
-            drawn = dict(drawn)
-            for name, whole, part in zip(self._names[segment], counts, begun, strict=True):
-                drawn[name] = drawn.get(name, 0) + blocks * whole + part
+            drawn = sum_of(drawn, segment.drawn(length))
         yield drawn
-
-
-def block_counts(proportions: Sequence[float], block: int) -> list[int]:
-    """Round `proportions` to counts that sum to `block`, by the largest remainders.
-
-    A positive share gets at least 1.
-    """
-    exact = [share * block for share in proportions]
-    counts = [max(int(share > 0), math.floor(share)) for share in exact]
-    left = block - sum(counts)
-    # One step at a time, where the count is furthest from its share in the needed direction. The
-    # heap has the largest distance first, and the first of equal distances.
-    sign = 1 if left > 0 else -1
-    heap = [(-sign * (exact[i] - n), i) for i, n in enumerate(counts) if exact[i] and n + sign > 0]
-    heapq.heapify(heap)
-    for _ in range(abs(left)):
-        _, i = heap[0]
-        counts[i] += sign
-        if counts[i] + sign > 0:
-            heapq.heapreplace(heap, (-sign * (exact[i] - counts[i]), i))
-        else:
-            heapq.heappop(heap)
-    return counts
 
 
 class TorchMixture(PickledAsArguments):

@@ -16,7 +16,7 @@ from jaxforge.data import sources
 from jaxforge.data.corpus.manifest import BLOCK_BYTES, EncodedHashes, Manifest, Shard
 from jaxforge.data.dataset import Mixture
 from jaxforge.data.fingerprint import fingerprints
-from jaxforge.data.mixture import block_counts
+from jaxforge.data.segments import block_counts
 from jaxforge.data.tokens import TokenShards
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.progress import Progress
