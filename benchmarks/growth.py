@@ -25,6 +25,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -289,19 +290,16 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
 
 
-def rows_of(case: Case, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Measure a case; the least of some rounds counts."""
+def rows_of(case: Case, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Measure a case."""
     costs: dict[str, list[float]] = {}
     for size in sizes:
         with tempfile.TemporaryDirectory(prefix="growth-") as directory:
             case.write(size, Path(directory))
             command = [sys.executable, __file__, "--measure", case.name, str(size), directory]
-            runs = [
-                json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-                for _ in range(rounds)
-            ]
-        for unit in runs[0]:
-            costs.setdefault(unit, []).append(min(run[unit] for run in runs))
+            run = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        for unit, cost in json.loads(run.stdout).items():
+            costs.setdefault(unit, []).append(cost)
         shown = {unit: f"{values[-1]:.3g}" for unit, values in costs.items()}
         print(case.name, size, shown, flush=True)
     rows = []
@@ -329,11 +327,9 @@ def main() -> None:
         print(json.dumps(case.measure(int(size), Path(directory))))
         return
     cases = [case for case in CASES if args.cases in case.name]
-    rows = [
-        row
-        for case in cases
-        for row in rows_of(case, *((case.quick, 1) if args.quick else (case.sizes, 2)))
-    ]
+    with ThreadPoolExecutor(2) as pool:  # processes at a time, as CPU seconds do not count waiting
+        sizes = (case.quick if args.quick else case.sizes for case in cases)
+        rows = [row for of_case in pool.map(rows_of, cases, sizes) for row in of_case]
     for row in rows:
         print(f"{row['case']}, {row['unit']}: {row['costs']}, exponent {row['exponent']}")
     is_complete = not args.quick and len(cases) == len(CASES)
