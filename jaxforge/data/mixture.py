@@ -17,7 +17,7 @@ every order: it does not depend on hosts, devices, restarts or the depth of pref
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
 import numpy as np
@@ -31,7 +31,7 @@ from jaxforge.data.order import (
     rank_slice,
     torch_generator,
 )
-from jaxforge.data.segments import BLOCK, Segment, SegmentBlocks, sum_of, with_limits
+from jaxforge.data.segments import BLOCK, Segment, parts_of
 from jaxforge.errors import UserError
 
 _SMALLEST = 1e-12  # replaces a weight of 0 under a temperature, as in KempnerForge
@@ -72,6 +72,7 @@ class GrainMixture(PickledAsArguments):
         seed: any integer.
         shuffle: False reads each dataset from its first sample to its last; blocks stay random.
         block: positions per block, at least one for each dataset.
+        end: position after the last that is read.
 
     Raises:
         UserError: a dataset is empty.
@@ -84,8 +85,9 @@ class GrainMixture(PickledAsArguments):
         seed: int,
         shuffle: bool,
         block: int = BLOCK,
+        end: int | None = None,
     ) -> None:
-        self._arguments = sizes, segments, seed, shuffle, block
+        self._arguments = sizes, segments, seed, shuffle, block, end
         self._block = block
         self._offsets = dict(zip(sizes, offsets(sizes.values()), strict=True))
         self._orders = {}
@@ -93,31 +95,20 @@ class GrainMixture(PickledAsArguments):
             # A CRC, as Python's hash of a string differs between processes.
             sequence = np.random.SeedSequence([seed % 2**32, crc32(name.encode())])
             self._orders[name] = GrainOrder(n, int(sequence.generate_state(1)[0]), shuffle)
-        segments = with_limits(segments, seed, block)
-        self._starts = [segment.start for segment in segments]
-        self._segments = [SegmentBlocks(segment, seed, block) for segment in segments]
-        self._cached = TwoEntryCache(lambda segment, block: self._segments[segment].make(block))
-        self._drawn = list(self._draws())
+        self._parts = parts_of(segments, seed, block, end)
+        self._starts = [part.start for part in self._parts]
+        self._cached = TwoEntryCache(lambda part, block: self._parts[part].make(block))
 
     def __getitem__(self, position: int) -> int:
         number = bisect_right(self._starts, position) - 1
-        segment = self._segments[number]
-        block, within = divmod(position - self._starts[number], self._block)
+        part = self._parts[number]
+        block, within = divmod(position - part.start, self._block)
         datasets, draws = self._cached(number, block)
         dataset = int(datasets[within])
-        # Number of the draw in the segment: whole blocks before this one, and earlier draws in it.
-        draw = block * segment.counts[dataset] + int(draws[within])
-        name = segment.names[dataset]
-        return self._offsets[name] + self._orders[name][self._drawn[number].get(name, 0) + draw]
-
-    def _draws(self) -> Iterator[dict[str, int]]:
-        """Yield the number of draws from each dataset before each segment."""
-        drawn: dict[str, int] = {}
-        lengths = (end - start for start, end in itertools.pairwise(self._starts))
-        for segment, length in zip(self._segments, lengths, strict=False):
-            yield drawn
-            drawn = sum_of(drawn, segment.drawn(length))
-        yield drawn
+        # Number of the draw: those before the part, of its whole blocks, and of this block.
+        draw = int(part.drawn_before[dataset] + block * part.counts[dataset] + draws[within])
+        name = part.names[dataset]
+        return self._offsets[name] + self._orders[name][draw]
 
 
 class TorchMixture(PickledAsArguments):

@@ -1,16 +1,15 @@
 """Segments of a mixture: the dataset of each position, and limits on the draws from a dataset.
 
 A dataset that reaches its limit gives its share to the others from the next position on: there, a
-new segment begins. Limits are thus a function of segments and seed, as all orders are:
+new part of the segment begins. Parts are a function of segments and seed, as all orders are:
 
     position   0 ................ p ................ q .......
     web, code  3/4, 1/4           0, 1: web ended    0, 0: nothing is left
 """
 
 import heapq
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -43,82 +42,93 @@ class Segment(NamedTuple):
         return list(self if self.limits else self[:2])
 
 
-class SegmentBlocks:
-    """Datasets of the positions of a segment, block by block.
+class Part:
+    """Positions of a segment that have the same datasets, from `start` on.
 
     Args:
-        segment: the segment; if all its proportions are 0, it draws nothing.
+        segment: the segment.
+        start: first position.
+        drawn: draws from each of its datasets before `start`.
         seed: seed of the mixture.
         block: positions per block.
+
+    Attributes:
+        start: first position.
+        names: datasets in order.
+        drawn_before: draws from each dataset before `start`.
+        counts: draws from each dataset per block; 0 of datasets that have reached their limits.
 
     Raises:
         UserError: a block has fewer positions than the segment has datasets.
     """
 
-    def __init__(self, segment: Segment, seed: int, block: int = BLOCK) -> None:
-        self.names = list(segment.proportions)
-        shares = list(segment.proportions.values())
-        if sum(share > 0 for share in shares) > block:
+    def __init__(
+        self,
+        segment: Segment,
+        start: int,
+        drawn: Int[np.ndarray, "datasets"],
+        seed: int,
+        block: int = BLOCK,
+    ) -> None:
+        self.start, self.drawn_before, self.names = start, drawn, list(segment.proportions)
+        self._seed, self._block = seed % 2**32, block
+        self._left = np.array([segment.limits.get(n, _NO_LIMIT) for n in self.names]) - drawn
+        shares = np.array(list(segment.proportions.values()), float)
+        if (self._left <= 0).any():
+            shares = np.where(self._left > 0, shares, 0.0)
+            shares = shares / (shares.sum() or 1.0)
+        if np.count_nonzero(shares) > block:
             raise UserError(f"data.datasets: a mixture draws from at most {block:,} datasets")
-        self.counts = block_counts(shares, block)
-        self._start, self._seed, self._block = segment.start, seed % 2**32, block
+        self.counts = np.array(block_counts(shares.tolist(), block))
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no dataset is left."""
+        return not self.counts.any()
 
     def make(self, block: int) -> tuple[Int[np.ndarray, "block"], Int[np.ndarray, "block"]]:
         """Return each position's dataset, and the number of its earlier draws in the block."""
         # Philox is counter-based: (start, block) selects a stream, so any block can be made first.
         # Sorting raw words shuffles; `Generator.shuffle` may change between versions of NumPy.
-        assert any(self.counts), "no dataset is left here"
-        generator = np.random.Philox(key=self._seed, counter=[0, self._start, block, 0])
+        assert not self.is_empty, "no dataset is left here"
+        generator = np.random.Philox(key=self._seed, counter=[0, self.start, block, 0])
         shuffled = np.argsort(generator.random_raw(self._block), kind="stable")
         datasets = np.repeat(np.arange(len(self.counts)), self.counts)[shuffled]
         # A stable sort by dataset lists the positions of each dataset in order: 0, 1, 2, … there.
         draws = np.empty(self._block, np.int64)
+        firsts = np.cumsum(self.counts) - self.counts
         by_dataset = np.argsort(datasets, kind="stable")
-        draws[by_dataset] = np.concatenate([np.arange(count) for count in self.counts])
+        draws[by_dataset] = np.arange(self._block) - np.repeat(firsts, self.counts)
         return datasets, draws
 
-    def drawn(self, positions: int) -> dict[str, int]:
-        """Return the number of draws from each dataset in the first positions of the segment."""
+    def drawn(self, positions: int) -> Int[np.ndarray, "datasets"]:
+        """Return the number of draws from each dataset in the first positions of the part."""
         blocks, remaining = divmod(positions, self._block)
-        # The last block may be cut: count what its part before the cut draws.
-        is_cut = remaining and any(self.counts)
-        datasets = self.make(blocks)[0][:remaining] if is_cut else np.empty(0, np.int64)
-        begun = np.bincount(datasets, minlength=len(self.counts)).tolist()
-        return {
-            name: blocks * whole + part
-            for name, whole, part in zip(self.names, self.counts, begun, strict=True)
-        }
+        counts = blocks * self.counts
+        if remaining and not self.is_empty:  # count what the last block draws before its cut
+            cut = self.make(blocks)[0][:remaining]
+            counts = counts + np.bincount(cut, minlength=len(counts))
+        return counts
 
-    def positions_until(self, draws: Mapping[str, int]) -> int | None:
-        """Return the positions up to the first draw that completes a number of draws.
-
-        Args:
-            draws: numbers of draws by dataset, at least 1; other datasets do not count.
+    def length(self) -> int | None:
+        """Return the positions up to the first draw with which a dataset reaches its limit.
 
         Returns:
-            None if none of these datasets is drawn.
+            None if no dataset with a limit is drawn.
         """
         # Number n, from 1, is draw (n - 1) mod c of block (n - 1) div c, with c draws per block.
-        last = {
-            number: divmod(draws[name] - 1, count)
-            for number, (name, count) in enumerate(zip(self.names, self.counts, strict=True))
-            if count and name in draws
-        }
-        if not last:
+        (limited,) = np.nonzero((self.counts > 0) & (self._left < _NO_LIMIT // 2))
+        if not len(limited):
             return None
-        first = min(block for block, _ in last.values())
-        datasets, numbers = self.make(first)
-        ends = [
-            np.flatnonzero((datasets == number) & (numbers == draw))[0]
-            for number, (block, draw) in last.items()
-            if block == first
-        ]
-        return first * self._block + int(min(ends)) + 1
+        blocks, last = np.divmod(self._left[limited] - 1, self.counts[limited])
+        first = int(blocks.min())
+        datasets, draws = self.make(first)
+        wanted = np.full(len(self.counts), -1)
+        wanted[limited[blocks == first]] = last[blocks == first]
+        return first * self._block + int(np.flatnonzero(draws == wanted[datasets])[0]) + 1
 
 
-def sum_of(drawn: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums of two counts by name."""
-    return dict(drawn) | {name: drawn.get(name, 0) + count for name, count in more.items()}
+_NO_LIMIT = 2**62
 
 
 def limits_of(data: DataConfig, sizes: Mapping[str, int], seq_len: int) -> dict[str, int]:
@@ -142,83 +152,57 @@ def limits_of(data: DataConfig, sizes: Mapping[str, int], seq_len: int) -> dict[
     return limits
 
 
-def with_limits(segments: Sequence[Segment], seed: int, block: int = BLOCK) -> list[Segment]:
-    """Return the segments with a new one wherever a dataset reaches its limit.
-
-    Where no dataset is left, all proportions are 0.
+def parts_of(
+    segments: Sequence[Segment], seed: int, block: int = BLOCK, end: int | None = None
+) -> list[Part]:
+    """Return the parts of segments: a new one wherever a dataset reaches its limit.
 
     Args:
-        segments: the segments, whose proportions do not regard limits.
+        segments: the segments of a run, whose proportions do not regard limits.
         seed: seed of the mixture.
         block: positions per block of the mixture.
+        end: parts that begin here or later are left out.
     """
-    if not any(segment.limits for segment in segments):
-        return list(segments)
-    result: list[Segment] = []
+    parts: list[Part] = []
     drawn: dict[str, int] = {}
     starts = [segment.start for segment in segments]
-    for segment, end in zip(segments, [*starts[1:], None], strict=True):
-        for part, length in _parts(segment, end, drawn, seed, block):
-            result.append(part)
-            drawn = sum_of(drawn, SegmentBlocks(part, seed, block).drawn(length))
-    return result
+    for segment, stop in zip(segments, [*starts[1:], None], strict=True):
+        start, before = segment.start, np.array([drawn.get(n, 0) for n in segment.proportions], int)
+        while (stop is None or start < stop) and (end is None or start < end):
+            part = Part(segment, start, before, seed, block)
+            parts.append(part)
+            length = part.length()
+            if length is None or (stop is not None and start + length > stop):
+                length = 0 if stop is None else stop - start
+                before, start = before + part.drawn(length), start + length
+                break
+            before, start = before + part.drawn(length), start + length
+        drawn |= zip(segment.proportions, before.tolist(), strict=True)
+    return parts
 
 
-def _parts(
-    segment: Segment, end: int | None, drawn: Mapping[str, int], seed: int, block: int
-) -> Iterator[tuple[Segment, int]]:
-    """Yield the parts of a segment that have the same datasets, and their lengths.
-
-    The last part of a segment without end has length 0.
-    """
-    start = segment.start
-    while end is None or start < end:
-        left = {name: most - drawn.get(name, 0) for name, most in segment.limits.items()}
-        exhausted = {name for name, count in left.items() if count <= 0}
-        part = Segment(start, _without(segment.proportions, exhausted))
-        blocks = SegmentBlocks(part, seed, block)
-        length = blocks.positions_until({n: c for n, c in left.items() if n not in exhausted})
-        if length is None or (end is not None and start + length >= end):
-            yield part, 0 if end is None else end - start
-            return
-        yield part, length
-        drawn = sum_of(drawn, blocks.drawn(length))
-        start += length
-
-
-def _without(shares: Mapping[str, float], names: set[str]) -> dict[str, float]:
-    """Return the proportions without some datasets; all 0 if none is left."""
-    if not names & shares.keys():
-        return dict(shares)
-    total = sum(share for name, share in shares.items() if name not in names)
-    return {
-        name: 0.0 if name in names or not total else share / total for name, share in shares.items()
-    }
-
-
-def exhausted_at(segments: Sequence[Segment], seed: int) -> int | None:
-    """Return the first position at which no dataset is left; None if there is none."""
-    empty = (part for part in with_limits(segments, seed) if not any(part.proportions.values()))
-    first = next(empty, None)
-    return first and first.start
+def exhausted_at(segments: Sequence[Segment], end: int, seed: int) -> int | None:
+    """Return the first position before `end` at which no dataset is left; None without any."""
+    parts = parts_of(segments, seed, end=end)
+    return next((part.start for part in parts if part.is_empty), None)
 
 
 def draws(
     segments: Sequence[Segment], end: int, seed: int, block: int = BLOCK
-) -> list[tuple[Segment, dict[str, int]]]:
-    """Return the draws from each dataset, for each span with the same datasets.
+) -> list[tuple[int, dict[str, int]]]:
+    """Return the first position of each part, and its draws from each dataset.
 
     Args:
         segments: the segments of a run.
-        end: position after the last; later segments are left out.
+        end: position after the last.
         seed: seed of the mixture.
         block: positions per block of the mixture.
     """
-    begun = [part for part in with_limits(segments, seed, block) if part.start < end]
-    starts = [*(part.start for part in begun), end]
+    parts = parts_of(segments, seed, block, end)
+    stops = [*(part.start for part in parts[1:]), end]
     return [
-        (part, SegmentBlocks(part, seed, block).drawn(stop - start))
-        for part, (start, stop) in zip(begun, itertools.pairwise(starts), strict=True)
+        (part.start, dict(zip(part.names, part.drawn(stop - part.start).tolist(), strict=True)))
+        for part, stop in zip(parts, stops, strict=True)
     ]
 
 
@@ -227,19 +211,22 @@ def block_counts(proportions: Sequence[float], block: int) -> list[int]:
 
     A positive share gets at least 1. Without a positive share, all counts are 0.
     """
-    exact = [share * block for share in proportions]
-    counts = [max(int(share > 0), math.floor(share)) for share in exact]
-    left = block - sum(counts)
-    # One step at a time, where the count is furthest from its share in the needed direction. The
-    # heap has the largest distance first, and the first of equal distances.
-    sign = 1 if left > 0 else -1
-    heap = [(-sign * (exact[i] - n), i) for i, n in enumerate(counts) if exact[i] and n + sign > 0]
+    exact = np.array(proportions) * block
+    counts = np.maximum(np.floor(exact), exact > 0).astype(int)
+    left = block - int(counts.sum())
+    # One step at a time, where the count is furthest from its share in the needed direction, and
+    # first where distances are equal. Distances below the share sum to `left` and are less than 1,
+    # so that no count is raised twice.
+    if left > 0 and exact.any():
+        counts[np.argsort(counts - exact, kind="stable")[:left]] += 1
+        return counts.tolist()
+    heap = [(float(exact[i] - n), i) for i, n in enumerate(counts.tolist()) if n > 1]
     heapq.heapify(heap)
-    for _ in range(abs(left) if heap else 0):
+    for _ in range(-left):
         _, i = heap[0]
-        counts[i] += sign
-        if counts[i] + sign > 0:
-            heapq.heapreplace(heap, (-sign * (exact[i] - counts[i]), i))
+        counts[i] -= 1
+        if counts[i] > 1:
+            heapq.heapreplace(heap, (float(exact[i] - counts[i]), i))
         else:
             heapq.heappop(heap)
-    return counts
+    return counts.tolist()

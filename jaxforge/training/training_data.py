@@ -152,8 +152,9 @@ def check_not_exhausted(
         UserError: no dataset is left before the end.
     """
     last = config.train.max_steps
-    end, exhausted = ramp.samples_at(last, point), exhausted_at(segments, data_seed(config))
-    if exhausted is None or exhausted >= end:
+    end = ramp.samples_at(last, point)
+    exhausted = exhausted_at(segments, end, data_seed(config))
+    if exhausted is None:
         return
     updates = bisect_right(range(last), exhausted, key=lambda n: ramp.samples_at(n, point)) - 1
     limits = ", ".join(

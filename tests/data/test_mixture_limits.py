@@ -11,7 +11,7 @@ import pytest
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
 from jaxforge.data.mixture import GrainMixture
-from jaxforge.data.segments import Segment, draws, with_limits
+from jaxforge.data.segments import Segment, draws, parts_of
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.progress import Progress
@@ -53,10 +53,9 @@ def test_dataset_is_drawn_up_to_its_limit_and_then_by_the_others(seed):
 
 
 def test_weight_of_ended_dataset_goes_to_the_others_in_proportion():
-    parts = with_limits([Segment(0, SHARES, LIMITS)], 3, BLOCK)
-    assert [{name for name, share in part.proportions.items() if share} for part in parts] == [
-        {"web", "code", "math"}, {"web", "code"}, {"web"}]  # fmt: skip
-    assert parts[1].proportions == pytest.approx({"web": 0.625, "code": 0.375, "math": 0})
+    parts = parts_of([Segment(0, SHARES, LIMITS)], 3, BLOCK)
+    # Of 0.5, 0.3 and 0.2; of 0.625 and 0.375, whose largest remainder is web's; of 1.
+    assert [part.counts.tolist() for part in parts] == [[10, 6, 4], [13, 7, 0], [20, 0, 0]]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,7 +66,7 @@ def test_simulated_draws_equal_drawn_samples(seed):
     starts = []
     for end in (1, 104, 105, 150, 333, 500):
         spans = draws(segments, end, seed, BLOCK)
-        starts = [part.start for part, _ in spans]
+        starts = [start for start, _ in spans]
         for (_, counts), (start, stop) in zip(
             spans, itertools.pairwise([*starts, end]), strict=True
         ):
@@ -178,6 +177,15 @@ def test_progress_of_a_run_without_limits_is_as_before(shards):
 def test_torch_order_refuses_limits(shards):
     with pytest.raises(ValueError, match="max_epochs and max_tokens of code do not exist in Kem"):
         config_of(shards, 5, order="torch", code=2)
+
+
+def test_datasets_that_end_after_an_epoch_are_each_read_once():
+    """300 datasets, most of which end at positions of their own."""
+    sizes = {str(n): 50 + n for n in range(300)}
+    shares = dict.fromkeys(sizes, 1 / 300)
+    order = GrainMixture(sizes, [Segment(0, shares, sizes)], 0, True)
+    total = sum(sizes.values())
+    assert sorted(order[position] for position in range(total)) == list(range(total))
 
 
 def test_mixture_of_more_datasets_than_positions_is_refused():

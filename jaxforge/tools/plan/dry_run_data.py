@@ -7,7 +7,7 @@ from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.order import data_seed
-from jaxforge.data.segments import draws, sum_of
+from jaxforge.data.segments import draws
 from jaxforge.errors import UserError
 from jaxforge.training.training_data import check_not_exhausted, phases_of
 
@@ -75,14 +75,14 @@ def mixture_rows(config: JobConfig, dp: int, data: Data) -> list[str]:
     check_not_exhausted(config, data, segments, ramp, (0, 0))
     about = " (about)" if config.data.order == "torch" else ""
     rows, total = [], dict.fromkeys(data.sizes, 0)
-    for segment, counts in draws(segments, ramp.samples(last), data_seed(config)):
-        step = bisect_left(range(last), segment.start, key=ramp.samples)
+    for start, counts in draws(segments, ramp.samples(last), data_seed(config)):
+        step = bisect_left(range(last), start, key=ramp.samples)
         shares = ", ".join(
             f"{name} {counts[name] * seq_len:,} ({counts[name] / max(1, sum(counts.values())):.2%})"
-            for name in segment.proportions
+            for name in counts
         )
         rows.append(f"from step {step:,}, tokens drawn{about}: {shares}")
-        total = sum_of(total, counts)
+        total |= {name: total.get(name, 0) + count for name, count in counts.items()}
     for name, count in total.items():
         most = phases.limits.get(name)
         limit = f", of at most {most / data.sizes[name]:.4g}" if most else ""
