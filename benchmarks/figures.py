@@ -191,6 +191,18 @@ def drill() -> str:
     return "\n".join([origin(matches), "", *notes, "", table(head, rows)])
 
 
+def growth() -> str:
+    """Return the table of costs by size, with the fitted exponents."""
+    matches = result("growth-cpu")
+    rows = [
+        [row["case"], " · ".join(row["sizes"]), row["unit"],
+         " · ".join(map(shown, row["costs"])), f"{row['exponent']:.2f}"]
+        for row in matches["rows"]
+    ]  # fmt: skip
+    head = ["size", "sizes", "cost", "by size", "exponent"]
+    return f"{origin(matches)}\n\n{table(head, rows)}"
+
+
 def published() -> str:
     """Return a table of estimated and published speeds."""
     return _whole("plan-none")
@@ -267,6 +279,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "experts-tpu": experts_tpu,
     "plan": published,
     "scaling": scaling,
+    "growth": growth,
     "context": context,
     "kempnerforge": kempnerforge,
     "drill": drill,
@@ -281,7 +294,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup-cpu", "mup_rates-cpu", "poison-cpu"}  # fmt: skip
+         "mup-cpu", "mup_rates-cpu", "poison-cpu", "growth-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

@@ -131,9 +131,26 @@ def report(
     for note in notes:
         console.print(note, highlight=False)
     written = [{**asdict(row), "ratio": row.ratio} for row in rows]
-    fallen = _below_floor(f"{name}-{device or jax.default_backend()}", written) if write else []
+    publish(name, written, packages, device=device, notes=notes, write=write)
+
+
+def publish(
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    packages: Sequence[str],
+    *,
+    device: str | None = None,
+    notes: Sequence[str] = (),
+    write: bool = True,
+) -> None:
+    """Write rows with `ratio`; the other arguments are those of `report`.
+
+    Raises:
+        SystemExit: see `report`.
+    """
+    fallen = _below_floor(f"{name}-{device or jax.default_backend()}", rows) if write else []
     if ELSEWHERE in os.environ or (write and not fallen):
-        write_json(name, written, packages, device=device, notes=notes)
+        write_json(name, rows, packages, device=device, notes=notes)
     if fallen:
         raise SystemExit("\n".join([*fallen, "not published: mend it, or lower the floor in "
                                     "benchmarks/floors.toml with the reason"]))  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.duration import Steps
+from jaxforge.config.duration import Steps, TokenCount
 from jaxforge.config.section import PathText, Section, Weights, WeightTable
 from jaxforge.registry import Registry
 
@@ -34,6 +34,10 @@ class DatasetSource(Section):
     """Hugging Face dataset, as an alternative to path."""
     hf_config: str = ""
     """Configuration of the Hugging Face dataset."""
+    max_epochs: PositiveFloat | None = None
+    """Passes over the source, after which its weight goes to the others; if not set, no limit."""
+    max_tokens: TokenCount | None = None
+    """Tokens of the source, after which its weight goes to the others; a number, or "2B tok"."""
 
     @property
     def label(self) -> str:
@@ -44,6 +48,11 @@ class DatasetSource(Section):
         """Yield the broken rules between the keys of this table."""
         if not self.path and not self.hf_name:
             yield "a source requires path or hf_name"
+
+    @property
+    def has_limit(self) -> bool:
+        """True if a run draws at most a part of the source."""
+        return self.max_epochs is not None or self.max_tokens is not None
 
 
 class TrainingPhase(Section):
@@ -112,6 +121,8 @@ class DataConfig(Section):
     """Truncate or drop a conversation that is longer than a sequence."""
     datasets: tuple[DatasetSource, ...] = ()
     """Sources of a mixture, as an alternative to a single source."""
+    mixture_file: PathText = ""
+    """TOML or YAML file with datasets and phases; they replace datasets and phases here."""
     mix_temperature: PositiveFloat = 1.0
     """Temperature T: sources are sampled in proportion to weight^(1/T), so larger is more even."""
     phases: tuple[TrainingPhase, ...] = ()
@@ -137,6 +148,14 @@ class DataConfig(Section):
             yield f'dataset_type = "{self.dataset_type}" does not mix: leave datasets out'
         if self.datasets and self.order == "torch" and not self.shuffle:
             yield 'a mixture with order = "torch" requires shuffle = true'
+        limited = [source.label for source in self.datasets if source.has_limit]
+        if limited and self.order == "torch":
+            yield (
+                f"max_epochs and max_tokens of {limited[0]} do not exist in KempnerForge, which "
+                'repeats small datasets in each epoch: remove them, or set order = "grain"'
+            )
+        if self.mixture_file:
+            yield "mixture_file is read with a config: load it with jaxforge.load_config"
 
     @property
     def has_source(self) -> bool:

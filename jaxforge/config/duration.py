@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 _FORM = re.compile(
     r"(?P<number>\d[\d_]*\.?\d*|\.\d+)\s*"
@@ -23,6 +23,19 @@ Steps = Annotated[int, Field(ge=0, json_schema_extra=_IN_ANY_UNIT)]
 """Type of a key that counts updates and accepts a duration; the JSON schema marks it as such."""
 PositiveSteps = Annotated[int, Field(gt=0, json_schema_extra=_IN_ANY_UNIT)]
 """`Steps` of at least 1."""
+
+
+def token_count(value: object) -> object:
+    """Return the number of tokens of "2B tok" or "300M"; any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    duration = parse_duration(value) or parse_duration(f"{value} tok")
+    is_count = duration and duration.unit == "tokens" and duration.amount.denominator == 1
+    return int(duration.amount) if duration and is_count else value
+
+
+TokenCount = Annotated[int, BeforeValidator(token_count), Field(gt=0)]
+"""Type of a key that counts tokens, given as a number or as text such as "2B tok"."""
 
 
 @dataclass(frozen=True)

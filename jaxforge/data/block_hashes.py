@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from jaxforge.data.corpus.manifest import BLOCK_BYTES, FILE_NAME
+from jaxforge.data.corpus.manifest import BLOCK_BYTES, FILE_NAME, EncodedHashes
 from jaxforge.errors import UserError
 
 
@@ -31,7 +31,7 @@ class BlockHashes:
         offset: int,
         dtype: np.dtype,
         tokens: int,
-        hashes: UInt32[np.ndarray, "blocks"],
+        hashes: UInt32[np.ndarray, "blocks"] | EncodedHashes,
     ) -> None:
         self._path, self._offset, self._end, self._hashes = path, offset, tokens, hashes
         self._tokens = BLOCK_BYTES // dtype.itemsize  # of a block

@@ -21,7 +21,6 @@ from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS, Manifest
 from jaxforge.data.packing import Packed, fill_window
 from jaxforge.data.tokens import Span, TokenFiles
 from jaxforge.errors import UserError
-from jaxforge.storage import urls
 
 log = logging.getLogger(__name__)
 
@@ -116,14 +115,3 @@ def _read_lengths(directory: Path, manifest: Manifest) -> Int[np.ndarray, "n"]:
             "prepare it again"
         )
     return lengths
-
-
-def holds_conversations(directory: str | Path, key: str) -> bool:
-    """Return whether the shards of a directory hold conversations.
-
-    Raises:
-        UserError: its manifest cannot be read.
-    """
-    path = urls.path(directory, key)
-    manifest = Manifest.read(path) if path.is_dir() else None
-    return manifest is not None and manifest.conversations

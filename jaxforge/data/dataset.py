@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxforge.data.stream import StreamedTokens
 
@@ -68,18 +69,25 @@ class Mixture:
         """Sequences of each dataset."""
         return {name: len(dataset) for name, dataset in self.datasets.items()}
 
+    @functools.cached_property
+    def _datasets(self) -> list[Dataset]:
+        return list(self.datasets.values())
+
+    @functools.cached_property
+    def _ends(self) -> Int[np.ndarray, "datasets"]:
+        """Index after the last sequence of each dataset."""
+        return np.cumsum(list(self.sizes.values()))
+
     def __len__(self) -> int:
         return sum(self.sizes.values())
 
     def batch(self, indices: Sequence[int]) -> Example:
         """Return the examples `indices`, stacked, with the number of the dataset of each."""
-        ends = np.cumsum(list(self.sizes.values()))
+        ends, datasets = self._ends, self._datasets
         numbers = np.searchsorted(ends, indices, side="right").astype(np.int32)
         examples: Example = {"dataset_idx": numbers}
-        for number, dataset in enumerate(self.datasets.values()):
-            rows = np.flatnonzero(numbers == number)
-            if not len(rows):
-                continue
+        for number in np.unique(numbers).tolist():  # of perhaps a thousand, only those with rows
+            rows, dataset = np.flatnonzero(numbers == number), datasets[number]
             first = ends[number] - len(dataset)
             part = dataset.batch((np.asarray(indices)[rows] - first).tolist())
             for name, array in part.items():

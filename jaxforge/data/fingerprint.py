@@ -6,7 +6,7 @@ the first and last bytes are used: a replaced file is detected, a single changed
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxforge.config.data import DataConfig
@@ -139,22 +139,26 @@ def _fingerprint(dataset: Dataset | Streaming) -> Fingerprint:
 
 def _fingerprint_of_files(source: TokenFiles) -> Fingerprint:
     manifest = source.manifest
-    contents: list[Any] = []
-    for file in source.files:
-        shard = manifest and manifest.by_file.get(file.path.name)
-        about: list[Any] = [file.path.name, file.tokens, file.dtype.str]
-        if shard and shard.crc32:
-            contents.append([*about, shard.crc32])
-        else:
-            contents.append([*about, None if urls.in_bucket(file.path) else _ends(file)])
-    if manifest:
-        contents.append([manifest.eos_id, manifest.lengths_crc32])
     return {
         "files": len(source.files),
         "tokens": source.tokens,
         "tokenizer": manifest and manifest.tokenizer_sha256,
-        "contents": _digest(contents),
+        "contents": _digest_of_list(_contents(source)),
     }
+
+
+def _contents(source: TokenFiles) -> Iterator[list[Any]]:
+    """Yield the identity of each file, and of the directory."""
+    manifest = source.manifest
+    for file in source.files:
+        shard = manifest and manifest.by_file.get(file.path.name)
+        about: list[Any] = [file.path.name, file.tokens, file.dtype.str]
+        if shard and shard.crc32:
+            yield [*about, shard.crc32]
+        else:
+            yield [*about, None if urls.in_bucket(file.path) else _ends(file)]
+    if manifest:
+        yield [manifest.eos_id, manifest.lengths_crc32]
 
 
 def _ends(file: TokenFile) -> str:
@@ -166,3 +170,12 @@ def _ends(file: TokenFile) -> str:
 
 def _digest(value: Any) -> str:  # noqa: ANN401 (any JSON)
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _digest_of_list(values: Iterable[Any]) -> str:
+    """Return `_digest` of the values as a list, which is never in memory as a whole."""
+    digest = hashlib.sha256(b"[")
+    for number, value in enumerate(values):
+        digest.update((", " * bool(number) + json.dumps(value)).encode())
+    digest.update(b"]")
+    return digest.hexdigest()

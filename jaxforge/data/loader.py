@@ -23,9 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
-from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
+from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import IGNORE
+from jaxforge.data.segments import Segment
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import SEQUENCES, batch_shardings, partition_spec
 
@@ -64,7 +65,8 @@ def training_batches(
         dataset = dataset.start(first, layout.rows, layout.local_rows)
         order = range(len(dataset))
     else:
-        order = _order(config, mesh, dataset, segments, first)
+        end = first + n_updates * accum * rows
+        order = _order(config, mesh, dataset, segments, range(first, end))
     updates = UpdateBatches(dataset, order, layout, first, n_updates)
     threads = config.data.num_workers
     options = grain.ReadOptions(
@@ -83,7 +85,8 @@ def describe_sample(
     """Describe the sequence at a position; arguments as for `training_batches`."""
     if isinstance(dataset, Streaming):
         return f"position {position}"
-    index = _order(config, mesh, dataset, segments, position)[position]
+    positions = range(position, position + 1)
+    index = _order(config, mesh, dataset, segments, positions)[position]
     if not isinstance(dataset, Mixture):
         return f"sequence {index}"
     for name, size in dataset.sizes.items():
@@ -98,9 +101,9 @@ def _order(
     mesh: Mesh,
     dataset: Dataset | Mixture,
     segments: Sequence[Segment],
-    first: int,
+    positions: range,
 ) -> Order:
-    """Return the map of positions to indices, from position `first` on."""
+    """Return the map of some positions to indices."""
     data, ranks, seed = config.data, data_parallel_size(mesh), data_seed(config)
     rows, is_torch = config.train.microbatch_size(ranks), data.order == "torch"
     if not isinstance(dataset, Mixture):
@@ -109,10 +112,10 @@ def _order(
             return TorchOrder(n, seed, data.shuffle, rows)
         return GrainOrder(n, seed, data.shuffle)
     assert segments, "a mixture is read in segments"
-    assert segments[0].start <= first, "these positions belong to no segment"
+    assert segments[0].start <= positions.start, "these positions belong to no segment"
     if is_torch:
         return TorchMixture(dataset.sizes, segments, seed, rows, data.torch_ranks or ranks)
-    return GrainMixture(dataset.sizes, segments, seed, data.shuffle)
+    return GrainMixture(dataset.sizes, segments, seed, data.shuffle, end=positions.stop)
 
 
 def eval_batches(

@@ -17,8 +17,7 @@ every order: it does not depend on hosts, devices, restarts or the depth of pref
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 from zlib import crc32
 
 import numpy as np
@@ -32,24 +31,10 @@ from jaxforge.data.order import (
     rank_slice,
     torch_generator,
 )
+from jaxforge.data.segments import BLOCK, Segment, parts_of
 from jaxforge.errors import UserError
 
-BLOCK = 8192
-"""Positions over which `GrainMixture` has exact proportions."""
-
 _SMALLEST = 1e-12  # replaces a weight of 0 under a temperature, as in KempnerForge
-
-
-class Segment(NamedTuple):
-    """A span of a run with the same mixture.
-
-    Attributes:
-        start: first position; the segment ends where the next begins.
-        proportions: share of each dataset, by name; they sum to 1.
-    """
-
-    start: int
-    proportions: Mapping[str, float]
 
 
 def proportions(
@@ -69,7 +54,8 @@ def proportions(
         least = _SMALLEST if as_torch else 0.0
         logs = [math.log(w) if (w := max(weight, least)) else -math.inf
                 for weight in weights.values()]  # fmt: skip
-        powers = [math.exp((log - max(logs)) / temperature) for log in logs]
+        largest = max(logs, default=0.0)
+        powers = [math.exp((log - largest) / temperature) for log in logs]
     total = sum(powers)
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
 
@@ -86,6 +72,7 @@ class GrainMixture(PickledAsArguments):
         seed: any integer.
         shuffle: False reads each dataset from its first sample to its last; blocks stay random.
         block: positions per block, at least one for each dataset.
+        end: position after the last that is read.
 
     Raises:
         UserError: a dataset is empty.
@@ -98,77 +85,30 @@ class GrainMixture(PickledAsArguments):
         seed: int,
         shuffle: bool,
         block: int = BLOCK,
+        end: int | None = None,
     ) -> None:
-        self._arguments = sizes, segments, seed, shuffle, block
-        self._seed, self._block = seed % 2**32, block
+        self._arguments = sizes, segments, seed, shuffle, block, end
+        self._block = block
         self._offsets = dict(zip(sizes, offsets(sizes.values()), strict=True))
         self._orders = {}
         for name, n in sizes.items():  # each with a seed of its own
             # A CRC, as Python's hash of a string differs between processes.
-            sequence = np.random.SeedSequence([self._seed, crc32(name.encode())])
+            sequence = np.random.SeedSequence([seed % 2**32, crc32(name.encode())])
             self._orders[name] = GrainOrder(n, int(sequence.generate_state(1)[0]), shuffle)
-        self._starts = [segment.start for segment in segments]
-        self._names = [list(segment.proportions) for segment in segments]
-        self._counts = [
-            block_counts(list(segment.proportions.values()), block) for segment in segments
-        ]
-        self._cached = TwoEntryCache(self._make_block)
-        self._drawn = list(self._draws())
+        self._parts = parts_of(segments, seed, block, end)
+        self._starts = [part.start for part in self._parts]
+        self._cached = TwoEntryCache(lambda part, block: self._parts[part].make(block))
 
     def __getitem__(self, position: int) -> int:
-        segment = bisect_right(self._starts, position) - 1
-        block, within = divmod(position - self._starts[segment], self._block)
-        datasets, draws = self._cached(segment, block)
+        number = bisect_right(self._starts, position) - 1
+        part = self._parts[number]
+        block, within = divmod(position - part.start, self._block)
+        datasets, draws = self._cached(number, block)
         dataset = int(datasets[within])
-        # Number of the draw in the segment: whole blocks before this one, and earlier draws in it.
-        draw = block * self._counts[segment][dataset] + int(draws[within])
-        name = self._names[segment][dataset]
-        return self._offsets[name] + self._orders[name][self._drawn[segment].get(name, 0) + draw]
-
-    def _make_block(
-        self, segment: int, block: int
-    ) -> tuple[Int[np.ndarray, "block"], Int[np.ndarray, "block"]]:
-        """Return each position's dataset, and the number of its earlier draws in the block."""
-        counts = self._counts[segment]
-        # Philox is counter-based: (start, block) selects a stream, so any block can be made first.
-        # Sorting raw words shuffles; `Generator.shuffle` may change between versions of NumPy.
-        generator = np.random.Philox(key=self._seed, counter=[0, self._starts[segment], block, 0])
-        shuffled = np.argsort(generator.random_raw(self._block), kind="stable")
-        datasets = np.repeat(np.arange(len(counts)), counts)[shuffled]
-        # A stable sort by dataset lists the positions of each dataset in order: 0, 1, 2, … there.
-        draws = np.empty(self._block, np.int64)
-        by_dataset = np.argsort(datasets, kind="stable")
-        draws[by_dataset] = np.concatenate([np.arange(count) for count in counts])
-        return datasets, draws
-
-    def _draws(self) -> Iterator[dict[str, int]]:
-        """Yield the number of draws from each dataset before each segment."""
-        drawn: dict[str, int] = {}
-        for segment, (start, end) in enumerate(itertools.pairwise(self._starts)):
-            yield drawn
-            blocks, remaining = divmod(end - start, self._block)
-            # The last block of a segment may be cut: count what its part before the cut draws.
-            datasets = self._cached(segment, blocks)[0][:remaining]
-            counts = self._counts[segment]
-            begun = np.bincount(datasets, minlength=len(counts)).tolist()
-            for name, whole, part in zip(self._names[segment], counts, begun, strict=True):
-                drawn = {**drawn, name: drawn.get(name, 0) + blocks * whole + part}
-        yield drawn
-
-
-def block_counts(proportions: Sequence[float], block: int) -> list[int]:
-    """Round `proportions` to counts that sum to `block`, by the largest remainders.
-
-    A positive share gets at least 1.
-    """
-    exact = [share * block for share in proportions]
-    counts = [max(int(share > 0), math.floor(share)) for share in exact]
-    while left := block - sum(counts):
-        # One step at a time, where the count is furthest from its share in the needed direction.
-        sign = 1 if left > 0 else -1
-        can_change = [i for i, n in enumerate(counts) if exact[i] and n + sign > 0]
-        counts[max(can_change, key=lambda i: sign * (exact[i] - counts[i]))] += sign
-    return counts
+        # Number of the draw: those before the part, of its whole blocks, and of this block.
+        draw = int(part.drawn_before[dataset] + block * part.counts[dataset] + draws[within])
+        name = part.names[dataset]
+        return self._offsets[name] + self._orders[name][draw]
 
 
 class TorchMixture(PickledAsArguments):

@@ -10,7 +10,7 @@ import numpy as np
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
-from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
+from jaxforge.data.conversation_shards import ConversationShards
 from jaxforge.data.corpus.conversations import Conversations
 from jaxforge.data.corpus.huggingface import cached_shards, load_dataset
 from jaxforge.data.corpus.records import Content, TextField
@@ -19,7 +19,7 @@ from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.order import data_seed
 from jaxforge.data.packing import as_conversations, split_entries, split_packed, split_window
 from jaxforge.data.stream import StreamedTokens
-from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards
+from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards, manifest_of
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:
@@ -141,13 +141,15 @@ def _open_shards(
             _content(config.data, tokenizer), tokenizer,
         )  # fmt: skip
         directory, pattern = str(shards_of_rows), "*.npy"
+    manifest = manifest_of(directory, keys[0])
     options = {
+        "manifest": manifest,
         "vocab_size": config.model.vocab_size,
         "token_dtype": config.data.token_dtype,
         "verify": config.data.verify,
         "keys": keys,
     }
-    if holds_conversations(directory, keys[0]):
+    if manifest and manifest.conversations:
         overlong = config.data.overlong
         packed = ConversationShards(directory, pattern, config.train.seq_len, overlong, **options)
         return Dataset(packed, split_entries)

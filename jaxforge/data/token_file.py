@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.data.block_hashes import BlockHashes
-from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
+from jaxforge.data.corpus.manifest import FILE_NAME, EncodedHashes, Manifest
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HEADER = 4096  # bytes that hold the header of any .npy file
+_NPY_PREFIX = 10  # bytes before the text of a header of version 1: magic, version, length
 
 _LLM_C_HEADER = 256 * 4
 """Bytes of the header of llm.c (`dev/data/data_common.py`): 256 int32, which are magic, version,
@@ -35,9 +37,9 @@ _LLM_C_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """(magic, version) -> type of the tokens: of GPT-2's tokenizer, and of Llama 3's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A file of tokens.
+    """A file of tokens; equal only to itself, as another file may have taken its path.
 
     Attributes:
         path: its path, on this machine or in a bucket.
@@ -107,7 +109,7 @@ def guess_type(paths: Sequence[Path]) -> str:
 def _with_hashes(file: TokenFile, manifest: Manifest | None) -> TokenFile:
     """Return the file with its hashes in the manifest."""
     shard = manifest and manifest.by_file.get(file.path.name)
-    if manifest is None or not shard or (hashes := shard.block_hashes()) is None:
+    if manifest is None or not shard or not shard.crc32:
         return file
     written = np.dtype(manifest.dtype).newbyteorder("<")
     if (file.tokens, file.dtype) != (shard.tokens, written):
@@ -116,6 +118,7 @@ def _with_hashes(file: TokenFile, manifest: Manifest | None) -> TokenFile:
             f"{shard.tokens:,} of {written.str}: it is another file, or damaged; copy or prepare "
             "it again"
         )
+    hashes = EncodedHashes(shard.crc32)
     return replace(file, hashes=BlockHashes(file.path, file.offset, written, file.tokens, hashes))
 
 
@@ -147,12 +150,9 @@ def _llm_c(path: Path) -> TokenFile | None:
 def _inspect_npy(path: Path) -> TokenFile:
     try:
         with _open_head(path) as file:
-            v1 = np.lib.format.read_magic(file) == (1, 0)
-            read = (
-                np.lib.format.read_array_header_1_0 if v1 else np.lib.format.read_array_header_2_0
-            )
-            shape, _, dtype = read(file)
-            offset = file.tell()
+            head = file.read(_HEADER)
+        size = _NPY_PREFIX + int.from_bytes(head[_NPY_PREFIX - 2 : _NPY_PREFIX], "little")
+        shape, dtype, offset = _npy_layout(head[:size] if head[6:8] == b"\1\0" else head)
     except ValueError as error:
         raise UserError(f"{path} is not a .npy file, or cut short ({error})") from error
     if len(shape) != 1 or dtype.kind not in "iu":
@@ -164,6 +164,16 @@ def _inspect_npy(path: Path) -> TokenFile:
     if not shape[0]:
         raise UserError(f"{path} is empty (0 tokens); remove it or prepare it again")
     return TokenFile(path, dtype, shape[0], offset)
+
+
+@lru_cache(8)  # the shards of a corpus have the same header, and NumPy parses it as Python code
+def _npy_layout(head: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Return shape, type and size of the header of a .npy file that begins with `head`."""
+    file = io.BytesIO(head)
+    v1 = np.lib.format.read_magic(file) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if v1 else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype, file.tell()
 
 
 def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OPEN_FILES = (
-    64  # maps held at a time: each holds a file descriptor, and a corpus may be many files
-)
+_OPEN_FILES = 256
+"""Maps held by a process. Each holds a file descriptor; many systems allow 1,024 of them, and all
+datasets of a mixture together may have any number of files."""
 CHUNK = 1 << 20  # tokens scanned at a time
 
 
@@ -72,6 +72,7 @@ class TokenFiles(ABC):
         token_dtype: NumPy name of the type in `.bin` files; by default the manifest's or a guess.
         verify: `data.verify`.
         keys: config keys of directory and pattern, for error messages.
+        manifest: the directory's manifest, if it was read before.
 
     Attributes:
         directory: the directory.
@@ -93,6 +94,7 @@ class TokenFiles(ABC):
         token_dtype: str | None = None,
         verify: Verify = "read",
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
+        manifest: Manifest | None = None,
     ) -> None:
         self.directory = urls.path(directory, keys[0])
         if urls.in_bucket(self.directory):
@@ -100,14 +102,13 @@ class TokenFiles(ABC):
 
             check_complete(self.directory)
         paths = _matches(self.directory, pattern, keys)
-        self.manifest = Manifest.read(self.directory)
+        self.manifest = manifest or Manifest.read(self.directory)
         bare = token_dtype or (self.manifest.dtype if self.manifest else guess_type(paths))
         self.files = [inspect(path, bare, self.manifest) for path in paths]
         self.tokens = sum(file.tokens for file in self.files)
         self._vocab_size = vocab_size
         for file in self.files:
             _check_vocabulary(file, vocab_size, self.manifest)
-        self._map = lru_cache(_OPEN_FILES)(self._map_file)
         if verify == "start":
             self._check_all_blocks()
 
@@ -132,7 +133,7 @@ class TokenFiles(ABC):
             UserError: they are not the tokens that `prepare` wrote.
         """
         file, start, end = span
-        tokens, hashes = self._map(file), self.files[file].hashes
+        tokens, hashes = self._map(self.files[file]), self.files[file].hashes
         if hashes and isinstance(tokens, np.ndarray):
             hashes.check_once(tokens, start, end)
         return tokens[start:end]
@@ -184,21 +185,19 @@ class TokenFiles(ABC):
                     file.path, FILE_NAME,
                 )  # fmt: skip
 
-    def _map_file(self, file: int) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+    def _map(self, file: TokenFile) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         try:
-            return self.files[file].map()
+            return _map_file(file)
         except (OSError, ValueError) as error:  # ValueError: the file has become shorter
             raise UserError(
-                f"{self.files[file].path} was whole when the run started and cannot be read now "
+                f"{file.path} was whole when the run started and cannot be read now "
                 f"({error}); bring it back, then run the same command to resume"
             ) from error
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_map"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._map = lru_cache(_OPEN_FILES)(self._map_file)
+@lru_cache(_OPEN_FILES)
+def _map_file(file: TokenFile) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+    return file.map()
 
 
 class TokenShards(TokenFiles):
@@ -254,6 +253,20 @@ class TokenShards(TokenFiles):
         return f"TokenShards({str(self.directory)!r}: {files})"
 
 
+def manifest_of(directory: str | Path, key: str) -> Manifest | None:
+    """Return the manifest of a directory of shards; None if it has none or does not exist.
+
+    Args:
+        directory: the directory.
+        key: config key of the directory, for error messages.
+
+    Raises:
+        UserError: its manifest cannot be read.
+    """
+    path = urls.path(directory, key)
+    return Manifest.read(path) if path.is_dir() else None
+
+
 class SyntheticTokens:
     """Practically endless windows of random tokens.
 
@@ -294,7 +307,8 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
         what = file or f"does not exist{path_hint(directory)}"
         raise UserError(f"{of_directory}: {directory.absolute()} {what}")
     try:
-        paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
+        matches = (path for path in directory.glob(pattern) if not path.is_dir())
+        paths = sorted(matches, key=lambda path: path.parts)  # faster than comparing paths
     except (ValueError, NotImplementedError, IndexError) as error:  # as pathlib says it
         raise UserError(
             f"{of_pattern} = {pattern!r} is not a pattern of files below {of_directory} ({error}): "

@@ -20,7 +20,7 @@ profiler_traces/  with `profiling.enable`
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -33,7 +33,7 @@ from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_
 from jaxforge.errors import UserError
 from jaxforge.runs import starts
 from jaxforge.storage import mirror, safe_files, trust, urls
-from jaxforge.storage.untrusted_json import Field, is_step, read_lines
+from jaxforge.storage.untrusted_json import Field, Omissions, is_step, sound_lines
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +99,11 @@ def check_not_lost(run: Path) -> None:
     Raises:
         UserError: the run had saved checkpoints.
     """
-    logged = _logged_steps(run / _METRICS)
-    has_saved = any(is_saved for _, is_saved in logged)
+    last, has_saved = 0, False
+    for step, is_saved in _logged_steps(run / _METRICS):
+        last, has_saved = max(last, step), has_saved or is_saved
     if not has_saved and not any(start.get("step") for start in starts.read(run)):
         return
-    last = max((step for step, _ in logged), default=0)
     raise UserError(
         f"checkpoint.dir = {run}: the run there logged {last:,} steps and saved checkpoints, and "
         f"no checkpoint is left: it would begin at step 0 and replace {_METRICS}. Bring "
@@ -135,10 +135,11 @@ def rename_old_metrics(run: Path) -> None:
             log.warning("this run begins anew: %s is now %s", name, aside.name)
 
 
-def _logged_steps(path: Path) -> list[tuple[int, bool]]:
-    """Return the step of each whole line of metrics, with True if it reports a durable save."""
-    lines, _ = read_lines(path, {"step": Field(is_step, "the number of a step")})
-    return [(int(values["step"]), "checkpoint/save_sec" in values) for values in lines]
+def _logged_steps(path: Path) -> Iterator[tuple[int, bool]]:
+    """Yield the step of each whole line of metrics, with True if it reports a durable save."""
+    fields = {"step": Field(is_step, "the number of a step")}
+    for values in sound_lines(path, fields, Omissions(path)):  # perhaps millions
+        yield int(values["step"]), "checkpoint/save_sec" in values
 
 
 def root(config: JobConfig) -> Path:

@@ -6,7 +6,7 @@ to seconds and 300 MB. The cost of a large file is proportional to its bytes.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, TypeGuard
@@ -149,9 +149,16 @@ def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, 
     Raises:
         UserError: the file cannot be read.
     """
-    objects, omissions = list[dict[str, Any]](), Omissions(path)
+    omissions = Omissions(path)
+    return list(sound_lines(path, fields, omissions)), omissions.messages()
+
+
+def sound_lines(
+    path: Path, fields: Mapping[str, Field], omissions: Omissions
+) -> Iterator[dict[str, Any]]:
+    """Yield the sound lines of `read_lines` one at a time; add the others to `omissions`."""
     if not path.is_file():
-        return objects, []
+        return
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(LINE), b""), 1):
@@ -164,10 +171,9 @@ def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, 
                 if problem:
                     omissions.add(number, problem)
                 else:
-                    objects.append(value)
+                    yield value
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return objects, omissions.messages()
 
 
 def parse_line(line: bytes) -> tuple[Any, str]:

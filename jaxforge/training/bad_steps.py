@@ -10,7 +10,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
-from jaxforge.data.mixture import Segment
+from jaxforge.data.segments import Segment
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model
 from jaxforge.state.progress import Progress

@@ -71,6 +71,8 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
         state, progress = starting_state(program, saver.permanent, open_foreign, saver.local)
     ramp = batch_ramp(config, mesh)
     record_data(config, progress, dataset, identity, rows=ramp.rows, has_begun=bool(has_begun))
+    data = TrainingData.of(config, mesh, dataset, ramp)
+    data.open(progress)  # refuses data that end before the run; nothing is read yet
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     parts = RunParts(config, mesh, model, eval_data, progress, session.lock)
     callbacks = Callbacks([*users, *callbacks_of(parts)])
@@ -94,7 +96,7 @@ def build_trainer(config: JobConfig, mesh: Mesh, session: Session) -> Trainer:
             lambda batch: functools.partial(
                 ready, program.lower_sizes(batch), program.lower_paddings(batch)
             ),
-            TrainingData.of(config, mesh, dataset, ramp),
+            data,
         ),
         saver=saver,
         bad_steps=BadSteps.of(

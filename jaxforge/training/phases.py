@@ -9,11 +9,12 @@ which each began (`Phases.recorded`): steps do not determine positions, because 
 steps with later data, and batches may grow.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from jaxforge.config.data import DataConfig
-from jaxforge.data.mixture import Segment, proportions
+from jaxforge.data.mixture import proportions
+from jaxforge.data.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,23 @@ class Phases:
         mixtures: proportions of the datasets in each phase, by name; empty without
             `data.datasets`.
         lag: number of updates by which the factors, but not the mixtures, are delayed.
+        limits: `Segment.limits` of all mixtures.
     """
 
     starts: tuple[int, ...]
     lr_scales: tuple[float, ...]
     mixtures: tuple[dict[str, float], ...]
     lag: int
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: DataConfig) -> "Phases":
-        """Return the phases of `[data]`."""
+    def of(cls, data: DataConfig, limits: Mapping[str, int] | None = None) -> "Phases":
+        """Return the phases of `[data]`.
+
+        Args:
+            data: `[data]`.
+            limits: `segments.limits_of` the data.
+        """
         phases, as_torch = data.all_phases, data.order == "torch"
         weights = [data.weights(phase) for phase in (None, *phases)]
         return cls(
@@ -46,6 +54,7 @@ class Phases:
                 for phase_weights in weights
             ),
             lag=int(data.phase_lr_lag),
+            limits=limits or {},
         )
 
     def index(self, step: int) -> int:
@@ -69,7 +78,7 @@ class Phases:
         """
         segments = (Segment(*fields) for fields in history)
         begun = [segment for segment in segments if segment.start < samples]  # others drew nothing
-        return _with_segment(begun, samples, self.mixtures[self.index(step)])
+        return self._with_segment(begun, samples, self.mixtures[self.index(step)])
 
     def segments(
         self,
@@ -89,15 +98,16 @@ class Phases:
         """
         known, now = self.recorded(history, step, samples), self.index(step)
         for start, mixture in zip(self.starts[now:], self.mixtures[now + 1 :], strict=True):
-            known = _with_segment(known, samples_at(start), mixture)
+            known = self._with_segment(known, samples_at(start), mixture)
         return known
 
+    def _with_segment(
+        self, segments: list[Segment], start: int, mixture: dict[str, float]
+    ) -> list[Segment]:
+        """Return the segments with a new one appended, if the mixture or its limits change.
 
-def _with_segment(segments: list[Segment], start: int, mixture: dict[str, float]) -> list[Segment]:
-    """Return the segments with a new one appended, if the mixture changes.
-
-    An unchanged mixture must not start a new segment, which would draw other sequences.
-    """
-    if not mixture or (segments and segments[-1].proportions == mixture):
-        return segments
-    return [*segments, Segment(start, mixture)]
+        An unchanged mixture must not start a new segment, which would draw other sequences.
+        """
+        if not mixture or (segments and segments[-1][1:] == (mixture, self.limits)):
+            return segments
+        return [*segments, Segment(start, mixture, self.limits)]

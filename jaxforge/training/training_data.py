@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Container, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from jax.sharding import Mesh
 
@@ -17,6 +18,8 @@ from jaxforge.data.fingerprint import (
     check_unchanged,
     fingerprints,
 )
+from jaxforge.data.order import data_seed
+from jaxforge.data.segments import Segment, exhausted_at, limits_of
 from jaxforge.errors import UserError
 from jaxforge.parallel import agreement
 from jaxforge.parallel.mesh import data_parallel_size
@@ -56,7 +59,7 @@ class TrainingData:
             dataset: the training data.
             ramp: sizes of the batch over the run.
         """
-        phases = Phases.of(config.data)
+        phases = phases_of(config, dataset)
         return cls(
             lambda progress: batches_from(progress, config, mesh, dataset, phases, ramp), phases
         )
@@ -78,7 +81,7 @@ class TrainingData:
     def note_mixture(self, progress: Progress) -> None:
         """Record the mixture of the next batch in `progress`, if it has changed."""
         segments = self._phases.recorded(progress.mixtures, progress.step, progress.samples)
-        progress.mixtures = [list(segment) for segment in segments]
+        progress.mixtures = [segment.to_json() for segment in segments]
 
     def controls(self, step: int, iterations_to_skip: Container[int]) -> Controls:
         """Return the controls of the step that is launched after `step` steps.
@@ -96,6 +99,12 @@ def batch_ramp(config: JobConfig, mesh: Mesh) -> BatchRamp:
     return config.train.ramp(data_parallel_size(mesh))
 
 
+def phases_of(config: JobConfig, dataset: Dataset | Mixture | Streaming) -> Phases:
+    """Return the phases of a config, with the limits of its datasets."""
+    sizes = dataset.sizes if isinstance(dataset, Mixture) else {}
+    return Phases.of(config.data, limits_of(config.data, sizes, config.train.seq_len))
+
+
 def batches_from(
     progress: Progress,
     config: JobConfig,
@@ -104,14 +113,61 @@ def batches_from(
     phases: Phases,
     ramp: BatchRamp,
 ) -> Iterator[Batch]:
-    """Yield the batches from `progress` to the end of the run."""
+    """Return the batches from `progress` to the end of the run.
+
+    Raises:
+        UserError: the datasets reach their limits before the end of the run.
+    """
     start = progress.step, progress.samples
     segments = phases.segments(progress.mixtures, *start, lambda step: ramp.samples_at(step, start))
-    for span in ramp.spans(progress.step, config.train.max_steps - progress.step):
-        first = ramp.samples_at(span.start, start)
-        yield from loader.training_batches(
-            config, mesh, dataset, first, span.n_updates, segments, span.accum
+    if isinstance(dataset, Mixture) and phases.limits:
+        check_not_exhausted(config, dataset, segments, ramp, start)
+    spans = ramp.spans(progress.step, config.train.max_steps - progress.step)
+    return itertools.chain.from_iterable(
+        loader.training_batches(
+            config, mesh, dataset, ramp.samples_at(span.start, start), span.n_updates, segments,
+            span.accum,
         )
+        for span in spans
+    )  # fmt: skip
+
+
+def check_not_exhausted(
+    config: JobConfig,
+    dataset: Mixture,
+    segments: Sequence[Segment],
+    ramp: BatchRamp,
+    point: tuple[int, int],
+) -> None:
+    """Refuse a run whose datasets all reach their limits before its last update.
+
+    Args:
+        config: the resolved config.
+        dataset: the training data.
+        segments: the mixtures of the run.
+        ramp: sizes of the batch over the run.
+        point: updates attempted and sequences drawn at a point of the run.
+
+    Raises:
+        UserError: no dataset is left before the end.
+    """
+    last = config.train.max_steps
+    end = ramp.samples_at(last, point)
+    exhausted = exhausted_at(segments, end, data_seed(config))
+    if exhausted is None:
+        return
+    updates = bisect_right(range(last), exhausted, key=lambda n: ramp.samples_at(n, point)) - 1
+    limits = ", ".join(
+        f"{name} {most:,} ({most / dataset.sizes[name]:.4g} epochs)"
+        for name, most in segments[-1].limits.items()
+        if name in dataset.sizes
+    )
+    raise UserError(
+        f"data.datasets: all datasets of the mixture reach max_epochs or max_tokens after "
+        f"{max(0, updates):,} of the {last:,} updates of this run, at sequence {exhausted:,} of "
+        f"{end:,}. Limits in sequences: {limits}. Raise them, add data, or set train.max_steps to "
+        f"at most {max(0, updates):,}"
+    )
 
 
 def open_data(

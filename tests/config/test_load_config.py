@@ -284,6 +284,7 @@ def test_every_key_of_kempnerforge_loads():
             for key in ("interval", "tracking_uri", "experiment", "run_name", "run_id")
         ),
         ("model", "attention_backend"),
+        ("data", "mixture_file"),
         *(("optimizer", key) for key in ("lr_patterns", "freeze_patterns")),
         *(
             ("metrics", key)

@@ -9,14 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge.data.mixture import (
-    GrainMixture,
-    Segment,
-    TorchMixture,
-    block_counts,
-    epoch_targets,
-    proportions,
-)
+from jaxforge.data.mixture import GrainMixture, TorchMixture, epoch_targets, proportions
+from jaxforge.data.segments import Segment, block_counts
 from jaxforge.errors import UserError
 
 SAMPLERS = json.loads((Path(__file__).parent / "golden_small.json").read_text())["samplers"]

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
+from jaxforge.data.conversation_shards import ConversationShards
 from jaxforge.data.corpus.entries import FIRST, UNLEARNED
 from jaxforge.data.corpus.writer import ShardWriter
+from jaxforge.data.tokens import manifest_of
 from jaxforge.storage import urls
 
 
@@ -21,7 +22,7 @@ def test_bucket_windows_equal_disk_windows(bucket, tmp_path):
     remote = urls.path(f"{bucket}/train")
     for path in (tmp_path / "train").iterdir():
         (remote / path.name).write_bytes(path.read_bytes())
-    assert holds_conversations(remote, "data.dataset_path")
+    assert manifest_of(remote, "data.dataset_path").conversations
     original, copied = (
         ConversationShards(location, "*.npy", 32, "truncate", vocab_size=99)
         for location in (tmp_path / "train", remote)

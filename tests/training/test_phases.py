@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxforge.config.data import DataConfig
-from jaxforge.data.mixture import Segment
+from jaxforge.data.segments import Segment
 from jaxforge.training.phases import Phases
 
 SOURCES = [{"name": "web", "path": "w", "weight": 3}, {"name": "code", "path": "c"}]
@@ -19,6 +19,10 @@ PHASES = [
 
 def phases(**data):
     return Phases.of(DataConfig(**{"datasets": SOURCES, "phases": PHASES, **data}))
+
+
+def drawn(*segments):
+    return [Segment(*segment) for segment in segments]
 
 
 def by_fours(step, samples):
@@ -49,7 +53,7 @@ def test_learning_rate_scale_works_without_datasets():
 
 def test_run_without_phases_has_scale_one():
     assert phases(phases=[]).lr_scale(7) == 1
-    assert phases(phases=[]).segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
+    assert phases(phases=[]).segments([], 0, 0, by_fours(0, 0)) == drawn((0, WEB))
 
 
 def test_omitted_datasets_keep_their_weight():
@@ -63,7 +67,7 @@ def test_annealing_is_a_phase():
 
 
 def test_new_run_has_segment_per_phase():
-    expected = [(0, WEB), (40, EVEN), (48, WEB), (52, CODE)]
+    expected = drawn((0, WEB), (40, EVEN), (48, WEB), (52, CODE))
     assert phases().segments([], 0, 0, by_fours(0, 0)) == expected
 
 
@@ -78,30 +82,30 @@ def test_segments_do_not_depend_on_resume_step():
 def test_phase_with_same_weights_adds_no_segment():
     """A segment would start a new block at the start, but not at a resume."""
     same = phases(phases=[{"start_step": 2, "lr_scale": 0.5}, {"start_step": 3}])
-    assert same.segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
-    assert same.recorded([(0, WEB)], 5, 20) == [(0, WEB)]
+    assert same.segments([], 0, 0, by_fours(0, 0)) == drawn((0, WEB))
+    assert same.recorded([(0, WEB)], 5, 20) == drawn((0, WEB))
 
 
 def test_several_phases_can_start_at_once():
-    assert phases().recorded([(0, WEB)], 20, 80) == [(0, WEB), (80, CODE)]
+    assert phases().recorded([(0, WEB)], 20, 80) == drawn((0, WEB), (80, CODE))
 
 
 def test_growing_batches_move_later_phases():
     grown = phases().segments([(0, WEB)], 5, 20, lambda step: 20 + 100 * (step - 5))
-    assert grown == [(0, WEB), (520, EVEN), (720, WEB), (820, CODE)]
+    assert grown == drawn((0, WEB), (520, EVEN), (720, WEB), (820, CODE))
 
 
 def test_rollback_adds_segment():
     """The run is back at step 8 with data position 60: the first mixture is current again."""
     history = phases().recorded([(0, WEB)], 11, 44)
-    assert history == [(0, WEB), (44, EVEN)]
+    assert history == drawn((0, WEB), (44, EVEN))
     back = phases().segments(history, 8, 60, by_fours(8, 60))
-    assert back == [(0, WEB), (44, EVEN), (60, WEB), (68, EVEN), (76, WEB), (80, CODE)]
+    assert back == drawn((0, WEB), (44, EVEN), (60, WEB), (68, EVEN), (76, WEB), (80, CODE))
 
 
 def test_mixture_without_draws_is_dropped():
-    assert phases().recorded([(0, WEB), (40, CODE)], 10, 40) == [(0, WEB), (40, EVEN)]
-    assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == [(0, WEB)]  # no longer drawn
+    assert phases().recorded([(0, WEB), (40, CODE)], 10, 40) == drawn((0, WEB), (40, EVEN))
+    assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == drawn((0, WEB))  # no longer drawn
 
 
 def test_changed_config_adds_segment():

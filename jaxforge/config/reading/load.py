@@ -1,12 +1,10 @@
 """Loading of a config from defaults, a TOML file and the command line, in this order."""
 
-import codecs
 import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import kempnerforge, toml
 from jaxforge.config.reading.explain import Sources
@@ -14,8 +12,8 @@ from jaxforge.config.reading.inert import inert
 from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
+from jaxforge.config.reading.text import read_text
 from jaxforge.config.reading.unresolved import UnresolvedConfig
-from jaxforge.errors import UserError
 from jaxforge.storage import trust, urls
 from jaxforge.storage.trust import Decision
 
@@ -34,7 +32,7 @@ def load_unresolved(
         UserError: If the file cannot be read, or a value in it or in `overrides` is invalid. The
             message has a line per problem, with its location and remedy.
     """
-    text = "" if path is None else _read(urls.path(path, "--config"))
+    text = "" if path is None else read_text(urls.path(path, "--config"))
     document = toml.parse(text, str(path))
     return _unresolved(document, overrides, str(path or ""), text, trusts)
 
@@ -69,7 +67,7 @@ def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> 
     Raises:
         UserError: As `load_config`.
     """
-    text = _read(path)
+    text = read_text(path)
     values = inert(toml.parse(text, str(path)), str(run))
     return _unresolved(values, overrides, str(path), text, trust.of_run(run)).resolve()
 
@@ -102,29 +100,12 @@ def _unresolved(
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
+    data = values.get("data")
+    if isinstance(data, dict) and data.get("mixture_file"):
+        from jaxforge.config.reading.mixture import expand  # few configs need YAML and its schema
+
+        expand(data)
     return UnresolvedConfig(values, Sources(source, lines, settings), trusts)
-
-
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(4 * toml.SIZE + 1)  # at most 4 bytes per character
-        # Windows editors write a BOM and CRLF.
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except FileNotFoundError:
-        raise UserError(f"no config file at {path}{path_hint(path)}") from None
-    except IsADirectoryError:
-        raise UserError(f"no config file at {path}: it is a directory") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {_encoding_problem(error)}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _encoding_problem(error: UnicodeDecodeError) -> str:
-    if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "it is UTF-16; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
-    return f"not UTF-8 at byte {error.start}"
 
 
 def _assign(values: dict[Any, Any], path: KeyPath, value: object) -> None:

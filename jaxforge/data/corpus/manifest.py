@@ -1,11 +1,11 @@
 """`manifest.json`: metadata of a directory of token shards."""
 
 import base64
+import functools
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import numpy as np
@@ -53,6 +53,28 @@ class Shard:
         if not self.crc32:
             return None
         return np.frombuffer(base64.b64decode(self.crc32, validate=True), "<u4")
+
+
+class EncodedHashes:
+    """`Shard.crc32` as a sequence of numbers that decodes each hash when it is read.
+
+    A terabyte of tokens has 15 million hashes, and a process reads few of them.
+
+    Args:
+        crc32: the Base64 of whole numbers.
+    """
+
+    def __init__(self, crc32: str) -> None:
+        self._crc32 = crc32
+
+    def __len__(self) -> int:
+        return (len(self._crc32) // 4 * 3 - self._crc32.count("=", -2)) // 4
+
+    def __getitem__(self, block: int) -> int:
+        # Four characters hold three bytes: the four bytes of a hash are in two of these groups.
+        group, within = divmod(4 * block, 3)
+        data = base64.b64decode(self._crc32[4 * group : 4 * group + 8])
+        return int.from_bytes(data[within : within + 4], "little")
 
 
 def extend_hashes(crc32: str, size: int, more: bytes) -> str:
@@ -127,10 +149,10 @@ class Manifest:
         """True if shards hold conversation entries instead of plain tokens."""
         return self.version == CONVERSATIONS
 
-    @property
+    @functools.cached_property  # a reader looks up each of perhaps 100,000 files
     def by_file(self) -> Mapping[str, Shard]:
         """The shards, by file name."""
-        return MappingProxyType({shard.file: shard for shard in self.shards})
+        return {shard.file: shard for shard in self.shards}
 
     def write(self, directory: Path) -> None:
         """Write `directory/manifest.json`."""

@@ -25,7 +25,7 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.dry_run_checkpoint import run_directory_row
-from jaxforge.tools.plan.dry_run_data import epoch_length, open_data
+from jaxforge.tools.plan.dry_run_data import epoch_length, mixture_rows, open_data
 from jaxforge.tools.plan.dry_run_memory import (
     AnyMesh,
     fits_by_device,
@@ -88,6 +88,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
     _show("machine", [f"{n} device(s), mesh: {describe_mesh(mesh.shape)}"])
     _show("data", data_rows)
+    if mixture := mixture_rows(resolved, dp, data):
+        _show("mixture", mixture)
     _show("model", model_rows(model))
     _show("memory of a device, an estimate", memory_rows(fits))
     _show("run", [run_row])

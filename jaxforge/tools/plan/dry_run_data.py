@@ -1,10 +1,15 @@
 """Data of a dry run, opened as a start opens them but without writing."""
 
+from bisect import bisect_left
+
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.order import data_seed
+from jaxforge.data.segments import draws
 from jaxforge.errors import UserError
+from jaxforge.training.training_data import check_not_exhausted, phases_of
 
 Data = Dataset | Mixture | Streaming | None
 """An opened training set; None if it was not opened."""
@@ -47,6 +52,45 @@ def open_data(config: JobConfig, *, opens: bool, is_elsewhere: bool) -> tuple[Da
         for name, dataset in sources.open_eval_data(config).items():
             rows.append(f"evaluation{f' {name}' if name else ''}: {_set(dataset)}")
     return data, rows
+
+
+def mixture_rows(config: JobConfig, dp: int, data: Data) -> list[str]:
+    """Describe the tokens that a new run draws per phase, and the epochs of each dataset.
+
+    With `data.order = "torch"` these are the proportions of whole epochs, not counts.
+
+    Args:
+        config: the config.
+        dp: number of data-parallel ranks.
+        data: the training set; without a mixture there are no rows.
+
+    Raises:
+        UserError: the datasets reach their limits before the end of the run.
+    """
+    if not isinstance(data, Mixture):
+        return []
+    ramp, seq_len = config.train.ramp(dp), config.train.seq_len
+    phases, last = phases_of(config, data), config.train.max_steps
+    segments = phases.segments([], 0, 0, ramp.samples)
+    check_not_exhausted(config, data, segments, ramp, (0, 0))
+    about = " (about)" if config.data.order == "torch" else ""
+    rows, total = [], dict.fromkeys(data.sizes, 0)
+    for start, counts in draws(segments, ramp.samples(last), data_seed(config)):
+        step = bisect_left(range(last), start, key=ramp.samples)
+        shares = ", ".join(
+            f"{name} {counts[name] * seq_len:,} ({counts[name] / max(1, sum(counts.values())):.2%})"
+            for name in counts
+        )
+        rows.append(f"from step {step:,}, tokens drawn{about}: {shares}")
+        total |= {name: total.get(name, 0) + count for name, count in counts.items()}
+    for name, count in total.items():
+        most = phases.limits.get(name)
+        limit = f", of at most {most / data.sizes[name]:.4g}" if most else ""
+        rows.append(
+            f"{name}: {count / data.sizes[name]:.4g} epochs{limit} ({count:,} sequences drawn, "
+            f"{data.sizes[name]:,} there)"
+        )
+    return rows
 
 
 def _from_hugging_face(config: JobConfig) -> str:

@@ -26,7 +26,7 @@ from jaxforge.config import axes, rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.data import loader, sources
-from jaxforge.data.mixture import Segment
+from jaxforge.data.segments import Segment
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import data_parallel_size, make_mesh
@@ -36,9 +36,8 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
 from jaxforge.storage import trust
-from jaxforge.training.phases import Phases
 from jaxforge.training.start import open_foreign
-from jaxforge.training.training_data import TrainingData, batches_from
+from jaxforge.training.training_data import TrainingData, batches_from, phases_of
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class Walk:
     """
 
     def __init__(self, past: PastRun, state: TrainState, progress: Progress) -> None:
-        config, phases = past.config, Phases.of(past.config.data)
+        config, phases = past.config, phases_of(past.config, past.dataset)
         ramp = config.train.ramp(data_parallel_size(past.mesh))
         self._past, self._step = past, past.step
         self.state, self.progress = state, progress
@@ -164,7 +163,7 @@ class Walk:
         """Return the name of the sequence in a row of the next batch, over all microbatches."""
         past, position = self._past, self.progress.samples + row
         drawn = [Segment(*mixture) for mixture in self.progress.mixtures]
-        phases = Phases.of(past.config.data)
+        phases = phases_of(past.config, past.dataset)
         drawn = phases.recorded(drawn, self.progress.step, self.progress.samples)
         return loader.describe_sample(past.config, past.mesh, past.dataset, drawn, position)
 

@@ -63,6 +63,31 @@ def test_dry_run_opens_and_counts_data(dry, tmp_path):
     assert "is also the training data" in said["warnings"]
 
 
+def test_dry_run_counts_tokens_per_phase_and_epochs_per_dataset(dry, tmp_path):
+    """Sequences of 16 tokens, 4 per update: 40 of the first phase, 60 of the second."""
+    for name, count in {"web": 100, "code": 5}.items():
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "a.npy", np.arange(17 * count, dtype=np.uint16) % 256)
+    (tmp_path / "mix.toml").write_text(
+        f"[datasets]\nweb.path = '{tmp_path / 'web'}'\n"
+        f"code = {{ path = '{tmp_path / 'code'}', max_epochs = 3 }}\n"
+        "[[phases]]\ntokens = { web = 480, code = 160 }\n[[phases]]\nweights.web = 0\n"
+    )
+    mixture = [f"--data.mixture_file={tmp_path / 'mix.toml'}", "--train.seq_len=16",
+               "--train.global_batch_size=4", "--train.grad_accum_steps=1"]  # fmt: skip
+    said = dry(DEBUG, *mixture, "--devices=1", "--train.max_steps=10", "--data.order=grain")
+    drawn = re.search(r"from step 0, tokens drawn: web (\d+) .*, code (\d+)", said["mixture"])
+    web, code = (int(tokens) for tokens in drawn.groups())
+    assert web + code == 640
+    assert code <= 240
+    assert (
+        f"code: {code / 80:.4g} epochs, of at most 3 ({code // 16} sequences drawn, 5 there)"
+        in (said["mixture"])
+    )
+    with pytest.raises(UserError, match="all datasets of the mixture reach max_epochs"):
+        dry(DEBUG, *mixture, "--devices=1", "--train.max_steps=25")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
