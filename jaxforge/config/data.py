@@ -88,6 +88,10 @@ class DataConfig(Section):
     """Without effect: batches are transferred by jax.device_put."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker loads in advance."""
+    cache_dir: PathText = ""
+    """Directory on a fast local disk that caches tokens of buckets; if empty, there is no cache."""
+    cache_gb: PositiveFloat = 50.0
+    """Size of the cache in GB, shared by all processes and runs of a host that name cache_dir."""
     hf_dataset_name: str | None = None
     """Hugging Face dataset to tokenize and train on."""
     hf_dataset_config: str | None = None

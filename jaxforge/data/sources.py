@@ -21,9 +21,12 @@ from jaxforge.data.packing import as_conversations, split_entries, split_packed,
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards
 from jaxforge.errors import UserError
+from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+    from jaxforge.storage.block_cache import BlockCache
 
 DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
 """config -> training set. Only "auto" reads `data.datasets`, and so opens mixtures."""
@@ -146,6 +149,7 @@ def _open_shards(
         "token_dtype": config.data.token_dtype,
         "verify": config.data.verify,
         "keys": keys,
+        "cache": _cache(config.data, directory),
     }
     if holds_conversations(directory, keys[0]):
         overlong = config.data.overlong
@@ -158,6 +162,19 @@ def _open_shards(
         if eos != manifest_eos:  # else `prepare` ended documents with it
             shards.warn_without(eos)
     return Dataset(shards, _splitter(config, manifest_eos))
+
+
+def _cache(config: DataConfig, directory: str) -> "BlockCache | None":
+    """Return the cache of blocks for a directory; None if it is local, or there is no cache.
+
+    Raises:
+        UserError: `data.cache_dir` cannot be used.
+    """
+    if not config.cache_dir or not urls.in_bucket(directory):
+        return None
+    from jaxforge.storage.block_cache import shared_cache
+
+    return shared_cache(config.cache_dir, round(config.cache_gb * 1e9))
 
 
 def _content(config: DataConfig, tokenizer: Tokenizer) -> Content:

@@ -23,6 +23,7 @@ from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from jaxforge.data.remote_tokens import RemoteTokens
+    from jaxforge.storage.block_cache import BlockCache
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +54,16 @@ class TokenFile:
     offset: int
     hashes: BlockHashes | None = None
 
-    def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
-        """Return the tokens as an array or an array-like."""
+    def map(self, cache: "BlockCache | None" = None) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+        """Return the tokens as an array, or as an array-like for a file in a bucket.
+
+        Args:
+            cache: cache of blocks of files in buckets.
+        """
         if urls.in_bucket(self.path):
             from jaxforge.data.remote_tokens import RemoteTokens
 
-            return RemoteTokens(self.path, self.dtype, self.offset, self.hashes)
+            return RemoteTokens(self.path, self.dtype, self.offset, self.tokens, self.hashes, cache)
         # As a plain array: slicing a memmap takes several times longer.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
 
@@ -116,7 +121,7 @@ def _with_hashes(file: TokenFile, manifest: Manifest | None) -> TokenFile:
             f"{shard.tokens:,} of {written.str}: it is another file, or damaged; copy or prepare "
             "it again"
         )
-    return replace(file, hashes=BlockHashes(file.path, file.offset, written, file.tokens, hashes))
+    return replace(file, hashes=BlockHashes(file.path, file.offset, written, hashes))
 
 
 def _llm_c(path: Path) -> TokenFile | None:

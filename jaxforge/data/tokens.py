@@ -9,8 +9,8 @@ Index spaces:
 `token_file` reads the headers. Blocks are verified against the hashes in the manifest
 (`block_hashes`) when they are read. Tokens outside the vocabulary are refused.
 
-Local files are mapped into memory. Each window of a file in a bucket is a request of its own, many
-at a time, and nothing is stored on disk.
+Local files are mapped into memory. Files in a bucket are read in blocks (`remote_tokens`), and all
+windows of a batch are requested before the first is used.
 """
 
 import logging
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Int
@@ -37,6 +37,7 @@ from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from jaxforge.data.remote_tokens import RemoteTokens
+    from jaxforge.storage.block_cache import BlockCache
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class TokenFiles(ABC):
         token_dtype: NumPy name of the type in `.bin` files; by default the manifest's or a guess.
         verify: `data.verify`.
         keys: config keys of directory and pattern, for error messages.
+        cache: cache of blocks of files in buckets.
 
     Attributes:
         directory: the directory.
@@ -93,7 +95,9 @@ class TokenFiles(ABC):
         token_dtype: str | None = None,
         verify: Verify = "read",
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
+        cache: "BlockCache | None" = None,
     ) -> None:
+        self._cache = cache
         self.directory = urls.path(directory, keys[0])
         paths = _matches(self.directory, pattern, keys)
         self.manifest = Manifest.read(self.directory)
@@ -110,6 +114,11 @@ class TokenFiles(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of windows."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the files are in a bucket."""
+        return urls.in_bucket(self.directory)
 
     @abstractmethod
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
@@ -132,6 +141,23 @@ class TokenFiles(ABC):
         if hashes and isinstance(tokens, np.ndarray):
             hashes.check_once(tokens, start, end)
         return tokens[start:end]
+
+    def read_spans(self, spans: Sequence[Span]) -> Sequence[ArrayLike]:
+        """Return tokens of several spans, as `read_span` does, with shared requests.
+
+        Raises:
+            UserError: they are not the tokens that `prepare` wrote.
+        """
+        if not self.is_remote:
+            return [self.read_span(span) for span in spans]
+        numbers: dict[int, list[int]] = {}
+        for number, span in enumerate(spans):
+            numbers.setdefault(span.file, []).append(number)
+        parts: dict[int, ArrayLike] = {}
+        for file, of_file in numbers.items():
+            tokens = cast("RemoteTokens", self._map(file))
+            parts.update(zip(of_file, tokens.read([spans[n][1:] for n in of_file]), strict=True))
+        return [parts[number] for number in range(len(spans))]
 
     def check_ids(self, windows: Int[np.ndarray, "n S+1"], spans: Sequence[Iterable[Span]]) -> None:
         """Raise if a token of the windows, read from these spans, is outside the vocabulary.
@@ -182,7 +208,7 @@ class TokenFiles(ABC):
 
     def _map_file(self, file: int) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         try:
-            return self.files[file].map()
+            return self.files[file].map(self._cache)
         except (OSError, ValueError) as error:  # ValueError: the file has become shorter
             raise UserError(
                 f"{self.files[file].path} was whole when the run started and cannot be read now "
@@ -239,7 +265,7 @@ class TokenShards(TokenFiles):
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
         spans = [Span(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
-        parts = [self.read_span(span) for span in spans]  # files in a bucket: starts all requests
+        parts = self.read_spans(spans)  # files in a bucket: starts all requests
         for row, part in zip(windows, parts, strict=True):
             row[:] = part
         self.check_ids(windows, [[span] for span in spans])

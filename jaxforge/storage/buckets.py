@@ -26,7 +26,7 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED
 
 _DRIVERS = {"gs": "gcs", "s3": "s3"}
-_ACCESS_ERRORS = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # retries do not help
+ACCESS_ERRORS = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # retries do not help
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}
 
 
@@ -67,7 +67,7 @@ def _with_url_in_errors(function: Callable) -> Callable:
         try:
             return function(self, url, *args, **kwargs)
         except ValueError as error:  # from tensorstore
-            if gist(error).startswith(_ACCESS_ERRORS):
+            if gist(error).startswith(ACCESS_ERRORS):
                 raise UserError(f"{os.fspath(url)}: {gist(error)}") from error
             raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
 

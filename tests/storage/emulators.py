@@ -6,7 +6,9 @@ generation of what is downloaded; both are added here.
 
 import contextlib
 import http.server
+import io
 import threading
+import time
 from collections.abc import Iterator
 from urllib.parse import parse_qs, unquote, urlparse
 from wsgiref.types import StartResponse, WSGIEnvironment
@@ -19,8 +21,10 @@ class Server:
 
     def __init__(self, scheme: str, env: dict[str, str]) -> None:
         self.scheme, self.env, self.requests = scheme, env, 0
-        self.refused = self._every = 0
+        self.refused = self._every = self._cut = self._stalled = 0
+        self.delay = 0.0
         self._until: int | None = None
+        self._released = threading.Event()
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{BUCKET}/{key}"
@@ -28,6 +32,23 @@ class Server:
     def throttle(self, every: int) -> None:
         """From now on every n-th request is refused with 503; 0 ends it."""
         self._every, self._until = every, None
+        self._cut = self._stalled = 0
+        self.delay = 0.0
+        self._released.set()
+
+    def cut(self, answers: int) -> None:
+        """Break off the bodies of the next answers to GET in their middle."""
+        self._cut = answers
+
+    def stall(self, requests: int) -> None:
+        """Answer the next requests only after `throttle`."""
+        self._released.clear()
+        self._stalled = requests
+
+    def cuts(self) -> bool:
+        """Whether the body of this answer is broken off."""
+        self._cut -= 1
+        return self._cut >= 0
 
     def forbid_after(self, requests: int) -> None:
         """Answer this many requests, then refuse each with 403 until `throttle`."""
@@ -36,6 +57,10 @@ class Server:
     def refusal(self) -> int | None:
         """The status of an answer that is no answer; None lets the request pass."""
         self.requests += 1
+        time.sleep(self.delay)
+        if self._stalled > 0:
+            self._stalled -= 1
+            self._released.wait()
         if self._until is not None and self.requests > self._until:
             return 403
         refuse = bool(self._every) and self.requests % self._every == 0
@@ -54,7 +79,11 @@ def s3() -> Iterator[Server]:
         if status := server.refusal():
             start_response(f"{status} No", [("Content-Length", "0")])
             return [b""]
-        return app(environ, start_response)
+        answer = app(environ, start_response)
+        if environ["REQUEST_METHOD"] == "GET" and server.cuts():
+            body = b"".join(answer)
+            return [body[: len(body) // 2]]
+        return answer
 
     class Quiet(WSGIRequestHandler):
         def log_request(self, *args: object) -> None:
@@ -108,9 +137,16 @@ def gcs() -> Iterator[Server]:
                     if file["name"] >= first and (last is None or file["name"] < last)
                 ], prefixes
 
+            whole = self.wfile
+            if server.cuts():
+                self.wfile, self.close_connection = io.BytesIO(), True
             with lock:
                 storage.get_file_list = in_range
                 super().do_GET()
+            if self.wfile is not whole:
+                head, _, body = self.wfile.getvalue().partition(b"\r\n\r\n")
+                whole.write(head + b"\r\n\r\n" + body[: len(body) // 2])
+                self.wfile = whole
 
         def do_POST(self) -> None:
             with lock:
