@@ -58,7 +58,7 @@ class RemoteTokens:
         hashes: BlockHashes | None = None,
         cache: BlockCache | None = None,
     ) -> None:
-        self._url, self._dtype, self._offset, self._end = url, dtype, offset, tokens
+        self._url, self._dtype, self._offset, self._end = os.fspath(url), dtype, offset, tokens
         self._hashes, self._cache = hashes, cache
         self._per_block = BLOCK_BYTES // dtype.itemsize  # tokens
 
@@ -83,25 +83,36 @@ class RemoteTokens:
         ]  # fmt: skip
 
     def _find(self, numbers: Sequence[int]) -> dict[int, _Block]:
-        blocks: dict[int, _Block] = {}
-        url, missing, hits = os.fspath(self._url), [], 0
+        hits = 0
+        blocks = self._requested(numbers)
         for number in numbers:
-            fetch = _in_flight.get((url, *self._bytes(number)))
-            if fetch is not None and not fetch.has_failed:
-                blocks[number] = functools.partial(fetch.block, number)
-            elif (data := self._cached(number)) is not None:
+            if number not in blocks and (data := self._cached(number)) is not None:
                 blocks[number] = functools.partial(_view, data)
                 hits += 1
-            else:
-                missing.append(number)
+        with _lock:  # so that two batches do not request the same block
+            blocks = self._requested(numbers) | blocks
+            missing = [number for number in numbers if number not in blocks]
+            for run in _runs(missing):
+                fetch = self._fetch(run)
+                for number in run:
+                    _in_flight[self._extent(number)] = fetch
+                    blocks.setdefault(number, functools.partial(fetch.block, number))
         if self._cache:
             traffic.count(hits=hits, misses=len(missing))
-        for run in _runs(missing):
-            fetch = self._fetch(run)
-            for number in run:
-                _in_flight[url, *self._bytes(number)] = fetch
-                blocks.setdefault(number, functools.partial(fetch.block, number))
         return blocks
+
+    def _requested(self, numbers: Sequence[int]) -> dict[int, _Block]:
+        """Return the blocks in flight."""
+        fetches = ((number, _in_flight.get(self._extent(number))) for number in numbers)
+        return {
+            number: functools.partial(fetch.block, number)
+            for number, fetch in fetches
+            if fetch is not None and not fetch.has_failed
+        }
+
+    def _extent(self, block: int) -> tuple[str, int, int]:
+        """Return URL, first byte and byte after the last of a block."""
+        return self._url, *self._bytes(block)
 
     def _fetch(self, blocks: range) -> "_Fetch":
         check = functools.partial(self._check, blocks)
@@ -135,9 +146,8 @@ class RemoteTokens:
 
     def _key(self, block: int) -> bytes:
         """Return the key of a block in the cache, which changes with its content."""
-        url = os.fspath(self._url)
-        version = self._hashes.of_block(block) if self._hashes else _generation(url)
-        parts = url, *self._bytes(block), version
+        version = self._hashes.of_block(block) if self._hashes else _generation(self._url)
+        parts = *self._extent(block), version
         return hashlib.blake2b(repr(parts).encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -195,6 +205,7 @@ class _Fetch:
         return memoryview(data)[at : at + BLOCK_BYTES]
 
 
+_lock = threading.Lock()
 # A request is in flight as long as a batch needs its blocks.
 _in_flight: weakref.WeakValueDictionary[tuple[str, int, int], _Fetch] = (
     weakref.WeakValueDictionary()  # by URL, first byte and end of a block

@@ -47,10 +47,18 @@ def spec(url: str | os.PathLike) -> dict[str, Any]:
     return spec_
 
 
-def open_store(url: str | os.PathLike) -> ts.KvStore:
-    """Return the store of the objects with the key prefix of a URL."""
+def open_store(url: str | os.PathLike, requests: int | None = None) -> ts.KvStore:
+    """Return the store of the objects with the key prefix of a URL.
+
+    Args:
+        url: the URL.
+        requests: maximum number of concurrent requests. By default, and if the environment variable
+            `TENSORSTORE_S3_REQUEST_CONCURRENCY` (or `_GCS_`) is set, tensorstore's.
+    """
     parts = spec(url)
-    key = parts.pop("path")
+    key, driver = parts.pop("path"), parts["driver"]
+    if requests and f"TENSORSTORE_{driver.upper()}_REQUEST_CONCURRENCY" not in os.environ:
+        parts[f"{driver}_request_concurrency"] = {"limit": requests}
     return _open_bucket(json.dumps(parts)) + key
 
 

@@ -23,10 +23,13 @@ class Traffic(NamedTuple):
     hits: int = 0
     misses: int = 0
 
+    @property
+    def reads(self) -> int:
+        """Reads of data of buckets, from the cache or not."""
+        return self.requests + self.hits
+
     def since(self, before: "Traffic") -> dict[str, float]:
-        """Return `bucket/*` of the interval since an earlier count; empty without buckets."""
-        if self == Traffic():
-            return {}
+        """Return `bucket/*` of the interval since an earlier count."""
         requests, fetched, retries, hits, misses = (
             now - then for now, then in zip(self, before, strict=True)
         )

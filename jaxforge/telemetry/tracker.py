@@ -124,6 +124,7 @@ class Tracker:
         self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
         self._energy, self._paused_joules = energy, 0.0
+        self._first_traffic = self._traffic = traffic()
         self._paused = self._waited = self._launching = 0.0
         self._has_batch = time.perf_counter()
         self.start_clock()
@@ -138,7 +139,7 @@ class Tracker:
             self._clock(),
             self._waited,
             self._sums,
-            traffic(),
+            self._traffic,
             self._joules(),
         )
         self._written = [self._fetched] * len(self._writers)
@@ -209,6 +210,7 @@ class Tracker:
         self._launched.clear()
         for writer in self._writers:
             writer.rewind(self._progress.step)
+        self._traffic = traffic()
         self.start_clock()
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -312,7 +314,8 @@ class Tracker:
             wait = (now.waited - since.waited) / _steps(since, now)
             interval = self._speed(since, now) | {"train/data_wait_sec": wait}
             interval |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
-            interval |= now.traffic.since(since.traffic)
+            if now.traffic.reads > self._first_traffic.reads:
+                interval |= now.traffic.since(since.traffic)
             self._writers[i].write(step, metrics | interval)
             self._written[i] = now
         self._summarise_epoch(now)

@@ -46,7 +46,7 @@ class Server:
         self._stalled = requests
 
     def cuts(self) -> bool:
-        """Whether the body of this answer is broken off."""
+        """Return whether the body of this answer is to be broken off."""
         self._cut -= 1
         return self._cut >= 0
 
@@ -164,7 +164,10 @@ def gcs() -> Iterator[Server]:
                     self.send_header("x-goog-generation", generation)
             super().end_headers()
 
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Listener(http.server.ThreadingHTTPServer):
+        request_queue_size = 128  # clients open many connections at once
+
+    httpd = Listener(("127.0.0.1", 0), Handler)
     port = httpd.server_address[1]
     server = Server("gs", {"TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}"})
     with _serving(httpd):

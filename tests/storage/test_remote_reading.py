@@ -1,5 +1,6 @@
 """Tokens read from buckets: shared requests, the cache, and requests that fail or never end."""
 
+import json
 import logging
 import zlib
 from itertools import pairwise
@@ -7,8 +8,10 @@ from itertools import pairwise
 import jax
 import numpy as np
 import pytest
+from run_config import CONFIG
 
 import jaxforge.storage.range_read as range_read
+from jaxforge.commands import train
 from jaxforge.data import loader, read_ahead, sources
 from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.data.corpus.writer import ShardWriter
@@ -206,7 +209,7 @@ def test_damaged_object_is_fetched_again_and_refused(url, tokens, cache, set_dea
 
 @pytest.fixture
 def corpus(bucket, tmp_path):
-    """The same shards on disk and in a bucket."""
+    """Shards on disk, and a copy in a bucket."""
     rng = np.random.default_rng(3)
     with ShardWriter(
         tmp_path / "data", vocab_size=256, dtype="uint16", shard_tokens=9000
@@ -244,6 +247,36 @@ def test_batches_equal_those_of_disk(server, corpus, tmp_path):
         for batch, other in zip(read, expected, strict=True):
             assert batch.keys() == other.keys()
             assert all((batch[name] == other[name]).all() for name in batch)
+
+
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
+def test_run_logs_requests_and_cache_hits(server, corpus, tmp_path):
+    _, in_bucket = corpus
+    (tmp_path / "run.toml").write_text(CONFIG)
+    cached = f"--data.cache_dir={tmp_path}/cache"
+    logged = {}
+    for name in ("first", "second"):
+        run = tmp_path / name
+        settings = [f"--config={tmp_path}/run.toml", f"--checkpoint.dir={run}", cached]
+        data = [f"--data.dataset_path={in_bucket}", "--data.tokenizer_path=byte"]
+        assert train.main([*settings, *data]) == 0
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        logged[name] = [json.loads(line) for line in lines]
+    sums = {
+        (name, key): sum(line.get(f"bucket/{key}", 0) for line in lines)
+        for name, lines in logged.items()
+        for key in ("requests", "bytes_fetched", "cache_hit_rate")
+    }
+    # Each of the five shards is smaller than two blocks, so its tokens are fetched once, whole. A
+    # second request is possible if a batch missed both the cache and the request in flight.
+    assert 2 * 40_000 <= sums["first", "bytes_fetched"] < 4 * 40_000
+    assert 5 <= sums["first", "requests"] < 10
+    assert (sums["second", "requests"], sums["second", "bytes_fetched"]) == (0, 0)
+    rates = {line["bucket/cache_hit_rate"] for line in logged["second"]
+             if "bucket/cache_hit_rate" in line}  # fmt: skip
+    assert rates == {1.0}
+    losses = {name: [line.get("train/loss") for line in lines] for name, lines in logged.items()}
+    assert losses["first"] == losses["second"]
 
 
 def test_full_disk_of_cache_does_not_stop_reading(corpus, tmp_path, monkeypatch, caplog):
