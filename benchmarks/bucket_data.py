@@ -92,13 +92,13 @@ def waits(batches: Iterator[object], steps: int) -> list[float]:
     return waited[FIRST:]
 
 
-def describe(place: str, waited: Sequence[float], before: Traffic) -> str:
+def describe(store: str, waited: Sequence[float], before: Traffic) -> str:
     """Return a note on the waits of a run, and the requests since a count."""
     counts = traffic().since(before)
     requests = ", ".join(f"{name.partition('/')[2]} {value:,.3g}" for name, value in counts.items())
     late = sum(wait > WAIT for wait in waited)
     return (
-        f"{place}: {late} of {len(waited)} steps after the first {FIRST} waited more than "
+        f"{store}: {late} of {len(waited)} steps after the first {FIRST} waited more than "
         f"{1000 * WAIT:g} ms; median {1000 * statistics.median(waited):.2f} ms, longest "
         f"{1000 * max(waited):.2f} ms ({requests})"
     )
@@ -107,13 +107,13 @@ def describe(place: str, waited: Sequence[float], before: Traffic) -> str:
 def measure_waits(
     paths: Mapping[str, tuple[str, Path | None]], steps: int
 ) -> tuple[list[str], int]:
-    """Return a note on each place, and the number of steps that waited for a bucket."""
+    """Return a note on each store, and the number of steps that waited for a bucket."""
     notes, late = [], 0
-    for place, (path, cache) in paths.items():
+    for store, (path, cache) in paths.items():
         before = traffic()
         waited = waits(open_batches(path, cache), steps)
-        notes.append(describe(place, waited, before))
-        if place != "local disk":
+        notes.append(describe(store, waited, before))
+        if store != "local disk":
             late += sum(wait > WAIT for wait in waited)
     return notes, late
 
@@ -127,22 +127,22 @@ def main() -> None:
         write_shards(directory / "served" / "train", TOKENS // 10 if quick else TOKENS)
         with bucket(directory / "served") as url:
             cache = directory / "cache"
-            places = {
+            stores = {
                 "local disk": (str(directory / "served" / "train"), None),
                 "bucket": (f"{url}/train", None),
                 "bucket, with an empty cache": (f"{url}/train", cache),
                 "bucket, with a full cache": (f"{url}/train", cache),
             }
-            notes, late = measure_waits(places, steps)
-            del places["bucket, with an empty cache"]
-            speeds: dict[str, list[float]] = {place: [] for place in places}
+            notes, late = measure_waits(stores, steps)
+            del stores["bucket, with an empty cache"]
+            speeds: dict[str, list[float]] = {store: [] for store in stores}
             for _ in range(rounds):
-                for place, (path, where) in places.items():
-                    speeds[place].append(tokens_per_second(open_batches(path, where), seconds))
-    medians = {place: statistics.median(each) for place, each in speeds.items()}
+                for store, (path, where) in stores.items():
+                    speeds[store].append(tokens_per_second(open_batches(path, where), seconds))
+    medians = {store: statistics.median(each) for store, each in speeds.items()}
     rows = [
-        results.Row(f"{place}, {ROWS} x {SEQ} tokens", round(medians[place]), *peer, "tokens/s")
-        for place in list(places)[1:]
+        results.Row(f"{store}, {ROWS} x {SEQ} tokens", round(medians[store]), *peer, "tokens/s")
+        for store in list(stores)[1:]
         for peer in (
             ("need of steps of 100 ms", round(ROWS * SEQ / STEP)),
             ("local disk", round(medians["local disk"])),

@@ -143,6 +143,7 @@ def _fingerprint_of_files(source: TokenFiles) -> Fingerprint:
     for file in source.files:
         shard = manifest and manifest.by_file.get(file.path.name)
         about: list[Any] = [file.path.name, file.tokens, file.dtype.str]
+        about += [file.index.crc32] if file.index else []
         if shard and shard.crc32:
             contents.append([*about, shard.crc32])
         else:

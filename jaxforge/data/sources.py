@@ -17,7 +17,13 @@ from jaxforge.data.corpus.records import Content, TextField
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.order import data_seed
-from jaxforge.data.packing import as_conversations, split_entries, split_packed, split_window
+from jaxforge.data.packing import (
+    as_conversations,
+    split_documents,
+    split_entries,
+    split_packed,
+    split_window,
+)
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards
 from jaxforge.errors import UserError
@@ -150,6 +156,7 @@ def _open_shards(
         "verify": config.data.verify,
         "keys": keys,
         "cache": _cache(config.data, directory),
+        "split": "val" if isinstance(source, EvalSource) else "train",
     }
     if holds_conversations(directory, keys[0]):
         overlong = config.data.overlong
@@ -157,6 +164,9 @@ def _open_shards(
         return Dataset(packed, split_entries)
     shards = TokenShards(directory, pattern, config.train.seq_len, **options)
     manifest_eos = shards.manifest.eos_id if shards.manifest else None
+    if config.data.pack_sequences and config.data.eos_token_id is None and shards.has_documents:
+        shards.marks_documents = True
+        return Dataset(shards, split_documents)
     if config.data.pack_sequences:
         eos = _eos_id(config, manifest_eos)
         if eos != manifest_eos:  # else `prepare` ended documents with it

@@ -2,7 +2,7 @@
 
 `.npy` files hold one 1-D array of integers. `.bin` files hold little-endian integers, either bare
 (the type comes from manifest or config, or is guessed as in KempnerForge) or after the header of
-llm.c, which modded-nanoGPT writes too.
+llm.c, which modded-nanoGPT writes too. Those of Megatron-LM have an index (`megatron_index`).
 """
 
 import io
@@ -18,6 +18,7 @@ from jaxtyping import Int
 
 from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
+from jaxforge.data.megatron_index import SUFFIX, MegatronIndex, tokens_path
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
@@ -46,6 +47,7 @@ class TokenFile:
         tokens: number of tokens.
         offset: bytes before the first token.
         hashes: hashes of its blocks; None where no manifest has them.
+        index: index of Megatron-LM; None for files of other programs.
     """
 
     path: Path
@@ -53,6 +55,7 @@ class TokenFile:
     tokens: int
     offset: int
     hashes: BlockHashes | None = None
+    index: MegatronIndex | None = None
 
     def map(self, cache: "BlockCache | None" = None) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         """Return the tokens as an array, or as an array-like for a file in a bucket.
@@ -76,13 +79,15 @@ def inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFil
     """Read the header of a file and compare it with its size and the manifest.
 
     Args:
-        path: a `.npy` or `.bin` file.
+        path: a `.npy` or `.bin` file, or an index of Megatron-LM (`.idx`) for its `.bin` file.
         token_dtype: numpy name of the type of bare `.bin` files.
         manifest: manifest of the directory.
 
     Raises:
         UserError: the file is empty, cut short, of another type, or not the manifest's.
     """
+    if path.suffix == SUFFIX:
+        return _inspect_megatron(path, token_dtype)
     if path.suffix not in (".npy", ".bin"):
         raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
     try:
@@ -171,19 +176,41 @@ def _inspect_npy(path: Path) -> TokenFile:
     return TokenFile(path, dtype, shape[0], offset)
 
 
+def _inspect_megatron(index_path: Path, name: str) -> TokenFile:
+    index, path = MegatronIndex(index_path), tokens_path(index_path)
+    if not path.exists():
+        raise UserError(f"{index_path} has no {path.name} next to it; copy that too")
+    _check_type(name, index.dtype, index_path)
+    _check_size(path, index.tokens * index.dtype.itemsize, index_path.name)
+    if not index.tokens:
+        raise UserError(f"{path} is empty (0 tokens); remove it with {index_path.name}")
+    return TokenFile(path, index.dtype, index.tokens, 0, index=index)
+
+
+def _check_type(name: str, dtype: np.dtype, source: Path) -> None:
+    """Raise if `data.token_dtype` is set to another type than that of a header."""
+    if name and np.dtype(name) != dtype:
+        raise UserError(
+            f"data.token_dtype is {name!r}, but the header of {source} says {dtype}; remove "
+            "data.token_dtype"
+        )
+
+
 def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
     shard = manifest and manifest.by_file.get(path.name)
     if not shard and (header := _llm_c(path)):
-        if name and np.dtype(name) != header.dtype:
-            raise UserError(
-                f"data.token_dtype is {name!r}, but the header of {path} says {header.dtype}; "
-                "remove data.token_dtype"
-            )
+        _check_type(name, header.dtype, path)
         return header
     if manifest and name != manifest.dtype:
         raise UserError(
             f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
             "remove data.token_dtype"
+        )
+    if urls.in_bucket(path) and not shard and (manifest or not name):
+        raise UserError(
+            f"{path}: a .bin file in a bucket needs its type and size in a {FILE_NAME} next to it, "
+            "as `jaxforge.prepare` writes it. Add it, set data.token_dtype if there is no "
+            f"{FILE_NAME}, or copy the file to this machine"
         )
     dtype = np.dtype("V")
     with suppress(TypeError):
@@ -192,23 +219,24 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
         raise UserError(
             f'data.token_dtype = {name!r} is not an integer type; try "uint16" or "uint32"'
         )
-    if urls.in_bucket(path):
-        if not shard:
-            raise UserError(
-                f"{path}: what a .bin file in a bucket holds has to be said in a {FILE_NAME} "
-                "beside it, as `jaxforge.prepare` writes it; or copy it to this machine"
-            )
-        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
-        return TokenFile(path, dtype, shard.tokens, 0)
-    size = path.stat().st_size
     if shard:
         _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
-    elif size % dtype.itemsize:
+        return TokenFile(path, dtype, shard.tokens, 0)
+    size = _size(path)
+    if size % dtype.itemsize:
         raise UserError(
             f"{path} has {size} bytes, which is not a multiple of the size of {name}: it is cut "
             "short, or data.token_dtype is another"
         )
     return TokenFile(path, dtype, size // dtype.itemsize, 0)
+
+
+def _size(path: Path) -> int:
+    if not urls.in_bucket(path):
+        return path.stat().st_size
+    from jaxforge.storage import buckets
+
+    return buckets.length(path)
 
 
 def _open_head(path: Path) -> IO[bytes]:

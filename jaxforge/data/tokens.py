@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -31,6 +31,7 @@ from jaxforge.config.data import Verify
 from jaxforge.data.corpus.entries import FIRST, PADDING, UNLEARNED
 from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.data.corpus.text_files import how_to_prepare
+from jaxforge.data.foreign_layouts import Layout, Split, find_layout, with_indices
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -74,6 +75,7 @@ class TokenFiles(ABC):
         verify: `data.verify`.
         keys: config keys of directory and pattern, for error messages.
         cache: cache of blocks of files in buckets.
+        split: the part to read of directories of nanoGPT and llm.c.
 
     Attributes:
         directory: the directory.
@@ -96,12 +98,17 @@ class TokenFiles(ABC):
         verify: Verify = "read",
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
         cache: "BlockCache | None" = None,
+        split: Split = "train",
     ) -> None:
         self._cache = cache
         self.directory = urls.path(directory, keys[0])
-        paths = _matches(self.directory, pattern, keys)
         self.manifest = Manifest.read(self.directory)
-        bare = token_dtype or (self.manifest.dtype if self.manifest else guess_type(paths))
+        layout = None if self.manifest else find_layout(self.directory, pattern, split)
+        if layout is None:
+            layout = Layout(_matches(self.directory, pattern, keys))
+        paths = layout.paths if self.manifest else with_indices(layout.paths)
+        bare = token_dtype or layout.dtype
+        bare = bare or (self.manifest.dtype if self.manifest else guess_type(paths))
         self.files = [inspect(path, bare, self.manifest) for path in paths]
         self.tokens = sum(file.tokens for file in self.files)
         self._vocab_size = vocab_size
@@ -232,6 +239,9 @@ class TokenShards(TokenFiles):
         seq_len: S; a window holds S + 1 tokens.
         options: see `TokenFiles`.
 
+    Attributes:
+        marks_documents: mark the first token of each document; requires `has_documents`.
+
     Raises:
         UserError: as `TokenFiles`; or no file is as long as a window.
     """
@@ -245,6 +255,7 @@ class TokenShards(TokenFiles):
     ) -> None:
         super().__init__(directory, pattern, **options)
         self.window = seq_len + 1
+        self.marks_documents = False
         self._ends = list(accumulate(file.tokens // self.window for file in self.files))
         if not len(self):
             key = options.get("keys", ("data.dataset_path",))[0]
@@ -259,7 +270,10 @@ class TokenShards(TokenFiles):
         return self._ends[-1]
 
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
-        """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
+        """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1].
+
+        With `marks_documents`, the first token of each document has `entries.FIRST`.
+        """
         windows = np.empty((len(indices), self.window), np.int32)
         files = [bisect_right(self._ends, index) for index in indices]
         firsts = [self._ends[file - 1] if file else 0 for file in files]
@@ -269,7 +283,21 @@ class TokenShards(TokenFiles):
         for row, part in zip(windows, parts, strict=True):
             row[:] = part
         self.check_ids(windows, [[span] for span in spans])
+        if self.marks_documents:
+            for row, span in zip(windows, spans, strict=True):
+                row[self._document_starts(span)] |= FIRST
         return windows
+
+    @property
+    def has_documents(self) -> bool:
+        """True if an index of each file says where documents begin."""
+        return all(file.index for file in self.files)
+
+    def _document_starts(self, span: Span) -> Int[np.ndarray, "_"]:
+        """Return the tokens of a span, counted from its start, at which documents begin."""
+        index = self.files[span.file].index
+        assert index is not None
+        return index.document_starts(span.start, span.end) - span.start
 
     def __repr__(self) -> str:
         files = f"{len(self.files)} files, {len(self)} windows of {self.window} tokens"
@@ -348,7 +376,10 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
     elif file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
         return  # the type cannot hold a token outside the vocabulary
     else:
-        extremes = [(int(chunk.min()), int(chunk.max())) for chunk in token_chunks(file)]
+        # Only the first tokens of buckets and large corpora; the others when they are read.
+        n_chunks = 1 if file.index or urls.in_bucket(file.path) else None
+        chunks = islice(token_chunks(file), n_chunks)
+        extremes = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
         low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
     if low < 0:
         raise UserError(

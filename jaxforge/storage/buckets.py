@@ -261,6 +261,36 @@ def other_length(url: str | os.PathLike, size: int) -> str | None:
     return None
 
 
+def length(url: str | os.PathLike) -> int:
+    """Return the size of an object without reading it: about ten rounds of requests of one byte.
+
+    Raises:
+        StorageError: the object cannot be read.
+    """
+    low, high = 0, _LARGEST  # the object has `low` bytes at least, and fewer than `high`
+    probes = [1 << n for n in range(_LARGEST.bit_length() - 1)]
+    store = open_store(url)
+    while probes:
+        answers = [store.read("", byte_range=slice(size - 1, size)) for size in probes]
+        fits = [_has_bytes(url, answer) for answer in answers]
+        low = max([low, *(size for size, fit in zip(probes, fits, strict=True) if fit)])
+        high = min([high, *(size for size, fit in zip(probes, fits, strict=True) if not fit)])
+        probes = sorted({low + (high - low) * n // 17 for n in range(1, 17)} - {low})
+    return low
+
+
+_LARGEST = 1 << 44  # S3 and GCS have no object as large
+
+
+def _has_bytes(url: str | os.PathLike, answer: ts.Future) -> bool:
+    try:
+        return answer.result().state == "value"
+    except ValueError as error:
+        if "OUT_OF_RANGE" in str(error):
+            return False
+        raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
+
+
 def gist(error: ValueError) -> str:
     """Return tensorstore's message without its context."""
     return str(error).split(" [")[0].partition("\n")[0]
