@@ -7,6 +7,7 @@ generation of what is downloaded; both are added here.
 import contextlib
 import http.server
 import io
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -126,6 +127,9 @@ def gcs() -> Iterator[Server]:
             return True
 
         def do_GET(self) -> None:
+            if self.is_beyond_end():
+                self.send_error(416)
+                return
             query = parse_qs(urlparse(self.path).query)
             first, last = query.get("startOffset", [""])[0], query.get("endOffset", [None])[0]
 
@@ -147,6 +151,16 @@ def gcs() -> Iterator[Server]:
                 head, _, body = self.wfile.getvalue().partition(b"\r\n\r\n")
                 whole.write(head + b"\r\n\r\n" + body[: len(body) // 2])
                 self.wfile = whole
+
+        def is_beyond_end(self) -> bool:
+            """Return whether the requested range begins after the object, as GCS checks."""
+            name = unquote(urlparse(self.path).path.partition("/o/")[2])
+            first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            if not name or not first:
+                return False
+            with lock, contextlib.suppress(Exception):  # there is no such object
+                return int(first[1]) >= int(storage.get_file_obj(BUCKET, name)["size"])
+            return False
 
         def do_POST(self) -> None:
             with lock:
