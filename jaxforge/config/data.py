@@ -25,7 +25,7 @@ class DatasetSource(Section):
     """`[[data.datasets]]`: one source of a mixture."""
 
     path: PathText = ""
-    """Directory of token shards."""
+    """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     weight: PositiveFloat = 1.0
     """Sampling weight relative to the other sources."""
     name: str = ""
@@ -63,7 +63,7 @@ class DataConfig(Section):
     dataset_type: Annotated[str, DATASETS] = "auto"
     """auto reads the sources below; synthetic generates random tokens if no source is set."""
     dataset_path: PathText = ""
-    """Directory of token shards."""
+    """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
