@@ -27,7 +27,7 @@ from jaxforge.storage import traffic
 from jaxforge.storage.block_cache import KEY_BYTES, BlockCache
 from jaxforge.storage.range_read import RangeRead
 
-GAP = 4
+GAP = 2
 """Blocks between two blocks that still share a request: reading them costs less than a request."""
 LONGEST = 64
 """Most blocks of a request, so that long ranges arrive in parallel and before their deadline."""

@@ -12,6 +12,7 @@ _LEFT_OUT = {
     "checkpoint": (
         "non_persistent_interval", "non_persistent_dir", "export_interval", "export_last",
     ),
+    "data": ("cache_dir",),
     "metrics": ("enable_wandb", "enable_tensorboard", "tensorboard_dir", "log_progress"),
     "profiling": ("enable", "trace_dir"),
 }  # fmt: skip
