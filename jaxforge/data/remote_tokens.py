@@ -139,8 +139,10 @@ class RemoteTokens:
         first, end = self._bytes(block)
         return data if data is not None and len(data) == end - first else None
 
-    def _store(self, blocks: range, data: bytes) -> None:
+    def _store(self, blocks: range, data: bytes, generation: str) -> None:
         assert self._cache
+        if not self._hashes and generation != _generation(self._url):
+            return  # replaced since the run started: not the version of the keys
         for i, block in enumerate(blocks):
             self._cache.put(self._key(block), data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES])
 
@@ -177,10 +179,12 @@ class _Fetch:
     Args:
         read: the request.
         first: number of the first block.
-        store: called once with the bytes that arrived; None without a cache.
+        store: called once with the bytes and the generation of the object; None without a cache.
     """
 
-    def __init__(self, read: RangeRead, first: int, store: Callable[[bytes], None] | None) -> None:
+    def __init__(
+        self, read: RangeRead, first: int, store: Callable[[bytes, str], None] | None
+    ) -> None:
         self._read, self._first, self._store = read, first, store
         self._lock = threading.Lock()
 
@@ -200,7 +204,7 @@ class _Fetch:
         with self._lock:
             store, self._store = self._store, None
         if store:
-            store(data)
+            store(data, self._read.generation)
         at = (number - self._first) * BLOCK_BYTES
         return memoryview(data)[at : at + BLOCK_BYTES]
 

@@ -145,6 +145,17 @@ def test_replaced_object_is_not_read_from_cache(url, tokens, cache, is_hashed):
     np.testing.assert_array_equal(part, other[:10])
 
 
+def test_object_replaced_during_run_is_not_cached(url, tokens, cache):
+    """Its blocks would have the keys of the former object."""
+    source = remote(url, tokens, cache, is_hashed=False)
+    np.asarray(source[0:10])
+    other = tokens[::-1].copy()
+    buckets.write(url, b"head" + other.tobytes())
+    np.testing.assert_array_equal(source[BLOCK : BLOCK + 10], other[BLOCK : BLOCK + 10])
+    buckets.write(url, b"head" + tokens.tobytes())
+    np.testing.assert_array_equal(source[BLOCK : BLOCK + 10], tokens[BLOCK : BLOCK + 10])
+
+
 def test_damaged_cache_is_read_from_bucket_again(url, tokens, cache):
     np.asarray(remote(url, tokens, cache)[0 : 4 * BLOCK])
     path = cache._directory / "blocks"
@@ -182,6 +193,18 @@ def test_endless_stall_is_error_with_bucket_and_object(server, url, tokens, set_
         with pytest.raises(StorageError, match=rf"^{url} was whole .* bytes 4 to 65,539 failed, "
                            r"attempts: 3, in \d+ s \(no answer within 0\.1 s\)"):  # fmt: skip
             np.asarray(part)
+
+
+@pytest.mark.parametrize("server", ["gs"], indirect=True)
+def test_loader_raises_error_of_stalled_bucket(server, corpus, set_deadlines):
+    _, in_bucket = corpus
+    config = config_of(in_bucket)
+    dataset = sources.open_training_data(config)
+    batches = loader.training_batches(config, make_mesh(config, jax.devices()[:1]), dataset, 0, 99)
+    server.stall(1000)
+    set_deadlines(0.05)
+    with pytest.raises(StorageError, match=rf"^{in_bucket}/shard_0000\d\.npy was whole"):
+        next(batches)
 
 
 def test_forbidden_object_is_not_repeated(server, url, tokens):
