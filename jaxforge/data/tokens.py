@@ -102,7 +102,8 @@ class TokenFiles(ABC):
     ) -> None:
         self._cache = cache
         self.directory = urls.path(directory, keys[0])
-        self.manifest = Manifest.read(self.directory)
+        is_readable = urls.in_bucket(self.directory) or self.directory.is_dir()
+        self.manifest = Manifest.read(self.directory) if is_readable else None
         layout = None if self.manifest else find_layout(self.directory, pattern, split)
         if layout is None:
             layout = Layout(_matches(self.directory, pattern, keys))
