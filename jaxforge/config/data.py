@@ -25,7 +25,7 @@ class DatasetSource(Section):
     """`[[data.datasets]]`: one source of a mixture."""
 
     path: PathText = ""
-    """Directory of token shards."""
+    """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     weight: PositiveFloat = 1.0
     """Sampling weight relative to the other sources."""
     name: str = ""
@@ -72,7 +72,7 @@ class DataConfig(Section):
     dataset_type: Annotated[str, DATASETS] = "auto"
     """auto reads the sources below; synthetic generates random tokens if no source is set."""
     dataset_path: PathText = ""
-    """Directory of token shards."""
+    """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
@@ -97,6 +97,10 @@ class DataConfig(Section):
     """Without effect: batches are transferred by jax.device_put."""
     prefetch_factor: PositiveInt = 2
     """Batches that each worker loads in advance."""
+    cache_dir: PathText = ""
+    """Directory on a fast local disk that caches tokens of buckets; if empty, there is no cache."""
+    cache_gb: PositiveFloat = 50.0
+    """Size of the cache in GB, shared by all processes and runs of a host that name cache_dir."""
     hf_dataset_name: str | None = None
     """Hugging Face dataset to tokenize and train on."""
     hf_dataset_config: str | None = None

@@ -23,7 +23,7 @@ class EvalSource(Section):
     """Source of the text of an evaluation set."""
 
     dataset_path: PathText = ""
-    """Directory of token shards."""
+    """Directory of token shards, or the prefix of .bin and .idx files of Megatron-LM."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path."""
     hf_dataset_name: str | None = None

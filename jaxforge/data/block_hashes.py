@@ -21,7 +21,6 @@ class BlockHashes:
         path: the file.
         offset: bytes before its first token.
         dtype: type of the tokens.
-        tokens: number of tokens.
         hashes: CRC-32 of each block.
     """
 
@@ -30,21 +29,15 @@ class BlockHashes:
         path: os.PathLike,
         offset: int,
         dtype: np.dtype,
-        tokens: int,
         hashes: UInt32[np.ndarray, "blocks"] | EncodedHashes,
     ) -> None:
-        self._path, self._offset, self._end, self._hashes = path, offset, tokens, hashes
+        self._path, self._offset, self._hashes = path, offset, hashes
         self._tokens = BLOCK_BYTES // dtype.itemsize  # of a block
         self._is_checked = bytearray(len(hashes))
 
-    def around(self, start: int, end: int) -> tuple[int, int]:
-        """Return the range of tokens, start and end, of the blocks that contain a range.
-
-        Args:
-            start: first token of the range.
-            end: token after its last.
-        """
-        return start - start % self._tokens, min(-(-end // self._tokens) * self._tokens, self._end)
+    def of_block(self, block: int) -> int:
+        """Return the CRC-32 that a block must have."""
+        return int(self._hashes[block])
 
     def check_once(self, tokens: Int[np.ndarray, "tokens"], start: int, end: int) -> None:
         """Verify the blocks that contain a range, unless this process has verified them before.

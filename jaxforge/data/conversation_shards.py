@@ -72,8 +72,8 @@ class ConversationShards(TokenFiles):
             [Span(int(file[i]), int(start[i]), int(start[i] + length[i])) for i in self._packed[n]]
             for n in indices
         ]
-        parts = [[self.read_span(span) for span in row] for row in spans]
-        rows = [fill_window([*map(np.asarray, row)], self.window) for row in parts]
+        parts = iter(self.read_spans([span for row in spans for span in row]))
+        rows = [fill_window([np.asarray(next(parts)) for _ in row], self.window) for row in spans]
         windows = np.stack(rows)
         self.check_ids(windows, spans)
         return windows

@@ -153,6 +153,7 @@ def _contents(source: TokenFiles) -> Iterator[list[Any]]:
     for file in source.files:
         shard = manifest and manifest.by_file.get(file.path.name)
         about: list[Any] = [file.path.name, file.tokens, file.dtype.str]
+        about += [file.index.crc32] if file.index else []
         if shard and shard.crc32:
             yield [*about, shard.crc32]
         else:

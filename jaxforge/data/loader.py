@@ -26,6 +26,7 @@ from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import IGNORE
+from jaxforge.data.read_ahead import is_remote, read_options
 from jaxforge.data.segments import Segment
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import SEQUENCES, batch_shardings, partition_spec
@@ -68,10 +69,7 @@ def training_batches(
         end = first + n_updates * accum * rows
         order = _order(config, mesh, dataset, segments, range(first, end))
     updates = UpdateBatches(dataset, order, layout, first, n_updates)
-    threads = config.data.num_workers
-    options = grain.ReadOptions(
-        num_threads=threads, prefetch_buffer_size=threads * config.data.prefetch_factor
-    )
+    options = read_options(config.data, dataset, updates.sequences_per_item, config.train.seq_len)
     return _to_devices(iter(grain.MapDataset.source(updates).to_iter_dataset(options)), layout)
 
 
@@ -140,7 +138,10 @@ def eval_batches(
         order = [*sequences, *[len(dataset)] * (n_batches * rows - len(sequences))]
     filled = _Padded(dataset, marks_padding=config.model.is_moe)
     updates = UpdateBatches(filled, order, layout, 0, n_batches)
-    return _to_devices((updates[i] for i in range(len(updates))), layout)
+    if not is_remote(dataset):
+        return _to_devices((updates[i] for i in range(len(updates))), layout)
+    options = read_options(config.data, dataset, updates.sequences_per_item, config.train.seq_len)
+    return _to_devices(iter(grain.MapDataset.source(updates).to_iter_dataset(options)), layout)
 
 
 class _Padded:
@@ -214,6 +215,11 @@ class UpdateBatches:
 
     def __len__(self) -> int:
         return -(-self._n_updates // self._per_item)
+
+    @property
+    def sequences_per_item(self) -> int:
+        """Sequences that this process reads for an item."""
+        return self._per_item * self._layout.accum * len(self._layout.local_rows)
 
     def __getitem__(self, item: int) -> list[Example]:
         """Return the updates of an item, each [accum, local rows, ...]."""

@@ -53,6 +53,22 @@ def split_packed(
     return {**parts, "labels": labels, "segment_ids": segment_ids[..., :-1]}
 
 
+def split_documents(
+    window: Int[np.ndarray, "... S+1"],
+) -> dict[str, Int[np.ndarray, "... S"]]:
+    """Split windows of packed documents whose first tokens are marked with `FIRST`.
+
+    Returns:
+        as `split_packed`.
+    """
+    is_first = (window & FIRST) != 0
+    is_first[..., 0] = False  # segment ids count from 0
+    segment_ids = np.cumsum(is_first, axis=-1, dtype=np.int32)
+    parts = split_window(window & ID)
+    labels = np.where(is_first[..., 1:], np.int32(IGNORE), parts["labels"])
+    return {**parts, "labels": labels, "segment_ids": segment_ids[..., :-1]}
+
+
 def as_conversations(
     example: dict[str, Int[np.ndarray, "... S"]],
 ) -> dict[str, Int[np.ndarray, "... S"]]:

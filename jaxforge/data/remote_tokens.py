@@ -1,26 +1,52 @@
-"""Tokens of a file in a bucket, read in ranges."""
+"""Tokens of a file in a bucket, read in blocks.
+
+A file is divided into blocks of 64 KiB from its first token on, the same blocks that `prepare`
+hashes (`block_hashes`). The blocks of a request are searched for in this order:
+
+    in flight    another batch of this process has requested the block: wait for the same request
+    cache        `data.cache_dir`, shared by the processes of the host
+    bucket       blocks that are near each other share one request
+
+Fetched blocks are compared with their hashes before they are used and cached.
+"""
 
 import functools
+import hashlib
 import os
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
+from jaxtyping import Int
 
 from jaxforge.data.block_hashes import BlockHashes
-from jaxforge.errors import StorageError
-from jaxforge.storage import buckets
+from jaxforge.data.corpus.manifest import BLOCK_BYTES
+from jaxforge.storage import traffic
+from jaxforge.storage.block_cache import KEY_BYTES, BlockCache
+from jaxforge.storage.range_read import RangeRead
+
+GAP = 2
+"""Blocks between two blocks that still share a request: reading them costs less than a request."""
+LONGEST = 64
+"""Most blocks of a request, so that long ranges arrive in parallel and before their deadline."""
+
+
+_Block = Callable[[], memoryview]
+"""Returns the bytes of a block, and waits for them if necessary."""
 
 
 class RemoteTokens:
-    """Array-like of the tokens in a file. A slice starts a request in the background.
+    """Array-like of the tokens in a file. A slice starts requests in the background.
 
     Args:
         url: URL of the file.
         dtype: type of the tokens.
         offset: bytes before the first token.
-        hashes: block hashes of the file. If given, whole blocks are read and verified each time.
+        tokens: number of tokens.
+        hashes: block hashes of the file.
+        cache: cache of blocks.
     """
 
     def __init__(
@@ -28,53 +54,188 @@ class RemoteTokens:
         url: os.PathLike,
         dtype: np.dtype,
         offset: int,
+        tokens: int,
         hashes: BlockHashes | None = None,
+        cache: BlockCache | None = None,
     ) -> None:
-        self._url, self._dtype, self._offset = url, dtype, offset
-        self._hashes = hashes
-        self._store = buckets.open_store(url)
+        self._url, self._dtype, self._offset, self._end = os.fspath(url), dtype, offset, tokens
+        self._hashes, self._cache = hashes, cache
+        self._per_block = BLOCK_BYTES // dtype.itemsize  # tokens
 
-    def __getitem__(self, span: slice) -> "_PendingTokens":
-        size, hashes = self._dtype.itemsize, self._hashes
-        start, stop = span.start, span.stop
-        if hashes:
-            start, stop = hashes.around(start, stop)
-        first, end = (self._offset + size * n for n in (start, stop))
-        future = self._store.read("", byte_range=slice(first, end))
-        check = functools.partial(hashes.check_from, first=start) if hashes else None
-        wanted = slice(span.start - start, span.stop - start)
-        return _PendingTokens(future, self._dtype, os.fspath(self._url), wanted, check)
+    def __getitem__(self, span: slice) -> "PendingTokens":
+        return self.read([(span.start, span.stop)])[0]
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> "list[PendingTokens]":
+        """Start to read ranges of tokens, with as few requests as possible.
+
+        Args:
+            ranges: first token and token after the last of each range.
+        """
+        numbers = [range(start // self._per_block, -(-end // self._per_block))
+                   for start, end in ranges]  # fmt: skip
+        blocks = self._find(sorted(set().union(*numbers)))
+        return [
+            PendingTokens(
+                [blocks[number] for number in of_range], self._dtype,
+                start - of_range.start * self._per_block, end - start,
+            )
+            for of_range, (start, end) in zip(numbers, ranges, strict=True)
+        ]  # fmt: skip
+
+    def _find(self, numbers: Sequence[int]) -> dict[int, _Block]:
+        hits = 0
+        blocks = self._requested(numbers)
+        for number in numbers:
+            if number not in blocks and (data := self._cached(number)) is not None:
+                blocks[number] = functools.partial(_view, data)
+                hits += 1
+        with _lock:  # so that two batches do not request the same block
+            blocks = self._requested(numbers) | blocks
+            missing = [number for number in numbers if number not in blocks]
+            for run in _runs(missing):
+                fetch = self._fetch(run)
+                for number in run:
+                    _in_flight[self._extent(number)] = fetch
+                    blocks.setdefault(number, functools.partial(fetch.block, number))
+        if self._cache:
+            traffic.count(hits=hits, misses=len(missing))
+        return blocks
+
+    def _requested(self, numbers: Sequence[int]) -> dict[int, _Block]:
+        """Return the blocks in flight."""
+        fetches = ((number, _in_flight.get(self._extent(number))) for number in numbers)
+        return {
+            number: functools.partial(fetch.block, number)
+            for number, fetch in fetches
+            if fetch is not None and not fetch.has_failed
+        }
+
+    def _extent(self, block: int) -> tuple[str, int, int]:
+        """Return URL, first byte and byte after the last of a block."""
+        return self._url, *self._bytes(block)
+
+    def _fetch(self, blocks: range) -> "_Fetch":
+        check = functools.partial(self._check, blocks)
+        first, end = self._bytes(blocks.start)[0], self._bytes(blocks.stop - 1)[1]
+        store = functools.partial(self._store, blocks) if self._cache else None
+        return _Fetch(RangeRead(self._url, first, end, check), blocks.start, store)
+
+    def _bytes(self, block: int) -> tuple[int, int]:
+        """Return the first byte of a block in the file, and the byte after its last."""
+        size = self._dtype.itemsize
+        end = min((block + 1) * self._per_block, self._end)
+        return self._offset + block * BLOCK_BYTES, self._offset + end * size
+
+    def _check(self, blocks: range, data: bytes) -> None:
+        if self._hashes:
+            tokens = np.frombuffer(data, self._dtype)
+            self._hashes.check_from(tokens, blocks.start * self._per_block)
+
+    def _cached(self, block: int) -> bytes | None:
+        if not self._cache:
+            return None
+        crc = self._hashes.of_block(block) if self._hashes else None
+        data = self._cache.get(self._key(block), crc)
+        first, end = self._bytes(block)
+        return data if data is not None and len(data) == end - first else None
+
+    def _store(self, blocks: range, data: bytes, generation: str) -> None:
+        assert self._cache
+        if not self._hashes and generation != _generation(self._url):
+            return  # replaced since the run started: not the version of the keys
+        for i, block in enumerate(blocks):
+            self._cache.put(self._key(block), data[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES])
+
+    def _key(self, block: int) -> bytes:
+        """Return the key of a block in the cache, which changes with its content."""
+        version = self._hashes.of_block(block) if self._hashes else _generation(self._url)
+        parts = *self._extent(block), version
+        return hashlib.blake2b(repr(parts).encode(), digest_size=KEY_BYTES).digest()
 
 
-class _PendingTokens:
-    """Pending request of tokens; conversion to an array waits for the response."""
+class PendingTokens:
+    """Tokens that may still be on their way; conversion to an array waits for them.
 
-    def __init__(
-        self,
-        future: ts.Future,
-        dtype: np.dtype,
-        url: str,
-        wanted: slice,
-        check: Callable[[np.ndarray], None] | None,
-    ) -> None:
-        self._future, self._dtype, self._url = future, dtype, url
-        self._wanted, self._check = wanted, check
+    Args:
+        blocks: the blocks that hold the tokens.
+        dtype: type of the tokens.
+        start: index of the first token in the first block.
+        length: number of tokens.
+    """
+
+    def __init__(self, blocks: Sequence[_Block], dtype: np.dtype, start: int, length: int) -> None:
+        self._blocks, self._dtype, self._wanted = blocks, dtype, slice(start, start + length)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: ANN401
-        try:
-            data = self._future.result()
-        except ValueError as error:
-            raise StorageError(
-                f"{self._url} was whole when the run started and cannot be read now "
-                f"({buckets.gist(error)}); put that right, then run the same command to resume"
-            ) from error
-        if data.state != "value":
-            raise StorageError(
-                f"{self._url} is gone since the run started; bring it back, then run the same "
-                "command to go on"
-            )
-        tokens = np.frombuffer(data.value, self._dtype)
-        if self._check:
-            self._check(tokens)
+        parts = [np.frombuffer(block(), self._dtype) for block in self._blocks]
+        tokens: Int[np.ndarray, "_"] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         tokens = tokens[self._wanted]
         return tokens if dtype is None else tokens.astype(dtype)
+
+
+class _Fetch:
+    """A request of consecutive blocks.
+
+    Args:
+        read: the request.
+        first: number of the first block.
+        store: called once with the bytes and the generation of the object; None without a cache.
+    """
+
+    def __init__(
+        self, read: RangeRead, first: int, store: Callable[[bytes, str], None] | None
+    ) -> None:
+        self._read, self._first, self._store = read, first, store
+        self._lock = threading.Lock()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if `block` raises."""
+        return self._read.has_failed
+
+    def block(self, number: int) -> memoryview:
+        """Wait for the bytes of a block.
+
+        Raises:
+            StorageError: they cannot be read.
+            UserError: they are damaged.
+        """
+        data = self._read.result()
+        with self._lock:
+            store, self._store = self._store, None
+        if store:
+            store(data, self._read.generation)
+        at = (number - self._first) * BLOCK_BYTES
+        return memoryview(data)[at : at + BLOCK_BYTES]
+
+
+_lock = threading.Lock()
+# A request is in flight as long as a batch needs its blocks.
+_in_flight: weakref.WeakValueDictionary[tuple[str, int, int], _Fetch] = (
+    weakref.WeakValueDictionary()  # by URL, first byte and end of a block
+)
+
+
+def _view(data: bytes) -> memoryview:
+    return memoryview(data)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[range]:
+    """Yield ranges that contain the sorted blocks, with gaps of at most `GAP` other blocks."""
+    start = end = -1
+    for block in blocks:
+        if start >= 0 and (block - end > GAP or block + 1 - start > LONGEST):
+            yield range(start, end)
+            start = -1
+        start = block if start < 0 else start
+        end = block + 1
+    if start >= 0:
+        yield range(start, end)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _generation(url: str) -> str:
+    """Return the version of an object, which changes with each write."""
+    read = RangeRead(url, 0, 1)
+    read.result()
+    return read.generation

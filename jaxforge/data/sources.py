@@ -17,13 +17,22 @@ from jaxforge.data.corpus.records import Content, TextField
 from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.order import data_seed
-from jaxforge.data.packing import as_conversations, split_entries, split_packed, split_window
+from jaxforge.data.packing import (
+    as_conversations,
+    split_documents,
+    split_entries,
+    split_packed,
+    split_window,
+)
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards, manifest_of
 from jaxforge.errors import UserError
+from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+    from jaxforge.storage.block_cache import BlockCache
 
 DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
 """config -> training set. Only "auto" reads `data.datasets`, and so opens mixtures."""
@@ -148,6 +157,8 @@ def _open_shards(
         "token_dtype": config.data.token_dtype,
         "verify": config.data.verify,
         "keys": keys,
+        "cache": _cache(config.data, directory),
+        "split": "val" if isinstance(source, EvalSource) else "train",
     }
     if manifest and manifest.conversations:
         overlong = config.data.overlong
@@ -155,11 +166,27 @@ def _open_shards(
         return Dataset(packed, split_entries)
     shards = TokenShards(directory, pattern, config.train.seq_len, **options)
     manifest_eos = shards.manifest.eos_id if shards.manifest else None
+    if config.data.pack_sequences and config.data.eos_token_id is None and shards.has_documents:
+        shards.marks_documents = True
+        return Dataset(shards, split_documents)
     if config.data.pack_sequences:
         eos = _eos_id(config, manifest_eos)
         if eos != manifest_eos:  # else `prepare` ended documents with it
             shards.warn_without(eos)
     return Dataset(shards, _splitter(config, manifest_eos))
+
+
+def _cache(config: DataConfig, directory: str) -> "BlockCache | None":
+    """Return the cache of blocks for a directory; None if it is local, or there is no cache.
+
+    Raises:
+        UserError: `data.cache_dir` cannot be used.
+    """
+    if not config.cache_dir or not urls.in_bucket(directory):
+        return None
+    from jaxforge.storage.block_cache import shared_cache
+
+    return shared_cache(config.cache_dir, round(config.cache_gb * 1e9))
 
 
 def _content(config: DataConfig, tokenizer: Tokenizer) -> Content:

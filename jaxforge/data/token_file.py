@@ -2,7 +2,7 @@
 
 `.npy` files hold one 1-D array of integers. `.bin` files hold little-endian integers, either bare
 (the type comes from manifest or config, or is guessed as in KempnerForge) or after the header of
-llm.c, which modded-nanoGPT writes too.
+llm.c, which modded-nanoGPT writes too. Those of Megatron-LM have an index (`megatron_index`).
 """
 
 import io
@@ -19,11 +19,13 @@ from jaxtyping import Int
 
 from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.data.corpus.manifest import FILE_NAME, EncodedHashes, Manifest
+from jaxforge.data.megatron_index import SUFFIX, MegatronIndex, tokens_path
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from jaxforge.data.remote_tokens import RemoteTokens
+    from jaxforge.storage.block_cache import BlockCache
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class TokenFile:
         tokens: number of tokens.
         offset: bytes before the first token.
         hashes: hashes of its blocks; None where no manifest has them.
+        index: index of Megatron-LM; None for files of other programs.
     """
 
     path: Path
@@ -54,13 +57,18 @@ class TokenFile:
     tokens: int
     offset: int
     hashes: BlockHashes | None = None
+    index: MegatronIndex | None = None
 
-    def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
-        """Return the tokens as an array or an array-like."""
+    def map(self, cache: "BlockCache | None" = None) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+        """Return the tokens as an array, or as an array-like for a file in a bucket.
+
+        Args:
+            cache: cache of blocks of files in buckets.
+        """
         if urls.in_bucket(self.path):
             from jaxforge.data.remote_tokens import RemoteTokens
 
-            return RemoteTokens(self.path, self.dtype, self.offset, self.hashes)
+            return RemoteTokens(self.path, self.dtype, self.offset, self.tokens, self.hashes, cache)
         # As a plain array: slicing a memmap takes several times longer.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
 
@@ -73,13 +81,15 @@ def inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFil
     """Read the header of a file and compare it with its size and the manifest.
 
     Args:
-        path: a `.npy` or `.bin` file.
+        path: a `.npy` or `.bin` file, or an index of Megatron-LM (`.idx`) for its `.bin` file.
         token_dtype: numpy name of the type of bare `.bin` files.
         manifest: manifest of the directory.
 
     Raises:
         UserError: the file is empty, cut short, of another type, or not the manifest's.
     """
+    if path.suffix == SUFFIX:
+        return _inspect_megatron(path, token_dtype)
     if path.suffix not in (".npy", ".bin"):
         raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
     try:
@@ -118,8 +128,8 @@ def _with_hashes(file: TokenFile, manifest: Manifest | None) -> TokenFile:
             f"{shard.tokens:,} of {written.str}: it is another file, or damaged; copy or prepare "
             "it again"
         )
-    hashes = EncodedHashes(shard.crc32)
-    return replace(file, hashes=BlockHashes(file.path, file.offset, written, file.tokens, hashes))
+    hashes = BlockHashes(file.path, file.offset, written, EncodedHashes(shard.crc32))
+    return replace(file, hashes=hashes)
 
 
 def _llm_c(path: Path) -> TokenFile | None:
@@ -176,19 +186,41 @@ def _npy_layout(head: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
     return shape, dtype, file.tell()
 
 
+def _inspect_megatron(index_path: Path, name: str) -> TokenFile:
+    index, path = MegatronIndex(index_path), tokens_path(index_path)
+    if not path.exists():
+        raise UserError(f"{index_path} has no {path.name} next to it; copy that too")
+    _check_type(name, index.dtype, index_path)
+    _check_size(path, index.tokens * index.dtype.itemsize, index_path.name)
+    if not index.tokens:
+        raise UserError(f"{path} is empty (0 tokens); remove it with {index_path.name}")
+    return TokenFile(path, index.dtype, index.tokens, 0, index=index)
+
+
+def _check_type(name: str, dtype: np.dtype, source: Path) -> None:
+    """Raise if `data.token_dtype` is set to another type than that of a header."""
+    if name and np.dtype(name) != dtype:
+        raise UserError(
+            f"data.token_dtype is {name!r}, but the header of {source} says {dtype}; remove "
+            "data.token_dtype"
+        )
+
+
 def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
     shard = manifest and manifest.by_file.get(path.name)
     if not shard and (header := _llm_c(path)):
-        if name and np.dtype(name) != header.dtype:
-            raise UserError(
-                f"data.token_dtype is {name!r}, but the header of {path} says {header.dtype}; "
-                "remove data.token_dtype"
-            )
+        _check_type(name, header.dtype, path)
         return header
     if manifest and name != manifest.dtype:
         raise UserError(
             f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
             "remove data.token_dtype"
+        )
+    if urls.in_bucket(path) and not shard and (manifest or not name):
+        raise UserError(
+            f"{path}: a .bin file in a bucket needs its type and size in a {FILE_NAME} next to it, "
+            "as `jaxforge.prepare` writes it. Add it, set data.token_dtype if there is no "
+            f"{FILE_NAME}, or copy the file to this machine"
         )
     dtype = np.dtype("V")
     with suppress(TypeError):
@@ -197,23 +229,24 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
         raise UserError(
             f'data.token_dtype = {name!r} is not an integer type; try "uint16" or "uint32"'
         )
-    if urls.in_bucket(path):
-        if not shard:
-            raise UserError(
-                f"{path}: what a .bin file in a bucket holds has to be said in a {FILE_NAME} "
-                "beside it, as `jaxforge.prepare` writes it; or copy it to this machine"
-            )
-        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
-        return TokenFile(path, dtype, shard.tokens, 0)
-    size = path.stat().st_size
     if shard:
         _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
-    elif size % dtype.itemsize:
+        return TokenFile(path, dtype, shard.tokens, 0)
+    size = _size(path)
+    if size % dtype.itemsize:
         raise UserError(
             f"{path} has {size} bytes, which is not a multiple of the size of {name}: it is cut "
             "short, or data.token_dtype is another"
         )
     return TokenFile(path, dtype, size // dtype.itemsize, 0)
+
+
+def _size(path: Path) -> int:
+    if not urls.in_bucket(path):
+        return path.stat().st_size
+    from jaxforge.storage import buckets
+
+    return buckets.length(path)
 
 
 def _open_head(path: Path) -> IO[bytes]:

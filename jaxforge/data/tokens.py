@@ -9,8 +9,8 @@ Index spaces:
 `token_file` reads the headers. Blocks are verified against the hashes in the manifest
 (`block_hashes`) when they are read. Tokens outside the vocabulary are refused.
 
-Local files are mapped into memory. Each window of a file in a bucket is a request of its own, many
-at a time, and nothing is stored on disk.
+Local files are mapped into memory. Files in a bucket are read in blocks (`remote_tokens`), and all
+windows of a batch are requested before the first is used.
 """
 
 import logging
@@ -18,9 +18,9 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Int
@@ -31,12 +31,14 @@ from jaxforge.config.data import Verify
 from jaxforge.data.corpus.entries import FIRST, PADDING, UNLEARNED
 from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.data.corpus.text_files import how_to_prepare
+from jaxforge.data.foreign_layouts import Layout, Split, find_layout, with_indices
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from jaxforge.data.remote_tokens import RemoteTokens
+    from jaxforge.storage.block_cache import BlockCache
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class TokenFiles(ABC):
         verify: `data.verify`.
         keys: config keys of directory and pattern, for error messages.
         manifest: the directory's manifest, if it was read before.
+        cache: cache of blocks of files in buckets.
+        split: the part to read of directories of nanoGPT and llm.c.
 
     Attributes:
         directory: the directory.
@@ -95,15 +99,23 @@ class TokenFiles(ABC):
         verify: Verify = "read",
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
         manifest: Manifest | None = None,
+        cache: "BlockCache | None" = None,
+        split: Split = "train",
     ) -> None:
+        self._cache = cache
         self.directory = urls.path(directory, keys[0])
         if urls.in_bucket(self.directory):
             from jaxforge.storage.bucket_directory import check_complete
 
             check_complete(self.directory)
-        paths = _matches(self.directory, pattern, keys)
-        self.manifest = manifest or Manifest.read(self.directory)
-        bare = token_dtype or (self.manifest.dtype if self.manifest else guess_type(paths))
+        is_readable = urls.in_bucket(self.directory) or self.directory.is_dir()
+        self.manifest = manifest or (Manifest.read(self.directory) if is_readable else None)
+        layout = None if self.manifest else find_layout(self.directory, pattern, split)
+        if layout is None:
+            layout = Layout(_matches(self.directory, pattern, keys))
+        paths = layout.paths if self.manifest else with_indices(layout.paths)
+        bare = token_dtype or layout.dtype
+        bare = bare or (self.manifest.dtype if self.manifest else guess_type(paths))
         self.files = [inspect(path, bare, self.manifest) for path in paths]
         self.tokens = sum(file.tokens for file in self.files)
         self._vocab_size = vocab_size
@@ -115,6 +127,11 @@ class TokenFiles(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of windows."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if the files are in a bucket."""
+        return urls.in_bucket(self.directory)
 
     @abstractmethod
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
@@ -137,6 +154,23 @@ class TokenFiles(ABC):
         if hashes and isinstance(tokens, np.ndarray):
             hashes.check_once(tokens, start, end)
         return tokens[start:end]
+
+    def read_spans(self, spans: Sequence[Span]) -> Sequence[ArrayLike]:
+        """Return tokens of several spans, as `read_span` does, with shared requests.
+
+        Raises:
+            UserError: they are not the tokens that `prepare` wrote.
+        """
+        if not self.is_remote:
+            return [self.read_span(span) for span in spans]
+        numbers: dict[int, list[int]] = {}
+        for number, span in enumerate(spans):
+            numbers.setdefault(span.file, []).append(number)
+        parts: dict[int, ArrayLike] = {}
+        for file, of_file in numbers.items():
+            tokens = cast("RemoteTokens", self._map(file))
+            parts.update(zip(of_file, tokens.read([spans[n][1:] for n in of_file]), strict=True))
+        return [parts[number] for number in range(len(spans))]
 
     def check_ids(self, windows: Int[np.ndarray, "n S+1"], spans: Sequence[Iterable[Span]]) -> None:
         """Raise if a token of the windows, read from these spans, is outside the vocabulary.
@@ -187,7 +221,7 @@ class TokenFiles(ABC):
 
     def _map(self, file: TokenFile) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         try:
-            return _map_file(file)
+            return _map_file(file, self._cache)
         except (OSError, ValueError) as error:  # ValueError: the file has become shorter
             raise UserError(
                 f"{file.path} was whole when the run started and cannot be read now "
@@ -196,8 +230,10 @@ class TokenFiles(ABC):
 
 
 @lru_cache(_OPEN_FILES)
-def _map_file(file: TokenFile) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
-    return file.map()
+def _map_file(
+    file: TokenFile, cache: "BlockCache | None"
+) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+    return file.map(cache)
 
 
 class TokenShards(TokenFiles):
@@ -208,6 +244,9 @@ class TokenShards(TokenFiles):
         pattern: see `TokenFiles`.
         seq_len: S; a window holds S + 1 tokens.
         options: see `TokenFiles`.
+
+    Attributes:
+        marks_documents: mark the first token of each document; requires `has_documents`.
 
     Raises:
         UserError: as `TokenFiles`; or no file is as long as a window.
@@ -222,6 +261,7 @@ class TokenShards(TokenFiles):
     ) -> None:
         super().__init__(directory, pattern, **options)
         self.window = seq_len + 1
+        self.marks_documents = False
         self._ends = list(accumulate(file.tokens // self.window for file in self.files))
         if not len(self):
             key = options.get("keys", ("data.dataset_path",))[0]
@@ -236,17 +276,34 @@ class TokenShards(TokenFiles):
         return self._ends[-1]
 
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
-        """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
+        """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1].
+
+        With `marks_documents`, the first token of each document has `entries.FIRST`.
+        """
         windows = np.empty((len(indices), self.window), np.int32)
         files = [bisect_right(self._ends, index) for index in indices]
         firsts = [self._ends[file - 1] if file else 0 for file in files]
         starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
         spans = [Span(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
-        parts = [self.read_span(span) for span in spans]  # files in a bucket: starts all requests
+        parts = self.read_spans(spans)  # files in a bucket: starts all requests
         for row, part in zip(windows, parts, strict=True):
             row[:] = part
         self.check_ids(windows, [[span] for span in spans])
+        if self.marks_documents:
+            for row, span in zip(windows, spans, strict=True):
+                row[self._document_starts(span)] |= FIRST
         return windows
+
+    @property
+    def has_documents(self) -> bool:
+        """True if an index of each file says where documents begin."""
+        return all(file.index for file in self.files)
+
+    def _document_starts(self, span: Span) -> Int[np.ndarray, "_"]:
+        """Return the tokens of a span, counted from its start, at which documents begin."""
+        index = self.files[span.file].index
+        assert index is not None
+        return index.document_starts(span.start, span.end) - span.start
 
     def __repr__(self) -> str:
         files = f"{len(self.files)} files, {len(self)} windows of {self.window} tokens"
@@ -340,7 +397,10 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
     elif file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
         return  # the type cannot hold a token outside the vocabulary
     else:
-        extremes = [(int(chunk.min()), int(chunk.max())) for chunk in token_chunks(file)]
+        # Only the first tokens of buckets and large corpora; the others when they are read.
+        n_chunks = 1 if file.index or urls.in_bucket(file.path) else None
+        chunks = islice(token_chunks(file), n_chunks)
+        extremes = [(int(chunk.min()), int(chunk.max())) for chunk in chunks]
         low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
     if low < 0:
         raise UserError(

@@ -26,7 +26,7 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED
 
 _DRIVERS = {"gs": "gcs", "s3": "s3"}
-_ACCESS_ERRORS = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # retries do not help
+ACCESS_ERRORS = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # retries do not help
 _RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}
 
 
@@ -47,10 +47,18 @@ def spec(url: str | os.PathLike) -> dict[str, Any]:
     return spec_
 
 
-def open_store(url: str | os.PathLike) -> ts.KvStore:
-    """Return the store of the objects with the key prefix of a URL."""
+def open_store(url: str | os.PathLike, requests: int | None = None) -> ts.KvStore:
+    """Return the store of the objects with the key prefix of a URL.
+
+    Args:
+        url: the URL.
+        requests: maximum number of concurrent requests. By default, and if the environment variable
+            `TENSORSTORE_S3_REQUEST_CONCURRENCY` (or `_GCS_`) is set, tensorstore's.
+    """
     parts = spec(url)
-    key = parts.pop("path")
+    key, driver = parts.pop("path"), parts["driver"]
+    if requests and f"TENSORSTORE_{driver.upper()}_REQUEST_CONCURRENCY" not in os.environ:
+        parts[f"{driver}_request_concurrency"] = {"limit": requests}
     return _open_bucket(json.dumps(parts)) + key
 
 
@@ -67,7 +75,7 @@ def _with_url_in_errors(function: Callable) -> Callable:
         try:
             return function(self, url, *args, **kwargs)
         except ValueError as error:  # from tensorstore
-            if gist(error).startswith(_ACCESS_ERRORS):
+            if gist(error).startswith(ACCESS_ERRORS):
                 raise UserError(f"{os.fspath(url)}: {gist(error)}") from error
             raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
 
@@ -251,6 +259,36 @@ def other_length(url: str | os.PathLike, size: int) -> str | None:
         if has_byte != (first < size):
             return wrong
     return None
+
+
+def length(url: str | os.PathLike) -> int:
+    """Return the size of an object without reading it: about ten rounds of requests of one byte.
+
+    Raises:
+        StorageError: the object cannot be read.
+    """
+    low, high = 0, _LARGEST  # the object has `low` bytes at least, and fewer than `high`
+    probes = [1 << n for n in range(_LARGEST.bit_length() - 1)]
+    store = open_store(url)
+    while probes:
+        answers = [store.read("", byte_range=slice(size - 1, size)) for size in probes]
+        fits = [_has_bytes(url, answer) for answer in answers]
+        low = max([low, *(size for size, fit in zip(probes, fits, strict=True) if fit)])
+        high = min([high, *(size for size, fit in zip(probes, fits, strict=True) if not fit)])
+        probes = sorted({low + (high - low) * n // 17 for n in range(1, 17)} - {low})
+    return low
+
+
+_LARGEST = 1 << 44  # S3 and GCS have no object as large
+
+
+def _has_bytes(url: str | os.PathLike, answer: ts.Future) -> bool:
+    try:
+        return answer.result().state == "value"
+    except ValueError as error:
+        if "OUT_OF_RANGE" in str(error):
+            return False
+        raise StorageError(f"{os.fspath(url)}: {gist(error)}") from error
 
 
 def gist(error: ValueError) -> str:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
+from jaxforge.storage.traffic import Traffic, traffic
 from jaxforge.telemetry.energy import EnergyMeter
 from jaxforge.telemetry.epochs import describe_epoch, epoch_summary
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, aux_metrics, collected, memory
@@ -74,6 +75,7 @@ class _Mark(NamedTuple):
         seconds: clock of the tracker.
         waited: seconds spent waiting for data.
         sums: sums over the steps of the run.
+        traffic: data read from buckets.
         joules: energy of a GPU; 0 if it is not measured.
     """
 
@@ -82,6 +84,7 @@ class _Mark(NamedTuple):
     seconds: float
     waited: float
     sums: Sums
+    traffic: Traffic
     joules: float = 0.0
 
 
@@ -121,6 +124,7 @@ class Tracker:
         self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
         self._energy, self._paused_joules = energy, 0.0
+        self._first_traffic = self._traffic = traffic()
         self._paused = self._waited = self._launching = 0.0
         self._has_batch = time.perf_counter()
         self.start_clock()
@@ -135,6 +139,7 @@ class Tracker:
             self._clock(),
             self._waited,
             self._sums,
+            self._traffic,
             self._joules(),
         )
         self._written = [self._fetched] * len(self._writers)
@@ -205,6 +210,7 @@ class Tracker:
         self._launched.clear()
         for writer in self._writers:
             writer.rewind(self._progress.step)
+        self._traffic = traffic()
         self.start_clock()
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -277,7 +283,9 @@ class Tracker:
         self._warn_of_labels(step, labels.count(0))
         samples = int(values["counts"].samples)
         since = self._fetched
-        now = _Mark(step, samples, self._clock(), latest.waited, self._sums, self._joules())
+        now = _Mark(
+            step, samples, self._clock(), latest.waited, self._sums, traffic(), self._joules()
+        )
         self._fetched = now
         speed, padding = self._speed(since, now), int(values["counts"].padding)
         metrics = {
@@ -306,6 +314,8 @@ class Tracker:
             wait = (now.waited - since.waited) / _steps(since, now)
             interval = self._speed(since, now) | {"train/data_wait_sec": wait}
             interval |= self._attention_logit_since(since, now) | now.sums.since(since.sums)
+            if now.traffic.reads > self._first_traffic.reads:
+                interval |= now.traffic.since(since.traffic)
             self._writers[i].write(step, metrics | interval)
             self._written[i] = now
         self._summarise_epoch(now)

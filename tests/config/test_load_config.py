@@ -194,6 +194,8 @@ def test_every_key_of_kempnerforge_loads():
                 "torch_ranks",
                 "hf_dataset_conversations",
                 "overlong",
+                "cache_dir",
+                "cache_gb",
                 "phase_lr_lag",
                 "verify",
             )

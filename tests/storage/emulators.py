@@ -6,7 +6,10 @@ generation of what is downloaded; both are added here.
 
 import contextlib
 import http.server
+import io
+import re
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO
 from urllib.parse import parse_qs, unquote, urlparse
@@ -20,10 +23,12 @@ class Server:
 
     def __init__(self, scheme: str, env: dict[str, str]) -> None:
         self.scheme, self.env, self.requests = scheme, env, 0
-        self.refused = self._every = 0
+        self.refused = self._every = self._cut = self._stalled = 0
+        self.delay = 0.0
         self._until: int | None = None
         self._faults: list[int | str] = []
         self._n_faults = 0
+        self._released = threading.Event()
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{BUCKET}/{key}"
@@ -31,6 +36,9 @@ class Server:
     def throttle(self, every: int) -> None:
         """From now on every n-th request is refused with 503; 0 ends it."""
         self._every, self._until, self._faults = every, None, []
+        self._cut = self._stalled = 0
+        self.delay = 0.0
+        self._released.set()
 
     def fail(self, every: int, faults: Iterable[int | str] = (503, 429, 500, "cut")) -> None:
         """From now on every n-th request meets the next of the faults; 0 ends it.
@@ -39,6 +47,20 @@ class Server:
         """
         self._every, self._until, self._faults = every, None, list(faults)
 
+    def cut(self, answers: int) -> None:
+        """Break off the bodies of the next answers to GET in their middle."""
+        self._cut = answers
+
+    def stall(self, requests: int) -> None:
+        """Answer the next requests only after `throttle`."""
+        self._released.clear()
+        self._stalled = requests
+
+    def cuts(self) -> bool:
+        """Return whether the body of this answer is to be broken off."""
+        self._cut -= 1
+        return self._cut >= 0
+
     def forbid_after(self, requests: int) -> None:
         """Answer this many requests, then refuse each with 403 until `throttle`."""
         self._until = self.requests + requests
@@ -46,6 +68,10 @@ class Server:
     def refusal(self) -> int | str | None:
         """The status of an answer that is no answer, or "cut"; None lets the request pass."""
         self.requests += 1
+        time.sleep(self.delay)
+        if self._stalled > 0:
+            self._stalled -= 1
+            self._released.wait()
         if self._until is not None and self.requests > self._until:
             return 403
         refuse = bool(self._every) and self.requests % self._every == 0
@@ -71,7 +97,11 @@ def s3() -> Iterator[Server]:
         if status:
             start_response(f"{status} No", [("Content-Length", "0")])
             return [b""]
-        return app(environ, start_response)
+        answer = app(environ, start_response)
+        if environ["REQUEST_METHOD"] == "GET" and server.cuts():
+            body = b"".join(answer)
+            return [body[: len(body) // 2]]
+        return answer
 
     class Quiet(WSGIRequestHandler):
         def log_request(self, *args: object) -> None:
@@ -119,6 +149,9 @@ def gcs() -> Iterator[Server]:
             return True
 
         def do_GET(self) -> None:
+            if self.is_beyond_end():
+                self.send_error(416)
+                return
             query = parse_qs(urlparse(self.path).query)
             first, last = query.get("startOffset", [""])[0], query.get("endOffset", [None])[0]
 
@@ -130,9 +163,26 @@ def gcs() -> Iterator[Server]:
                     if file["name"] >= first and (last is None or file["name"] < last)
                 ], prefixes
 
+            whole = self.wfile
+            if server.cuts():
+                self.wfile, self.close_connection = io.BytesIO(), True
             with lock:
                 storage.get_file_list = in_range
                 super().do_GET()
+            if self.wfile is not whole:
+                head, _, body = self.wfile.getvalue().partition(b"\r\n\r\n")
+                whole.write(head + b"\r\n\r\n" + body[: len(body) // 2])
+                self.wfile = whole
+
+        def is_beyond_end(self) -> bool:
+            """Return whether the requested range begins after the object, as GCS checks."""
+            name = unquote(urlparse(self.path).path.partition("/o/")[2])
+            first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+            if not name or not first:
+                return False
+            with lock, contextlib.suppress(Exception):  # there is no such object
+                return int(first[1]) >= int(storage.get_file_obj(BUCKET, name)["size"])
+            return False
 
         def do_POST(self) -> None:
             with lock:
@@ -150,7 +200,10 @@ def gcs() -> Iterator[Server]:
                     self.send_header("x-goog-generation", generation)
             super().end_headers()
 
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Listener(http.server.ThreadingHTTPServer):
+        request_queue_size = 128  # clients open many connections at once
+
+    httpd = Listener(("127.0.0.1", 0), Handler)
     port = httpd.server_address[1]
     server = Server("gs", {"TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}"})
     with _serving(httpd):

@@ -157,5 +157,5 @@ def test_truncated_shard_is_named(bucket, toml, tmp_path):
         with pytest.raises(UserError, match=rf"b\.bin {what} than the 1360 bytes that manifest"):
             train.main([*settings, "--data.file_pattern=*.bin"])
     (data / "c.bin").write_bytes(whole)
-    with pytest.raises(UserError, match=r"c\.bin.*has to be said in a manifest"):
+    with pytest.raises(UserError, match=r"c\.bin.*needs its type and size in a manifest"):
         train.main([*settings, "--data.file_pattern=c.bin"])

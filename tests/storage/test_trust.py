@@ -171,6 +171,7 @@ def test_settings_with_side_effects_are_removed(stranger, tmp_path):
         ("checkpoint", "dir"): str(tmp_path / "elsewhere"),
         ("metrics", "tensorboard_dir"): str(tmp_path / "tb"),
         ("profiling", "trace_dir"): str(tmp_path / "traces"),
+        ("data", "cache_dir"): str(tmp_path / "blocks"),
     }
     path = stranger / "config.toml"
     path.write_text(path.read_text().replace(" is not set", ' = ""').replace("# comp", "comp"))
@@ -184,6 +185,7 @@ def test_settings_with_side_effects_are_removed(stranger, tmp_path):
     assert not config.metrics.enable_tensorboard
     assert str(tmp_path / "tb") not in config.to_toml()
     assert str(tmp_path / "traces") not in config.to_toml()
+    assert config.data.cache_dir == ""
     shutil.copy(path, stranger / "configs" / "from_step_0.toml")
     assert run_directory.config_of_step(stranger, 1) == config  # as in replay and capsules
     mine = ["--train.compilation_cache_dir=/mine"]

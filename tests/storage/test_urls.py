@@ -65,6 +65,7 @@ def test_urls_in_tables_are_refused(key):
     ("override", "what"),
     [
         ("--checkpoint.non_persistent_dir=gs://b/r", "is not local: name a fast disk"),
+        ("--data.cache_dir=gs://b/r", "is not local: name a fast disk"),
         ("--metrics.tensorboard_dir=s3://b/r", "is not local: name a directory in the run"),
         ("--profiling.trace_dir=s3://b/r", "is not local: name a directory in the run"),
         ("--data.dataset_path=hf://b/r", "hf:// is not supported"),

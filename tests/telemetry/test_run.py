@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from jaxforge.storage.traffic import Traffic
 from jaxforge.telemetry.epochs import epoch_summary
 from jaxforge.telemetry.expert_load import ROUTER_OUTPUTS, moe_metrics
 from jaxforge.telemetry.measures import StepCost, memory
@@ -83,6 +84,7 @@ def test_documentation_lists_every_metric(run):
     stats = dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "bytes_limit"), 1)
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     logged = {name for line in run.lines() for name in line} - {"step", "time"}
+    assert not any(name.startswith("bucket/") for name in logged)
     logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
     logged |= epoch_summary(1, 1, 1.0, {"interval/loss": 1.0, "interval/skipped_steps": 0.0}).keys()
     logged |= {
@@ -92,6 +94,7 @@ def test_documentation_lists_every_metric(run):
         "gpu/power_watts",
     }  # not in this run
     logged |= {"smoothed/mfu", "train/rollbacks", "train/loss_scale"}
+    logged |= Traffic(1, 1, 1, 1, 1).since(Traffic()).keys()
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
     reported = {name: np.ones(1) for name in ROUTER_OUTPUTS} | {"expert_counts": np.ones((1, 2))}
     logged |= {name for name in moe_metrics(reported) if "/layers." not in name}

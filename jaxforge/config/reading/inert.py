@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _LEFT_OUT = {
-    "data": ("mixture_file",),
+    "data": ("mixture_file", "cache_dir"),
     "train": ("compilation_cache_dir", "executable"),
     "checkpoint": (
         "non_persistent_interval", "non_persistent_dir", "export_interval", "export_last",

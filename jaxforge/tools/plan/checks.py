@@ -16,6 +16,7 @@ from jaxforge.config.job import JobConfig, short_toml
 from jaxforge.config.problems import describe_change
 from jaxforge.config.rules import mesh_shape
 from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.foreign_layouts import is_prefix
 from jaxforge.data.sources import open_training_data
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.program import Program
@@ -60,7 +61,7 @@ def _data_warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
 def missing_data_warnings(config: JobConfig) -> Iterator[str]:
     """Yield a warning for each directory of training data that this machine does not have."""
     for key, path in _paths(config).items():
-        if urls.in_bucket(path) or not Path(path).exists():
+        if urls.in_bucket(path) or not (Path(path).exists() or is_prefix(Path(path))):
             hint = path_hint(path, '"')
             yield f"{key} = {short_toml(path)} is not on this machine: not checked{hint}"
 
