@@ -168,7 +168,7 @@ class TokenFiles(ABC):
             numbers.setdefault(span.file, []).append(number)
         parts: dict[int, ArrayLike] = {}
         for file, of_file in numbers.items():
-            tokens = cast("RemoteTokens", self._map(file))
+            tokens = cast("RemoteTokens", self._map(self.files[file]))
             parts.update(zip(of_file, tokens.read([spans[n][1:] for n in of_file]), strict=True))
         return [parts[number] for number in range(len(spans))]
 
