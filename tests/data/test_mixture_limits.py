@@ -180,7 +180,7 @@ def test_torch_order_refuses_limits(shards):
 
 
 def test_datasets_that_end_after_an_epoch_are_each_read_once():
-    """40 datasets, most of which end at positions of their own."""
+    """Most of 40 datasets end at positions of their own."""
     sizes = {str(n): 10 + n for n in range(40)}
     shares = dict.fromkeys(sizes, 1 / 40)
     order = GrainMixture(sizes, [Segment(0, shares, sizes)], 0, True, block=64)
