@@ -58,13 +58,13 @@ def test_weight_of_ended_dataset_goes_to_the_others_in_proportion():
     assert [part.counts.tolist() for part in parts] == [[10, 6, 4], [13, 7, 0], [20, 0, 0]]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_simulated_draws_equal_drawn_samples(seed):
     other = {"web": 0.1, "code": 0.9, "math": 0.0}
     segments = [Segment(0, SHARES, LIMITS), Segment(105, other, LIMITS), Segment(333, SHARES, {})]
     order = GrainMixture(SIZES, segments, seed, True, BLOCK)
     starts = []
-    for end in (1, 104, 105, 150, 333, 500):
+    for end in (1, 105, 150, 500):
         spans = draws(segments, end, seed, BLOCK)
         starts = [start for start, _ in spans]
         for (_, counts), (start, stop) in zip(
@@ -127,13 +127,13 @@ def numbers(batch):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_resume_at_every_step_gives_the_same_batches(shards, devices):
-    """Code ends within a batch, after 2 epochs; the mixture changes at step 13."""
-    phases = [{"start_step": 13, "dataset_weights": {"web": 1}}]
-    whole = open_batches(config_of(shards, 22, code=2.1, phases=phases))(Progress())
-    expected = [jax.device_get(next(whole)) for _ in range(22)]
-    config = config_of(shards, 22, devices, code=2.1, phases=phases)
+    """Code ends within a batch, after 1.3 epochs; the mixture changes at step 8."""
+    phases = [{"start_step": 8, "dataset_weights": {"web": 1}}]
+    whole = open_batches(config_of(shards, 14, code=1.3, phases=phases))(Progress())
+    expected = [jax.device_get(next(whole)) for _ in range(14)]
+    config = config_of(shards, 14, devices, code=1.3, phases=phases)
     at, progress = open_batches(config, devices), Progress()
-    for step in range(22):
+    for step in range(14):
         data = at(progress)
         batch = jax.device_get(next(data))
         jax.tree.map(np.testing.assert_array_equal, batch, expected[step])
@@ -141,7 +141,7 @@ def test_resume_at_every_step_gives_the_same_batches(shards, devices):
         progress = Progress.from_json(json.loads(json.dumps(progress.to_json())))
         progress.advance(4, 4 * SEQ)
     counts = Counter(itertools.chain.from_iterable(map(numbers, expected)))
-    assert counts == {0: 88 - 21, 1: 21}
+    assert counts == {0: 56 - 13, 1: 13}
 
 
 def test_tokens_limit_a_dataset(shards):
@@ -180,10 +180,10 @@ def test_torch_order_refuses_limits(shards):
 
 
 def test_datasets_that_end_after_an_epoch_are_each_read_once():
-    """300 datasets, most of which end at positions of their own."""
-    sizes = {str(n): 50 + n for n in range(300)}
-    shares = dict.fromkeys(sizes, 1 / 300)
-    order = GrainMixture(sizes, [Segment(0, shares, sizes)], 0, True)
+    """Most of 40 datasets end at positions of their own."""
+    sizes = {str(n): 10 + n for n in range(40)}
+    shares = dict.fromkeys(sizes, 1 / 40)
+    order = GrainMixture(sizes, [Segment(0, shares, sizes)], 0, True, block=64)
     total = sum(sizes.values())
     assert sorted(order[position] for position in range(total)) == list(range(total))
 
