@@ -305,3 +305,11 @@ def test_interrupted_pass_repeats_unfinished_units_only(functions, tmp_path, mon
     assert units == [f"keys_{i:05}.npy" for i in (0, 1, 2, 3, 3, 4, 5)]
     run(*command, tmp_path / "whole")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("option", [["--slurm", "2"], ["--share", "0/2"]])
+def test_repeats_over_a_slurm_array_are_refused(option, functions, tmp_path):
+    (tmp_path / "in.txt").write_text("text")
+    words = [tmp_path / "in.txt", "--map", f"{functions}:first_letter", "--output", tmp_path / "o"]
+    with pytest.raises(UserError, match="--engine local or ray, not --slurm"):
+        prepare.main([*map(str, words), *option])

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ from tests.data.corpus.interruptions import snapshot
 from tests.machine import PATIENCE, wait_until
 
 ray = pytest.importorskip("ray")
+
+ROOT = Path(__file__).parents[3]
 
 FILES = 200
 
@@ -98,6 +101,28 @@ def test_lost_worker_driver_and_node_leave_the_same_bytes(cluster, corpus, refer
     assert "resuming from" in shown[1]
     assert re.search(r"unit \d+ \(.*\) is repeated: (WorkerCrashed|NodeDied)", first[1] + shown[1])
     assert snapshot(output) == reference
+
+
+def test_repeated_records_are_dropped_over_the_cluster(cluster, tmp_path):
+    (tmp_path / "corpus").mkdir()
+    for i in range(6):
+        texts = [f"text {j}" for j in range(i, 3 * i + 2)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "corpus" / f"{i}.jsonl").write_text(lines)
+    example = f"{ROOT / 'examples' / 'corpus' / 'deduplicate_exact.py'}:same_text"
+    words = options(tmp_path / "corpus", "", "--unit-bytes", 60, "--map", example)
+    outputs = {name: tmp_path / name for name in ("local", "ray")}
+    engines = {"local": [], "ray": ["--engine", "ray", "--address", cluster.address]}
+    for name, engine in engines.items():
+        command = [str(outputs[name]) if word == "" else word for word in words]
+        assert prepare.main([*command, *engine]) == 0
+    manifest = json.loads((outputs["ray"] / "train" / "manifest.json").read_text())
+    rules = manifest["statistics"]["rules"]
+    validation = json.loads((outputs["ray"] / "validation" / "manifest.json").read_text())
+    rules += validation["statistics"]["rules"]
+    assert sum(rule["unchanged"] for rule in rules) == 17  # texts 0 to 16
+    assert sum(rule["dropped"] for rule in rules) == sum(2 * i + 2 for i in range(6)) - 17
+    assert snapshot(outputs["ray"]) == snapshot(outputs["local"])
 
 
 def test_error_of_a_unit_names_file_and_record(cluster, tmp_path):

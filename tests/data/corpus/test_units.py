@@ -78,6 +78,7 @@ def test_units_hold_all_documents_in_order(corpus, tmp_path, capsys):
         assert [m[0] for m in table.finditer(shown)] == [m[0] for m in table.finditer(whole)]
         manifest = Manifest.read(output / "train")
         assert (manifest.tokens, manifest.documents) == (len(expected), len(texts))
+        assert manifest.statistics == Manifest.read(tmp_path / "one" / "train").statistics
         names = [shard.file for shard in manifest.shards]
         assert names == sorted(names)
         assert len(names) > 3
