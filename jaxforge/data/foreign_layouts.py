@@ -67,3 +67,11 @@ def with_indices(paths: Sequence[Path]) -> list[Path]:
 def is_prefix(path: Path) -> bool:
     """Return whether a path is the prefix of Megatron's token files."""
     return not path.is_dir() and path.with_name(path.name + SUFFIX).exists()
+
+
+def prefix_hint(path: Path) -> str:
+    """Return advice, appended to a path, for a file of Megatron instead of its prefix; else ""."""
+    prefix = path.with_suffix("")
+    if path.suffix not in (".bin", SUFFIX) or not is_prefix(prefix):
+        return ""
+    return f"is a file; name the prefix of Megatron's files instead: {prefix}"

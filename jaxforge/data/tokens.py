@@ -31,7 +31,7 @@ from jaxforge.config.data import Verify
 from jaxforge.data.corpus.entries import FIRST, PADDING, UNLEARNED
 from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.data.corpus.text_files import how_to_prepare
-from jaxforge.data.foreign_layouts import Layout, Split, find_layout, with_indices
+from jaxforge.data.foreign_layouts import Layout, Split, find_layout, prefix_hint, with_indices
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError
 from jaxforge.storage import urls
@@ -360,7 +360,9 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     """Return the files that match `pattern`, sorted."""
     of_directory, of_pattern = keys
     if not directory.is_dir():
-        file = directory.exists() and (how_to_prepare(directory) or "is a file, not a directory")
+        file = directory.exists() and (
+            how_to_prepare(directory) or prefix_hint(directory) or "is a file, not a directory"
+        )
         what = file or f"does not exist{path_hint(directory)}"
         raise UserError(f"{of_directory}: {directory.absolute()} {what}")
     try:

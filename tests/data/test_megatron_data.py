@@ -85,6 +85,12 @@ def test_windows_are_those_of_megatron_files(tmp_path, name, selects):
     assert source.files[0].index.documents == 25
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_file_instead_of_prefix_is_explained(suffix):
+    with pytest.raises(UserError, match=r"is a file; name the prefix .*: .*int32_text_document$"):
+        open_shards(GOLDEN / f"int32_text_document{suffix}")
+
+
 def test_files_of_directory_are_read_by_name():
     """Windows do not extend over two files."""
     source = open_shards(GOLDEN)
