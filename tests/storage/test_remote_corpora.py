@@ -200,6 +200,25 @@ def test_object_that_never_arrives_is_an_error_with_its_name(bucket, server, mon
         remote_input.open_input(file.path).read()
 
 
+def test_answers_that_are_too_short_are_requested_again(monkeypatch):
+    monkeypatch.setattr(remote_input, "_FIRST_DELAY", 0.001)
+    path = remote_input.RemotePath("s3://bucket/a", 9)
+    answers = [b"", TimeoutError(), b"abc", OSError("reset"), b"abcd"]
+
+    def read(start, end):
+        assert (start, end) == (2, 6)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert remote_input.read_whole(path, 2, 6, read) == b"abcd"
+    assert not answers
+    answers[:] = [FileNotFoundError()]
+    with pytest.raises(UserError, match=r"s3://bucket/a: it does not exist any more"):
+        remote_input.read_whole(path, 2, 6, read)
+
+
 def test_ranged_file_reads_like_a_file(bucket, monkeypatch):
     data = random.Random(1).randbytes(5000)
     buckets.write(f"{bucket}/a", data)
