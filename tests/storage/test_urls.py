@@ -91,7 +91,7 @@ def test_local_only_settings_refuse_buckets(override, what):
         (report.main, ["s3:/b/r"]),
         (report.main, ["run", "--output=az://b/r"]),
         (prepare.main, ["s3:/b/r.jsonl", "--output=out"]),
-        (prepare.main, ["in.jsonl", "--output=s3://b/r"]),
+        (prepare.main, ["in.jsonl", "--output=s3:/b/r"]),
         (prepare.main, ["in.jsonl", "--output=out", "--tokenizer=s3:/b/r"]),
         (torch_compat.main, ["import", "s3:/b/r", "out"]),
         (torch_compat.main, ["import", "in", "s3:/b/r"]),

@@ -138,17 +138,18 @@ class _Progress:
         self._weights = {unit.number: unit.weight for unit in units}
         self._files = {unit.number: unit.files for unit in units}
         self._total = sum(self._weights.values())
-        self._running: dict[int, tuple[int, int]] = {}
+        self._running: dict[int, tuple[int, int, int]] = {}
         self._weight = self._n_files = self._documents = self._tokens = 0
         for number in finished:
             self._count(number)
         self._display()
 
-    def update(self, unit: int, documents: int, tokens: int) -> None:
+    def update(self, unit: int, documents: int, tokens: int, size: int) -> None:
         """Record the progress within a unit, from any thread."""
         with self._lock:
             if unit in self._weights:
-                self._running[unit] = documents, tokens
+                # Compressed files have more text than bytes.
+                self._running[unit] = documents, tokens, min(size, self._weights[unit])
             if time.monotonic() - self._displayed >= _DISPLAY_SECONDS:
                 self._display()
 
@@ -167,12 +168,13 @@ class _Progress:
 
     def _display(self) -> None:
         running = self._running.values()
+        weight = self._weight + sum(size for _, _, size in running)
         self._displayed = time.monotonic()
         self._show(
             Done(
                 files=self._n_files,
-                fraction=self._weight / self._total if self._total else None,
-                documents=self._documents + sum(documents for documents, _ in running),
-                tokens=self._tokens + sum(tokens for _, tokens in running),
+                fraction=weight / self._total if self._total else None,
+                documents=self._documents + sum(documents for documents, _, _ in running),
+                tokens=self._tokens + sum(tokens for _, tokens, _ in running),
             )
         )

@@ -26,8 +26,8 @@ from jaxforge.storage.atomic_directory import PLAN
 PARTS = "parts"
 """Name of the directory of parts, within that of the state."""
 
-Show = Callable[[int, int, int], None]
-"""Receives a unit's number, and its documents and tokens so far."""
+Show = Callable[[int, int, int, int], None]
+"""Receives a unit's number, and its documents, tokens and bytes of text so far."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def prepare_unit(job: Job, unit: Unit, workers: int = 1, show: Show = lambda *_:
                     is_whole=job.is_single,
                     workers=workers,
                     isolate=job.isolate,
-                    show=lambda corpus: show(unit.number, corpus.documents, corpus.tokens),
+                    show=lambda corpus: show(
+                        unit.number, corpus.documents, corpus.tokens, corpus.size
+                    ),
                 )
                 part = _complete(corpus, unit.number)
             if is_remote:

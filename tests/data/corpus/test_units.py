@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tracemalloc
@@ -15,7 +16,7 @@ import pytest
 
 from jaxforge.commands import prepare
 from jaxforge.data.conversation_shards import ConversationShards
-from jaxforge.data.corpus import ingest, parts
+from jaxforge.data.corpus import ingest, parts, unit_worker, units
 from jaxforge.data.corpus.documents import split_of
 from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
@@ -287,11 +288,11 @@ def test_inputs_are_grouped_up_to_the_size_of_a_unit(tmp_path):
     sizes = [10, 20, 30, 50, 100, 5, 5]
     for i, size in enumerate(sizes):
         (tmp_path / f"{i}.txt").write_text("x" * size)
-    units = plan_units(sliced(find_inputs([tmp_path]), 60), 60)
-    assert [[source.weight for source in unit.inputs] for unit in units] == [
+    planned = plan_units(sliced(find_inputs([tmp_path]), 60), 60)
+    assert [[source.weight for source in unit.inputs] for unit in planned] == [
         [10, 20, 30], [50], [100], [5, 5],
     ]  # fmt: skip
-    assert [unit.files for unit in units] == [3, 1, 1, 2]
+    assert [unit.files for unit in planned] == [3, 1, 1, 2]
 
 
 def test_conversations_of_several_units_match_one(tmp_path):
@@ -327,6 +328,16 @@ def test_finished_units_leave_no_counts(corpus, tmp_path, monkeypatch):
     run(corpus[0], tmp_path / "out", "--unit-bytes", 1000)
     assert len(waiting) > 10
     assert max(waiting) < 3
+
+
+def test_machine_that_does_not_see_the_output_is_refused(tmp_path):
+    """Else it would write its shards to a disk of its own."""
+    options = ingest.Options(dtype="uint16")
+    job = unit_worker.Job(tmp_path / "x" / "out", tmp_path / "x", options, "fingerprint")
+    message = rf"{socket.gethostname()} does not see {tmp_path}/x: --output must be in a bucket"
+    with pytest.raises(UserError, match=message):
+        unit_worker.prepare_unit(job, units.Unit(0, ()))
+    assert not (tmp_path / "x").exists()
 
 
 def test_counts_are_folded_once_whatever_was_interrupted(tmp_path):
