@@ -207,6 +207,7 @@ class Commands:
         datatrove = os.environ.get("DATATROVE_PYTHON", "")
         if not datatrove and importlib.util.find_spec("datatrove"):
             datatrove = sys.executable
+        self._datatrove = datatrove
         self._scripts = {
             "datasets.map": (sys.executable, _DATASETS),
             "preprocess_data": (sys.executable, _PREPROCESS_DATA),
@@ -217,6 +218,13 @@ class Commands:
     def peers(self) -> list[str]:
         """Names of the peers."""
         return list(self._scripts)
+
+    def datatrove_version(self) -> str:
+        """Return the version of datatrove, or a message that it is not installed."""
+        if not self._datatrove:
+            return "datatrove was not installed"
+        code = "import importlib.metadata as m; print('datatrove', m.version('datatrove'))"
+        return subprocess.check_output([self._datatrove, "-c", code], text=True).strip()
 
     def run(self, name: str, corpus: Path) -> tuple[Measurement, int]:
         """Tokenize a corpus with jaxforge or a peer; return the measurement and the tokens."""
@@ -272,8 +280,7 @@ def main() -> None:
         f"{rounds} alternating rounds, start and end of the processes included",
         f"documents end with {END_OF_TEXT}; every command gives {counts['jaxforge']:,} tokens",
     ]
-    if "datatrove" not in names:
-        notes.append("datatrove was not installed")
+    notes.append(commands.datatrove_version())
     if not args.quick and large.memory > GROWTH * statistics.median(
         run.memory for run in runs["jaxforge"]
     ):
