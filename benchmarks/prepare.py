@@ -150,7 +150,7 @@ def write_corpus(directory: Path, size: int) -> None:
     generator, texts, written = random.Random(0), [], 0
     packages = Path(json.__file__).parents[1]
     for path in sorted(packages.rglob("*.py")):
-        text, at = path.read_text(encoding="utf-8", errors="replace"), 0
+        text, at = path.read_text(encoding="utf-8-sig", errors="replace"), 0
         while at < len(text) and written < size:
             end = at + 50 + int(generator.lognormvariate(7.8, 0.9))
             texts.append(text[at:end])
@@ -251,7 +251,7 @@ def main() -> None:
     """Print the tables and write the results."""
     args = results.arguments(__doc__).parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism of all commands
-    rounds, size = (1, 2 * MIB) if args.quick else (5, 12 * MIB)
+    rounds, size = (1, 2 * MIB) if args.quick else (3, 36 * MIB)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_corpus(directory / "corpus", size)

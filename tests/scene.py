@@ -1,5 +1,6 @@
 """Small texts, data, configs and runs for the commands of the documentation."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def make(here: Path) -> None:
 
 
 def _texts() -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    (rules,) = re.findall(r"```python\n(def keep_long.*?)```", page, re.DOTALL)
+    Path("my_rules.py").write_text(rules)
     Path("my_texts").mkdir()
     for name in PAGES:
         for i, part in enumerate((ROOT / "docs" / f"{name}.md").read_text().split("\n\n")):
