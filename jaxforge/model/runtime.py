@@ -60,7 +60,7 @@ class Runtime(NamedTuple):
     save: str = "none"
     offload: bool = False
     unroll: int = 1
-    saves_elementwise: bool = False
+    saves_elementwise: bool = True
     rope_as_matmul: bool = False
     loss_tile: int | None = None
     grouped: str = "blocks"

@@ -99,8 +99,8 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
     ("grad_sync", "distributed"),
     [
         ("update", {}),
-        ("update", {"dp_replicate": 2, "ep": 2, "tp": 2}),
-        ("microbatch", {"ep": 4}),
+        pytest.param("update", {"dp_replicate": 2, "ep": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("microbatch", {"ep": 4}, marks=pytest.mark.slow),
         ("microbatch", {"dp_shard": 2, "ep": 2, "tp": 2}),
     ],
 )

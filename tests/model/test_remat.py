@@ -35,7 +35,7 @@ def params():
 
 def traced(save, *, offload=False):
     """Trace loss and gradients."""
-    model = Model(CONFIG, runtime=Runtime(save=save, offload=offload))
+    model = Model(CONFIG, runtime=Runtime(save=save, offload=offload, saves_elementwise=False))
 
     def loss(params, tokens):
         return jnp.mean(jnp.square(model.hidden(params, tokens) - 1))
@@ -89,7 +89,7 @@ def test_none_saves_products_but_no_elementwise_results():
 
 def test_unrolled_layers_are_not_saved_by_reuse():
     def barriers(unroll):
-        model = Model(CONFIG, runtime=Runtime(save="none", unroll=unroll))
+        model = Model(CONFIG, runtime=Runtime(save="none", unroll=unroll, saves_elementwise=False))
         tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32)
         gradient = jax.grad(lambda params, tokens: jnp.sum(model.hidden(params, tokens)))
         return (

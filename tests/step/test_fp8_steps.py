@@ -35,7 +35,7 @@ def single_device():
 MESHES = [
     ({"tp": 2, "dp_shard": 2}, "update"),
     ({"tp": 2, "dp_shard": 2}, "microbatch"),
-    ({"pp": 2, "tp": 2}, "microbatch"),
+    pytest.param({"pp": 2, "tp": 2}, "microbatch", marks=pytest.mark.slow),
 ]
 
 
@@ -64,6 +64,7 @@ def with_experts(distributed=None, **train):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fp8_experts_do_not_depend_on_the_mesh():
     """Scales may differ, because each device uses those of its own rows."""
     alone = setup(with_experts())

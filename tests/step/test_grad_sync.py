@@ -218,7 +218,9 @@ VARIANTS = [
 COMPARED = {"biases, learned positions, tied": VARIANTS[1:], "experts": VARIANTS[:1]}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("biases, learned positions, tied", marks=pytest.mark.slow), "experts"]
+)
 def test_grad_sync_modes_give_equal_gradients(name):
     """Gradients differ by the rounding of bfloat16, 2^-8: both modes round different sums."""
     of_train = {**BF16, "grad_accum_steps": 2}

@@ -73,7 +73,10 @@ def test_idle_experts_do_not_change():
 
 @pytest.mark.parametrize(
     ("train", "axes"),
-    [({"grad_sync": "microbatch"}, {"dp_shard": 2, "ep": 2, "tp": 2}), STAGES],
+    [
+        ({"grad_sync": "microbatch"}, {"dp_shard": 2, "ep": 2, "tp": 2}),
+        pytest.param(*STAGES, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_skipped_experts_do_not_depend_on_the_mesh(train, axes):

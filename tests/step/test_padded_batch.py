@@ -46,7 +46,10 @@ def results_of(ours, batches):
     return metrics, jax.device_get(state)
 
 
-@pytest.mark.parametrize(("grad_sync", "sizes"), [("update", (1, 2, 5, 8)), ("microbatch", (1, 3))])
+@pytest.mark.parametrize(
+    ("grad_sync", "sizes"),
+    [pytest.param("update", (1, 2, 5, 8), marks=pytest.mark.slow), ("microbatch", (1, 3))],
+)
 def test_sharded_ramp_is_bit_equal_to_a_program_per_size(grad_sync, sizes):
     """All metrics and the whole state after a ramp on fsdp 4 x tp 2."""
     ours = new_setup(ramp_of(8, distributed=FSDP_TP, keys={"grad_sync": grad_sync}))

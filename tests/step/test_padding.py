@@ -41,7 +41,12 @@ CASES = [
     ("softmax", {"grad_sync": "microbatch"}, {}),
     ("softmax", {"grad_sync": "microbatch"}, {"dp_shard": 2, "ep": 2, "tp": 2}),
     ("softmax", {"grad_sync": "update"}, {"cp": 2, "ep": 2}),
-    ("sigmoid with sign bias", {"grad_sync": "update"}, {"pp": 2, "ep": 2}),
+    pytest.param(
+        "sigmoid with sign bias",
+        {"grad_sync": "update"},
+        {"pp": 2, "ep": 2},
+        marks=pytest.mark.slow,
+    ),
     ("kempnerforge", {"grad_sync": "update"}, {"dp_shard": 2}),
     ("dense with z-loss", Z_LOSS, {}),
     (

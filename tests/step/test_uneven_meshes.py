@@ -48,7 +48,7 @@ CASES = [  # requested axes, and the resulting dp_replicate and dp_shard
     ("dense", UPDATE, {"dp_replicate": 2, "dp_shard": 3}, (6, 1)),
     ("dense", UPDATE, {"pp": 2, "dp_shard": 3}, (3, 1)),
     ("muon", UPDATE, {"dp_shard": 6}, (3, 2)),
-    ("experts", MICROBATCH, {"dp_shard": 3, "ep": 2}, (3, 1)),
+    pytest.param("experts", MICROBATCH, {"dp_shard": 3, "ep": 2}, (3, 1), marks=pytest.mark.slow),
 ]
 
 

@@ -105,7 +105,14 @@ CASES = [  # each schedule, reduction, recomputation and axis in several combina
     # All stages run one program, although each has other kinds of layers.
     (6, 8, {"pp": 4, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, KINDS),
     (6, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, KINDS),
-    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, {**UPDATE, **CHUNKED}, EVERY_OPTION),
+    pytest.param(
+        2,
+        3,
+        {"pp": 2, "dp_shard": 2, "tp": 2},
+        {**UPDATE, **CHUNKED},
+        EVERY_OPTION,
+        marks=pytest.mark.slow,
+    ),
     (2, 3, {"pp": 2, "tp": 4}, SELECTIVE, LEARNED),
 ]
 
@@ -123,9 +130,8 @@ def test_mixed_layer_kinds_equal_reference_on_mesh():
     test_pipelined_step_equals_plain_step(6, 8, {"dp_shard": 2, "tp": 2}, train, KINDS)
 
 
-@pytest.mark.parametrize(
-    "name", ["muon", pytest.param("schedule_free_adamw", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "schedule_free_adamw"])
 def test_empty_rows_stay_zero_under_optimizer(name):
     optimizer = {"name": name, "weight_decay": 0.1}
     job = config(3, 2, pp=2, optimizer=optimizer, model={"qkv_bias": True, "qk_norm": True})
@@ -243,7 +249,7 @@ def evaluated(layers, axes=(), make=setup, model=None):
     ("layers", "axes", "model"),
     [
         (3, {"pp": 2, "tp": 2}, TIED),
-        (5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}, TIED),
+        pytest.param(5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}, TIED, marks=pytest.mark.slow),
         (5, {"pp": 4}, TIED),
         (6, {"pp": 2, "dp_shard": 2, "tp": 2}, KINDS),
     ],
