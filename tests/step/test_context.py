@@ -40,7 +40,7 @@ CASES = [  # each strategy with each model, both reductions and losses; the refe
     (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES}, {**MICROBATCH, **CHUNKED}),
     (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, UPDATE),
     (KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH),
-    (KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE),
+    pytest.param(KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE, marks=pytest.mark.slow),
     (EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE),
 ]
 

@@ -47,7 +47,7 @@ CASES = [
         {"pp": 2, "ep": 2},
         marks=pytest.mark.slow,
     ),
-    ("kempnerforge", {"grad_sync": "update"}, {"dp_shard": 2}),
+    pytest.param("kempnerforge", {"grad_sync": "update"}, {"dp_shard": 2}, marks=pytest.mark.slow),
     ("dense with z-loss", Z_LOSS, {}),
     (
         "dense with z-loss",

@@ -113,6 +113,7 @@ def staged(pp, dp_shard):
     )
 
 
+@pytest.mark.slow
 def test_8bit_checkpoint_resumes_on_stages_and_single_device(tmp_path):
     """Moments are equal except where the order of sums crosses a quantization step."""
     ours, alone = setup(staged(2, 2)), setup(staged(1, 1))

@@ -113,7 +113,7 @@ CASES = [  # each schedule, reduction, recomputation and axis in several combina
         EVERY_OPTION,
         marks=pytest.mark.slow,
     ),
-    (2, 3, {"pp": 2, "tp": 4}, SELECTIVE, LEARNED),
+    pytest.param(2, 3, {"pp": 2, "tp": 4}, SELECTIVE, LEARNED, marks=pytest.mark.slow),
 ]
 
 
