@@ -1,6 +1,5 @@
 """Preparation on a Ray cluster from bucket to bucket, with failing requests and lost processes."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from conftest import emulator_of
 
 from jaxforge.commands import prepare
 from jaxforge.storage import buckets
-from tests.data.corpus.interruptions import snapshot
+from tests.data.corpus.interruptions import snapshot, write_records
 from tests.machine import PATIENCE, wait_until
 
 ray = pytest.importorskip("ray")
@@ -39,10 +38,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     directory = tmp_path_factory.mktemp("corpus")
-    for i in range(100):
-        records = [{"text": f"file {i} record {j} " * (j % 17)} for j in range(20)]
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (directory / f"{i:03}.jsonl").write_text(text)
+    write_records(directory, 100)
     return directory
 
 

@@ -7,12 +7,10 @@ the engine, on the number of workers or on the order.
 """
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -22,8 +20,7 @@ from jaxforge.data.corpus.parts import Fold, Part
 from jaxforge.data.corpus.progress import Done
 from jaxforge.data.corpus.unit_worker import Job, Show, prepare_unit
 from jaxforge.data.corpus.units import Unit
-from jaxforge.data.corpus.workers import News, Workers
-from jaxforge.errors import StorageError, UserError
+from jaxforge.data.corpus.workers import News, Workers, serve_requests
 
 _DISPLAY_SECONDS = 0.5  # between two displays of the progress within units
 
@@ -101,21 +98,14 @@ def local(job: Job, units: Sequence[Unit], show: Show, *, workers: int) -> Itera
 
 def serve_units(connection: Connection, job: Job, workers: int) -> None:
     """Prepare units until the connection is closed (child process)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    with suppress(EOFError, ConnectionError):
-        while True:
-            connection.send(_answer(connection, job, connection.recv(), workers))
+    # If the parent was killed, sending news raises, and this process ends within a batch.
+    show = partial(_send_news, connection)
 
+    def prepare(unit: Unit) -> Part:
+        return prepare_unit(job, unit, workers, show)
 
-def _answer(
-    connection: Connection, job: Job, unit: Unit, workers: int
-) -> Part | UserError | StorageError:
-    try:
-        # If the parent was killed, `send` raises, and this process ends within a batch.
-        return prepare_unit(job, unit, workers, partial(_send_news, connection))
-    except (UserError, StorageError) as error:
-        return error
+    serve_requests(connection, prepare)
 
 
 def _send_news(connection: Connection, *content: int) -> None:

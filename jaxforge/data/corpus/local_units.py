@@ -1,15 +1,11 @@
 """Units of a corpus in processes of this machine (a `RunUnits`)."""
 
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from jaxforge.data.corpus.workers import Workers
-from jaxforge.errors import StorageError, UserError
+from jaxforge.data.corpus.workers import Workers, serve_requests
 
 _Unit = TypeVar("_Unit")
 _Result = TypeVar("_Result")
@@ -32,7 +28,7 @@ def run_units(
     if n <= 1:
         yield from map(function, units)
         return
-    with Workers[_Unit, _Result](n, _serve, function) as pool:
+    with Workers[_Unit, _Result](n, serve_requests, function) as pool:
         waiting: deque[Future[_Result]] = deque()
         for unit in units:
             waiting.append(pool.submit(unit))
@@ -40,14 +36,3 @@ def run_units(
                 yield waiting.popleft().result()
         for future in waiting:
             yield future.result()
-
-
-def _serve(connection: Connection, function: Callable[[_Unit], _Result]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    with suppress(EOFError, ConnectionError):
-        while True:
-            unit = connection.recv()
-            try:
-                connection.send(function(unit))
-            except (UserError, StorageError) as error:
-                connection.send(error)

@@ -20,6 +20,7 @@ from jaxforge.data.corpus.optional import library
 from jaxforge.data.corpus.parts import Part
 from jaxforge.data.corpus.unit_worker import Job, Show, prepare_unit
 from jaxforge.data.corpus.units import Unit
+from jaxforge.data.corpus.workers import answer
 from jaxforge.errors import StorageError, UserError
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def map_on_ray(
     """
     ray = library("ray", "--engine ray", extra="ray")
     with _connected(ray, address):
-        task = ray.remote(num_cpus=1, max_retries=_ATTEMPTS)(_call)
+        task = ray.remote(num_cpus=1, max_retries=_ATTEMPTS)(answer)
         shared = ray.put(function)
         limit = _BACKLOG * int(ray.cluster_resources().get("CPU", 1))
         running: deque[Any] = deque()
@@ -111,20 +112,9 @@ def map_on_ray(
             yield result
 
 
-def _call(function: Callable[[_Item], _Result], item: _Item) -> _Result | UserError | StorageError:
-    """Return the result, or the error: Ray would wrap one that is raised."""
-    try:
-        return function(item)
-    except (UserError, StorageError) as error:
-        return error
-
-
 def run_task(job: Job, unit: Unit) -> Part | UserError | StorageError:
     """Prepare a unit, or return its error: Ray would wrap one that is raised."""
-    try:
-        return prepare_unit(job, unit)
-    except (UserError, StorageError) as error:
-        return error
+    return answer(prepare_unit, job, unit)
 
 
 def _result(

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -141,18 +142,29 @@ def _reason(process: BaseProcess) -> str:
 
 def serve(connection: Connection, encode: Encode) -> None:
     """Encode batches, each in a limited time, until the connection is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    serve_requests(connection, partial(_encode_in_time, encode))
+
+
+def serve_requests(connection: Connection, function: Callable[[_Request], _Answer]) -> None:
+    """Answer requests with the results of a function until the connection is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     with suppress(EOFError, ConnectionError):
         while True:
-            connection.send(_answer(encode, connection.recv()))
+            connection.send(answer(function, connection.recv()))
 
 
-def _answer(encode: Encode, texts: Sequence[Text]) -> Encoded | UserError:
+def answer(function: Callable[..., _Answer], *args: object) -> _Answer | UserError | StorageError:
+    """Return the function's result, or the error that the process which asked has to raise."""
+    try:
+        return function(*args)
+    except (UserError, StorageError) as error:
+        return error
+
+
+def _encode_in_time(encode: Encode, texts: Sequence[Text]) -> Encoded:
     limit_time(sum(len(text) for _, text, *_ in texts), _SECONDS_PER_CHARACTER)
     try:
         return encode(texts)
-    except UserError as error:
-        return error
     finally:
         limit_time(None)

@@ -13,7 +13,7 @@ import pytest
 from jaxforge.commands import prepare
 from jaxforge.data.corpus import ray_engine
 from jaxforge.errors import UserError
-from tests.data.corpus.interruptions import snapshot
+from tests.data.corpus.interruptions import snapshot, write_records
 from tests.machine import PATIENCE, wait_until
 
 ray = pytest.importorskip("ray")
@@ -37,10 +37,7 @@ def cluster():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     directory = tmp_path_factory.mktemp("corpus")
-    for i in range(FILES):
-        records = [{"text": f"file {i} record {j} " * (j % 17)} for j in range(20)]
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (directory / f"{i:03}.jsonl").write_text(text)
+    write_records(directory, FILES)
     return directory
 
 

@@ -20,7 +20,7 @@ from jaxforge.data.corpus.tokenizer import load_tokenizer
 from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.storage import atomic_directory
-from tests.data.corpus.interruptions import Interrupted, snapshot, wait_for
+from tests.data.corpus.interruptions import Interrupted, snapshot, stop_encoding, wait_for
 from tests.machine import PATIENCE
 
 
@@ -49,21 +49,11 @@ def run(corpus, output, *args):
 @pytest.fixture
 def interrupt(monkeypatch):
     """`interrupt(n)`: n batches are encoded and journaled, the next raises."""
-    encode = ingest.encode
-    encoded = []
+    stop = stop_encoding(monkeypatch)
 
     def after(limit):
         monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0 if limit else 1e9)
-        encoded.clear()
-
-        def limited(tokenizer, texts, dtype):
-            if limit and len(encoded) == limit:
-                raise Interrupted
-            encoded.append(texts)
-            return encode(tokenizer, texts, dtype)
-
-        monkeypatch.setattr(ingest, "encode", limited)
-        return encoded
+        return stop(limit or None)
 
     return after
 

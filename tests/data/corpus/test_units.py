@@ -22,7 +22,7 @@ from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.corpus.units import plan_units, sliced
 from jaxforge.errors import UserError
-from tests.data.corpus.interruptions import Interrupted, snapshot
+from tests.data.corpus.interruptions import Interrupted, snapshot, stop_encoding
 from tests.machine import PATIENCE, wait_until
 
 EOS = 256
@@ -189,23 +189,9 @@ def test_options_that_need_the_order_make_one_unit(corpus, tmp_path):
 @pytest.fixture
 def interrupt(monkeypatch):
     """`interrupt(n)`: n batches are encoded and journaled, the next raises."""
-    encode, encoded = ingest.encode, []
     monkeypatch.setattr(ingest, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(ingest, "BATCH_BYTES", 500)
-
-    def after(limit):
-        encoded.clear()
-
-        def limited(tokenizer, texts, dtype):
-            if len(encoded) == limit:
-                raise Interrupted
-            encoded.append(texts)
-            return encode(tokenizer, texts, dtype)
-
-        monkeypatch.setattr(ingest, "encode", limited)
-        return encoded
-
-    return after
+    return stop_encoding(monkeypatch)
 
 
 def test_interrupted_units_resume_without_repetition(corpus, tmp_path, interrupt, capsys):
