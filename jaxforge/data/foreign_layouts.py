@@ -1,10 +1,8 @@
 """Directories of token files that other programs wrote, recognised by their names.
 
-| program     | files                                                       |
-|-------------|-------------------------------------------------------------|
-| Megatron-LM | `PREFIX.idx` and `PREFIX.bin`, as a prefix or a directory    |
-| nanoGPT     | `train.bin` and `val.bin`: bare uint16                       |
-| llm.c       | `*_train_*.bin` and `*_val_*.bin`, with a header             |
+- Megatron-LM: `PREFIX.idx` and `PREFIX.bin`, as a prefix or a directory;
+- nanoGPT: `train.bin` and `val.bin`, bare uint16;
+- llm.c: `*_train_*.bin` and `*_val_*.bin`, with a header.
 
 They are read if a directory has no file of the default pattern, and no `manifest.json`.
 """
