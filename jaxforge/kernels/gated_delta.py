@@ -1,0 +1,309 @@
+"""Gated delta rule (arXiv:2412.06464): a linear attention that overwrites the values of its keys.
+
+The state S [d, v] of a head maps keys to values. A token decays it by exp(g), replaces a share β of
+the value that the state has for its key, and reads the new state (equation 10 of the paper):
+
+    S_t = exp(g_t) S_{t-1} + k_t w_tᵀ,    w_t = β_t (v_t - exp(g_t) S_{t-1}ᵀ k_t)
+    y_t = S_tᵀ q_t
+
+In training a sequence is cut into chunks of C tokens. With G the sum of g from the start of the
+chunk and S_0 the state before the chunk, the corrections w of a chunk solve one triangular system
+(the WY representation, section 3.2), so that everything inside of a chunk is a matrix product:
+
+    D_cu = exp(G_c - G_u) for u ≤ c, else 0
+    A_cu = β_c D_cu (k_c · k_u) for u < c        T = (I + A)⁻¹
+    w    = T diag(β) V - T diag(β exp(G)) K S_0
+    y    = diag(exp(G)) Q S_0 + (Q Kᵀ ∘ D) w
+    S_C  = exp(G_C) S_0 + (diag(exp(G_C - G)) K)ᵀ w
+
+Only the two lines with S_0 depend on earlier chunks. A scan over chunks computes them. Nothing has
+the size of the sequence squared.
+
+The first token of a packed document sees an empty state. Within a chunk, D is 0 between tokens of
+different documents, and the state before the chunk reaches only the tokens before the first start:
+
+    token        0   1   2   3   4   5          u →
+    starts               x           x      D   x                 c ↓
+    reads S_0    x   x                          x x
+    is in S_C                        x              x
+                                                    x x
+                                                    x x x
+                                                          x
+
+Shape letters: n chunks, b batch, K key heads, r value heads of each key head, c and u tokens of a
+chunk, d key channels, v value channels.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+CHUNK = 64
+"""Tokens of a chunk, as in the paper's kernels."""
+
+_BASE = 16  # size of the diagonal blocks that `_invert_block` inverts
+_EPS = 1e-6  # added to squared lengths of queries and keys, as in transformers
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+class DeltaTokens(NamedTuple):
+    """Inputs of the gated delta rule for each token.
+
+    Attributes:
+        q: queries, of any length: they are divided by their norm and by √d.
+        k: keys, of any length: they are divided by their norm.
+        v: values. Each key head serves an equal number of consecutive value heads.
+        log_decay: g ≤ 0. Tokens with g = β = 0 leave the state unchanged.
+        beta: β, share of the old value that a token replaces, from 0 to 1.
+    """
+
+    q: Float[Array, "b s K d"]
+    k: Float[Array, "b s K d"]
+    v: Float[Array, "b s H v"]
+    log_decay: Float[Array, "b s H"]
+    beta: Float[Array, "b s H"]
+
+
+DeltaState = Float[Array, "b H d v"]
+"""State of each value head, in float32 (float64 for inputs in float64)."""
+
+
+def document_starts(
+    segment_ids: Int[Array, "b s"], previous: Int[Array, "b 1"] | None = None
+) -> Bool[Array, "b s"]:
+    """Return which tokens are the first of their document.
+
+    Args:
+        segment_ids: document of each token.
+        previous: document of the token before the first; None: the first token continues the
+            document of the state.
+    """
+    previous = segment_ids[:, :1] if previous is None else previous
+    return segment_ids != jnp.concatenate([previous, segment_ids[:, :-1]], axis=1)
+
+
+def gated_delta_rule(
+    tokens: DeltaTokens,
+    starts: Bool[Array, "b s"] | None = None,
+    state: DeltaState | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Float[Array, "b s H v"], DeltaState]:
+    """Apply the gated delta rule to sequences, by chunks.
+
+    Products accumulate in float32. The backward pass keeps only the inputs and computes the chunks
+    again, because their intermediate values are several times larger.
+
+    Args:
+        tokens: inputs of the tokens.
+        starts: first tokens of packed documents (`document_starts`); None: there are none.
+        state: state before the first token; None: empty.
+        chunk: tokens of a chunk, a power of two of at least 16.
+
+    Returns:
+        Outputs of the tokens in the dtype of the values, and the state after the last token.
+    """
+    if state is None:
+        state = empty_state(tokens)
+    # A barrier against sharing values with the forward pass would cost memory and time in a loop.
+    run = jax.checkpoint(functools.partial(_by_chunks, chunk), prevent_cse=False)
+    return run(tokens, starts, state)
+
+
+def gated_delta_step(
+    tokens: DeltaTokens, state: DeltaState
+) -> tuple[Float[Array, "b 1 H v"], DeltaState]:
+    """Apply the gated delta rule to one token of each sequence, for decoding.
+
+    Returns:
+        Outputs in the dtype of the values, and the new state.
+    """
+    q, k, v, log_decay, beta = _normalized(tokens)
+    batch, heads, d, channels = state.shape
+    # [b, 1, K, d] -> [b, K, d], and value heads by key head: [b, 1, H, ...] -> [b, K, r, ...].
+    q, k = q[:, 0], k[:, 0]
+    v, log_decay, beta = (
+        x.reshape(batch, k.shape[1], -1, *x.shape[3:]) for x in (v, log_decay, beta)
+    )
+    decayed = state.reshape(*v.shape[:3], d, channels) * jnp.exp(log_decay)[..., None, None]
+    w = beta[..., None] * (v - jnp.einsum("bKd,bKrdv->bKrv", k, decayed))
+    new = decayed + k[:, :, None, :, None] * w[..., None, :]
+    y = jnp.einsum("bKd,bKrdv->bKrv", q, new)
+    return y.reshape(batch, 1, heads, channels).astype(tokens.v.dtype), new.reshape(state.shape)
+
+
+def empty_state(tokens: DeltaTokens) -> DeltaState:
+    """Return the state before any token."""
+    batch, _, heads, channels = tokens.v.shape
+    shape = (batch, heads, tokens.k.shape[-1], channels)
+    return jnp.zeros(shape, jnp.promote_types(tokens.v.dtype, jnp.float32))
+
+
+def _normalized(tokens: DeltaTokens) -> DeltaTokens:
+    """Return the inputs in the dtype of the state, with queries and keys of their final length."""
+    dtype = jnp.promote_types(tokens.v.dtype, jnp.float32)
+    q, k, v, log_decay, beta = (x.astype(dtype) for x in tokens)
+    return DeltaTokens(_unit(q) * q.shape[-1] ** -0.5, _unit(k), v, log_decay, beta)
+
+
+def _unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
+
+
+class _Chunks(NamedTuple):
+    """Values of all chunks that do not depend on the state.
+
+    Attributes:
+        u: T diag(β) V.
+        w_state: T diag(β exp(G)) K, factor of the state in w.
+        k: keys.
+        q: queries.
+        scores: Q Kᵀ ∘ D.
+        decay_in: exp(G), decay from the start of the chunk to a token.
+        decay_out: exp(G_C - G), decay from a token to the end of the chunk.
+        decay: exp(G_C), decay over the whole chunk.
+    """
+
+    u: Float[Array, "n b K r c v"]
+    w_state: Float[Array, "n b K r c d"]
+    k: Float[Array, "n b K c d"]
+    q: Float[Array, "n b K c d"]
+    scores: Float[Array, "n b K r c u"]
+    decay_in: Float[Array, "n b K r c"]
+    decay_out: Float[Array, "n b K r c"]
+    decay: Float[Array, "n b K r"]
+
+
+def _by_chunks(
+    chunk: int, tokens: DeltaTokens, starts: Bool[Array, "b s"] | None, state: DeltaState
+) -> tuple[Array, DeltaState]:
+    batch, length, heads, channels = tokens.v.shape
+    chunk = min(chunk, max(_BASE, 1 << (length - 1).bit_length()))
+    chunks = _split_into_chunks(chunk, _normalized(tokens), starts)
+    key_heads, d = tokens.k.shape[2:]
+    first = state.reshape(batch, key_heads, heads // key_heads, d, channels)
+
+    def step(s: Array, x: _Chunks) -> tuple[Array, Array]:
+        w = x.u - jnp.einsum("bKrcd,bKrdv->bKrcv", x.w_state, s)
+        read = jnp.einsum("bKcd,bKrdv->bKrcv", x.q, s) * x.decay_in[..., None]
+        y = read + jnp.einsum("bKrcu,bKruv->bKrcv", x.scores, w)
+        written = jnp.einsum("bKcd,bKrcv->bKrdv", x.k, w * x.decay_out[..., None])
+        return s * x.decay[..., None, None] + written, y
+
+    last, y = jax.lax.scan(step, first, chunks)
+    # [n, b, K, r, c, v] -> [b, n, c, K, r, v]
+    y = jnp.transpose(y, (1, 0, 4, 2, 3, 5)).reshape(batch, -1, heads, channels)
+    return y[:, :length].astype(tokens.v.dtype), last.reshape(state.shape)
+
+
+def _split_into_chunks(
+    chunk: int, tokens: DeltaTokens, starts: Bool[Array, "b s"] | None
+) -> _Chunks:
+    groups = tokens.v.shape[2] // tokens.k.shape[2]
+    split = functools.partial(_chunked, chunk)
+    # Tokens of padding have g = β = 0, so that they do not change the state.
+    q, k = (split(x, ()) for x in (tokens.q, tokens.k))  # [n, b, K, c, d]
+    v, log_decay, beta = (split(x, (groups,)) for x in tokens[2:])  # [n, b, K, r, c, ...]
+    total = jnp.cumsum(log_decay, axis=-1)
+    decay_in, decay_out = jnp.exp(total), jnp.exp(total[..., -1:] - total)
+    is_seen = np.tril(np.ones((chunk, chunk), bool))
+    if starts is not None:
+        document = jnp.cumsum(split(starts, None), axis=-1, dtype=jnp.int32)  # [n, b, c]
+        document = document[:, :, None, None]
+        is_seen = is_seen & (document[..., :, None] == document[..., None, :])
+        decay_in = jnp.where(document == 0, decay_in, 0)
+        decay_out = jnp.where(document == document[..., -1:], decay_out, 0)
+    # The difference is positive for tokens after a query, where exp could overflow.
+    pairs = jnp.exp(jnp.where(is_seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+    system = jnp.einsum("nbKcd,nbKud->nbKcu", k, k)[:, :, :, None] * pairs * beta[..., None]
+    inverse = invert_unit_lower(system * np.tril(np.ones((chunk, chunk), bool), -1))
+    u = jnp.einsum("nbKrcu,nbKruv->nbKrcv", inverse * beta[..., None, :], v)
+    w_state = jnp.einsum("nbKrcu,nbKud->nbKrcd", inverse * (beta * decay_in)[..., None, :], k)
+    scores = jnp.einsum("nbKcd,nbKud->nbKcu", q, k)[:, :, :, None] * pairs
+    return _Chunks(u, w_state, k, q, scores, decay_in, decay_out, decay_in[..., -1])
+
+
+def _chunked(chunk: int, x: Array, groups: tuple[int, ...] | None) -> Array:
+    """Return chunks of tokens [b, s, heads, ...] as [n, b, K, *groups, c, ...].
+
+    Args:
+        chunk: tokens of a chunk; the last one is filled with zeros.
+        x: values of the tokens.
+        groups: number of value heads of each key head; () for values of key heads, None for values
+            without heads.
+    """
+    batch, length = x.shape[:2]
+    x = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)))
+    x = x.reshape(batch, -1, chunk, *x.shape[2:])
+    if groups is None:
+        return x.swapaxes(0, 1)
+    if groups:
+        x = x.reshape(*x.shape[:3], -1, *groups, *x.shape[4:])
+    # [b, n, c, K, *groups, ...] -> [n, b, K, *groups, c, ...]
+    heads = range(3, 4 + len(groups))
+    return jnp.transpose(x, (1, 0, *heads, 2, *range(4 + len(groups), x.ndim)))
+
+
+@jax.custom_vjp
+def invert_unit_lower(strict: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
+    """Return (I + A)⁻¹ of strictly lower triangular matrices A.
+
+    The inverse is built from blocks of twice the size in each step, which is as stable as forward
+    substitution. (The shorter product (I - A)(I + A²)(I + A⁴)… has terms that grow like binomial
+    coefficients if keys repeat.) Products are exact, because later products depend on them.
+
+        ⎡ P 0 ⎤⁻¹   ⎡ P⁻¹          0   ⎤
+        ⎣ L Q ⎦   = ⎣ -Q⁻¹ L P⁻¹   Q⁻¹ ⎦
+
+    Args:
+        strict: the matrices A; c is a power of two of at least 16.
+    """
+    return _invert(strict)
+
+
+def _invert(strict: Array) -> Array:
+    size = strict.shape[-1]
+    if size <= _BASE:
+        return _invert_block(strict)
+    half = size // 2
+    corners = jnp.stack([strict[..., :half, :half], strict[..., half:, half:]])
+    upper, lower = _invert(corners)
+    below = -_product(lower, _product(strict[..., half:, :half], upper))
+    return jnp.concatenate(
+        [
+            jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1),
+            jnp.concatenate([below, lower], axis=-1),
+        ],
+        axis=-2,
+    )
+
+
+def _invert_block(strict: Array) -> Array:
+    """Invert small blocks: the same recursion by masks, without arrays of a few elements."""
+    size = strict.shape[-1]
+    i = np.arange(size)
+    row, column = i[:, None], i
+    inverse = jnp.eye(size, dtype=strict.dtype) - strict * (row // 2 == column // 2)
+    block = 2
+    while block < size:
+        is_pair = row // (2 * block) == column // (2 * block)
+        below = strict * (is_pair & (row // block != column // block))
+        inverse = inverse - _product(inverse, _product(below, inverse))
+        block *= 2
+    return inverse
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=_EXACT)
+
+
+def _invert_backward(inverse: Array, gradient: Array) -> tuple[Array]:
+    """Return -T⁻ᵀ dT T⁻ᵀ for the inverse T; callers mask elements that are no variables."""
+    transposed = inverse.swapaxes(-1, -2)
+    return (-_product(transposed, _product(gradient, transposed)),)
+
+
+invert_unit_lower.defvjp(lambda strict: (_invert(strict),) * 2, _invert_backward)

@@ -1,0 +1,130 @@
+"""Tests of the gated delta rule by chunks against the recurrence of single tokens, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.kernels.gated_delta import (
+    DeltaTokens,
+    document_starts,
+    gated_delta_rule,
+    gated_delta_step,
+    invert_unit_lower,
+)
+
+ROWS, KEY_HEADS, HEADS, D, V = 2, 2, 4, 6, 5
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def drawn(length):
+    """Return tokens and a state; some tokens forget almost everything."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, ROWS, length, KEY_HEADS, D))
+    v = rng.standard_normal((ROWS, length, HEADS, V))
+    log_decay = -rng.exponential(0.3, (ROWS, length, HEADS)) * rng.choice([1, 30], (length, 1))
+    beta = rng.uniform(0, 1, (ROWS, length, HEADS))
+    state = rng.standard_normal((ROWS, HEADS, D, V))
+    return DeltaTokens(q, k, v, log_decay, beta), state
+
+
+def recurrence(tokens, starts, state):
+    """Compute the definition of the rule, token by token."""
+    repeat = HEADS // KEY_HEADS
+    q, k = (jnp.repeat(x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 1e-6), repeat, axis=2)
+            for x in tokens[:2])  # fmt: skip
+    q = q / jnp.sqrt(D)
+
+    def step(s, at):
+        q, k, v, log_decay, beta, start = at
+        s = jnp.where(start[:, None, None, None], 0, s) * jnp.exp(log_decay)[..., None, None]
+        missing = (v - jnp.einsum("bhdv,bhd->bhv", s, k)) * beta[..., None]
+        s = s + k[..., None] * missing[..., None, :]
+        return s, jnp.einsum("bhdv,bhd->bhv", s, q)
+
+    if starts is None:
+        starts = np.zeros(tokens.v.shape[:2], bool)
+    xs = [jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (q, k, *tokens[2:], starts)]
+    state, y = jax.lax.scan(step, state, xs)
+    return jnp.moveaxis(y, 0, 1), state
+
+
+def values_and_gradients(rule, tokens, starts, state):
+    """Return outputs, final state, and gradients of all inputs for one random direction."""
+    rng = np.random.default_rng(1)
+    (y, last), back = jax.vjp(lambda tokens, state: rule(tokens, starts, state), tokens, state)
+    d_y, d_last = rng.standard_normal(y.shape), rng.standard_normal(last.shape)
+    return y, last, back((d_y, d_last))
+
+
+def packed(length):
+    """Return documents with several starts in a chunk, and one at the start of a chunk."""
+    ids = np.zeros((ROWS, length), np.int32)
+    for row, starts in enumerate([(0, 3, 4, 16, 29), (32, 33)]):
+        for start in starts:
+            ids[row, start:] += 1
+    return document_starts(ids)
+
+
+@pytest.mark.parametrize("length", [1, 37, 64])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_chunks_match_recurrence(length, is_packed):
+    """Length 37 leaves a part of a chunk; with 64 tokens, chunks of 16 pass on four states."""
+    tokens, state = drawn(length)
+    starts = packed(length) if is_packed else None
+    run = jax.jit(values_and_gradients, static_argnums=0)
+    expected = run(recurrence, tokens, starts, state)
+    result = run(functools.partial(gated_delta_rule, chunk=16), tokens, starts, state)
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == np.float64
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_large_chunks_match_recurrence():
+    tokens, state = drawn(100)
+    expected = recurrence(tokens, packed(100), state)
+    for ours, theirs in zip(gated_delta_rule(tokens, packed(100), state), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_steps_match_recurrence():
+    tokens, state = drawn(5)
+    y, last = recurrence(tokens, None, state)
+    outputs = []
+    for i in range(5):
+        token = DeltaTokens(*(x[:, i : i + 1] for x in tokens))
+        out, state = gated_delta_step(token, state)
+        outputs.append(out)
+    np.testing.assert_allclose(np.concatenate(outputs, 1), y, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(state, last, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_tokens_without_decay_and_beta_leave_state_unchanged():
+    tokens, state = drawn(20)
+    silent = tokens._replace(log_decay=0 * tokens.log_decay, beta=0 * tokens.beta)
+    np.testing.assert_array_equal(gated_delta_rule(silent, None, state)[1], state)
+
+
+def test_repeated_keys_lose_no_digits_in_float32():
+    """With equal keys and a beta of 1, powers of the matrix reach binomial coefficients."""
+    strict = np.tril(np.ones((64, 64), np.float32), -1)
+    expected = np.eye(64) - np.eye(64, k=-1)
+    np.testing.assert_array_equal(invert_unit_lower(strict), expected)
+
+
+def test_bfloat16_values_keep_float32_state():
+    tokens, state = drawn(40)
+    half = DeltaTokens(*(jnp.asarray(x, jnp.bfloat16) for x in tokens))
+    y, last = gated_delta_rule(half)
+    assert (y.dtype, last.dtype) == (jnp.bfloat16, jnp.float32)
+    same = DeltaTokens(*(np.asarray(x, np.float64) for x in half))
+    expected = recurrence(same, None, jnp.zeros_like(state))[1]
+    np.testing.assert_allclose(last, expected, atol=1e-5)
