@@ -35,12 +35,22 @@ chunk, d key channels, v value channels.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxforge.kernels.sequence_parts import (
+    combine_before,
+    from_parts,
+    from_previous_part,
+    parts_per_device,
+    to_parts,
+)
+from jaxforge.parallel.collectives import axis_size
 
 CHUNK = 64
 """Tokens of a chunk, as in the paper's kernels."""
@@ -72,24 +82,11 @@ DeltaState = Float[Array, "b H d v"]
 """State of each value head, in float32 (float64 for inputs in float64)."""
 
 
-def document_starts(
-    segment_ids: Int[Array, "b s"], previous: Int[Array, "b 1"] | None = None
-) -> Bool[Array, "b s"]:
-    """Return which tokens are the first of their document.
-
-    Args:
-        segment_ids: document of each token.
-        previous: document of the token before the first; None: the first token continues the
-            document of the state.
-    """
-    previous = segment_ids[:, :1] if previous is None else previous
-    return segment_ids != jnp.concatenate([previous, segment_ids[:, :-1]], axis=1)
-
-
 def gated_delta_rule(
     tokens: DeltaTokens,
-    starts: Bool[Array, "b s"] | None = None,
+    segment_ids: Int[Array, "b s"] | None = None,
     state: DeltaState | None = None,
+    strategy: str = "ulysses",
     chunk: int = CHUNK,
 ) -> tuple[Float[Array, "b s H v"], DeltaState]:
     """Apply the gated delta rule to sequences, by chunks.
@@ -97,20 +94,27 @@ def gated_delta_rule(
     Products accumulate in float32. The backward pass keeps only the inputs and computes the chunks
     again, because their intermediate values are several times larger.
 
+    Inside `shard_map`, devices that share sequences exchange the effect of their parts on the
+    state.
+
     Args:
-        tokens: inputs of the tokens.
-        starts: first tokens of packed documents (`document_starts`); None: there are none.
-        state: state before the first token; None: empty.
+        tokens: inputs; of a device, its tokens in the order of `context_parallel.to_device_order`.
+        segment_ids: document of each token, for packed rows; None: each row is one document.
+        state: state before the first token, which belongs to its document; None: empty. Devices
+            that share sequences have none.
+        strategy: "ulysses" or "ring": how devices share sequences (`distributed.cp_strategy`).
         chunk: tokens of a chunk, a power of two of at least 16.
 
     Returns:
-        Outputs of the tokens in the dtype of the values, and the state after the last token.
+        Outputs of the tokens in the dtype of the values, and the state after the last token of each
+        row (of the device's last part, if devices share sequences).
     """
-    if state is None:
-        state = empty_state(tokens)
     # A barrier against sharing values with the forward pass would cost memory and time in a loop.
     run = jax.checkpoint(functools.partial(_by_chunks, chunk), prevent_cse=False)
-    return run(tokens, starts, state)
+    if axis_size("context") > 1:
+        return _across_devices(run, tokens, segment_ids, strategy)
+    starts = None if segment_ids is None else _document_starts(segment_ids, segment_ids[:, :1])
+    return run(tokens, starts, _empty_state(tokens) if state is None else state)
 
 
 def gated_delta_step(
@@ -135,11 +139,73 @@ def gated_delta_step(
     return y.reshape(batch, 1, heads, channels).astype(tokens.v.dtype), new.reshape(state.shape)
 
 
-def empty_state(tokens: DeltaTokens) -> DeltaState:
-    """Return the state before any token."""
+def _empty_state(tokens: DeltaTokens) -> DeltaState:
     batch, _, heads, channels = tokens.v.shape
     shape = (batch, heads, tokens.k.shape[-1], channels)
     return jnp.zeros(shape, jnp.promote_types(tokens.v.dtype, jnp.float32))
+
+
+def _document_starts(
+    segment_ids: Int[Array, "b s"], previous: Int[Array, "b 1"]
+) -> Bool[Array, "b s"]:
+    """Return which tokens are the first of their document.
+
+    Args:
+        segment_ids: document of each token.
+        previous: document of the token before the first.
+    """
+    return segment_ids != jnp.concatenate([previous, segment_ids[:, :-1]], axis=1)
+
+
+class _Effect(NamedTuple):
+    """Effect of consecutive tokens on the state: S becomes A S + B."""
+
+    a: Float[Array, "b H d d"]
+    b: Float[Array, "b H d v"]
+
+    def then(self, later: "_Effect") -> "_Effect":
+        """Return the effect of these and later tokens."""
+        return _Effect(later.a @ self.a, later.a @ self.b + later.b)
+
+
+def _across_devices(
+    run: Callable[..., tuple[Array, DeltaState]],
+    tokens: DeltaTokens,
+    segment_ids: Int[Array, "b s"] | None,
+    strategy: str,
+) -> tuple[Array, DeltaState]:
+    """Apply the rule to each part of the device as if it were first, then add earlier parts.
+
+    Outputs and state are linear in the state S before a part. So the columns of the values get d
+    more columns, which begin with a state of I and values of 0, and compute the factors of S:
+
+        state    [ 0 | I ]  ->  [ B | A ]        S after the part = A S + B
+        outputs  [ y | Y ]                       outputs of the part = y + Y S
+    """
+    tokens = DeltaTokens(*(to_parts(x, strategy) for x in tokens))
+    parts, length, heads, channels = tokens.v.shape
+    starts = None
+    if segment_ids is not None:
+        ids = to_parts(segment_ids, strategy)
+        starts = _document_starts(ids, from_previous_part(ids[:, -1:], strategy))
+    d = tokens.k.shape[-1]
+    zeros = _empty_state(tokens)
+    identity = jnp.broadcast_to(jnp.eye(d, dtype=zeros.dtype), (parts, heads, d, d))
+    no_values = jnp.zeros((parts, length, heads, d), tokens.v.dtype)
+    # In the dtype of the state, because outputs and factors of S are not yet final.
+    wide = jnp.concatenate([tokens.v, no_values], axis=-1).astype(zeros.dtype)
+    first = jnp.concatenate([zeros, identity], axis=-1)
+    y, last = run(tokens._replace(v=wide), starts, first)
+    effect = _Effect(last[..., channels:], last[..., :channels])
+    batch = parts // parts_per_device(strategy)
+    nothing = _Effect(identity[:batch], zeros[:batch])
+    before = combine_before(_Effect.then, effect, nothing, strategy).b
+    y = y[..., :channels] + jnp.einsum("bshd,bhdv->bshv", y[..., channels:], before)
+    after = _Effect(identity, before).then(effect).b
+    return (
+        from_parts(y.astype(tokens.v.dtype), strategy),
+        after[parts // batch - 1 :: parts // batch],
+    )
 
 
 def _normalized(tokens: DeltaTokens) -> DeltaTokens:

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from jaxforge.kernels.context_parallel import to_device_order, to_sequence_order
 from jaxforge.kernels.gated_delta import (
     DeltaTokens,
-    document_starts,
     gated_delta_rule,
     gated_delta_step,
     invert_unit_lower,
@@ -36,7 +38,7 @@ def drawn(length):
     return DeltaTokens(q, k, v, log_decay, beta), state
 
 
-def recurrence(tokens, starts, state):
+def recurrence(tokens, ids, state):
     """Compute the definition of the rule, token by token."""
     repeat = HEADS // KEY_HEADS
     q, k = (jnp.repeat(x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 1e-6), repeat, axis=2)
@@ -50,19 +52,24 @@ def recurrence(tokens, starts, state):
         s = s + k[..., None] * missing[..., None, :]
         return s, jnp.einsum("bhdv,bhd->bhv", s, q)
 
-    if starts is None:
-        starts = np.zeros(tokens.v.shape[:2], bool)
+    starts = np.zeros(tokens.v.shape[:2], bool)
+    if ids is not None:
+        starts[:, 1:] = np.diff(ids, axis=1) != 0
     xs = [jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (q, k, *tokens[2:], starts)]
     state, y = jax.lax.scan(step, state, xs)
     return jnp.moveaxis(y, 0, 1), state
 
 
-def values_and_gradients(rule, tokens, starts, state):
-    """Return outputs, final state, and gradients of all inputs for one random direction."""
-    rng = np.random.default_rng(1)
-    (y, last), back = jax.vjp(lambda tokens, state: rule(tokens, starts, state), tokens, state)
-    d_y, d_last = rng.standard_normal(y.shape), rng.standard_normal(last.shape)
+def values_and_gradients(rule, ids, tokens, state, d_y, d_last):
+    """Return outputs, final state, and gradients of all inputs."""
+    (y, last), back = jax.vjp(lambda tokens, state: rule(tokens, ids, state), tokens, state)
     return y, last, back((d_y, d_last))
+
+
+def directions(tokens, state):
+    """Return gradients of outputs and final state."""
+    rng = np.random.default_rng(1)
+    return rng.standard_normal(tokens.v.shape), rng.standard_normal(state.shape)
 
 
 def packed(length):
@@ -71,7 +78,7 @@ def packed(length):
     for row, starts in enumerate([(0, 3, 4, 16, 29), (32, 33)]):
         for start in starts:
             ids[row, start:] += 1
-    return document_starts(ids)
+    return ids
 
 
 @pytest.mark.parametrize("length", [1, 37, 64])
@@ -79,10 +86,14 @@ def packed(length):
 def test_chunks_match_recurrence(length, is_packed):
     """Length 37 leaves a part of a chunk; with 64 tokens, chunks of 16 pass on four states."""
     tokens, state = drawn(length)
-    starts = packed(length) if is_packed else None
-    run = jax.jit(values_and_gradients, static_argnums=0)
-    expected = run(recurrence, tokens, starts, state)
-    result = run(functools.partial(gated_delta_rule, chunk=16), tokens, starts, state)
+    ids = packed(length) if is_packed else None
+
+    def run(rule):
+        run = jax.jit(functools.partial(values_and_gradients, rule, ids))
+        return run(tokens, state, *directions(tokens, state))
+
+    expected = run(recurrence)
+    result = run(functools.partial(gated_delta_rule, chunk=16))
     for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == np.float64
         np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
@@ -128,3 +139,31 @@ def test_bfloat16_values_keep_float32_state():
     same = DeltaTokens(*(np.asarray(x, np.float64) for x in half))
     expected = recurrence(same, None, jnp.zeros_like(state))[1]
     np.testing.assert_allclose(last, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_devices_that_share_sequences_compute_same_rule(strategy):
+    """Documents start in the middle of parts and at their first tokens; one spans five parts."""
+    tokens, state = drawn(64)
+    ids = packed(64)
+    ids[1, 56:] += 1
+    d_y, no_direction = directions(tokens, state)[0], np.zeros_like(state)
+    inputs = tokens, np.zeros_like(state), d_y, no_direction
+    y, _, (gradients, _) = values_and_gradients(recurrence, ids, *inputs)
+
+    def in_order(change, x):
+        return np.moveaxis(change(np.moveaxis(x, 1, -1), strategy, 4), -1, 1)
+
+    def on_device(tokens, ids, d_y):
+        rule = functools.partial(gated_delta_rule, strategy=strategy, chunk=16)
+        y, back = jax.vjp(lambda tokens: rule(tokens, ids)[0], tokens)
+        return y, *back(d_y)
+
+    spec = P(None, "cp")
+    laid_out = jax.tree.map(functools.partial(in_order, to_device_order), (tokens, ids, d_y))
+    with jax.set_mesh(jax.make_mesh((4,), ("cp",), (AxisType.Auto,))):
+        run = jax.shard_map(on_device, in_specs=spec, out_specs=spec, check_vma=False)
+        result = jax.jit(run)(*laid_out)
+    for ours, theirs in zip(jax.tree.leaves(result), [y, *gradients], strict=True):
+        restored = in_order(to_sequence_order, ours)
+        np.testing.assert_allclose(restored, theirs, rtol=TOLERANCE, atol=TOLERANCE)
