@@ -91,6 +91,9 @@ class ModelConfig(Section):
     attention_sinks: bool = False
     """Add a learned logit per query head to the denominator of its softmax, as in gpt-oss. The
     attention weights of the tokens then sum to less than 1."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before o_proj, by a sigmoid gate per channel of a head that
+    is a linear function of the layer's input (Qwen3-Next)."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0

@@ -221,6 +221,7 @@ def test_every_key_of_kempnerforge_loads():
                 "attention_scale",
                 "attn_logit_softcap",
                 "attention_sinks",
+                "attention_output_gate",
                 "swiglu_limit",
                 "norm_placement",
                 "norm_unit_offset",

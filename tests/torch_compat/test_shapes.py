@@ -21,6 +21,7 @@ OPTIONS = {
     "gated_mlp": [None, True],
     "o_bias": [False, True],
     "attention_sinks": [False, True],
+    "attention_output_gate": [False, True],
     "mlp_bias": [False, True],
     "norm_placement": ["pre", "sandwich"],
     "position_embedding": ["rotary", "learned"],

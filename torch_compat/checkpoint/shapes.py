@@ -59,6 +59,8 @@ def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shap
     queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
     for name, size in (("q", queries), ("k", keys), ("v", keys)):
         yield from _linear(f"attention.{name}_proj", size, model.dim, bias=model.qkv_bias)
+    if model.attention_output_gate:
+        yield from _linear("attention.gate_proj", queries, model.dim, bias=model.qkv_bias)
     yield from _linear("attention.o_proj", model.dim, queries, bias=model.o_bias)
     if model.attention_sinks:
         yield "attention.sinks", (model.n_heads,)

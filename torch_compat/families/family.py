@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxforge.config.model import ModelConfig
 from torch_compat.names.table import EMBEDDING, HEAD, Fused, Layout, NameMap, Rule
 
@@ -147,3 +149,12 @@ def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool 
         Rule(name, key, Fused(part, layout, transposed), optional)
         for part, name in enumerate(names)
     )
+
+
+def queries_with_gates(model: ModelConfig) -> list[np.ndarray]:
+    """Return the rows of `q_proj` and of attention's `gate_proj` in a fused matrix.
+
+    Qwen3-Next stores the h rows of a head's query and then the h rows of the head's output gate.
+    """
+    rows = np.arange(2 * model.n_heads * model.head_size)
+    return list(rows.reshape(model.n_heads, 2, -1).swapaxes(0, 1).reshape(2, -1))

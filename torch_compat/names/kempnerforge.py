@@ -9,8 +9,8 @@ UNSUPPORTED_KEYS = (
     "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
     "norm_unit_offset", "parallel_residual", "gated_mlp",
-    "attention_scale", "attn_logit_softcap", "attention_sinks", "final_logit_softcap",
-    "swiglu_limit", "embedding_multiplier",
+    "attention_scale", "attn_logit_softcap", "attention_sinks", "attention_output_gate",
+    "final_logit_softcap", "swiglu_limit", "embedding_multiplier",
     "residual_multiplier", "logits_scaling", "moe_first_dense_layers", "moe_norm_topk",
     "moe_routed_scaling", "moe_groups", "mup_base_width", "mup_base_head_dim",
 )  # fmt: skip
