@@ -1,13 +1,21 @@
 """Description of a family of transformers, and parameter names that most families share."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxforge.config.model import ModelConfig
-from torch_compat.names.table import EMBEDDING, HEAD, Fused, Layout, NameMap, Rule
+from torch_compat.names.table import (
+    EMBEDDING,
+    HEAD,
+    Fused,
+    Layout,
+    LayoutChange,
+    NameMap,
+    Rule,
+)
 
 Config = Mapping[str, Any]
 """`config.json` with the defaults of transformers, under Llama's names of keys."""
@@ -121,7 +129,8 @@ _REFUSED = {
 
 
 def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
-            renamed: tuple[tuple[str, str], ...] = ()) -> NameMap:  # fmt: skip
+            renamed: tuple[tuple[str, str], ...] = (),
+            optional_groups: Mapping[str, str] | None = None) -> NameMap:  # fmt: skip
     """Return the name map of a family.
 
     Args:
@@ -130,11 +139,16 @@ def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
         rules: the table.
         ignored: patterns of keys without trained values, in addition to rotary frequencies.
         renamed: (pattern of outdated keys, current key) pairs.
+        optional_groups: pattern of keys without counterpart -> what an import leaves out.
     """
-    return NameMap(name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed)
+    return NameMap(
+        name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed,
+        optional_groups=optional_groups or {},
+    )  # fmt: skip
 
 
 def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool = False,
+          change: LayoutChange | None = None,
           optional: bool = False) -> tuple[Rule, ...]:  # fmt: skip
     """Return the rules of parameters that the dialect stores in one tensor.
 
@@ -143,12 +157,24 @@ def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool 
         key: the dialect's key.
         layout: the rows of each parameter.
         transposed: whether the dialect's tensor is [in, out].
+        change: conversion of the layout of each parameter.
         optional: whether models may lack the parameters.
     """
     return tuple(
-        Rule(name, key, Fused(part, layout, transposed), optional)
+        Rule(name, key, Fused(part, layout, transposed, change), optional)
         for part, name in enumerate(names)
     )
+
+
+def grouped_rows(groups: int, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Return the rows of each part of a matrix that stores all parts of a group together.
+
+    Args:
+        groups: number of groups, such as heads.
+        sizes: rows of each part in a group.
+    """
+    rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
 
 
 def queries_with_gates(model: ModelConfig) -> list[np.ndarray]:
@@ -156,5 +182,4 @@ def queries_with_gates(model: ModelConfig) -> list[np.ndarray]:
 
     Qwen3-Next stores the h rows of a head's query and then the h rows of the head's output gate.
     """
-    rows = np.arange(2 * model.n_heads * model.head_size)
-    return list(rows.reshape(model.n_heads, 2, -1).swapaxes(0, 1).reshape(2, -1))
+    return grouped_rows(model.n_heads, (model.head_size, model.head_size))

@@ -1,0 +1,265 @@
+"""Gated DeltaNet (arXiv:2412.06464) as in Qwen3-Next: linear attention with a state per head.
+
+    q, k, v = silu(conv(x Wᵀ))          causal convolutions of each channel
+    β       = sigmoid(x W_βᵀ)           share of a key's old value that a token replaces
+    g       = -exp(a) softplus(x W_gᵀ + b)    decay of the state, per value head
+    y       = gated delta rule (q, k, v, g, β)
+    output  = (RMSNorm(y) · silu(x W_zᵀ)) W_oᵀ
+
+`kernels/gated_delta.py` describes the rule. The decoding state has a constant size: the state of
+each value head in float32, and the last inputs of the convolutions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.kernels.causal_convolution import ConvolutionState, causal_convolution
+from jaxforge.kernels.context_parallel import context_size
+from jaxforge.kernels.fp8 import LayerPrecision
+from jaxforge.kernels.gated_delta import (
+    DeltaState,
+    DeltaTokens,
+    gated_delta_rule,
+    gated_delta_step,
+)
+from jaxforge.model.cost import MixerCost
+from jaxforge.model.layer import Context, LayerSettings
+from jaxforge.model.linear import Declare, Linear, residual_std
+from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
+from jaxforge.model.norm import RMSNorm
+from jaxforge.parallel.sharding import automatic_axes, automatic_spec, constrain
+
+_LARGEST_RATE = 16.0  # initial exp(a) are uniform up to this value, as in Mamba-2
+
+
+class DeltaNetState(NamedTuple):
+    """Decoding state of a layer.
+
+    Attributes:
+        q, k, v: last inputs of the convolutions of queries, keys and values.
+        state: state of each value head.
+    """
+
+    q: ConvolutionState
+    k: ConvolutionState
+    v: ConvolutionState
+    state: DeltaState
+
+
+class _Inputs(NamedTuple):
+    """Projections of the tokens, before the convolutions."""
+
+    q: Float[Array, "b s keys"]
+    k: Float[Array, "b s keys"]
+    v: Float[Array, "b s values"]
+    log_decay: Float[Array, "b s H"]
+    beta: Float[Array, "b s H"]
+
+
+class _Convolutions(NamedTuple):
+    """Weights of the causal convolutions."""
+
+    q: Float[Array, "keys w"]
+    k: Float[Array, "keys w"]
+    v: Float[Array, "values w"]
+
+
+@register_mixer("gated_delta_net")
+class GatedDeltaNet(Mixer):
+    """Gated DeltaNet of `model.gated_delta_net`; heads are split over `tp`.
+
+    Devices that share sequences pass on the last inputs of their convolutions and the effect of
+    their tokens on the state.
+    """
+
+    is_recurrent = True
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        c = self.config = config.gated_delta_net
+        embed, keys, values = (config.dim, "embed"), (c.keys, "kv_heads"), (c.values, "heads")
+        heads = (c.value_heads, "heads")
+        project = functools.partial(Linear, inp=embed, std=config.init_std, declare=declare)
+        self.q_proj, self.k_proj, self.v_proj = project(keys), project(keys), project(values)
+        self.gate_proj = project(values)
+        self.beta_proj, self.decay_proj = project(heads), project(heads)
+        self.q_conv, self.k_conv, self.v_conv = (
+            declare((size, c.conv_size), (axis, None), _convolution_weights)
+            for size, axis in (keys, keys, values)
+        )
+        self.decay_log = declare((c.value_heads,), ("heads",), _log_rates)
+        self.decay_bias = declare((c.value_heads,), ("heads",), jax.nn.initializers.ones)
+        self.norm = RMSNorm(c.value_head_dim, config.norm_eps, declare)
+        self.o_proj = Linear(embed, values, std=residual_std(config), declare=declare)
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
+        cache: DeltaNetState | None = None,
+        *,
+        settings: LayerSettings,
+        precision: LayerPrecision | None = None,
+    ) -> MixerOut:
+        """Mix the tokens of `x` and, with a decoding state, all earlier tokens."""
+        # A separate record of amax: values leave a `jax.checkpoint` only as its outputs.
+        precision = precision and dataclasses.replace(precision, amax={})
+        inputs = _Inputs(
+            self.q_proj(x_BSD, precision),
+            self.k_proj(x_BSD, precision),
+            self.v_proj(x_BSD, precision),
+            self._log_decay(self.decay_proj(x_BSD, precision)),
+            jax.nn.sigmoid(self.beta_proj(x_BSD, precision).astype(jnp.float32)),
+        )
+        weights = _Convolutions(self.q_conv[...], self.k_conv[...], self.v_conv[...])
+        if cache is None:
+            mix = functools.partial(self._mix, strategy=settings.runtime.context)
+            y_BSHv = _per_device(mix, weights, inputs, context.segment_ids)
+        else:
+            y_BSHv, cache = self._extend(weights, inputs, context, cache)
+        y_BSHv = constrain(y_BSHv, "batch", "context", "heads", None)
+        gate_BSHv = self.gate_proj(x_BSD, precision).reshape(y_BSHv.shape)
+        y_BSHv = self.norm(y_BSHv.astype(jnp.float32)) * jax.nn.silu(gate_BSHv.astype(jnp.float32))
+        y_BSD = self.o_proj(y_BSHv.astype(x_BSD.dtype).reshape(*x_BSD.shape[:2], -1), precision)
+        return MixerOut(y_BSD, cache, precision.amax if precision else {})
+
+    def _log_decay(self, x_BSH: Float[Array, "b s H"]) -> Float[Array, "b s H"]:
+        rate, bias = jnp.exp(self.decay_log[...].astype(jnp.float32)), self.decay_bias[...]
+        return -rate * jax.nn.softplus(x_BSH.astype(jnp.float32) + bias.astype(jnp.float32))
+
+    def _mix(
+        self,
+        weights: _Convolutions,
+        inputs: _Inputs,
+        segment_ids: Int[Array, "b s"] | None,
+        strategy: str,
+    ) -> Float[Array, "b s H v"]:
+        convolved = (
+            causal_convolution(x, weight, segment_ids=segment_ids, strategy=strategy)[0]
+            for x, weight in zip(inputs[:3], weights, strict=True)
+        )
+        return gated_delta_rule(self._tokens(*convolved, *inputs[3:]), segment_ids, None, strategy)[0]
+
+    def _extend(
+        self, weights: _Convolutions, inputs: _Inputs, context: Context, cache: DeltaNetState
+    ) -> tuple[Float[Array, "b s H v"], DeltaNetState]:
+        """Mix new tokens with the state of earlier ones; padding leaves the state unchanged."""
+        assert context.segment_ids is None  # a cache holds one document per row
+        # The recurrence needs the tokens in order: devices of `cp` do not share a prompt.
+        inputs = _Inputs(
+            *(constrain(x, "batch", None, axis) for x, axis in zip(inputs, _AXES, strict=True))
+        )
+        lengths = None
+        if context.is_padding is not None:
+            is_token = ~context.is_padding
+            lengths = jnp.sum(is_token, axis=1)
+            log_decay, beta = (x * is_token[..., None] for x in inputs[3:])
+            inputs = inputs._replace(log_decay=log_decay, beta=beta)
+        convolved, states = zip(
+            *(
+                causal_convolution(x, weight, state=state, lengths=lengths)
+                for x, weight, state in zip(inputs[:3], weights, cache[:3], strict=True)
+            ),
+            strict=True,
+        )
+        tokens = self._tokens(*convolved, *inputs[3:])
+        if tokens.v.shape[1] == 1:
+            y_BSHv, state = gated_delta_step(tokens, cache.state)
+        else:
+            y_BSHv, state = gated_delta_rule(tokens, state=cache.state)
+        return y_BSHv, DeltaNetState(*states, state)
+
+    def _tokens(
+        self, q: Array, k: Array, v: Array, log_decay: Array, beta: Array
+    ) -> DeltaTokens:
+        """Return the inputs of the rule, by head, from the results of the convolutions."""
+        c = self.config
+        sizes = (c.key_head_dim, c.key_head_dim, c.value_head_dim)
+        heads = (
+            jax.nn.silu(x).reshape(*x.shape[:2], -1, size)
+            for x, size in zip((q, k, v), sizes, strict=True)
+        )
+        return DeltaTokens(*heads, log_decay, beta)
+
+    @classmethod
+    def empty_cache(
+        cls, config: ModelConfig, batch: int, length: int, dtype: jnp.dtype
+    ) -> DeltaNetState:
+        """Return the state before the first token; its size does not depend on `length`."""
+        c = config.gated_delta_net
+        inputs = [jnp.zeros((batch, n, c.conv_size - 1), dtype) for n in (c.keys, c.keys, c.values)]
+        shape = (batch, c.value_heads, c.key_head_dim, c.value_head_dim)
+        return DeltaNetState(*inputs, jnp.zeros(shape, jnp.float32))
+
+    @classmethod
+    def cache_axes(cls, config: ModelConfig) -> DeltaNetState:
+        """Return the logical axes of a state: heads are split over `tp`."""
+        inputs: list[Any] = [("batch", axis, None) for axis in _AXES[:3]]
+        state: Any = ("batch", "heads", None, None)
+        return DeltaNetState(*inputs, state)
+
+    @classmethod
+    def cost(cls, config: ModelConfig) -> MixerCost:
+        """Return the multiply-adds of one layer.
+
+        A token reads the value of its key, writes the correction and reads with its query: three
+        times the size of the state. Chunks compute more, which is no work of the model.
+        """
+        c = config.gated_delta_net
+        projections = 2 * c.keys + 3 * c.values + 2 * c.value_heads
+        convolutions = c.conv_size * (2 * c.keys + c.values)
+        states = 3 * c.key_head_dim * c.values
+        return MixerCost(config.dim * projections, per_token=convolutions + states)
+
+    @classmethod
+    def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
+        """Return the size of projections, of the rule's output, and of normalized values."""
+        c = config.gated_delta_net
+        keys, values, heads = share(c.keys), share(c.values), share(c.value_heads)
+        return SavedValues(2 * keys + 2 * values + 2 * heads, mixed=values,
+                           inside=2 * keys + 3 * values)  # fmt: skip
+
+
+_AXES = ("kv_heads", "kv_heads", "heads", "heads", "heads")
+"""Logical axes of the channels of `_Inputs`."""
+
+
+def _per_device(
+    mix: Callable[..., Array],
+    weights: _Convolutions,
+    inputs: _Inputs,
+    segment_ids: Int[Array, "b s"] | None,
+) -> Float[Array, "b s H v"]:
+    """Call a function on each device's share, if devices share sequences: it communicates."""
+    axes = automatic_axes()
+    if context_size() == 1 or not axes:
+        return mix(weights, inputs, segment_ids)
+    of_weights = _Convolutions(*(automatic_spec(axis, None) for axis in _AXES[:3]))
+    of_inputs = _Inputs(*(automatic_spec("batch", "context", axis) for axis in _AXES))
+    of_tokens = None if segment_ids is None else automatic_spec("batch", "context")
+    run = jax.shard_map(
+        mix,
+        in_specs=(of_weights, of_inputs, of_tokens),
+        out_specs=automatic_spec("batch", "context", "heads", None),
+        axis_names=axes,
+        check_vma=False,  # results of collectives vary as `out_specs` says
+    )
+    return run(weights, inputs, segment_ids)
+
+
+def _convolution_weights(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Draw weights from U(-1/√W, 1/√W), as torch does for convolutions of single channels."""
+    limit = shape[-1] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+
+def _log_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Draw a = log(rate) with rates from U(0.01, 16)."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, _LARGEST_RATE))
