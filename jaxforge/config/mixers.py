@@ -25,12 +25,12 @@ class GatedDeltaNetConfig(Section):
     """Tokens in the causal convolutions of queries, keys and values, including the token itself."""
 
     @property
-    def keys(self) -> int:
+    def key_size(self) -> int:
         """Channels of all key heads."""
         return self.key_heads * self.key_head_dim
 
     @property
-    def values(self) -> int:
+    def value_size(self) -> int:
         """Channels of all value heads."""
         return self.value_heads * self.value_head_dim
 

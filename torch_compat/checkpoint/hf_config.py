@@ -355,12 +355,14 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
-           "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
+           "no_rope_layer_interval", "sliding_window_pattern", "full_attention_interval",
+           "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
             "swiglu_limit")  # fmt: skip
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "linear_key_head_dim",
+           "linear_value_head_dim", "linear_conv_kernel_dim")  # fmt: skip
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
 _NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
 _RANGES: Mapping[str, Callable[[Any], bool]] = {

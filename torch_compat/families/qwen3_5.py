@@ -1,5 +1,6 @@
 """Text models of Qwen 3.5: Qwen3-Next's layers, with a projection each and dense feed-forwards."""
 
+from torch_compat.families import qwen3_next
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import GATED, Config, Family, Table, fused, name_map
 from torch_compat.families.qwen3_next import (
@@ -37,7 +38,7 @@ RULES = (
 """Rules of everything but feed-forwards."""
 UNUSED = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
 """Keys of further layers, and of the state's dtype, which is always float32 here."""
-ONLY = {"attn_output_gate": True}
+ONLY = {**qwen3_next.ONLY, "attn_output_gate": True}
 
 FAMILY = Family(
     "qwen3_5_text",

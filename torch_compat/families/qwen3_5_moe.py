@@ -22,7 +22,8 @@ def _read(c: Config, where: str) -> Table:
 
 def _write(model: ModelConfig) -> Table:
     keys = {**layer_keys(model), **expert_keys(model)}
-    return {key: value for key, value in keys.items() if key not in ("norm_topk_prob",)}
+    del keys["norm_topk_prob"]
+    return keys
 
 
 FAMILY = Family(

@@ -51,6 +51,7 @@ LAYER_DEFAULTS: dict[str, Any] = {
 """Keys of the layers and their defaults in transformers."""
 EXPERT_DEFAULTS: dict[str, Any] = {**experts.SOFTMAX, "norm_topk_prob": True, _WIDTH: 512,
                                    "moe_intermediate_size": 512}  # fmt: skip
+ONLY = {"hidden_act": "silu"}  # also the activation of Gated DeltaNet's convolutions
 LEFT_OUT = {r"mtp\..*": "they predict further tokens and are not part of the model here"}
 """Tensors that transformers ignores, too."""
 
@@ -125,7 +126,7 @@ def expert_keys(model: ModelConfig) -> Table:
 def _queries_keys_values_gates(model: ModelConfig) -> list[np.ndarray]:
     """Return the rows of a key head: its query and key, and the values and gates that it serves."""
     c = model.gated_delta_net
-    values = c.values // c.key_heads
+    values = c.value_size // c.key_heads
     return grouped_rows(c.key_heads, (c.key_head_dim, c.key_head_dim, values, values))
 
 
@@ -138,7 +139,7 @@ def _betas_and_decays(model: ModelConfig) -> list[np.ndarray]:
 def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
     """Return the rows of queries, keys and values that follow each other."""
     c = model.gated_delta_net
-    return consecutive_rows(c.keys, c.keys, c.values)
+    return consecutive_rows(c.key_size, c.key_size, c.value_size)
 
 
 LINEAR_NAME = f"{THEIRS}linear_attn."
@@ -209,6 +210,7 @@ FAMILY = Family(
      "num_experts": 512, "num_experts_per_tok": 10},
     read=_read,
     write=_write,
+    only=ONLY,
     aliases={"num_local_experts": "num_experts"},
     unused=experts.LOSSES,
 )  # fmt: skip

@@ -84,7 +84,7 @@ class GatedDeltaNet(Mixer):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = self.config = config.gated_delta_net
-        embed, keys, values = (config.dim, "embed"), (c.keys, "kv_heads"), (c.values, "heads")
+        embed, keys, values = (config.dim, "embed"), (c.key_size, "kv_heads"), (c.value_size, "heads")
         heads = (c.value_heads, "heads")
         project = functools.partial(Linear, inp=embed, std=config.init_std, declare=declare)
         self.q_proj, self.k_proj, self.v_proj = project(keys), project(keys), project(values)
@@ -194,7 +194,7 @@ class GatedDeltaNet(Mixer):
     ) -> DeltaNetState:
         """Return the state before the first token; its size does not depend on `length`."""
         c = config.gated_delta_net
-        inputs = [jnp.zeros((batch, n, c.conv_size - 1), dtype) for n in (c.keys, c.keys, c.values)]
+        inputs = [jnp.zeros((batch, n, c.conv_size - 1), dtype) for n in (c.key_size, c.key_size, c.value_size)]
         shape = (batch, c.value_heads, c.key_head_dim, c.value_head_dim)
         return DeltaNetState(*inputs, jnp.zeros(shape, jnp.float32))
 
@@ -213,16 +213,16 @@ class GatedDeltaNet(Mixer):
         times the size of the state. Chunks compute more, which is no work of the model.
         """
         c = config.gated_delta_net
-        projections = 2 * c.keys + 3 * c.values + 2 * c.value_heads
-        convolutions = c.conv_size * (2 * c.keys + c.values)
-        states = 3 * c.key_head_dim * c.values
+        projections = 2 * c.key_size + 3 * c.value_size + 2 * c.value_heads
+        convolutions = c.conv_size * (2 * c.key_size + c.value_size)
+        states = 3 * c.key_head_dim * c.value_size
         return MixerCost(config.dim * projections, per_token=convolutions + states)
 
     @classmethod
     def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
         """Return the size of projections, of the rule's output, and of normalized values."""
         c = config.gated_delta_net
-        keys, values, heads = share(c.keys), share(c.values), share(c.value_heads)
+        keys, values, heads = share(c.key_size), share(c.value_size), share(c.value_heads)
         return SavedValues(2 * keys + 2 * values + 2 * heads, mixed=values,
                            inside=2 * keys + 3 * values)  # fmt: skip
 

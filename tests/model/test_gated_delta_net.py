@@ -1,0 +1,159 @@
+"""Tests of layers with Gated DeltaNet: packed documents, decoding, meshes, cost and rules."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from jaxforge.config import rules
+from jaxforge.config.mixers import GatedDeltaNetConfig
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.mixers.gated_delta_net import GatedDeltaNet
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import Model
+from jaxforge.telemetry.flops import flops_per_token
+from tests.conftest import tiny_config
+from tests.helpers import drawn, losses_and_gradients, lowered, random_batches, setup
+
+NET = {"key_heads": 2, "value_heads": 4, "key_head_dim": 8, "value_head_dim": 6, "conv_size": 3}
+SHAPE = {
+    "dim": 32, "n_layers": 2, "vocab_size": 64, "ffn_hidden_dim": 48, "norm_eps": 1e-3,
+    "mixer_pattern": ["gated_delta_net", "attention"], "gated_delta_net": NET,
+}  # fmt: skip
+GREEDY = Sampling(temperature=0.0)
+
+
+@functools.cache
+def toy():
+    config = tiny_config(model={**SHAPE, "init_std": 0.1}, train={"seed": 0})
+    return Model(config.model), drawn(config)
+
+
+@functools.cache
+def compiled():
+    model = toy()[0]
+    return jax.jit(lambda params, *tokens: model.logits(params, model.hidden(params, *tokens)))
+
+
+def logits(tokens, ids=None):
+    """Return the logits of one row, padded to 32 tokens."""
+    padded = [np.pad(x, (0, 32 - len(x)), mode="edge")[None] for x in (tokens, ids or tokens)]
+    ids = () if ids is None else (padded[1],)
+    return np.asarray(compiled()(toy()[1], padded[0], *ids))[0, : len(tokens)]
+
+
+def test_packed_documents_equal_separate_documents():
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 64, n).tolist() for n in (5, 1, 17, 9)]
+    ids = [i for i, document in enumerate(documents) for _ in document]
+    alone = np.concatenate([logits(document) for document in documents])
+    np.testing.assert_allclose(logits(sum(documents, []), ids), alone, atol=1e-5)
+
+
+def test_decoding_matches_full_forward_for_padded_prompts():
+    """Prompts of 1 and 3 tokens have padding, and fewer tokens than a convolution or a chunk."""
+    prompts, n_tokens = [[5], [7, 1, 60], list(range(20))], 6
+    completions = Decoder(*toy(), n_tokens, GREEDY).complete(prompts, range(3))
+    for prompt, (continuation, _) in zip(prompts, completions, strict=True):
+        best = logits(prompt + continuation).argmax(-1)
+        assert best[len(prompt) - 1 : -1].tolist() == continuation
+
+
+def test_decoding_state_has_constant_size():
+    """A state of d x v numbers per value head, and W - 1 inputs of each channel."""
+    short, long = (
+        GatedDeltaNet.empty_cache(toy()[0].config, 3, length, np.dtype("float16"))
+        for length in (8, 4096)
+    )
+    assert [leaf.shape for leaf in short] == [leaf.shape for leaf in long]
+    assert sum(leaf.nbytes for leaf in short) == 3 * (4 * 8 * 6 * 4 + (16 + 16 + 24) * 2 * 2)
+
+
+def test_flops_count_states_and_no_pairs():
+    model = ModelConfig(**{**SHAPE, "n_heads": 4, "mixer_pattern": ["gated_delta_net"]})
+    matrices = 32 * (16 + 16 + 24 + 24 + 4 + 4 + 24) + 3 * 32 * 48
+    recurrence = 3 * 4 * 8 * 6 + 3 * (16 + 16 + 24)
+    expected = 6 * (2 * (matrices + recurrence) + 32 * 64)
+    assert flops_per_token(model, 1) == flops_per_token(model, 100) == expected
+
+
+def test_training_step_has_no_array_of_length_squared():
+    config = tiny_config(
+        model={**SHAPE, "mixer_pattern": ["gated_delta_net"], "max_seq_len": 192},
+        train={"batch_size": 2, "seq_len": 192},
+    )
+    ours = setup(config)
+    text = lowered(ours, *random_batches(ours.config, 1)).as_text()
+    shapes = [re.findall(r"\d+", shape) for shape in re.findall(r"tensor<([\dx]+)xf32>", text)]
+    assert any("192" in shape for shape in shapes)
+    assert not [shape for shape in shapes if shape.count("192") > 1]
+
+
+ONLY = {"mixer_pattern": ["gated_delta_net"]}
+RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
+MESHES = [  # attention is added in the slow cases
+    (ONLY, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, "update"),
+    *(
+        pytest.param({}, *case, marks=pytest.mark.slow)
+        for case in [
+            ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "microbatch"),
+            ({"dp_shard": 2, "cp": 2, "tp": 2, **RING}, "microbatch"),
+            ({"dp_shard": 2, "cp": 4, **ULYSSES}, "update"),
+            ({"cp": 2, "tp": 2, **ULYSSES}, "microbatch"),
+        ]
+    ),
+    pytest.param(
+        ONLY, {"pp": 2, "cp": 2, "dp_shard": 2, **RING}, "microbatch", marks=pytest.mark.slow
+    ),
+]
+
+
+def values_on(model, mesh, grad_sync="update"):
+    """Return losses and gradients of packed sequences on a mesh."""
+    data_parallel = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
+    config = tiny_config(
+        model={**SHAPE, **model},
+        train={"batch_size": 4 // data_parallel, "seq_len": 48, "grad_sync": grad_sync},
+        distributed={"dp_shard": 1, **mesh},
+    )
+    ours, rng = setup(config), np.random.default_rng(1)
+    (batch,) = random_batches(config, 1)
+    ids = np.sort(rng.integers(0, 4, batch["labels"].shape), axis=-1)
+    losses, gradients = losses_and_gradients(ours, [{**batch, "segment_ids": ids}])
+    # Stages hold layers in separate rows.
+    flat = jax.tree.map(lambda x: x.reshape(-1), gradients)
+    return losses, ravel_pytree(flat)[0]
+
+
+@functools.cache
+def values_on_one_device(has_attention):
+    return values_on({} if has_attention else ONLY, {})
+
+
+@pytest.mark.parametrize(("model", "mesh", "grad_sync"), MESHES, ids=str)
+def test_losses_and_gradients_match_single_device(model, mesh, grad_sync):
+    losses, gradients = values_on(model, mesh, grad_sync)
+    expected_losses, expected = values_on_one_device(model is not ONLY)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    np.testing.assert_allclose(gradients, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_value_heads_must_be_a_multiple_of_key_heads():
+    with pytest.raises(ValueError, match="value_heads = 6 must be a multiple of key_heads = 4"):
+        GatedDeltaNetConfig(key_heads=4, value_heads=6)
+
+
+def test_settings_without_layers_are_refused():
+    with pytest.raises(ValueError, match="no layer has mixer = .gated_delta_net."):
+        ModelConfig(gated_delta_net=NET)
+
+
+def test_heads_must_be_divisible_by_tp():
+    config = tiny_config(model={**SHAPE, "n_kv_heads": 4}, distributed={"dp_shard": 1, "tp": 4})
+    with pytest.raises(UserError, match=r"model.gated_delta_net.key_heads = 2"):
+        rules.check(config, 4)
