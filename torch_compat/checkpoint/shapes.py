@@ -24,7 +24,8 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
     embeddings = {**positions, EMBEDDING: table}
     if model.embedding_norm:
-        embeddings |= sorted(_norm("token_embedding_norm", model.dim, model))
+        of_embeddings = dict(_norm("token_embedding_norm", model.dim, model))
+        embeddings |= dict(sorted(of_embeddings.items()))
     shapes = _in_layers(model, _block)
     return {**shapes, **dict(sorted(norm.items())), **head, **embeddings}
 
