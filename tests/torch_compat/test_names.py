@@ -315,8 +315,9 @@ WRAPPERS = [
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = list(theirs_of(dialect, features))
-    same = dict.fromkeys(("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite"), "hf-llama")
-    expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # identical names
+    llamas = ("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite", "hf-ernie4-5")
+    same = {**dict.fromkeys(llamas, "hf-llama"), "hf-olmo3": "hf-olmo2", "hf-cohere2": "hf-cohere"}
+    expected = same.get(dialect, dialect)  # identical names
     for wrapped in WRAPPERS:
         result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
         assert result.dialect is NAME_MAPS[expected]
