@@ -60,6 +60,14 @@ GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
         "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 
 
+MPT = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": LONGEST,
+       "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0}  # fmt: skip
+BLOOM = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": LONGEST,
+         "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0}  # fmt: skip
+LLAMA4 = {"intermediate_size_mlp": 40, "head_dim": 16, "num_local_experts": 4, "floor_scale": 5,
+          "attn_scale": 0.7, "attention_chunk_size": 8}  # fmt: skip
+
+
 def rope(kind, theta=10000.0, **keys):
     return {"rope_type": kind, "rope_theta": theta, **keys}
 
@@ -162,6 +170,11 @@ CASES = {
     "falcon, new, shared norm": ("falcon", {
         "new_decoder_architecture": True, "num_kv_heads": 2,
         "num_ln_in_parallel_attn": 1}),
+    "bloom": ("bloom", {}),
+    "bloom, 6 heads": ("bloom", {"n_head": 6, "hidden_size": 48}),
+    "mpt": ("mpt", {}),
+    "mpt, 3 heads, clipped": ("mpt", {"n_heads": 3, "d_model": 24, "attn_config": {
+        "clip_qkv": 0.1, "softmax_scale": 0.5}}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral, window 8": ("mixtral", {
         "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "head_dim": 16}),
@@ -196,6 +209,12 @@ CASES = {
     "gpt_oss, full, no biases": ("gpt_oss", {
         **GPT_OSS, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False,
         "layer_types": ["full_attention"] * 2, "rope_parameters": rope("default"), **MHA}),
+    "llama4_text": ("llama4_text", {**LLAMA4, "num_hidden_layers": 4}),
+    "llama4_text, some layers": ("llama4_text", {
+        **LLAMA4, "num_hidden_layers": 5, "interleave_moe_layer_step": 2, "num_experts_per_tok": 3,
+        "attention_bias": True, "use_qk_norm": False, "no_rope_layers": [1, 0, 1, 1, 0]}),
+    "llama4_text, all rotate": ("llama4_text", {
+        **LLAMA4, "moe_layers": [1], "no_rope_layers": [1, 1], "attention_chunk_size": 80}),
 }  # fmt: skip
 
 
@@ -207,7 +226,8 @@ FALCON = {
         if key not in ("intermediate_size", "num_key_value_heads")
     },
 }
-SHAPES = {"gpt2": GPT2, "gptj": {**GPT2, "rotary_dim": 4}, "falcon": FALCON}  # fmt: skip
+SHAPES = {"gpt2": GPT2, "gptj": {**GPT2, "rotary_dim": 4}, "falcon": FALCON, "bloom": BLOOM,
+          "mpt": MPT}  # fmt: skip
 
 
 def keys_of(case):
@@ -281,7 +301,7 @@ CACHED = [
     "llama, dynamic, longer", "mistral, window 8", "qwen2", "olmo3, window 8", "smollm3, window 8",
     "gemma2, window 8", "gemma3, window 80", "granite", "phi3, longrope", "phi3, longrope, short",
     "gpt_neox", "gpt2", "qwen2_moe, some layers, window 8", "dots1, window 8", "gpt_oss",
-    "cohere2, window 8", "phi",
+    "cohere2, window 8", "phi", "bloom, 6 heads", "mpt", "llama4_text",
 ]  # fmt: skip
 
 
@@ -337,7 +357,7 @@ def test_export_of_import_is_identical(imported, tmp_path):
 # tested in tests/model/test_moe.py.
 TRAINED = [
     "olmo3, window 8", "gemma2, window 8", "gemma3, window 8", "granite", "gpt_neox", "gpt2",
-    "gpt_oss", "cohere", "nemotron", "phi",
+    "gpt_oss", "cohere", "nemotron", "phi", "bloom, 6 heads", "llama4_text",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "dots1")),
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
@@ -453,6 +473,9 @@ def minimal(model_type, **keys):
          r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
         (minimal("falcon", alibi=True), "no counterpart of alibi = True in falcon"),
         (minimal("falcon", num_ln_in_parallel_attn=2), "must be 1, or 2 with new_decoder_arch"),
+        (minimal("mpt", attn_config={"alibi_bias_max": 16}), "attn_config has alibi_bias_max = 16"),
+        (minimal("llama4_text", moe_layers=[]), "no counterpart of experts in layers"),
+        (minimal("llama4_text", no_rope_layers=[1]), "must have 2 layers, of full_attention and"),
         (minimal("cohere2", sliding_window=None), "layers without a window have no positions"),
         (minimal("gptj", rotary_dim=10), "rotary_dim = 10 must be even, and at most the 8 chan"),
         (minimal("ernie4_5_moe"), "takes rotary positions of neighbouring channels: not built"),
@@ -503,6 +526,8 @@ OLDER = [
 def test_minimal_and_old_configs_match_transformers(model_type, keys):
     """transformers adds all keys of its current version."""
     given = {**(FEW_OF_GPT2 if model_type in ("gpt2", "gptj") else FEW), **keys}
+    if model_type in ("bloom", "mpt"):
+        given = {**SHAPES[model_type], **keys}
     if model_type == "falcon":
         given["ffn_hidden_size"] = given.pop("intermediate_size")
     if model_type == "gptj":  # its default is wider than a head
@@ -764,9 +789,12 @@ CHANGED = {
     "layer_types": None, "rope_parameters": None, "max_position_embeddings": 16,
     "sliding_window": 5, "num_key_value_heads": 1, "head_dim": 8, "n_inner": 40,
     "mlp_only_layers": [0], "summary_activation": "tanh", "rope_theta": 50.0, "factor": 5.0,
-    "attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0,
+    "attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0, "clip_qkv": 0.5,
+    "softmax_scale": 0.5,
 }  # fmt: skip
 """Key -> another valid value."""
+ATTENTION_OF_MPT = ("alibi", "alibi_bias_max", "attn_type", "clip_qkv", "prefix_lm", "qk_ln",
+                    "softmax_scale")  # fmt: skip
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
 """Keys of the eps of norms: each family reads only its own."""
 FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
@@ -780,6 +808,8 @@ def changed_configs(config):
             continue
         yield key, {**config, key: another(key, value)}
         for inner, of_inner in value.items() if isinstance(value, dict) else ():
+            if key == "attn_config" and inner not in ATTENTION_OF_MPT:
+                continue  # transformers only checks types
             yield f"{key}.{inner}", {**config, key: {**value, inner: another(inner, of_inner)}}
     for key in NORM_EPS:
         yield key, {**config, key: 0.3}

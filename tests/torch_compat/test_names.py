@@ -90,6 +90,12 @@ FEATURES = {
         {**SHARED_NORM, "activation": "gelu", "n_kv_heads": 1},
         {**TWO_MATRICES, **BIASES, "parallel_residual": True},
     ],
+    "hf-bloom": [{**TWO_MATRICES, **BIASES, "n_kv_heads": 4, "embedding_norm": True}],
+    "hf-mpt": [{**TWO_MATRICES, "norm_bias": False, "n_kv_heads": 4}],
+    "hf-llama4-text": [
+        {**MIXTURE, **SOME, "moe_shared_experts": 1},
+        {**MIXTURE, "moe_shared_experts": 1, "qkv_bias": True, "o_bias": True},
+    ],
     "hf-mixtral": [MIXTURE],
     "hf-qwen2-moe": [
         {**MIXTURE, **SOME, **SHARED, "qkv_bias": True},
