@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -14,8 +14,13 @@ from jaxforge.registry import Registry
 LAYERS = "layers"
 """Name of the parameter group of all layers, and of the axis along which layers are stacked."""
 
-DENSE_LAYERS, MOE_LAYERS = "dense_layers", "moe_layers"
-"""Names of the two parameter groups of a model in which only some layers have experts."""
+ATTENTION, NO_MIXER = "attention", "none"
+"""Names of softmax attention as a mixer, and of layers without a mixer."""
+
+MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER)
+"""Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
+
+FeedForward = Literal["dense", "experts", "none"]
 
 EXPERTS = "experts"
 """Axis along which experts are stacked; it is sharded over devices and never gathered."""
@@ -67,6 +72,21 @@ class RopeScaling(Section):
             )
 
 
+_STACK_WORDS: dict[FeedForward, str] = {"dense": "dense", "experts": "moe", "none": ""}
+
+
+class LayerParts(NamedTuple):
+    """Parts of a layer, which determine its parameters.
+
+    Attributes:
+        mixer: registered name of the mixer (`MIXERS`), or `NO_MIXER`.
+        feed_forward: kind of the feed-forward; "none": the layer has none.
+    """
+
+    mixer: str
+    feed_forward: FeedForward
+
+
 class ModelConfig(Section):
     """Architecture of a decoder language model."""
 
@@ -80,10 +100,21 @@ class ModelConfig(Section):
     """Key/value heads per block; if not set, n_heads."""
     head_dim: PositiveInt | None = None
     """Width of one head; if not set, dim / n_heads."""
+    mixer: Annotated[str, MIXERS] = ATTENTION
+    """Registered name of the part of each layer that exchanges information between tokens."""
+    mixer_pattern: tuple[Annotated[str, MIXERS], ...] = ()
+    """Mixers of consecutive layers, repeated over all layers; "none": the layer has a feed-forward
+    only. If empty, every layer has model.mixer."""
+    feed_forward_pattern: tuple[FeedForward, ...] = ()
+    """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
+    only. If empty, moe_frequency and moe_first_dense_layers choose the layers with experts."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     o_bias: bool = False
     """Add a bias to the output projection of attention."""
+    clip_qkv: PositiveFloat | None = None
+    """Clamp queries, keys and values to +- this value before they are split into heads, as MPT and
+    DBRX do. If not set, they are not clamped."""
     attention_scale: PositiveFloat | None = None
     """Factor on attention scores; if not set, 1 / sqrt(head width)."""
     attn_logit_softcap: PositiveFloat | None = None
@@ -94,6 +125,11 @@ class ModelConfig(Section):
     attention_output_gate: bool = False
     """Multiply the output of attention, before o_proj, by a sigmoid gate per channel of a head that
     is a linear function of the layer's input (Qwen3-Next)."""
+    attn_temperature_scale: PositiveFloat | None = None
+    """Multiply the query at position p, in layers without rotary positions, by 1 + scale *
+    log(1 + floor((p + 1) / attn_temperature_floor)), as Llama 4 does with a scale of 0.1."""
+    attn_temperature_floor: PositiveInt = 8192
+    """Tokens between the steps of attn_temperature_scale."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
@@ -107,11 +143,20 @@ class ModelConfig(Section):
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2)."""
     norm_unit_offset: bool = False
-    """RMSNorm multiplies by 1 + weight with weights initialised to 0, as in Gemma."""
+    """Norms multiply by 1 + weight with weights initialised to 0, as in Gemma and, with LayerNorm,
+    in Nemotron."""
+    norm_bias: bool = True
+    """Bias of each LayerNorm; false in Cohere's models and MPT. RMSNorm never has one."""
+    embedding_norm: bool = False
+    """Normalise token embeddings, as BLOOM does."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"] = "silu"
+    shared_norm: bool = False
+    """With parallel_residual, attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
+    and Cohere's models."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"] = "silu"
     """Activation function of the feed-forward: gelu is exact, gelu_tanh its tanh approximation.
+    relu2 is relu(x)^2 (Primer, Nemotron).
     swiglu_oai (gpt-oss) is always gated: g * sigmoid(1.702 g) * (u + 1) of gate g and input u."""
     gated_mlp: bool | None = None
     """Gated feed-forward with three matrices (SwiGLU, GeGLU) instead of two. If not set, silu and
@@ -131,8 +176,11 @@ class ModelConfig(Section):
     """Cap of the final logits z: cap * tanh(z / cap), as in Gemma 2."""
     max_seq_len: PositiveInt = 2048
     """Maximum sequence length in tokens."""
-    position_embedding: Literal["rotary", "learned"] = "rotary"
-    """Position encoding: rotary embeddings, or a learned table added to the token embeddings."""
+    position_embedding: Literal["rotary", "learned", "alibi"] = "rotary"
+    """Position encoding: rotary embeddings, a learned table added to the token embeddings, or a
+    bias of attention scores that falls linearly with the distance (ALiBi, as in BLOOM and MPT)."""
+    alibi_max_bias: PositiveFloat = 8.0
+    """alibi: head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the channels of a head, from the first, that get rotary embeddings."""
     rope_theta: PositiveFloat = 10000.0
@@ -154,10 +202,15 @@ class ModelConfig(Section):
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
+    head_bias: bool = False
+    """Add a bias to the logits, as GPT-J and Phi do."""
     qk_norm: bool = False
     """Apply RMSNorm to queries and keys before the rotary embedding."""
     qk_norm_scope: Literal["head", "projection"] = "head"
     """Scope of qk_norm: each head, or all heads of a token together (OLMo 2)."""
+    qk_l2_norm: bool = False
+    """Divide the heads of queries and keys by their root mean square in layers with rotary
+    positions, without weights (Llama 4)."""
     qk_norm_eps: PositiveFloat = 1e-5
     """Added to the variance in the norms of queries and keys, independent of norm_eps."""
     init_std: NonNegativeFloat = 0.02
@@ -188,6 +241,8 @@ class ModelConfig(Section):
     """Router scores: a softmax over all experts, or a sigmoid per expert."""
     moe_norm_topk: bool = True
     """Divide the scores of the selected experts by their sum."""
+    moe_score_inputs: bool = False
+    """Multiply the inputs of experts by their scores, as in Llama 4, instead of their outputs."""
     moe_routed_scaling: PositiveFloat = 1.0
     """Factor on the summed output of the routed experts."""
     moe_groups: PositiveInt = 1
@@ -291,6 +346,24 @@ class ModelConfig(Section):
         )
 
     @property
+    def layer_parts(self) -> tuple[LayerParts, ...]:
+        """Mixer and feed-forward of each layer."""
+        mixers = itertools.cycle(self.mixer_pattern or (self.mixer,))
+        first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
+        usual: list[FeedForward] = [
+            "experts" if self.num_experts and i >= first and (i + 1) % every == 0 else "dense"
+            for i in range(self.n_layers)
+        ]
+        feed_forwards = itertools.cycle(self.feed_forward_pattern or usual)
+        of_layers = zip(mixers, feed_forwards, strict=False)
+        return tuple(LayerParts(*parts) for parts in itertools.islice(of_layers, self.n_layers))
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Distinct mixers of the layers, in order of appearance."""
+        return tuple(dict.fromkeys(parts.mixer for parts in self.layer_parts))
+
+    @property
     def is_moe(self) -> bool:
         """True if some blocks have experts."""
         return any(self.has_experts)
@@ -298,30 +371,36 @@ class ModelConfig(Section):
     @property
     def has_experts(self) -> tuple[bool, ...]:
         """True for each block that has experts."""
-        first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
-        return tuple(
-            self.num_experts > 0 and i >= first and (i + 1) % every == 0
-            for i in range(self.n_layers)
-        )
+        return tuple(parts.feed_forward == "experts" for parts in self.layer_parts)
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
         """Layer indices of each stack of equal parameter shapes, by parameter group.
 
-        There is one stack if all layers have experts or none has, else two.
+        There is one stack, "layers", if all layers have the same parts. Otherwise the name of a
+        stack tells the parts that differ: "dense_layers" and "moe_layers", or "mamba2_layers".
         """
-        if len(set(self.has_experts)) == 1:
+        parts = self.layer_parts
+        if len(set(parts)) == 1:
             return {LAYERS: tuple(range(self.n_layers))}
-        dense, experts = (
-            tuple(i for i, has in enumerate(self.has_experts) if has == wanted)
-            for wanted in (False, True)
+        mixers_differ, feed_forwards_differ = (
+            len(set(kinds)) > 1 for kinds in zip(*parts, strict=True)
         )
-        return {DENSE_LAYERS: dense, MOE_LAYERS: experts}
+        stacks: dict[str, list[int]] = {}
+        for i, (mixer, feed_forward) in enumerate(parts):
+            words = [
+                mixer if mixers_differ and mixer != NO_MIXER else "",
+                _STACK_WORDS[feed_forward] if feed_forwards_differ else "",
+                LAYERS,
+            ]
+            stacks.setdefault("_".join(word for word in words if word), []).append(i)
+        return {name: tuple(layers) for name, layers in sorted(stacks.items())}
 
     @property
-    def moe_stack(self) -> str:
-        """Name of the stack of the layers with experts."""
-        return MOE_LAYERS if MOE_LAYERS in self.stacks else LAYERS
+    def moe_stacks(self) -> tuple[str, ...]:
+        """Names of the stacks of layers with experts."""
+        has_experts = self.has_experts
+        return tuple(name for name, layers in self.stacks.items() if has_experts[layers[0]])
 
     @property
     def has_router_state(self) -> bool:
@@ -374,8 +453,10 @@ class ModelConfig(Section):
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
             yield f"swiglu_limit = {self.swiglu_limit} requires gated_mlp = true"
-        if self.norm_unit_offset and self.norm_type != "rmsnorm":
-            yield f'norm_unit_offset = true requires norm_type = "rmsnorm", not "{self.norm_type}"'
+        yield from self._position_problems()
+        yield from self._norm_problems()
+        if self.head_bias and self.tie_embeddings:
+            yield "head_bias = true requires an output head of its own: set tie_embeddings = false"
         if self.qk_norm_scope != "head" and not self.qk_norm:
             yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
         if self.mup_base_head_dim is not None and self.mup_base_width is None:
@@ -384,8 +465,44 @@ class ModelConfig(Section):
                 "mup_base_width: set that to the dim of the tuned model, or remove it"
             )
         yield from self._window_problems()
+        yield from self._part_problems()
         if self.num_experts:
             yield from self._expert_problems()
+
+    def _position_problems(self) -> Iterator[str]:
+        is_alibi = self.position_embedding == "alibi"
+        if (
+            self.alibi_max_bias != type(self).model_fields["alibi_max_bias"].default
+            and not is_alibi
+        ):
+            yield (
+                f"alibi_max_bias = {self.alibi_max_bias} has no effect with position_embedding = "
+                f'"{self.position_embedding}": remove it'
+            )
+
+        floor, plain = (
+            self.attn_temperature_floor,
+            type(self).model_fields["attn_temperature_floor"],
+        )
+        if floor != plain.default and self.attn_temperature_scale is None:
+            yield f"attn_temperature_floor = {floor} has no effect without attn_temperature_scale"
+        if self.attn_temperature_scale is not None and all(self.ropes):
+            yield (
+                f"attn_temperature_scale = {self.attn_temperature_scale} has no effect: all layers "
+                "have rotary positions. Set rope_pattern, or remove it"
+            )
+
+    def _norm_problems(self) -> Iterator[str]:
+        if self.qk_l2_norm and (self.qk_norm or not any(self.ropes)):
+            yield "qk_l2_norm = true requires layers with rotary positions, and qk_norm = false"
+        if not self.norm_bias and self.norm_type != "layernorm":
+            yield 'norm_bias = false has no effect with norm_type = "rmsnorm": remove it'
+        if self.shared_norm and not self.parallel_residual:
+            yield "shared_norm = true requires parallel_residual = true"
+        if self.shared_norm and self.norm_placement != "pre":
+            yield f'shared_norm = true requires norm_placement = "pre", not "{self.norm_placement}"'
+        if self.shared_norm and any("none" in parts for parts in self.layer_parts):
+            yield "shared_norm = true requires a mixer and a feed-forward in each layer"
 
     def _rotary_problems(self) -> Iterator[str]:
         scaling, size = self.rope_scaling, self.rotary_size
@@ -416,7 +533,10 @@ class ModelConfig(Section):
         plain = type(self).model_fields
         for key in keys:
             if getattr(self, key) != plain[key].default:
-                yield f'{key} has no effect with position_embedding = "learned": remove it'
+                yield (
+                    f"{key} has no effect with position_embedding = "
+                    f'"{self.position_embedding}": remove it'
+                )
 
     def _window_problems(self) -> Iterator[str]:
         for kind, key in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
@@ -437,6 +557,27 @@ class ModelConfig(Section):
                 "set sliding_window"
             )
 
+    def _part_problems(self) -> Iterator[str]:
+        parts = self.layer_parts
+        if (NO_MIXER, "none") in parts:
+            yield (
+                f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
+                "feed-forward: change mixer, mixer_pattern or feed_forward_pattern"
+            )
+        if self.mixer_pattern and self.mixer != ATTENTION:
+            yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
+        if "experts" in self.feed_forward_pattern and not self.num_experts:
+            yield 'feed_forward_pattern has "experts", which requires num_experts'
+        if self.feed_forward_pattern and self.num_experts and not self.is_moe:
+            yield (
+                f"num_experts = {self.num_experts} has no effect: no layer of "
+                'feed_forward_pattern is "experts"'
+            )
+        for key in ("moe_frequency", "moe_first_dense_layers"):
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if self.feed_forward_pattern and is_set:
+                yield f"{key} has no effect with feed_forward_pattern: remove it"
+
     def _expert_problems(self) -> Iterator[str | Problem]:
         experts, groups = self.num_experts, self.moe_groups
         if not 0 < self.moe_top_k <= experts:
@@ -450,7 +591,7 @@ class ModelConfig(Section):
             return
         if self.moe_frequency == 0:
             yield "moe_frequency = 0 must be at least 1 when num_experts > 0"
-        elif not any(self.has_experts):
+        elif not self.is_moe and not self.feed_forward_pattern:
             yield (
                 f"no layer has experts with moe_frequency = {self.moe_frequency} and "
                 f"moe_first_dense_layers = {self.moe_first_dense_layers} in n_layers = "
@@ -473,6 +614,8 @@ class ModelConfig(Section):
                 f"moe_top_k = {self.moe_top_k} is more than the {experts // groups} experts of "
                 f"each of the moe_top_k_groups = {self.moe_top_k_groups} groups"
             )
+        if self.moe_score_inputs and self.moe_gradient_scale:
+            yield "moe_gradient_scale = true scales outputs: it excludes moe_score_inputs = true"
         if self.bias_update == "kempnerforge" and self.moe_router != "sigmoid_topk":
             yield 'moe_bias_update = "kempnerforge" requires moe_router = "sigmoid_topk"'
         for key in ("moe_shared_expert_dim", "moe_shared_expert_gate"):

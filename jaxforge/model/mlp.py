@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.fp8 import LayerPrecision
-from jaxforge.model.attention import residual_std
-from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.linear import Declare, Linear, residual_std
 from jaxforge.parallel.sharding import constrain
 
 
@@ -50,11 +49,17 @@ def scaled_silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Compute max(0, x)² (Primer, arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
+    "relu2": squared_relu,
     "swiglu_oai": scaled_silu,
 }
 

@@ -115,7 +115,11 @@ def test_unit_offset_norms_start_with_same_logits():
     [
         ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels: rotary embeddings require "
                                          "an even number"),
-        ({"norm_unit_offset": True, "norm_type": "layernorm"}, 'requires norm_type = "rmsnorm"'),
+        ({"norm_bias": False}, 'norm_bias = false has no effect with norm_type = "rmsnorm"'),
+        ({"shared_norm": True}, "shared_norm = true requires parallel_residual = true"),
+        ({"shared_norm": True, "parallel_residual": True, "norm_placement": "post"},
+         'requires norm_placement = "pre", not "post"'),
+        ({"head_bias": True, "tie_embeddings": True}, "requires an output head of its own"),
         ({"qk_norm_scope": "projection"}, "has no effect without qk_norm = true"),
         ({"position_embedding": "learned", "partial_rotary_factor": 0.5},
          'partial_rotary_factor has no effect with position_embedding = "learned"'),

@@ -8,6 +8,7 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from torch_compat.checkpoint.validation import has_effect
 from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
 from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
 from torch_compat.formats import limits
@@ -51,7 +52,8 @@ _OF_THE_EXPORT = frozenset({
 """
 _NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
-                 "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
+                 "local_rope_theta", "rope_pattern", "partial_rotary_factor", "mixer",
+                 "mixer_pattern", "feed_forward_pattern")  # fmt: skip
 _MOST_SHOWN = 3
 DEQUANTIZED = (
     "take a copy in bfloat16, such as transformers saves of a model that it opened by "
@@ -214,13 +216,15 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     """
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
+    has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
         "n_kv_heads": model.kv_heads,
         "head_dim": model.head_size,
-        "ffn_hidden_dim": None if all(model.has_experts) else model.ffn_dim,
+        "ffn_hidden_dim": model.ffn_dim if has_dense_layers else None,
+        "mixer and mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
-        "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
+        "qk_norm_eps": model.qk_norm_eps if has_effect("qk_norm_eps", model) else model.norm_eps,
         "sliding_window and attention_pattern": _effective_spans(model.windows, model),
         "attention_chunk_size and attention_pattern": _effective_spans(model.chunks, model),
         "rotary positions": tuple(
@@ -235,12 +239,14 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     if not model.is_moe:
         return {}
     same = ("moe_top_k", "moe_router", "moe_norm_topk", "moe_routed_scaling", "moe_router_bias",
-            "moe_capacity_factor")  # fmt: skip
+            "moe_capacity_factor", "moe_score_inputs")  # fmt: skip
     groups = model.moe_groups, model.moe_top_k_groups
     return {
         **{key: getattr(model, key) for key in same},
         "moe_groups and moe_top_k_groups": (1, 1) if groups[0] == groups[1] else groups,
-        "moe_frequency and moe_first_dense_layers": model.has_experts,
+        "moe_frequency and moe_first_dense_layers": tuple(
+            parts.feed_forward for parts in model.layer_parts
+        ),
         "moe_bias_update": model.bias_update,
         "moe_expert_dim": model.expert_dim,
         "moe_shared_expert_dim": model.shared_expert_dim,
@@ -355,14 +361,16 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
-           "no_rope_layer_interval", "sliding_window_pattern", "full_attention_interval",
-           "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
+           "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim",
+           "interleave_moe_layer_step", "full_attention_interval", "linear_num_key_heads",
+           "linear_num_value_heads")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
-            "swiglu_limit")  # fmt: skip
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "linear_key_head_dim",
-           "linear_value_head_dim", "linear_conv_kernel_dim")  # fmt: skip
+            "swiglu_limit", "attn_scale")  # fmt: skip
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
+           "attention_chunk_size", "floor_scale", "linear_key_head_dim", "linear_value_head_dim",
+           "linear_conv_kernel_dim")  # fmt: skip
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
 _NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
@@ -375,19 +383,23 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     "sliding_window": _is_int_up_to(limits.WIDTH, 0),
     **dict.fromkeys(_FROM, _is_int_up_to(limits.LAYERS, 0)),
     **dict.fromkeys(
-        (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
+        (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor",
+         "logit_scale"),
         is_size,
     ),
     "initializer_range": lambda value: is_size(value) or value == 0,
     **dict.fromkeys(
         ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
          "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "norm_topk_prob",
-         "use_qk_norm", "qkv_bias"),
+         "use_qk_norm", "qkv_bias", "bias", "alibi", "new_decoder_architecture", "multi_query",
+         "parallel_attn"),
         lambda value: isinstance(value, bool),
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), check_table),
     "layer_types": _list_of(is_name),
     "no_rope_layers": _list_of(lambda value: value in (0, 1)),
+    "moe_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
+    "attn_temperature_tuning": lambda value: type(value) in (bool, int),
     "mlp_only_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
 }  # fmt: skip
 """Key -> predicate of possible values. Without limits, the product of a few values would exhaust

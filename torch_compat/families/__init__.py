@@ -10,7 +10,9 @@ __all__ = ["FAMILIES", "UNSUPPORTED_FAMILIES", "Family"]
 _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3",
     "granite", "phi3", "stablelm", "gpt_neox", "gpt2", "starcoder2", "arcee", "mixtral",
-    "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss",
+    "glm", "glm4", "cohere", "cohere2", "ernie4_5", "nemotron", "phi", "gptj", "falcon",
+    "bloom", "mpt",
+    "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "llama4_text",
     "qwen3_next", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 """Modules of this package in order of preference: an export uses the first matching family."""

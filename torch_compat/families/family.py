@@ -11,6 +11,7 @@ from torch_compat.names.table import (
     EMBEDDING,
     HEAD,
     Fused,
+    InterleavedRotary,
     Layout,
     LayoutChange,
     NameMap,
@@ -88,6 +89,13 @@ ATTENTION_BIASES = tuple(
     Rule(f"{OURS}attention.{m}_proj.bias", f"{THEIRS}self_attn.{m}_proj.bias", optional=True)
     for m in "qkvo"
 )
+_PAIRED = {"q": InterleavedRotary(), "k": InterleavedRotary()}
+PAIRED_ATTENTION = tuple(
+    Rule(f"{OURS}attention.{m}_proj.{kind}", f"{THEIRS}self_attn.{m}_proj.{kind}", _PAIRED.get(m),
+         kind == "bias")
+    for m in "qkvo" for kind in ("weight", "bias")
+)  # fmt: skip
+"""Rules of attention that rotates neighbouring channels."""
 QK_NORMS = tuple(
     Rule(f"{OURS}attention.{m}_norm.weight", f"{THEIRS}self_attn.{m}_norm.weight") for m in "qk"
 )
@@ -122,7 +130,11 @@ _REFUSED = {
     r".*\.shared_expert\..*": "this family has no shared expert",
     r".*\.shared_expert_gate\..*": "this family has no gate of its shared expert",
     r".*\.attention\.sinks": "this family has no attention sinks; hf-gpt-oss has",
+    r"token_embedding_norm\..*": "this family has no norm of embeddings; hf-bloom has",
+    r".*\.shared_norm\..*": "attention and feed-forward share no norm in this family",
+    r"output_head\.proj\.bias": "this family's output head has no bias; hf-phi's has",
     r".*norm\.bias": "this family has no LayerNorm; hf-stablelm has",
+    r".*\.attention\.gate_proj\..*": "this family's attention has no output gate",
     r".*\.[qk]_norm\.weight": "this family has no q/k norms; hf-qwen3 has",
     r".*\.[qkv]_proj\.bias": "this family has no biases; hf-qwen2 has",
 }

@@ -7,6 +7,7 @@ _PAIR = "an encoder and a decoder"
 _FUSED = "experts in one tensor with multipliers"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
+_FORMER = "the names and layouts of an outdated format"
 _PAIRED = "rotary positions of neighbouring channels"
 
 UNSUPPORTED_FAMILIES: dict[str, str] = {
@@ -19,7 +20,6 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
         _FUSED: "granitemoe granitemoeshared",
-        "experts whose inputs are weighted": "llama4_text",
         "a router by SparseMixer": "phimoe",
         "linear attention": "minimax",
         "clipped queries, keys and values, and experts in one tensor": "dbrx",
@@ -27,10 +27,9 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         "experts in attention": "jetmoe",
         _MEDIA: "gemma3 gemma3n llama4 llava llava_next qwen2_vl qwen2_5_vl qwen3_vl mllama "
         "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
-        _ALIBI: "bloom mpt baichuan",
-        "attention and feed-forward that share a norm": "falcon phi",
-        _PAIRED: "gptj codegen cohere cohere2 glm glm4 ernie4_5 ernie4_5_moe chatglm",
-        "squared ReLU and LayerNorm with 1 + w": "nemotron",
+        _ALIBI: "baichuan",
+        _FORMER: "codegen chatglm",
+        _PAIRED: "ernie4_5_moe",
         "learned positions with an offset of 2": "opt",
     }.items()
     for model_type in types.split()

@@ -15,7 +15,7 @@ from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.config.points import STREAM
-from jaxforge.model.attention import Capture
+from jaxforge.model.layer import Capture
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
@@ -152,6 +152,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Arrays) -> Arr
         between = entering + attention
         before_mlp = entering if model.config.parallel_residual else between
         values |= {
+            **_normed(model, f"{at}.shared_norm", entering, params),
             **_normed(model, f"{at}.attention_norm", entering, params),
             f"{at}.attention": attention,
             f"{at}.after_attention": between,
