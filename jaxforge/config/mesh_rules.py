@@ -18,6 +18,9 @@ def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Require a whole number of key/value heads per tensor-parallel rank."""
+    if "gated_delta_net" in config.model.mixers:
+        key_heads = config.model.gated_delta_net.key_heads  # they divide the value heads
+        yield from _divides(config, "model.gated_delta_net.key_heads", key_heads, mesh, "tp")
     if config.model.n_kv_heads:  # otherwise equal to n_heads
         yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.mixers import GatedDeltaNetConfig
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
@@ -108,6 +109,8 @@ class ModelConfig(Section):
     feed_forward_pattern: tuple[FeedForward, ...] = ()
     """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
     only. If empty, moe_frequency and moe_first_dense_layers choose the layers with experts."""
+    gated_delta_net: GatedDeltaNetConfig = GatedDeltaNetConfig()
+    """Settings of layers with mixer = "gated_delta_net"."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     o_bias: bool = False
@@ -563,6 +566,11 @@ class ModelConfig(Section):
             yield (
                 f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
                 "feed-forward: change mixer, mixer_pattern or feed_forward_pattern"
+            )
+        if "gated_delta_net" not in self.mixers and self.gated_delta_net != GatedDeltaNetConfig():
+            yield (
+                "[model.gated_delta_net] has no effect: no layer has mixer = "
+                '"gated_delta_net". Set mixer or mixer_pattern, or remove the table'
             )
         if self.mixer_pattern and self.mixer != ATTENTION:
             yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
