@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_parallel
 from jaxforge.config.fixes import smaller_axis
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import GATED_DELTA_NET
 from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 
@@ -18,7 +19,7 @@ def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Require a whole number of key/value heads per tensor-parallel rank."""
-    if "gated_delta_net" in config.model.mixers:
+    if GATED_DELTA_NET in config.model.mixers:
         key_heads = config.model.gated_delta_net.key_heads  # they divide the value heads
         yield from _divides(config, "model.gated_delta_net.key_heads", key_heads, mesh, "tp")
     if config.model.n_kv_heads:  # otherwise equal to n_heads

@@ -18,7 +18,10 @@ LAYERS = "layers"
 ATTENTION, NO_MIXER = "attention", "none"
 """Names of softmax attention as a mixer, and of layers without a mixer."""
 
-MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER)
+GATED_DELTA_NET = "gated_delta_net"
+"""Name of Gated DeltaNet as a mixer, and of its table of settings."""
+
+MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER, GATED_DELTA_NET)
 """Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
 
 FeedForward = Literal["dense", "experts", "none"]
@@ -567,7 +570,7 @@ class ModelConfig(Section):
                 f"layer {parts.index(LayerParts(NO_MIXER, 'none'))} has neither a mixer nor a "
                 "feed-forward: change mixer, mixer_pattern or feed_forward_pattern"
             )
-        if "gated_delta_net" not in self.mixers and self.gated_delta_net != GatedDeltaNetConfig():
+        if GATED_DELTA_NET not in self.mixers and self.gated_delta_net != GatedDeltaNetConfig():
             yield (
                 "[model.gated_delta_net] has no effect: no layer has mixer = "
                 '"gated_delta_net". Set mixer or mixer_pattern, or remove the table'

@@ -258,6 +258,7 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_expert_dim",
                 "moe_backend",
                 "mixer",
+                "gated_delta_net",
                 "mixer_pattern",
                 "feed_forward_pattern",
                 "mup_base_width",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge.config.model import ATTENTION, ModelConfig
+from jaxforge.config.model import ATTENTION, GATED_DELTA_NET, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON, FULL
@@ -31,7 +31,7 @@ from torch_compat.families.family import (
 from torch_compat.families.phi3 import consecutive_rows
 from torch_compat.names.table import DepthwiseConvolution, Rule
 
-LINEAR, DELTA_NET = "linear_attention", "gated_delta_net"
+LINEAR = "linear_attention"
 _SIZES = ("num_experts", "moe_intermediate_size")
 _WIDTH = "shared_expert_intermediate_size"
 _DELTA = {
@@ -83,9 +83,9 @@ def _mixers(c: Config, where: str) -> Table:
         )
     if LINEAR not in kinds:
         return {}
-    pattern = _shortest_pattern([ATTENTION if kind == FULL else DELTA_NET for kind in kinds])
-    mixers = {"mixer_pattern": pattern} if FULL in kinds else {"mixer": DELTA_NET}
-    return {**mixers, DELTA_NET: {ours: c[theirs] for ours, theirs in _DELTA.items()}}
+    pattern = _shortest_pattern([ATTENTION if kind == FULL else GATED_DELTA_NET for kind in kinds])
+    mixers = {"mixer_pattern": pattern} if FULL in kinds else {"mixer": GATED_DELTA_NET}
+    return {**mixers, GATED_DELTA_NET: {ours: c[theirs] for ours, theirs in _DELTA.items()}}
 
 
 def _shortest_pattern(names: Sequence[str]) -> list[str]:
@@ -144,7 +144,7 @@ def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
 
 LINEAR_NAME = f"{THEIRS}linear_attn."
 """Prefix of the names of Gated DeltaNet in transformers."""
-_NET = f"{OURS}{DELTA_NET}."
+_NET = f"{OURS}{GATED_DELTA_NET}."
 
 
 def projections(*names: str) -> tuple[str, ...]:

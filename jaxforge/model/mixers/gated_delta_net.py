@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import GATED_DELTA_NET, ModelConfig
 from jaxforge.kernels.causal_convolution import ConvolutionState, causal_convolution
 from jaxforge.kernels.context_parallel import context_size
 from jaxforge.kernels.fp8 import LayerPrecision
@@ -72,7 +72,7 @@ class _Convolutions(NamedTuple):
     v: Float[Array, "values w"]
 
 
-@register_mixer("gated_delta_net")
+@register_mixer(GATED_DELTA_NET)
 class GatedDeltaNet(Mixer):
     """Gated DeltaNet of `model.gated_delta_net`; heads are split over `tp`.
 
