@@ -70,6 +70,9 @@ FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
             "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
             "routed_scaling_factor": 2.5}  # fmt: skip
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3,
+           "logits_scaling": 3.0}  # fmt: skip
+GRANITE_EXPERTS = {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 0.3,
            "sliding_window": 8}  # fmt: skip
 LONG = [1.0 + 0.5 * i for i in range(4)]
@@ -113,9 +116,7 @@ CASES = {
     "gemma3, window 80": ("gemma3_text", {
         "head_dim": 16, "sliding_window": 80, **PATTERN, "rope_parameters": {
             "full_attention": rope("default", 1e6), "sliding_attention": rope("default", 100.0)}}),
-    "granite": ("granite", {
-        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3,
-        "logits_scaling": 3.0, **ALL_BIASES}),
+    "granite": ("granite", {**GRANITE, **ALL_BIASES}),
     "phi3": ("phi3", {}),
     "phi3, window 8": ("phi3", {"sliding_window": 8}),
     "phi3, longrope": ("phi3", {
@@ -170,6 +171,8 @@ CASES = {
     "gpt_oss, full, no biases": ("gpt_oss", {
         **GPT_OSS, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False,
         "layer_types": ["full_attention"] * 2, "rope_parameters": rope("default"), **MHA}),
+    "granitemoe": ("granitemoe", {**GRANITE_EXPERTS, "attention_bias": True}),
+    "granitemoeshared": ("granitemoeshared", {**GRANITE_EXPERTS, "shared_intermediate_size": 40}),
 }  # fmt: skip
 
 
@@ -299,7 +302,8 @@ def test_export_of_import_is_identical(imported, tmp_path):
 # tested in tests/model/test_moe.py.
 TRAINED = [
     "olmo3, window 8", "gemma2, window 8", "gemma3, window 8", "granite", "gpt_neox", "gpt2",
-    "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "dots1")),
+    "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "qwen2_moe", "dots1", "granitemoeshared")),
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0
@@ -510,6 +514,7 @@ def test_null_and_false_keys_are_ignored():
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 24}
 NORMS = {"qk_norm": True}
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40, "moe_shared_expert_gate": True}
+UNGATED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40}
 SIGN = {"moe_router": "sigmoid_topk", "moe_bias_update": "sign", "moe_shared_experts": 1}
 SINKS = {"attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
          "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
@@ -554,6 +559,8 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
         ({**MIXTURE, **SIGN, "moe_groups": 2, "moe_top_k_groups": 2}, "glm4_moe"),
         ({**MIXTURE, "moe_capacity_factor": 0.0, "moe_packed_experts": True}, "mixtral"),
         ({**MIXTURE, **SINKS}, "gpt_oss"),
+        ({**MIXTURE, "logits_scaling": 2.0}, "granitemoe"),
+        ({**MIXTURE, **UNGATED}, "granitemoeshared"),
         ({**MIXTURE, **SINKS, "sliding_window": 8, "qkv_bias": True, "o_bias": True}, "gpt_oss"),
     ],
     ids=str,
@@ -633,6 +640,8 @@ OF_FILES = {
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "routed_scaling_factor": 1.0},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
                 "swiglu_limit": 7.0, "layer_types": ["full_attention"] * 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "granitemoeshared": {"num_local_experts": 4, "shared_intermediate_size": 40},
 }  # fmt: skip
 
 

@@ -82,6 +82,8 @@ FEATURES = {
     "hf-olmoe": [{**MIXTURE, "qk_norm": True, "qk_norm_scope": "projection"}],
     "hf-dots1": [{**DEEPSEEK, "qk_norm": True}],
     "hf-glm4-moe": [DEEPSEEK, {**DEEPSEEK, "qkv_bias": True}],
+    "hf-granitemoe": [MIXTURE, {**MIXTURE, "qkv_bias": True, "o_bias": True}],
+    "hf-granitemoeshared": [{**MIXTURE, "moe_shared_experts": 1}],
     "hf-gpt-oss": [GPT_OSS, {**GPT_OSS, "qkv_bias": True, "o_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]

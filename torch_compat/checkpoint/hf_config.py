@@ -362,7 +362,9 @@ _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_
             "swiglu_limit")  # fmt: skip
 _WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
-_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
+_WIDTHS_OR_0 = ("shared_intermediate_size",)
+_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_WIDTHS_OR_0, *_FROM, "norm_topk_prob",
+                         "qkv_bias"))  # fmt: skip
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
@@ -370,7 +372,7 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
         _is_int_up_to(limits.WIDTH),
     ),
     **dict.fromkeys(_COUNTS, _is_int_up_to(limits.LAYERS)),
-    "sliding_window": _is_int_up_to(limits.WIDTH, 0),
+    **dict.fromkeys(("sliding_window", *_WIDTHS_OR_0), _is_int_up_to(limits.WIDTH, 0)),
     **dict.fromkeys(_FROM, _is_int_up_to(limits.LAYERS, 0)),
     **dict.fromkeys(
         (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),

@@ -4,7 +4,6 @@ _LATENT = "multi-head latent attention"
 _STATE_SPACE = "state-space or recurrent layers"
 _ENCODER = "an encoder, with bidirectional attention"
 _PAIR = "an encoder and a decoder"
-_FUSED = "experts in one tensor with multipliers"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
 _PAIRED = "rotary positions of neighbouring channels"
@@ -18,7 +17,6 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         _ENCODER: "bert roberta xlm-roberta distilbert albert electra deberta deberta-v2 "
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
-        _FUSED: "granitemoe granitemoeshared",
         "experts whose inputs are weighted": "llama4_text",
         "a router by SparseMixer": "phimoe",
         "linear attention": "minimax",
