@@ -91,6 +91,9 @@ class ModelConfig(Section):
     attention_sinks: bool = False
     """Add a learned logit per query head to the denominator of its softmax, as in gpt-oss. The
     attention weights of the tokens then sum to less than 1."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before o_proj, by a sigmoid gate per channel of a head that
+    is a linear function of the layer's input (Qwen3-Next)."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
@@ -104,11 +107,20 @@ class ModelConfig(Section):
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before attention and feed-forward, after them (OLMo 2), or both (Gemma 2)."""
     norm_unit_offset: bool = False
-    """RMSNorm multiplies by 1 + weight with weights initialised to 0, as in Gemma."""
+    """Norms multiply by 1 + weight with weights initialised to 0, as in Gemma and, with LayerNorm,
+    in Nemotron."""
+    norm_bias: bool = True
+    """Bias of each LayerNorm; false in Cohere's models and MPT. RMSNorm never has one."""
+    embedding_norm: bool = False
+    """Normalise token embeddings, as BLOOM does."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"] = "silu"
+    shared_norm: bool = False
+    """With parallel_residual, attention and feed-forward share a norm, as in GPT-J, Falcon 7B, Phi
+    and Cohere's models."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"] = "silu"
     """Activation function of the feed-forward: gelu is exact, gelu_tanh its tanh approximation.
+    relu2 is relu(x)^2 (Primer, Nemotron).
     swiglu_oai (gpt-oss) is always gated: g * sigmoid(1.702 g) * (u + 1) of gate g and input u."""
     gated_mlp: bool | None = None
     """Gated feed-forward with three matrices (SwiGLU, GeGLU) instead of two. If not set, silu and
@@ -151,6 +163,8 @@ class ModelConfig(Section):
     """Use of rotary positions in consecutive layers, repeated over all; if empty, all use them."""
     tie_embeddings: bool = False
     """Share the embedding matrix with the output head."""
+    head_bias: bool = False
+    """Add a bias to the logits, as GPT-J and Phi do."""
     qk_norm: bool = False
     """Apply RMSNorm to queries and keys before the rotary embedding."""
     qk_norm_scope: Literal["head", "projection"] = "head"
@@ -371,8 +385,9 @@ class ModelConfig(Section):
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
             yield f"swiglu_limit = {self.swiglu_limit} requires gated_mlp = true"
-        if self.norm_unit_offset and self.norm_type != "rmsnorm":
-            yield f'norm_unit_offset = true requires norm_type = "rmsnorm", not "{self.norm_type}"'
+        yield from self._norm_problems()
+        if self.head_bias and self.tie_embeddings:
+            yield "head_bias = true requires an output head of its own: set tie_embeddings = false"
         if self.qk_norm_scope != "head" and not self.qk_norm:
             yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
         if self.mup_base_head_dim is not None and self.mup_base_width is None:
@@ -383,6 +398,14 @@ class ModelConfig(Section):
         yield from self._window_problems()
         if self.num_experts:
             yield from self._expert_problems()
+
+    def _norm_problems(self) -> Iterator[str]:
+        if not self.norm_bias and self.norm_type != "layernorm":
+            yield 'norm_bias = false has no effect with norm_type = "rmsnorm": remove it'
+        if self.shared_norm and not self.parallel_residual:
+            yield "shared_norm = true requires parallel_residual = true"
+        if self.shared_norm and self.norm_placement != "pre":
+            yield f'shared_norm = true requires norm_placement = "pre", not "{self.norm_placement}"'
 
     def _rotary_problems(self) -> Iterator[str]:
         scaling, size = self.rope_scaling, self.rotary_size

@@ -157,7 +157,8 @@ class Attention(nnx.Module):
     """Attention of `n_heads` query and `kv_heads` key/value heads; optional RMSNorm on q and k.
 
     Optional sinks: one extra logit per head that joins the scores and has no value (gpt-oss,
-    arXiv:2508.10925). `n_heads * head_size` may differ from the width of the residual stream.
+    arXiv:2508.10925). Optional output gate: y · sigmoid(gate_proj(x)) for each channel of a head
+    (arXiv:2505.06708). `n_heads * head_size` may differ from the width of the residual stream.
     """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
@@ -168,6 +169,8 @@ class Attention(nnx.Module):
             Linear, inp=embed, std=c.init_std, declare=declare, bias=c.qkv_bias
         )
         self.q_proj, self.k_proj, self.v_proj = project(heads), project(kv_heads), project(kv_heads)
+        if c.attention_output_gate:
+            self.gate_proj = project(heads)
         self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = (
@@ -237,6 +240,9 @@ class Attention(nnx.Module):
             )
             y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
         y_BSHh = _constrain_heads(y_BSHh, "heads")
+        if c.attention_output_gate:
+            gate_BSHh = self._split_heads(self.gate_proj(x_BSD, precision), "heads")
+            y_BSHh *= jax.nn.sigmoid(gate_BSHh)
         y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
         return AttentionOut(y_BSD, cache, precision.amax if precision else {}, weights, largest)
 

@@ -50,11 +50,17 @@ def scaled_silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x * jax.nn.sigmoid(1.702 * x)
 
 
+def squared_relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Compute max(0, x)² (Primer, arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
+    "relu2": squared_relu,
     "swiglu_oai": scaled_silu,
 }
 

@@ -35,7 +35,7 @@ class OutputHead(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         out, inp = (config.vocab_size, "vocab"), (config.dim, "embed")
-        self.proj = Linear(out, inp, std=config.init_std, declare=declare)
+        self.proj = Linear(out, inp, std=config.init_std, declare=declare, bias=config.head_bias)
 
 
 class PositionEmbedding(nnx.Module):
@@ -62,7 +62,8 @@ class Block(nnx.Module):
     """Block x += attention(norm(x)); x += mlp(norm(x)), declared for all layers of a stack at once.
 
     Norms may instead follow attention and mlp (post-norm), or come before and after. With
-    `parallel_residual`, attention and mlp read the same x.
+    `parallel_residual`, attention and mlp read the same x, and with `shared_norm` also the same
+    norm(x).
 
     Attributes:
         fp8_names: names of the linear layers in 8 bits in any stack, set by `fp8_layers.convert`.
@@ -73,10 +74,12 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, declare: Declare, *, has_experts: bool = False) -> None:
         before = config.norm_placement != "post"
         after = config.norm_placement != "pre"
-        self.attention_norm = build_norm(config, declare) if before else None
+        separate = before and not config.shared_norm
+        self.shared_norm = build_norm(config, declare) if config.shared_norm else None
+        self.attention_norm = build_norm(config, declare) if separate else None
         self.attention = Attention(config, declare)
         self.attention_post_norm = build_norm(config, declare) if after else None
-        self.mlp_norm = build_norm(config, declare) if before else None
+        self.mlp_norm = build_norm(config, declare) if separate else None
         self.mlp = MoE(config, declare) if has_experts else MLP(config, declare)
         self.mlp_post_norm = build_norm(config, declare) if after else None
         self.config = config
@@ -96,13 +99,16 @@ class Block(nnx.Module):
         precision = precision or self.precision(settings.kind, context)
         run = functools.partial(self.attention, settings=settings, precision=precision)
         attend = remat.attention(settings.runtime.save, run)
-        attended = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        normed_BSD = _normed(self.shared_norm or self.attention_norm, x_BSD)
+        attended = attend(normed_BSD, context, cache)
         if precision:
             precision.amax.update(attended.amax)
         y_BSD = self._residual_term(self.attention_post_norm, attended.y)
         if not self.config.parallel_residual:
             x_BSD = split_sequence(x_BSD + y_BSD)
-        z_BSD, aux = self._feed_forward(x_BSD, context, settings.runtime, precision)
+        if not self.config.shared_norm:
+            normed_BSD = _normed(self.mlp_norm, x_BSD)
+        z_BSD, aux = self._feed_forward(normed_BSD, context, settings.runtime, precision)
         x_BSD = x_BSD + y_BSD + z_BSD if self.config.parallel_residual else x_BSD + z_BSD
         x_BSD = split_sequence(x_BSD)
         if precision and precision.records_amax:
@@ -129,12 +135,12 @@ class Block(nnx.Module):
 
     def _feed_forward(
         self,
-        x_BSD: Float[Array, "b s d"],
+        normed_BSD: Float[Array, "b s d"],
         context: Context,
         runtime: Runtime,
         precision: LayerPrecision | None,
     ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
-        normed_BSD, aux = _normed(self.mlp_norm, x_BSD), AuxOutputs()
+        aux = AuxOutputs()
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(
                 normed_BSD, context.loss_weights, runtime.grouped, context.is_padding, precision
@@ -158,6 +164,8 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.token_embedding = TokenEmbedding(config, declare)
+        if config.embedding_norm:
+            self.token_embedding_norm = build_norm(config, declare)
         if config.position_embedding == "learned":
             self.position_embedding = PositionEmbedding(config, declare)
         for name, rows in config.stacks.items():

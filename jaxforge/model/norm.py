@@ -31,20 +31,34 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """LayerNorm (x - mean) / sqrt(var + eps) · weight + bias in float32; returns the dtype of x."""
+    """LayerNorm (x - mean) / sqrt(var + eps) · weight + bias in float32; returns the dtype of x.
 
-    def __init__(self, dim: int, eps: float, declare: Declare) -> None:
-        self.weight = declare((dim,), ("norm",), jax.nn.initializers.ones)
-        self.bias = declare((dim,), ("norm",), jax.nn.initializers.zeros)
-        self.eps = eps
+    With a unit offset, the factor is 1 + weight, and weights are initially zero.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        declare: Declare,
+        *,
+        unit_offset: bool = False,
+        bias: bool = True,
+    ) -> None:
+        zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
+        self.weight = declare((dim,), ("norm",), zeros if unit_offset else ones)
+        if bias:
+            self.bias = declare((dim,), ("norm",), zeros)
+        self.eps, self.unit_offset, self.has_bias = eps, unit_offset, bias
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Normalize the last dimension."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        weight, bias = self.weight[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
-        return (x32 * scale * weight + bias).astype(x.dtype)
+        weight = self.weight[...].astype(jnp.float32)
+        y32 = x32 * scale * (1 + weight if self.unit_offset else weight)
+        return (y32 + self.bias[...].astype(jnp.float32) if self.has_bias else y32).astype(x.dtype)
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
@@ -53,4 +67,6 @@ NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 def build_norm(config: ModelConfig, declare: Declare) -> RMSNorm | LayerNorm:
     """Return the norm of the residual stream that `[model]` selects."""
     options = {"unit_offset": True} if config.norm_unit_offset else {}
+    if not config.norm_bias:
+        options["bias"] = False
     return NORMS[config.norm_type](config.dim, config.norm_eps, declare, **options)

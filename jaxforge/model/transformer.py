@@ -50,7 +50,7 @@ from jaxforge.model.plan import LayerKind, build_layer_plan
 from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import automatic_axes, constrain
+from jaxforge.parallel.sharding import automatic_axes, automatic_size, constrain
 from jaxforge.parallel.stages import Stack, forward_pipeline
 
 _COMPUTE_DTYPES = {
@@ -59,6 +59,8 @@ _COMPUTE_DTYPES = {
     "fp16": jnp.float16,
     "fp8": jnp.bfloat16,
 }
+
+_EMBEDDINGS = ("token_embedding", "token_embedding_norm", "position_embedding")
 
 Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
@@ -121,7 +123,7 @@ class Model:
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
-            for name in ("token_embedding", "position_embedding", *config.stacks, "norm")
+            for name in (*_EMBEDDINGS, *config.stacks, "norm")
             if hasattr(module, name)
         }
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
@@ -294,9 +296,11 @@ class Model:
         return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
     def embed_tokens(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        """Return the embeddings of tokens."""
+        """Return the embeddings of tokens, normalized with `embedding_norm`."""
         token_embedding = self.module("token_embedding", params["token_embedding"])
         x_BSD = split_sequence(token_embedding.embedding(tokens, self.dtype))
+        if self.config.embedding_norm:
+            x_BSD = self.module("token_embedding_norm", params["token_embedding_norm"])(x_BSD)
         return times(x_BSD, self.config.embedding_multiplier)
 
     def context(
@@ -380,6 +384,25 @@ class Model:
             return params["token_embedding"]["embedding"]["weight"]
         return params["output_head"]["proj"]["weight"]
 
+    def head_operands(
+        self, params: Params, hidden: Float[Array, "*t d"]
+    ) -> tuple[Float[Array, "*t e"], Float[Array, "v e"]]:
+        """Return final hidden states and the head, whose product hidden · headᵀ is the logits.
+
+        A bias of the head is one more column of it, which meets a channel of ones. A loss needs no
+        other rule for the bias then. Further columns of zeros make the width a multiple of the
+        number of devices that split it.
+        """
+        head = self.head(params)
+        if not self.config.head_bias:
+            return hidden, head
+        bias = params["output_head"]["proj"]["bias"].astype(head.dtype)
+        columns = automatic_size("embed")
+        is_first = jnp.arange(columns) == 0
+        ones = jnp.broadcast_to(is_first.astype(hidden.dtype), (*hidden.shape[:-1], columns))
+        head = jnp.concatenate([head, jnp.where(is_first, bias[:, None], 0)], axis=1)
+        return jnp.concatenate([hidden, ones], axis=-1), head
+
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
         """Return next-token logits in float32, with the model's soft cap.
 
@@ -388,7 +411,8 @@ class Model:
         """
         if is_decoding_step(hidden_BSD):  # the head stays where it is: see `Linear`
             hidden_BSD = constrain(hidden_BSD, None, None, "embed")
-        return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
+        operands = self.head_operands(params, hidden_BSD)
+        return project(*operands, self.config.final_logit_softcap)
 
     def unstacked(self, params: Params) -> Params:
         """Return parameters with a list of layers in place of the stacks, for decoding."""
@@ -444,7 +468,7 @@ def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
     """Register the decorated subclass of `Model` as `model.model_type = name`.
 
     Training, evaluation and generation call `embed`, `context`, the layers of `network`,
-    `final_norm`, and `head` for the matrix that computes logits.
+    `final_norm`, and `head` for the matrix that computes logits (`head_operands` with a bias).
     """
     return MODELS.register(name)
 

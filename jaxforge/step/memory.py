@@ -191,7 +191,8 @@ class _Sizes:
         dim, stream = c.dim, self._share(c.dim)
         heads, kv = self._share(c.n_heads * c.head_size), self._share(c.kv_heads * c.head_size)
         width = self._width()
-        products = heads + 2 * kv + (1 + c.is_gated) * width + 2 * dim
+        of_queries = (1 + c.attention_output_gate) * heads
+        products = of_queries + 2 * kv + (1 + c.is_gated) * width + 2 * dim
         if save in ("full", "nothing_saveable"):
             return self.bytes * stream
         if save == "dots_with_no_batch_dims_saveable":
@@ -201,6 +202,8 @@ class _Sizes:
         norms = 2 * (self.bytes * dim + 2 * _F32 * stream)
         feed_forward = self.bytes * (2 + c.is_gated) * width
         attention = 0 if save == "selective" else self.bytes * (2 * heads + 2 * kv)
+        if c.attention_output_gate and save != "selective":
+            attention += self.bytes * heads
         return self.bytes * 2 * stream + norms + feed_forward + attention
 
     def _scores_per_token(self) -> int:

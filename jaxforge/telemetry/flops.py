@@ -71,7 +71,8 @@ def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
         feed_forward: matrices of a feed-forward: 3 if gated, else 2.
         experts: number of experts that count per layer with experts, without the shared one.
     """
-    heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
+    of_queries = 2 + model.attention_output_gate  # q, o and gate
+    heads = of_queries * model.n_heads + 2 * model.kv_heads
     wide = experts * model.expert_dim + model.shared_expert_dim
     widths = sum(wide if has_experts else model.ffn_dim for has_experts in model.has_experts)
     attention = model.n_layers * heads * model.head_size

@@ -118,10 +118,10 @@ def make_eval_step(
         loss_weights = update_loss_weights(batch, config)
         loss_weights = loss_weights._replace(token=loss_weights.token[0])
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
-        labels, head = microbatch["labels"], model.head(params)
+        labels = microbatch["labels"]
         hidden, out = model.forward(params, microbatch, loss_weights)
-        tiles = tiles_of(config, labels, head, model)
-        loss = cross_entropy(hidden, head, labels, tiles)
+        operands = model.head_operands(params, hidden)
+        loss = cross_entropy(*operands, labels, tiles_of(config, labels, operands[1], model))
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
         own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else AuxOutputs()

@@ -39,6 +39,8 @@ def torch_activation(name):
     functional = torch.nn.functional
     if name == "swiglu_oai":
         return lambda gate: gate * torch.sigmoid(1.702 * gate)
+    if name == "relu2":
+        return lambda x: functional.relu(x) ** 2
     if name == "gelu_tanh":
         return functools.partial(functional.gelu, approximate="tanh")
     return getattr(functional, name)

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxforge.model.linear import Declare
-from jaxforge.model.norm import NORMS
+from jaxforge.model.norm import NORMS, LayerNorm
 
 DIM = 48
 
@@ -75,3 +75,16 @@ def test_initial_norm_weights_are_ones(kind):
     np.testing.assert_array_equal(norm.weight[...], np.ones(DIM))
     if kind == "layernorm":
         np.testing.assert_array_equal(norm.bias[...], np.zeros(DIM))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layernorm_with_unit_offset_multiplies_by_one_plus_weight(bias):
+    """Initially it is plain normalization; without a bias it declares none."""
+    declare = Declare(nnx.Rngs(params=0), jnp.float32)
+    norm, x = LayerNorm(DIM, 1e-5, declare, unit_offset=True, bias=bias), random_input()
+    assert hasattr(norm, "bias") is bias
+    plain = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), plain, rtol=0, atol=3e-6)
+    weight = np.linspace(-0.5, 0.5, DIM, dtype=np.float32)
+    norm.weight[...] = jnp.asarray(weight)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), plain * (1 + weight), rtol=0, atol=3e-6)

@@ -76,7 +76,7 @@ def test_generation_does_not_depend_on_mesh(name):
     model, params, _, _ = toy(name)
     prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21]]
     alone = Decoder(model, params, 8, GREEDY).complete(prompts, range(2))
-    assert len(set(alone[0].tokens)) > 2
+    assert len({token for row in alone for token in row.tokens}) > 2
     axes = {"pp": 2, "dp_shard": 2, "tp": 2}
     split = build_model(config_of(name, **axes))
     mesh = make_mesh(config_of(name, **axes), jax.devices())
@@ -115,7 +115,11 @@ def test_unit_offset_norms_start_with_same_logits():
     [
         ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels: rotary embeddings require "
                                          "an even number"),
-        ({"norm_unit_offset": True, "norm_type": "layernorm"}, 'requires norm_type = "rmsnorm"'),
+        ({"norm_bias": False}, 'norm_bias = false has no effect with norm_type = "rmsnorm"'),
+        ({"shared_norm": True}, "shared_norm = true requires parallel_residual = true"),
+        ({"shared_norm": True, "parallel_residual": True, "norm_placement": "post"},
+         'requires norm_placement = "pre", not "post"'),
+        ({"head_bias": True, "tie_embeddings": True}, "requires an output head of its own"),
         ({"qk_norm_scope": "projection"}, "has no effect without qk_norm = true"),
         ({"position_embedding": "learned", "partial_rotary_factor": 0.5},
          'partial_rotary_factor has no effect with position_embedding = "learned"'),

@@ -56,7 +56,7 @@ def test_chunks_count_visible_tokens():
 @pytest.mark.parametrize(
     "mlp", [{}, {"activation": "relu"}, {"activation": "relu", "gated_mlp": True}], ids=str
 )
-@pytest.mark.parametrize("heads", [{}, {"head_dim": 24}], ids=str)
+@pytest.mark.parametrize("heads", [{}, {"head_dim": 24, "attention_output_gate": True}], ids=str)
 def test_flops_match_products_of_model(mlp, heads):
     config = ModelConfig(
         dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, ffn_hidden_dim=80,

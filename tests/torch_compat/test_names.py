@@ -39,6 +39,8 @@ SOME = {"moe_frequency": 2}
 GPT_OSS = {**MIXTURE, "attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
            "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
 NEOX = {**TWO_MATRICES, "mlp_bias": True, "n_kv_heads": 4}
+SHARED_NORM = {"norm_type": "layernorm", "parallel_residual": True, "shared_norm": True}
+COHERE = {**SHARED_NORM, "norm_bias": False}
 FEATURES = {
     "kempnerforge": [
         {"qk_norm": True, "norm_type": "layernorm", "qkv_bias": True},
@@ -73,6 +75,21 @@ FEATURES = {
     "hf-gpt2": [{**NEOX, "qkv_bias": True, "o_bias": True, "position_embedding": "learned"}],
     "hf-starcoder2": [TWO_MATRICES, {**TWO_MATRICES, **BIASES}],
     "hf-arcee": [{"activation": "relu"}, {"activation": "relu", **BIASES}],
+    "hf-glm": [{"qkv_bias": True, "partial_rotary_factor": 0.5, "head_dim": 8}],
+    "hf-glm4": [SANDWICH],
+    "hf-cohere": [COHERE, {**COHERE, "qkv_bias": True, "o_bias": True}],
+    "hf-cohere2": [COHERE],
+    "hf-ernie4-5": [LLAMA, BIASES],
+    "hf-nemotron": [
+        {"norm_type": "layernorm", "activation": "relu2"},
+        {"norm_type": "layernorm", "activation": "relu2", **BIASES},
+    ],
+    "hf-phi": [{**SHARED_NORM, **BIASES, "activation": "gelu", "head_bias": True}],
+    "hf-gptj": [{**SHARED_NORM, "mlp_bias": True, "activation": "gelu", "head_bias": True}],
+    "hf-falcon": [
+        {**SHARED_NORM, "activation": "gelu", "n_kv_heads": 1},
+        {**TWO_MATRICES, **BIASES, "parallel_residual": True},
+    ],
     "hf-mixtral": [MIXTURE],
     "hf-qwen2-moe": [
         {**MIXTURE, **SOME, **SHARED, "qkv_bias": True},

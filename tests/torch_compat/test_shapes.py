@@ -21,8 +21,10 @@ OPTIONS = {
     "gated_mlp": [None, True],
     "o_bias": [False, True],
     "attention_sinks": [False, True],
+    "attention_output_gate": [False, True],
     "mlp_bias": [False, True],
     "norm_placement": ["pre", "sandwich"],
+    "embedding_norm": [False, True],
     "position_embedding": ["rotary", "learned"],
 }
 EXPERTS = {"num_experts": 4, "moe_top_k": 2}
@@ -53,7 +55,10 @@ def test_parameters_have_documented_shapes():
     ]
     for a, b in itertools.combinations(OPTIONS, 2):
         settings.append({**settings[0], a: OPTIONS[a][1], b: OPTIONS[b][1]})
-    settings += [{"norm_placement": "post"}, {"qk_norm": True, "qk_norm_scope": "projection"}]
+    settings += [{"norm_placement": "post"}, {"qk_norm": True, "qk_norm_scope": "projection"},
+                 {"norm_type": "layernorm", "norm_bias": False, "embedding_norm": True},
+                 {"norm_type": "layernorm", "shared_norm": True, "parallel_residual": True},
+                 {"shared_norm": True, "parallel_residual": True, "head_bias": True}]  # fmt: skip
     for chosen in settings:
         config = tiny_config(model={**MODEL, **chosen})
         expected, _ = training_state.model_shapes(config)

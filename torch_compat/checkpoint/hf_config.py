@@ -355,11 +355,11 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
-           "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
+           "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
-            "swiglu_limit")  # fmt: skip
+            "swiglu_limit", "logit_scale")  # fmt: skip
 _WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
 _WIDTHS_OR_0 = ("shared_intermediate_size",)
@@ -382,7 +382,8 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
          "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "norm_topk_prob",
-         "use_qk_norm", "qkv_bias"),
+         "use_qk_norm", "qkv_bias", "bias", "alibi", "new_decoder_architecture", "multi_query",
+         "parallel_attn"),
         lambda value: isinstance(value, bool),
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),

@@ -9,20 +9,25 @@ from collections.abc import Callable, Iterator
 
 from jaxforge.config.model import ModelConfig
 from torch_compat.checkpoint.stacking import EXPERTS, Stacking
-from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS
+from torch_compat.names.table import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS
 
 Shape = tuple[int, ...]
 
 
 def parameters(model: ModelConfig) -> dict[str, Shape]:
     """Return our name -> shape, one entry per layer and expert, in the order of a checkpoint."""
-    norm = dict(_norm("norm", model.dim, model.norm_type))
+    norm = dict(_norm("norm", model.dim, model))
     table = (model.vocab_size, model.dim)
-    head = {} if model.tie_embeddings else {HEAD: table}
+    bias = {HEAD_BIAS: (model.vocab_size,)} if model.head_bias else {}
+    head = {} if model.tie_embeddings else {**bias, HEAD: table}
     learned = model.position_embedding == "learned"
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
+    embeddings = {**positions, EMBEDDING: table}
+    if model.embedding_norm:
+        of_embeddings = dict(_norm("token_embedding_norm", model.dim, model))
+        embeddings |= dict(sorted(of_embeddings.items()))
     shapes = _in_layers(model, _block)
-    return {**shapes, **dict(sorted(norm.items())), **head, **positions, EMBEDDING: table}
+    return {**shapes, **dict(sorted(norm.items())), **head, **embeddings}
 
 
 def untrained(model: ModelConfig) -> dict[str, Shape]:
@@ -53,19 +58,23 @@ def _in_layers(
 def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
     """Yield the parameters of a layer, with those of one expert."""
     norm_names = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
-    for edge in norm_names[model.norm_placement]:
-        yield from _norm(f"attention_{edge}", model.dim, model.norm_type)
-        yield from _norm(f"mlp_{edge}", model.dim, model.norm_type)
+    if model.shared_norm:
+        yield from _norm("shared_norm", model.dim, model)
+    for edge in () if model.shared_norm else norm_names[model.norm_placement]:
+        yield from _norm(f"attention_{edge}", model.dim, model)
+        yield from _norm(f"mlp_{edge}", model.dim, model)
     queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
     for name, size in (("q", queries), ("k", keys), ("v", keys)):
         yield from _linear(f"attention.{name}_proj", size, model.dim, bias=model.qkv_bias)
+    if model.attention_output_gate:
+        yield from _linear("attention.gate_proj", queries, model.dim, bias=model.qkv_bias)
     yield from _linear("attention.o_proj", model.dim, queries, bias=model.o_bias)
     if model.attention_sinks:
         yield "attention.sinks", (model.n_heads,)
     if model.qk_norm:
         is_joint = model.qk_norm_scope == "projection"
-        yield from _norm("attention.q_norm", queries if is_joint else model.head_size)
-        yield from _norm("attention.k_norm", keys if is_joint else model.head_size)
+        yield "attention.q_norm.weight", (queries if is_joint else model.head_size,)
+        yield "attention.k_norm.weight", (keys if is_joint else model.head_size,)
     yield from _experts(model) if has_experts else _feed_forward("mlp", model.ffn_dim, model)
 
 
@@ -93,7 +102,7 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[tup
         yield f"{name}.bias", (outputs,)
 
 
-def _norm(name: str, size: int, kind: str = "rmsnorm") -> Iterator[tuple[str, Shape]]:
+def _norm(name: str, size: int, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (size,)
-    if kind == "layernorm":
+    if model.norm_type == "layernorm" and model.norm_bias:
         yield f"{name}.bias", (size,)

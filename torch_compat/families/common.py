@@ -54,9 +54,10 @@ _ROTARY = {
     "finetuned", *(theirs for of_kind in _SCALINGS.values() for theirs in of_kind.values()),
 }  # fmt: skip
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
-                "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}  # fmt: skip
+                "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
+                "relu2": "relu2"}  # fmt: skip
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh",
-                      "relu": "relu", "swiglu_oai": "silu"}  # fmt: skip
+                      "relu": "relu", "relu2": "relu2", "swiglu_oai": "silu"}  # fmt: skip
 """gpt-oss's files say silu, which its model ignores; transformers has no name for its "
 "activation."""
 

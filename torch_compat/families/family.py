@@ -4,8 +4,18 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxforge.config.model import ModelConfig
-from torch_compat.names.table import EMBEDDING, HEAD, Fused, Layout, NameMap, Rule
+from torch_compat.names.table import (
+    EMBEDDING,
+    HEAD,
+    Fused,
+    InterleavedRotary,
+    Layout,
+    NameMap,
+    Rule,
+)
 
 Config = Mapping[str, Any]
 """`config.json` with the defaults of transformers, under Llama's names of keys."""
@@ -78,6 +88,13 @@ ATTENTION_BIASES = tuple(
     Rule(f"{OURS}attention.{m}_proj.bias", f"{THEIRS}self_attn.{m}_proj.bias", optional=True)
     for m in "qkvo"
 )
+_PAIRED = {"q": InterleavedRotary(), "k": InterleavedRotary()}
+PAIRED_ATTENTION = tuple(
+    Rule(f"{OURS}attention.{m}_proj.{kind}", f"{THEIRS}self_attn.{m}_proj.{kind}", _PAIRED.get(m),
+         kind == "bias")
+    for m in "qkvo" for kind in ("weight", "bias")
+)  # fmt: skip
+"""Rules of attention that rotates neighbouring channels."""
 QK_NORMS = tuple(
     Rule(f"{OURS}attention.{m}_norm.weight", f"{THEIRS}self_attn.{m}_norm.weight") for m in "qk"
 )
@@ -112,7 +129,11 @@ _REFUSED = {
     r".*\.shared_expert\..*": "this family has no shared expert",
     r".*\.shared_expert_gate\..*": "this family has no gate of its shared expert",
     r".*\.attention\.sinks": "this family has no attention sinks; hf-gpt-oss has",
+    r"token_embedding_norm\..*": "this family has no norm of embeddings; hf-bloom has",
+    r".*\.shared_norm\..*": "attention and feed-forward share no norm in this family",
+    r"output_head\.proj\.bias": "this family's output head has no bias; hf-phi's has",
     r".*norm\.bias": "this family has no LayerNorm; hf-stablelm has",
+    r".*\.attention\.gate_proj\..*": "this family's attention has no output gate",
     r".*\.[qk]_norm\.weight": "this family has no q/k norms; hf-qwen3 has",
     r".*\.[qkv]_proj\.bias": "this family has no biases; hf-qwen2 has",
 }
@@ -147,3 +168,12 @@ def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool 
         Rule(name, key, Fused(part, layout, transposed), optional)
         for part, name in enumerate(names)
     )
+
+
+def queries_with_gates(model: ModelConfig) -> list[np.ndarray]:
+    """Return the rows of `q_proj` and of attention's `gate_proj` in a fused matrix.
+
+    Qwen3-Next stores the h rows of a head's query and then the h rows of the head's output gate.
+    """
+    rows = np.arange(2 * model.n_heads * model.head_size)
+    return list(rows.reshape(model.n_heads, 2, -1).swapaxes(0, 1).reshape(2, -1))

@@ -6,7 +6,7 @@ from torch_compat.families.common import COMMON
 from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, name_map
 from torch_compat.names.table import Rule
 
-_NORM_BIASES = (
+NORM_BIASES = (
     Rule("norm.bias", "model.norm.bias"),
     Rule(f"{OURS}attention_norm.bias", f"{THEIRS}input_layernorm.bias"),
     Rule(f"{OURS}mlp_norm.bias", f"{THEIRS}post_attention_layernorm.bias"),
@@ -32,7 +32,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "stablelm",
-    name_map("hf-stablelm", "StableLmForCausalLM", *LLAMA, *_NORM_BIASES, *_BIASES),
+    name_map("hf-stablelm", "StableLmForCausalLM", *LLAMA, *NORM_BIASES, *_BIASES),
     {**COMMON, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "use_qkv_bias": False,
      "partial_rotary_factor": None},
     read=_read,

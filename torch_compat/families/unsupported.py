@@ -6,6 +6,7 @@ _ENCODER = "an encoder, with bidirectional attention"
 _PAIR = "an encoder and a decoder"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
+_FORMER = "the names and layouts of an outdated format"
 _PAIRED = "rotary positions of neighbouring channels"
 
 UNSUPPORTED_FAMILIES: dict[str, str] = {
@@ -26,9 +27,8 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         _MEDIA: "gemma3 gemma3n llama4 llava llava_next qwen2_vl qwen2_5_vl qwen3_vl mllama "
         "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
         _ALIBI: "bloom mpt baichuan",
-        "attention and feed-forward that share a norm": "falcon phi",
-        _PAIRED: "gptj codegen cohere cohere2 glm glm4 ernie4_5 ernie4_5_moe chatglm",
-        "squared ReLU and LayerNorm with 1 + w": "nemotron",
+        _FORMER: "codegen chatglm",
+        _PAIRED: "ernie4_5_moe",
         "learned positions with an offset of 2": "opt",
     }.items()
     for model_type in types.split()

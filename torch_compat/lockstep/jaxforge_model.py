@@ -152,6 +152,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Arrays) -> Arr
         between = entering + attention
         before_mlp = entering if model.config.parallel_residual else between
         values |= {
+            **_normed(model, f"{at}.shared_norm", entering, params),
             **_normed(model, f"{at}.attention_norm", entering, params),
             f"{at}.attention": attention,
             f"{at}.after_attention": between,

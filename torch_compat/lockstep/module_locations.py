@@ -68,7 +68,7 @@ def _in_memory(location: ModuleLocation, modules: Collection[str]) -> ModuleLoca
 
 def _layer_locations(keys: dict[str, str], i: int, model: ModelConfig) -> list[ModuleLocation]:
     at, times = f"layers.{i}", model.residual_multiplier
-    norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("attention", "mlp")}
+    norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("shared", "attention", "mlp")}
     locations = [ModuleLocation(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
     if norms["mlp"] is not None and not model.parallel_residual:
         locations.append(

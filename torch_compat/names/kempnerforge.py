@@ -8,9 +8,10 @@ from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 UNSUPPORTED_KEYS = (
     "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
-    "norm_unit_offset", "parallel_residual", "gated_mlp",
-    "attention_scale", "attn_logit_softcap", "attention_sinks", "final_logit_softcap",
-    "swiglu_limit", "embedding_multiplier",
+    "norm_unit_offset", "norm_bias", "embedding_norm", "parallel_residual", "shared_norm",
+    "head_bias", "gated_mlp",
+    "attention_scale", "attn_logit_softcap", "attention_sinks", "attention_output_gate",
+    "final_logit_softcap", "swiglu_limit", "embedding_multiplier",
     "residual_multiplier", "logits_scaling", "moe_first_dense_layers", "moe_norm_topk",
     "moe_routed_scaling", "moe_groups", "mup_base_width", "mup_base_head_dim",
 )  # fmt: skip

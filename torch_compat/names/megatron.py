@@ -26,8 +26,8 @@ _ATTENTION, _MLP = f"{_THEIRS}self_attention.", f"{_THEIRS}mlp."
 _EXPERTS = f"{_MLP}experts.experts.{{j}}."
 
 
-def _by_group(model: ModelConfig) -> list[np.ndarray]:
-    """Return the rows of queries, keys and values in `linear_qkv`, grouped by key head."""
+def rows_by_group(model: ModelConfig) -> list[np.ndarray]:
+    """Return the rows of queries, keys and values of a fused matrix, grouped by key head."""
     queries = model.n_heads // model.kv_heads
     rows = np.arange((queries + 2) * model.kv_heads * model.head_size)
     groups = rows.reshape(model.kv_heads, queries + 2, model.head_size)
@@ -61,7 +61,7 @@ MEGATRON = NameMap(
                     Rule(
                         f"{_OURS}attention.{m}_proj.{kind}",
                         f"{_ATTENTION}linear_qkv.{kind}",
-                        Fused(part, _by_group),
+                        Fused(part, rows_by_group),
                     )
                     for part, m in enumerate("qkv")
                 ),

@@ -23,6 +23,7 @@ from jaxforge.errors import UserError
 from torch_compat.formats.lazy import LazyTensor, interleave_rows, stack
 
 HEAD = "output_head.proj.weight"
+HEAD_BIAS = "output_head.proj.bias"
 EMBEDDING = "token_embedding.embedding.weight"
 POSITIONS = "position_embedding.weight"
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.(\d+)\..*")
@@ -43,20 +44,23 @@ class LayoutChange(Protocol):
 
 
 class InterleavedRotary:
-    """Meta's layout of q and k: channels 2i and 2i + 1 of a head are rotated as a pair.
+    """Layout of q and k in which channels 2i and 2i + 1 of a head are rotated as a pair.
 
-    jaxforge and transformers rotate channels i and i + h/2 of a head of h channels.
+    jaxforge and most families of transformers rotate channels i and i + n/2 of the first n channels
+    of a head (`model.partial_rotary_factor`); Meta, GPT-J and others rotate neighbouring channels.
+    Scores do not depend on the order of channels that q and k share, so converted rows are the
+    whole difference. Parameters per channel of a head, such as norms, have the same order.
     """
 
     def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """Move the even channels of each head before the odd ones."""
+        """Move the even rotated channels of each head before the odd ones."""
         if not tensor.shape or tensor.shape[0] % config.head_size:
             return tensor  # of another model: the check of shapes reports it
-        return tensor.rows(_even_then_odd(tensor.shape[0], config.head_size))
+        return tensor.rows(_even_then_odd(tensor.shape[0], config))
 
     def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """Interleave the two halves of each head."""
-        return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config.head_size)))
+        """Interleave the two halves of each head's rotated channels."""
+        return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config)))
 
 
 class Transposed:
@@ -365,6 +369,8 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(escaped)
 
 
-def _even_then_odd(rows: int, head: int) -> np.ndarray:
-    order = np.concatenate([np.arange(0, head, 2), np.arange(1, head, 2)])
-    return (np.arange(0, rows, head)[:, None] + order).reshape(-1)
+def _even_then_odd(rows: int, config: ModelConfig) -> np.ndarray:
+    channels, rotated = np.arange(config.head_size), config.rotary_size
+    pairs = channels[:rotated]
+    order = np.concatenate([pairs[::2], pairs[1::2], channels[rotated:]])
+    return (np.arange(0, rows, config.head_size)[:, None] + order).reshape(-1)

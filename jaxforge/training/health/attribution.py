@@ -95,8 +95,8 @@ def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
 
     def row_losses(params: Params, batch: Batch) -> Float[Array, "m b"]:
         def microbatch_losses(microbatch: Batch) -> Float[Array, "b"]:
-            labels, head = microbatch["labels"], model.head(params)
-            hidden = model.forward(params, microbatch)[0]
+            labels = microbatch["labels"]
+            hidden, head = model.head_operands(params, model.forward(params, microbatch)[0])
             each = jnp.eye(labels.shape[0], dtype=bool)
             tiles = tiles_of(config, labels, head, model)
             by_row = cross_entropy(hidden, head, labels, tiles, each).by_dataset

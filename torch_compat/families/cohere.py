@@ -1,0 +1,52 @@
+"""Command R: a LayerNorm without bias that attention and feed-forward share, scaled logits."""
+
+from jaxforge.config.model import ModelConfig
+from torch_compat.families import common
+from torch_compat.families.common import COMMON
+from torch_compat.families.family import (
+    GATED,
+    OURS,
+    OUTSIDE,
+    PAIRED_ATTENTION,
+    THEIRS,
+    Config,
+    Family,
+    Table,
+    name_map,
+)
+from torch_compat.names.table import Rule
+
+_NORM = Rule(f"{OURS}shared_norm.weight", f"{THEIRS}input_layernorm.weight")
+RULES = (*OUTSIDE, _NORM, *PAIRED_ATTENTION, *GATED)
+DEFAULTS = {
+    **COMMON, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    "attention_bias": False, "logit_scale": 0.0625,
+}  # fmt: skip
+NAMES = {"layer_norm_eps": "rms_norm_eps"}
+
+
+def read(c: Config, where: str) -> Table:
+    """Read a model without windows."""
+    structure = {"norm_type": "layernorm", "norm_bias": False, "parallel_residual": True,
+                 "shared_norm": True, "logits_scaling": 1 / c["logit_scale"]}  # fmt: skip
+    return {**common.llama(c, where), **structure}
+
+
+def write(model: ModelConfig) -> Table:
+    """Return the keys that `read` reads."""
+    keys = {**common.llama_keys(model), "attention_bias": model.qkv_bias and model.o_bias,
+            "logit_scale": 1 / model.logits_scaling}  # fmt: skip
+    del keys["head_dim"]  # not a key of Cohere
+    return keys
+
+
+FAMILY = Family(
+    "cohere",
+    name_map("hf-cohere", "CohereForCausalLM", *RULES),
+    DEFAULTS,
+    read=read,
+    write=lambda model: {**write(model), "use_qk_norm": False},
+    only={"use_qk_norm": False},
+    names=NAMES,
+    unused=("model_max_length", "pretraining_tp"),
+)
