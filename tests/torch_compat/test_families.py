@@ -340,13 +340,9 @@ def test_export_of_import_is_identical(imported, tmp_path):
 # tested in tests/model/test_moe.py.
 TRAINED = [
     "olmo3, window 8", "gemma2, window 8", "gemma3, window 8", "granite", "gpt_neox", "gpt2",
-<<<<<<< HEAD
-    "gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "qwen2_moe", "dots1", "granitemoeshared")),
-=======
     "gpt_oss", "cohere", "nemotron", "phi",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "dots1")),
->>>>>>> blocks
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "qwen2_moe", "dots1", "granitemoeshared")),
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import LAYERS, ModelConfig
-from jaxforge.model.attention import LayerSettings
+from jaxforge.model.layer import LayerSettings
 from jaxforge.model.transformer import Model
 from tests.model.attention_reference import allowed_keys
 from torch_compat.families.family import OURS, THEIRS, fused, name_map, queries_with_gates
