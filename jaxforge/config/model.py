@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.mixers import Mamba2Config
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
@@ -17,7 +18,10 @@ LAYERS = "layers"
 ATTENTION, NO_MIXER = "attention", "none"
 """Names of softmax attention as a mixer, and of layers without a mixer."""
 
-MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER)
+MAMBA2 = "mamba2"
+"""Name of state-space layers of Mamba-2 as a mixer."""
+
+MIXERS = Registry("model.mixer", ATTENTION, MAMBA2, NO_MIXER)
 """Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
 
 FeedForward = Literal["dense", "experts", "none"]
@@ -108,6 +112,8 @@ class ModelConfig(Section):
     feed_forward_pattern: tuple[FeedForward, ...] = ()
     """Feed-forwards of consecutive layers, repeated over all layers; "none": the layer has a mixer
     only. If empty, moe_frequency and moe_first_dense_layers choose the layers with experts."""
+    mamba2: Mamba2Config = Mamba2Config()
+    """Settings of mixer = "mamba2"."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     o_bias: bool = False
@@ -519,6 +525,11 @@ class ModelConfig(Section):
             )
         if self.mixer_pattern and self.mixer != ATTENTION:
             yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
+        if MAMBA2 in self.mixers and self.mup_base_width is not None:
+            yield (
+                f'mup_base_width = {self.mup_base_width} is not supported with mixer = "mamba2": '
+                "muP has no rule for the recurrence. Remove it"
+            )
         if "experts" in self.feed_forward_pattern and not self.num_experts:
             yield 'feed_forward_pattern has "experts", which requires num_experts'
         if self.feed_forward_pattern and self.num_experts and not self.is_moe:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import MAMBA2, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
 from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
@@ -101,7 +101,7 @@ def select_family(
     lacks = {
         name: _lacks(family, model)
         for name, family in FAMILIES.items()
-        if family.has_experts == model.is_moe
+        if family.may_have(experts=model.is_moe)
     }
     able = [name for name, missing in lacks.items() if not missing]
     if not able:
@@ -215,6 +215,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     """
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
+    keys |= _mixer_settings(model)
     has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
         "n_kv_heads": model.kv_heads,
@@ -251,6 +252,12 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_shared_expert_dim": model.shared_expert_dim,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,
     }
+
+
+def _mixer_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of mixers that layers have, without those of the initialization."""
+    settings = {key: value for key, value in model.mamba2 if not key.startswith("init_")}
+    return {MAMBA2: settings if MAMBA2 in model.mixers else None}
 
 
 def _effective_spans(spans: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
@@ -292,7 +299,11 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
     for key, value in usual.items():
         is_fine = _RANGES.get(key)
-        is_wrong = key in _NEVER_NULL if value is None else is_fine and not is_fine(value)
+        is_wrong = is_fine and not is_fine(value)
+        if value is None:
+            is_wrong = key in _NEVER_NULL or key in NEEDED
+        if family.experts_are_optional and key == "num_local_experts" and value == 0:
+            is_wrong = False
         if is_wrong:
             name = family.name_in_family(key)
             raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
@@ -360,16 +371,21 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
-           "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim")  # fmt: skip
+           "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim", "mamba_n_heads",
+           "mamba_n_groups", "mamba_expand", "mamba_num_heads", "n_groups")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
-            "swiglu_limit", "logit_scale")  # fmt: skip
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+            "swiglu_limit", "logit_scale", "time_step_min", "time_step_max")  # fmt: skip
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "mamba_d_state",
+           "mamba_d_conv", "mamba_chunk_size", "mamba_head_dim", "ssm_state_size", "conv_kernel",
+           "chunk_size", "moe_shared_expert_intermediate_size")  # fmt: skip
+_FLAGS = ("norm_topk_prob", "qkv_bias", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias")
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
 _WIDTHS_OR_0 = ("shared_intermediate_size",)
-_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_WIDTHS_OR_0, *_FROM, "norm_topk_prob",
-                         "qkv_bias"))  # fmt: skip
+_NEVER_NULL = frozenset(
+    (*_COUNTS, *_NUMBERS, *_WIDTHS, *_WIDTHS_OR_0, *_FROM, *_FLAGS, "mamba_d_head")
+)
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
@@ -386,13 +402,16 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     "initializer_range": lambda value: is_size(value) or value == 0,
     **dict.fromkeys(
         ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
-         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "norm_topk_prob",
-         "use_qk_norm", "qkv_bias", "bias", "alibi", "new_decoder_architecture", "multi_query",
-         "parallel_attn"),
+         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights",
+         "use_qk_norm", "bias", "alibi", "new_decoder_architecture", "multi_query",
+         "parallel_attn", *_FLAGS),
         lambda value: isinstance(value, bool),
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
-    "layer_types": _list_of(is_name),
+    **dict.fromkeys(("layer_types", "layers_block_type"), _list_of(is_name)),
+    "hybrid_override_pattern": lambda value: isinstance(value, str) and is_name(value),
+    "attn_layer_indices": _list_of(_is_int_up_to(limits.LAYERS, 0)),
+    "mamba_d_head": lambda value: value == "auto" or _is_int_up_to(limits.WIDTH)(value),
     "no_rope_layers": _list_of(lambda value: value in (0, 1)),
     "mlp_only_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
 }  # fmt: skip

@@ -12,7 +12,7 @@ _MODULES = (
     "granite", "phi3", "stablelm", "gpt_neox", "gpt2", "starcoder2", "arcee", "mixtral",
     "glm", "glm4", "cohere", "cohere2", "ernie4_5", "nemotron", "phi", "gptj", "falcon",
     "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "granitemoe",
-    "granitemoeshared",
+    "granitemoeshared", "bamba", "granitemoehybrid", "nemotron_h",
 )  # fmt: skip
 """Modules of this package in order of preference: an export uses the first matching family."""
 

@@ -1,7 +1,7 @@
 """Description of a family of transformers, and parameter names that most families share."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch_compat.names.table import (
     Fused,
     InterleavedRotary,
     Layout,
+    LayoutChange,
     NameMap,
     Rule,
 )
@@ -42,6 +43,7 @@ class Family:
         requires_head_divisor: whether transformers requires that the number of heads divides the
             width.
         further_layers_key: key of the number of layers after the last that predict further tokens.
+        experts_are_optional: whether a family with experts also has models without.
     """
 
     model_type: str
@@ -55,11 +57,12 @@ class Family:
     unused: Collection[str] = ()
     requires_head_divisor: bool = False
     further_layers_key: str | None = None
+    experts_are_optional: bool = False
 
-    @property
-    def has_experts(self) -> bool:
-        """True if the feed-forward has experts."""
-        return "num_experts_per_tok" in self.defaults
+    def may_have(self, *, experts: bool) -> bool:
+        """Return whether models of the family may have experts, or may have none."""
+        has_experts = "num_experts_per_tok" in self.defaults
+        return self.experts_are_optional or has_experts == experts
 
     def name_in_family(self, key: str) -> str:
         """Return the family's name of a key of Llama."""
@@ -140,7 +143,8 @@ _REFUSED = {
 
 
 def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
-            renamed: tuple[tuple[str, str], ...] = ()) -> NameMap:  # fmt: skip
+            renamed: tuple[tuple[str, str], ...] = (),
+            optional_groups: Mapping[str, str] | None = None) -> NameMap:  # fmt: skip
     """Return the name map of a family.
 
     Args:
@@ -149,11 +153,16 @@ def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
         rules: the table.
         ignored: patterns of keys without trained values, in addition to rotary frequencies.
         renamed: (pattern of outdated keys, current key) pairs.
+        optional_groups: pattern of keys without counterpart -> what an import leaves out.
     """
-    return NameMap(name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed)
+    return NameMap(
+        name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed,
+        optional_groups=optional_groups or {},
+    )  # fmt: skip
 
 
 def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool = False,
+          change: LayoutChange | None = None,
           optional: bool = False) -> tuple[Rule, ...]:  # fmt: skip
     """Return the rules of parameters that the dialect stores in one tensor.
 
@@ -162,12 +171,24 @@ def fused(names: tuple[str, ...], key: str, layout: Layout, *, transposed: bool 
         key: the dialect's key.
         layout: the rows of each parameter.
         transposed: whether the dialect's tensor is [in, out].
+        change: conversion of the layout of each parameter.
         optional: whether models may lack the parameters.
     """
     return tuple(
-        Rule(name, key, Fused(part, layout, transposed), optional)
+        Rule(name, key, Fused(part, layout, transposed, change), optional)
         for part, name in enumerate(names)
     )
+
+
+def grouped_rows(groups: int, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Return the rows of each part of a matrix that stores all parts of a group together.
+
+    Args:
+        groups: number of groups, such as heads.
+        sizes: rows of each part in a group.
+    """
+    rows = np.arange(groups * sum(sizes)).reshape(groups, -1)
+    return [part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1)]
 
 
 def queries_with_gates(model: ModelConfig) -> list[np.ndarray]:
@@ -175,5 +196,4 @@ def queries_with_gates(model: ModelConfig) -> list[np.ndarray]:
 
     Qwen3-Next stores the h rows of a head's query and then the h rows of the head's output gate.
     """
-    rows = np.arange(2 * model.n_heads * model.head_size)
-    return list(rows.reshape(model.n_heads, 2, -1).swapaxes(0, 1).reshape(2, -1))
+    return grouped_rows(model.n_heads, (model.head_size, model.head_size))

@@ -48,12 +48,12 @@ DEFAULTS = {
     **COMMON, **MULTIPLIERS, "attention_bias": False, "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }  # fmt: skip
-_SIZES = ("num_local_experts", "intermediate_size")
+SIZES = ("num_local_experts", "intermediate_size")
 
 
 def read(c: Config, where: str) -> Table:
     """Read a model with experts in every layer."""
-    routed = experts.softmax({**c, "norm_topk_prob": True}, *_SIZES)
+    routed = experts.softmax({**c, "norm_topk_prob": True}, *SIZES)
     return common.llama(c, where) | multipliers(c) | routed
 
 
@@ -61,7 +61,7 @@ def write(model: ModelConfig) -> Table:
     """Return the keys that `read` reads."""
     keys = {
         **common.llama_keys(model),
-        **experts.softmax_keys(model, *_SIZES),
+        **experts.softmax_keys(model, *SIZES),
         **multiplier_keys(model),
         "attention_bias": model.qkv_bias and model.o_bias,
     }

@@ -13,8 +13,8 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
     model_type: what
     for what, types in {
         _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 longcat_flash minicpm3 glm_moe_dsa",
-        _STATE_SPACE: "mamba mamba2 falcon_mamba falcon_h1 jamba bamba zamba zamba2 nemotron_h "
-        "granitemoehybrid recurrent_gemma rwkv xlstm lfm2 qwen3_next plamo2",
+        _STATE_SPACE: "mamba mamba2 falcon_mamba falcon_h1 jamba zamba zamba2 "
+        "recurrent_gemma rwkv xlstm lfm2 qwen3_next plamo2",
         _ENCODER: "bert roberta xlm-roberta distilbert albert electra deberta deberta-v2 "
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",

@@ -106,6 +106,26 @@ class LazyTensor:
             self, shape=self.shape[::-1], read=lambda index: self.read(index[::-1]).T
         )
 
+    def without_axis(self, axis: int) -> "LazyTensor":
+        """Remove a dimension of size 1."""
+
+        def read(index: Index) -> np.ndarray:
+            whole = self.read((*index[:axis], slice(0, 1), *index[axis:]))
+            return np.squeeze(whole, axis)
+
+        shape = self.shape[:axis] + self.shape[axis + 1 :]
+        return dataclasses.replace(self, shape=shape, read=read)
+
+    def with_axis(self, axis: int) -> "LazyTensor":
+        """Insert a dimension of size 1."""
+
+        def read(index: Index) -> np.ndarray:
+            values = np.expand_dims(self.read(index[:axis] + index[axis + 1 :]), axis)
+            return values[(slice(None),) * axis + (index[axis],)]
+
+        shape = (*self.shape[:axis], 1, *self.shape[axis:])
+        return dataclasses.replace(self, shape=shape, read=read)
+
     def rows(self, order: Sequence[int] | np.ndarray) -> "LazyTensor":
         """Gather entries of the first dimension: entry i of the result is entry `order[i]`."""
         order = np.asarray(order)

@@ -75,6 +75,20 @@ class Transposed:
         return tensor.transposed()
 
 
+class DepthwiseConvolution:
+    """Weights of torch's `Conv1d` with one channel per group, stored as [channels, 1, width]."""
+
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return the weights as [channels, width]."""
+        if len(tensor.shape) != 3 or tensor.shape[1] != 1:
+            return tensor  # of another model: the check of shapes reports it
+        return tensor.without_axis(1)
+
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return the weights as [channels, 1, width]."""
+        return tensor.with_axis(1)
+
+
 Layout = Callable[[ModelConfig], list[np.ndarray]]
 """Function from the config to the rows of each part in a fused tensor, in the part's order."""
 
@@ -86,11 +100,13 @@ class Fused(NamedTuple):
         part: index of the parameter in `layout`.
         layout: the rows of each part.
         is_transposed: whether the fused tensor is stored as [in, out].
+        change: conversion of the layout of each part; None: both layouts are the same.
     """
 
     part: int
     layout: Layout
     is_transposed: bool = False
+    change: LayoutChange | None = None
 
     def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Return the part's rows of the fused tensor."""
@@ -98,11 +114,12 @@ class Fused(NamedTuple):
         whole = tensor.transposed() if self._is_stored_transposed(tensor) else tensor
         if whole.shape[:1] != (sum(map(len, rows)),):
             return tensor  # of another model: the check of shapes reports it
-        return whole.rows(rows[self.part])
+        part = whole.rows(rows[self.part])
+        return self.change.to_jaxforge(part, config) if self.change else part
 
     def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
-        """Return the part unchanged: `merge_parts` builds the fused tensor from all parts."""
-        return tensor
+        """Return the part in its layout: `merge_parts` builds the fused tensor from all parts."""
+        return self.change.to_dialect(tensor, config) if self.change else tensor
 
     def merge_parts(
         self, parts: Mapping[int, LazyTensor], config: ModelConfig, key: str
