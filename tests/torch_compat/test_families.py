@@ -64,6 +64,7 @@ MPT = {"vocab_size": 300, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_l
        "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0}  # fmt: skip
 BLOOM = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": LONGEST,
          "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0}  # fmt: skip
+ERNIE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20}
 LLAMA4 = {"intermediate_size_mlp": 40, "head_dim": 16, "num_local_experts": 4, "floor_scale": 5,
           "attn_scale": 0.7, "attention_chunk_size": 8}  # fmt: skip
 
@@ -189,7 +190,8 @@ CASES = {
     "qwen3_moe, some layers, window 8": ("qwen3_moe", {
         **FEW_EXPERTS, "num_experts": 4, "num_hidden_layers": 4, "decoder_sparse_step": 2,
         "head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 8}),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}),
+    "olmoe": ("olmoe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "clip_qkv": 0.5}),
     "olmoe, mha": ("olmoe", {
         "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, **MHA}),
     "dots1": ("dots1", {
@@ -209,6 +211,9 @@ CASES = {
     "gpt_oss, full, no biases": ("gpt_oss", {
         **GPT_OSS, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False,
         "layer_types": ["full_attention"] * 2, "rope_parameters": rope("default"), **MHA}),
+    "ernie4_5_moe": ("ernie4_5_moe", {**ERNIE, "num_hidden_layers": 3}),
+    "ernie4_5_moe, some layers": ("ernie4_5_moe", {
+        **ERNIE, "num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0}),
     "llama4_text": ("llama4_text", {**LLAMA4, "num_hidden_layers": 4}),
     "llama4_text, some layers": ("llama4_text", {
         **LLAMA4, "num_hidden_layers": 5, "interleave_moe_layer_step": 2, "num_experts_per_tok": 3,
@@ -456,7 +461,6 @@ def minimal(model_type, **keys):
         (minimal("phi3", rope_scaling={**LONGROPE, "long_factor": [1, "x"]}), "has long_factor"),
         (minimal("gemma3_text", rope_parameters={"sliding_attention": LLAMA3}),
          "a scaling of sliding layers is not supported"),
-        (minimal("olmoe", clip_qkv=8.0), "no counterpart of clip_qkv = 8.0 in olmoe"),
         (minimal("olmoe", head_dim=16), "head_dim = 16: all heads must add up to"),
         (minimal("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[2]), "mlp_only_layers = .2."),
         (minimal("qwen3_moe", decoder_sparse_step=3), "no layer has experts with decoder_sparse"),
@@ -478,7 +482,8 @@ def minimal(model_type, **keys):
         (minimal("llama4_text", no_rope_layers=[1]), "must have 2 layers, of full_attention and"),
         (minimal("cohere2", sliding_window=None), "layers without a window have no positions"),
         (minimal("gptj", rotary_dim=10), "rotary_dim = 10 must be even, and at most the 8 chan"),
-        (minimal("ernie4_5_moe"), "takes rotary positions of neighbouring channels: not built"),
+        (minimal("ernie4_5_moe", moe_layer_start_index=2), "no counterpart of experts in layers"),
+        (minimal("baichuan"), "takes ALiBi"),
         (minimal("deepseek_v2"), "takes multi-head latent attention: not built yet"),
         (minimal("bert"), "'bert' takes an encoder, with bidirectional attention: not built yet"),
         (minimal("deepseek_v3"), "takes multi-head latent attention: not built yet"),

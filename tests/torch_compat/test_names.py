@@ -92,6 +92,10 @@ FEATURES = {
     ],
     "hf-bloom": [{**TWO_MATRICES, **BIASES, "n_kv_heads": 4, "embedding_norm": True}],
     "hf-mpt": [{**TWO_MATRICES, "norm_bias": False, "n_kv_heads": 4}],
+    "hf-ernie4-5-moe": [
+        {**MIXTURE, **SOME, "moe_shared_experts": 1, "moe_bias_update": "sign"},
+        {**MIXTURE, "moe_bias_update": "sign"},
+    ],
     "hf-llama4-text": [
         {**MIXTURE, **SOME, "moe_shared_experts": 1},
         {**MIXTURE, "moe_shared_experts": 1, "qkv_bias": True, "o_bias": True},

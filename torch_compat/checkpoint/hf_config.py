@@ -362,15 +362,22 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
            "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim",
-           "interleave_moe_layer_step")  # fmt: skip
+           "interleave_moe_layer_step", "moe_layer_interval")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
             "swiglu_limit", "attn_scale")  # fmt: skip
 _WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
            "attention_chunk_size", "floor_scale")  # fmt: skip
-_FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
-_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
+_FROM = (
+    "moe_num_shared_experts",
+    "moe_layer_start_index",
+    "max_window_layers",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+)
+_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias",
+                         "moe_layer_end_index"))  # fmt: skip
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
@@ -382,7 +389,7 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_FROM, _is_int_up_to(limits.LAYERS, 0)),
     **dict.fromkeys(
         (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor",
-         "logit_scale"),
+         "logit_scale", "clip_qkv"),
         is_size,
     ),
     "initializer_range": lambda value: is_size(value) or value == 0,
@@ -396,6 +403,7 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), check_table),
     "layer_types": _list_of(is_name),
     "no_rope_layers": _list_of(lambda value: value in (0, 1)),
+    "moe_layer_end_index": _is_int_up_to(limits.LAYERS, -1),
     "moe_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
     "attn_temperature_tuning": lambda value: type(value) in (bool, int),
     "mlp_only_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),

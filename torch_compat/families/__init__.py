@@ -13,6 +13,7 @@ _MODULES = (
     "glm", "glm4", "cohere", "cohere2", "ernie4_5", "nemotron", "phi", "gptj", "falcon",
     "bloom", "mpt",
     "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "llama4_text",
+    "ernie4_5_moe",
 )  # fmt: skip
 """Modules of this package in order of preference: an export uses the first matching family."""
 

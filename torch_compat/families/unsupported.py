@@ -8,7 +8,6 @@ _FUSED = "experts in one tensor with multipliers"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
 _FORMER = "the names and layouts of an outdated format"
-_PAIRED = "rotary positions of neighbouring channels"
 
 UNSUPPORTED_FAMILIES: dict[str, str] = {
     model_type: what
@@ -29,7 +28,6 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
         _ALIBI: "baichuan",
         _FORMER: "codegen chatglm",
-        _PAIRED: "ernie4_5_moe",
         "learned positions with an offset of 2": "opt",
     }.items()
     for model_type in types.split()
