@@ -118,6 +118,9 @@ class ModelConfig(Section):
     """Add a bias to queries, keys and values, as Qwen2 does."""
     o_bias: bool = False
     """Add a bias to the output projection of attention."""
+    clip_qkv: PositiveFloat | None = None
+    """Clamp queries, keys and values to +- this value before they are split into heads, as MPT and
+    DBRX do. If not set, they are not clamped."""
     attention_scale: PositiveFloat | None = None
     """Factor on attention scores; if not set, 1 / sqrt(head width)."""
     attn_logit_softcap: PositiveFloat | None = None
@@ -128,6 +131,11 @@ class ModelConfig(Section):
     attention_output_gate: bool = False
     """Multiply the output of attention, before o_proj, by a sigmoid gate per channel of a head that
     is a linear function of the layer's input (Qwen3-Next)."""
+    attn_temperature_scale: PositiveFloat | None = None
+    """Multiply the query at position p, in layers without rotary positions, by 1 + scale *
+    log(1 + floor((p + 1) / attn_temperature_floor)), as Llama 4 does with a scale of 0.1."""
+    attn_temperature_floor: PositiveInt = 8192
+    """Tokens between the steps of attn_temperature_scale."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
@@ -174,8 +182,11 @@ class ModelConfig(Section):
     """Cap of the final logits z: cap * tanh(z / cap), as in Gemma 2."""
     max_seq_len: PositiveInt = 2048
     """Maximum sequence length in tokens."""
-    position_embedding: Literal["rotary", "learned"] = "rotary"
-    """Position encoding: rotary embeddings, or a learned table added to the token embeddings."""
+    position_embedding: Literal["rotary", "learned", "alibi"] = "rotary"
+    """Position encoding: rotary embeddings, a learned table added to the token embeddings, or a
+    bias of attention scores that falls linearly with the distance (ALiBi, as in BLOOM and MPT)."""
+    alibi_max_bias: PositiveFloat = 8.0
+    """alibi: head i of n subtracts 2^(-alibi_max_bias * i / n) per token of distance."""
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the channels of a head, from the first, that get rotary embeddings."""
     rope_theta: PositiveFloat = 10000.0
@@ -203,6 +214,9 @@ class ModelConfig(Section):
     """Apply RMSNorm to queries and keys before the rotary embedding."""
     qk_norm_scope: Literal["head", "projection"] = "head"
     """Scope of qk_norm: each head, or all heads of a token together (OLMo 2)."""
+    qk_l2_norm: bool = False
+    """Divide the heads of queries and keys by their root mean square in layers with rotary
+    positions, without weights (Llama 4)."""
     qk_norm_eps: PositiveFloat = 1e-5
     """Added to the variance in the norms of queries and keys, independent of norm_eps."""
     init_std: NonNegativeFloat = 0.02
@@ -233,6 +247,8 @@ class ModelConfig(Section):
     """Router scores: a softmax over all experts, or a sigmoid per expert."""
     moe_norm_topk: bool = True
     """Divide the scores of the selected experts by their sum."""
+    moe_score_inputs: bool = False
+    """Multiply the inputs of experts by their scores, as in Llama 4, instead of their outputs."""
     moe_routed_scaling: PositiveFloat = 1.0
     """Factor on the summed output of the routed experts."""
     moe_groups: PositiveInt = 1
@@ -443,6 +459,7 @@ class ModelConfig(Section):
             yield 'activation = "swiglu_oai" is always gated: remove gated_mlp'
         if self.swiglu_limit is not None and not self.is_gated:
             yield f"swiglu_limit = {self.swiglu_limit} requires gated_mlp = true"
+        yield from self._position_problems()
         yield from self._norm_problems()
         if self.head_bias and self.tie_embeddings:
             yield "head_bias = true requires an output head of its own: set tie_embeddings = false"
@@ -458,13 +475,40 @@ class ModelConfig(Section):
         if self.num_experts:
             yield from self._expert_problems()
 
+    def _position_problems(self) -> Iterator[str]:
+        is_alibi = self.position_embedding == "alibi"
+        if (
+            self.alibi_max_bias != type(self).model_fields["alibi_max_bias"].default
+            and not is_alibi
+        ):
+            yield (
+                f"alibi_max_bias = {self.alibi_max_bias} has no effect with position_embedding = "
+                f'"{self.position_embedding}": remove it'
+            )
+
+        floor, plain = (
+            self.attn_temperature_floor,
+            type(self).model_fields["attn_temperature_floor"],
+        )
+        if floor != plain.default and self.attn_temperature_scale is None:
+            yield f"attn_temperature_floor = {floor} has no effect without attn_temperature_scale"
+        if self.attn_temperature_scale is not None and all(self.ropes):
+            yield (
+                f"attn_temperature_scale = {self.attn_temperature_scale} has no effect: all layers "
+                "have rotary positions. Set rope_pattern, or remove it"
+            )
+
     def _norm_problems(self) -> Iterator[str]:
+        if self.qk_l2_norm and (self.qk_norm or not any(self.ropes)):
+            yield "qk_l2_norm = true requires layers with rotary positions, and qk_norm = false"
         if not self.norm_bias and self.norm_type != "layernorm":
             yield 'norm_bias = false has no effect with norm_type = "rmsnorm": remove it'
         if self.shared_norm and not self.parallel_residual:
             yield "shared_norm = true requires parallel_residual = true"
         if self.shared_norm and self.norm_placement != "pre":
             yield f'shared_norm = true requires norm_placement = "pre", not "{self.norm_placement}"'
+        if self.shared_norm and any("none" in parts for parts in self.layer_parts):
+            yield "shared_norm = true requires a mixer and a feed-forward in each layer"
 
     def _rotary_problems(self) -> Iterator[str]:
         scaling, size = self.rope_scaling, self.rotary_size
@@ -495,7 +539,10 @@ class ModelConfig(Section):
         plain = type(self).model_fields
         for key in keys:
             if getattr(self, key) != plain[key].default:
-                yield f'{key} has no effect with position_embedding = "learned": remove it'
+                yield (
+                    f"{key} has no effect with position_embedding = "
+                    f'"{self.position_embedding}": remove it'
+                )
 
     def _window_problems(self) -> Iterator[str]:
         for kind, key in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
@@ -578,6 +625,8 @@ class ModelConfig(Section):
                 f"moe_top_k = {self.moe_top_k} is more than the {experts // groups} experts of "
                 f"each of the moe_top_k_groups = {self.moe_top_k_groups} groups"
             )
+        if self.moe_score_inputs and self.moe_gradient_scale:
+            yield "moe_gradient_scale = true scales outputs: it excludes moe_score_inputs = true"
         if self.bias_update == "kempnerforge" and self.moe_router != "sigmoid_topk":
             yield 'moe_bias_update = "kempnerforge" requires moe_router = "sigmoid_topk"'
         for key in ("moe_shared_expert_dim", "moe_shared_expert_gate"):

@@ -7,7 +7,8 @@
     splash      JAX's flash attention on TPU (`splash.py`)
 
 Every kernel supports causality, packed documents, sliding windows and a scale of scores. All except
-cuDNN's also support chunks, a soft cap of scores and attention sinks. Selecting an unsupported
+cuDNN's also support chunks, a soft cap of scores and attention sinks. Only reference and blockwise
+support ALiBi. Selecting an unsupported
 kernel by name is an error. `auto` takes the platform's first supported kernel. The run's banner
 names it, with the reasons against preferred kernels.
 
@@ -29,22 +30,25 @@ from jaxforge.errors import UserError
 from jaxforge.kernels.blockwise import blockwise_attention
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
 from jaxforge.kernels.on_first_use import on_first_use
-from jaxforge.kernels.scoring import PLAIN, Scoring
+from jaxforge.kernels.scoring import PLAIN, Scoring, Slopes, alibi_bias
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 SegmentIds = Int[Array, "b s"] | None
 Sinks = Float[Array, "heads"] | None
+Bias = Float[Array, "*b heads s t"] | None
+"""Term that is added to the scores, after their soft cap."""
 Backend = Callable[..., Queries]
-"""(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
+"""(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None, slopes=None)
 -> softmax(q kᵀ / √h) v, causal.
 
 `segment_ids` separates packed documents. A query sees the last `window` tokens, including itself;
 None: all of them. With chunks of `chunk` tokens, it sees only its own chunk. `sinks` are an extra
 logit per head that joins the scores and has no value: a sink takes the fraction
 sigmoid(sink - lse) of the weight. cuDNN's kernel supports neither chunks nor sinks. Kernels that
-are not opaque also take `reach`, a window that is an array.
+are not opaque also take `reach`, a window that is an array, and `slopes`: the product
+slope · (key - query) of positions is added to the scores of a head (`scoring.alibi_slopes`).
 """
 
 
@@ -58,15 +62,17 @@ def reference_attention(
     reach: Int[Array, ""] | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
+    slopes: Slopes = None,
 ) -> Queries:
     """Attend with all S x S scores in float32."""
-    if reach is None and chunk is None and scoring.softcap is None and sinks is None:
+    is_plain = scoring.softcap is None and sinks is None and slopes is None
+    if reach is None and chunk is None and is_plain:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
     seen = visible(tokens[:, None], tokens, window if reach is None else reach, chunk)[None, None]
     if segment_ids is not None:
         seen = seen & _same_document(segment_ids)
-    return masked_attention(q, k, v, seen, scoring, sinks)
+    return masked_attention(q, k, v, seen, scoring, sinks, alibi_bias(slopes, tokens, tokens))
 
 
 def cudnn_attention(
@@ -88,10 +94,11 @@ def masked_attention(
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
+    bias: Bias = None,
 ) -> Queries:
     """Attend with any mask by plain products."""
-    if scoring.softcap is not None or sinks is not None:
-        weights = softmax_weights(q, k, mask, scoring, sinks)
+    if scoring.softcap is not None or sinks is not None or bias is not None:
+        weights = softmax_weights(q, k, mask, scoring, sinks, bias)
         output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
         return output.reshape(q.shape)
     return jax.nn.dot_product_attention(
@@ -100,12 +107,17 @@ def masked_attention(
 
 
 def softmax_weights(
-    q: Queries, k: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring, sinks: Sinks
+    q: Queries,
+    k: Keys,
+    mask: Bool[Array, "b 1 s t"],
+    scoring: Scoring,
+    sinks: Sinks,
+    bias: Bias = None,
 ) -> Float[Array, "b kv group s t"]:
     """Return the float32 weights of keys for each query; with sinks they sum to less than 1."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
-    return _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
+    return _weights_of_scores(scores, q.shape[3], mask, scoring, sinks, bias)
 
 
 def cached_attention(
@@ -115,11 +127,12 @@ def cached_attention(
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
+    bias: Bias = None,
 ) -> Queries:
     """Attend with any mask to the keys and values of a cache."""
     grouped = q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3])
     scores = jnp.einsum("bskgh,bkth->bkgst", grouped, k, preferred_element_type=jnp.float32)
-    weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks)
+    weights = _weights_of_scores(scores, q.shape[3], mask, scoring, sinks, bias)
     return jnp.einsum("bkgst,bkth->bskgh", weights.astype(v.dtype), v).reshape(q.shape)
 
 
@@ -129,8 +142,11 @@ def _weights_of_scores(
     mask: Bool[Array, "b 1 s t"],
     scoring: Scoring,
     sinks: Sinks,
+    bias: Bias,
 ) -> Float[Array, "b kv group s t"]:
     capped = scoring.capped(scores * scoring.scale_of(head_size))
+    if bias is not None:
+        capped += bias.reshape(*bias.shape[:-3], *scores.shape[1:3], *bias.shape[-2:])
     seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
     if sinks is not None:  # one more key
         column = sinks.reshape(scores.shape[1], -1, 1, 1).astype(seen.dtype)
@@ -226,6 +242,7 @@ def attend_with_masks(
     positions: Int[Array, "b s"] | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
+    slopes: Slopes = None,
 ) -> Queries:
     """Attend with the mask `masks[mask_index]`.
 
@@ -244,8 +261,11 @@ def attend_with_masks(
         positions: positions of tokens in their documents, for chunks; None: they are counted.
         scoring: scale and soft cap of the scores.
         sinks: an extra logit per head that joins the scores; None: there are none.
+        slopes: slopes of ALiBi; None: there is none. Opaque kernels have none.
     """
     attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
+    if slopes is not None:
+        attend = functools.partial(attend, slopes=slopes)
     if positions is None:  # kernels are faster without a mask
         masks = [mask.within(q.shape[1]) for mask in masks]
     if isinstance(mask_index, int) or len(set(masks)) == 1:
@@ -303,7 +323,8 @@ class KernelRequirements(NamedTuple):
         sinks: whether heads have attention sinks.
         packed: whether rows contain several documents.
         capability: compute capability of a GPU, such as "9.0"; None: unknown.
-        here: whether such a device is present; False: programs are only compiled for it.
+        is_present: whether such a device is present; False: programs are only compiled for it.
+        alibi: whether scores have ALiBi.
     """
 
     platform: str
@@ -316,10 +337,14 @@ class KernelRequirements(NamedTuple):
     packed: bool = False
     capability: str | None = None
     is_present: bool = True
+    alibi: bool = False
 
 
 _ROOMY = ("8.0", "9.0", "10.0", "10.3")
 """Compute capabilities with at least 160 KiB of shared memory per block."""
+
+
+_NO_ALIBI = 'it has no ALiBi, and model.position_embedding = "alibi"'
 
 
 def _no_gpu_kernel(at: KernelRequirements) -> str | None:
@@ -349,6 +374,8 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
             f"it has no mask of chunks, and model.attention_chunk_size = {at.chunk} cuts sequences "
             f"of train.seq_len = {at.seq_len}"
         )
+    if at.alibi:
+        return _NO_ALIBI
     if at.sinks:
         return "it has no attention sinks, and model.attention_sinks = true"
     return None
@@ -366,7 +393,7 @@ def _triton_unsupported(at: KernelRequirements) -> str | None:
             f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
             f"these GPUs have {at.capability}"
         )
-    return None
+    return _NO_ALIBI if at.alibi else None
 
 
 def _splash_unsupported(at: KernelRequirements) -> str | None:
@@ -376,7 +403,7 @@ def _splash_unsupported(at: KernelRequirements) -> str | None:
 
     if at.seq_len % SEQUENCE_MULTIPLE:
         return f"train.seq_len = {at.seq_len} is not a multiple of {SEQUENCE_MULTIPLE}"
-    return None
+    return _NO_ALIBI if at.alibi else None
 
 
 class Kernel(NamedTuple):

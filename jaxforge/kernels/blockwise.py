@@ -23,6 +23,9 @@ Blocks of queries and their keys (x) of one sequence; a window w starts keys lat
     block 1   x x . .         x x . .       the loop over blocks is unrolled, because each block
     block 2   x x x .         . x x .       has another static number of keys
     block 3   x x x x         . . x x
+
+ALiBi adds slope · (key - query) to the scores of a head, a block at a time. Packed documents need
+nothing else: the distance of two tokens is the same in their row as in their document.
 """
 
 import functools
@@ -34,7 +37,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.kernels import masking
-from jaxforge.kernels.scoring import PLAIN, Scoring, product
+from jaxforge.kernels.scoring import PLAIN, Scoring, Slopes, product
 
 _BLOCKS = 8  # blocks of a sequence; of causal scores, only diagonal blocks are partly masked
 _SMALLEST = 32  # queries of a block: smaller products are not fast
@@ -53,6 +56,7 @@ class _Inputs(NamedTuple):
     segment_ids: SegmentIds
     reach: Reach
     sinks: Sinks
+    slopes: Slopes = None
 
 
 class _Static(NamedTuple):
@@ -64,12 +68,16 @@ class _Static(NamedTuple):
 
 
 class _Folded(NamedTuple):
-    """Folded queries [b, kv, R, h], keys and values [b, kv, s, h], and sinks of rows [kv, R, 1]."""
+    """Folded queries [b, kv, R, h], keys and values [b, kv, s, h].
+
+    Sinks and slopes are those of rows, [kv, R, 1].
+    """
 
     q: Array
     k: Array
     v: Array
     sinks: Array | None
+    slopes: Array | None
 
 
 def blockwise_attention(
@@ -82,13 +90,15 @@ def blockwise_attention(
     reach: Reach = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
+    slopes: Slopes = None,
 ) -> Float[Array, "b s heads h"]:
     """Compute softmax(q kᵀ / √h) v over visible keys: earlier, same document, window and chunk.
 
     `reach` is a window that is an array: keys outside of it are masked, but not skipped. `sinks`
-    are extra logits that join the scores of each query and take a part of the weight.
+    are extra logits that join the scores of each query and take a part of the weight. `slopes` are
+    those of ALiBi, constants without a gradient.
     """
-    inputs = _Inputs(q_BSHh, k_BSKh, v_BSKh, segment_ids, reach, sinks)
+    inputs = _Inputs(q_BSHh, k_BSKh, v_BSKh, segment_ids, reach, sinks, slopes)
     return _attention(_Static(window, chunk, scoring), inputs)
 
 
@@ -104,7 +114,7 @@ def _attend(static: _Static, inputs: _Inputs) -> tuple[Array, tuple[_Inputs, Arr
     for block in _blocks(static, inputs):
         scores = product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = scoring.capped(scores * scoring.scale_of(q.shape[-1]))
-        scores = jnp.where(block.visible, scores, -jnp.inf)
+        scores = jnp.where(block.visible, _with_alibi(scores, folded, block), -jnp.inf)
         # Every query sees itself, so `top` is finite. A block has all visible keys at once: there
         # is no running maximum to rescale.
         top = jnp.max(scores, axis=-1, keepdims=True)
@@ -138,7 +148,8 @@ def _differentiate(
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
         scores = product("bkrh,bkth->bkrt", queries, keys)
         scores = static.scoring.capped(scores * static.scoring.scale_of(q.shape[-1]))
-        weights = jnp.where(block.visible, jnp.exp(scores - lse), 0.0)
+        biased = _with_alibi(scores, folded, block)
+        weights = jnp.where(block.visible, jnp.exp(biased - lse), 0.0)
         d_weights = product("bkrh,bkth->bkrt", d_out_block, values)
         d_scores = static.scoring.score_gradients(
             scores, weights, d_weights, delta[:, :, block.rows], q.shape[-1]
@@ -185,8 +196,18 @@ class _Block(NamedTuple):
     visible: Array
 
 
+def _with_alibi(scores: Array, folded: _Folded, block: _Block) -> Array:
+    """Return scores [b, kv, r, t] with the bias of ALiBi."""
+    if folded.slopes is None:
+        return scores
+    group = folded.q.shape[2] // folded.k.shape[2]
+    queries = jnp.arange(block.rows.start, block.rows.stop) // group
+    back = jnp.arange(block.keys.start, block.keys.stop) - queries[:, None]
+    return scores + folded.slopes[:, block.rows] * back.astype(jnp.float32)
+
+
 def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
-    q, k, _, segment_ids, reach, _ = inputs
+    q, k, _, segment_ids, reach, *_ = inputs
     window, chunk, _ = static
     length, kv_heads = q.shape[1], k.shape[2]
     group = q.shape[2] // kv_heads
@@ -206,12 +227,14 @@ def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
 
 
 def _fold_all(inputs: _Inputs) -> _Folded:
-    q, k, v, _, _, sinks = inputs
+    q, k, v, _, _, *of_heads = inputs
     kv_heads = k.shape[2]
-    # Row i·G + g belongs to head g of its group: the sinks of the G heads repeat for every query.
-    if sinks is not None:
-        sinks = jnp.tile(sinks.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]
-    return _Folded(_fold_queries(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), sinks)
+    # Row i·G + g belongs to head g of its group: values of the G heads repeat for every query.
+    of_rows = (
+        None if x is None else jnp.tile(x.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]
+        for x in of_heads
+    )  # fmt: skip
+    return _Folded(_fold_queries(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), *of_rows)
 
 
 def _fold_queries(x_BSHh: Array, kv_heads: int) -> Float[Array, "b kv r h"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.kernels.attention_backends import Keys, Queries, SegmentIds, Sinks, softmax_weights
 from jaxforge.kernels.masking import Mask, chunk_ids, select_chunk, select_window, visible
-from jaxforge.kernels.scoring import Scoring
+from jaxforge.kernels.scoring import Scoring, Slopes, alibi_bias
 from jaxforge.parallel.sharding import constrain
 
 
@@ -24,6 +24,7 @@ def attention_weights(
     segment_ids: SegmentIds,
     scoring: Scoring,
     sinks: Sinks,
+    slopes: Slopes = None,
 ) -> Float[Array, "b heads s s"]:
     """Return the weight of every key for every query of its sequence, 0 for invisible keys.
 
@@ -35,6 +36,7 @@ def attention_weights(
         segment_ids: documents of packed rows.
         scoring: scale and soft cap of the scores.
         sinks: an extra logit per head; weights then sum to less than 1.
+        slopes: slopes of ALiBi.
     """
     batch, length, heads, _ = q.shape
     tokens = jnp.arange(length)
@@ -42,7 +44,8 @@ def attention_weights(
     segment_ids = _with_chunks(masks, mask_index, q, segment_ids)
     if segment_ids is not None:
         seen_BST = seen_BST & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    weights = softmax_weights(q, k, seen_BST[:, None], scoring, sinks)
+    bias = alibi_bias(slopes, tokens, tokens)
+    weights = softmax_weights(q, k, seen_BST[:, None], scoring, sinks, bias)
     return constrain(weights.reshape(batch, heads, length, length), "batch", "heads", None, None)
 
 
@@ -54,7 +57,9 @@ def max_logits(
     segment_ids: SegmentIds,
     scoring: Scoring,
 ) -> Float[Array, "b heads"]:
-    """Return the largest scaled product of a query and a visible key, without soft cap and sinks.
+    """Return the largest scaled product of a query and a visible key.
+
+    Soft cap, sinks and ALiBi are left out.
 
     Args:
         masks: masks of the layers (`LayerPlan.masks`).

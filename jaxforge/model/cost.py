@@ -20,7 +20,7 @@ class MixerCost(NamedTuple):
 
 
 def attention_cost(config: ModelConfig) -> MixerCost:
-    """Return the cost of grouped-query attention: q, k, v, o and gate; two products per pair."""
+    """Return the cost of grouped queries: q, k, v, o and gate, and two products per pair."""
     c = config
     heads = (2 + c.attention_output_gate) * c.n_heads + 2 * c.kv_heads
     return MixerCost(c.dim * heads * c.head_size, per_pair=2 * c.n_heads * c.head_size)

@@ -238,8 +238,12 @@ def _mlp(
 ) -> Float[Array, "n d"]:
     """Apply each expert to its rows, and multiply the outputs by the weights of the rows.
 
-    Weights are applied before the last matrix, so that their gradient does not need the output.
+    Weights are applied before the last matrix, so that their gradient does not need the output; or
+    to the rows themselves (`moe_score_inputs`).
     """
+    weights: Array | None = weight_N
+    if config.moe_score_inputs:
+        rows_ND, weights = (rows_ND * weight_N[:, None]).astype(rows_ND.dtype), None
 
     def apply(name: str, rows: Array) -> Array:
         weight, bias, gradient = linears[name]
@@ -250,11 +254,13 @@ def _mlp(
         if bias is None:
             return y
         bias_NO = _bias_of_rows(bias, sizes_E, len(rows), name).astype(y.dtype)
-        return y + (bias_NO if name != "down_proj" else bias_NO * weight_N.astype(y.dtype)[:, None])
+        if name != "down_proj" or weights is None:
+            return y + bias_NO
+        return y + bias_NO * weights.astype(y.dtype)[:, None]
 
     up_NF = apply("up_proj", rows_ND)
     gate_NF = apply("gate_proj", rows_ND) if config.is_gated else None
-    return apply("down_proj", activated(up_NF, gate_NF, config, weight_N))
+    return apply("down_proj", activated(up_NF, gate_NF, config, weights))
 
 
 def _bias_of_rows(

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,25 +29,31 @@ class LayerInputs(NamedTuple):
     states: Mapping[str, PyTree] | None
 
 
-def run_groups(
+class LayerGroup(NamedTuple):
+    """Consecutive layers of a plan.
+
+    Attributes:
+        run: x -> (x after the layers, stacked other outputs).
+        is_scanned: whether outputs are stacked as [periods, layers of a period, ...].
+    """
+
+    run: Callable[[Array], tuple[Array, LayerOut]]
+    is_scanned: bool
+
+
+def split_into_groups(
     plan: LayerPlan,
     layer: Callable[[LayerKind, str, bool], Layer],
     rows: LayerInputs,
-    x_BSD: Array,
     unroll: int,
-) -> tuple[Array, LayerOut]:
-    """Run leading layers, repeated periods (one scan) and remaining layers of a plan.
+) -> Iterator[LayerGroup]:
+    """Split a plan into leading layers, repeated periods (one scan) and remaining layers.
 
     Args:
         plan: the kind of each layer.
         layer: (kind, name of the stack, whether in a loop) -> the layer function.
         rows: inputs of the layers.
-        x_BSD: input of the first layer.
         unroll: number of layers per iteration of the loop.
-
-    Returns:
-        The output of the last layer, and the other outputs: decoding states by stack, the others
-        stacked by layer.
     """
     leading, length, repeats = period = plan.period
 
@@ -64,21 +70,20 @@ def run_groups(
             used[stack] += 1
         return x_BSD, _stack_outputs([plan.stacks[number] for number in layers], outs)
 
-    outs = []
     for first, end in ((0, leading), (leading, period.end), (period.end, len(plan.layers))):
         if first == end:
             continue
         group_rows = _slice_layers(rows, plan, slice(first, end))
         if first != leading:
-            x_BSD, out = run(range(first, end), False, x_BSD, group_rows)
-            outs.append(out)
+            yield LayerGroup(
+                functools.partial(run, range(first, end), False, rows=group_rows), False
+            )
             continue
         # Rows of L layers become [periods, layers of a period, ...]; the scan runs over periods.
         xs = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), group_rows)
         body = functools.partial(run, range(leading, leading + length), repeats > 1)
-        x_BSD, out = jax.lax.scan(body, x_BSD, xs, unroll=max(1, unroll // length))
-        outs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out))
-    return x_BSD, _concatenate_outputs(outs)
+        scan = functools.partial(jax.lax.scan, body, xs=xs, unroll=max(1, unroll // length))
+        yield LayerGroup(scan, is_scanned=True)
 
 
 def _stack_outputs(stacks: Sequence[str], outs: Sequence[LayerOut]) -> LayerOut:
@@ -95,8 +100,14 @@ def _stacked(trees: Sequence[PyTree]) -> Any:  # noqa: ANN401  # the type of the
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-def _concatenate_outputs(outs: Sequence[LayerOut]) -> LayerOut:
-    """Concatenate stacked outputs; a group of layers may lack some stacks."""
+def concatenate_outputs(groups: Sequence[LayerGroup], outs: Sequence[LayerOut]) -> LayerOut:
+    """Concatenate outputs of groups of layers, stacked by layer; groups may lack some stacks."""
+    outs = [
+        jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out)
+        if group.is_scanned
+        else out
+        for group, out in zip(groups, outs, strict=True)
+    ]
 
     def concatenate(trees: Sequence[PyTree]) -> Any:  # noqa: ANN401  # the type of the trees
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)

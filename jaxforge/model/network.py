@@ -110,19 +110,18 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """Run one layer; `precision` is `self.precision(...)`, if a subclass has called it."""
         precision = precision or self.precision(settings.kind, context)
-        is_parallel = self.config.parallel_residual
-        shared_BSD = _normed(self.shared_norm, x_BSD) if self.shared_norm is not None else None
+        is_parallel, normed_BSD = self.config.parallel_residual, x_BSD
         mix, mixed, y_BSD = self._mixer(settings, precision), MixerOut(x_BSD), None
         if mix is not None:
-            normed_BSD = _normed(self.attention_norm, x_BSD) if shared_BSD is None else shared_BSD
+            normed_BSD = _normed(self.shared_norm or self.attention_norm, x_BSD)
             mixed = mix(normed_BSD, context, cache)
             y_BSD = self._residual_term(self.attention_post_norm, mixed.y)
         if precision:
             precision.amax.update(mixed.amax)
         if not is_parallel:
             x_BSD = split_sequence(_add(x_BSD, y_BSD))
-        normed_BSD = _normed(self.mlp_norm, x_BSD) if shared_BSD is None else shared_BSD
-        z_BSD, aux = self._feed_forward(normed_BSD, context, settings.runtime, precision)
+        entering = x_BSD if self.shared_norm is None else normed_BSD
+        z_BSD, aux = self._feed_forward(entering, context, settings.runtime, precision)
         x_BSD = split_sequence(_add(_add(x_BSD, y_BSD if is_parallel else None), z_BSD))
         if precision and precision.records_amax:
             # Scan outputs of all layers need the same names; this layer may be in bf16, or belong
@@ -171,7 +170,7 @@ class Block(nnx.Module):
 
     def _feed_forward(
         self,
-        normed_BSD: Float[Array, "b s d"],
+        x_BSD: Float[Array, "b s d"],
         context: Context,
         runtime: Runtime,
         precision: LayerPrecision | None,
@@ -179,12 +178,13 @@ class Block(nnx.Module):
         """Return the residual term and auxiliary outputs of the feed-forward, if there is one."""
         if isinstance(self.mlp, MoE):
             y_BSD, aux = self.mlp(
-                normed_BSD, context.loss_weights, runtime.grouped, context.is_padding, precision
-            )
+                _normed(self.mlp_norm, x_BSD), context.loss_weights, runtime.grouped,
+                context.is_padding, precision,
+            )  # fmt: skip
             return self._residual_term(self.mlp_post_norm, y_BSD), aux
         z_BSD, aux = None, AuxOutputs()
         if self.mlp is not None:
-            y_BSD = self.mlp(normed_BSD, precision)
+            y_BSD = self.mlp(_normed(self.mlp_norm, x_BSD), precision)
             z_BSD = self._residual_term(self.mlp_post_norm, y_BSD)
         if self.config.is_moe and context.loss_weights is not None:
             aux = empty_expert_aux(self.config)  # same names as layers with experts

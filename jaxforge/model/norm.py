@@ -45,10 +45,10 @@ class LayerNorm(nnx.Module):
         unit_offset: bool = False,
         bias: bool = True,
     ) -> None:
-        zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
-        self.weight = declare((dim,), ("norm",), zeros if unit_offset else ones)
+        init = jax.nn.initializers.zeros if unit_offset else jax.nn.initializers.ones
+        self.weight = declare((dim,), ("norm",), init)
         if bias:
-            self.bias = declare((dim,), ("norm",), zeros)
+            self.bias = declare((dim,), ("norm",), jax.nn.initializers.zeros)
         self.eps, self.unit_offset, self.has_bias = eps, unit_offset, bias
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
@@ -81,6 +82,13 @@ class LayerPlan(NamedTuple):
         """Return whether layers of a kind may have rotary positions."""
         ropes = self.ropes[kind.rope : kind.rope + 1] if isinstance(kind.rope, int) else self.ropes
         return ropes != (None,)
+
+    def rotates(self, kind: LayerKind) -> bool | Bool[Array, ""]:
+        """Return whether layers of a kind have rotary positions; an array if the kind is traced."""
+        has_rope = [rope is not None for rope in self.ropes]
+        if isinstance(kind.rope, int) or len(set(has_rope)) == 1:
+            return has_rope[kind.rope if isinstance(kind.rope, int) else 0]
+        return jnp.asarray(has_rope)[kind.rope]
 
     def kinds_by_row(self, stack: Stack) -> LayerKind:
         """Return the kinds of rows of stacked parameters as arrays; arbitrary for padding rows."""

@@ -37,7 +37,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: the k experts of each token; `num_experts` for padding, which has no expert.
-        weights: factors of the experts' outputs.
+        weights: factors of the experts' outputs, or inputs (`moe_score_inputs`).
         counts: number of assignments to each expert in the microbatch, over all devices.
     """
 

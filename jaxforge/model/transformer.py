@@ -38,8 +38,9 @@ from jaxforge.model.layer import (
 from jaxforge.model.layer_scan import (
     Layer,
     LayerInputs,
-    run_groups,
+    concatenate_outputs,
     run_unstacked,
+    split_into_groups,
     unstack,
 )
 from jaxforge.model.linear import Backward, Declare, Untrained, is_decoding_step, times
@@ -249,7 +250,12 @@ class Model:
             out = out._replace(cache=cache and {LAYERS: out.cache})
         else:
             inputs = LayerInputs({name: params[name] for name in self.config.stacks}, cache)
-            x_BSD, out = run_groups(self.plan, layer, inputs, x_BSD, self.runtime.unroll)
+            groups = list(split_into_groups(self.plan, layer, inputs, self.runtime.unroll))
+            outs = []
+            for group in groups:
+                x_BSD, out = group.run(x_BSD)
+                outs.append(out)
+            out = concatenate_outputs(groups, outs)
         return self.final_norm(params, x_BSD), out
 
     def extend(
@@ -403,9 +409,9 @@ class Model:
         bias = params["output_head"]["proj"]["bias"].astype(head.dtype)
         columns = automatic_size("embed")
         is_first = jnp.arange(columns) == 0
-        ones = jnp.broadcast_to(is_first.astype(hidden.dtype), (*hidden.shape[:-1], columns))
+        channels = jnp.broadcast_to(is_first.astype(hidden.dtype), (*hidden.shape[:-1], columns))
         head = jnp.concatenate([head, jnp.where(is_first, bias[:, None], 0)], axis=1)
-        return jnp.concatenate([hidden, ones], axis=-1), head
+        return jnp.concatenate([hidden, channels], axis=-1), head
 
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
         """Return next-token logits in float32, with the model's soft cap.

@@ -32,10 +32,12 @@ def spread_sequences(model: Model, batch: Batch) -> Batch:
 
 
 def _positions(model: Model, batch: Batch) -> Int[Array, "m b s"]:
-    """Return positions in rows, or positions in documents if position embeddings are learned."""
+    """Return positions in rows, or in documents where the model depends on them."""
     microbatches, rows, length = shape = batch["labels"].shape
     segment_ids = batch.get("segment_ids")
-    if model.config.position_embedding != "learned" or segment_ids is None:
+    config = model.config
+    absolute = config.position_embedding == "learned" or config.attn_temperature_scale is not None
+    if not absolute or segment_ids is None:
         return jnp.broadcast_to(jnp.arange(length), shape)
     flat = segment_ids.reshape(-1, length)
     return positions_in_documents(microbatches * rows, length, flat).reshape(shape)

@@ -90,6 +90,16 @@ FEATURES = {
         {**SHARED_NORM, "activation": "gelu", "n_kv_heads": 1},
         {**TWO_MATRICES, **BIASES, "parallel_residual": True},
     ],
+    "hf-bloom": [{**TWO_MATRICES, **BIASES, "n_kv_heads": 4, "embedding_norm": True}],
+    "hf-mpt": [{**TWO_MATRICES, "norm_bias": False, "n_kv_heads": 4}],
+    "hf-ernie4-5-moe": [
+        {**MIXTURE, **SOME, "moe_shared_experts": 1, "moe_bias_update": "sign"},
+        {**MIXTURE, "moe_bias_update": "sign"},
+    ],
+    "hf-llama4-text": [
+        {**MIXTURE, **SOME, "moe_shared_experts": 1},
+        {**MIXTURE, "moe_shared_experts": 1, "qkv_bias": True, "o_bias": True},
+    ],
     "hf-mixtral": [MIXTURE],
     "hf-qwen2-moe": [
         {**MIXTURE, **SOME, **SHARED, "qkv_bias": True},
@@ -317,8 +327,9 @@ WRAPPERS = [
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_dialect_is_detected_from_keys(dialect, features, prefix):
     keys = list(theirs_of(dialect, features))
-    same = dict.fromkeys(("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite"), "hf-llama")
-    expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # identical names
+    llamas = ("hf-mistral", "hf-gemma", "hf-smollm3", "hf-granite", "hf-ernie4-5")
+    same = {**dict.fromkeys(llamas, "hf-llama"), "hf-olmo3": "hf-olmo2", "hf-cohere2": "hf-cohere"}
+    expected = same.get(dialect, dialect)  # identical names
     for wrapped in WRAPPERS:
         result = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
         assert result.dialect is NAME_MAPS[expected]

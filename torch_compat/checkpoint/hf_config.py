@@ -8,6 +8,7 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MAMBA2, ModelConfig
 from jaxforge.errors import UserError
+from torch_compat.checkpoint.validation import has_effect
 from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
 from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
 from torch_compat.formats import limits
@@ -224,7 +225,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
         "mixer and mixer_pattern": tuple(parts.mixer for parts in model.layer_parts),
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
-        "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
+        "qk_norm_eps": model.qk_norm_eps if has_effect("qk_norm_eps", model) else model.norm_eps,
         "sliding_window and attention_pattern": _effective_spans(model.windows, model),
         "attention_chunk_size and attention_pattern": _effective_spans(model.chunks, model),
         "rotary positions": tuple(
@@ -239,7 +240,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     if not model.is_moe:
         return {}
     same = ("moe_top_k", "moe_router", "moe_norm_topk", "moe_routed_scaling", "moe_router_bias",
-            "moe_capacity_factor")  # fmt: skip
+            "moe_capacity_factor", "moe_score_inputs")  # fmt: skip
     groups = model.moe_groups, model.moe_top_k_groups
     return {
         **{key: getattr(model, key) for key in same},
@@ -371,21 +372,28 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
-           "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim", "mamba_n_heads",
-           "mamba_n_groups", "mamba_expand", "mamba_num_heads", "n_groups")  # fmt: skip
+           "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim",
+           "interleave_moe_layer_step", "moe_layer_interval", "mamba_n_heads", "mamba_n_groups",
+           "mamba_expand", "mamba_num_heads", "n_groups")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
-            "swiglu_limit", "logit_scale", "time_step_min", "time_step_max")  # fmt: skip
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "mamba_d_state",
-           "mamba_d_conv", "mamba_chunk_size", "mamba_head_dim", "ssm_state_size", "conv_kernel",
-           "chunk_size", "moe_shared_expert_intermediate_size")  # fmt: skip
+            "swiglu_limit", "attn_scale", "time_step_min", "time_step_max")  # fmt: skip
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
+           "attention_chunk_size", "floor_scale", "mamba_d_state", "mamba_d_conv",
+           "mamba_chunk_size", "mamba_head_dim", "ssm_state_size", "conv_kernel", "chunk_size",
+           "moe_shared_expert_intermediate_size")  # fmt: skip
 _FLAGS = ("norm_topk_prob", "qkv_bias", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias")
-_FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
-_WIDTHS_OR_0 = ("shared_intermediate_size",)
-_NEVER_NULL = frozenset(
-    (*_COUNTS, *_NUMBERS, *_WIDTHS, *_WIDTHS_OR_0, *_FROM, *_FLAGS, "mamba_d_head")
+_FROM = (
+    "moe_num_shared_experts",
+    "moe_layer_start_index",
+    "max_window_layers",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
 )
+_WIDTHS_OR_0 = ("shared_intermediate_size",)
+_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_WIDTHS_OR_0, *_FROM, *_FLAGS,
+                         "mamba_d_head", "moe_layer_end_index"))  # fmt: skip
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
@@ -396,7 +404,8 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("sliding_window", *_WIDTHS_OR_0), _is_int_up_to(limits.WIDTH, 0)),
     **dict.fromkeys(_FROM, _is_int_up_to(limits.LAYERS, 0)),
     **dict.fromkeys(
-        (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
+        (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor",
+         "logit_scale", "clip_qkv"),
         is_size,
     ),
     "initializer_range": lambda value: is_size(value) or value == 0,
@@ -407,12 +416,15 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
          "parallel_attn", *_FLAGS),
         lambda value: isinstance(value, bool),
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), check_table),
     **dict.fromkeys(("layer_types", "layers_block_type"), _list_of(is_name)),
     "hybrid_override_pattern": lambda value: isinstance(value, str) and is_name(value),
     "attn_layer_indices": _list_of(_is_int_up_to(limits.LAYERS, 0)),
     "mamba_d_head": lambda value: value == "auto" or _is_int_up_to(limits.WIDTH)(value),
     "no_rope_layers": _list_of(lambda value: value in (0, 1)),
+    "moe_layer_end_index": _is_int_up_to(limits.LAYERS, -1),
+    "moe_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
+    "attn_temperature_tuning": lambda value: type(value) in (bool, int),
     "mlp_only_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
 }  # fmt: skip
 """Key -> predicate of possible values. Without limits, the product of a few values would exhaust

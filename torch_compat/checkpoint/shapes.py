@@ -22,10 +22,8 @@ def parameters(model: ModelConfig) -> dict[str, Shape]:
     head = {} if model.tie_embeddings else {**bias, HEAD: table}
     learned = model.position_embedding == "learned"
     positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
-    embeddings: dict[str, Shape] = {**positions, EMBEDDING: table}
-    if model.embedding_norm:
-        of_embeddings = dict(_norm("token_embedding_norm", model.dim, model))
-        embeddings |= dict(sorted(of_embeddings.items()))
+    normed = dict(_norm("token_embedding_norm", model.dim, model)) if model.embedding_norm else {}
+    embeddings = {**positions, EMBEDDING: table, **dict(sorted(normed.items()))}
     shapes = _in_layers(model, _block)
     return {**shapes, **dict(sorted(norm.items())), **head, **embeddings}
 

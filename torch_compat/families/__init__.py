@@ -11,8 +11,9 @@ _MODULES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3",
     "granite", "phi3", "stablelm", "gpt_neox", "gpt2", "starcoder2", "arcee", "mixtral",
     "glm", "glm4", "cohere", "cohere2", "ernie4_5", "nemotron", "phi", "gptj", "falcon",
-    "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "granitemoe",
-    "granitemoeshared", "bamba", "granitemoehybrid", "nemotron_h",
+    "bloom", "mpt",
+    "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "llama4_text",
+    "ernie4_5_moe", "granitemoe", "granitemoeshared", "bamba", "granitemoehybrid", "nemotron_h",
 )  # fmt: skip
 """Modules of this package in order of preference: an export uses the first matching family."""
 

@@ -1,6 +1,7 @@
 """Command R: a LayerNorm without bias that attention and feed-forward share, scaled logits."""
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
@@ -27,6 +28,8 @@ NAMES = {"layer_norm_eps": "rms_norm_eps"}
 
 def read(c: Config, where: str) -> Table:
     """Read a model without windows."""
+    if c["logit_scale"] is None:
+        raise UserError(f"{where}: logit_scale = None is not possible for a model")
     structure = {"norm_type": "layernorm", "norm_bias": False, "parallel_residual": True,
                  "shared_norm": True, "logits_scaling": 1 / c["logit_scale"]}  # fmt: skip
     return {**common.llama(c, where), **structure}

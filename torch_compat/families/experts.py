@@ -1,7 +1,7 @@
 """Parameter names and config keys of experts that several families share."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxforge.config.model import ModelConfig
@@ -98,6 +98,24 @@ def sparse_keys(model: ModelConfig) -> Table:
     step = model.moe_frequency
     skipped = range(step - 1, min(model.moe_first_dense_layers, model.n_layers), step)
     return {"decoder_sparse_step": step, "mlp_only_layers": list(skipped)}
+
+
+def chosen_layers(layers: Collection[int], c: Config, where: str) -> Table:
+    """Return the first layer with experts and their period, from the indices of such layers.
+
+    Raises:
+        UserError: the layers have no period.
+    """
+    n, first = c["num_hidden_layers"], min(layers, default=c["num_hidden_layers"])
+    later = [i for i in layers if i > first]
+    step = min(later) - first if later else first + 1
+    if first == n or set(layers) != {i for i in range(first, n) if (i + 1) % step == 0}:
+        raise UserError(
+            f"{where}: jaxforge's model has no counterpart of experts in layers "
+            f"{reprlib.repr(sorted(layers))} of {n}: they must be every n-th layer from some "
+            "layer on"
+        )
+    return {"moe_frequency": step, "moe_first_dense_layers": first}
 
 
 def sigmoid(c: Config, where: str) -> Table:

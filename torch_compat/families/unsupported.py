@@ -7,7 +7,6 @@ _PAIR = "an encoder and a decoder"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
 _FORMER = "the names and layouts of an outdated format"
-_PAIRED = "rotary positions of neighbouring channels"
 
 UNSUPPORTED_FAMILIES: dict[str, str] = {
     model_type: what
@@ -18,7 +17,6 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         _ENCODER: "bert roberta xlm-roberta distilbert albert electra deberta deberta-v2 "
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
-        "experts whose inputs are weighted": "llama4_text",
         "a router by SparseMixer": "phimoe",
         "linear attention": "minimax",
         "clipped queries, keys and values, and experts in one tensor": "dbrx",
@@ -26,9 +24,8 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         "experts in attention": "jetmoe",
         _MEDIA: "gemma3 gemma3n llama4 llava llava_next qwen2_vl qwen2_5_vl qwen3_vl mllama "
         "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
-        _ALIBI: "bloom mpt baichuan",
+        _ALIBI: "baichuan",
         _FORMER: "codegen chatglm",
-        _PAIRED: "ernie4_5_moe",
         "learned positions with an offset of 2": "opt",
     }.items()
     for model_type in types.split()

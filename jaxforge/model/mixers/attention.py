@@ -7,14 +7,20 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ATTENTION, ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS, MAX_LOGITS
 from jaxforge.kernels.attention_backends import Scoring, attend_with_masks, cached_attention
 from jaxforge.kernels.context_parallel import attend_across_devices, context_size
 from jaxforge.kernels.fp8 import LayerPrecision
-from jaxforge.kernels.masking import select_chunk, select_window, visible
+from jaxforge.kernels.masking import (
+    positions_in_documents,
+    select_chunk,
+    select_window,
+    visible,
+)
+from jaxforge.kernels.scoring import alibi_bias, alibi_slopes
 from jaxforge.model import mup
 from jaxforge.model.attention_weights import attention_weights, max_logits
 from jaxforge.model.cost import MixerCost, attention_cost
@@ -99,29 +105,41 @@ class Attention(Mixer):
         c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
         if c.qk_norm and c.qk_norm_scope == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k = _clipped(q, c.clip_qkv), _clipped(k, c.clip_qkv)
         q_BSHh, k_BSKh = self._split_heads(q, "heads"), self._split_heads(k, "kv_heads")
         if c.qk_norm and c.qk_norm_scope == "head":
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
-        v_BSKh = self._split_heads(self.v_proj(x_BSD, precision), "kv_heads")
+        v = _clipped(self.v_proj(x_BSD, precision), c.clip_qkv)
+        v_BSKh = self._split_heads(v, "kv_heads")
         if plan.has_rope(kind):
             rope = functools.partial(
                 rotate, by=context.rotation(kind), rope_as_matmul=runtime.rope_as_matmul
             )
             q_BSHh, k_BSKh = rope(q_BSHh), rope(k_BSKh)
+        if c.qk_l2_norm:
+            rotates = plan.rotates(kind)
+            q_BSHh, k_BSKh = (_unit_rms(x, c.qk_norm_eps, rotates) for x in (q_BSHh, k_BSKh))
+        if c.attn_temperature_scale is not None:
+            factor_BS = _temperature(c, x_BSD, context, plan.rotates(kind))
+            q_BSHh = (q_BSHh * factor_BS[..., None, None]).astype(q_BSHh.dtype)
         # Scores are float32, so sinks are, too.
         sinks = self.sinks[...].astype(jnp.float32) if c.attention_sinks else None
+        slopes = None
+        if c.position_embedding == "alibi":
+            slopes = jnp.asarray(alibi_slopes(c.n_heads, c.alibi_max_bias))
         captured: dict[str, Array] = {}
         if cache is None:
             inputs = plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring
             if ATTENTION_WEIGHTS in capture.points:
                 assert context_size() == 1  # otherwise no device has all keys
-                captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks)
+                captured[ATTENTION_WEIGHTS] = attention_weights(*inputs, sinks, slopes)
             if MAX_LOGITS in capture.points:
                 assert context_size() == 1
                 captured[MAX_LOGITS] = max_logits(*inputs)
-            attend: Callable[..., Array] = attend_with_masks
+            attend: Callable[..., Array] = functools.partial(attend_with_masks, slopes=slopes)
             kernel = runtime.attention
             if context_size() > 1:
+                assert slopes is None, "refused (`mesh_rules`)"
                 attend = functools.partial(attend_across_devices, runtime.context)
                 kernel = runtime.ring if runtime.context == "ring" else kernel
             y_BSHh = attend(
@@ -136,7 +154,8 @@ class Attention(Mixer):
             seen_BST = visible(
                 *at, select_window(plan.masks, kind.mask), select_chunk(plan.masks, kind.mask)
             )
-            y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks)
+            bias = alibi_bias(slopes, context.positions, at[1])
+            y_BSHh = cached_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring, sinks, bias)
         y_BSHh = _constrain_heads(y_BSHh, "heads")
         if c.attention_output_gate:
             gate_BSHh = self._split_heads(self.gate_proj(x_BSD, precision), "heads")
@@ -172,13 +191,13 @@ class Attention(Mixer):
 
     @classmethod
     def saved_values(cls, config: ModelConfig, share: Callable[[int], int]) -> SavedValues:
-        """Return the size of q, k, v and of the heads' outputs, before and after rotation."""
+        """Return the size of q, k, v, gate and the heads' outputs, before and after rotation."""
         heads, kv = (
             share(config.n_heads * config.head_size),
             share(config.kv_heads * config.head_size),
         )
-        gates = heads if config.attention_output_gate else 0
-        return SavedValues(heads + gates + 2 * kv, mixed=heads, inside=2 * heads + gates + 2 * kv)
+        gates = config.attention_output_gate * heads
+        return SavedValues(heads + 2 * kv + gates, mixed=heads, inside=2 * heads + 2 * kv + gates)
 
     def _split_heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         return _constrain_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
@@ -186,3 +205,37 @@ class Attention(Mixer):
 
 def _constrain_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:
     return constrain(x_BSHh, "batch", "context", axis, None)
+
+
+def _clipped(x: Float[Array, "b s d"], limit: float | None) -> Float[Array, "b s d"]:
+    return x if limit is None else jnp.clip(x, -limit, limit)
+
+
+def _unit_rms(
+    x_BSHh: Float[Array, "b s heads h"], eps: float, rotates: bool | Bool[Array, ""]
+) -> Float[Array, "b s heads h"]:
+    """Divide each head by its root mean square in a layer with rotary positions."""
+    if rotates is False:
+        return x_BSHh
+    x32 = x_BSHh.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * jnp.where(rotates, scale, 1.0)).astype(x_BSHh.dtype)
+
+
+def _temperature(
+    config: ModelConfig,
+    x_BSD: Float[Array, "b s d"],
+    context: Context,
+    rotates: bool | Bool[Array, ""],
+) -> Float[Array, "b s"]:
+    """Return the factor of queries by their position in the document: 1 in layers that rotate.
+
+    Scalable softmax (arXiv:2501.19399) in steps of `attn_temperature_floor` tokens.
+    """
+    at_BS = context.positions
+    if at_BS is None:
+        batch, length, _ = x_BSD.shape
+        at_BS = positions_in_documents(batch, length, context.segment_ids)
+    steps = jnp.floor((at_BS.astype(jnp.float32) + 1.0) / config.attn_temperature_floor)
+    factor_BS = 1.0 + jnp.log1p(steps) * (config.attn_temperature_scale or 0.0)
+    return jnp.where(rotates, 1.0, factor_BS)
