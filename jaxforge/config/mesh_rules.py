@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_parallel
 from jaxforge.config.fixes import smaller_axis
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import GATED_DELTA_NET
+from jaxforge.config.model import GATED_DELTA_NET, MAMBA2
 from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 
@@ -19,11 +19,44 @@ def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 
 def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Require a whole number of key/value heads per tensor-parallel rank."""
-    if GATED_DELTA_NET in config.model.mixers:
-        key_heads = config.model.gated_delta_net.key_heads  # they divide the value heads
-        yield from _divides(config, "model.gated_delta_net.key_heads", key_heads, mesh, "tp")
     if config.model.n_kv_heads:  # otherwise equal to n_heads
         yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
+
+
+def mamba_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require whole heads of Mamba-2 per tensor-parallel rank, and whole groups or a single one."""
+    if MAMBA2 not in config.model.mixers:
+        return
+    settings = config.model.mamba2
+    yield from _divides(config, "model.mamba2.heads", settings.heads, mesh, "tp")
+    if settings.groups > 1:  # a single group is not split
+        yield from _divides(config, "model.mamba2.groups", settings.groups, mesh, "tp")
+
+
+def delta_net_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require whole key heads of Gated DeltaNet per tensor-parallel rank."""
+    if GATED_DELTA_NET in config.model.mixers:
+        key_heads = config.model.gated_delta_net.key_heads  # a divisor of the value heads
+        yield from _divides(config, "model.gated_delta_net.key_heads", key_heads, mesh, "tp")
+
+
+def convolutions_fit_parts(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Require parts of sequences that are as long as the reach of the mixers' convolutions."""
+    parts = mesh["cp"]
+    if parts == 1:
+        return
+    parts *= 2 if cp_strategy(config) == "ring" else 1
+    for mixer in (GATED_DELTA_NET, MAMBA2):
+        size = getattr(config.model, mixer).conv_size
+        if mixer in config.model.mixers and config.train.seq_len // parts < size - 1:
+            yield Problem(
+                f"train.seq_len = {config.train.seq_len} in {parts} parts is shorter than the "
+                f"{size - 1} earlier tokens that model.{mixer}.conv_size = {size} reaches",
+                (
+                    single_change("train.seq_len", parts * max(size - 1, mesh["tp"])),
+                    smaller_axis(config, "cp", mesh["cp"]),
+                ),
+            )
 
 
 def seq_len_divides_by_cp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -279,9 +312,12 @@ def pipeline_offloads_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem
 MESH_RULES: tuple[Rule, ...] = (
     heads_divide_by_tp,
     kv_heads_divide_by_tp,
+    mamba_heads_divide_by_tp,
+    delta_net_heads_divide_by_tp,
     seq_len_divides_by_cp_and_tp,
     heads_divide_by_cp,
     seq_len_divides_by_ring_chunks,
+    convolutions_fit_parts,
     attention_weights_need_whole_sequences,
     alibi_needs_whole_sequences,
     attention_logits_need_whole_sequences,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.problems import Problem, divisors, multiples, nearest
 from jaxforge.config.section import Section
@@ -45,3 +45,70 @@ class GatedDeltaNetConfig(Section):
                     multiples("value_heads", self.value_heads, self.key_heads),
                 ),
             )
+
+
+class Mamba2Config(Section):
+    """`[model.mamba2]`: state-space layers of Mamba-2, as in Nemotron-H, Granite 4 and Bamba.
+
+    Default values are those of the 2.7B model of the paper (arXiv:2405.21060).
+    """
+
+    heads: PositiveInt = 80
+    """Heads per layer."""
+    head_dim: PositiveInt = 64
+    """Width of a head. Each head has a state of head_dim times state_size numbers."""
+    state_size: PositiveInt = 128
+    """Width of the input and output projections of the state, B and C."""
+    groups: PositiveInt = 1
+    """Groups of heads, each with its own B and C and its own norm. A divisor of heads."""
+    conv_size: Annotated[int, Field(ge=2)] = 4
+    """Tokens in the causal convolution of x, B and C, including the token itself."""
+    conv_bias: bool = True
+    """Add a bias to the convolution."""
+    proj_bias: bool = False
+    """Add a bias to the projections before and after the recurrence."""
+    chunk_size: PositiveInt = 256
+    """Tokens that are computed by products with each other. It affects speed and memory, and
+    results only by rounding."""
+    time_step_min: NonNegativeFloat = 0.0
+    """Lower limit of the time steps of a head."""
+    time_step_max: PositiveFloat | None = None
+    """Upper limit of the time steps of a head; if not set, there is none."""
+    init_time_step_min: PositiveFloat = 0.001
+    """Smallest initial time step. Initial time steps of heads are uniform in their logarithm."""
+    init_time_step_max: PositiveFloat = 0.1
+    """Largest initial time step."""
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Channels of B, and of C, of all groups."""
+        return self.groups * self.state_size
+
+    @property
+    def time_step_limits(self) -> tuple[float, float]:
+        """Smallest and largest time step."""
+        largest = self.time_step_max
+        return self.time_step_min, float("inf") if largest is None else largest
+
+    def problems(self) -> Iterator[str | Problem]:
+        """Yield the broken rules between the keys of this table."""
+        if self.heads % self.groups:
+            yield Problem(
+                f"heads = {self.heads} must be a multiple of groups = {self.groups}",
+                (
+                    multiples("heads", self.heads, self.groups),
+                    nearest("groups", self.groups, divisors(self.heads)),
+                ),
+            )
+        for first, last in (
+            ("time_step_min", "time_step_max"),
+            ("init_time_step_min", "init_time_step_max"),
+        ):
+            least, most = getattr(self, first), getattr(self, last)
+            if most is not None and least >= most:
+                yield f"{first} = {least} must be less than {last} = {most}"

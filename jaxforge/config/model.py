@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.mixers import GatedDeltaNetConfig
+from jaxforge.config.mixers import GatedDeltaNetConfig, Mamba2Config
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, single_change
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
@@ -21,7 +21,10 @@ ATTENTION, NO_MIXER = "attention", "none"
 GATED_DELTA_NET = "gated_delta_net"
 """Name of Gated DeltaNet as a mixer, and of its table of settings."""
 
-MIXERS = Registry("model.mixer", ATTENTION, NO_MIXER, GATED_DELTA_NET)
+MAMBA2 = "mamba2"
+"""Name of state-space layers of Mamba-2 as a mixer."""
+
+MIXERS = Registry("model.mixer", ATTENTION, GATED_DELTA_NET, MAMBA2, NO_MIXER)
 """Registered mixers (`model.mixer`), the part of a layer that exchanges information of tokens."""
 
 FeedForward = Literal["dense", "experts", "none"]
@@ -114,6 +117,8 @@ class ModelConfig(Section):
     only. If empty, moe_frequency and moe_first_dense_layers choose the layers with experts."""
     gated_delta_net: GatedDeltaNetConfig = GatedDeltaNetConfig()
     """Settings of layers with mixer = "gated_delta_net"."""
+    mamba2: Mamba2Config = Mamba2Config()
+    """Settings of mixer = "mamba2"."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
     o_bias: bool = False
@@ -577,6 +582,12 @@ class ModelConfig(Section):
             )
         if self.mixer_pattern and self.mixer != ATTENTION:
             yield f'mixer = "{self.mixer}" has no effect with mixer_pattern: remove it'
+        for mixer in (GATED_DELTA_NET, MAMBA2):
+            if mixer in self.mixers and self.mup_base_width is not None:
+                yield (
+                    f"mup_base_width = {self.mup_base_width} is not supported with mixer = "
+                    f'"{mixer}": muP has no rule for the recurrence. Remove it'
+                )
         if "experts" in self.feed_forward_pattern and not self.num_experts:
             yield 'feed_forward_pattern has "experts", which requires num_experts'
         if self.feed_forward_pattern and self.num_experts and not self.is_moe:

@@ -125,7 +125,7 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
-        out: tuple[int, str],
+        out: tuple[int, str | None],
         inp: tuple[int, str],
         *,
         std: float,

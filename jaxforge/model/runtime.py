@@ -17,6 +17,7 @@ from jaxforge.model.linear import FLOAT32
 
 UNROLLED_ON_CPU = 12  # layers
 UNROLLED_ON_GPU = 40
+_CHUNK_ELEMENTS = 1 << 24  # 64 MiB of float32
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
 
 
@@ -49,6 +50,8 @@ class Runtime(NamedTuple):
             dimension, so that no compiler copies a transpose. With split sequences, a device's
             tokens of several sequences are not contiguous in that dimension: XLA would compute sums
             over `tp` for all tokens before it splits them, and gradients of all devices' tokens.
+        chunk_elements: elements of the matrices inside of chunks that a recurrence has at a time.
+            Few stay in the caches of a CPU, and many keep a GPU busy.
         unstacks: whether decoding runs layers one after another on parameters and caches of their
             own. In a scan over stacked layers, XLA:CPU copies both for each token.
         wholly_manual: whether mesh axes of size 1 are manual in the `shard_map` of a step: compile
@@ -71,6 +74,7 @@ class Runtime(NamedTuple):
     splits_sequences: bool = False
     wholly_manual: bool = True
     unstacks: bool = False
+    chunk_elements: int = 1 << 17
 
     def describe_attention(self, devices: int) -> str:
         """Describe the attention kernel for sequences on this many devices, and the reason."""
@@ -120,7 +124,9 @@ def runtime_for(
         saves_elementwise=config.train.mixed_precision == "fp8",
     )  # fmt: skip
     if platform == "tpu":
-        return runtime._replace(rope_as_matmul=True, wholly_manual=False)
+        return runtime._replace(
+            rope_as_matmul=True, wholly_manual=False, chunk_elements=_CHUNK_ELEMENTS
+        )
     is_unrolled = save == "none" and m.n_layers <= _most_unrolled_layers(platform, is_moe=m.is_moe)
     if is_unrolled:
         runtime = runtime._replace(unroll=m.n_layers)
@@ -130,7 +136,7 @@ def runtime_for(
             unstacks=m.n_layers <= UNROLLED_ON_CPU and config.distributed.pp == 1,
             saves_elementwise=is_unrolled or runtime.saves_elementwise,
         )
-    return runtime
+    return runtime._replace(chunk_elements=_CHUNK_ELEMENTS)
 
 
 def _most_unrolled_layers(platform: str, *, is_moe: bool) -> int:

@@ -1,9 +1,10 @@
 """Tests of layers with registered mixers, and of layers that lack a part."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -11,11 +12,8 @@ from pydantic import ValidationError
 from jaxforge.config import check
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.model.cost import MixerCost
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.layer import LayerSettings
-from jaxforge.model.linear import Linear, residual_std
-from jaxforge.model.mixer import Mixer, MixerOut, SavedValues, register_mixer
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, build_model
@@ -40,56 +38,12 @@ HYBRID = {  # a leading layer, two periods, and all combinations of parts
 }
 
 
-class DecayedSum(Mixer):
-    """Mixer y_t = o(s_t) with the state s_t = s_{t-1} / 2 + v(x_t), restarted at each document."""
-
-    is_recurrent = True
-
-    def __init__(self, config, declare):
-        embed, heads = (config.dim, "embed"), (config.dim, "heads")
-        self.v_proj = Linear(heads, embed, std=config.init_std, declare=declare)
-        self.o_proj = Linear(embed, heads, std=residual_std(config), declare=declare)
-
-    def __call__(self, x, context, cache=None, *, settings, precision=None):
-        v, shape = self.v_proj(x, precision), x.shape[:2]
-        padding = jnp.zeros(shape, bool) if context.is_padding is None else context.is_padding
-        segments = context.segment_ids
-        first = jnp.zeros(shape, bool)
-        if segments is not None:
-            first = first.at[:, 1:].set(segments[:, 1:] != segments[:, :-1])
-
-        def step(state, token):
-            v_t, is_first, is_padding = token
-            state_t = jnp.where(is_first[:, None], 0, state) / 2 + v_t
-            state = jnp.where(is_padding[:, None], state, state_t)
-            return state, state
-
-        tokens = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (v, first, padding))
-        state = jnp.zeros_like(v[:, 0]) if cache is None else cache
-        state, states = jax.lax.scan(step, state, tokens)
-        y = self.o_proj(states.swapaxes(0, 1), precision)
-        return MixerOut(y, None if cache is None else state)
-
-    @classmethod
-    def empty_cache(cls, config, batch, length, dtype):
-        return jnp.zeros((batch, config.dim), dtype)
-
-    @classmethod
-    def cache_axes(cls, config):
-        return ("batch", "heads")
-
-    @classmethod
-    def cost(cls, config):
-        return MixerCost(2 * config.dim**2, per_token=config.dim)
-
-    @classmethod
-    def saved_values(cls, config, share):
-        return SavedValues(share(config.dim), share(config.dim), share(config.dim))
-
-
 @pytest.fixture(autouse=True)
 def own_mixer(own_names):
-    register_mixer("decayed_sum")(DecayedSum)
+    """Register the mixer of docs/library.md: s_t = s_{t-1} / 2 + v(x_t), y_t = o(s_t)."""
+    page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "register_mixer" in b]
+    exec(block, {"__name__": "page"})
 
 
 def random_tokens(rows=2, length=LENGTH):

@@ -21,8 +21,13 @@ LONGROPE = {"rope_scaling": RopeScaling(
     rope_type="longrope", original_max_seq_len=8, factor=4.0,
     short_factor=(1.0,) * 4, long_factor=(1.0, 2.0, 4.0, 8.0),
 )}  # fmt: skip
-MODELS = {"every option": EVERY_OPTION, "learned": LEARNED, "longrope": LONGROPE}
-BOTH = pytest.mark.parametrize("name", ["every option", "learned"])
+# Llama 4 multiplies queries by a factor of their position in layers without rotary positions.
+LLAMA4 = {"rope_pattern": (False, True), "qk_l2_norm": True, "attn_temperature_scale": 0.7,
+          "attn_temperature_floor": 4, "attention_chunk_size": 5}  # fmt: skip
+ALIBI = {"position_embedding": "alibi", "sliding_window": 9}
+MODELS = {"every option": EVERY_OPTION, "learned": LEARNED, "longrope": LONGROPE,
+          "llama4": LLAMA4, "alibi": ALIBI}  # fmt: skip
+BOTH = pytest.mark.parametrize("name", ["every option", "learned", "llama4", "alibi"])
 
 
 def config_of(name, **axes):
@@ -115,6 +120,13 @@ def test_unit_offset_norms_start_with_same_logits():
     [
         ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels: rotary embeddings require "
                                          "an even number"),
+        ({"alibi_max_bias": 4}, 'no effect with position_embedding = "rotary"'),
+        ({"attn_temperature_scale": 0.1}, "has no effect: all layers have rotary positions"),
+        ({"attn_temperature_floor": 7}, "has no effect without attn_temperature_scale"),
+        ({"qk_l2_norm": True, "qk_norm": True}, "qk_l2_norm = true requires layers with rotary"),
+        ({"num_experts": 4, "moe_score_inputs": True, "moe_gradient_scale": True}, "excludes moe_"),
+        ({"shared_norm": True, "parallel_residual": True, "mixer_pattern": ["attention", "none"]},
+         "requires a mixer and a feed-forward in each layer"),
         ({"norm_bias": False}, 'norm_bias = false has no effect with norm_type = "rmsnorm"'),
         ({"shared_norm": True}, "shared_norm = true requires parallel_residual = true"),
         ({"shared_norm": True, "parallel_residual": True, "norm_placement": "post"},

@@ -23,10 +23,16 @@ ROWS = 4
 TOKENS = 40  # of a sequence: no other dimension is as long
 KINDS = {
     "sliding_window": 5, "attention_chunk_size": 6, "attention_pattern": ["sliding", "chunked"],
+    "rope_pattern": [True, False], "qk_l2_norm": True, "attn_temperature_scale": 0.7,
+    "attn_temperature_floor": 4,
 }  # fmt: skip
 EXPERTS = {
     "num_experts": 4, "moe_top_k": 2, "moe_router": "softmax_topk",
-    "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0,
+    "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0, "moe_score_inputs": True,
+}  # fmt: skip
+ALIBI = {
+    "position_embedding": "alibi", "norm_type": "layernorm", "norm_bias": False, "clip_qkv": 0.1,
+    "parallel_residual": True, "shared_norm": True,
 }  # fmt: skip
 GROUPS = {**LEARNED, "n_heads": 16, "n_kv_heads": 2}
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
@@ -42,6 +48,7 @@ CASES = [  # each strategy with each model, both reductions and losses; the refe
     (KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH),
     pytest.param(KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE, marks=pytest.mark.slow),
     (EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE),
+    (ALIBI, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE),
 ]
 
 

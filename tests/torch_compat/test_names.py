@@ -92,6 +92,10 @@ FEATURES = {
     ],
     "hf-bloom": [{**TWO_MATRICES, **BIASES, "n_kv_heads": 4, "embedding_norm": True}],
     "hf-mpt": [{**TWO_MATRICES, "norm_bias": False, "n_kv_heads": 4}],
+    "hf-ernie4-5-moe": [
+        {**MIXTURE, **SOME, "moe_shared_experts": 1, "moe_bias_update": "sign"},
+        {**MIXTURE, "moe_bias_update": "sign"},
+    ],
     "hf-llama4-text": [
         {**MIXTURE, **SOME, "moe_shared_experts": 1},
         {**MIXTURE, "moe_shared_experts": 1, "qkv_bias": True, "o_bias": True},
@@ -105,6 +109,8 @@ FEATURES = {
     "hf-olmoe": [{**MIXTURE, "qk_norm": True, "qk_norm_scope": "projection"}],
     "hf-dots1": [{**DEEPSEEK, "qk_norm": True}],
     "hf-glm4-moe": [DEEPSEEK, {**DEEPSEEK, "qkv_bias": True}],
+    "hf-granitemoe": [MIXTURE, {**MIXTURE, "qkv_bias": True, "o_bias": True}],
+    "hf-granitemoeshared": [{**MIXTURE, "moe_shared_experts": 1}],
     "hf-gpt-oss": [GPT_OSS, {**GPT_OSS, "qkv_bias": True, "o_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import MAMBA2, ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.checkpoint.validation import has_effect
 from torch_compat.families import FAMILIES, UNSUPPORTED_FAMILIES, Family
@@ -102,7 +102,7 @@ def select_family(
     lacks = {
         name: _lacks(family, model)
         for name, family in FAMILIES.items()
-        if family.has_experts == model.is_moe
+        if family.may_have(experts=model.is_moe)
     }
     able = [name for name, missing in lacks.items() if not missing]
     if not able:
@@ -216,6 +216,7 @@ def network_settings(model: ModelConfig) -> dict[str, Any]:
     """
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
     keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
+    keys |= _mixer_settings(model)
     has_dense_layers = any(parts.feed_forward == "dense" for parts in model.layer_parts)
     keys |= {
         "n_kv_heads": model.kv_heads,
@@ -252,6 +253,12 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
         "moe_shared_expert_dim": model.shared_expert_dim,
         "moe_shared_expert_gate": model.moe_shared_expert_gate,
     }
+
+
+def _mixer_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of mixers that layers have, without those of the initialization."""
+    settings = {key: value for key, value in model.mamba2 if not key.startswith("init_")}
+    return {MAMBA2: settings if MAMBA2 in model.mixers else None}
 
 
 def _effective_spans(spans: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
@@ -293,7 +300,11 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
     for key, value in usual.items():
         is_fine = _RANGES.get(key)
-        is_wrong = key in _NEVER_NULL if value is None else is_fine and not is_fine(value)
+        is_wrong = is_fine and not is_fine(value)
+        if value is None:
+            is_wrong = key in _NEVER_NULL or key in NEEDED
+        if family.experts_are_optional and key == "num_local_experts" and value == 0:
+            is_wrong = False
         if is_wrong:
             name = family.name_in_family(key)
             raise UserError(f"{where}: {name} = {reprlib.repr(value)} is not possible for a model")
@@ -362,17 +373,29 @@ def _list_of(is_fine: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
            "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
            "no_rope_layer_interval", "sliding_window_pattern", "rotary_dim",
-           "interleave_moe_layer_step", "full_attention_interval", "linear_num_key_heads",
-           "linear_num_value_heads")  # fmt: skip
+           "interleave_moe_layer_step", "moe_layer_interval", "mamba_n_heads", "mamba_n_groups",
+           "mamba_expand", "mamba_num_heads", "n_groups", "full_attention_interval",
+           "linear_num_key_heads", "linear_num_value_heads")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
             "attention_multiplier", "logits_scaling", "routed_scaling_factor",
-            "swiglu_limit", "attn_scale")  # fmt: skip
+            "swiglu_limit", "attn_scale", "time_step_min", "time_step_max")  # fmt: skip
 _WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp",
-           "attention_chunk_size", "floor_scale", "linear_key_head_dim", "linear_value_head_dim",
+           "attention_chunk_size", "floor_scale", "mamba_d_state", "mamba_d_conv",
+           "mamba_chunk_size", "mamba_head_dim", "ssm_state_size", "conv_kernel", "chunk_size",
+           "moe_shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim",
            "linear_conv_kernel_dim")  # fmt: skip
-_FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
-_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
+_FLAGS = ("norm_topk_prob", "qkv_bias", "mamba_conv_bias", "mamba_proj_bias", "use_conv_bias")
+_FROM = (
+    "moe_num_shared_experts",
+    "moe_layer_start_index",
+    "max_window_layers",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+)
+_WIDTHS_OR_0 = ("shared_intermediate_size",)
+_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_WIDTHS_OR_0, *_FROM, *_FLAGS,
+                         "mamba_d_head", "moe_layer_end_index"))  # fmt: skip
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
         (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
@@ -380,24 +403,28 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
         _is_int_up_to(limits.WIDTH),
     ),
     **dict.fromkeys(_COUNTS, _is_int_up_to(limits.LAYERS)),
-    "sliding_window": _is_int_up_to(limits.WIDTH, 0),
+    **dict.fromkeys(("sliding_window", *_WIDTHS_OR_0), _is_int_up_to(limits.WIDTH, 0)),
     **dict.fromkeys(_FROM, _is_int_up_to(limits.LAYERS, 0)),
     **dict.fromkeys(
         (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor",
-         "logit_scale"),
+         "logit_scale", "clip_qkv"),
         is_size,
     ),
     "initializer_range": lambda value: is_size(value) or value == 0,
     **dict.fromkeys(
         ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
-         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "norm_topk_prob",
-         "use_qk_norm", "qkv_bias", "bias", "alibi", "new_decoder_architecture", "multi_query",
-         "parallel_attn"),
+         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights",
+         "use_qk_norm", "bias", "alibi", "new_decoder_architecture", "multi_query",
+         "parallel_attn", *_FLAGS),
         lambda value: isinstance(value, bool),
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), check_table),
-    "layer_types": _list_of(is_name),
+    **dict.fromkeys(("layer_types", "layers_block_type"), _list_of(is_name)),
+    "hybrid_override_pattern": lambda value: isinstance(value, str) and is_name(value),
+    "attn_layer_indices": _list_of(_is_int_up_to(limits.LAYERS, 0)),
+    "mamba_d_head": lambda value: value == "auto" or _is_int_up_to(limits.WIDTH)(value),
     "no_rope_layers": _list_of(lambda value: value in (0, 1)),
+    "moe_layer_end_index": _is_int_up_to(limits.LAYERS, -1),
     "moe_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),
     "attn_temperature_tuning": lambda value: type(value) in (bool, int),
     "mlp_only_layers": _list_of(_is_int_up_to(limits.LAYERS, 0)),

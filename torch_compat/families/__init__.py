@@ -14,6 +14,7 @@ _MODULES = (
     "bloom", "mpt",
     "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "glm4_moe", "gpt_oss", "llama4_text",
     "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "ernie4_5_moe", "granitemoe", "granitemoeshared", "bamba", "granitemoehybrid", "nemotron_h",
 )  # fmt: skip
 """Modules of this package in order of preference: an export uses the first matching family."""
 

@@ -43,6 +43,7 @@ class Family:
         requires_head_divisor: whether transformers requires that the number of heads divides the
             width.
         further_layers_key: key of the number of layers after the last that predict further tokens.
+        experts_are_optional: whether a family with experts also has models without.
     """
 
     model_type: str
@@ -56,11 +57,12 @@ class Family:
     unused: Collection[str] = ()
     requires_head_divisor: bool = False
     further_layers_key: str | None = None
+    experts_are_optional: bool = False
 
-    @property
-    def has_experts(self) -> bool:
-        """True if the feed-forward has experts."""
-        return "num_experts_per_tok" in self.defaults
+    def may_have(self, *, experts: bool) -> bool:
+        """Return whether models of the family may have experts, or may have none."""
+        has_experts = "num_experts_per_tok" in self.defaults
+        return self.experts_are_optional or has_experts == experts
 
     def name_in_family(self, key: str) -> str:
         """Return the family's name of a key of Llama."""

@@ -16,24 +16,36 @@ from torch_compat.families.family import (
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def _read(c: Config, where: str) -> Table:
-    multipliers = {key: float(c[key]) for key in _MULTIPLIERS if c[key] != 1}
-    return common.llama(c, where) | multipliers | common.scale(c["attention_multiplier"], c)
+def multipliers(c: Config) -> Table:
+    """Read the multipliers of embeddings, residuals, scores and logits."""
+    given = {key: float(c[key]) for key in _MULTIPLIERS if c[key] != 1}
+    return given | common.scale(c["attention_multiplier"], c)
 
 
-def _write(model: ModelConfig) -> Table:
+def multiplier_keys(model: ModelConfig) -> Table:
+    """Return the keys that `multipliers` reads."""
     return {
-        **common.llama_keys(model),
-        **common.bias_keys(model),
         **{key: getattr(model, key) for key in _MULTIPLIERS},
         "attention_multiplier": model.attention_scale or model.head_size**-0.5,
     }
 
 
+MULTIPLIERS = {**dict.fromkeys(_MULTIPLIERS, 1.0), "attention_multiplier": 1.0}
+"""Keys of multipliers and their defaults in transformers."""
+
+
+def _read(c: Config, where: str) -> Table:
+    return common.llama(c, where) | multipliers(c)
+
+
+def _write(model: ModelConfig) -> Table:
+    return {**common.llama_keys(model), **common.bias_keys(model), **multiplier_keys(model)}
+
+
 FAMILY = Family(
     "granite",
     name_map("hf-granite", "GraniteForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
-    {**COMMON, **BIASES, **dict.fromkeys(_MULTIPLIERS, 1.0), "attention_multiplier": 1.0},
+    {**COMMON, **BIASES, **MULTIPLIERS},
     read=_read,
     write=_write,
 )

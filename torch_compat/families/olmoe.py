@@ -25,12 +25,13 @@ def _read(c: Config, where: str) -> Table:
             f"{where}: head_dim = {c['head_dim']}: all heads must add up to hidden_size"
         )
     norms = {"qk_norm": True, "qk_norm_scope": "projection", "qk_norm_eps": c["rms_norm_eps"]}
-    return common.llama(c, where) | norms | experts.softmax(c, *_SIZES)
+    clip = {} if c["clip_qkv"] is None else {"clip_qkv": c["clip_qkv"]}
+    return common.llama(c, where) | norms | clip | experts.softmax(c, *_SIZES)
 
 
 def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **experts.softmax_keys(model, *_SIZES)}
-    return {**keys, "attention_bias": model.qkv_bias and model.o_bias, "clip_qkv": None}
+    return {**keys, "attention_bias": model.qkv_bias and model.o_bias, "clip_qkv": model.clip_qkv}
 
 
 FAMILY = Family(
@@ -39,7 +40,8 @@ FAMILY = Family(
         "hf-olmoe", "OlmoeForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION, *QK_NORMS,
         *experts.EXPERTS, *ATTENTION_BIASES,
     ),
-    {**COMMON, **experts.SOFTMAX, "rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 64},
+    {**COMMON, **experts.SOFTMAX, "rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 64,
+     "clip_qkv": None},
     read=_read,
     write=_write,
     unused=experts.LOSSES,

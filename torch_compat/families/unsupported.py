@@ -4,22 +4,19 @@ _LATENT = "multi-head latent attention"
 _STATE_SPACE = "state-space or recurrent layers"
 _ENCODER = "an encoder, with bidirectional attention"
 _PAIR = "an encoder and a decoder"
-_FUSED = "experts in one tensor with multipliers"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
 _FORMER = "the names and layouts of an outdated format"
-_PAIRED = "rotary positions of neighbouring channels"
 
 UNSUPPORTED_FAMILIES: dict[str, str] = {
     model_type: what
     for what, types in {
         _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 longcat_flash minicpm3 glm_moe_dsa",
-        _STATE_SPACE: "mamba mamba2 falcon_mamba falcon_h1 jamba bamba zamba zamba2 nemotron_h "
-        "granitemoehybrid recurrent_gemma rwkv xlstm lfm2 plamo2",
+        _STATE_SPACE: "mamba mamba2 falcon_mamba falcon_h1 jamba zamba zamba2 "
+        "recurrent_gemma rwkv xlstm lfm2 plamo2",
         _ENCODER: "bert roberta xlm-roberta distilbert albert electra deberta deberta-v2 "
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
-        _FUSED: "granitemoe granitemoeshared",
         "a router by SparseMixer": "phimoe",
         "linear attention": "minimax",
         "clipped queries, keys and values, and experts in one tensor": "dbrx",
@@ -29,7 +26,6 @@ UNSUPPORTED_FAMILIES: dict[str, str] = {
         "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
         _ALIBI: "baichuan",
         _FORMER: "codegen chatglm",
-        _PAIRED: "ernie4_5_moe",
         "learned positions with an offset of 2": "opt",
     }.items()
     for model_type in types.split()

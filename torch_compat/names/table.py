@@ -89,6 +89,20 @@ class DepthwiseConvolution:
         return tensor.with_axis(1)
 
 
+class OneGroup:
+    """Vectors stored as a matrix of one row, such as the biases of a single group of experts."""
+
+    def to_jaxforge(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return the row of a [1, n] tensor."""
+        if len(tensor.shape) != 2 or tensor.shape[0] != 1:
+            return tensor  # of another model: the check of shapes reports it
+        return tensor.part(0)
+
+    def to_dialect(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
+        """Return [n] as [1, n]."""
+        return stack([tensor])
+
+
 Layout = Callable[[ModelConfig], list[np.ndarray]]
 """Function from the config to the rows of each part in a fused tensor, in the part's order."""
 

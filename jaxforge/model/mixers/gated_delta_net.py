@@ -12,12 +12,11 @@ each value head in float32, and the last inputs of the convolutions.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import GATED_DELTA_NET, ModelConfig
@@ -84,7 +83,11 @@ class GatedDeltaNet(Mixer):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = self.config = config.gated_delta_net
-        embed, keys, values = (config.dim, "embed"), (c.key_size, "kv_heads"), (c.value_size, "heads")
+        embed, keys, values = (
+            (config.dim, "embed"),
+            (c.key_size, "kv_heads"),
+            (c.value_size, "heads"),
+        )
         heads = (c.value_heads, "heads")
         project = functools.partial(Linear, inp=embed, std=config.init_std, declare=declare)
         self.q_proj, self.k_proj, self.v_proj = project(keys), project(keys), project(values)
@@ -141,11 +144,12 @@ class GatedDeltaNet(Mixer):
         segment_ids: Int[Array, "b s"] | None,
         strategy: str,
     ) -> Float[Array, "b s H v"]:
-        convolved = (
+        convolved = [
             causal_convolution(x, weight, segment_ids=segment_ids, strategy=strategy)[0]
             for x, weight in zip(inputs[:3], weights, strict=True)
-        )
-        return gated_delta_rule(self._tokens(*convolved, *inputs[3:]), segment_ids, None, strategy)[0]
+        ]
+        tokens = self._tokens(convolved, inputs.log_decay, inputs.beta)
+        return gated_delta_rule(tokens, segment_ids, None, strategy)[0]
 
     def _extend(
         self, weights: _Convolutions, inputs: _Inputs, context: Context, cache: DeltaNetState
@@ -153,8 +157,8 @@ class GatedDeltaNet(Mixer):
         """Mix new tokens with the state of earlier ones; padding leaves the state unchanged."""
         assert context.segment_ids is None  # a cache holds one document per row
         # The recurrence needs the tokens in order: devices of `cp` do not share a prompt.
-        inputs = _Inputs(
-            *(constrain(x, "batch", None, axis) for x, axis in zip(inputs, _AXES, strict=True))
+        inputs = _Inputs._make(
+            constrain(x, "batch", None, axis) for x, axis in zip(inputs, _AXES, strict=True)
         )
         lengths = None
         if context.is_padding is not None:
@@ -162,31 +166,27 @@ class GatedDeltaNet(Mixer):
             lengths = jnp.sum(is_token, axis=1)
             log_decay, beta = (x * is_token[..., None] for x in inputs[3:])
             inputs = inputs._replace(log_decay=log_decay, beta=beta)
-        convolved, states = zip(
-            *(
-                causal_convolution(x, weight, state=state, lengths=lengths)
-                for x, weight, state in zip(inputs[:3], weights, cache[:3], strict=True)
-            ),
-            strict=True,
-        )
-        tokens = self._tokens(*convolved, *inputs[3:])
+        convolved, states = [], []
+        for x, weight, state in zip(inputs[:3], weights, cache[:3], strict=True):
+            y, last = causal_convolution(x, weight, state=state, lengths=lengths)
+            convolved.append(y)
+            states.append(last)
+        tokens = self._tokens(convolved, inputs.log_decay, inputs.beta)
         if tokens.v.shape[1] == 1:
-            y_BSHv, state = gated_delta_step(tokens, cache.state)
+            y_BSHv, new = gated_delta_step(tokens, cache.state)
         else:
-            y_BSHv, state = gated_delta_rule(tokens, state=cache.state)
-        return y_BSHv, DeltaNetState(*states, state)
+            y_BSHv, new = gated_delta_rule(tokens, state=cache.state)
+        return y_BSHv, DeltaNetState._make((*states, new))
 
-    def _tokens(
-        self, q: Array, k: Array, v: Array, log_decay: Array, beta: Array
-    ) -> DeltaTokens:
+    def _tokens(self, convolved: Sequence[Array], log_decay: Array, beta: Array) -> DeltaTokens:
         """Return the inputs of the rule, by head, from the results of the convolutions."""
         c = self.config
         sizes = (c.key_head_dim, c.key_head_dim, c.value_head_dim)
-        heads = (
+        q, k, v = (
             jax.nn.silu(x).reshape(*x.shape[:2], -1, size)
-            for x, size in zip((q, k, v), sizes, strict=True)
+            for x, size in zip(convolved, sizes, strict=True)
         )
-        return DeltaTokens(*heads, log_decay, beta)
+        return DeltaTokens(q, k, v, log_decay, beta)
 
     @classmethod
     def empty_cache(
@@ -194,16 +194,18 @@ class GatedDeltaNet(Mixer):
     ) -> DeltaNetState:
         """Return the state before the first token; its size does not depend on `length`."""
         c = config.gated_delta_net
-        inputs = [jnp.zeros((batch, n, c.conv_size - 1), dtype) for n in (c.key_size, c.key_size, c.value_size)]
+        inputs = [
+            jnp.zeros((batch, n, c.conv_size - 1), dtype)
+            for n in (c.key_size, c.key_size, c.value_size)
+        ]
         shape = (batch, c.value_heads, c.key_head_dim, c.value_head_dim)
-        return DeltaNetState(*inputs, jnp.zeros(shape, jnp.float32))
+        return DeltaNetState._make((*inputs, jnp.zeros(shape, jnp.float32)))
 
     @classmethod
     def cache_axes(cls, config: ModelConfig) -> DeltaNetState:
         """Return the logical axes of a state: heads are split over `tp`."""
-        inputs: list[Any] = [("batch", axis, None) for axis in _AXES[:3]]
-        state: Any = ("batch", "heads", None, None)
-        return DeltaNetState(*inputs, state)
+        inputs = [("batch", axis, None) for axis in _AXES[:3]]
+        return DeltaNetState._make((*inputs, ("batch", "heads", None, None)))
 
     @classmethod
     def cost(cls, config: ModelConfig) -> MixerCost:
@@ -241,8 +243,8 @@ def _per_device(
     axes = automatic_axes()
     if context_size() == 1 or not axes:
         return mix(weights, inputs, segment_ids)
-    of_weights = _Convolutions(*(automatic_spec(axis, None) for axis in _AXES[:3]))
-    of_inputs = _Inputs(*(automatic_spec("batch", "context", axis) for axis in _AXES))
+    of_weights = _Convolutions._make(automatic_spec(axis, None) for axis in _AXES[:3])
+    of_inputs = _Inputs._make(automatic_spec("batch", "context", axis) for axis in _AXES)
     of_tokens = None if segment_ids is None else automatic_spec("batch", "context")
     run = jax.shard_map(
         mix,

@@ -1,0 +1,63 @@
+"""ERNIE 4.5 with experts: a softmax router with a bias for selection only, shared experts."""
+
+from jaxforge.config.model import ModelConfig
+from torch_compat.families import common, ernie4_5, experts
+from torch_compat.families.family import OURS, THEIRS, Config, Family, Table, name_map
+from torch_compat.names.table import OneGroup, Rule
+
+_SIZES = ("num_experts", "moe_intermediate_size")
+_BIAS = Rule(
+    f"{OURS}mlp.router.expert_bias", f"{THEIRS}mlp.moe_statics.e_score_correction_bias", OneGroup()
+)
+_MEMORY = r"(\.mlp)\.gate(\.moe_statics\.)"
+"""Name of the bias in the memory of transformers, whose files have another."""
+
+
+def _read(c: Config, where: str) -> Table:
+    table = common.shape(c) | common.rotary(c, where) | common.feed_forward(c, where)
+    table |= experts.softmax({**c, "norm_topk_prob": True}, *_SIZES) | {"moe_bias_update": "sign"}
+    n_layers, step = c["num_hidden_layers"], c["moe_layer_interval"]
+    end = n_layers - 1 if c["moe_layer_end_index"] == -1 else c["moe_layer_end_index"]
+    first = c["moe_layer_start_index"]
+    layers = [i for i in range(first, min(n_layers, end + 1)) if (i + 1) % step == 0]
+    table |= experts.chosen_layers(layers, c, where)
+    if count := c["moe_num_shared_experts"]:
+        width = count * c["moe_intermediate_size"]
+        table |= {"moe_shared_experts": count, "moe_shared_expert_dim": width}
+    return table
+
+
+def _write(model: ModelConfig) -> Table:
+    keys = {**common.llama_keys(model), **experts.softmax_keys(model, *_SIZES)}
+    for key in ("head_dim", "norm_topk_prob"):  # not keys of ERNIE
+        del keys[key]
+    return {
+        **keys,
+        "use_bias": False,
+        "moe_num_shared_experts": model.shared_expert_dim // model.expert_dim,
+        "moe_layer_start_index": model.has_experts.index(True),
+        "moe_layer_end_index": model.n_layers - 1,
+        "moe_layer_interval": model.moe_frequency,
+    }
+
+
+FAMILY = Family(
+    "ernie4_5_moe",
+    name_map(
+        "hf-ernie4-5-moe", "Ernie4_5_MoeForCausalLM", *ernie4_5.RULES, *experts.EXPERTS, _BIAS,
+        *(rule._replace(optional=True) for rule in experts.shared("shared_experts")),
+        ignored=(r"model\.mtp_.*",),  # transformers ignores these too
+        renamed=((_MEMORY, r"\1\2"),),
+    ),
+    {**ernie4_5.DEFAULTS, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 6,
+     "moe_intermediate_size": 1536, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+     "moe_layer_end_index": -1, "moe_layer_interval": 1},
+    read=_read,
+    write=_write,
+    only={"use_bias": False, "moe_norm_min": 1e-12},
+    names={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
+    aliases={key: key for key in ("num_experts", "num_experts_per_tok")},
+    unused=("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers",
+            *experts.LOSSES),
+    requires_head_divisor=True,
+)  # fmt: skip
