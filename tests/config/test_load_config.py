@@ -261,6 +261,7 @@ def test_every_key_of_kempnerforge_loads():
                 "gated_delta_net",
                 "mixer_pattern",
                 "feed_forward_pattern",
+                "mamba2",
                 "mup_base_width",
                 "mup_base_head_dim",
             )
