@@ -16,6 +16,8 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.data.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Model, join
 from jaxforge.state.train_state import init_train_state
 from tests.conftest import tiny_config
@@ -341,6 +343,24 @@ def test_cached_logits_match_transformers(imported):
             out = network(item, past_key_values=out.past_key_values, use_cache=True)
             theirs.append(out.logits)
     assert_close(np.concatenate(logits, axis=1), torch.cat(theirs, dim=1).numpy())
+
+
+GREEDY = ["llama4_text", "bloom, 6 heads", "cohere2, window 8", "mpt", "glm4", "falcon, new",
+          "gptj", "ernie4_5_moe"]  # fmt: skip
+
+
+@pytest.mark.parametrize("imported", marked(GREEDY, GREEDY[1:]), indirect=True)
+def test_greedy_tokens_match_transformers(imported):
+    """transformers reads the whole text for each token."""
+    case, _, _, (model, params) = imported
+    prompt = tokens_of(8)[0].tolist()
+    decoder = Decoder(Model(model), params, LONGEST - len(prompt), Sampling(temperature=0.0))
+    (ours,) = decoder.complete([prompt], range(1))
+    network, theirs = network_of(case), list(prompt)
+    with torch.no_grad():
+        while len(theirs) < LONGEST:
+            theirs.append(int(network(torch.tensor([theirs])).logits[0, -1].argmax()))
+    assert ours.tokens == theirs[len(prompt) :]
 
 
 def test_export_of_import_is_identical(imported, tmp_path):
