@@ -57,8 +57,9 @@ class LayerNorm(nnx.Module):
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
+        bias = self.bias[...].astype(jnp.float32) if self.has_bias else None
         y32 = x32 * scale * (1 + weight if self.unit_offset else weight)
-        return (y32 + self.bias[...].astype(jnp.float32) if self.has_bias else y32).astype(x.dtype)
+        return (y32 if bias is None else y32 + bias).astype(x.dtype)
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

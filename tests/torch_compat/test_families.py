@@ -395,7 +395,7 @@ RECURRENT = [
 
 
 @pytest.mark.parametrize("imported", RECURRENT, indirect=True)
-def test_greedy_tokens_match_transformers(imported):
+def test_padded_prompts_generate_tokens_of_transformers(imported):
     """Prompts of different lengths are padded, which recurrent states must ignore."""
     _, _, network, (model, params) = imported
     tokens = tokens_of()
@@ -411,6 +411,24 @@ def test_greedy_tokens_match_transformers(imported):
             cache, given = out.past_key_values, out.logits[:, -1:].argmax(-1)
             theirs.append(int(given))
         assert ours.tokens == theirs
+
+
+GREEDY = ["llama4_text", "bloom, 6 heads", "cohere2, window 8", "mpt", "glm4", "falcon, new",
+          "gptj", "ernie4_5_moe"]  # fmt: skip
+
+
+@pytest.mark.parametrize("imported", marked(GREEDY, GREEDY[1:]), indirect=True)
+def test_greedy_tokens_match_transformers(imported):
+    """transformers reads the whole text for each token."""
+    case, _, _, (model, params) = imported
+    prompt = tokens_of(8)[0].tolist()
+    decoder = Decoder(Model(model), params, LONGEST - len(prompt), Sampling(temperature=0.0))
+    (ours,) = decoder.complete([prompt], range(1))
+    network, theirs = network_of(case), list(prompt)
+    with torch.no_grad():
+        while len(theirs) < LONGEST:
+            theirs.append(int(network(torch.tensor([theirs])).logits[0, -1].argmax()))
+    assert ours.tokens == theirs[len(prompt) :]
 
 
 def test_export_of_import_is_identical(imported, tmp_path):
